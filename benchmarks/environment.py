@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes.util
 import json
 import os
 import platform
@@ -19,10 +20,7 @@ from rich.console import Console
 from benchmarks import checkpoint
 from benchmarks.shapes import SHAPES
 
-ROOT = Path(__file__).parents[1]
 PAGE = "docs/comparison.md"
-_LAST_LINES = 5
-_LIBRARY_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib")
 console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
 T = TypeVar("T")
 
@@ -34,10 +32,6 @@ def say(line: str) -> None:
 
 class Missing(Exception):
     """An engine that is not installed."""
-
-
-class Failed(Exception):
-    """An engine could not do it; it may be able to do other things."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +49,9 @@ class Rivals:
     @property
     def preload(self) -> str:
         """What vLLM's manual wants in LD_PRELOAD on a CPU, as far as it is installed."""
-        found = [*self.venv.glob("lib/libiomp5.so")] if self.venv else []
-        for folder in _LIBRARY_FOLDERS:
-            found += sorted(Path(folder).glob("libtcmalloc_minimal.so.4"))[:1]
-        return ":".join(map(str, found))
+        found = [*map(str, self.venv.glob("lib/libiomp5.so"))] if self.venv else []
+        tcmalloc = ctypes.util.find_library("tcmalloc_minimal")
+        return ":".join([*found, tcmalloc] if tcmalloc else found)
 
     def need(self, module: str) -> None:
         """Raises Missing where the interpreter does not have a module."""
@@ -89,12 +82,6 @@ def rotated(names: Sequence[T], round_: int) -> list[T]:
     """Who begins changes with each round: a machine that slows down favours none."""
     began = round_ % max(1, len(names))
     return [*names[began:], *names[:began]]
-
-
-def exit_text(status: int, log: Path) -> str:
-    """How a process ended, with the last lines of what it printed."""
-    lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-    return " | ".join([f"it ended with status {status}", *lines])
 
 
 def write(file: Path | None, report: dict[str, Any]) -> None:

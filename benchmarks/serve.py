@@ -36,8 +36,9 @@ from baton.local import ports
 from baton.local.cluster import LocalCluster
 from baton.slo import Slo
 from benchmarks import checkpoint, environment
+from benchmarks.child import Failed, exit_text
 from benchmarks.engine.adapters.gguf_file import gguf_of
-from benchmarks.environment import Failed, Missing, Rivals, console, cores, exit_text, rotated, say
+from benchmarks.environment import Missing, Rivals, console, cores, rotated, say
 from benchmarks.shapes import SHAPES
 
 SCHEMA = "baton.bench.comparison/2"

@@ -43,8 +43,7 @@ class WordDigest(Digest):
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._sum = 0
+        self.num_bytes = self._sum = 0  # it needs no xxhash
 
     @property
     def num_words(self) -> int:

@@ -1,29 +1,24 @@
 """Writes what is generated in docs/; `--check`, as in `make lint`, only compares it.
 
 In each page it is what lies between two marks: metrics from their table, options from the command
-line's parser, gRPC's services and messages from the comments in protos/.
+line's parser, gRPC's services and messages from protos/.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import textwrap
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Any
-
-from google.protobuf import descriptor_pb2
-from grpc_tools import protoc
 
 from baton import cli
 from baton.cli.options import HelpFormatter
 from baton.metrics import table
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS, PROTOS = ROOT / "docs", ROOT / "protos"
+DOCS = ROOT / "docs"
 END = "<!-- generated: end -->"
 
 
@@ -94,86 +89,13 @@ def _option_row(one: argparse.Action) -> str:
     return f"| `{usage.replace('|', chr(92) + '|')}` | {formatter._expand_help(one)} |"
 
 
-# Callers' services first.
-_FILES = ("inference", "fleet", "trace", "prefill", "decode", "handoff", "worker", "common")
-_SCALARS = {
-    getattr(descriptor_pb2.FieldDescriptorProto, f"TYPE_{name.upper()}"): name
-    for name in ("bool", "uint32", "uint64", "int32", "int64", "float", "double", "string", "bytes")
-}
-
-
 def grpc() -> Iterator[str]:
-    """Services, messages and enums of our protos, with their comments."""
-    paths = [str(path.relative_to(PROTOS)) for path in sorted(PROTOS.glob("baton/v1/*.proto"))]
-    assert {Path(path).stem for path in paths} == {*_FILES, "etcd"}, "a proto without a place"
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "all.pb"
-        flags = [f"-I{path}" for path in (PROTOS, resources.files("grpc_tools") / "_proto")]
-        if protoc.main(["protoc", *flags, "--include_source_info", f"-o{out}", *paths]) != 0:
-            sys.exit("protoc failed: see above")
-        described = descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes())
-    files = {Path(file.name).stem: file for file in described.file}
-    for name in _FILES:
-        yield f"## {name}.proto\n"
-        yield from _file_lines(files[name])
-
-
-def _file_lines(file: Any) -> Iterator[str]:
-    comments = {
-        tuple(where.path): " ".join(where.leading_comments.split()).replace("|", chr(92) + "|")
-        for where in file.source_code_info.location
-    }
-    for index, service in enumerate(file.service):
-        yield f"### {service.name}\n\n{comments[6, index]}\n"
-        yield "| RPC | request → response | |\n|---|---|---|"
-        for number, method in enumerate(service.method):
-            request, response = _type_name(method.input_type), _type_name(method.output_type)
-            request = f"{'stream ' if method.client_streaming else ''}{request}"
-            response = f"{'stream ' if method.server_streaming else ''}{response}"
-            text = comments[6, index, 2, number]
-            yield f"| `{method.name}` | {request} → {response} | {text} |"
-        yield ""
-    yield from _type_lines("", file.message_type, file.enum_type, (), (4, 5), comments)
-
-
-def _type_lines(
-    prefix: str, messages: Any, enums: Any, path: tuple[int, ...], kinds: Any, comments: Any
-) -> Iterator[str]:
-    """Messages and enums of a file or of a message, whose numbers in a path are `kinds`."""
-    for index, message in enumerate(messages):
-        if message.options.map_entry:
-            continue
-        here, name = (*path, kinds[0], index), f"{prefix}{message.name}"
-        yield f"### {name}\n\n{comments[here]}\n"
-        if message.field:
-            yield "| field | type | |\n|---|---|---|"
-            maps = {one.name: one for one in message.nested_type if one.options.map_entry}
-            for number, field in enumerate(message.field):
-                text = comments[(*here, 2, number)]
-                yield f"| {field.number} `{field.name}` | {_field_type(field, maps)} | {text} |"
-            yield ""
-        inner = (message.nested_type, message.enum_type)
-        yield from _type_lines(f"{name}.", *inner, here, (3, 4), comments)
-    for index, enum in enumerate(enums):
-        here = (*path, kinds[1], index)
-        yield f"### {prefix}{enum.name}\n\n{comments[here]}\n\n| value | |\n|---|---|"
-        for number, value in enumerate(enum.value):
-            yield f"| {value.number} `{value.name}` | {comments[(*here, 2, number)]} |"
-        yield ""
-
-
-def _field_type(field: Any, maps: dict[str, Any]) -> str:
-    kind = _SCALARS.get(field.type) or _type_name(field.type_name)
-    if entry := maps.get(field.type_name.rpartition(".")[2]):
-        return f"map of {_field_type(entry.field[0], {})} to {_field_type(entry.field[1], {})}"
-    if field.label == field.LABEL_REPEATED:
-        return f"repeated {kind}"
-    return f"optional {kind}" if field.proto3_optional else kind
-
-
-def _type_name(full: str) -> str:
-    name = full.removeprefix(".baton.v1.")
-    return f"[{name}](#{name.lower().replace('.', '')})" if full.startswith(".baton.v1.") else name
+    """The commented protos, callers' services first."""
+    names = ("inference", "fleet", "trace", "prefill", "decode", "handoff", "worker", "common")
+    files = {path.stem: path for path in (ROOT / "protos/baton/v1").glob("*.proto")}
+    assert files.keys() == {*names, "etcd"}, "a proto without a place"
+    for name in names:
+        yield f"## {name}.proto\n\n```proto\n{files[name].read_text().strip()}\n```\n"
 
 
 PAGES = {"metrics.md": metrics, "reference/cli.md": commands, "reference/grpc.md": grpc}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shutil
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,6 @@ from baton.cli.status import table
 from baton.errors import BatonError, Unavailable
 
 if TYPE_CHECKING:
-    from baton.local.doctor import Finding
     from baton.v1.fleet_pb2 import GetStatusResponse
 
 _TEXT = """\
@@ -35,32 +32,24 @@ _PAIR_COLUMNS = {
     "prefill": "prefill", "decode": "decode", "transport": "transport", "in_use": "in use",
     "why": "why none that is faster",
 }  # fmt: skip
-
 _MAX_SUBJECT = 28  # what names pairs can be longer, and alone is
-_MIN_TEXT = 40  # columns
 
 
 def add_commands(commands: options.Commands) -> None:
     """Adds `doctor`."""
-    parser = options.add_command(
-        commands, "doctor", "look for what is missing or slow", _TEXT, _EXAMPLES
-    )
-    parser.add_argument(
-        "--target",
-        metavar="HOST:PORT",
-        help=f"the router's address (default: {options.DEFAULT_TARGET}, if one answers there)",
-    )
-    parser.add_argument(
-        "--timeout", type=seconds, default=3.0, metavar="SECONDS", help="for the router's answer"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    summary = "look for what is missing or slow"
+    parser = options.add_command(commands, "doctor", summary, _TEXT, _EXAMPLES)
+    add = parser.add_argument
+    text = f"the router's address (default: {options.DEFAULT_TARGET}, if one answers there)"
+    add("--target", metavar="HOST:PORT", help=text)
+    add("--timeout", type=seconds, default=3.0, metavar="SECONDS", help="for the router's answer")
+    add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
     report = look(args.target, args.timeout)
-    columns = shutil.get_terminal_size((200, 24)).columns
-    print(json.dumps(report) if args.json else render(report, columns))
+    print(json.dumps(report) if args.json else render(report))
     return 1 if report["status"] == "fail" else 0
 
 
@@ -77,20 +66,15 @@ def look(target: str | None, timeout_s: float) -> dict[str, Any]:
     router_here = status is not None and bool(hosts & {"127.0.0.1", "localhost", "[::1]"})
     machine = [*doctor.check_machine(router_here), *doctor.check_gpus()]
     router: dict[str, Any] = {"target": addresses, "answers": status is not None}
-    workers: list[dict[str, Any]] = []
-    pairs: list[dict[str, Any]] = []
-    cluster: list[Finding] = []
-    if status is not None:
-        for field in ("address", "state", "model", "cluster"):
-            router[field] = getattr(status.router, field)
-        pairs, cluster = doctor_cluster.check_cluster(status)
-        workers = [doctor_cluster.worker_of(worker) for worker in status.workers]
+    pairs, cluster = doctor_cluster.check_cluster(status) if status else ([], [])
+    if status:
+        router |= {f: getattr(status.router, f) for f in ("address", "state", "model", "cluster")}
     levels = {finding.level for finding in (*machine, *cluster)}
     return {
         "status": next((level for level in ("fail", "warn") if level in levels), "ok"),
         "machine": [dataclasses.asdict(finding) for finding in machine],
         "router": router,
-        "workers": workers,
+        "workers": [*map(doctor_cluster.worker_of, status.workers)] if status else [],
         "pairs": pairs,
         "cluster": [dataclasses.asdict(finding) for finding in cluster],
     }
@@ -104,16 +88,16 @@ def _router_status(target: str | None, timeout_s: float) -> GetStatusResponse | 
     from baton.v1 import fleet_pb2, fleet_pb2_grpc
 
     problem: BatonError = Unavailable("no router is named")
-    for address in (target or options.DEFAULT_TARGET).split(","):
+    for address in map(str.strip, (target or options.DEFAULT_TARGET).split(",")):
         try:
             with (
                 options.calling(address, timeout_s),
                 rpc.translated(),
-                grpc.insecure_channel(address.strip(), options=rpc.OPTIONS) as channel,
+                rpc.channel(address, kind=grpc) as channel,
             ):
-                stub = fleet_pb2_grpc.FleetServiceStub(channel)
+                fleet: Any = fleet_pb2_grpc.FleetServiceStub(channel)
                 request = fleet_pb2.GetStatusRequest()
-                status: GetStatusResponse = stub.GetStatus(request, timeout=timeout_s)
+                status: GetStatusResponse = fleet.GetStatus(request, timeout=timeout_s)
                 return status
         except BatonError as error:
             problem = error
@@ -122,9 +106,9 @@ def _router_status(target: str | None, timeout_s: float) -> GetStatusResponse | 
     return None
 
 
-def render(report: dict[str, Any], width: int = 200) -> str:
-    """The object of `baton doctor --json` as text for people; tables may be wider than `width`."""
-    lines = ["this machine", *_findings(report["machine"], width), ""]
+def render(report: dict[str, Any]) -> str:
+    """The object of `baton doctor --json` as text for people."""
+    lines = ["this machine", *_findings(report["machine"]), ""]
     router = report["router"]
     if router["answers"]:
         lines.append(
@@ -137,28 +121,20 @@ def render(report: dict[str, Any], width: int = 200) -> str:
     if report["pairs"]:
         lines += ["", *table(_PAIR_COLUMNS, [_explained(pair) for pair in report["pairs"]])]
     if report["cluster"]:
-        lines += ["", "cluster", *_findings(report["cluster"], width)]
+        lines += ["", "cluster", *_findings(report["cluster"])]
     levels = [finding["level"] for finding in (*report["machine"], *report["cluster"])]
     failed, warned = levels.count("fail"), levels.count("warn")
     counts = f"{failed} failed, {warned} warning{'' if warned == 1 else 's'}"
     return "\n".join([*lines, "", counts if failed or warned else "nothing is missing"])
 
 
-def _findings(findings: Sequence[dict[str, Any]], width: int) -> Iterator[str]:
+def _findings(findings: Sequence[dict[str, Any]]) -> Iterator[str]:
     longest = max((len(finding["subject"]) for finding in findings), default=0)
     column = min(longest, _MAX_SUBJECT)
     for finding in findings:
-        head = f"  {finding['level']:<4}  {finding['subject']:<{column}}  "
-        yield from _folded(head, finding["text"], width)
+        yield f"  {finding['level']:<4}  {finding['subject']:<{column}}  {finding['text']}"
         if finding["fix"]:
-            yield from _folded(" " * (column + 10) + "→ ", finding["fix"], width)
-
-
-def _folded(head: str, text: str, width: int) -> list[str]:
-    """The text behind its head, in as many lines as it takes."""
-    room = max(width, len(head) + _MIN_TEXT)
-    indent = " " * len(head)
-    return textwrap.wrap(text, room, initial_indent=head, subsequent_indent=indent)
+            yield f"{'':<{column + 10}}→ {finding['fix']}"
 
 
 def _shown(worker: dict[str, Any]) -> dict[str, str]:

@@ -64,17 +64,13 @@ def add_commands(commands: options.Commands) -> None:
     sampling.add_argument(
         "--stop", action="append", metavar="TEXT", help="ends it; may be repeated"
     )
-    sampling.add_argument(
-        "--ignore-eos", action="store_true", default=None, help="go on after the end of sequence"
-    )
+    text = "go on after the end of sequence"
+    sampling.add_argument("--ignore-eos", action="store_true", default=None, help=text)
     where = parser.add_argument_group("where")
     options.add_target_option(where)
     _add_options(where, _CLUSTER_OPTIONS)
-    where.add_argument(
-        "--priority",
-        choices=("low", "normal", "high"),
-        help="next to other requests that wait (default: the tenant's)",
-    )
+    text = "next to other requests that wait (default: the tenant's)"
+    where.add_argument("--priority", choices=("low", "normal", "high"), help=text)
     where.add_argument("--local", action="store_true", help="run the engine in this process")
     where.add_argument("--json", action="store_true", help="print one JSON object at the end")
     options.add_declared(parser, EngineConfig, "with --local", {"model": _MODEL_TEXT})
@@ -85,16 +81,9 @@ def add_commands(commands: options.Commands) -> None:
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     """PROMPT and what it is; the parser's namespace has `usage_error` too."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT|-", help="text; - reads it from stdin")
-    group = parser.add_argument_group("prompt")
-    group.add_argument(
-        "--token-ids",
-        type=options.argument(numbers),
-        metavar="1,2,3",
-        help="token ids instead of text",
-    )
-    group.add_argument(
-        "--chat", action="store_true", help="send PROMPT as a user's message to a chat model"
-    )
+    add, ids = parser.add_argument_group("prompt").add_argument, options.argument(numbers)
+    add("--token-ids", type=ids, metavar="1,2,3", help="token ids instead of text")
+    add("--chat", action="store_true", help="send PROMPT as a user's message to a chat model")
     parser.set_defaults(usage_error=parser.error)
 
 

@@ -62,21 +62,17 @@ _HEALTH_EXAMPLES = """\
 
 def add_commands(commands: options.Commands) -> None:
     """Adds the three commands."""
-    parser = options.add_command(
-        commands, "status", "show the cluster's state", _STATUS_TEXT, _STATUS_EXAMPLES
-    )
+    summary = "show the cluster's state"
+    parser = options.add_command(commands, "status", summary, _STATUS_TEXT, _STATUS_EXAMPLES)
     options.add_question_options(parser)
     parser.set_defaults(run=_run_status)
 
     summary = "show where a request would run, and why"
     parser = options.add_command(commands, "explain", summary, _EXPLAIN_TEXT, _EXPLAIN_EXAMPLES)
     add_prompt_options(parser)
-    parser.add_argument(
-        "--max-tokens", type=int, metavar="TOKENS", help="in the completion (default: 64)"
-    )
-    parser.add_argument(
-        "--cache-salt", metavar="TEXT", help="of the prefix cache it would use (default: none)"
-    )
+    add = parser.add_argument
+    add("--max-tokens", type=int, metavar="TOKENS", help="in the completion (default: 64)")
+    add("--cache-salt", metavar="TEXT", help="of the prefix cache it would use (default: none)")
     options.add_question_options(parser)
     parser.set_defaults(run=_run_explain)
 

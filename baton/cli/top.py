@@ -22,21 +22,12 @@ _EXAMPLES = """\
 def add_commands(commands: options.Commands) -> None:
     """Adds `top`."""
     parser = options.add_command(commands, "top", "watch the cluster live", _TEXT, _EXAMPLES)
-    parser.add_argument(
-        "--target",
-        default=options.DEFAULT_TARGET,
-        metavar="HOST:PORT",
-        help="the router's address; of several, separated by commas, all are shown",
-    )
-    parser.add_argument(
-        "--interval", type=seconds, default=1.0, metavar="SECONDS", help="between two looks"
-    )
-    parser.add_argument(
-        "--once", action="store_true", help="print one frame, with rates over one interval"
-    )
-    parser.add_argument(
-        "--width", type=count, metavar="COLUMNS", help="of --once's frame (default: 160)"
-    )
+    add = parser.add_argument
+    text = "the router's address; of several, separated by commas, all are shown"
+    add("--target", default=options.DEFAULT_TARGET, metavar="HOST:PORT", help=text)
+    add("--interval", type=seconds, default=1.0, metavar="SECONDS", help="between two looks")
+    add("--once", action="store_true", help="print one frame, with rates over one interval")
+    add("--width", type=count, metavar="COLUMNS", help="of --once's frame (default: 160)")
     parser.set_defaults(run=_run, extra="cli")
 
 

@@ -15,7 +15,7 @@ from baton.errors import InvalidRequest, Stale
 
 if TYPE_CHECKING:
     from baton.local.trace_source import Jaeger, KeptTraces
-    from baton.v1.trace_pb2 import TraceSummary
+    from baton.local.trace_tree import TraceSummary
 
 _TEXT = """\
 Draws what a request did, and when, in client, router and workers, and says how much of its time
@@ -42,25 +42,18 @@ def add_commands(commands: options.Commands) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("trace_id", nargs="?", metavar="TRACE_ID", help="32 hexadecimal digits")
     which.add_argument("--last", action="store_true", help="the request that ended last")
-    which.add_argument(
-        "--slowest", type=count, metavar="N", help="list the N requests that took longest"
-    )
+    text = "list the N requests that took longest"
+    which.add_argument("--slowest", type=count, metavar="N", help=text)
     source = parser.add_argument_group("where the traces are")
     options.add_target_option(source)
     other = source.add_mutually_exclusive_group()
-    other.add_argument(
-        "--from",
-        dest="source",
-        metavar="HOST:PORT",
-        help="where `baton up` keeps traces (default: where the router exports to)",
-    )
-    other.add_argument(
-        "--jaeger", metavar="URL", help="read Jaeger's HTTP API, as http://HOST:16686"
-    )
-    parser.add_argument(
-        "--timeout", type=seconds, default=10.0, metavar="SECONDS", help="for the answer"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    text = "where `baton up` keeps traces (default: where the router exports to)"
+    other.add_argument("--from", dest="source", metavar="HOST:PORT", help=text)
+    text = "read Jaeger's HTTP API, as http://HOST:16686"
+    other.add_argument("--jaeger", metavar="URL", help=text)
+    add = parser.add_argument
+    add("--timeout", type=seconds, default=10.0, metavar="SECONDS", help="for the answer")
+    add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)
 
 
@@ -72,21 +65,23 @@ def _run(args: argparse.Namespace) -> int:
         text = f"{args.trace_id!r} is no trace id: it has 32 hexadecimal digits"
         raise InvalidRequest(text, "trace_id")
     source = _source(args)
+    traces = source.traces(trace_id, args.timeout)
     if not trace_id:
         most = 1 if args.last else args.slowest or _MAX_LISTED
-        found = source.summaries(args.slowest is not None, most, args.timeout)
+        found = trace_tree.summaries(traces, args.slowest is not None, most)
         if args.json and not args.last:
-            print(json.dumps({"traces": [_fields(summary) for summary in found]}))
+            print(json.dumps({"traces": [asdict(summary) for summary in found]}))
             return 0
         if not found:
             raise Stale(f"{source.name} keeps no trace of a request yet")
         if not args.last:
-            failed = any(summary.HasField("error") for summary in found)
+            failed = any(summary.error is not None for summary in found)
             columns = {key: title for key, title in _COLUMNS.items() if failed or key != "error"}
             print("\n".join(table(columns, [_row(summary) for summary in found])))
             return 0
         trace_id = found[0].trace_id
-    spans = source.trace(trace_id, args.timeout)
+        traces = source.traces(trace_id, args.timeout)
+    spans = [span for trace in traces for span in trace]
     if not spans:
         raise Stale(
             f"{source.name} has no trace {trace_id}: it is older than those that are kept, was not "
@@ -107,24 +102,18 @@ def _source(args: argparse.Namespace) -> Jaeger | KeptTraces:
     from baton.local import trace_source
 
     if args.jaeger:
-        return trace_source.Jaeger(args.jaeger)
+        return trace_source.Jaeger(args.jaeger, args.slowest or 0)
     if args.source:
         return trace_source.KeptTraces(args.source)
     with options.calling(args.target, args.timeout):
         return trace_source.kept_by(args.target, args.timeout)
 
 
-def _fields(summary: TraceSummary) -> dict[str, Any]:
-    """Of `--json`; `error` is why the request failed, possibly empty, None when it did not."""
-    values = {field.name: getattr(summary, field.name) for field in summary.DESCRIPTOR.fields}
-    return {**values, "error": summary.error if summary.HasField("error") else None}
-
-
 def _row(summary: TraceSummary) -> dict[str, Any]:
     ended = time.localtime(summary.start_ns / 1e9 + summary.took_ms / 1e3)
     return {
-        **_fields(summary),
+        **asdict(summary),
         "ended": time.strftime("%H:%M:%S", ended),
         "took": round(summary.took_ms, 1),
-        "error": (summary.error or "yes") if summary.HasField("error") else "",
+        "error": "" if summary.error is None else summary.error or "yes",
     }

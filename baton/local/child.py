@@ -32,12 +32,8 @@ def tied(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", str(Path(__file__)), str(os.getpid()), *command]
 
 
-def _become(parent: int, command: list[str]) -> None:
-    die_with_parent()
-    if os.getppid() != parent:
-        sys.exit("the parent ended first")
-    os.execv(command[0], command)  # noqa: S606 - no shell is wanted
-
-
 if __name__ == "__main__":
-    _become(int(sys.argv[1]), sys.argv[2:])
+    die_with_parent()
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("the parent ended first")
+    os.execv(sys.argv[2], sys.argv[2:])  # noqa: S606 - no shell is wanted

@@ -11,14 +11,11 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from types import MappingProxyType
 from typing import Self
-
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import rpc
 from baton.config import ClusterConfig
@@ -26,7 +23,7 @@ from baton.errors import DeadlineExceeded, Unavailable
 from baton.local import commands, ports, resources
 from baton.local.etcd import EmbeddedEtcd
 from baton.local.model_check import check_model
-from baton.local.supervisor import ERROR, ChildProcess, Supervisor, cancelled
+from baton.local.process import ChildProcess, cancelled
 from baton.registry.backoff import Backoff
 from baton.registry.etcd import EtcdRegistry
 from baton.registry.interface import Membership
@@ -39,6 +36,9 @@ _GPU_START_S = 900.0  # a large model's weights come from a disk, and kernels ar
 _STOP_GRACE_S = 3.0  # beyond the drain time, before SIGKILL
 _RESTART_GRACE_S = 15.0  # the same where no user waits at a terminal
 _STATUS_S = 5.0
+_LOOK_S = 0.2  # at most between two looks at a router
+_FIRST_DELAY_S, _LAST_DELAY_S = 0.5, 10.0
+_HEALTHY_S = 10.0  # a process that was ready for this long starts again as if for the first time
 
 
 class LocalCluster:
@@ -75,9 +75,10 @@ class LocalCluster:
         self._extra_args = extra_args
         self._env = env
         self._start_timeout_s = start_timeout_s
-        self._supervisors: dict[str, Supervisor] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}  # what keeps each process running
+        self._changed = asyncio.Event()  # a process became ready, or ended
+        self._starting = True  # the cluster: a process that ends now is a failed start
         self._stack = AsyncExitStack()  # etcd, and the connection to it
-        self._failed_start: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop: asyncio.Task[None] | None = None
 
     @property
@@ -104,18 +105,17 @@ class LocalCluster:
     async def wait_ready(self, timeout_s: float | None = None) -> None:
         """Returns once every worker is READY and every router SERVING; raises DeadlineExceeded.
 
-        A process that ended and is not going to be restarted is not waited for.
+        A process that ended and is not going to be restarted is not waited for, but while the
+        cluster starts its end raises Unavailable.
         """
         timeout_s = self._start_timeout_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(timeout_s):
+                await self._until(lambda: all(p.is_ready for p in self._wanted()))
                 await workers_ready(self.membership, self._worker_pids)
-                for supervisor in [s for s in self._supervisors.values() if s.wanted]:
-                    with contextlib.suppress(Unavailable):
-                        await supervisor.ready()
         except TimeoutError:
-            waiting = [s for s in self._supervisors.values() if s.wanted and not s.is_ready]
-            missing = ", ".join(s.process.name for s in waiting) or "a worker's record in etcd"
+            waiting = [process.name for process in self._wanted() if not process.is_ready]
+            missing = ", ".join(waiting) or "a worker's record in etcd"
             raise DeadlineExceeded(
                 f"the cluster was not ready after {timeout_s:g} s; missing: {missing}"
             ) from None
@@ -129,12 +129,16 @@ class LocalCluster:
         share = share or resources.Share((), 1)
         metrics_port = self._metrics_port(name, "127.0.0.1")
         args = commands.worker(self.config, self.etcd_address, role, share, metrics_port)
-        await self._launch(name, role, args, self._worker_ready)
+        await self._launch(name, role, args)
         return name
 
     async def start_again(self, name: str) -> None:
-        """Starts a process that ended and is not restarted by itself (`restart=False`)."""
-        await self._supervisors[name].start()
+        """Starts a process that does not run, and keeps it running from now on."""
+        process = self.processes[name]
+        await cancelled(self._keepers.get(name))
+        process.wanted = True
+        await process.start()
+        self._keepers[name] = asyncio.create_task(self._keep(process), name=f"keeper of {name}")
 
     async def restart(self, name: str) -> int:
         """Drains a process and starts it again; returns how the old run ended: 0 after a drain.
@@ -145,12 +149,16 @@ class LocalCluster:
         process = self.processes[name]
         ran = process.running
         self._say(f"{name} restarting…" if ran else f"{name} starting again…")
-        status = await self._supervisors[name].restart(self.config.drain_s + _RESTART_GRACE_S)
+        await cancelled(self._keepers[name])  # this end is requested
+        status = await process.stop(self.config.drain_s + _RESTART_GRACE_S)
+        await self.start_again(name)
         if ran and status:
             self._say(f"warning: {name} did not drain: it ended with status {status}")
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                await self._supervisors[name].ready()
+                await self._until(lambda: process.is_ready or not process.wanted)
+                if not process.wanted:
+                    raise Unavailable(process.failure)
                 if process.role != "router":
                     for address in self._routers.values():
                         await router_sees(address, process.pid)
@@ -204,10 +212,11 @@ class LocalCluster:
             name = "router" if config.routers == 1 else f"router-{number}"
             metrics_port = self._metrics_port(name, config.host)
             args = commands.router(config, self.etcd_address, port, http_port, metrics_port)
-            await self._launch(name, "router", args, self._router_ready)
+            await self._launch(name, "router", args)
         for name, share in zip(names, shares, strict=True):
             await self.add_worker(name.partition("-")[0], share)
-        await self._ready_or_failed()
+        await self.wait_ready()
+        self._starting = False
 
     async def _start_etcd(self) -> None:
         if self.config.etcd is None:
@@ -224,33 +233,69 @@ class LocalCluster:
         self._stack.push_async_callback(registry.close)
         self.membership = await self._stack.enter_async_context(registry.watch())
 
-    async def _launch(
-        self,
-        name: str,
-        role: str,
-        args: Sequence[str],
-        until_ready: Callable[[ChildProcess], Awaitable[str]],
-    ) -> None:
+    async def _launch(self, name: str, role: str, args: Sequence[str]) -> None:
         program = self._programs.get(name) or self._programs.get(role) or commands.PROGRAM
         extra = [*self._extra_args.get(role, ()), *self._extra_args.get(name, ())]
         argv = [*program, *args, "--name", name, *extra]
         on_line = partial(self._on_line, name) if self._on_line else lambda line: None
-        process = self.processes[name] = ChildProcess(name, role, argv, self._env, on_line)
-        supervisor = Supervisor(process, until_ready, self._process_ended, self._say)
-        self._supervisors[name] = supervisor
-        await supervisor.start()
+        self.processes[name] = ChildProcess(name, role, argv, self._env, on_line)
+        await self.start_again(name)
         what = "starting…" if role == "router" else f"loading model {self.config.engine.model}…"
         self._say(f"{name} {what}")
 
-    async def _worker_ready(self, process: ChildProcess) -> str:
-        record = await worker_ready(self.membership, process.pid)
-        what = f"{record.address}, pid {record.pid}, {record.blocks_total} KV blocks"
-        return f"ready in {process.age_s:.1f} s as {record.incarnation} ({what})"
+    async def _keep(self, process: ChildProcess) -> None:
+        """Starts it again whenever it ends, after a delay that doubles until it served a while."""
+        failures = 0
+        while True:
+            noting = asyncio.create_task(self._note_ready(process))
+            try:
+                await process.wait()
+            finally:
+                await cancelled(noting)
+            # Counted from ready, not from the start: a large model may take minutes to load.
+            healthy = process.ready_at and time.monotonic() - process.ready_at >= _HEALTHY_S
+            failures = 1 if healthy else failures + 1
+            process.wanted = self.config.restart and not self._starting
+            self._changed.set()
+            if self._starting:
+                return
+            if not process.wanted:
+                self._say(process.failure)
+                return
+            delay_s = restart_delay_s(failures)
+            self._say(f"{process.failure}; starting it again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            await process.start()
 
-    async def _router_ready(self, process: ChildProcess) -> str:
-        address = self._routers[process.name]
-        await router_serving(address)
-        return f"serving after {process.age_s:.1f} s ({address}, pid {process.pid})"
+    async def _note_ready(self, process: ChildProcess) -> None:
+        if process.role == "router":
+            address = self._routers[process.name]
+            await router_serving(address)
+            what = f"serving after {process.age_s:.1f} s ({address}, pid {process.pid})"
+        else:
+            ready = await workers_ready(self.membership, lambda: {process.pid})
+            record = ready[process.pid]
+            where = f"{record.address}, pid {record.pid}, {record.blocks_total} KV blocks"
+            what = f"ready in {process.age_s:.1f} s as {record.incarnation} ({where})"
+        process.ready_at = time.monotonic()
+        self._changed.set()
+        self._say(f"{process.name} {what}")
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        """Returns when it is so; raises Unavailable if a process ends while the cluster starts."""
+        while True:
+            failed = next((p for p in self.processes.values() if not p.wanted), None)
+            if failed and self._starting:
+                # What it wrote is not repeated where it was shown.
+                log = "" if self._on_line else f"; its last lines:\n{failed.log_tail()}"
+                raise Unavailable(failed.failure + log)
+            if is_so():
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _wanted(self) -> list[ChildProcess]:
+        return [process for process in self.processes.values() if process.wanted]
 
     def _metrics_port(self, name: str, host: str) -> int | None:
         """Where a new process serves its metrics: the port after the last one's."""
@@ -264,50 +309,17 @@ class LocalCluster:
     @property
     def _routers(self) -> dict[str, str]:
         """Addresses of the routers that run or are going to, by name."""
-        names = [process.name for process in self.processes.values() if process.role == "router"]
-        addresses = zip(names, self.addresses, strict=False)  # at the start some are missing
-        return {name: address for name, address in addresses if self._supervisors[name].wanted}
-
-    def _process_ended(self, process: ChildProcess) -> bool:
-        """A process ended though that was not requested; whether it is started again."""
-        if not self._failed_start.done():
-            why = f"{process.ending} while the cluster was starting{self._last_output(process)}"
-            self._failed_start.set_exception(Unavailable(why))
-            return False
-        if not self.config.restart:
-            self._say(process.failure)
-        return self.config.restart
-
-    def _last_output(self, process: ChildProcess) -> str:
-        """Why a process ended: our own error, else its last lines, unless they were shown."""
-        last = process.log[-1] if process.log else ""
-        if last.startswith(ERROR):
-            return f": {last.removeprefix(ERROR)}"
-        if self._on_line:
-            return "; what it wrote is above" if last else " and wrote nothing"
-        return f". Its last lines:\n{process.log_tail() or '(it wrote nothing)'}"
-
-    async def _ready_or_failed(self) -> None:
-        """Returns when the cluster is ready; raises as soon as one of its processes has ended."""
-        ready = asyncio.create_task(self.wait_ready())
-        try:
-            await asyncio.wait([ready, self._failed_start], return_when=asyncio.FIRST_COMPLETED)
-            if self._failed_start.done():
-                self._failed_start.result()
-            await ready
-            self._failed_start.cancel()  # from now on an exit is no failed start
-        finally:
-            await cancelled(ready)
+        routers = [process for process in self.processes.values() if process.role == "router"]
+        addresses = zip(routers, self.addresses, strict=False)  # at the start some are missing
+        return {router.name: address for router, address in addresses if router.wanted}
 
     def _worker_pids(self) -> set[int]:
         """Process ids of the workers that should be READY; 0 for one about to be restarted."""
-        workers = [s for s in self._supervisors.values() if s.process.role != "router"]
-        return {s.process.pid if s.process.running else 0 for s in workers if s.wanted}
+        workers = [process for process in self._wanted() if process.role != "router"]
+        return {process.pid if process.running else 0 for process in workers}
 
     async def _stop_all(self) -> None:
-        await asyncio.gather(*(supervisor.release() for supervisor in self._supervisors.values()))
-        if self._failed_start.done():
-            self._failed_start.cancelled() or self._failed_start.exception()  # seen
+        await asyncio.gather(*map(cancelled, self._keepers.values()))
         timeout_s = self.config.drain_s + _STOP_GRACE_S
         try:
             for is_router in (True, False):
@@ -332,38 +344,31 @@ async def workers_ready(
     raise Unavailable("the registry is no longer watched")
 
 
-async def worker_ready(membership: Membership, pid: int) -> WorkerRecord:
-    """The record of the process `pid` once it is READY; raises like `workers_ready`."""
-    return (await workers_ready(membership, lambda: {pid}))[pid]
+def restart_delay_s(failures: int) -> float:
+    """Seconds before a process that failed for the nth time in a row is started again."""
+    return min(_FIRST_DELAY_S * 2.0 ** min(failures - 1, 30), _LAST_DELAY_S)
 
 
 async def router_serving(address: str) -> None:
     """Returns once the router at `address` reports SERVING, however late it starts to listen."""
-    backoff = Backoff()
-    async with rpc.channel(address) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        while True:
-            call = health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-            try:
-                async for response in call:
-                    if response.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise rpc.error_of(error) from error
-            finally:
-                call.cancel()
-            await backoff.wait()  # the stream broke: the router is starting again
+    await _router_says(address, lambda status: status.router.state == "SERVING")
 
 
 async def router_sees(address: str, pid: int) -> None:
     """Returns once the router at `address` can place requests on the worker with this pid."""
-    backoff = Backoff()
+    await _router_says(
+        address,
+        lambda status: any(w.record.pid == pid and w.state == "READY" for w in status.workers),
+    )
+
+
+async def _router_says(address: str, is_so: Callable[[fleet_pb2.GetStatusResponse], bool]) -> None:
+    backoff = Backoff(most_s=_LOOK_S)
     async with rpc.channel(address) as channel:
         fleet = fleet_pb2_grpc.FleetServiceStub(channel)
         while True:
             with contextlib.suppress(Unavailable, DeadlineExceeded), rpc.translated():
-                status = await fleet.GetStatus(fleet_pb2.GetStatusRequest(), timeout=_STATUS_S)
-                if any(w.record.pid == pid and w.state == "READY" for w in status.workers):
+                request = fleet_pb2.GetStatusRequest()
+                if is_so(await fleet.GetStatus(request, timeout=_STATUS_S)):
                     return
             await backoff.wait()

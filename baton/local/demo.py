@@ -18,8 +18,8 @@ from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore, is_complete
 from baton.local.up import INTERRUPTED, cancel_on_signals, echo, say
 
-MAX_TOKENS = 64
-PROMPT = '''\
+_TOKENS = 64
+_PROMPT = '''\
 """A cache of values."""
 
 import threading
@@ -43,13 +43,13 @@ _REQUEST_S = 60.0
 _TRACE_S = 10.0
 
 
-async def run(prompt: str = PROMPT, max_tokens: int = MAX_TOKENS) -> int:
+async def run() -> int:
     """Runs the demo; 0 only if every step worked. Raises BatonError with the cause."""
     cancel_on_signals()
     began = time.monotonic()
     try:
         async with OtlpReceiver(SpanStore()) as receiver:
-            spans = await _show(receiver, prompt, max_tokens)
+            spans = await _show(receiver)
     except asyncio.CancelledError:
         say("interrupted: everything is stopped")
         return INTERRUPTED
@@ -58,7 +58,7 @@ async def run(prompt: str = PROMPT, max_tokens: int = MAX_TOKENS) -> int:
     return 0 if whole else 1
 
 
-async def _show(receiver: OtlpReceiver, prompt: str, max_tokens: int) -> Sequence[Span]:
+async def _show(receiver: OtlpReceiver) -> Sequence[Span]:
     """Everything between the first process and the last; the spans of the completion's trace."""
     _step(1, "Starting etcd, a router, one prefill and one decode worker of the demo model.")
     began = time.monotonic()
@@ -68,56 +68,39 @@ async def _show(receiver: OtlpReceiver, prompt: str, max_tokens: int) -> Sequenc
 
     config = ClusterConfig(port=0, otlp=receiver.address, restart=False)
     async with LocalCluster(config, say=detail, on_line=echo) as cluster:
-        _step(2, f"Completing {len(prompt.splitlines())} lines of Python, {max_tokens} tokens:")
-        completion, trace_id = await _complete(cluster.address, receiver, prompt, max_tokens)
+        _step(2, f"Completing {len(_PROMPT.splitlines())} lines of Python, {_TOKENS} tokens:")
+        print(_PROMPT, end="", flush=True)
+        own = telemetry.setup("baton-client", receiver.address)
+        with own.tracer.start_as_current_span("generate") as span:
+            async with (
+                AsyncClient(cluster.address) as client,
+                client.stream(_PROMPT, max_tokens=_TOKENS, timeout=_REQUEST_S) as stream,
+            ):
+                async for delta in stream:
+                    print(_bright(delta.text), end="", flush=True)
+        print()
+        await asyncio.to_thread(own.close)
         _step(3, "The way it took:")
-        say(route_text(completion))
+        say(_route_text(stream.completion))
         _step(4, "Its trace, as client, router, prefill and decode recorded it:")
         complete = partial(is_complete, services=_SERVICES)
+        trace_id = telemetry.trace_id_of(span)
         try:
-            spans = await receiver.store.wait_for(trace_id, complete, _TRACE_S)
+            await receiver.store.wait_for(trace_id, complete, _TRACE_S)
         except DeadlineExceeded as error:
             say(f"warning: {error}")
-            spans = receiver.store.trace(trace_id)
+        spans = receiver.store.trace(trace_id)
         say(trace_tree.render(spans))
         _step(5, "Stopping the router, the workers and etcd.")
     return spans
 
 
-async def _complete(
-    address: str, receiver: OtlpReceiver, prompt: str, max_tokens: int
-) -> tuple[Completion, str]:
-    """Streams the completion to stdout, below a span of our own; (completion, trace id)."""
-    client_telemetry = telemetry.setup("baton-client", receiver.address)
-    try:
-        with client_telemetry.tracer.start_as_current_span("generate") as span:
-            print(prompt, end="", flush=True)
-            async with (
-                AsyncClient(address) as client,
-                client.stream(prompt, max_tokens=max_tokens, timeout=_REQUEST_S) as stream,
-            ):
-                async for delta in stream:
-                    print(_bright(delta.text), end="", flush=True)
-                completion = stream.completion
-            span.set_attribute("gen_ai.usage.output_tokens", completion.usage.completion_tokens)
-            print()
-    finally:
-        await asyncio.to_thread(client_telemetry.close)
-    return completion, telemetry.trace_id_of(span)
-
-
-def route_text(completion: Completion) -> str:
-    """Where a completion ran and how long it took."""
+def _route_text(completion: Completion) -> str:
     route, timing, usage = completion.route, completion.timing, completion.usage
-    if route.prefill:
-        lines = [
-            f"prefill by {route.prefill}, decode by {route.decode}",
-            f"KV cache moved over {route.transport}: "
-            f"{trace_tree.bytes_text(timing.transfer_bytes)} in {timing.transfer_ms:.1f} ms",
-        ]
-    else:
-        lines = [f"prefill and decode by {route.decode}: no KV cache had to move"]
-    lines += [
+    moved = trace_tree.bytes_text(timing.transfer_bytes)
+    lines = [
+        f"prefill by {route.prefill}, decode by {route.decode}",
+        f"KV cache moved over {route.transport}: {moved} in {timing.transfer_ms:.1f} ms",
         f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} from a cache), "
         f"{usage.completion_tokens} generated, finish reason: {completion.finish_reason}",
         f"first token after {timing.ttft_ms:.0f} ms, then one each {timing.tpot_ms:.1f} ms, "

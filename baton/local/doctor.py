@@ -70,7 +70,11 @@ def check_machine(router_here: bool) -> Iterator[Finding]:
     yield compiler()
     yield cores()
     yield memory()
-    yield etcd_program()
+    try:
+        yield ok("etcd", str(etcd.etcd_binary()))  # that `baton up` would start
+    except ConfigError as error:
+        what, _, fix = str(error).partition(": ")
+        yield warn("etcd", what, fix)
     for port, option in _PORTS:
         yield free_port(port, option, router_here)
 
@@ -79,8 +83,7 @@ def compiler() -> Finding:
     """Can native CPU kernels be had, ready-made or built?"""
     if any(BUILT_KERNELS.glob("*.so")):
         return ok("CPU kernels", "built before: no compiler is needed")
-    found = shutil.which("g++")
-    if found is None:
+    if (found := shutil.which("g++")) is None:
         text = "no g++: on CPUs torch computes instead, several times slower"
         return warn("CPU kernels", text, "install g++ (Debian: apt-get install g++)")
     command = [found, "-dumpfullversion", "-dumpversion"]
@@ -124,15 +127,6 @@ def memory() -> Finding:
     return ok("memory", text)
 
 
-def etcd_program() -> Finding:
-    """Could `baton up` start an etcd?"""
-    try:
-        return ok("etcd", str(etcd.etcd_binary()))
-    except ConfigError as error:
-        what, _, fix = str(error).partition(": ")
-        return warn("etcd", what, fix)
-
-
 def free_port(port: int, option: str, router_here: bool) -> Finding:
     """Could a router listen there?"""
     try:
@@ -166,18 +160,23 @@ def check_gpus() -> Iterator[Finding]:
     driver = nvidia_smi.driver_version()
     yield triton(bool(gpus))
     yield rdma(bool(gpus))
-    if not gpus and driver:
-        yield warn(
-            "GPU",
-            f"driver {driver} is loaded, and nvidia-smi shows no GPU",
-            "run nvidia-smi by hand; in containers: the NVIDIA container toolkit, and the "
-            "capability `utility`",
-        )
-    elif not gpus:
-        yield ok("GPU", "none: workers compute on the CPU")
     if not gpus:
+        if driver:
+            text = f"driver {driver} is loaded, and nvidia-smi shows no GPU"
+            toolkit = "the NVIDIA container toolkit, and the capability `utility`"
+            yield warn("GPU", text, f"run nvidia-smi by hand; in containers: {toolkit}")
+        else:
+            yield ok("GPU", "none: workers compute on the CPU")
         return
-    yield from map(gpu, gpus)
+    for found in gpus:
+        text = f"{found.name}, {found.memory_bytes / 2**30:.0f} GiB, {found.uuid}"
+        if found.capability:
+            text += f", compute capability {found.capability}"
+        if found.capability and tuple(map(int, found.capability.split("."))) < MIN_CAPABILITY:
+            fix = "kernels are written for 8.0 (Ampere) and later"
+            yield warn(f"GPU {found.index}", text, fix)
+        else:
+            yield ok(f"GPU {found.index}", text)
     yield shared_memory()
     for name in _DISABLING:
         if os.environ.get(name, "0") not in ("", "0"):
@@ -189,18 +188,6 @@ def check_gpus() -> Iterator[Finding]:
     if seen:
         yield nccl(seen[0].nccl_version)
         yield from (neighbours(number, one) for number, one in enumerate(seen))
-
-
-def gpu(found: nvidia_smi.Card) -> Finding:
-    """One GPU as the driver describes it."""
-    subject = f"GPU {found.index}"
-    text = f"{found.name}, {found.memory_bytes / 2**30:.0f} GiB, {found.uuid}"
-    if not found.capability:
-        return ok(subject, text)
-    text += f", compute capability {found.capability}"
-    if tuple(map(int, found.capability.split("."))) < MIN_CAPABILITY:
-        return warn(subject, text, "kernels are written for 8.0 (Ampere) and later")
-    return ok(subject, text)
 
 
 def triton(needed: bool) -> Finding:

@@ -7,9 +7,10 @@ themselves; here it is explained, with what it costs and how to do better.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
-from baton.client.results import device_of
+from baton.client.results import device_of, fields_of
 from baton.local.doctor import Finding, fail, ok, warn
 from baton.v1 import common_pb2
 from baton.v1.common_pb2 import WorkerRecord
@@ -30,20 +31,19 @@ Problem = tuple[str, str]  # what a pair could do better, and how
 
 def worker_of(worker: WorkerStatus) -> dict[str, Any]:
     """A worker in the object of `--json`."""
-    record, hardware = worker.record, worker.record.hardware
+    record = fields_of(worker.record)
+    hardware = record["hardware"]
+    gpu = hardware["gpu"]
     return {
-        "role": _ROLES.get(record.role, str(record.role)),
-        "incarnation": record.incarnation,
-        "address": record.address,
+        **{name: record[name] for name in ("role", "incarnation", "address", "host_id")},
         "state": worker.state,
-        "host_id": record.host_id,
-        "device": device_of(record),
-        "gpu": hardware.gpu.uuid or None,
-        "memory_bytes": hardware.gpu.memory_bytes or None,
-        "capability": hardware.gpu.capability or None,
-        **{name: list(getattr(hardware, name)) for name in _HARDWARE_LISTS},
-        "transports": [name_of(kind) for kind in record.transports],
-        "versions": {name: getattr(hardware, f"{name}_version") for name in _VERSIONS},
+        "device": device_of(worker.record),
+        "gpu": gpu["uuid"] or None,
+        "memory_bytes": gpu["memory_bytes"] or None,
+        "capability": gpu["capability"] or None,
+        **{name: hardware[name] for name in _HARDWARE_LISTS},
+        "transports": record["transports"],
+        "versions": {name: hardware[f"{name}_version"] for name in _VERSIONS},
     }
 
 
@@ -55,24 +55,15 @@ def check_cluster(status: GetStatusResponse) -> tuple[list[dict[str, Any]], list
     `not_possible` says why each faster one cannot be used.
     """
     found = list(_check_workers(status))
-    used = {
-        (pair.prefill, pair.decode): pair.transport
-        for pair in status.pairs
-        if pair.state == "OPEN" and pair.transport
-    }
+    used = {(p.prefill, p.decode): p.transport for p in status.pairs if p.state == "OPEN"}
     pairs: list[dict[str, Any]] = []
     grouped: dict[Problem, list[str]] = {}  # pairs with the same problem
-    for prefill in _workers(status, common_pb2.WORKER_ROLE_PREFILL):
-        for decode in _workers(status, common_pb2.WORKER_ROLE_DECODE):
-            pair, problems = _check_pair(prefill, decode)
-            names = prefill.incarnation, decode.incarnation
-            pair["in_use"] = name_of(used[names]) if names in used else None
-            pairs.append(pair)
-            if pair["transport"] and pair["in_use"] not in (None, pair["transport"]):
-                text = f"the open link uses {pair['in_use']}, and {pair['transport']} is faster"
-                problems.append((text, "restart the workers of this pair if it stays so"))
-            for problem in problems:
-                grouped.setdefault(problem, []).append(" → ".join(names))
+    for prefill, decode in product(*(_workers(status, role) for role in _ROLES)):
+        names = prefill.incarnation, decode.incarnation
+        pair, problems = _check_pair(prefill, decode, used.get(names))
+        pairs.append(pair)
+        for problem in problems:
+            grouped.setdefault(problem, []).append(" → ".join(names))
     if pairs and not any(pair["transport"] for pair in pairs):
         found.append(fail("pairs", "none can hand a prompt's KV over", "see the reasons below"))
     for (text, fix), named in grouped.items():
@@ -104,7 +95,7 @@ def _on_gpu(record: WorkerRecord) -> bool:
 
 
 def _check_pair(
-    prefill: WorkerRecord, decode: WorkerRecord
+    prefill: WorkerRecord, decode: WorkerRecord, used: Kind | None
 ) -> tuple[dict[str, Any], list[Problem]]:
     different = pairing.differences(prefill.kv, decode.kv)
     chosen = None if different else pairing.fastest(prefill, decode)
@@ -115,12 +106,15 @@ def _check_pair(
     there = decode.hardware.gpu.uuid
     links = (link.partition(" ") for link in prefill.hardware.gpu_links)
     problems = list(_problems(prefill, decode, chosen, different))
+    if chosen and used and used != chosen:
+        text = f"the open link uses {name_of(used)}, and {name_of(chosen)} is faster"
+        problems.append((text, "restart the workers of this pair if it stays so"))
     pair = {
         "prefill": prefill.incarnation,
         "decode": decode.incarnation,
-        "transport": None if chosen is None else name_of(chosen),
+        "transport": name_of(chosen) if chosen else None,
         "link": next((kind for kind, _, uuid in links if there and uuid == there), None),
-        "in_use": None,
+        "in_use": name_of(used) if used else None,
         "not_possible": {name_of(kind): pairing.obstacle(kind, prefill, decode) for kind in faster},
         "problems": [text for text, _ in problems],
     }
@@ -195,4 +189,4 @@ def _nccl_problems(prefill: WorkerRecord, decode: WorkerRecord) -> Iterator[Prob
 
 
 def _names(record: WorkerRecord) -> str:
-    return ", ".join(pairing.name_of(kind) for kind in record.transports) or "none"
+    return ", ".join(map(name_of, record.transports)) or "none"

@@ -10,14 +10,14 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from baton.config import RegistryConfig
 from baton.errors import ConfigError, Unavailable
 from baton.local import ports
 from baton.local.child import tied
-from baton.local.supervisor import ChildProcess
+from baton.local.process import ChildProcess
 from baton.registry.backoff import Backoff
 from baton.registry.etcd_client import EtcdClient
 
@@ -54,8 +54,8 @@ class EmbeddedEtcd:
     """One etcd process: `async with EmbeddedEtcd() as etcd: ... etcd.address`.
 
     After `stop` or `kill`, `start` brings it back on the same port with the same data; they live in
-    a `ScratchFolder`, which goes with the `async with`. Damaged data are moved aside, and it starts
-    empty.
+    a `scratch_folder`, which goes with the `async with`. Damaged data are moved aside, and it
+    starts empty.
     """
 
     def __init__(self, client_port: int = 0, args: Sequence[str] = ()) -> None:
@@ -64,7 +64,8 @@ class EmbeddedEtcd:
         Raises ConfigError when no etcd is installed.
         """
         self._binary = etcd_binary()
-        self._scratch: ScratchFolder | None = None
+        self._scratch = contextlib.ExitStack()
+        self.home = self._scratch.enter_context(scratch_folder("baton-etcd-"))
         self._port = client_port
         self._args = args
         self._process: ChildProcess | None = None
@@ -75,14 +76,7 @@ class EmbeddedEtcd:
         return f"127.0.0.1:{self._port}"
 
     @property
-    def home(self) -> Path:
-        """The directory of its `data`, once started."""
-        assert self._scratch is not None, "etcd was never started"
-        return self._scratch.path
-
-    @property
     def pid(self) -> int | None:
-        """The process id while it runs."""
         return self._process.pid if self._process else None
 
     async def __aenter__(self) -> EmbeddedEtcd:
@@ -98,15 +92,11 @@ class EmbeddedEtcd:
 
     async def close(self) -> None:
         await self.stop()
-        if self._scratch is not None:
-            scratch, self._scratch = self._scratch, None
-            await asyncio.to_thread(scratch.remove)
+        self._scratch.close()
 
     async def start(self) -> None:
         """Returns when etcd answers; raises Unavailable, with its last output, if it fails."""
         assert self._process is None, "etcd runs already"
-        if self._scratch is None:
-            self._scratch = await asyncio.to_thread(ScratchFolder, "baton-etcd-")
         attempts = 1 if self._port else _PORT_ATTEMPTS
         for attempt in range(1, attempts + 1):
             self._port = self._port if attempts == 1 else ports.free()
@@ -124,11 +114,9 @@ class EmbeddedEtcd:
             await process.stop(STOP_S)
 
     async def kill(self) -> None:
-        """SIGKILL; the data stay."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            await process.wait()
+        if self._process is not None:
+            self._process.kill()
+        await self.stop()
 
     async def keep_running(self, say: Callable[[str], None]) -> None:
         """Starts etcd again, with its data, whenever it has ended by itself; until `stop`."""
@@ -220,31 +208,26 @@ class EmbeddedEtcd:
         return copy
 
 
-class ScratchFolder:
-    """A temporary folder named `prefix` and something random, until `remove`.
+@contextlib.contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """A temporary folder named `prefix` and something random, until the block is left.
 
     The owner holds a lock on a file in it. The kernel drops the lock when the owner ends, however
     that happens and in whatever pid namespace it lived, so a folder without a lock is abandoned;
     the next owner removes it.
     """
-
-    def __init__(self, prefix: str) -> None:
-        """Creates it, and removes those with the same prefix that have no owner any more."""
-        for lock in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_LOCK}"):
-            with contextlib.suppress(OSError):  # it is owned, another user's, or just gone
-                file = os.open(lock, os.O_RDWR)
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(lock.parent)
-                finally:
-                    os.close(file)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix))
-        # Locked under another name first: an unlocked lock would make it look abandoned.
-        new = self.path / f"{_LOCK}.new"
-        self._lock = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        new.rename(self.path / _LOCK)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path)
-        os.close(self._lock)
+    for lock in Path(tempfile.gettempdir()).glob(f"{prefix}*/{_LOCK}"):
+        # It is owned, another user's, or just gone.
+        with contextlib.suppress(OSError), lock.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent)
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    # Locked under another name first: an unlocked lock would make it look abandoned.
+    new = folder / f"{_LOCK}.new"
+    with new.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        new.rename(folder / _LOCK)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, fields
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Any, Self
 
 import grpc
@@ -19,14 +21,12 @@ from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 
 from baton import rpc
 from baton.errors import DeadlineExceeded, InvalidRequest
-from baton.local.span_store import AttributeValue, Span, SpanStore
-from baton.local.trace_tree import is_trace_id, is_whole, summaries
+from baton.local.span_store import ROUTER, AttributeValue, Span, SpanStore, is_complete
+from baton.local.trace_tree import is_trace_id
 from baton.v1 import trace_pb2, trace_pb2_grpc
 
 _QUIET_S = 1.0  # exporters send several times a second: after this nothing more is on its way
 _MAX_WAIT_S = 10.0  # what has not come by then died with its process
-_MAX_LISTED = 20
-_VALUE_FIELDS = {bool: "flag", int: "integer", float: "number", str: "text"}
 
 
 class OtlpReceiver(
@@ -58,54 +58,31 @@ class OtlpReceiver(
         self.store.add(_received(request))
         return trace_service_pb2.ExportTraceServiceResponse()
 
-    @rpc.unary
-    async def GetTrace(
-        self, request: trace_pb2.GetTraceRequest, context: Any
-    ) -> trace_pb2.GetTraceResponse:
-        """The trace's spans, once it is whole and quiet or the time is over; none if unknown."""
-        trace_id, now = request.trace_id, time.monotonic()
+    @rpc.streaming
+    async def ReadTraces(
+        self, request: trace_pb2.ReadTracesRequest, context: Any
+    ) -> AsyncIterator[trace_pb2.ReadTracesResponse]:
+        """All traces; or one, once it is whole and quiet or the time is over."""
+        if not (trace_id := request.trace_id):
+            for spans in self.store.traces():
+                yield _response(spans)
+            return
         if not is_trace_id(trace_id):
             raise InvalidRequest("a trace id has 32 hexadecimal digits", "trace_id")
+        now = time.monotonic()
         end = now + request.wait_ms / 1000
         if not 0 < self.store.arrived_at(trace_id) < now - _MAX_WAIT_S:
             with contextlib.suppress(DeadlineExceeded):
-                await self.store.wait_for(trace_id, is_whole, end - now)
+                whole = partial(is_complete, services=[ROUTER])
+                await self.store.wait_for(trace_id, whole, end - now)
                 quiet_at = self.store.arrived_at(trace_id) + self._quiet_s
                 await asyncio.sleep(min(quiet_at, end) - time.monotonic())
-        return trace_pb2.GetTraceResponse(spans=map(span_message, self.store.trace(trace_id)))
-
-    @rpc.unary
-    async def ListTraces(
-        self, request: trace_pb2.ListTracesRequest, context: Any
-    ) -> trace_pb2.ListTracesResponse:
-        slowest = request.order == trace_pb2.TRACE_ORDER_SLOWEST
-        found = summaries(self.store.traces(), slowest, request.most or _MAX_LISTED)
-        return trace_pb2.ListTracesResponse(traces=found)
+        if spans := self.store.trace(trace_id):
+            yield _response(spans)
 
 
-def span_message(span: Span) -> trace_pb2.Span:
-    """A span as `TraceService` sends it."""
-    values = asdict(span)
-    del values["trace_id"]
-    typed: dict[str, dict[str, Any]] = {
-        key: {_VALUE_FIELDS[type(value)]: value} for key, value in span.attributes.items()
-    }
-    values["attributes"] = {key: trace_pb2.AttributeValue(**one) for key, one in typed.items()}
-    return trace_pb2.Span(**values)
-
-
-def span_of(trace_id: str, message: trace_pb2.Span) -> Span:
-    """The span that `span_message` made."""
-    names = {field.name for field in fields(Span)} - {"trace_id", "attributes", "error"}
-    return Span(
-        trace_id,
-        attributes={
-            key: getattr(value, value.WhichOneof("value"))
-            for key, value in message.attributes.items()
-        },
-        error=message.error if message.HasField("error") else None,
-        **{name: getattr(message, name) for name in names},
-    )
+def _response(spans: Sequence[Span]) -> trace_pb2.ReadTracesResponse:
+    return trace_pb2.ReadTracesResponse(spans=[json.dumps(asdict(span)) for span in spans])
 
 
 def _received(request: Any) -> Iterator[Span]:

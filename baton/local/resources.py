@@ -86,7 +86,11 @@ def count_gpus() -> int:
 
 
 def devices(engine: EngineConfig, prefill: int, decode: int, gpus: int) -> list[str]:
-    """Each worker's device, prefill workers' first; empty strings where no GPU is used."""
+    """Each worker's device, prefill workers' first; empty strings where no GPU is used.
+
+    From two GPUs on, each role has some to itself, as many as its part of the workers, and its
+    workers take turns on them; so with enough GPUs each worker has its own.
+    """
     workers = prefill + decode
     if engine.simulate or engine.device == "cpu" or (engine.device == "auto" and not gpus):
         return [""] * workers
@@ -97,21 +101,13 @@ def devices(engine: EngineConfig, prefill: int, decode: int, gpus: int) -> list[
             "--device cuda: torch sees no GPU here (nvidia-smi shows those that the driver knows); "
             "use --device cpu"
         )
-    return [f"cuda:{number}" for number in assign_gpus(prefill, decode, gpus)]
-
-
-def assign_gpus(prefill: int, decode: int, gpus: int) -> list[int]:
-    """A GPU's number for each prefill worker, then for each decode worker.
-
-    From two GPUs on, each role has some to itself, as many as its part of the workers, and its
-    workers take turns on them; so with enough GPUs each worker has its own.
-    """
-    if gpus < 2:
-        return [0] * (prefill + decode)
-    used = min(gpus, prefill + decode)
+    if gpus == 1:
+        return ["cuda:0"] * workers
+    used = min(gpus, workers)
     # prefill's: [0, first) · decode's: [first, used)
-    first = min(max(1, round(used * prefill / (prefill + decode))), used - 1)
-    return [
+    first = min(max(1, round(used * prefill / workers)), used - 1)
+    numbers = [
         *(number % first for number in range(prefill)),
         *(first + number % (used - first) for number in range(decode)),
     ]
+    return [f"cuda:{number}" for number in numbers]

@@ -7,7 +7,6 @@ token. `baton generate --local` runs it.
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -20,7 +19,8 @@ from baton.engine.sequence import Sequence as EngineSequence
 from baton.errors import InternalError, InvalidRequest
 from baton.sampling import SamplingParams
 from baton.text import Tokenizer, check_stop_strings, load_tokenizer
-from router.dispatch.request_state import TextStream, TokenizedRequest
+from router.admission.admission import check_length, fitting
+from router.dispatch.request_state import RequestState, TextStream, TokenizedRequest
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -59,33 +59,32 @@ class SingleProcess:
         unless it may be `cut`.
         """
         tokens = encode(self.tokenizer, prompt)
-        self._check(tokens, params, cut)
+        vocab, limit = self.tokenizer.vocab_size, self._loaded.max_context
+        params.validate(vocab)
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab:
+            raise InvalidRequest(f"the prompt needs token ids from 0 to {vocab - 1}", "token_ids")
+        check_length(len(tokens), limit)
+        params = fitting(params, len(tokens), limit, limit, cut)
         check_stop_strings(stop)
         self._requests += 1
         name = f"local-{self._requests}"
         request = TokenizedRequest(
             name, tuple(tokens), params, tuple(stop), False, "", float("inf")
         )
-        started = time.monotonic()
+        state = RequestState(request)
         sequence = EngineSequence(name, list(tokens), len(tokens), params)
         self._engine.add(sequence).result()
         try:
-            return self._collect(request, sequence, started, on_text)
+            return self._collect(state, sequence, on_text)
         finally:
             self._engine.release(name).result()
 
     def _collect(
-        self,
-        request: TokenizedRequest,
-        sequence: EngineSequence,
-        started: float,
-        on_text: Callable[[str], None],
+        self, state: RequestState, sequence: EngineSequence, on_text: Callable[[str], None]
     ) -> Completion:
-        text = TextStream(self.tokenizer, request)
+        text = TextStream(self.tokenizer, state.request)
         pieces: list[str] = []
         logprobs: list[TokenLogprobs] = []
-        times: list[float] = []
-        tokens: list[int] = []
         reason: str | None = None
         while reason is None:
             progress = self._reports.get()
@@ -95,8 +94,7 @@ class SingleProcess:
                 continue
             for at, token_id in enumerate(progress.token_ids, 1):
                 last = at == len(progress.token_ids)
-                times.append(time.monotonic())
-                tokens.append(token_id)
+                state.deliver([token_id])
                 if progress.logprobs:
                     sampled = progress.logprobs[at - 1]
                     logprobs.append(TokenLogprobs(sampled.token_id, sampled.logprob, sampled.top))
@@ -105,41 +103,19 @@ class SingleProcess:
                 if text.stop is not None:
                     break  # tokens sampled after it are not output
             reason = "stop" if text.stop is not None else progress.finish_reason
-        steps = max(1, len(times) - 1)
         return Completion(
             text="".join(pieces),
-            token_ids=tuple(tokens),
+            token_ids=tuple(state.delivered),
             finish_reason="stop" if reason == "stop" else "length",
             stop=text.stop or "",
             logprobs=tuple(logprobs),
-            usage=Usage(len(request.prompt), len(tokens), sequence.num_cached),
+            usage=Usage(len(state.request.prompt), len(state.delivered), sequence.num_cached),
             timing=Timing(
-                ttft_ms=(times[0] - started) * 1e3,
-                tpot_ms=(times[-1] - times[0]) * 1e3 / steps,
-                e2e_ms=(time.monotonic() - started) * 1e3,
+                ttft_ms=state.ttft_s * 1e3, tpot_ms=state.tpot_s * 1e3, e2e_ms=state.e2e_s * 1e3
             ),
             route=Route(attempts=1),
-            request_id=request.request_id,
+            request_id=state.request.request_id,
         )
-
-    def _check(self, tokens: Sequence[int], params: SamplingParams, cut: bool) -> None:
-        vocab, limit = self.tokenizer.vocab_size, self._loaded.max_context
-        params.validate(vocab)
-        if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab:
-            raise InvalidRequest(f"the prompt needs token ids from 0 to {vocab - 1}", "token_ids")
-        left = limit - len(tokens)
-        if left < 1:
-            raise InvalidRequest(
-                f"the prompt has {len(tokens)} tokens and the context holds {limit}, "
-                "of which one must be left for output",
-                "input",
-            )
-        if params.max_tokens > left and not cut:
-            raise InvalidRequest(
-                f"max_tokens is {params.max_tokens}, but the context of {limit} tokens leaves "
-                f"{left} behind a prompt of {len(tokens)}",
-                "sampling.max_tokens",
-            )
 
     def _publish(self, report: StepReport) -> None:
         for progress in report.progress:

@@ -7,14 +7,14 @@ asyncio loop owns a store; nothing here is thread-safe.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import DeadlineExceeded
 
+ROUTER = "baton-router"
 AttributeValue = str | int | float | bool
 
 
@@ -34,12 +34,21 @@ class Span:
     error: str | None = None  # the status message of a failed span, possibly empty
 
 
+def is_request(span: Span) -> bool:
+    """Whether it is a router's span of a whole request; its parent is the caller's."""
+    return span.is_entry and span.service == ROUTER
+
+
 def is_complete(spans: Sequence[Span], services: Iterable[str] = ()) -> bool:
-    """Whether a root, every parent that is referred to, and all of `services` have arrived."""
+    """Whether a root, every parent that is referred to, and all of `services` have arrived.
+
+    Callers may keep their spans elsewhere: a request's own span counts as a root.
+    """
     ids = {span.span_id for span in spans}
-    has_root = any(not span.parent_id for span in spans)
-    has_parents = all(not span.parent_id or span.parent_id in ids for span in spans)
-    return has_root and has_parents and set(services) <= {span.service for span in spans}
+    others = [span for span in spans if span.parent_id and not is_request(span)]
+    has_parents = all(span.parent_id in ids for span in others)
+    has_services = set(services) <= {span.service for span in spans}
+    return len(others) < len(spans) and has_parents and has_services
 
 
 @dataclass
@@ -68,11 +77,9 @@ class SpanStore:
         """The trace's spans so far, in order of arrival; empty for an unknown trace."""
         return list(self._traces.get(trace_id, _Trace()).spans.values())
 
-    def traces(self, since: float = 0.0, until: float = math.inf) -> Iterator[list[Span]]:
-        """Traces whose last span came in that time (time.monotonic()), in order of their first."""
-        for trace in tuple(self._traces.values()):
-            if since <= trace.arrived_at < until:
-                yield list(trace.spans.values())
+    def traces(self) -> list[list[Span]]:
+        """The spans of each trace, in order of arrival."""
+        return [list(trace.spans.values()) for trace in self._traces.values()]
 
     def arrived_at(self, trace_id: str) -> float:
         """When its last span came, as time.monotonic(); 0 for an unknown trace."""

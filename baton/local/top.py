@@ -17,7 +17,7 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console, Group, RenderableType
@@ -28,7 +28,7 @@ from rich.text import Text
 from baton.client.results import transport_name
 from baton.errors import ConfigError, Unavailable
 from baton.local import top_view
-from baton.local.top_view import PolledRouter, WorkerLine, polling
+from baton.local.top_view import PolledRouter, Status, WorkerLine, polling
 from baton.local.trace_tree import bytes_text
 from baton.v1 import fleet_pb2
 
@@ -66,15 +66,34 @@ _MIN_ROWS = 3  # of a table that is cut
 Line = TypeVar("Line")
 
 
-async def watch(addresses: Sequence[str], interval_s: float) -> int:
-    """The live screen until q; the exit status. Raises ConfigError without a terminal."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigError("`baton top` draws on a terminal: --once prints one frame anywhere")
-    screen = Screen(Options(interval_s))
-    async with polling(addresses, interval_s, screen.changed.set) as routers:
-        with screen.open():
-            await screen.run(routers)
-    return 0
+@dataclass
+class View:
+    """How it is shown; keys change it."""
+
+    role: str = ROLES[0]
+    sort: str = "name"
+    paused: bool = False
+    keys: bool = True  # whether to list them
+    left: bool = False
+
+    def press(self, key: str) -> None:
+        if key in ("q", "Q", "\x04"):
+            self.left = True
+        elif key in ("p", " "):
+            self.paused = not self.paused
+        elif key == "r":
+            self.role = ROLES[(ROLES.index(self.role) + 1) % len(ROLES)]
+        elif key == "s":
+            names = list(SORTS)
+            self.sort = names[(names.index(self.sort) + 1) % len(names)]
+
+
+class Moment(NamedTuple):
+    """What is drawn: routers as they are at a time."""
+
+    routers: Sequence[PolledRouter]
+    at: float  # time.monotonic()
+    unix_s: float
 
 
 async def once(addresses: Sequence[str], interval_s: float, width: int | None) -> str:
@@ -88,132 +107,89 @@ async def once(addresses: Sequence[str], interval_s: float, width: int | None) -
         why = "; ".join(f"{router.address}: {router.failure}" for router in routers)
         raise Unavailable(f"no router answers: {why}")
     console = Console(width=width or _PLAIN_WIDTH, height=_PLAIN_HEIGHT, color_system=None)
+    moment = Moment(routers, time.monotonic(), time.time())
     with console.capture() as captured:
-        options = Options(interval_s, keys=False)
-        console.print(frame(Moment.now(routers), options, console.width, _PLAIN_HEIGHT))
+        console.print(frame(moment, View(keys=False), console.width, _PLAIN_HEIGHT))
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-class Moment(NamedTuple):
-    """What is drawn: routers as they are at a time."""
-
-    routers: Sequence[PolledRouter]
-    at: float  # time.monotonic()
-    unix_s: float
-
-    @classmethod
-    def now(cls, routers: Sequence[PolledRouter]) -> Moment:
-        return cls(routers, time.monotonic(), time.time())
-
-
-@dataclass(frozen=True)
-class Options:
-    """How it is shown; keys change it."""
-
-    interval_s: float
-    role: str = ROLES[0]
-    sort: str = "name"
-    paused: bool = False
-    keys: bool = True  # whether to list them
+async def watch(addresses: Sequence[str], interval_s: float) -> int:
+    """The live screen until q; the exit status. Raises ConfigError without a terminal."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError("`baton top` draws on a terminal: --once prints one frame anywhere")
+    view, changed, console = View(), asyncio.Event(), Console()
+    frozen: Moment | None = None
+    async with polling(addresses, interval_s, changed.set) as routers:
+        with _keys(view, changed), Live(console=console, screen=True, auto_refresh=False) as live:
+            while not view.left:
+                changed.clear()
+                moment = Moment(routers, time.monotonic(), time.time())
+                frozen = frozen or copy.deepcopy(moment) if view.paused else None
+                live.update(frame(frozen or moment, view, *console.size), refresh=True)
+                with contextlib.suppress(TimeoutError):  # the clock goes on, and so does a silence
+                    await asyncio.wait_for(changed.wait(), interval_s)
+                await asyncio.sleep(_DRAW_S)
+    return 0
 
 
-class Screen:
-    """The live screen: draws frames and reads keys."""
+@contextlib.contextmanager
+def _keys(view: View, changed: asyncio.Event) -> Iterator[None]:
+    """Keys without Enter go to the view, and so do signals that end it, while the block runs."""
+    loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
 
-    def __init__(self, options: Options) -> None:
-        self.changed = asyncio.Event()
-        self._options = options
-        self._frozen: Moment | None = None
-        self._left = False
-        self._console = Console()
-        self._live = Live(console=self._console, screen=True, auto_refresh=False)
+    def press(keys: str) -> None:
+        for key in keys:
+            view.press(key)
+        changed.set()
 
-    @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """The alternate screen and keys without Enter, while the block runs."""
-        loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
-        before = termios.tcgetattr(stdin)
-        try:
-            tty.setcbreak(stdin)  # keys at once and unseen; ctrl-C still interrupts
-            mode = termios.tcgetattr(stdin)
-            mode[6][termios.VSUSP] = b"\x00"  # ctrl-Z would leave the screen half-way
-            termios.tcsetattr(stdin, termios.TCSADRAIN, mode)
-            loop.add_reader(stdin, self._read, stdin)
-            loop.add_signal_handler(signal.SIGWINCH, self.changed.set)
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                loop.add_signal_handler(number, self._press, "q")
-            with self._live:
-                yield
-        finally:
-            loop.remove_reader(stdin)
-            for number in (signal.SIGWINCH, signal.SIGTERM, signal.SIGHUP):
-                loop.remove_signal_handler(number)
-            with contextlib.suppress(termios.error, OSError):  # the terminal is gone
-                termios.tcsetattr(stdin, termios.TCSADRAIN, before)
-
-    async def run(self, routers: Sequence[PolledRouter]) -> None:
-        """Draws whenever there is something new, until a key ends it."""
-        while not self._left:
-            self.changed.clear()
-            moment = self._frozen or Moment.now(routers)
-            if self._options.paused and not self._frozen:
-                self._frozen = moment = copy.deepcopy(moment)
-            width, height = self._console.size
-            self._live.update(frame(moment, self._options, width, height), refresh=True)
-            with contextlib.suppress(TimeoutError):  # the clock goes on, and so does a silence
-                async with asyncio.timeout(self._options.interval_s):
-                    await self.changed.wait()
-            await asyncio.sleep(_DRAW_S)
-
-    def _press(self, key: str) -> None:
-        shown = self._options
-        if key in ("q", "Q", "\x04"):
-            self._left = True
-        elif key in ("p", " "):
-            self._options = replace(shown, paused=not shown.paused)
-            self._frozen = None
-        elif key == "r":
-            self._options = replace(shown, role=_next(ROLES, shown.role))
-        elif key == "s":
-            self._options = replace(shown, sort=_next(tuple(SORTS), shown.sort))
-        self.changed.set()
-
-    def _read(self, stdin: int) -> None:
+    def read() -> None:
         try:
             pressed = os.read(stdin, 64)
         except OSError:
             pressed = b""
         # Nothing to read: the terminal is gone.
-        for key in _SEQUENCE.sub(b"", pressed).decode(errors="replace") if pressed else "q":
-            self._press(key)
+        press(_SEQUENCE.sub(b"", pressed).decode(errors="replace") if pressed else "q")
+
+    handlers = {
+        **dict.fromkeys((signal.SIGTERM, signal.SIGHUP), "q"),
+        signal.SIGWINCH: "",
+        signal.SIGTSTP: "",  # ctrl-Z would leave the screen half-way
+    }
+    before = termios.tcgetattr(stdin)
+    try:
+        tty.setcbreak(stdin)  # keys at once and unseen; ctrl-C still interrupts
+        loop.add_reader(stdin, read)
+        for number, keys in handlers.items():
+            loop.add_signal_handler(number, press, keys)
+        yield
+    finally:
+        loop.remove_reader(stdin)
+        for number in handlers:
+            loop.remove_signal_handler(number)
+        with contextlib.suppress(termios.error, OSError):  # the terminal is gone
+            termios.tcsetattr(stdin, termios.TCSADRAIN, before)
 
 
-def _next(values: Sequence[str], value: str) -> str:
-    return values[(values.index(value) + 1) % len(values)]
-
-
-def frame(moment: Moment, options: Options, width: int, height: int) -> Group:
+def frame(moment: Moment, view: View, width: int, height: int) -> Group:
     """One picture of at most `width` columns and, if it can be, `height` lines."""
     routers = moment.routers
     every_pair = top_view.pairs(routers)
-    workers = [w for w in top_view.workers(routers) if options.role in (ROLES[0], w.role)]
-    if measure := SORTS[options.sort]:
+    workers = [w for w in top_view.workers(routers) if view.role in (ROLES[0], w.role)]
+    if measure := SORTS[view.sort]:
         workers.sort(key=measure, reverse=True)
     problems, events = list(_problems(moment)), top_view.events(routers)[:_MAX_EVENTS]
     fixed = len(routers) + len(problems) + len(events) + sum(bool(w.reason) for w in workers)
     room = max(height - fixed - _OTHER_LINES, 2 * _MIN_ROWS)
     pairs = _first(every_pair, max(_MIN_ROWS, room - len(workers)))
     shown = _first(workers, max(_MIN_ROWS, room - len(pairs)))
-    legend = Text("KV blocks:", _QUIET)
-    for name, sign, style in _BLOCKS:
-        legend.append(f" {sign}", style).append(f" {name}", _QUIET)
+    signs = [part for name, sign, style in _BLOCKS for part in ((sign, style), f" {name} ")]
     parts: list[RenderableType] = [
-        _title(moment, options),
-        _table(_ROUTER_COLUMNS, routers, width),
+        _title(moment, view),
+        _table(_ROUTER_COLUMNS, [router for router in routers if router.last], width),
         *problems,
         Text(),
         *_section(_worker_columns(width), shown, width, len(workers), "workers"),
-        legend.append(f" {_FREE} free", _QUIET),
+        Text.assemble("KV blocks: ", *signs, f"{_FREE} free", style=_QUIET),
         *(Text(f"  {w.name}: {w.reason}", "red") for w in shown if w.reason),
     ]
     if pairs:
@@ -227,26 +203,29 @@ def frame(moment: Moment, options: Options, width: int, height: int) -> Group:
     return Group(*parts)
 
 
-def _title(moment: Moment, options: Options) -> Text:
-    title = Text().append("baton top", "bold")
-    if last := next((router.last for router in moment.routers if router.last), None):
-        title.append(f"  cluster {last.router.cluster}, model {last.router.model}")
-    title.append(f"  {_clock(moment.unix_s)}", _QUIET)
-    if options.paused:
-        title.append("  PAUSED", "reverse")
-    if options.keys:
-        keys = f"  q quit  p pause  r role: {options.role}  s sort: {options.sort}"
-        title.append(keys, _QUIET)
-    return title
+def _title(moment: Moment, view: View) -> Text:
+    last = next((router.last for router in moment.routers if router.last), None)
+    return Text.assemble(
+        ("baton top", "bold"),
+        f"  cluster {last.router.cluster}, model {last.router.model}" if last else "",
+        (f"  {_clock(moment.unix_s)}", _QUIET),
+        ("  PAUSED" if view.paused else "", "reverse"),
+        (
+            f"  q quit  p pause  r role: {view.role}  s sort: {view.sort}" if view.keys else "",
+            _QUIET,
+        ),
+    )
 
 
 def _problems(moment: Moment) -> Iterator[Text]:
     for router in moment.routers:
         if router.failure:
-            since = f" for {router.silent_s(moment.at):.0f} s" if router.last else ""
+            since = f" for {moment.at - router.samples[-1][0]:.0f} s" if router.last else ""
             text = f"router {router.address} does not answer{since}: {router.failure}"
             yield Text(" ".join(text.split()), _BAD)
-        elif router.last and not router.last.router.registry_connected:
+        elif not router.last:
+            yield Text(f"router {router.address}: no answer yet", _QUIET)
+        elif not router.last.router.registry_connected:
             yield Text(f"router {router.address} does not reach the registry", _BAD)
     if all(router.failure for router in moment.routers) and top_view.answers(moment.routers):
         yield Text("no router answers: what follows is old", _BAD)
@@ -254,11 +233,13 @@ def _problems(moment: Moment) -> Iterator[Text]:
 
 def _event(address: str, event: fleet_pb2.RouterEvent, width: int) -> Text:
     """In one line; the trace's id is whole or left out, so that `baton trace` can take it."""
-    name, style = _EVENT_NAMES.get(event.kind, ("event", ""))
-    text = Text(f"{_clock(event.time_ms / 1e3)} ").append(name, style)
-    text.append(f" x{event.times}" if event.times > 1 else "")
-    text.append(f" at {address}" if address else "", _QUIET)
-    text.append(f" {' '.join(event.text.split())}")
+    text = Text.assemble(
+        f"{_clock(event.time_ms / 1e3)} ",
+        _EVENT_NAMES.get(event.kind, "event"),
+        f" x{event.times}" if event.times > 1 else "",
+        (f" at {address}" if address else "", _QUIET),
+        f" {' '.join(event.text.split())}",
+    )
     if event.trace_id and width >= _MIN_TRACE_WIDTH:
         trace = f"  trace {event.trace_id}"
         text.truncate(width - len(trace), overflow="ellipsis")
@@ -368,28 +349,16 @@ def _worker_columns(width: int) -> Sequence[Column]:
     )
 
 
-def _of_status(read: Callable[[fleet_pb2.RouterStatus], Any]) -> Callable[[PolledRouter], Any]:
-    return lambda router: read(router.last.router) if router.last else None
+def _latency(status: Status, what: str) -> str | None:
+    latency = status.router.latency
+    p50, p95 = (getattr(latency, f"{what}_p{share}_ms") for share in (50, 95))
+    return f"{_rate(p50)}/{_rate(p95)}" if latency.requests else None
 
 
-def _latency(what: str) -> Callable[[PolledRouter], str | None]:
-    def cell(status: fleet_pb2.RouterStatus) -> str | None:
-        p50, p95 = (getattr(status.latency, f"{what}_p{share}_ms") for share in (50, 95))
-        return f"{_rate(p50)}/{_rate(p95)}" if status.latency.requests else None
-
-    return _of_status(cell)
-
-
-def _good_share(router: PolledRouter) -> str | None:
+def _good_share(status: Status) -> str | None:
     """Of all requests since the router started, those that are goodput."""
-    total = top_view.ended(router.last) if router.last else 0
-    return f"{top_view.good(router.last) / total:.1%}" if router.last and total else None
-
-
-def _router_state(router: PolledRouter) -> Text:
-    if router.failure:
-        return Text("NO ANSWER", _BAD)
-    return _state_text(router.last.router.state) if router.last else Text("…", _QUIET)
+    total = top_view.ended(status)
+    return f"{top_view.good(status) / total:.1%}" if total else None
 
 
 def _state_text(state: str) -> Text:
@@ -400,21 +369,22 @@ def _clock(unix_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(unix_s))
 
 
-_ROUTER_COLUMNS = (
+_ROUTER_COLUMNS = (  # of those that have answered
     Column("router", lambda r: r.address, left=True),
-    Column("state", _router_state, left=True),
-    Column("running", _of_status(lambda s: s.running)),
-    Column("queued", _of_status(lambda s: s.queued)),
+    Column("state", lambda r: _state_text("NO ANSWER" if r.failure else r.last.router.state),
+           left=True),
+    Column("running", lambda r: r.last.router.running),
+    Column("queued", lambda r: r.last.router.queued),
     Column("req/s", lambda r: r.rate(top_view.ended)),
     Column("good/s", lambda r: r.rate(top_view.good), 3),
-    Column("good", _good_share, 2),
+    Column("good", lambda r: _good_share(r.last), 2),
     Column("tok/s in", lambda r: r.rate(lambda s: s.router.counts.prompt_tokens), 8),
     Column("out", lambda r: r.rate(lambda s: s.router.counts.output_tokens), 1),
-    Column("TTFT p50/95 ms", _latency("ttft"), 4),
-    Column("TPOT p50/95 ms", _latency("tpot"), 7),
-    Column("refused", _of_status(lambda s: s.counts.refused), 5),
-    Column("failovers", _of_status(lambda s: s.counts.failovers), 6),
-)
+    Column("TTFT p50/95 ms", lambda r: _latency(r.last, "ttft"), 4),
+    Column("TPOT p50/95 ms", lambda r: _latency(r.last, "tpot"), 7),
+    Column("refused", lambda r: r.last.router.counts.refused, 5),
+    Column("failovers", lambda r: r.last.router.counts.failovers, 6),
+)  # fmt: skip
 
 
 def _shown(value: float | None, text: Callable[[float], str]) -> str | None:

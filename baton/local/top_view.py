@@ -37,21 +37,16 @@ class PolledRouter:
     def last(self) -> Status | None:
         return self.samples[-1][1] if self.samples else None
 
-    def silent_s(self, now: float) -> float:
-        return now - self.samples[-1][0] if self.samples else 0.0
-
     def rate(self, read: Callable[[Status], float | None]) -> float | None:
         """How fast a count grows, per second; None when it cannot be known now.
 
         `read` gives the count in an answer, None where the answer has none.
         """
-        if self.failure or not self.samples:
+        if self.failure or len(self.samples) < 2:
             return None
         (began, old), (ended, new) = self.samples[0], self.samples[-1]
         before, after = read(old), read(new)
-        if began == ended or before is None or after is None:
-            return None
-        return (after - before) / (ended - began)
+        return None if before is None or after is None else (after - before) / (ended - began)
 
     async def poll(self, interval_s: float, on_answer: Callable[[], None]) -> None:
         """Polls every interval until cancelled; `on_answer` follows each answer and failure."""
@@ -98,9 +93,7 @@ async def polling(
 
 def good(status: Status) -> int:
     """Requests that ended well and in time: goodput."""
-    counts = status.router.counts
-    ended: int = counts.ended.get("OK", 0)
-    return ended - counts.late
+    return int(status.router.counts.ended.get("OK", 0) - status.router.counts.late)
 
 
 def ended(status: Status) -> int:
@@ -122,8 +115,7 @@ class WorkerLine(NamedTuple):
 
     @property
     def role(self) -> str:
-        is_prefill = self.status.record.role == common_pb2.WORKER_ROLE_PREFILL
-        return "prefill" if is_prefill else "decode"
+        return {common_pb2.WORKER_ROLE_PREFILL: "prefill"}.get(self.status.record.role, "decode")
 
     @property
     def load(self) -> worker_pb2.Load:
@@ -152,9 +144,10 @@ class PairLine(NamedTuple):
 
     def rate(self, count: str) -> float | None:
         """How fast a count of its link grows, per second; a new link began at 0."""
+        mine = (self.status.prefill, self.status.decode, self.status.epoch)
 
         def read(status: Status) -> float:
-            links = (p for p in status.pairs if _link(p) == _link(self.status))
+            links = (p for p in status.pairs if (p.prefill, p.decode, p.epoch) == mine)
             return next((getattr(pair, count) for pair in links), 0)
 
         return self.router.rate(read)
@@ -166,13 +159,9 @@ class PairLine(NamedTuple):
         return sent / ms / 1e6 if sent is not None and ms else None
 
 
-def _link(pair: worker_pb2.PairStatus) -> tuple[str, str, int]:
-    return pair.prefill, pair.decode, pair.epoch
-
-
 def answers(routers: Sequence[PolledRouter]) -> list[tuple[PolledRouter, Status]]:
     """What is known: of routers that answer, or of those that did if none does."""
-    known = [(router, router.last) for router in routers if router.last is not None]
+    known = [(router, router.last) for router in routers if router.last]
     return [(router, last) for router, last in known if not router.failure] or known
 
 
@@ -207,7 +196,5 @@ def pairs(routers: Sequence[PolledRouter]) -> list[PairLine]:
 
 def events(routers: Sequence[PolledRouter]) -> list[tuple[str, fleet_pb2.RouterEvent]]:
     """(a router's address, what failed there), the newest first."""
-    known = [
-        (one.address, event) for one in routers if one.last for event in one.last.router.events
-    ]
+    known = [(one.address, each) for one in routers if one.last for each in one.last.router.events]
     return sorted(known, key=lambda line: line[1].time_ms, reverse=True)

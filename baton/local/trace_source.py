@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import grpc
@@ -16,16 +16,18 @@ import grpc
 from baton import rpc
 from baton.client import Client
 from baton.errors import InternalError, InvalidRequest, Unavailable
-from baton.local.otlp import span_of
-from baton.local.span_store import AttributeValue, Span
-from baton.local.trace_tree import ROUTER, summaries
+from baton.local.span_store import ROUTER, AttributeValue, Span
 from baton.v1 import trace_pb2, trace_pb2_grpc
-from baton.v1.trace_pb2 import TraceSummary
 
 _WAIT_S = 3.0  # for the spans of a request that has only just ended
 _MAX_JAEGER_BYTES = 64 << 20
 _JAEGER_LOOKBACK_S = 3600
 _JAEGER_LIMIT = 200  # the slowest are found among at least as many
+_FAILED = {
+    grpc.StatusCode.UNIMPLEMENTED: "{} is not a `baton up` that keeps traces: if they go to Jaeger,"
+    " name it with --jaeger URL",
+    grpc.StatusCode.UNAVAILABLE: "nothing answers at {}, where the traces should be kept",
+}
 _ADDED_BY_JAEGER = ("span.kind", "internal.")
 _PARSERS: Mapping[str, Callable[[str], AttributeValue]] = {
     "int64": int,
@@ -43,36 +45,27 @@ class KeptTraces:
         url = urllib.parse.urlsplit(address if "//" in address else f"//{address}")
         self._address, self._secure = url.netloc, url.scheme == "https"
 
-    def trace(self, trace_id: str, timeout_s: float) -> Sequence[Span]:
+    def traces(self, trace_id: str, timeout_s: float) -> list[list[Span]]:
+        """All traces; or one, once it is whole, and none where it is not known."""
         wait_ms = int(min(_WAIT_S, timeout_s / 2) * 1000)
-        request = trace_pb2.GetTraceRequest(trace_id=trace_id, wait_ms=wait_ms)
-        response = self._call("GetTrace", request, timeout_s)
-        return [span_of(trace_id, message) for message in response.spans]
-
-    def summaries(self, slowest: bool, most: int, timeout_s: float) -> Sequence[TraceSummary]:
-        """Requests whose traces are kept: those that ended last, or took longest, first."""
-        order = trace_pb2.TRACE_ORDER_SLOWEST if slowest else trace_pb2.TRACE_ORDER_LATEST
-        request = trace_pb2.ListTracesRequest(order=order, most=most)
-        found: Sequence[TraceSummary] = self._call("ListTraces", request, timeout_s).traces
-        return found
-
-    def _call(self, method: str, request: Any, timeout_s: float) -> Any:
+        request = trace_pb2.ReadTracesRequest(trace_id=trace_id, wait_ms=wait_ms)
         credentials = grpc.ssl_channel_credentials() if self._secure else None
         with rpc.channel(self._address, credentials, grpc) as channel:
-            stub = trace_pb2_grpc.TraceServiceStub(channel)
             try:
-                return getattr(stub, method)(request, timeout=timeout_s)
+                answers = trace_pb2_grpc.TraceServiceStub(channel).ReadTraces(
+                    request, timeout=timeout_s
+                )
+                return [[_span_of(text) for text in answer.spans] for answer in answers]
             except grpc.RpcError as error:
-                if error.code() == grpc.StatusCode.UNIMPLEMENTED:
-                    raise Unavailable(
-                        f"{self.name} is not a `baton up` that keeps traces: if they go to Jaeger, "
-                        "name it with --jaeger URL"
-                    ) from error
-                if error.code() == grpc.StatusCode.UNAVAILABLE:
-                    raise Unavailable(
-                        f"nothing answers at {self.name}, where the traces should be kept"
-                    ) from error
+                if why := _FAILED.get(error.code()):
+                    raise Unavailable(why.format(self.name)) from error
                 raise rpc.error_of(error) from error
+
+
+def _span_of(text: str) -> Span:
+    """The span in a JSON object, without what only a newer version knows."""
+    known = {field.name for field in fields(Span)}
+    return Span(**{key: value for key, value in json.loads(text).items() if key in known})
 
 
 def kept_by(target: str, timeout_s: float) -> KeptTraces:
@@ -98,45 +91,35 @@ class Jaeger:
     reference of type CHILD_OF.
     """
 
-    def __init__(self, url: str) -> None:
-        """Raises InvalidRequest when it is no HTTP URL."""
+    def __init__(self, url: str, most: int = 0) -> None:
+        """`most` requests are listed. Raises InvalidRequest when it is no HTTP URL."""
         parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise InvalidRequest(f"--jaeger {url}: not a URL like http://HOST:16686")
         self.name = f"Jaeger at {parts.netloc}"
         self._base = urllib.parse.urlunsplit(parts._replace(query="", fragment="")).rstrip("/")
+        self._limit = max(most, _JAEGER_LIMIT)
 
-    def trace(self, trace_id: str, timeout_s: float) -> Sequence[Span]:
-        return [s for spans in self._get(f"/api/traces/{trace_id}", timeout_s) for s in spans]
-
-    def summaries(self, slowest: bool, most: int, timeout_s: float) -> Sequence[TraceSummary]:
-        """Requests of the last hour, in the requested order."""
+    def traces(self, trace_id: str, timeout_s: float) -> list[list[Span]]:
+        """Requests of the last hour; or one trace, and none where it is not known."""
+        if trace_id:
+            return self._get(f"/api/traces/{trace_id}", timeout_s)
         end = time.time_ns() // 1000
-        query = {
-            "service": ROUTER,
-            "limit": max(most, _JAEGER_LIMIT),
-            "start": end - _JAEGER_LOOKBACK_S * 1_000_000,
-            "end": end,
-        }
-        traces = self._get(f"/api/traces?{urllib.parse.urlencode(query)}", timeout_s)
-        return summaries(traces, slowest, most)
+        start = end - _JAEGER_LOOKBACK_S * 1_000_000
+        query = {"service": ROUTER, "limit": self._limit, "start": start, "end": end}
+        return self._get(f"/api/traces?{urllib.parse.urlencode(query)}", timeout_s)
 
-    def _get(self, path: str, timeout_s: float) -> Iterator[list[Span]]:
-        """The spans of each trace in the answer; none for what Jaeger does not know."""
-        request = urllib.request.Request(  # noqa: S310 - the scheme was checked
-            self._base + path, headers={"Accept": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:  # noqa: S310
+    def _get(self, path: str, timeout_s: float) -> list[list[Span]]:
+        url = self._base + path
+        try:  # the scheme was checked
+            with urllib.request.urlopen(url, timeout=timeout_s) as response:  # noqa: S310
                 body = response.read(_MAX_JAEGER_BYTES + 1)
         except urllib.error.HTTPError as error:
-            with error, contextlib.suppress(ValueError):
-                # Jaeger's 404 for an unknown trace is JSON; other servers' 404 are pages.
-                if error.code == 404 and isinstance(
-                    json.loads(error.read(_MAX_JAEGER_BYTES)), dict
-                ):
-                    return iter(())
-            raise Unavailable(f"{self.name} answers {error.code} {error.reason}") from error
+            with error:
+                body = error.read(_MAX_JAEGER_BYTES)
+            # Jaeger's 404 for an unknown trace is JSON without data; other servers' 404 are pages.
+            if error.code != 404 or not body.startswith(b"{"):
+                raise Unavailable(f"{self.name} answers {error.code} {error.reason}") from error
         except OSError as error:  # URLError, a time-out, a broken connection
             reason = getattr(error, "reason", error)
             raise Unavailable(f"{self.name} does not answer: {reason}") from error
@@ -149,7 +132,7 @@ class Jaeger:
             raise InternalError(f"{self.name}: the answer is not JSON: is it Jaeger?") from error
         if not isinstance(answer, dict) or not isinstance(answer.get("data") or [], list):
             raise InternalError("not an answer of Jaeger: it has no list of traces in `data`")
-        return map(_jaeger_spans, answer.get("data") or [])
+        return list(map(_jaeger_spans, answer.get("data") or []))
 
 
 def _jaeger_spans(trace: Mapping[str, Any]) -> list[Span]:

@@ -13,12 +13,9 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from baton.local.span_store import AttributeValue, Span
-from baton.v1.trace_pb2 import TraceSummary
+from baton.local.span_store import AttributeValue, Span, is_request
 
-ROUTER = "baton-router"
 # Spans that measure what others are made of; they are no work of their own.
 _MEASURES = frozenset({"router.first_token"})
 _HEX = frozenset("0123456789abcdef")
@@ -44,6 +41,20 @@ class Coverage:
         return self.known_ns / self.took_ns if self.took_ns else 1.0
 
 
+@dataclass(frozen=True)
+class TraceSummary:
+    """A request whose trace is kept; `error` is why it failed, None if it did not."""
+
+    trace_id: str
+    start_ns: int  # Unix time
+    took_ms: float
+    spans: int
+    error: str | None
+    input_tokens: int
+    output_tokens: int
+    attempts: int
+
+
 def is_trace_id(text: str) -> bool:
     """Whether it could name a trace: 32 hexadecimal digits, lower case, not all of them 0."""
     return len(text) == 32 and _HEX.issuperset(text) and text.strip("0") != ""
@@ -54,38 +65,21 @@ def entry_of(spans: Iterable[Span]) -> Span | None:
 
     None when the trace is not one of a request, or that span has not arrived.
     """
-    entries = [span for span in spans if span.is_entry and span.service == ROUTER]
-    return max(entries, key=lambda span: span.end_ns, default=None)
-
-
-def is_whole(spans: Sequence[Span]) -> bool:
-    """Whether the request's own span and every parent that others name have arrived.
-
-    The parents of entries may be kept elsewhere: they are the callers'.
-    """
-    ids = {span.span_id for span in spans}
-    return entry_of(spans) is not None and all(
-        span.is_entry or not span.parent_id or span.parent_id in ids for span in spans
-    )
+    return max(filter(is_request, spans), key=lambda span: span.end_ns, default=None)
 
 
 def summarize(spans: Sequence[Span]) -> TraceSummary | None:
     """The trace in one line; None when it is not one of a request."""
     if (entry := entry_of(spans)) is None:
         return None
-
-    def count(attribute: str) -> int:
-        value = entry.attributes.get(attribute)
-        return value if isinstance(value, int) else 0
-
     return TraceSummary(
         trace_id=entry.trace_id,
         start_ns=entry.start_ns,
         took_ms=(entry.end_ns - entry.start_ns) / 1e6,
         spans=len(spans),
         error=entry.error,
-        input_tokens=count("gen_ai.usage.input_tokens"),
-        output_tokens=count("gen_ai.usage.output_tokens"),
+        input_tokens=int(entry.attributes.get("gen_ai.usage.input_tokens", 0)),
+        output_tokens=int(entry.attributes.get("gen_ai.usage.output_tokens", 0)),
         attempts=sum(span.name == "router.attempt" for span in spans),
     )
 
@@ -122,13 +116,6 @@ def coverage(spans: Sequence[Span]) -> Coverage | None:
     return Coverage(entry.end_ns - entry.start_ns, known, tuple(gaps))
 
 
-class _Line(NamedTuple):
-    span: Span
-    stem: str  # drawn before the span's own name
-    below: str  # drawn before what belongs to the span: attributes and children
-    is_orphan: bool
-
-
 def width() -> int:
     """How many columns to draw on: the terminal's, or what fits a file."""
     return min(shutil.get_terminal_size().columns, 160) if sys.stdout.isatty() else 100
@@ -152,16 +139,16 @@ def render(spans: Sequence[Span], width: int = 100, with_coverage: bool = False)
         f"trace {spans[0].trace_id}: {len(spans)} spans, {total_ms:.1f} ms",
         f"{'service  span':<{columns}}  {'start':>8} {'took':>8} ms",
     ]
-    lines = list(_walk(spans))
-    for line in lines:
-        span = line.span
-        marks = ("? " if line.is_orphan else "") + ("! " if span.error is not None else "")
+    has_orphans = False
+    for span, stem, below, is_orphan in _walk(spans):
+        has_orphans |= is_orphan
+        marks = ("? " if is_orphan else "") + ("! " if span.error is not None else "")
         service = span.service.removeprefix("baton-")
-        name = _fit(f"{line.stem}{marks}{service}  {span.name}", columns)
+        name = _fit(f"{stem}{marks}{service}  {span.name}", columns)
         start_ms, took_ms = (span.start_ns - first_ns) / 1e6, (span.end_ns - span.start_ns) / 1e6
         bar = _bar(span, first_ns, last_ns)
         text.append(f"{name:<{columns}}  {start_ms:8.1f} {took_ms:8.1f} ms |{bar}|")
-        left = f"{line.below}  "
+        left = f"{below}  "
         wrapped = textwrap.wrap(
             _attributes(span),
             max(width - len(left), 20),
@@ -169,7 +156,7 @@ def render(spans: Sequence[Span], width: int = 100, with_coverage: bool = False)
             placeholder=" …",
         )
         text += [_fit(left + part, width) for part in wrapped]
-    if any(line.is_orphan for line in lines):
+    if has_orphans:
         text.append("? = the parent span did not arrive")
     if with_coverage and (known := coverage(spans)):
         gaps = [
@@ -182,32 +169,28 @@ def render(spans: Sequence[Span], width: int = 100, with_coverage: bool = False)
     return "\n".join(text)
 
 
-def _walk(spans: Sequence[Span]) -> Iterator[_Line]:
-    """The spans depth first, with what is drawn to the left of each."""
+def _walk(spans: Sequence[Span]) -> Iterator[tuple[Span, str, str, bool]]:
+    """The spans depth first, each with what is drawn before its name and before what is below it,
+    and whether its parent is missing."""
     ids = {span.span_id for span in spans}
     children: dict[str, list[Span]] = {}
-    orphans = []
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns, span.span_id)):
-        children.setdefault(span.parent_id, []).append(span)
-        if span.parent_id and span.parent_id not in ids:
-            orphans.append(span)
-    roots = children.get("", [])
-    if not roots and orphans:  # the caller's own span is kept elsewhere
-        roots, orphans = orphans[:1], orphans[1:]
-    seen: set[str] = set()
+        children.setdefault(span.parent_id if span.parent_id in ids else "", []).append(span)
+    tops = children.pop("", [])
+    # Without a root the first is drawn as one: the caller's own span may be kept elsewhere.
+    roots = [span for span in tops if not span.parent_id] or tops[:1]
+    orphans = [span for span in tops if span not in roots]
 
-    def branch(span: Span, stem: str, below: str, is_orphan: bool) -> Iterator[_Line]:
-        if span.span_id in seen:  # malformed: a span below itself
-            return
-        seen.add(span.span_id)
-        under = [(child, False) for child in children.get(span.span_id, [])]
+    def branch(
+        span: Span, stem: str, below: str, lost: bool
+    ) -> Iterator[tuple[Span, str, str, bool]]:
+        under = [(child, False) for child in children.pop(span.span_id, [])]
         if span is roots[0]:
             under += [(orphan, True) for orphan in orphans]
-        yield _Line(span, stem, below + ("│" if under else " "), is_orphan)
-        for number, (child, lost) in enumerate(under, 1):
-            ends = number == len(under)
-            stems = ("└─ ", "   ") if ends else ("├─ ", "│  ")
-            yield from branch(child, below + stems[0], below + stems[1], lost)
+        yield span, stem, below + ("│" if under else " "), lost
+        for number, (child, is_lost) in enumerate(under, 1):
+            first, rest = ("└─ ", "   ") if number == len(under) else ("├─ ", "│  ")
+            yield from branch(child, below + first, below + rest, is_lost)
 
     for root in roots:
         yield from branch(root, "", "", False)

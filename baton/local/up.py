@@ -30,8 +30,7 @@ _SPANS_PER_TRACE = 24  # on average, at about 1 KiB a span
 async def run(config: ClusterConfig) -> int:
     """Runs the cluster until SIGINT or SIGTERM, then stops it; a second signal kills it.
 
-    Returns the exit status: 0 once it was ready. Raises ConfigError or Unavailable when it cannot
-    start.
+    The exit status is 0 once it was ready. Raises ConfigError or Unavailable when it cannot start.
     """
     cancel_on_signals()
     hangup = asyncio.Event()
@@ -114,29 +113,26 @@ async def _with_receiver(config: ClusterConfig, stack: AsyncExitStack) -> Cluste
 async def _draw_finished(store: SpanStore) -> None:
     """Draws each request's trace once, when it has ended and no new span has come for a while."""
     drawn: set[str] = set()
-    began = time.monotonic()
     while True:
         await asyncio.sleep(_QUIET_S / 4)
-        until = time.monotonic() - _QUIET_S
-        for spans in store.traces(began, until):
-            if entry_of(spans) and (trace_id := spans[0].trace_id) not in drawn:
+        quiet = time.monotonic() - _QUIET_S
+        traces = {spans[0].trace_id: spans for spans in store.traces()}
+        drawn &= traces.keys()
+        for trace_id, spans in traces.items():
+            is_new = trace_id not in drawn and store.arrived_at(trace_id) < quiet
+            if is_new and entry_of(spans):
                 drawn.add(trace_id)
                 say("\n" + trace_tree.render(spans, trace_tree.width()))
-        began = until
-        drawn = {trace_id for trace_id in drawn if store.arrived_at(trace_id)}
 
 
 def _ready_text(cluster: LocalCluster, keeps_traces: bool) -> str:
     """Where the cluster serves, with commands to try."""
     target = "" if cluster.targets == "127.0.0.1:7700" else f" --target {cluster.targets}"
+    commands = ["generate 'class Stack:'", "status", "top", *(["trace"] if keeps_traces else [])]
     lines = [
         f"ready: {cluster.targets}, etcd {cluster.etcd_address}. In another terminal:",
-        f"  baton generate 'class Stack:'{target}",
-        f"  baton status{target}",
-        f"  baton top{target}",
+        *(f"  baton {command}{target}" for command in commands),
     ]
-    if keeps_traces:
-        lines.append(f"  baton trace{target}")
     if cluster.http_addresses:
         url = f"http://{cluster.http_addresses[0]}/v1"
         body = '{"prompt": "class Stack:", "max_tokens": 32}'

@@ -24,33 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/trace.proto\x12\x08\x62\x61ton.v1\"^\n\x0e\x41ttributeValue\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x11\n\x07integer\x18\x02 \x01(\x03H\x00\x12\x10\n\x06number\x18\x03 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x04 \x01(\x08H\x00\x42\x07\n\x05value\"\x9c\x02\n\x04Span\x12\x0f\n\x07span_id\x18\x01 \x01(\t\x12\x11\n\tparent_id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0f\n\x07service\x18\x04 \x01(\t\x12\x10\n\x08start_ns\x18\x05 \x01(\x04\x12\x0e\n\x06\x65nd_ns\x18\x06 \x01(\x04\x12\x32\n\nattributes\x18\x07 \x03(\x0b\x32\x1e.baton.v1.Span.AttributesEntry\x12\x10\n\x08is_entry\x18\x08 \x01(\x08\x12\x12\n\x05\x65rror\x18\t \x01(\tH\x00\x88\x01\x01\x1aK\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.baton.v1.AttributeValue:\x02\x38\x01\x42\x08\n\x06_error\"4\n\x0fGetTraceRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0f\n\x07wait_ms\x18\x02 \x01(\r\"1\n\x10GetTraceResponse\x12\x1d\n\x05spans\x18\x01 \x03(\x0b\x32\x0e.baton.v1.Span\"F\n\x11ListTracesRequest\x12#\n\x05order\x18\x01 \x01(\x0e\x32\x14.baton.v1.TraceOrder\x12\x0c\n\x04most\x18\x02 \x01(\r\"\xaf\x01\n\x0cTraceSummary\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x10\n\x08start_ns\x18\x02 \x01(\x04\x12\x0f\n\x07took_ms\x18\x03 \x01(\x01\x12\r\n\x05spans\x18\x04 \x01(\r\x12\x12\n\x05\x65rror\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\x14\n\x0cinput_tokens\x18\x06 \x01(\x04\x12\x15\n\routput_tokens\x18\x07 \x01(\x04\x12\x10\n\x08\x61ttempts\x18\x08 \x01(\rB\x08\n\x06_error\"<\n\x12ListTracesResponse\x12&\n\x06traces\x18\x01 \x03(\x0b\x32\x16.baton.v1.TraceSummary*Z\n\nTraceOrder\x12\x1b\n\x17TRACE_ORDER_UNSPECIFIED\x10\x00\x12\x16\n\x12TRACE_ORDER_LATEST\x10\x01\x12\x17\n\x13TRACE_ORDER_SLOWEST\x10\x02\x32\x9a\x01\n\x0cTraceService\x12\x41\n\x08GetTrace\x12\x19.baton.v1.GetTraceRequest\x1a\x1a.baton.v1.GetTraceResponse\x12G\n\nListTraces\x12\x1b.baton.v1.ListTracesRequest\x1a\x1c.baton.v1.ListTracesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/trace.proto\x12\x08\x62\x61ton.v1\"6\n\x11ReadTracesRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0f\n\x07wait_ms\x18\x02 \x01(\r\"#\n\x12ReadTracesResponse\x12\r\n\x05spans\x18\x01 \x03(\t2Y\n\x0cTraceService\x12I\n\nReadTraces\x12\x1b.baton.v1.ReadTracesRequest\x1a\x1c.baton.v1.ReadTracesResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.trace_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SPAN_ATTRIBUTESENTRY']._loaded_options = None
-  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_options = b'8\001'
-  _globals['_TRACEORDER']._serialized_start=834
-  _globals['_TRACEORDER']._serialized_end=924
-  _globals['_ATTRIBUTEVALUE']._serialized_start=34
-  _globals['_ATTRIBUTEVALUE']._serialized_end=128
-  _globals['_SPAN']._serialized_start=131
-  _globals['_SPAN']._serialized_end=415
-  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_start=330
-  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_end=405
-  _globals['_GETTRACEREQUEST']._serialized_start=417
-  _globals['_GETTRACEREQUEST']._serialized_end=469
-  _globals['_GETTRACERESPONSE']._serialized_start=471
-  _globals['_GETTRACERESPONSE']._serialized_end=520
-  _globals['_LISTTRACESREQUEST']._serialized_start=522
-  _globals['_LISTTRACESREQUEST']._serialized_end=592
-  _globals['_TRACESUMMARY']._serialized_start=595
-  _globals['_TRACESUMMARY']._serialized_end=770
-  _globals['_LISTTRACESRESPONSE']._serialized_start=772
-  _globals['_LISTTRACESRESPONSE']._serialized_end=832
-  _globals['_TRACESERVICE']._serialized_start=927
-  _globals['_TRACESERVICE']._serialized_end=1081
+  _globals['_READTRACESREQUEST']._serialized_start=34
+  _globals['_READTRACESREQUEST']._serialized_end=88
+  _globals['_READTRACESRESPONSE']._serialized_start=90
+  _globals['_READTRACESRESPONSE']._serialized_end=125
+  _globals['_TRACESERVICE']._serialized_start=127
+  _globals['_TRACESERVICE']._serialized_end=216
 # @@protoc_insertion_point(module_scope)

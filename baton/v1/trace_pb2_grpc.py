@@ -35,15 +35,10 @@ class TraceServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.GetTrace = channel.unary_unary(
-                '/baton.v1.TraceService/GetTrace',
-                request_serializer=baton_dot_v1_dot_trace__pb2.GetTraceRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_trace__pb2.GetTraceResponse.FromString,
-                _registered_method=True)
-        self.ListTraces = channel.unary_unary(
-                '/baton.v1.TraceService/ListTraces',
-                request_serializer=baton_dot_v1_dot_trace__pb2.ListTracesRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_trace__pb2.ListTracesResponse.FromString,
+        self.ReadTraces = channel.unary_stream(
+                '/baton.v1.TraceService/ReadTraces',
+                request_serializer=baton_dot_v1_dot_trace__pb2.ReadTracesRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_trace__pb2.ReadTracesResponse.FromString,
                 _registered_method=True)
 
 
@@ -51,15 +46,8 @@ class TraceServiceServicer(object):
     """The traces of requests that arrived last, at the address that spans are exported to.
     """
 
-    def GetTrace(self, request, context):
-        """One trace, as soon as it is whole.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListTraces(self, request, context):
-        """Which traces are kept.
+    def ReadTraces(self, request, context):
+        """All traces that are kept; or one, as soon as it is whole, and nothing if it is not known.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -68,15 +56,10 @@ class TraceServiceServicer(object):
 
 def add_TraceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'GetTrace': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetTrace,
-                    request_deserializer=baton_dot_v1_dot_trace__pb2.GetTraceRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_trace__pb2.GetTraceResponse.SerializeToString,
-            ),
-            'ListTraces': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListTraces,
-                    request_deserializer=baton_dot_v1_dot_trace__pb2.ListTracesRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_trace__pb2.ListTracesResponse.SerializeToString,
+            'ReadTraces': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadTraces,
+                    request_deserializer=baton_dot_v1_dot_trace__pb2.ReadTracesRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_trace__pb2.ReadTracesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,7 +74,7 @@ class TraceService(object):
     """
 
     @staticmethod
-    def GetTrace(request,
+    def ReadTraces(request,
             target,
             options=(),
             channel_credentials=None,
@@ -101,39 +84,12 @@ class TraceService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
-            '/baton.v1.TraceService/GetTrace',
-            baton_dot_v1_dot_trace__pb2.GetTraceRequest.SerializeToString,
-            baton_dot_v1_dot_trace__pb2.GetTraceResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListTraces(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.TraceService/ListTraces',
-            baton_dot_v1_dot_trace__pb2.ListTracesRequest.SerializeToString,
-            baton_dot_v1_dot_trace__pb2.ListTracesResponse.FromString,
+            '/baton.v1.TraceService/ReadTraces',
+            baton_dot_v1_dot_trace__pb2.ReadTracesRequest.SerializeToString,
+            baton_dot_v1_dot_trace__pb2.ReadTracesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -9,26 +9,22 @@ changes with each round. A round before the first warms up and is not counted.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import select
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import RenderableType
 
 from baton.bench.terminal import median_of, table
-from baton.local.child import tied
 from benchmarks import checkpoint, environment
+from benchmarks.child import Child, Failed
 from benchmarks.engine.adapters.protocol import Setup
-from benchmarks.environment import Failed, Missing, Rivals, console, exit_text, rotated, say
+from benchmarks.environment import Missing, Rivals, console, rotated, say
 from benchmarks.shapes import SHAPES
 
 SCHEMA = "baton.bench.engine/2"
@@ -93,61 +89,20 @@ def works(batches: Sequence[int], context: int, prompts: Sequence[int]) -> list[
     return found + [Work(f"prompt {n}", {"prefill": [n]}, n) for n in prompts]
 
 
-class EngineProcess:
-    """An adapter's process. What it prints beside its answers goes to `log`."""
+def ready(engine: Child, timeout_s: float = _READY_S) -> dict[str, str]:
+    """What an adapter reports of its engine once it is loaded. Raises Missing or Failed."""
+    answer = engine.answer(timeout_s)
+    if "missing" in answer:
+        raise Missing(answer["missing"])
+    about: dict[str, str] = answer["ready"]
+    return about
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: Path) -> None:
-        self._log = log
-        with log.open("wb") as errors:
-            self._process = subprocess.Popen(
-                tied(argv),
-                cwd=environment.ROOT,
-                env={**os.environ, **env},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                bufsize=0,
-                process_group=0,  # ctrl-C is ours, and its children end with it
-            )
 
-    def ready(self, timeout_s: float = _READY_S) -> dict[str, str]:
-        """What it reports of itself once it is loaded. Raises Missing or Failed."""
-        about: dict[str, str] = self._read(timeout_s)["ready"]
-        return about
-
-    def run(self, work: Work, timeout_s: float = _ANSWER_S) -> tuple[float, str]:
-        """(seconds, note) of one piece of work. Raises Failed."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: `_read` says how
-            self._process.stdin.write(json.dumps(work.request).encode() + b"\n")
-        answer = self._read(timeout_s)
-        return float(answer["seconds"]), str(answer["note"])
-
-    def close(self) -> None:
-        """Ends the process and what it started."""
-        with self._process:  # which closes its pipes
-            self._kill()
-
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def _read(self, timeout_s: float) -> dict[str, Any]:
-        """The next line; a process that ended or is silent has failed, and is ended."""
-        assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
-            self._kill()
-            raise Failed(f"no answer within {timeout_s:g} s")
-        line = self._process.stdout.readline()
-        if not line:
-            raise Failed(exit_text(self._process.wait(), self._log))
-        answer: dict[str, Any] = json.loads(line)
-        if "missing" in answer:
-            raise Missing(answer["missing"])
-        if "error" in answer:
-            raise Failed(answer["error"])
-        return answer
+def run(engine: Child, work: Work) -> tuple[float, str]:
+    """(seconds, note) of one piece of work. Raises Failed."""
+    engine.send(work.request)
+    answer = engine.answer(_ANSWER_S)
+    return float(answer["seconds"]), str(answer["note"])
 
 
 Run = Callable[[str, Work], tuple[float, str]]  # (seconds, note); raises Failed
@@ -226,36 +181,32 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     rivals, shape = Rivals(args.rivals, args.llama_cpp), SHAPES[args.shape]
     directory = checkpoint.directory_of(shape, args.cache)
     machine = environment.machine(args.cpus, args.threads or len(args.cpus))
-    engines: dict[str, EngineProcess] = {}
+    engines: dict[str, Child] = {}
     about: dict[str, dict[str, str]] = {}
     absent: dict[str, str] = {}
-    with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs:
-        try:
-            for name in args.candidates:
-                say(f"starting {name}")
-                entry = ENTRIES[name]
-                python = sys.executable if entry.is_ours else rivals.python
-                setup = setup_of(args, entry, directory)
-                argv = [python, "-m", f"{ADAPTERS}{entry.adapter}", setup.to_json()]
-                env, log = variables(entry, rivals, setup.threads), Path(logs) / f"{name}.log"
-                try:
-                    engines[name] = EngineProcess(argv, env, log)
-                    about[name] = engines[name].ready()
-                except Missing as reason:
-                    absent[name] = f"not installed: {reason}; {environment.PAGE} tells how"
-                except (Failed, OSError) as failure:
-                    absent[name] = f"does not start: {failure}"
-            for name, why in absent.items():
-                say(f"{name}: {why}")
-            if not about:
-                raise SystemExit("no candidate could be started")
-            todo = works(args.batches, args.context, args.prompts)
-            measured = measure(
-                list(about), todo, args.rounds, lambda name, work: engines[name].run(work)
-            )
-        finally:
-            for engine in engines.values():
-                engine.close()
+    with tempfile.TemporaryDirectory(prefix="baton-bench-") as logs, ExitStack() as running:
+        for name in args.candidates:
+            say(f"starting {name}")
+            entry = ENTRIES[name]
+            python = sys.executable if entry.is_ours else rivals.python
+            setup = setup_of(args, entry, directory)
+            argv = [python, "-m", f"{ADAPTERS}{entry.adapter}", json.dumps(asdict(setup))]
+            env, log = variables(entry, rivals, setup.threads), Path(logs) / f"{name}.log"
+            try:
+                engines[name] = running.enter_context(Child(argv, log, env))
+                about[name] = ready(engines[name])
+            except Missing as reason:
+                absent[name] = f"not installed: {reason}; {environment.PAGE} tells how"
+            except (Failed, OSError) as failure:
+                absent[name] = f"does not start: {failure}"
+        for name, why in absent.items():
+            say(f"{name}: {why}")
+        if not about:
+            raise SystemExit("no candidate could be started")
+        todo = works(args.batches, args.context, args.prompts)
+        measured = measure(
+            list(about), todo, args.rounds, lambda name, one: run(engines[name], one)
+        )
     return {
         "schema": SCHEMA,
         "machine": machine,

@@ -8,15 +8,16 @@ engine is compared with its reference in float32: the same tokens.
 from __future__ import annotations
 
 import statistics
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 
 import torch
 
-from baton.engine.backends.gpu.backend import unsupported_format
-from benchmarks.gpu.harness import BLOCK_SIZE, Driver, Formats, Limits, OurEngine, Transformers
+from benchmarks.engine.adapters.protocol import Setup, Timed
+from benchmarks.engine.adapters.transformers_model import Transformers
+from benchmarks.engine.driver import Driver
+from benchmarks.gpu.our_engine import BLOCK_SIZE, Formats, OurEngine
 from benchmarks.gpu.part import Case, Cells, Part, is_fatal, summary
 from benchmarks.shapes import Shape
 
@@ -24,7 +25,6 @@ BATCHES, CONTEXT, STEPS = (1, 8, 64, 256), 512, 64
 PROMPTS, CHUNK = (512, 2048, 8192), 2048
 RIVAL_MOST, _RIVAL_STEPS = 64, 8  # sequences of transformers; its steps
 _SPARE = 6 << 30  # bytes for activations, graphs, and what torch keeps
-
 
 BF16, FP8 = Formats("bf16"), Formats("fp8", kv=torch.float8_e4m3fn, quantization="fp8")
 FLOAT32 = Formats("f32", torch.float32, torch.float32)
@@ -35,12 +35,6 @@ def weight_bytes(shape: Shape, formats: Formats = BF16) -> int:
     """What a decode step reads of the weights: every matrix once, of the embedding a few rows."""
     matrices = shape.layers * shape.layer_matrices + shape.vocab * shape.hidden
     return matrices * formats.weight_bytes
-
-
-def kv_bytes(shape: Shape, formats: Formats = BF16) -> int:
-    """KV of one token over all layers; rows of eight bits have a scale of 4 bytes."""
-    row = shape.head_size * formats.kv.itemsize + (4 if formats.kv.itemsize == 1 else 0)
-    return 2 * shape.layers * shape.kv_heads * row
 
 
 def prefill_flops(shape: Shape, tokens: int) -> float:
@@ -57,28 +51,31 @@ def title_of(shape: Shape, formats: Formats, size: str = "") -> str:
 
 def run(part: Part) -> None:
     """Equality, then each shape in bf16 beside transformers, then in fp8."""
-    part.attempt("engine against its reference", "float32, greedy", partial(equality, part))
-    for formats in (BF16, FP8):
-        for shape in part.job.models:
-            one = Measuring(part, shape, formats)
-            part.attempt("decode", title_of(shape, formats), one.run)
-            part.free()
+    part.measure("engine against its reference", [("float32, greedy", partial(equality, part))])
+    # Made one after the other: what one measured with is freed before the next.
+    part.measure(
+        "decode",
+        (
+            (title_of(shape, formats), Measuring(part, shape, formats).run)
+            for formats in (BF16, FP8)
+            for shape in part.models
+        ),
+    )
 
 
 def equality(part: Part) -> Cells:
     """Tokens of some prompts, by kernels and by plain torch. Raises AssertionError."""
-    sized, smoke = part.job.sized, part.job.smoke
-    shape = sized(SMALL, part.job.models[-1])
-    lengths, new_tokens = sized(((1, 15, 16, 17, 300, 700), 32), ((17,), 2))
-    ours = OurEngine(shape, FLOAT32, part.device, sized(512, 40))
+    shape = part.sized(SMALL, part.models[-1])
+    lengths, new_tokens = part.sized(((1, 15, 16, 17, 300, 700), 32), ((17,), 2))
+    ours = OurEngine(shape, FLOAT32, part.device, part.sized(512, 40))
     prompts = [
         torch.randint(shape.vocab, (n,), generator=torch.Generator().manual_seed(n)).tolist()
         for n in lengths
     ]
-    limits = Limits(8, 1024, 256)
-    with ours.driver(limits, graphs=not smoke) as driver:
+    limits = (8, 1024, 256)
+    with closing(ours.driver(*limits, graphs=not part.smoke)) as driver:
         found = driver.generate(prompts, new_tokens)
-    with ours.reference(limits) as driver:
+    with closing(ours.driver(*limits, reference=True)) as driver:
         wanted = driver.generate(prompts, new_tokens)
     assert found == wanted, f"other tokens: {found} instead of {wanted}"
     return {"prompts": len(prompts), "tokens": len(prompts) * new_tokens, "other tokens": 0}
@@ -90,16 +87,15 @@ class Measuring:
     def __init__(self, part: Part, shape: Shape, formats: Formats) -> None:
         self.part, self.shape, self.formats = part, shape, formats
         self.rival: Transformers | None = None
-        sized = part.job.sized
-        self.context, self.steps = sized(CONTEXT, 15), sized(STEPS, 1)
-        self.warm_up, self.rounds = sized(8, 1), sized(3, 1)
-        self.prompts = sized(PROMPTS, (5,))
+        self.context, self.prompts = part.sized(CONTEXT, 15), part.sized(PROMPTS, (5,))
+        self.warm_up, self.steps = part.sized((8, STEPS), (1, 1))
 
     def run(self) -> None:
         """All of it."""
-        part, sized, title = self.part, self.part.job.sized, self._title()
-        if why := self._impossible():
-            return part.note("decode", f"{title} is left out: {why}")
+        part, title = self.part, self._title()
+        part.free()
+        if self.formats == FP8 and not part.has_fp8:
+            return part.note("decode", f"{title} is left out: this GPU has no fp8")
         beside = self.formats == BF16
         batches = self._fitting(beside)
         if beside and not batches:
@@ -113,15 +109,18 @@ class Measuring:
         if ours is None:
             return part.note("decode", f"{title} is left out: it does not fit the GPU's memory")
         if beside:
+            options = {
+                "config": self.shape.config(), "device": str(part.device), "attention": ("sdpa",)
+            }  # fmt: skip
             try:
-                self.rival = Transformers(self.shape, part.device)
+                self.rival = Transformers(Setup("", self.shape.vocab, 0, (), 0, 0, 0, options))
             except Exception as error:  # whatever version of it is there
                 self._no_rival("decode", "", error)
-        limits = Limits(max(batches), sized(2048, 64), CHUNK, self.warm_up)
-        with ours.driver(limits, graphs=True) as driver:
+        limits = (max(batches), part.sized(2048, 64), CHUNK)
+        with closing(ours.driver(*limits, graphs=True)) as driver:
             part.measure("decode", self._decode_cases(driver, batches))
-        limits = Limits(8, sized(max(PROMPTS) + 64, 128), sized(CHUNK, 4))
-        with ours.driver(limits, graphs=False) as driver:
+        limits = (8, part.sized(max(PROMPTS) + 64, 128), part.sized(CHUNK, 4))
+        with closing(ours.driver(*limits)) as driver:
             cases = [(self._title(f"{n} tokens"), partial(self.prefill, driver, n))
                      for n in self.prompts]  # fmt: skip
             part.measure("prefill", cases)
@@ -130,13 +129,6 @@ class Measuring:
     def _title(self, size: str = "") -> str:
         return title_of(self.shape, self.formats, size)
 
-    def _impossible(self) -> str:
-        if self.part.late:
-            return "its time was over"
-        if self.part.device.type != "cuda" or self.formats != FP8:
-            return ""
-        return unsupported_format("fp8", torch.cuda.get_device_capability(self.part.device))
-
     def _blocks(self, batch: int) -> int:
         """For decoding, or for the longest prompt if that takes more."""
         decoding = (batch + 2) * -(-(self.context + 12 + self.steps) // BLOCK_SIZE)
@@ -144,15 +136,15 @@ class Measuring:
 
     def _fitting(self, beside: bool) -> list[int]:
         """Batch sizes whose KV fits beside the weights, and transformers' beside that."""
-        wanted, shape = list(self.part.job.sized(BATCHES, (2,))), self.shape
-        if self.part.device.type != "cuda":
+        wanted, shape = list(self.part.sized(BATCHES, (2,))), self.shape
+        if not self.part.cuda:
             return wanted
         room = torch.cuda.mem_get_info(self.part.device)[0] - _SPARE
         room -= shape.num_parameters * self.formats.weight_bytes
         if beside:
             theirs = RIVAL_MOST * (CONTEXT + 2 * STEPS)
-            room -= 2 * shape.num_parameters + 2 * theirs * kv_bytes(shape)
-        block = BLOCK_SIZE * kv_bytes(shape, self.formats)
+            room -= 2 * shape.num_parameters + 2 * theirs * BF16.layout(shape).bytes_per_token
+        block = self.formats.layout(shape).num_bytes
         return [batch for batch in wanted if self._blocks(batch) * block <= room]
 
     def _decode_cases(self, driver: Driver, batches: list[int]) -> Iterator[Case]:
@@ -161,55 +153,53 @@ class Measuring:
             yield self._title(f"batch {batch}"), partial(self.decode, driver, batch)
         if self.formats == BF16:
             batch = min(64, max(batches))
-            yield self._title(f"batch {batch}, top-p"), partial(self.sampled, driver, batch)
+            sampled = partial(self.decode, driver, batch, temperature=0.8, top_p=0.95)
+            yield self._title(f"batch {batch}, top-p"), sampled
 
-    def decode(self, driver: Driver, batch: int) -> Cells:
-        """Steps of one batch size; ours and theirs in turn."""
-        theirs = None
-        if self.rival and batch <= RIVAL_MOST:
-            steps = self.part.job.sized(_RIVAL_STEPS, 2)
-            theirs = partial(self.rival.measure, batch, self.context, steps)
-        ours = partial(driver.decode, batch, self.context, self.steps)
-        step_s, rival = self._in_turn("decode", batch, ours, theirs)
+    def decode(self, driver: Driver, batch: int, **sampling: float) -> Cells:
+        """Steps of one batch size; ours and, where both are greedy, theirs in turn."""
+        part, steps, theirs = self.part, self.part.sized(_RIVAL_STEPS, 2), None
+        if self.rival and batch <= RIVAL_MOST and not sampling:
+            theirs = partial(self.rival.decode, batch, self.context, steps)
+
+        def ours() -> float:
+            return driver.decode(batch, self.context, self.warm_up, self.steps, **sampling)
+
+        step_s, rival = self._in_turn("decode", batch, ours, theirs, steps)
         cells: Cells = {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
-        if rate := self.part.job.copy_bytes_per_s:
+        if part.copy_bytes_per_s:
             seen = batch * (self.context + self.steps // 2)  # in the middle of what was counted
             moved = weight_bytes(self.shape, self.formats)
-            floor = (moved + seen * kv_bytes(self.shape, self.formats)) / rate
+            moved += seen * self.formats.layout(self.shape).bytes_per_token
+            floor = moved / part.copy_bytes_per_s
             cells |= {"floor ms": floor * 1e3, "of floor": floor / step_s}
         return cells | rival
 
-    def sampled(self, driver: Driver, batch: int) -> Cells:
-        """The same steps with sampling by top-p."""
-        sizes = (batch, self.context, self.steps)
-        step_s = driver.decode(*sizes, temperature=0.8, top_p=0.95)
-        return {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
-
     def prefill(self, driver: Driver, tokens: int) -> Cells:
         """One prompt in chunks, to its first token."""
-        if not self.part.job.smoke:
+        if not self.part.smoke:
             driver.prefill(tokens)  # kernels are compiled for what is new in it
-        theirs = partial(self.rival.measure, 1, tokens, 0) if self.rival else None
+        theirs = partial(self.rival.prefill, tokens) if self.rival else None
         ours_s, rival = self._in_turn("prefill", tokens, partial(driver.prefill, tokens), theirs)
         cells: Cells = {"ms": ours_s * 1e3, "tokens/s": tokens / ours_s}
-        if rate := self.part.job.matmul_flops:
+        if rate := self.part.matmul_flops:
             floor = prefill_flops(self.shape, tokens) / rate
             cells |= {"floor ms": floor * 1e3, "of matmul rate": floor / ours_s}
         return cells | rival
 
     def _in_turn(
         self, table: str, tokens: int, ours: Callable[[], float],
-        theirs: Callable[[], tuple[float, str]] | None,
+        theirs: Callable[[], Timed] | None, steps: int = 1,
     ) -> tuple[float, Cells]:  # fmt: skip
-        """Our median seconds of some rounds; transformers', between ours until it fails."""
-        our_s, their_s, cache = [], [], ""
-        for _ in range(self.rounds):
+        """Our median seconds of some rounds; of `steps` of transformers between them, if it can."""
+        our_s, their_s, how = [], [], ""
+        for _ in range(self.part.sized(3, 1)):
             our_s.append(ours())
             if theirs is None:
                 continue
             try:
-                seconds, cache = theirs()
-                their_s.append(seconds)
+                seconds, how = theirs()
+                their_s.append(seconds / steps)
             except Exception as error:  # whatever version of it is there
                 if is_fatal(error):
                     raise
@@ -222,9 +212,8 @@ class Measuring:
         rival_s = statistics.median(their_s)
         return ours_s, {
             "transformers tokens/s": tokens / rival_s, "x transformers": rival_s / ours_s,
-            "its cache": cache,
+            "its cache": how,
         }  # fmt: skip
 
     def _no_rival(self, table: str, size: str, error: Exception) -> None:
-        traceback.print_exc()  # to the part's log
         self.part.note(table, f"{self.shape.name}{size}: no transformers: {summary(error)}")

@@ -10,17 +10,16 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 import triton
-from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 
 from baton.engine.ops.triton.spec import Key, error_of, small, specs_in, text_of
-from benchmarks.gpu.part import Case, Cells, Part, is_fatal
+from benchmarks.gpu.part import Cells, Part, is_fatal
 
 TABLE = "kernels against their references"
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 4096, 16384)
@@ -28,6 +27,7 @@ PROMPTS = ((512, 0), (2048, 0), (8192, 0), (2048, 8192))  # tokens, tokens befor
 _GROWING = ("rows", "batch", "context", "tokens", "blocks")  # sizes that vary from check to check
 _OF_MEMORY = 0.3  # of what is free: for a pool, and as much for SDPA's K and V
 _MOVED = 512 << 20  # bytes of blocks
+KernelCase: TypeAlias = tuple[str, str, Key]  # a row, its kernel, and the shape
 
 
 def specs() -> dict[str, Any]:
@@ -46,11 +46,11 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 
 def machine(part: Part) -> None:
     """The device, then a large copy and a large product: its ceilings."""
-    device, smoke = part.device, part.job.smoke
+    device, smoke = part.device, part.smoke
     versions = {"torch": torch.__version__, "triton": triton.__version__,
                 "python": platform.python_version()}  # fmt: skip
     about = {"name": f"{device} ({platform.machine()})"}
-    if device.type == "cuda":
+    if part.cuda:
         gpu = torch.cuda.get_device_properties(device)
         nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
         about = {
@@ -92,25 +92,24 @@ def correctness(part: Part) -> None:
     cases = {
         f"{spec.name} {text_of(shape)}": (spec, shape)
         for spec in specs().values()
-        for shape in spec.cases[: 1 if part.job.smoke else None]
+        for shape in spec.cases[: 1 if part.smoke else None]
         if part.has_fp8 or "fp8" not in (shape.get("kv"), shape.get("to"))
     }
     worst: dict[str, float] = {}
     failed: set[str] = set()
 
     def check(name: str, number: int) -> None:
-        failed.add(name)  # until it is known not to have
         torch.manual_seed(number)
-        spec, shape = cases[name]
-        error = _error(part, spec, shape, number)
+        error = _error(part, *cases[name], number)
         if not error <= 1:
             raise ValueError(f"size {number}: {error:.2f} times the error that rounding explains")
-        failed.discard(name)
         worst[name] = max(error, worst.get(name, 0.0))
 
-    for number, name in itertools.product(range(part.job.sized(12, 1)), cases):
-        if name not in failed and not part.late:
-            part.attempt(TABLE, name, partial(check, name, number))
+    for number, name in itertools.product(range(part.sized(12, 1)), cases):
+        if name in failed or part.late:
+            continue
+        if not part.attempt(TABLE, name, partial(check, name, number)):
+            failed.add(name)
     for name, error in worst.items():
         part.row(TABLE, name, {"of allowed error": error})
     if left_out := [name for name in cases if name not in worst and name not in failed]:
@@ -126,8 +125,8 @@ def _error(part: Part, spec: Any, shape: Key, number: int) -> float:
             sizes[name] = int(sizes[name]) * times * (10 if name == "rows" else 1)
     if "ragged" in shape or spec.name == "move_blocks":
         sizes["ragged"] = number
-    trial = spec.trial(small(sizes) if part.job.smoke else sizes, part.device)
-    if part.device.type == "cuda":
+    trial = spec.trial(small(sizes) if part.smoke else sizes, part.device)
+    if part.cuda:
         # What is allocated next holds NaN, so that places that a kernel leaves out show. Of all
         # sizes: the allocator keeps small and large pieces apart.
         for count in (1 << 14, 1 << 18, 1 << 20):
@@ -146,7 +145,14 @@ def speed(part: Part) -> None:
         ("rows", _row_cases(part)),
         ("blocks", _block_cases(part)),
     ):
-        part.measure(table, cases)
+        part.measure(
+            table,
+            (
+                (name, partial(_measured, part, kernel, shape))
+                for name, kernel, shape in cases
+                if part.has_fp8 or "fp8" not in shape.values()
+            ),
+        )
 
 
 def decode_name(kv: str, batch: int, context: int) -> str:
@@ -159,32 +165,84 @@ def prefill_name(tokens: int, prefix: int) -> str:
     return f"{tokens} tokens" + (f" behind {prefix}" if prefix else "")
 
 
-def _measured(
-    part: Part, kernel: str, shape: Key, sdpa: Callable[[], tuple[Tensor, ...]] | None = None
-) -> Cells:
-    """A launch's rate; and SDPA's on contiguous inputs of the same sizes."""
+def _prefill_cases(part: Part) -> Iterator[KernelCase]:
+    for tokens, prefix in part.sized(PROMPTS, ((8, 0), (8, 8))):
+        shape: Key = {**_heads(part), "batch": 1, "context": prefix, "tokens": tokens}
+        yield prefill_name(tokens, prefix), "prefill_attention", shape
+
+
+def _decode_cases(part: Part, kv: str) -> Iterator[KernelCase]:
+    heads = _heads(part)
+    room = _OF_MEMORY * torch.cuda.mem_get_info(part.device)[0] if part.cuda else 1 << 24
+    for batch in part.sized(BATCHES, (2,)):
+        for context in part.sized(CONTEXTS, (16,)):
+            if batch * context * 32 * int(heads["head_size"]) <= room:
+                shape: Key = {**heads, "kv": kv, "batch": batch, "context": context}
+                yield decode_name(kv, batch, context), "decode_attention", shape
+
+
+def _row_cases(part: Part) -> Iterator[KernelCase]:
+    """Kernels that only move bytes, for a decode step and for a chunk."""
+    shapes: dict[str, Key] = {
+        "add_rms_norm": {"size": part.sized(4096, 64)},
+        "silu_mul": {"size": part.sized(14336, 64)},
+        "rope_and_write": {"heads": part.sized(32, 8), "kv_heads": 8},
+        "quantize_rows": {"size": part.sized(4096, 64), "to": "fp8"},
+    }
+    for rows in part.sized((64, 8192), (2,)):
+        for name, shape in shapes.items():
+            yield f"{name}, {rows} rows", name, {**shape, "rows": rows}
+
+
+def _block_cases(part: Part) -> Iterator[KernelCase]:
+    """Blocks of an 8B model, in random order."""
+    layers = part.sized(32, 1)
+    pool: Key = {"dtype": "bf16", "layers": layers, "kv_heads": 8, "row": 128}
+    count = part.sized(_MOVED // (layers << 16), 3)
+    for use in ("gather", "scatter", "copy", "checksum"):
+        yield f"{use} blocks", "move_blocks", {**pool, "use": use, "blocks": count}
+
+
+def _heads(part: Part) -> dict[str, int | str]:
+    return {"head_size": 16, "group": 1} if part.smoke else {"head_size": 128, "group": 4}
+
+
+def _measured(part: Part, kernel: str, shape: Key) -> Cells:
+    """A launch's rate; of attention in bfloat16 beside SDPA's."""
     trial = specs()[kernel].trial(shape, part.device)
     took = seconds(partial(trial.run, None), part.device)
     cells: Cells = {"us": took * 1e6}
     if trial.flops:
         cells["TFLOP/s"] = trial.flops / took / 1e12
-        if part.job.matmul_flops:
-            cells["of matmul rate"] = trial.flops / took / part.job.matmul_flops
+        if part.matmul_flops:
+            cells["of matmul rate"] = trial.flops / took / part.matmul_flops
     else:
         cells |= part.of_copy(trial.moved_bytes, took)
-    return cells if sdpa is None else cells | _sdpa(part, took, sdpa)
+    is_compared = kernel.endswith("attention") and shape.get("kv") != "fp8"
+    return cells | _sdpa(part, took, shape) if is_compared else cells
 
 
-def _sdpa(part: Part, ours_s: float, inputs: Callable[[], tuple[Tensor, ...]]) -> Cells:
-    """Its share and which of its kernels it takes; None where it cannot, or not in the memory."""
+def _sdpa(part: Part, ours_s: float, shape: Key) -> Cells:
+    """Its share on contiguous inputs, and its kernel; None where it cannot, or not in the memory.
+
+    For prompts it has K and V of every query head, which its fastest kernels want behind a prefix.
+    """
+    tokens = int(shape.get("tokens", 0))
+    rows, total, heads = tokens or 1, int(shape["context"]) + tokens, 8 * int(shape["group"])
+    kv_heads = heads if tokens else 8
     try:
-        q, k, v = inputs()
-        rows, total = q.shape[2], k.shape[2]
+        q, k, v = (
+            torch.randn(
+                (int(shape["batch"]), count, length, int(shape["head_size"])),
+                dtype=torch.bfloat16, device=part.device,
+            )
+            for count, length in ((heads, rows), (kv_heads, total), (kv_heads, total))
+        )  # fmt: skip
         kind, options = None, dict[str, Any]()  # with a mask it chooses for itself
         if 1 < rows < total:
             options["attn_mask"] = causal_lower_right(rows, total)
         else:
-            options |= {"is_causal": rows == total, "enable_gqa": q.shape[1] != k.shape[1]}
+            options |= {"is_causal": rows == total, "enable_gqa": heads != kv_heads}
             kind = SDPBackend(torch._fused_sdp_choice(q, k, v, **options)).name.lower()
         attend = partial(F.scaled_dot_product_attention, q, k, v, **options)
         return {"of SDPA": seconds(attend, part.device) / ours_s, "SDPA by": kind}
@@ -192,72 +250,3 @@ def _sdpa(part: Part, ours_s: float, inputs: Callable[[], tuple[Tensor, ...]]) -
         if is_fatal(error):
             raise
         return {"of SDPA": None, "SDPA by": None}
-
-
-def _heads(part: Part) -> dict[str, int | str]:
-    return {"head_size": 16, "group": 1} if part.job.smoke else {"head_size": 128, "group": 4}
-
-
-def _drawn(part: Part, *shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.bfloat16, device=part.device)
-
-
-def _prefill_cases(part: Part) -> Iterator[Case]:
-    """SDPA has K and V of every query head, which its fastest kernels want behind a prefix."""
-    heads = _heads(part)
-
-    def inputs(tokens: int, prefix: int) -> tuple[Tensor, ...]:
-        lengths = (tokens, tokens + prefix, tokens + prefix)
-        sizes = 8 * int(heads["group"]), int(heads["head_size"])
-        return tuple(_drawn(part, 1, sizes[0], length, sizes[1]) for length in lengths)
-
-    for tokens, prefix in part.job.sized(PROMPTS, ((8, 0), (8, 8))):
-        shape: Key = {**heads, "batch": 1, "context": prefix, "tokens": tokens}
-        sdpa = partial(inputs, tokens, prefix)
-        name = prefill_name(tokens, prefix)
-        yield name, partial(_measured, part, "prefill_attention", shape, sdpa)
-
-
-def _decode_cases(part: Part, kv: str) -> Iterator[Case]:
-    heads, cuda = _heads(part), part.device.type == "cuda"
-    group, size = int(heads["group"]), int(heads["head_size"])
-    room = _OF_MEMORY * torch.cuda.mem_get_info(part.device)[0] if cuda else 1 << 24
-
-    def inputs(batch: int, context: int) -> tuple[Tensor, ...]:
-        q = _drawn(part, batch, 8 * group, 1, size)
-        return q, *(_drawn(part, batch, 8, context, size) for _ in "kv")
-
-    for batch in part.job.sized(BATCHES, (2,)):
-        for context in part.job.sized(CONTEXTS, (16,)):
-            if batch * context * 32 * size <= room and (kv != "fp8" or part.has_fp8):
-                shape: Key = {**heads, "kv": kv, "batch": batch, "context": context}
-                sdpa = partial(inputs, batch, context) if kv == "bf16" else None
-                name = decode_name(kv, batch, context)
-                yield name, partial(_measured, part, "decode_attention", shape, sdpa)
-
-
-def _row_cases(part: Part) -> Iterator[Case]:
-    """Kernels that only move bytes, for a decode step and for a chunk."""
-    shapes: dict[str, Key] = {
-        "add_rms_norm": {"size": part.job.sized(4096, 64)},
-        "silu_mul": {"size": part.job.sized(14336, 64)},
-        "rope_and_write": {"heads": part.job.sized(32, 8), "kv_heads": 8},
-        "quantize_rows": {"size": part.job.sized(4096, 64), "to": "fp8"},
-    }
-    for rows in part.job.sized((64, 8192), (2,)):
-        for name, shape in shapes.items():
-            if name != "quantize_rows" or part.has_fp8:
-                yield (
-                    f"{name}, {rows} rows",
-                    partial(_measured, part, name, {**shape, "rows": rows}),
-                )
-
-
-def _block_cases(part: Part) -> Iterator[Case]:
-    """Blocks of an 8B model, in random order."""
-    layers = part.job.sized(32, 1)
-    pool: Key = {"dtype": "bf16", "layers": layers, "kv_heads": 8, "row": 128}
-    count = part.job.sized(_MOVED // (layers << 16), 3)
-    for use in ("gather", "scatter", "copy", "checksum"):
-        shape: Key = {**pool, "use": use, "blocks": count}
-        yield f"{use} blocks", partial(_measured, part, "move_blocks", shape)

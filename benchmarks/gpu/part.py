@@ -1,24 +1,28 @@
-"""What each part of the run measures with; each is a process of its own, started by `run.py`."""
+"""What each part of the run measures with; a part is a process of its own, started by `run.py`.
+
+Its messages: a row of a table, `{"table", "name", "cells"}`; a `note` on a table; an `error` with
+its traceback; and what it is `doing`, in case it ends there.
+"""
 
 from __future__ import annotations
 
 import gc
-import os
+import json
 import pkgutil
+import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from benchmarks.child import messages
 from benchmarks.shapes import GPU_SHAPES, Shape
 
-Cell: TypeAlias = float | int | str | None
-Cells: TypeAlias = dict[str, Cell]
+Cells: TypeAlias = dict[str, float | int | str | None]
 Case: TypeAlias = tuple[str, Callable[[], Cells | None]]
 T = TypeVar("T")
 
@@ -31,34 +35,48 @@ _FATAL = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Event:
-    """kind: "row" of a table, "failed", "note", or "doing", which is not kept."""
-
-    kind: str
-    table: str
-    name: str = ""
-    cells: Cells = field(default_factory=dict)
-    text: str = ""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One part's work: `function`, as "module:name", begins nothing new after `seconds`.
+@dataclass
+class Part:
+    """One part's work, which begins nothing new after `seconds`.
 
     smoke: tiny sizes on the CPU, kernels interpreted, figures without a meaning · copy_bytes_per_s,
     matmul_flops: what the device was measured to do at best, copies counting bytes read and
-    written; 0 before that.
+    written; 0 before that · send: takes its messages.
     """
 
-    part: str
-    function: str
-    device: str
+    send: Callable[[dict[str, Any]], object]
+    device_name: str
     seconds: float
-    shapes: tuple[str, ...] = ("8B", "1B")
+    shapes: Sequence[str] = ("8B", "1B")
     smoke: bool = False
     copy_bytes_per_s: float = 0.0
     matmul_flops: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises RuntimeError where there is no GPU to measure on."""
+        self.device, self._end = torch.device(self.device_name), time.monotonic() + self.seconds
+        if self.cuda:
+            if not torch.cuda.is_available():
+                version = torch.__version__
+                raise RuntimeError(
+                    f"torch {version} sees no GPU here; --smoke is a dry run without one"
+                )
+            torch.cuda.set_device(self.device)
+
+    @property
+    def cuda(self) -> bool:
+        """Whether this is no dry run on a CPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def late(self) -> bool:
+        """Whether its time is over."""
+        return time.monotonic() >= self._end
+
+    @cached_property
+    def has_fp8(self) -> bool:
+        """Whether kernels can read float8_e4m3fn; Triton's interpreter can."""
+        return not self.cuda or torch.cuda.get_device_capability(self.device) >= (8, 9)
 
     @property
     def models(self) -> list[Shape]:
@@ -69,55 +87,29 @@ class Job:
         """The value that fits this run."""
         return smoke if self.smoke else full
 
-
-class Part:
-    """What a part measures with, and where it sends its events."""
-
-    def __init__(self, job: Job, send: Callable[[Event], object]) -> None:
-        """Raises RuntimeError where there is no GPU to measure on."""
-        self.job, self._send = job, send
-        self.device, self._end = torch.device(job.device), time.monotonic() + job.seconds
-        if self.device.type == "cuda":
-            if not torch.cuda.is_available():
-                version = torch.__version__
-                raise RuntimeError(
-                    f"torch {version} sees no GPU here; --smoke is a dry run without one"
-                )
-            torch.cuda.set_device(self.device)
-
-    @property
-    def late(self) -> bool:
-        """Whether its time is over."""
-        return time.monotonic() >= self._end
-
-    @property
-    def has_fp8(self) -> bool:
-        """Whether kernels can read float8_e4m3fn; Triton's interpreter can."""
-        cuda = self.device.type == "cuda"
-        return not cuda or torch.cuda.get_device_capability(self.device) >= (8, 9)
-
     def row(self, table: str, name: str, cells: Cells) -> None:
         """A row of a table."""
-        self._send(Event("row", table, name, cells))
+        self.send({"table": table, "name": name, "cells": cells})
 
     def note(self, table: str, text: str) -> None:
         """What a reader of a table should know."""
-        self._send(Event("note", table, text=text))
+        self.send({"table": table, "note": text})
 
-    def attempt(self, table: str, name: str, measure: Callable[[], Cells | None]) -> None:
-        """The row that `measure` gives, if any, or its failure.
+    def attempt(self, table: str, name: str, measure: Callable[[], Cells | None]) -> bool:
+        """Sends the row that `measure` gives, if any, or its failure; whether it succeeded.
 
         Raises what leaves the device unusable: everything after it would fail for that reason.
         """
-        self._send(Event("doing", table, name))
+        self.send({"table": table, "name": name, "doing": True})
         try:
             if (cells := measure()) is not None:
                 self.row(table, name, cells)
         except Exception as error:
             if is_fatal(error):
                 raise
-            traceback.print_exc()  # to the part's log
-            self._send(Event("failed", table, name, text=summary(error)))
+            self.send({"table": table, "name": name, **failure(error)})
+            return False
+        return True
 
     def measure(self, table: str, cases: Iterable[Case]) -> None:
         """Attempts cases in their order while there is time; a note names those left out."""
@@ -134,14 +126,14 @@ class Part:
     def of_copy(self, moved_bytes: float, seconds: float) -> Cells:
         """A rate, also as a share of the copy's."""
         cells: Cells = {"GB/s": moved_bytes / seconds / 1e9}
-        if self.job.copy_bytes_per_s:
-            cells["of copy rate"] = moved_bytes / seconds / self.job.copy_bytes_per_s
+        if self.copy_bytes_per_s:
+            cells["of copy rate"] = moved_bytes / seconds / self.copy_bytes_per_s
         return cells
 
     def free(self) -> None:
         """Gives memory that nothing refers to back to the device."""
         gc.collect()
-        if self.device.type == "cuda":
+        if self.cuda:
             torch.cuda.empty_cache()
 
 
@@ -156,14 +148,21 @@ def summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
-def work(job: Job, log: Path, events: Connection) -> None:
-    """A part's process, in a group of its own. What libraries print goes to the log."""
-    os.setpgid(0, 0)
-    with log.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+def failure(error: Exception) -> dict[str, Any]:
+    """An error as part of a message."""
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    return {"error": summary(error), "trace": lines[-15:]}
+
+
+def main() -> None:
+    """A part's process: the function "module:name" of the command line, with its settings."""
+    function, settings = sys.argv[1:]
+    send = messages()
     try:
-        pkgutil.resolve_name(job.function)(Part(job, events.send))
+        pkgutil.resolve_name(function)(Part(send, **json.loads(settings)))
     except Exception as error:
-        traceback.print_exc()
-        events.send(Event("failed", job.part, "the whole part", text=summary(error)))
+        send({"table": "", "name": "the whole part", **failure(error)})
+
+
+if __name__ == "__main__":
+    main()

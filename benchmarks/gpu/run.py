@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator
-from contextlib import suppress
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
-from benchmarks.gpu import report
-from benchmarks.gpu.part import Event, Job, work
+from benchmarks.child import Child
 
 # Each part's share of the minutes, and what it runs: each may lack what another needs. What a part
 # leaves over goes to those after it.
@@ -35,7 +31,38 @@ PARTS = {
 }
 GRACE_S = 30.0  # for what a part began just before its time was over
 DEFAULT_FILE = Path("gpu.json")
-_LOG_LINES, _LOG_LINES_OF_A_CRASH = 60, 6
+SCHEMA = "baton.bench.gpu/1"
+DRY = "dry run on the CPU, kernels interpreted: the figures mean nothing"
+VERDICTS = ("met", "missed", "not measured")
+Message: TypeAlias = dict[str, Any]
+
+
+class Target(NamedTuple):
+    """A bound for one cell of a table: at least, or at most."""
+
+    table: str
+    row: str
+    cell: str
+    bound: float
+    at_most: bool = False
+
+    @property
+    def text(self) -> str:
+        """Which cell it is."""
+        return f"{self.table}: {self.row}: {self.cell}"
+
+
+TARGETS = (
+    Target("decode attention", "bf16, batch 64, context 4096", "of copy rate", 0.80),
+    Target("prefill attention", "2048 tokens", "of SDPA", 0.8),
+    Target("prefill attention", "8192 tokens", "of SDPA", 0.8),
+    Target("decode", "8B bf16, batch 1", "of floor", 0.80),
+    Target("decode", "8B bf16, batch 64", "of floor", 0.65),
+    Target("decode", "8B bf16, batch 64", "x transformers", 3.0),
+    Target("prefill", "8B bf16, 2048 tokens", "of matmul rate", 0.60),
+    Target("transfer", "cuda_ipc", "of copy rate", 0.80),
+    Target("handoff", "cuda_ipc", "bookkeeping p50 ms", 3.0, at_most=True),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -77,94 +104,159 @@ def _device(text: str) -> str:
 def main(args: argparse.Namespace) -> int:
     """Runs it; 1 if anything failed."""
     began, parts = time.monotonic(), [one for one in PARTS if one in ("machine", *args.only)]
-    head: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), "smoke": args.smoke,
-        "parts": parts, "shapes": list(args.shape),
-    }  # fmt: skip
+    date = datetime.now(UTC).isoformat(timespec="seconds")
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # NCCL 2.30: both ends of a pair on one GPU
     os.environ.pop("TRITON_INTERPRET", None)
     if args.smoke:
         os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     device = "cpu" if args.smoke else args.device
-    job = Job("", "", device, 60 * args.minutes, args.shape, args.smoke)
-    with tempfile.TemporaryDirectory(prefix="baton-gpu-") as folder:
-        logs = {part: Path(folder) / f"{part}.log" for part in parts}
-        events = list(run(job, logs))
-        failed = any(event.kind == "failed" for event in events)
-        measured = any(event.kind == "row" for event in events)
-        if failed and measured:
-            head["logs"] = {part: _tail(log, _LOG_LINES) for part, log in logs.items()}
-    head["seconds"] = round(time.monotonic() - began, 1)
-    print("\n".join(report.text_of(events, head)))
-    if measured and (not args.smoke or args.json != DEFAULT_FILE):
-        text = json.dumps(report.json_of(events, head), indent=1)
-        args.json.write_text(text + "\n", encoding="utf-8")
+    settings = {"device_name": device, "shapes": args.shape, "smoke": args.smoke}
+    report: dict[str, Any] = {
+        "schema": SCHEMA, "date": date, "smoke": args.smoke, "parts": parts,
+        "shapes": list(args.shape), "seconds": 0.0, "tables": {}, "notes": [], "failed": [],
+    }  # fmt: skip
+    for message in run(parts, settings, 60 * args.minutes):
+        add(report, message)
+    report["seconds"] = round(time.monotonic() - began, 1)
+    report["targets"] = [] if args.smoke else verdicts(report["tables"])
+    print("\n".join(text_of(report)))
+    if report["tables"] and (not args.smoke or args.json != DEFAULT_FILE):
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(f"all figures: {args.json}")
-    return int(failed)
+    return int(bool(report["failed"]))
 
 
-def run(whole: Job, logs: dict[str, Path]) -> Iterator[Event]:
+def run(parts: Sequence[str], settings: dict[str, Any], seconds: float) -> Iterator[Message]:
     """All that parts find, as it comes; each takes its share of what is left of the time."""
-    began, left = time.monotonic(), list(logs)
+    began = time.monotonic()
 
     def say(line: str) -> None:
         print(f"{time.monotonic() - began:5.0f} s  {line}", file=sys.stderr, flush=True)
 
-    for part, log in logs.items():
-        share, function = PARTS[part]
-        share /= sum(PARTS[one][0] for one in left)
-        seconds = share * (began + whole.seconds - GRACE_S - time.monotonic())
-        left.remove(part)
-        if seconds <= 0:
-            text = "no time is left: give more --minutes"
-            yield Event("failed", part, "the whole part", text=text)
+    for at, part in enumerate(parts):
+        share = PARTS[part][0] / sum(PARTS[one][0] for one in parts[at:])
+        left = share * (began + seconds - GRACE_S - time.monotonic())
+        if left <= 0:
+            yield {"table": part, "name": "the whole part", "trace": [],
+                   "error": "no time is left: give more --minutes"}  # fmt: skip
             continue
-        say(f"{part}: up to {seconds:.0f} s")
-        for event in run_part(replace(whole, part=part, function=function, seconds=seconds), log):
-            say(report.line_of(event))
-            if event.table == "ceilings" and event.kind == "row":
-                copy, matmul = (float(event.cells[n] or 0) for n in ("copy GB/s", "matmul TFLOP/s"))
-                whole = replace(whole, copy_bytes_per_s=copy * 1e9, matmul_flops=matmul * 1e12)
-            yield event
-        if part == "machine" and not whole.copy_bytes_per_s:
+        say(f"{part}: up to {left:.0f} s")
+        for message in run_part(part, PARTS[part][1], {**settings, "seconds": left}):
+            say(_line(message))
+            if message["table"] == "ceilings" and (cells := message.get("cells")):
+                copy, matmul = cells["copy GB/s"] * 1e9, cells["matmul TFLOP/s"] * 1e12
+                settings = {**settings, "copy_bytes_per_s": copy, "matmul_flops": matmul}
+            yield message
+        if part == "machine" and "copy_bytes_per_s" not in settings:
             return  # what failed has been reported, and would fail everywhere
 
 
-def run_part(job: Job, log: Path, grace_s: float = GRACE_S) -> Iterator[Event]:
-    """A part's events; how it ended badly, if it did, is the last. What it prints goes to `log`.
-
-    Parts are forked from a process that has imported what all of them need and touched no GPU.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "triton"])
-    events, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(job, log, theirs))
-    process.start()
-    theirs.close()
-    failed, place, end = False, "", time.monotonic() + job.seconds + grace_s
-    ended = f"not done {grace_s:.0f} s after its time was over"
-    try:
-        while events.poll(max(0.0, end - time.monotonic())):
-            event: Event = events.recv()
-            if event.kind == "doing":
-                place = f", at {event.table}, {event.name}"
-                continue
-            failed |= event.kind == "failed"
-            yield event
-    except (EOFError, ConnectionResetError):
-        process.join(grace_s)
-        status = process.exitcode
-        ended = f"it ended with status {status}" if status and not failed else ""
-    finally:
-        with suppress(ProcessLookupError):  # what the part started ends with it
-            os.killpg(process.pid or 0, signal.SIGKILL)
-        process.kill()
-        process.join()
-    if ended:
-        lines = _tail(log, _LOG_LINES_OF_A_CRASH) if "status" in ended else []
-        yield Event("failed", job.part, "the whole part", text=" | ".join([ended + place, *lines]))
+def run_part(
+    part: str, function: str, settings: dict[str, Any], grace_s: float = GRACE_S
+) -> Iterator[Message]:
+    """A part's messages; how it ended badly, if it did, is the last."""
+    argv = [sys.executable, "-m", "benchmarks.gpu.part", function, json.dumps(settings)]
+    place, failed, error, end = "", False, "", time.monotonic() + settings["seconds"] + grace_s
+    with tempfile.NamedTemporaryFile() as log, Child(argv, Path(log.name)) as child:
+        try:
+            while True:
+                message: Message = child.read(end - time.monotonic())
+                if "doing" in message:
+                    place = f", at {message['table']}, {message['name']}"
+                    continue
+                failed |= "error" in message
+                yield {**message, "table": message["table"] or part}
+        except EOFError:
+            if (status := child.wait()) and not failed:
+                error = f"it ended with status {status}{place}"
+        except TimeoutError:
+            error = f"not done {grace_s:.0f} s after its time was over{place}"
+        if error:
+            trace = Path(log.name).read_text(errors="replace").splitlines()[-30:]
+            yield {"table": part, "name": "the whole part", "error": error, "trace": trace}
 
 
-def _tail(log: Path, lines: int) -> list[str]:
-    """The last of what a part printed: its errors in full."""
-    return log.read_text(errors="replace").splitlines()[-lines:] if log.exists() else []
+def add(report: dict[str, Any], message: Message) -> None:
+    """Adds a message to the report."""
+    table, name = message["table"], message.get("name", "")
+    if "cells" in message:
+        report["tables"].setdefault(table, []).append({"name": name, **message["cells"]})
+    elif "note" in message:
+        report["notes"].append({"table": table, "text": message["note"]})
+    else:
+        report["failed"].append(message)
+
+
+def verdicts(tables: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Each target with its value and verdict."""
+    cells = {(table, row["name"]): row for table, rows in tables.items() for row in rows}
+    found = []
+    for one in TARGETS:
+        value = cells.get((one.table, one.row), {}).get(one.cell)
+        met, missed, verdict = VERDICTS
+        if value is not None:
+            verdict = met if (value <= one.bound if one.at_most else value >= one.bound) else missed
+        target = {"target": one.text, "cell": one.cell, "value": value, "bound": one.bound}
+        found.append({**target, "at_most": one.at_most, "verdict": verdict})
+    return found
+
+
+def text_of(report: dict[str, Any]) -> Iterator[str]:
+    """Tables in the order in which they began, then what failed, and the targets last."""
+    yield f"bench gpu, {report['date']}, {report['seconds']:.0f} s"
+    if report["smoke"]:
+        yield DRY
+    notes = [(note["table"], note["text"]) for note in report["notes"]]
+    for table in dict.fromkeys([*report["tables"], *(table for table, _ in notes)]):
+        rows = report["tables"].get(table, [])
+        columns = list(dict.fromkeys(name for row in rows for name in row))[1:]
+        yield ""
+        if table == "machine":  # a list of words, not of figures
+            yield from (table, *(f"  {name}: {rows[0][name]}" for name in columns))
+        else:
+            cells = [[row["name"], *(_cell(n, row.get(n)) for n in columns)] for row in rows]
+            yield from _aligned([[table, *columns], *cells])
+        yield from (f"  {text}" for of, text in notes if of == table)
+    if failed := report["failed"]:
+        yield f"\nfailed: {len(failed)}"
+        for one in failed:
+            yield f"  {one['table']}, {one['name']}: {one['error']}"
+            yield from (f"    {line}" for line in one["trace"])
+    if report["targets"] and "ceilings" in report["tables"]:
+        lines = [["target", "wanted", "measured", "verdict"]]
+        for one in report["targets"]:
+            wanted = f"{'<=' if one['at_most'] else '>='} {_cell(one['cell'], one['bound'])}"
+            measured = _cell(one["cell"], one["value"])
+            lines.append([one["target"], wanted, measured, one["verdict"]])
+        counts = Counter(one["verdict"] for one in report["targets"])
+        yield from ("", *_aligned(lines))
+        yield f"targets: {', '.join(f'{counts[verdict]} {verdict}' for verdict in VERDICTS)}"
+
+
+def _line(message: Message) -> str:
+    """A message in one line, for progress."""
+    if "note" in message:
+        return f"  {message['table']}: {message['note']}"
+    found = f"  {message['table']}: {message['name']}"
+    if "error" in message:
+        return f"{found}: FAILED: {message['error']}"
+    cells = (f"{name} {_cell(name, cell)}" for name, cell in message["cells"].items())
+    return f"{found}: {', '.join(cells)}"
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for first, *others in lines:
+        cells = [text.rjust(width) for text, width in zip(others, widths[1:], strict=True)]
+        yield "  ".join([first.ljust(widths[0]), *cells]).rstrip()
+
+
+def _cell(column: str, value: float | str | None) -> str:
+    """Shares as percentages, counts without places, all else to three figures."""
+    if value is None or isinstance(value, str):
+        return value or "-"
+    if column.startswith("of "):
+        return f"{value:.1%}"
+    if abs(value) >= 100 or float(value).is_integer():
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

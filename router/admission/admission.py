@@ -91,7 +91,7 @@ class Admission:
         if request.stop and not self.tokenizer.has_text:
             raise InvalidRequest("this model has no text: stop at token ids instead", "stop")
         limit, resumed = self._limit(max_context), tuple(request.resumed_token_ids)
-        _check_length(len(request.token_ids.ids) + len(resumed), limit)
+        check_length(len(request.token_ids.ids) + len(resumed), limit)
         if choices.prompt is None:
             try:
                 async with asyncio.timeout(timeout_s):
@@ -115,7 +115,7 @@ class Admission:
         return TokenizedRequest(
             request_id=request_id,
             prompt=prompt,
-            params=_fitting(params, len(prompt), limit, most, cut),
+            params=fitting(params, len(prompt), limit, most, cut),
             stop=tuple(request.stop),
             include_stop=request.include_stop,
             cache_salt=tenant.salt(request.cache_salt),
@@ -205,7 +205,7 @@ class Admission:
     ) -> None:
         if not prompt:
             raise InvalidRequest("the prompt has no tokens", "input")
-        _check_length(len(prompt) + len(resumed), limit)
+        check_length(len(prompt) + len(resumed), limit)
         if (largest := max((*prompt, *resumed))) >= self.tokenizer.vocab_size:
             raise InvalidRequest(
                 f"token id {largest} is not below the vocabulary size {self.tokenizer.vocab_size}",
@@ -223,7 +223,8 @@ def _smallest(*limits: int) -> int:
     return min((limit for limit in limits if limit), default=0)
 
 
-def _check_length(num_tokens: int, limit: int) -> None:
+def check_length(num_tokens: int, limit: int) -> None:
+    """Raises InvalidRequest where the context has no room for output."""
     if limit and num_tokens >= limit:
         raise InvalidRequest(
             f"the prompt has {num_tokens} tokens and the context holds {limit}, "
@@ -241,7 +242,7 @@ def _check_chars(num_chars: int, limit: int) -> None:
         )
 
 
-def _fitting(
+def fitting(
     params: SamplingParams, prompt_tokens: int, limit: int, most: int, cut: bool
 ) -> SamplingParams:
     """With `cut`, or FILL_CONTEXT, max_tokens becomes what the context leaves, `most` at most.

@@ -15,7 +15,6 @@ import json
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -143,13 +142,7 @@ def windows(stream: Tokens, window: int, first: int, count: int, seed: int) -> T
     rows = []
     for index in range(first, first + count):
         epoch, place = divmod(index, epoch_windows)
-        order, offset = _epoch_order(epoch_windows, window, epoch, seed)
-        start = int(order[place]) * window + offset
+        chance = np.random.default_rng([seed, window, epoch])
+        start = chance.permutation(epoch_windows)[place] * window + chance.integers(window)
         rows.append(stream[start : start + window + 1])
     return np.stack(rows)
-
-
-@lru_cache(maxsize=4)
-def _epoch_order(epoch_windows: int, window: int, epoch: int, seed: int) -> tuple[Tokens, int]:
-    chance = np.random.default_rng([seed, window, epoch])
-    return chance.permutation(epoch_windows), int(chance.integers(window))

@@ -115,11 +115,9 @@ def train(
         losses.append(loss.item())
         if (step + 1) % LOG_EVERY_STEPS == 0 or step + 1 == steps:
             seconds = (time.monotonic() - began) / (step + 1)
+            loss_mean, left_min = sum(losses) / len(losses), (steps - step - 1) * seconds / 60
             print(
-                f"step {step + 1}/{steps} loss {sum(losses) / len(losses):.4f} "
-                f"{BATCH_TOKENS / seconds:.0f} tokens/s "
-                f"{(steps - step - 1) * seconds / 60:.1f} min left",
-                flush=True,
+                f"step {step + 1}/{steps} loss {loss_mean:.4f}, {left_min:.1f} min left", flush=True
             )
             losses.clear()
     return model

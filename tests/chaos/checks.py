@@ -13,14 +13,13 @@ import re
 import signal
 from collections.abc import Mapping
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from baton import rpc
 from baton.client import AsyncClient
 from baton.errors import BatonError
 from baton.local.cluster import LocalCluster
-from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import worker_pb2, worker_pb2_grpc
 from tests.waiting import eventually
 
 ANSWER_S = 10.0
@@ -32,8 +31,29 @@ Holdings = dict[str, dict[str, int]]  # kind of thing -> name -> count
 
 async def busy_workers(cluster: LocalCluster) -> list[str]:
     """Workers that still hold something, as they say themselves."""
-    records = cluster.membership.records.values()
-    return list(chain(*await asyncio.gather(*(_busy_worker(record) for record in records))))
+    found = []
+    for record in cluster.membership.records.values():
+        name = f"worker {record.incarnation} (pid {record.pid})"
+        try:
+            async with rpc.channel(record.address) as channel:
+                with rpc.translated():
+                    stub = worker_pb2_grpc.WorkerServiceStub(channel)
+                    answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=ANSWER_S)
+        except BatonError as error:
+            found.append(f"{name} does not respond: {error}")
+            continue
+        load = answer.load
+        held, quarantined = load.blocks_held, load.blocks_quarantined
+        counts = {
+            "held": held,
+            "quarantined": quarantined,
+            "running": load.running,
+            "waiting": load.waiting,
+            "queued tokens": load.queue_tokens,
+            "lost": load.blocks_total - load.blocks_free - load.blocks_cached - held - quarantined,
+        }
+        found += [f"{name} has {count} {kind}" for kind, count in counts.items() if count]
+    return found
 
 
 async def busy_routers(cluster: LocalCluster) -> list[str]:
@@ -45,28 +65,6 @@ async def busy_routers(cluster: LocalCluster) -> list[str]:
         for kind in ("queued", "running"):
             found += [f"router {address} has {router[kind]} {kind}"] if router[kind] else []
     return found
-
-
-async def _busy_worker(record: common_pb2.WorkerRecord) -> list[str]:
-    name = f"worker {record.incarnation} (pid {record.pid})"
-    try:
-        async with rpc.channel(record.address) as channel:
-            with rpc.translated():
-                stub = worker_pb2_grpc.WorkerServiceStub(channel)
-                answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=ANSWER_S)
-    except BatonError as error:
-        return [f"{name} does not respond: {error}"]
-    load = answer.load
-    counts = {
-        "held": load.blocks_held,
-        "quarantined": load.blocks_quarantined,
-        "running": load.running,
-        "waiting": load.waiting,
-        "queued tokens": load.queue_tokens,
-        "lost": load.blocks_total
-        - sum((load.blocks_free, load.blocks_cached, load.blocks_held, load.blocks_quarantined)),
-    }
-    return [f"{name} has {count} {kind}" for kind, count in counts.items() if count]
 
 
 async def holdings(cluster: LocalCluster, directory: Path) -> dict[int, Holdings]:
@@ -98,12 +96,11 @@ def leaks(before: Mapping[int, Holdings], after: Mapping[int, Holdings]) -> list
 async def stale_mappings(cluster: LocalCluster) -> list[str]:
     """KV pools that stay mapped although their workers are gone; one for each worker is right."""
     pids = [p.pid for p in cluster.processes.values() if p.running and p.role != "router"]
-    mapped = {pid: _mapped(pid) for pid in pids}
-    pools = set().union(*mapped.values())
-    counts = {pid: len(names) for pid, names in mapped.items()}
+    mapped = {pid: set(_mapped(pid)) for pid in pids}
+    pools, counts = set().union(*mapped.values()), {pid: len(of) for pid, of in mapped.items()}
     what = f"{len(pools)} pools of {len(pids)} workers are mapped, by pid {counts}"
     return [what] if len(pools) > len(pids) else []
 
 
-def _mapped(pid: int) -> set[str]:
-    return set(re.findall("/memfd:.*", Path(f"/proc/{pid}/maps").read_text()))
+def _mapped(pid: int) -> list[str]:
+    return re.findall("/memfd:.*", Path(f"/proc/{pid}/maps").read_text())

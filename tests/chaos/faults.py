@@ -18,26 +18,17 @@ from pathlib import Path
 from baton.local.cluster import LocalCluster, router_serving, workers_ready
 from tests.proxy import Proxy
 
-# How often each kind happens, relative to the others.
-WEIGHTS: Mapping[str, int] = {
-    "kill": 4,
-    "stop": 4,
-    "drain": 2,
-    "cut": 4,
-    "hole": 3,
-    "slow": 2,
-    "sluggish": 2,
-    "kv": 4,
-    "etcd": 1,
-}
-# Seconds that a fault lasts; the others are over at once.
-LASTING: Mapping[str, tuple[float, float]] = {
-    "stop": (0.3, 5.0),
-    "hole": (0.3, 5.0),
-    "slow": (1.0, 4.0),
-    "sluggish": (1.0, 4.0),
-    "kv": (1.0, 4.0),
-    "etcd": (1.0, 5.0),
+# By kind: how often it happens, relative to the others; seconds that it lasts, if it does.
+KINDS: Mapping[str, tuple[int, tuple[float, float] | None]] = {
+    "kill": (4, None),
+    "stop": (4, (0.3, 5.0)),
+    "drain": (2, None),
+    "cut": (4, None),
+    "hole": (3, (0.3, 5.0)),
+    "slow": (2, (1.0, 4.0)),
+    "sluggish": (2, (1.0, 4.0)),
+    "kv": (4, (1.0, 4.0)),
+    "etcd": (1, (1.0, 5.0)),
 }
 KV_FAULTS = ("corrupt", "lose", "fail", "delay")
 ROUTER_KINDS = ("kill", "stop", "drain")
@@ -46,7 +37,7 @@ HARMLESS = ("slow", "kv", "etcd")  # their targets serve on: they excuse nothing
 BACK_S = 60.0  # at most, until a process that was killed serves again
 RECOVERED_S = 1.5  # after a fault was taken back, until others are expected to have seen it
 SLOW_BYTES_PER_S = 200_000.0
-DUTY_S = (0.15, 0.05)  # a sluggish process is stopped, then runs, for so long
+STOPPED_S, RUNNING_S = 0.15, 0.05  # a sluggish process does the two by turns
 KV_SHARE = 0.5
 KV_DELAY_S = 0.4
 
@@ -81,31 +72,25 @@ def plan(
     The same seed gives the same plan. Pauses between faults are exponential.
     """
     dice = random.Random(seed)
-    at_s = dice.uniform(0.2, 1.0)
-    while at_s < seconds:
-        yield _fault(dice, at_s, processes)
-        at_s += dice.expovariate(1 / mean_pause_s)
-
-
-def _fault(dice: random.Random, at_s: float, processes: Mapping[str, str]) -> Fault:
-    kind = dice.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-    duration_s = dice.uniform(*LASTING[kind]) if kind in LASTING else 0.0
-    may_hit_last = dice.random() < 0.1
     routers = sorted(name for name, role in processes.items() if role == "router")
     workers = sorted(name for name, role in processes.items() if role != "router")
-    if kind == "etcd":
-        return Fault(at_s, kind, "etcd", duration_s)
-    if kind == "kv":
-        return Fault(at_s, kind, dice.choice(KV_FAULTS), duration_s)
-    hits_router = kind in ROUTER_KINDS and dice.random() < ROUTER_SHARE
-    target = dice.choice(routers if hits_router else workers)
-    if kind not in ("cut", "hole", "slow"):
-        return Fault(at_s, kind, target, duration_s, may_hit_last=may_hit_last)
-    callers = list(routers)
-    if processes[target] == "decode":
-        callers += [name for name in workers if processes[name] == "prefill"]
-    other = dice.choice([*callers, ""])
-    return Fault(at_s, kind, target, duration_s, other, may_hit_last)
+    at_s = dice.uniform(0.2, 1.0)
+    while at_s < seconds:
+        kind = dice.choices(list(KINDS), [weight for weight, _ in KINDS.values()])[0]
+        lasts = KINDS[kind][1]
+        duration_s, may_hit_last = dice.uniform(*lasts) if lasts else 0.0, dice.random() < 0.1
+        other = ""
+        if kind in ("etcd", "kv"):
+            target = dice.choice({"etcd": ("etcd",), "kv": KV_FAULTS}[kind])
+        else:
+            hits_router = kind in ROUTER_KINDS and dice.random() < ROUTER_SHARE
+            target = dice.choice(routers if hits_router else workers)
+        if kind in ("cut", "hole", "slow"):
+            decodes = processes[target] == "decode"
+            callers = [name for name in workers if decodes and processes[name] == "prefill"]
+            other = dice.choice([*routers, *callers, ""])
+        yield Fault(at_s, kind, target, duration_s, other, may_hit_last)
+        at_s += dice.expovariate(1 / mean_pause_s)
 
 
 @dataclass
@@ -117,10 +102,6 @@ class Outage:
     from_s: float
     until_s: float | None = None
 
-    def overlaps(self, from_s: float, until_s: float) -> bool:
-        """Whether it was down at some time between the two."""
-        return self.from_s <= until_s and (self.until_s is None or self.until_s >= from_s)
-
 
 @dataclass
 class Outages:
@@ -130,11 +111,14 @@ class Outages:
     all: list[Outage] = field(default_factory=list)
 
     def any_down(
-        self, names: Collection[str], from_s: float, until_s: float, kinds: Collection[str] = ()
+        self, names: Collection[str], from_s: float, until_s: float, kinds: Collection[str] = KINDS
     ) -> bool:
         """Whether one of these processes was down between the two, by one of these kinds."""
         return any(
-            one.name in names and one.overlaps(from_s, until_s) and one.kind in (kinds or WEIGHTS)
+            one.name in names
+            and one.kind in kinds
+            and one.from_s <= until_s
+            and (one.until_s is None or one.until_s >= from_s)
             for one in self.all
         )
 
@@ -207,9 +191,8 @@ class Injector:
         target, other, duration_s = fault.target, fault.other, fault.duration_s
         match fault.kind:
             case "kill" | "drain":
-                self.cluster.kill(
-                    target, signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM
-                )
+                signum = signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM
+                self.cluster.kill(target, signum)
                 await self._back(target)
                 if target in self.routers:
                     return
@@ -218,12 +201,10 @@ class Injector:
                 await asyncio.sleep(duration_s)
                 self.cluster.kill(target, signal.SIGCONT)
             case "sluggish":
-                for _ in range(round(duration_s / sum(DUTY_S))):
-                    for signum, pause_s in zip(
-                        (signal.SIGSTOP, signal.SIGCONT), DUTY_S, strict=True
-                    ):
-                        self.cluster.kill(target, signum)
-                        await asyncio.sleep(pause_s)
+                duty = ((signal.SIGSTOP, STOPPED_S), (signal.SIGCONT, RUNNING_S))
+                for signum, pause_s in duty * round(duration_s / (STOPPED_S + RUNNING_S)):
+                    self.cluster.kill(target, signum)
+                    await asyncio.sleep(pause_s)
             case "cut":
                 self.proxies[target].cut(other)
             case "hole":

@@ -16,7 +16,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore, is_complete
 from tests.chaos import checks, kv_faults, process
-from tests.chaos.faults import Injector, plan
+from tests.chaos.faults import KINDS, Injector, Outages, plan
 from tests.chaos.judge import ChaosStats, violation
 from tests.chaos.load import CUT, ChaosRequest, Load, Outcome, Run, send
 from tests.proxy import Proxy, owner
@@ -144,15 +144,18 @@ class Harness:
             load = Load(client, gateways, runs, seed, self.callers)
             until_s = asyncio.get_running_loop().time() + seconds
             await asyncio.gather(injector.run(faults), load.run(until_s))
-        self._judge(load.outcomes, injector, stats)
         stats.counts["faults"] += injector.done
         stats.counts["faults left out"]["that could not hit"] += injector.skipped
         done = self._directory / "kv.done"
         if done.exists():
             stats.counts["faulty KV transfers"] += Counter(done.read_text().split())
             done.unlink()
+        for request, outcome in load.outcomes:
+            self._judge(request, outcome, injector.outages, stats)
         await self._check_recovery(stats, before)
-        await self._check_traces(load.outcomes, injector, stats)
+        end_s = asyncio.get_running_loop().time() + TRACE_S
+        for _, outcome in load.outcomes:
+            await self._check_trace(outcome, injector.outages, end_s, stats)
         return stats
 
     def leftovers(self) -> list[str]:
@@ -168,23 +171,18 @@ class Harness:
         )
 
     def _judge(
-        self,
-        outcomes: Iterable[tuple[ChaosRequest, Outcome]],
-        injector: Injector,
-        stats: ChaosStats,
+        self, request: ChaosRequest, outcome: Outcome, outages: Outages, stats: ChaosStats
     ) -> None:
-        outages, routers = injector.outages, injector.outages.names("router")
-        for request, outcome in outcomes:
-            while_s = (outcome.began_s, outcome.ended_s)
-            role_down = any(outages.role_down(role, *while_s) for role in ("prefill", "decode"))
-            # While one router is well, the SDK goes on there, whatever has been delivered.
-            excused = outages.role_down("router", *while_s)
-            if request.http:  # goes on nowhere else, but is cut only by its own router's death
-                kinds = ("kill",) if outcome.end == CUT else ()
-                excused = outages.any_down((outcome.router,), *while_s, kinds)
-            stats.count(outcome, role_down or outages.any_down(routers, *while_s))
-            if wrong := violation(request, outcome, excused, role_down):
-                stats.violations.append(f"a request of {request}: {wrong}")
+        while_s = (outcome.began_s, outcome.ended_s)
+        role_down = any(outages.role_down(role, *while_s) for role in ("prefill", "decode"))
+        # While one router is well, the SDK goes on there, whatever has been delivered.
+        excused = outages.role_down("router", *while_s)
+        if request.http:  # goes on nowhere else, but is cut only by its own router's death
+            kinds = ("kill",) if outcome.end == CUT else tuple(KINDS)
+            excused = outages.any_down((outcome.router,), *while_s, kinds)
+        stats.count(outcome, role_down or outages.any_down(outages.names("router"), *while_s))
+        if wrong := violation(request, outcome, excused, role_down):
+            stats.violations.append(f"a request of {request}: {wrong}")
 
     async def _check_recovery(self, stats: ChaosStats, before: dict[int, checks.Holdings]) -> None:
         """All processes ready again, nothing held, nothing leaked."""
@@ -208,30 +206,23 @@ class Harness:
             except AssertionError as error:
                 stats.violations.append(str(error))
 
-    async def _check_traces(
-        self,
-        outcomes: Iterable[tuple[ChaosRequest, Outcome]],
-        injector: Injector,
-        stats: ChaosStats,
+    async def _check_trace(
+        self, outcome: Outcome, outages: Outages, end_s: float, stats: ChaosStats
     ) -> None:
-        """Every completed request has one whole trace, but for spans that died in a process."""
-        clock = asyncio.get_running_loop().time
-        end_s = clock() + TRACE_S
-        for _, outcome in outcomes:
-            if outcome.completion is None:
-                continue
-            trace_id = outcome.completion.trace_id
-            killed = injector.outages.memory_lost(outcome.began_s, outcome.ended_s + _EXPORT_S)
-            left_s = 0.01 if killed else max(0.01, end_s - clock())
-            try:
-                await self._store.wait_for(trace_id, is_complete, left_s)
-            except DeadlineExceeded:
-                stats.counts["traces"]["torn by a kill" if killed else "torn"] += 1
-                if not killed:
-                    spans = [f"{one.service}:{one.name}" for one in self._store.trace(trace_id)]
-                    stats.violations.append(f"trace {trace_id} is torn: {spans}")
-            else:
-                stats.counts["traces"]["whole"] += 1
+        """A completed request has one whole trace, but for spans that died in a process."""
+        if outcome.completion is None:
+            return
+        trace_id = outcome.completion.trace_id
+        killed = outages.memory_lost(outcome.began_s, outcome.ended_s + _EXPORT_S)
+        left_s = 0.0 if killed else end_s - asyncio.get_running_loop().time()
+        try:
+            await self._store.wait_for(trace_id, is_complete, max(0.01, left_s))
+            stats.counts["traces"]["whole"] += 1
+        except DeadlineExceeded:
+            stats.counts["traces"]["torn by a kill" if killed else "torn"] += 1
+            if not killed:
+                spans = [f"{one.service}:{one.name}" for one in self._store.trace(trace_id)]
+                stats.violations.append(f"trace {trace_id} is torn: {spans}")
 
     def _name_of(self, port: int) -> str:
         """Which process of the cluster has a connection from this local port."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from baton.client import Completion
-from baton.errors import BatonError, Cancelled, DeadlineExceeded, Overloaded, Unavailable
+from baton.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
 from tests.chaos import load
 from tests.chaos.load import ChaosRequest, Outcome
 
@@ -30,28 +31,24 @@ def violation(request: ChaosRequest, outcome: Outcome, router_down: bool, role_d
         return f"{MISMATCH}: {tokens}"
     if outcome.completion is not None:
         return _wrong_completion(request, outcome.completion)
-    error = outcome.error
-    if error is None or _is_allowed(request, outcome, error, router_down, role_down):
-        return ""
-    lasted_s = outcome.ended_s - outcome.began_s
-    return f"{type(error).__name__} after {lasted_s:.1f} s and {len(tokens)} tokens: {error}"
-
-
-def _is_allowed(
-    request: ChaosRequest, outcome: Outcome, error: BatonError, router_down: bool, role_down: bool
-) -> bool:
+    error, lasted_s = outcome.error, outcome.ended_s - outcome.began_s
     match error:
+        case None:
+            allowed = True
         case DeadlineExceeded():
-            late = outcome.ended_s - outcome.began_s > request.timeout_s + DEADLINE_SLACK_S
-            return request.timeout_s < load.LONG_TIMEOUT_S and not late
+            late = lasted_s > request.timeout_s + DEADLINE_SLACK_S
+            allowed = request.timeout_s < load.LONG_TIMEOUT_S and not late
         case Overloaded():
-            return not outcome.token_ids and error.retry_after_s > 0
+            allowed = not tokens and error.retry_after_s > 0
         case Unavailable() if outcome.end == load.REFUSED:
-            return error.retry_after_s > 0
+            allowed = error.retry_after_s > 0
         case Unavailable() if outcome.end not in (load.CUT, load.UNREACHED):
-            return router_down or role_down
-    # CANCELLED is gRPC's status for a call whose server was stopped.
-    return isinstance(error, (Unavailable, Cancelled)) and router_down
+            allowed = router_down or role_down
+        case _:  # CANCELLED is gRPC's status for a call whose server was stopped
+            allowed = isinstance(error, (Unavailable, Cancelled)) and router_down
+    if allowed:
+        return ""
+    return f"{type(error).__name__} after {lasted_s:.1f} s and {len(tokens)} tokens: {error}"
 
 
 def _wrong_completion(request: ChaosRequest, done: Completion) -> str:
@@ -81,7 +78,7 @@ class ChaosStats:
     """Counts of one or several rounds. `violations` is empty exactly when the promise was kept."""
 
     counts: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    largest_s: dict[str, float] = field(default_factory=dict)
+    largest_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     violations: list[str] = field(default_factory=list)
 
     def count(self, outcome: Outcome, excused: bool) -> None:
@@ -94,7 +91,7 @@ class ChaosStats:
             attempts = outcome.completion.route.attempts
             self.counts["attempts of those complete"][f"with {attempts or 1}"] += 1
         gap = "gap while a router or a role was down" if excused else "gap"
-        self._note_largest(gap, outcome.largest_gap_s)
+        self._note_largest(gap, max((b - a for a, b in pairwise(outcome.times)), default=0.0))
         if outcome.times:
             self._note_largest("time to first token", outcome.times[0] - outcome.began_s)
 
@@ -107,7 +104,7 @@ class ChaosStats:
         self.violations += other.violations
 
     def _note_largest(self, name: str, value_s: float) -> None:
-        self.largest_s[name] = max(self.largest_s.get(name, 0.0), value_s)
+        self.largest_s[name] = max(self.largest_s[name], value_s)
 
     def render(self) -> str:
         """The figures, one a line."""

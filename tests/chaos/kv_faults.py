@@ -35,19 +35,16 @@ class Control:
     """The fault of the next put, and the record of those that were done."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._dice = random.Random(os.getpid())
-        self._puts = 0
+        self._path, self._dice, self._puts = path, random.Random(os.getpid()), 0
 
-    def draw(self) -> dict[str, Any]:
+    def next_fault(self) -> dict[str, Any]:
         """The fault of one put, noted as done; without a "fault" there is none."""
         try:
             wanted: dict[str, Any] = json.loads(self._path.read_text())
         except (FileNotFoundError, json.JSONDecodeError):  # none, or it is being written
             return {}
         self._puts += 1
-        spared = self._puts % int(wanted.get("every", 1))
-        if spared or self._dice.random() >= float(wanted.get("share", 1.0)):
+        if self._puts % wanted.get("every", 1) or self._dice.random() >= wanted.get("share", 1.0):
             return {}
         with self._path.with_suffix(".done").open("a") as file:
             file.write(f"{wanted['fault']}\n")
@@ -85,7 +82,7 @@ class _FaultyLink(Link):
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
         blocks = list(local.block_ids)
         self._sent.blocks[blocks] = self._pool.blocks[blocks]
-        wanted = self._control.draw()
+        wanted = self._control.next_fault()
         match wanted.get("fault"):
             case "delay":
                 time.sleep(min(float(wanted.get("delay_s", 0.3)), timeout_s))

@@ -119,20 +119,12 @@ def next_request(dice: random.Random, runs: Sequence[Run]) -> ChaosRequest:
         made = replace(made, timeout_s=dice.uniform(0.02, 1.5))
     elif kind < 0.25:
         made = replace(made, cancel_after=dice.randint(0, most // 2))
-    elif kind < 0.40 and (stop := _some_stop(dice, run)):
-        made = replace(made, max_tokens=most, stop=stop)
+    elif kind < 0.40 and len(text := run.whole.text) >= 20 and "\ufffd" not in text:
+        start = dice.randrange(4, len(text) - 6)  # a few characters out of the middle
+        made = replace(made, max_tokens=most, stop=text[start : start + dice.randint(2, 6)])
     else:
         made = replace(made, logprobs=dice.random() < 0.3)
     return replace(made, http=not made.logprobs and dice.random() < HTTP_SHARE)
-
-
-def _some_stop(dice: random.Random, run: Run) -> str:
-    """A few characters out of the middle of what the oracle wrote; empty if it wrote too little."""
-    text = run.whole.text
-    if len(text) < 20 or "\ufffd" in text:
-        return ""
-    start = dice.randrange(4, len(text) - 6)
-    return text[start : start + dice.randint(2, 6)]
 
 
 @dataclass
@@ -151,11 +143,6 @@ class Outcome:
     failure: str = FAILED  # the end, if it fails now
     error: BatonError | None = None
     completion: Completion | None = None
-
-    @property
-    def largest_gap_s(self) -> float:
-        """The longest time between two messages."""
-        return max((b - a for a, b in itertools.pairwise(self.times)), default=0.0)
 
 
 @dataclass
@@ -179,23 +166,20 @@ class Load:
         clock = asyncio.get_running_loop().time
         while clock() < until_s:
             count = BURST if dice.random() < BURST_SHARE else 1
-            asked = (self._send(next_request(dice, self.runs)) for _ in range(count))
-            outcomes = await asyncio.gather(*asked)
+            requests = [next_request(dice, self.runs) for _ in range(count)]
+            gateways = [next(self.gateways) if one.http else ("", "") for one in requests]
+            sent = map(send, itertools.repeat(self.client), requests, gateways)
+            outcomes = await asyncio.gather(*sent)
+            self.outcomes += zip(requests, outcomes, strict=True)
             failed = any(isinstance(one.error, RetryableError) for one in outcomes)
             await asyncio.sleep(PAUSE_AFTER_FAILURE_S if failed else dice.random() * PAUSE_S)
 
-    async def _send(self, request: ChaosRequest) -> Outcome:
-        gateway = next(self.gateways) if request.http else ("", "")
-        outcome = await send(self.client, request, *gateway)
-        self.outcomes.append((request, outcome))
-        return outcome
-
 
 async def send(
-    client: AsyncClient, request: ChaosRequest, router: str = "", address: str = ""
+    client: AsyncClient, request: ChaosRequest, gateway: tuple[str, str] = ("", "")
 ) -> Outcome:
-    """Runs one request to whatever end it has; over HTTP if a router's address is given."""
-    clock = asyncio.get_running_loop().time
+    """Runs one request to whatever end it has; over HTTP if a gateway is given."""
+    clock, (router, address) = asyncio.get_running_loop().time, gateway
     outcome = Outcome(clock(), router)
     tokens = _over_http(address, request, outcome) if address else _sdk(client, request, outcome)
     try:
@@ -241,7 +225,7 @@ async def _over_http(
         "return_token_ids": True,
     }
     headers = {"x-request-timeout": str(request.timeout_s)}
-    text, reason, usage, done, failed = "", "", Usage(), False, None
+    text, reason, usage = "", "", Usage()
     outcome.failure = UNREACHED
     async with (
         httpx.AsyncClient(base_url=f"http://{address}", timeout=None) as client,
@@ -250,12 +234,17 @@ async def _over_http(
         if response.status_code != 200:
             outcome.failure = REFUSED
             await response.aread()
-            raise _refusal(response)
-        outcome.failure = CUT
+            kind = _STATUSES.get(response.status_code, InternalError)
+            error = kind(f"{REFUSED} with {response.status_code}: {response.text[:300]}")
+            if isinstance(error, RetryableError):
+                error.retry_after_s = float(response.headers.get("retry-after", 0))
+            raise error
+        outcome.failure, failed = CUT, None
         async with contextlib.aclosing(response.aiter_lines()) as lines:
             async for line in lines:
-                done = done or line == "data: [DONE]"
-                if done or not line.startswith("data: "):
+                if line == "data: [DONE]":
+                    break
+                if not line.startswith("data: "):
                     continue
                 event = json.loads(line.removeprefix("data: "))
                 failed = failed or event.get("error")
@@ -265,24 +254,17 @@ async def _over_http(
                     yield choice["token_ids"]
                 if given := event.get("usage"):
                     usage = Usage(given["prompt_tokens"], given["completion_tokens"])
-    if not done:
-        raise Unavailable(f"{CUT}: the stream ended without [DONE]")
+            else:
+                raise Unavailable(f"{CUT}: the stream ended without [DONE]")
     if failed:
         outcome.failure = ERROR_EVENT
         raise _TYPES.get(failed["type"], InternalError)(f"{ERROR_EVENT}: {failed}")
+    is_stop = reason == "stop"
     outcome.completion = Completion(
         text,
         tuple(outcome.token_ids),
-        "stop" if reason == "stop" else "length",
-        stop=request.stop if reason == "stop" else "",  # HTTP does not say which
+        "stop" if is_stop else "length",
+        stop=request.stop if is_stop else "",  # HTTP does not say which
         usage=usage,
         trace_id=response.headers.get("x-trace-id", ""),
     )
-
-
-def _refusal(response: httpx.Response) -> BatonError:
-    kind = _STATUSES.get(response.status_code, InternalError)
-    error = kind(f"{REFUSED} with {response.status_code}: {response.text[:300]}")
-    if isinstance(error, RetryableError):
-        error.retry_after_s = float(response.headers.get("retry-after", 0))
-    return error

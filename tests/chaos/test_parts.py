@@ -19,7 +19,7 @@ from baton.client import Completion, TokenLogprobs, Usage
 from baton.local import ports
 from tests.chaos import load
 from tests.chaos.checks import SLACK, leaks
-from tests.chaos.faults import KV_FAULTS, WEIGHTS, Fault, Injector, Outage, Outages, plan
+from tests.chaos.faults import KINDS, KV_FAULTS, Fault, Injector, Outage, Outages, plan
 from tests.chaos.judge import violation
 from tests.chaos.kv_faults import Control, FaultyTransport
 from tests.chaos.load import ChaosRequest, Outcome, Run
@@ -124,7 +124,7 @@ def test_a_seed_decides_faults_of_every_kind() -> None:
     faults = list(plan(1, 2000.0, PROCESSES))
     short = list(plan(1, 50.0, PROCESSES))
     assert short == faults[: len(short)] != list(plan(2, 50.0, PROCESSES))[: len(short)]
-    assert {fault.kind for fault in faults} == set(WEIGHTS)
+    assert {fault.kind for fault in faults} == set(KINDS)
     for fault in faults:
         assert fault.target in {"kv": KV_FAULTS, "etcd": ("etcd",)}.get(fault.kind, PROCESSES)
         if fault.other:  # only a decode worker is called by prefill workers

@@ -7,17 +7,17 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-PIPE = asyncio.subprocess.PIPE
+BATON = (sys.executable, "-m", "baton")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """A command that has ended."""
 
     status: int
@@ -25,24 +25,13 @@ class Ended:
     err: str
 
 
-async def _start(argv: tuple[str, ...], **options: Any) -> asyncio.subprocess.Process:
-    env = {**os.environ, **ONE_THREAD, **options.pop("env", {})}
-    command = (sys.executable, "-m", "baton", *argv)
-    return await asyncio.create_subprocess_exec(*command, stdout=PIPE, env=env, **options)
-
-
 async def baton(*argv: str, timeout_s: float = 60.0) -> Ended:
     """Runs a command to its end; fails, and kills it, when that takes too long."""
-    process = await _start(argv, stdin=asyncio.subprocess.DEVNULL, stderr=PIPE)
-    try:
-        async with asyncio.timeout(timeout_s):
-            out, err = await process.communicate()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-    assert process.returncode is not None
-    return Ended(process.returncode, out.decode(), err.decode())
+    done = await asyncio.to_thread(
+        subprocess.run, [*BATON, *argv], env={**os.environ, **ONE_THREAD}, timeout=timeout_s,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 async def as_json(*argv: str) -> dict[str, Any]:
@@ -83,8 +72,10 @@ class Running:
 @contextlib.asynccontextmanager
 async def running(*argv: str, env: Mapping[str, str]) -> AsyncIterator[Running]:
     """Starts a command and, whatever happens, kills it in the end, and its children with it."""
-    out = asyncio.subprocess.STDOUT
-    process = await _start(argv, stdin=asyncio.subprocess.DEVNULL, stderr=out, env=env)
+    process = await asyncio.create_subprocess_exec(
+        *(*BATON, *argv), env={**os.environ, **ONE_THREAD, **env}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
     try:
         yield Running(process)
     finally:

@@ -48,8 +48,8 @@ async def generate(*argv: str) -> dict[str, Any]:
     return done
 
 
-async def test_generate_against_a_cluster_equals_one_process(clusters: Clusters) -> None:
-    """The same text, tokens and keys; the route; a stop string."""
+async def test_generate_equals_one_process_and_status_has_its_keys(clusters: Clusters) -> None:
+    """Text, tokens, route, stop string; status; what is refused is one line and status 1."""
     cluster, _ = await clusters()
     target = ("--target", cluster.address)
     asked = (PROMPT * 2, "--max-tokens", "24", "--ignore-eos", *SAMPLED)
@@ -73,12 +73,6 @@ async def test_generate_against_a_cluster_equals_one_process(clusters: Clusters)
     assert short["route"]["prefill"] is None
     assert short["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 0}
 
-
-async def test_status_has_its_keys(clusters: Clusters) -> None:
-    """Exactly what the documentation promises, and as a table one line for each worker."""
-    cluster, _ = await clusters()
-    target = ("--target", cluster.address)
-    await generate("x = [" * 20, *target, "--max-tokens", "2")  # makes a pair
     status = await as_json("status", *target)
     assert set(status) == {"router", "workers", "pairs"}
     assert status["router"]["state"] == "SERVING"
@@ -96,17 +90,13 @@ async def test_status_has_its_keys(clusters: Clusters) -> None:
     for worker in status["workers"]:
         assert re.search(rf"{worker['role']} +{worker['incarnation']} .* READY ", table.out)
 
-
-async def test_what_is_refused_is_one_line_and_status_1(clusters: Clusters) -> None:
-    cluster, _ = await clusters(engine=SIMULATED)
     for argv, message in (
         (("--temperature", "-1"), "temperature must be between 0 and 100, not -1.0"),
         (("--max-tokens", "2000", "--ignore-eos", "--timeout", "0.5"), "within --timeout 0.5 s"),
     ):
-        done = await baton("generate", "x", *argv, "--target", cluster.address)
-        assert done.status == 1
-        assert re.fullmatch(r"baton: error: [^\n]*\n", done.err), done.err
-        assert message in done.err
+        refused = await baton("generate", "x", *argv, *target)
+        assert refused.status == 1
+        assert re.fullmatch(r"baton: error: [^\n]*\n", refused.err) and message in refused.err
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
@@ -284,16 +274,6 @@ async def check_traces(target: tuple[str, ...]) -> dict[str, Any]:
     assert counted["ended"] == {"OK": 1, "INVALID_ARGUMENT": 1}
     assert (counted["refused"], counted["output_tokens"]) == (1, 4)
     return first
-
-
-async def test_up_names_what_kept_it_from_starting(tmp_path: Path) -> None:
-    """One last line with the cause, whichever process found it, and nothing left."""
-    env = {"TMPDIR": str(tmp_path)}
-    async with running("up", "--port", "0", "--kv-cache", "1KiB", env=env) as up:
-        await up.says("while the cluster was starting: one KV block takes")
-        assert up.lines[-1].startswith("baton: error: ")
-        assert await up.process.wait() == 1
-    assert not os.listdir(tmp_path)  # noqa: PTH208 - nothing in it may wait
 
 
 async def test_the_demo_shows_route_and_trace() -> None:

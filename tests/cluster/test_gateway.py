@@ -16,6 +16,7 @@ from tests.cluster.oracle import (
     SIMULATED,
     Oracle,
     all_blocks_free,
+    check,
     decoding_process,
 )
 from tests.waiting import eventually
@@ -63,19 +64,17 @@ async def test_responses_equal_the_sdks(clusters: Clusters, sampling: str, chat:
         assert usage.completion_tokens == len(expected.token_ids)
 
 
-async def test_token_ids_choices_and_batches(clusters: Clusters, oracle: Oracle) -> None:
+async def test_token_ids_choices_batches_and_logprobs(clusters: Clusters, oracle: Oracle) -> None:
     """Prompts in tokens, four of them, twice each: all of them the oracle's."""
     cluster, own = await clusters()
     cases = [oracle.case(length) for length in (1, 17, 100, 500)]
     async with openai.AsyncOpenAI(**settings(cluster)) as client:
         done = await client.completions.create(
-            model="demo",
-            prompt=[list(case.prompt) for case in cases],
-            n=2,
-            max_tokens=cases[0].new_tokens,
-            temperature=0,
+            model="demo", prompt=[list(case.prompt) for case in cases], n=2, temperature=0,
+            max_tokens=cases[0].new_tokens, logprobs=3,
             extra_body={"ignore_eos": True, "return_token_ids": True},
-        )
+        )  # fmt: skip
+        expected = await check(own, oracle, cases[-1], logprobs=3)
         await all_blocks_free(own)
     assert [choice.index for choice in done.choices] == list(range(8))
     for choice in done.choices:
@@ -83,32 +82,11 @@ async def test_token_ids_choices_and_batches(clusters: Clusters, oracle: Oracle)
         assert choice.model_extra is not None
         assert tuple(choice.model_extra["token_ids"]) == tokens
         assert choice.text == oracle.text(tokens)
-
-
-async def test_logprobs_are_the_sdks_in_both_shapes(clusters: Clusters) -> None:
-    cluster, own = await clusters()
-    async with openai.AsyncOpenAI(**settings(cluster)) as client:
-        expected = await own.generate(PROMPT, max_tokens=8, logprobs=3, ignore_eos=True)
-        done = await client.completions.create(
-            model="demo", prompt=PROMPT, max_tokens=8, logprobs=3, temperature=0,
-            extra_body={"ignore_eos": True},
-        )  # fmt: skip
-        logprobs = done.choices[0].logprobs
-        assert logprobs is not None and logprobs.tokens and logprobs.top_logprobs
-        assert logprobs.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs])
-        assert "".join(logprobs.tokens) == expected.text
-        assert logprobs.text_offset == [len("".join(logprobs.tokens[:i])) for i in range(8)]
-        assert all(len(top) == 3 for top in logprobs.top_logprobs)
-        chat = await client.chat.completions.create(
-            model="demo", messages=MESSAGES, max_tokens=8, logprobs=True, top_logprobs=2,
-            temperature=0,
-        )  # fmt: skip
-        of_chat = chat.choices[0].logprobs
-        assert of_chat is not None and of_chat.content
-        assert all(len(one.top_logprobs) == 2 for one in of_chat.content)
-        assert all(one.bytes == list(one.token.encode()) for one in of_chat.content)
-        assert "".join(one.token for one in of_chat.content).startswith(
-            chat.choices[0].message.content or "?")  # fmt: skip
+    logprobs = done.choices[-1].logprobs
+    assert logprobs is not None and logprobs.tokens and logprobs.top_logprobs
+    assert logprobs.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs])
+    assert "".join(logprobs.tokens) == expected.text
+    assert all(len(top) == 3 for top in logprobs.top_logprobs)
 
 
 async def test_closing_the_connection_frees_the_blocks(clusters: Clusters) -> None:

@@ -374,7 +374,8 @@ def test_an_address_without_a_router_is_an_error_with_the_fix(command, capsys):
     target = f"127.0.0.1:{ports.free()}"
     assert cli.main([*command, "--target", target]) == 1
     assert f"error: no router answers at {target}: start one with" in capsys.readouterr().err
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+    handler = http.server.BaseHTTPRequestHandler  # answers 501
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
         target = f"127.0.0.1:{server.server_port}"
         exit_status = cli.main([*command, "--target", target])
@@ -382,16 +383,6 @@ def test_an_address_without_a_router_is_an_error_with_the_fix(command, capsys):
     error = capsys.readouterr().err
     assert exit_status == 1
     assert f"{target} speaks HTTP" in error and "--target 127.0.0.1:7700" in error
-
-
-class Answering(http.server.BaseHTTPRequestHandler):
-    """HTTP's answer to whatever is asked."""
-
-    def do_GET(self):
-        self.send_error(404)
-
-    def log_message(self, *args):
-        pass
 
 
 def test_an_interrupt_while_modules_are_imported_is_silent():

@@ -189,10 +189,9 @@ def test_a_report_is_shown_and_only_failures_are_an_exit_status(
             {**PAIR, "not_possible": obstacles},
             {**PAIR, "transport": "cuda_ipc", "link": "NV18"},
         ],
-        "cluster": [finding("ok", "p → d", "many words " * 9, "do " * 40)],
+        "cluster": [finding("ok", "p → d", "many words")],
     }
     monkeypatch.setattr(command, "look", lambda target, timeout_s: report)
-    monkeypatch.setenv("COLUMNS", "60")
     assert cli.main(["doctor"]) == exit_status
     shown = capsys.readouterr().out
     assert f"  {worst:<4}  it  is so\n            → do that\n" in shown
@@ -203,12 +202,7 @@ def test_a_report_is_shown_and_only_failures_are_an_exit_status(
     assert "NONE                gloo    nothing fits" in shown
     assert "NONE                gloo    cuda_ipc: they are apart; nccl: none offers it" in shown
     assert "cuda_ipc over NV18  gloo    -" in shown
-    # Long findings are folded under themselves.
-    lines = shown[shown.index("\ncluster\n") :].splitlines()[2:-2]
-    assert lines[0].startswith("  ok    p → d  many words") and len(lines) > 4
-    assert all(len(line) <= 60 for line in lines)
-    assert all(line.startswith(" " * 15) for line in lines[1:])
-    assert sum("→ do" in line for line in lines) == 1
+    assert "\n  ok    p → d  many words\n" in shown
 
 
 def test_a_router_that_was_named_must_answer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,40 +1,38 @@
-"""Baton's engine in this process: planner, runner, sampler and reports; no worker, no gRPC."""
+"""Baton's engine in this process, as a worker builds one."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import queue
-import time
 
 from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.loop import StepReport
-from baton.engine.sequence import Sequence
-from baton.sampling import SamplingParams
-from benchmarks.engine.adapters.protocol import Setup, SteppedAdapter, main
+from baton.engine.ops.triton.attention_specs import random_pool
+from benchmarks.engine.adapters.protocol import Adapter, Setup, Timed, main
+from benchmarks.engine.driver import Driver
 
-_STEP_S = 120.0  # longer than any step takes
+_WARM_UP = 2  # steps
 
 
-class Baton(SteppedAdapter):
-    """An `Engine` as a worker builds one; `setup.options` are `EngineConfig`'s."""
+class Baton(Adapter):
+    """`setup.options` are `EngineConfig`'s."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
+        tokens = setup.max_batch * setup.max_context + setup.max_prefill
         settings = EngineConfig(
             model=setup.directory,
             device="cpu",
             threads=setup.threads,
-            kv_blocks=-(-setup.cache_tokens // EngineConfig.block_size),
+            kv_blocks=-(-tokens // EngineConfig.block_size) + 2 * setup.max_batch,
             **setup.options,
         )
-        self._loaded = build.load(settings)
-        build.warm_up(self._loaded)
-        self._steps: queue.SimpleQueue[tuple[float, StepReport]] = queue.SimpleQueue()
-        self._engine = self._loaded.engine(
-            lambda report: self._steps.put((time.perf_counter(), report))
-        )
-        self._engine.start()
+        self._loaded = loaded = build.load(settings)
+        build.warm_up(loaded)
+        # Memory that was never written is one page of zeros, which no cache misses.
+        size, pool = loaded.layout, loaded.runner.pool
+        sizes = (size.num_blocks, size.num_layers, size.num_kv_heads, size.head_size)
+        pool.copy_(random_pool(*sizes, size.dtype, pool.device, size.block_size))
+        self._driver = Driver(loaded)
 
     def about(self) -> dict[str, str]:
         return {
@@ -43,25 +41,11 @@ class Baton(SteppedAdapter):
             "chunk_tokens": str(self._loaded.settings.chunk_tokens),
         }
 
-    def add(self, prompt: list[int], new_tokens: int) -> str:
-        name = next(self.names)
-        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
-        self._engine.add(Sequence(name, prompt, len(prompt), params))
-        return name
+    def decode(self, batch: int, context: int, steps: int) -> Timed:
+        return steps * self._driver.decode(batch, context, _WARM_UP, steps), ""
 
-    def step(self) -> tuple[float, set[str]]:
-        ended, report = self._steps.get(timeout=_STEP_S)
-        failed = [one.abort_reason for one in report.progress if one.abort_reason]
-        if failed:
-            raise RuntimeError(failed[0])
-        return ended, {one.seq_id for one in report.progress if one.token_ids}
-
-    def release(self, names: set[str]) -> None:
-        for name in names:
-            self._engine.release(name).result()
-        self._engine.load().result()  # the step that ran meanwhile has been reported
-        while not self._steps.empty():
-            self._steps.get()
+    def prefill(self, tokens: int) -> Timed:
+        return self._driver.prefill(tokens), ""
 
 
 if __name__ == "__main__":

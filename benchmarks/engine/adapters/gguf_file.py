@@ -9,7 +9,6 @@ are random, so the order of rotary pairs in q and k does not matter either.
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,28 +16,7 @@ from pathlib import Path
 from benchmarks.checkpoint import word
 from benchmarks.shapes import SHAPES, Shape
 
-_NAMES = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
 _NORMAL, _CONTROL = 1, 3  # kinds of tokens
-
-
-def name_of(tensor: str) -> str:
-    """A tensor's name in a GGUF file."""
-    if tensor in _TOP:
-        return _TOP[tensor]
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", tensor)
-    assert match is not None, tensor
-    return f"blk.{match[1]}.{_NAMES[match[2]]}.{match[3]}"
 
 
 def gguf_of(python: str, directory: str, shape: str, kind: str) -> Path:
@@ -84,14 +62,16 @@ def write(directory: Path, shape: Shape, kind: str, file: Path) -> None:
         "add_bos_token": False,
     }.items():
         getattr(writer, f"add_{field}")(value)
-    types = gguf.GGMLQuantizationType
-    wanted = {"bf16": types.BF16, "q8_0": types.Q8_0}[kind]
+    wanted = {"bf16": gguf.GGMLQuantizationType.BF16, "q8_0": gguf.GGMLQuantizationType.Q8_0}[kind]
+    arch = gguf.MODEL_ARCH.QWEN2 if shape.biased else gguf.MODEL_ARCH.LLAMA
+    names = gguf.get_tensor_name_map(arch, shape.layers)
     for name, tensor in load_file(directory / "model.safetensors").items():
-        values = tensor.float().numpy()
+        theirs, values = names.get_name(name, (".weight", ".bias")), tensor.float().numpy()
+        assert theirs is not None, name
         if values.ndim == 1:
-            writer.add_tensor(name_of(name), values)
+            writer.add_tensor(theirs, values)
         else:
-            writer.add_tensor(name_of(name), gguf.quantize(values, wanted), raw_dtype=wanted)
+            writer.add_tensor(theirs, gguf.quantize(values, wanted), raw_dtype=wanted)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -21,13 +21,13 @@ import json
 import os
 import random
 import sys
-import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-SPARE_TOKENS = 512  # beyond what is measured: sequences that are ready first go on meanwhile
+from benchmarks.child import messages
+
 _FIRST_ID = 10  # of prompts: below lie what tokenizers keep for themselves
 Timed = tuple[float, str]  # seconds, and how it was done where there was a choice
 
@@ -39,25 +39,11 @@ class Setup:
     directory: str
     vocab: int
     threads: int
-    cpus: tuple[int, ...]
+    cpus: Sequence[int]
     max_batch: int
     max_context: int  # of a decoding sequence, its steps included
     max_prefill: int
     options: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_json(cls, text: str) -> Setup:
-        values = json.loads(text)
-        return cls(**{**values, "cpus": tuple(values["cpus"])})
-
-    def to_json(self) -> str:
-        """One argument of a command line."""
-        return json.dumps(asdict(self))
-
-    @property
-    def cache_tokens(self) -> int:
-        """What the KV cache must hold: all decoding sequences and a prompt, and as much again."""
-        return 2 * (self.max_batch * self.max_context + self.max_prefill)
 
     def prompt(self, length: int, seed: int) -> list[int]:
         """Random token ids, the same for the same seed."""
@@ -88,92 +74,26 @@ class Adapter(abc.ABC):
     def prefill(self, tokens: int) -> Timed: ...
 
 
-class SteppedAdapter(Adapter):
-    """An engine with continuous batching and a prefix cache, driven step by step.
-
-    The prompts of decoding sequences stay in the prefix cache from one call to the next.
-    """
-
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.names = map(str, itertools.count())
-        self._cached: set[tuple[int, int]] = set()  # (batch, context) whose prompts are cached
-
-    @abc.abstractmethod
-    def add(self, prompt: list[int], new_tokens: int) -> str:
-        """Adds a sequence; its name."""
-
-    @abc.abstractmethod
-    def step(self) -> tuple[float, set[str]]:
-        """(when the next step ended, which sequences got a token)."""
-
-    @abc.abstractmethod
-    def release(self, names: set[str]) -> None:
-        """Ends sequences, and waits until nothing of them is left."""
-
-    def decode(self, batch: int, context: int, steps: int) -> Timed:
-        if (batch, context) not in self._cached:
-            self._run(batch, context, 1)
-            self._cached.add((batch, context))
-        return self._run(batch, context, steps), ""
-
-    def prefill(self, tokens: int) -> Timed:
-        prompt = self.new_prompt(tokens)
-        began = time.perf_counter()
-        return self._until({self.add(prompt, 1)}) - began, ""
-
-    def _run(self, batch: int, context: int, steps: int) -> float:
-        """Seconds of `steps` steps in which all sequences got a token."""
-        prompts = [self.setup.prompt(context, seed) for seed in range(batch)]
-        names = {self.add(prompt, steps + SPARE_TOKENS) for prompt in prompts}
-        began = ended = self._until(names)
-        for _ in range(steps):
-            ended, got = self.step()
-            assert got == names, "a sequence missed a step"
-        self.release(names)
-        return ended - began
-
-    def _until(self, names: set[str]) -> float:
-        """When a step had a token for each of `names`."""
-        while True:
-            ended, got = self.step()
-            if got == names:
-                return ended
-
-
 def main(load: Callable[[Setup], Adapter]) -> None:
     """Loads the engine for the setup on the command line and answers until the input ends."""
-    setup = Setup.from_json(sys.argv[1])
+    setup, write = Setup(**json.loads(sys.argv[1])), messages()
     os.sched_setaffinity(0, setup.cpus)
-    # Libraries print: what they write must not get between the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def write(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
-
     try:
         adapter = load(setup)
         write({"ready": adapter.about()})
     except ImportError as error:
         write({"missing": str(error)})
+        return
     except Exception as error:
         write(_failure(error))
-    else:
-        for line in sys.stdin:
-            write(answer(adapter, json.loads(line)))
-
-
-def answer(adapter: Adapter, request: dict[str, list[int]]) -> dict[str, Any]:
-    """Does what one line asks for."""
-    ((kind, sizes),) = request.items()
-    try:
-        run: Callable[..., Timed] = adapter.decode if kind == "decode" else adapter.prefill
-        seconds, note = run(*sizes)
-    except Exception as error:
-        return _failure(error)
-    return {"seconds": seconds, "note": note}
+        return
+    for line in sys.stdin:
+        ((kind, sizes),) = json.loads(line).items()
+        try:
+            seconds, note = (adapter.decode if kind == "decode" else adapter.prefill)(*sizes)
+            write({"seconds": seconds, "note": note})
+        except Exception as error:
+            write(_failure(error))
 
 
 def _failure(error: Exception) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 The loop takes the attention ("eager", "sdpa") and the cache ("dynamic" grows with each token,
 "static" is preallocated) that do best for each kind of work: tried at its first call, and noted.
-`generate` is called as by default: sdpa, dynamic.
+`generate` is called as by default: sdpa, dynamic. Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -15,25 +15,41 @@ from typing import Any
 from benchmarks.engine.adapters.protocol import Adapter, Setup, Timed, main
 
 Variant = tuple[str, str]  # attention and cache
-_VARIANTS = tuple(itertools.product(("sdpa", "eager"), ("dynamic", "static")))
+_DEFAULT: Variant = ("sdpa", "dynamic")
 _TRIED_STEPS = 3
 
 
 class Transformers(Adapter):
-    """One model in bfloat16; `options["generate"]` asks for the library's own loop."""
+    """One model in bfloat16; `options["generate"]` asks for the library's own loop.
+
+    Without a directory it is one of `options["config"]` with random weights on
+    `options["device"]`.
+    """
 
     def __init__(self, setup: Setup) -> None:
         import torch
         import transformers
 
-        torch.set_num_threads(setup.threads)
+        if setup.threads:
+            torch.set_num_threads(setup.threads)
         super().__init__(setup)
-        self._torch, self._transformers = torch, transformers
+        self._torch, self._transformers, options = torch, transformers, setup.options
+        self._device = torch.device(options.get("device", "cpu"))
         loader: Any = transformers.AutoModelForCausalLM
-        self._model = loader.from_pretrained(setup.directory, dtype=torch.bfloat16).eval()
+        if setup.directory:
+            model = loader.from_pretrained(setup.directory, dtype=torch.bfloat16)
+        else:
+            config = transformers.AutoConfig.for_model(**options["config"])
+            with self._device:
+                model = loader.from_config(config, dtype=torch.bfloat16)
+        self._model = model.eval()
         self._best: dict[tuple[str, int], Variant] = {}
         self._prompts: dict[int, tuple[Any, Any]] = {}  # by length: (cache, next token)
-        self._generates = bool(setup.options.get("generate"))
+        self._generates = bool(options.get("generate"))
+        attentions = options.get("attention", ("sdpa", "eager"))
+        self._variants = [*itertools.product(attentions, ("dynamic", "static"))]
+        if self._generates:
+            self._variants = [_DEFAULT]
 
     def about(self) -> dict[str, str]:
         return {"version": self._transformers.__version__, "torch": str(self._torch.__version__)}
@@ -51,7 +67,7 @@ class Transformers(Adapter):
         """The variant that is the fastest for this kind of work, tried at its first call."""
         if (kind, size) not in self._best:
             tried = {}
-            for variant in _VARIANTS[:1] if self._generates else _VARIANTS:
+            for variant in self._variants:
                 run(variant, _TRIED_STEPS)  # first-time costs
                 tried[variant] = run(variant, _TRIED_STEPS)
             self._best[kind, size] = min(tried, key=tried.__getitem__)
@@ -59,7 +75,7 @@ class Transformers(Adapter):
         return run(best, steps), " ".join(best)
 
     def _prefill(self, variant: Variant, tokens: int) -> float:
-        ids = self._torch.tensor([self.new_prompt(tokens)])
+        ids = self._ids(self.new_prompt(tokens))
         cache = self._cache(variant, 1, tokens + 1)
         if self._generates:
             return self._generate(ids, cache, 1)
@@ -74,14 +90,17 @@ class Transformers(Adapter):
             one, token = self._prompt(context)
             # How long a step takes does not depend on what is cached.
             cache = self._cache(variant, batch, context + steps + 1)
-            where = {"cache_position": torch.arange(context)}  # a dynamic cache ignores it
+            where = {
+                "cache_position": torch.arange(context, device=self._device)
+            }  # a dynamic cache ignores it
             for number, layer in enumerate(one.layers):
                 rows = [part.expand(batch, -1, -1, -1) for part in (layer.keys, layer.values)]
                 cache.update(*(part.contiguous() for part in rows), number, where)
             if self._generates:
-                ids = torch.tensor([[*self.setup.prompt(context, 0), int(token)]])
+                ids = self._ids([*self.setup.prompt(context, 0), int(token)])
                 return self._generate(ids.expand(batch, -1), cache, steps)
             tokens = self._step(token.expand(batch, 1), cache, context)
+            tokens.tolist()  # a GPU has computed it
             began = time.perf_counter()
             for at in range(context + 1, context + 1 + steps):
                 tokens = self._step(tokens, cache, at)
@@ -91,18 +110,21 @@ class Transformers(Adapter):
     def _prompt(self, length: int) -> tuple[Any, Any]:
         """A cache with a prompt of that length, and the token after it."""
         if length not in self._prompts:
-            ids = self._torch.tensor([self.setup.prompt(length, 0)])
-            cache = self._cache(_VARIANTS[0], 1, length)
+            ids = self._ids(self.setup.prompt(length, 0))
+            cache = self._cache(_DEFAULT, 1, length)
             self._prompts[length] = cache, self._step(ids, cache, 0)
         return self._prompts[length]
 
+    def _ids(self, prompt: list[int]) -> Any:
+        return self._torch.tensor([prompt], device=self._device)
+
     def _step(self, ids: Any, cache: Any, at: int) -> Any:
         """The next token of each row: `[rows, 1]`."""
-        positions = self._torch.arange(at, at + ids.shape[1])[None].expand(ids.shape[0], -1)
+        places = self._torch.arange(at, at + ids.shape[1], device=self._device)
         logits = self._model(
             input_ids=ids,
             past_key_values=cache,
-            position_ids=positions,
+            position_ids=places[None].expand(ids.shape[0], -1),
             use_cache=True,
             logits_to_keep=1,
         ).logits

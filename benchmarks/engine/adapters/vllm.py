@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 
-from benchmarks.engine.adapters.protocol import SPARE_TOKENS, Setup, SteppedAdapter, main
+from benchmarks.engine.adapters.protocol import Adapter, Setup, Timed, main
+
+SPARE_TOKENS = 512  # beyond what is measured: sequences that are ready first go on meanwhile
 
 
-class Vllm(SteppedAdapter):
-    """An `LLMEngine`, with vLLM's defaults but for what is set here."""
+class Vllm(Adapter):
+    """An `LLMEngine`, with vLLM's defaults but for what is set here.
+
+    The prompts of decoding sequences stay in its prefix cache from one call to the next.
+    """
 
     def __init__(self, setup: Setup) -> None:
         # Read when the package is imported.
@@ -23,6 +29,8 @@ class Vllm(SteppedAdapter):
 
         super().__init__(setup)
         self._vllm = vllm
+        self._names = map(str, itertools.count())
+        self._cached: set[tuple[int, int]] = set()  # (batch, context) whose prompts are cached
         self._engine = vllm.LLMEngine.from_engine_args(
             vllm.EngineArgs(
                 model=setup.directory,
@@ -41,22 +49,49 @@ class Vllm(SteppedAdapter):
             "chunk_tokens": str(scheduler.max_num_batched_tokens),
         }
 
-    def add(self, prompt: list[int], new_tokens: int) -> str:
-        name = next(self.names)
+    def decode(self, batch: int, context: int, steps: int) -> Timed:
+        if (batch, context) not in self._cached:
+            self._run(batch, context, 1)
+            self._cached.add((batch, context))
+        return self._run(batch, context, steps), ""
+
+    def prefill(self, tokens: int) -> Timed:
+        prompt = self.new_prompt(tokens)
+        began = time.perf_counter()
+        return self._until({self._add(prompt, 1)}) - began, ""
+
+    def _run(self, batch: int, context: int, steps: int) -> float:
+        """Seconds of `steps` steps in which all sequences got a token."""
+        prompts = [self.setup.prompt(context, seed) for seed in range(batch)]
+        names = {self._add(prompt, steps + SPARE_TOKENS) for prompt in prompts}
+        began = ended = self._until(names)
+        for _ in range(steps):
+            ended, got = self._step()
+            assert got == names, "a sequence missed a step"
+        self._engine.abort_request(sorted(names))
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+        return ended - began
+
+    def _add(self, prompt: list[int], new_tokens: int) -> str:
+        name = next(self._names)
         params = self._vllm.SamplingParams(
             temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
         )
         self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
         return name
 
-    def step(self) -> tuple[float, set[str]]:
+    def _step(self) -> tuple[float, set[str]]:
+        """When the next step ended, and which sequences got a token."""
         outputs = self._engine.step()
         return time.perf_counter(), {output.request_id for output in outputs}
 
-    def release(self, names: set[str]) -> None:
-        self._engine.abort_request(sorted(names))
-        while self._engine.has_unfinished_requests():
-            self._engine.step()
+    def _until(self, names: set[str]) -> float:
+        """When a step had a token for each of `names`."""
+        while True:
+            ended, got = self._step()
+            if got == names:
+                return ended
 
 
 if __name__ == "__main__":

@@ -8,19 +8,19 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import psutil
 import pytest
 
+from benchmarks.child import ROOT, Child, Failed
 from benchmarks.engine import compare
 from benchmarks.engine.adapters.protocol import Setup
-from benchmarks.engine.compare import ENTRIES, EngineProcess, Work, measure, works
-from benchmarks.environment import ROOT, Failed, Missing, Rivals
+from benchmarks.engine.adapters.transformers_model import Transformers
+from benchmarks.engine.compare import ENTRIES, Work, measure, works
+from benchmarks.environment import Missing, Rivals
+from benchmarks.shapes import SHAPES
 
-DECODE, PROMPT, TOO_LARGE = (
-    Work("", request, 1)
-    for request in ({"decode": [2, 16, 3]}, {"prefill": [50]}, {"decode": [5, 16, 3]})
-)
 SETUP = Setup("/nowhere", 512, 1, (min(os.sched_getaffinity(0)),), 4, 80, 64, {"dtype": "float32"})
 WORKING = """
 class Counting(Adapter):
@@ -43,19 +43,22 @@ def start(folder, body):
     program = folder / "program.py"
     head = "from benchmarks.engine.adapters.protocol import Adapter, main\n"
     program.write_text(f"{head}{body}\nmain(load)\n")
-    argv = [sys.executable, str(program), SETUP.to_json()]
-    return EngineProcess(argv, {"PYTHONPATH": str(ROOT)}, folder / "log")
+    argv = [sys.executable, str(program), json.dumps(asdict(SETUP))]
+    return Child(argv, folder / "log", {"PYTHONPATH": str(ROOT)})
 
 
 def test_an_adapter_answers_fails_and_answers_again(tmp_path):
     """What a library prints is no answer, and a failure does not end the process."""
-    one = start(tmp_path, WORKING)
-    assert one.ready(30) == {"version": "7", "batch": "4", "dtype": "float32"}
-    assert one.run(DECODE, 30) == (0.6, "by counting")
-    with pytest.raises(Failed, match=r"^ValueError: too large$"):
-        one.run(TOO_LARGE, 30)
-    assert one.run(PROMPT, 30) == (0.5, "")
-    one.close()
+    decode, prompt, too_large = (
+        Work("", request, 1)
+        for request in ({"decode": [2, 16, 3]}, {"prefill": [50]}, {"decode": [5, 16, 3]})
+    )
+    with start(tmp_path, WORKING) as one:
+        assert compare.ready(one, 30) == {"version": "7", "batch": "4", "dtype": "float32"}
+        assert compare.run(one, decode) == (0.6, "by counting")
+        with pytest.raises(Failed, match=r"^ValueError: too large$"):
+            compare.run(one, too_large)
+        assert compare.run(one, prompt) == (0.5, "")
     assert "a library that prints" in (tmp_path / "log").read_text()
 
 
@@ -73,17 +76,16 @@ def test_an_adapter_answers_fails_and_answers_again(tmp_path):
     ],
 )
 def test_an_adapter_that_does_not_start_is_missing_or_failed(tmp_path, body, error, text):
-    one = start(tmp_path, body)
-    with pytest.raises(error, match=text):
-        one.ready(0.5 if "sleep" in body else 30)
-    with pytest.raises(Failed, match="it ended with status"):
-        one.run(PROMPT, 30)
-    one.close()
+    with start(tmp_path, body) as one:
+        with pytest.raises(error, match=text):
+            compare.ready(one, 0.5 if "sleep" in body else 30)
+        with pytest.raises(Failed, match="it ended with status"):
+            compare.run(one, Work("", {"prefill": [50]}, 1))
 
 
 def test_prompts_are_the_same_for_the_same_seed_and_lie_in_the_vocabulary():
     prompt = SETUP.prompt(300, 3)
-    assert prompt == SETUP.prompt(300, 3) != SETUP.prompt(300, 4)
+    assert prompt == SETUP.prompt(300, 3)
     # Those of decoding sequences, and those of prompts that no cache has.
     seeds = [base + number for base in (0, 1 << 32) for number in range(40)]
     assert len({tuple(SETUP.prompt(20, seed)) for seed in seeds}) == len(seeds)
@@ -171,6 +173,14 @@ def test_baton_is_measured_and_what_is_missing_is_named(tmp_path, capsys):
     assert "round 2 of 2: prompt 70" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="no candidate"):
         compare.compare(options(tmp_path, "--candidates", "vllm-bf16", *rivals))
+
+
+@pytest.mark.parametrize("generate", [False, True])
+def test_transformers_is_measured_with_random_weights(generate):
+    options = {"config": SHAPES["tiny"].config(), "generate": generate}
+    adapter = Transformers(Setup("", 512, 1, (), 0, 0, 0, options))
+    for seconds, how in (adapter.decode(2, 20, 3), adapter.prefill(30)):
+        assert seconds > 0 and how.split()[0] in ("sdpa", "eager")
 
 
 def test_threads_are_set_before_anything_is_imported(tmp_path):

@@ -7,7 +7,8 @@ import pytest
 
 from baton.config import EngineConfig
 from benchmarks import serve
-from benchmarks.environment import Failed, Missing, Rivals, cores
+from benchmarks.child import Failed
+from benchmarks.environment import Missing, Rivals, cores
 
 
 def start(tmp_path, rivals):

@@ -1,15 +1,90 @@
-"""The check of compose files finds what would fail, or quietly do nothing, when they are used."""
+"""Compose files: what would fail, or quietly do nothing, when they are used."""
 
+import contextlib
+import io
+import shutil
 import subprocess
+import sys
 
 import pytest
-import requirements
-from check_deployment import BASE, COMPOSE, OVERLAYS, compose_errors, load, merge, schema_errors
+
+from baton.cli import parser
+from baton.cli.services import router_config, worker_config
+from baton.errors import BatonError
+from tests.unit.deployment.files import BASE, COMPOSE, OVERLAYS, load, merge
+
+OPTION = "BATON_OPT_"
+
+
+def schema_errors(*files):
+    """What the compose specification's schema says of compose files."""
+    check = (sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec")
+    done = subprocess.run([*check, *files], capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr if done.returncode else ""
+
+
+def errors_of(base, overlays):
+    """What is wrong with a compose file and its overlays, each by itself and all together."""
+    under = together = load(base)
+    wholes = [under]
+    for overlay in overlays:
+        wholes.append(merge(under, load(overlay)))
+        together = merge(together, load(overlay))
+    return [
+        f"{name}: {error}"
+        for whole in (*wholes, together)
+        for name, settings in whole["services"].items()
+        for error in service_errors(name, settings, whole)
+    ]
+
+
+def service_errors(name, settings, whole):
+    if not settings.get("image"):
+        yield "has no image"
+    if settings.get("container_name"):
+        yield "a fixed name prevents --scale"
+    if name in ("prefill", "decode") and settings.get("ports"):
+        yield "several cannot share a published port"
+    for secret in set(settings.get("secrets", ())) - whole.get("secrets", {}).keys():
+        yield f"secret {secret} is not declared"
+    for other in set(settings.get("depends_on", ())) - whole["services"].keys():
+        yield f"depends on {other}, which is not there"
+    for source in (volume.partition(":")[0] for volume in settings.get("volumes", ())):
+        if source.startswith("./") and not (COMPOSE / source).exists():
+            yield f"mounts {source}, which is not there"
+    yield from option_errors(settings)
+
+
+def option_errors(settings):
+    """What the program says of the options that the environment names."""
+    command = settings.get("command") or [""]
+    if command[0] not in ("router", "prefill-worker", "decode-worker"):
+        return
+    argv = [*command, "--host", "0.0.0.0", "--port", "7700"]
+    for name, value in settings.get("environment", {}).items():
+        if name.startswith(OPTION) and value not in (None, ""):
+            argv += ["--" + name.removeprefix(OPTION).lower().replace("_", "-"), str(value)]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            args = parser().parse_args(argv)
+        (router_config if command[0] == "router" else worker_config)(args)
+    except SystemExit:
+        yield said.getvalue().splitlines()[-1]
+    except BatonError as error:
+        yield str(error)
 
 
 def test_our_files_are_good():
     assert len(OVERLAYS) == 3
-    assert not [*schema_errors(BASE, *OVERLAYS), *compose_errors(BASE, OVERLAYS)]
+    assert not schema_errors(BASE, *OVERLAYS) and not errors_of(BASE, OVERLAYS)
+
+
+@pytest.mark.skipif(not shutil.which("docker-compose"), reason="needs docker-compose")
+@pytest.mark.parametrize("overlay", [BASE, *OVERLAYS], ids=lambda file: file.name)
+def test_docker_compose_takes_them(overlay):
+    files = ("--file", BASE, "--file", overlay)
+    subprocess.run(["docker-compose", *files, "config", "--quiet"], check=True)
 
 
 @pytest.mark.parametrize(
@@ -32,8 +107,7 @@ def test_our_files_are_good():
 def test_a_mistake_in_an_overlay_is_an_error(tmp_path, overlay, error):
     file = tmp_path / "compose.over.yaml"
     file.write_text(overlay)
-    errors = compose_errors(BASE, [file]) if error != "imagine" else schema_errors(file)
-    found = "\n".join(errors)
+    found = schema_errors(file) if error == "imagine" else "\n".join(errors_of(BASE, [file]))
     assert bool(found) == (error is not None) and (error or "") in found
 
 
@@ -81,17 +155,6 @@ def test_variables_have_their_defaults(tmp_path):
     file = tmp_path / "compose.yaml"
     file.write_text("a: ${ONE:-1}-${TWO:-}\nb: ${THREE}")
     assert load(file) == {"a": "1-", "b": None}
-
-
-def test_the_image_gets_what_the_extras_need():
-    project = {
-        "name": "it",
-        "dependencies": ["a>=1"],
-        "optional-dependencies": {
-            "x": ["it[y,z]", "b"], "y": ["c"], "z": ["a>=1", "d"], "no": ["e"],
-        },
-    }  # fmt: skip
-    assert requirements.requirements(project, ["x"]) == ["a>=1", "b", "c", "d"]
 
 
 def test_containers_have_defaults_that_variables_and_options_overrule(tmp_path):

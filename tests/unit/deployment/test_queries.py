@@ -1,13 +1,122 @@
-"""The check of queries finds what Prometheus would answer with nothing; alerts fire in time."""
+"""Queries that Prometheus would answer with nothing; alerts; what is scraped and collected."""
 
+import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import promql_parser
 import pytest
-from check_deployment import query_errors, samples
 
+from baton.metrics import table
+from tests.unit.deployment.files import BASE, COMPOSE, OVERLAYS, load
+
+OBSERVABILITY = COMPOSE / "observability"
+SCRAPED = {"job", "instance"}  # the labels of every scraped sample
+FOREIGN = ("up", "etcd_server_has_leader", "etcd_mvcc_db_total_size_in_bytes")
+# What Grafana substitutes before it sends a query.
+GRAFANA = {"$__rate_interval": "5m", "$job": "prefill", "$instance": ".*"}
+LIST = re.compile(r"label_values\((?P<selector>.+), (?P<label>\w+)\)")
 TTFT = "gen_ai_server_time_to_first_token_seconds"
+
+
+def samples():
+    """The labels of each name that a query may use."""
+    known = dict.fromkeys(FOREIGN, SCRAPED)
+    for instrument in table.TABLE:
+        labels = SCRAPED | {name.replace(".", "_") for name in instrument.attributes}
+        for name in instrument.samples:
+            known[name] = labels | {"le"} if name.endswith("_bucket") else labels
+    return known
+
+
+KNOWN = samples()
+
+
+def query_errors(expr):
+    """What is wrong with an expression, a dashboard's variables and lists included."""
+    for variable, value in GRAFANA.items():
+        expr = expr.replace(variable, value)
+    if listed := LIST.fullmatch(expr):
+        expr = f"sum by ({listed['label']}) ({listed['selector']})"
+    try:
+        return list(tree_errors(promql_parser.parse(expr), set()))
+    except ValueError as error:
+        return [f"is not PromQL: {error}"]
+
+
+def tree_errors(tree, wanted):
+    """`wanted` are the labels that the surrounding expression needs."""
+    inner = ()
+    match tree:
+        case promql_parser.VectorSelector():
+            used = wanted | {matcher.name for matcher in tree.matchers.matchers}
+            if (labels := KNOWN.get(tree.name or "")) is None:
+                yield f"queries {tree.name}, which is not exported"
+            elif unknown := sorted(used - labels):
+                yield f"queries {tree.name} by {', '.join(unknown)}, which it does not have"
+        case promql_parser.AggregateExpr():
+            grouped = set(tree.modifier.labels) if tree.modifier else set()
+            if lost := sorted(wanted - grouped):
+                yield f"needs {', '.join(lost)} of what is summed up without it"
+            inner, wanted = [tree.expr], grouped
+        case promql_parser.BinaryExpr():
+            inner = [tree.lhs, tree.rhs]
+        case promql_parser.Call():
+            inner = tree.args
+            wanted = wanted | {"le"} if tree.func.name == "histogram_quantile" else wanted
+        case promql_parser.MatrixSelector():
+            inner = [tree.vector_selector]
+        case promql_parser.ParenExpr() | promql_parser.UnaryExpr() | promql_parser.SubqueryExpr():
+            inner = [tree.expr]
+    for one in inner:
+        yield from tree_errors(one, wanted)
+
+
+def test_dashboards_query_what_is_exported_from_sources_that_exist():
+    sources = load(OBSERVABILITY / "grafana/provisioning/datasources/datasources.yaml")
+    uids = {source["uid"] for source in sources["datasources"]}
+    files = sorted((OBSERVABILITY / "grafana/dashboards").glob("*.json"))
+    assert files
+    for file in files:
+        page = json.loads(file.read_text())
+        queries = [(item["name"], item["definition"]) for item in page["templating"]["list"]]
+        for panel in page["panels"]:
+            queries += [(panel["title"], target["expr"]) for target in panel.get("targets", ())]
+            assert "datasource" not in panel or panel["datasource"]["uid"] in uids, panel["title"]
+        for title, expr in queries:
+            assert not query_errors(expr), (file.name, title)
+
+
+def test_alerts_are_good():
+    groups = load(OBSERVABILITY / "alerts.yaml")["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+    for rule in rules:
+        assert not query_errors(rule["expr"]), rule["alert"]
+        assert rule["labels"].get("severity") in ("page", "ticket"), rule["alert"]
+        assert {"summary", "description"} <= rule["annotations"].keys(), rule["alert"]
+
+
+def test_prometheus_scrapes_services_that_exist():
+    ours = load(BASE)["services"]
+    services = {name for file in (BASE, *OVERLAYS) for name in load(file)["services"]}
+    for job in load(OBSERVABILITY / "prometheus.yaml")["scrape_configs"]:
+        for found in job.get("dns_sd_configs", ()):
+            for name in found["names"]:
+                port = ours[name]["environment"]["BATON_OPT_METRICS_PORT"]
+                assert port == str(found["port"]), name
+        for group in job.get("static_configs", ()):
+            hosts = {target.partition(":")[0] for target in group["targets"]}
+            assert hosts <= {*services, "localhost"}
+
+
+def test_the_collectors_pipelines_use_parts_that_it_defines():
+    config = load(OBSERVABILITY / "collector.yaml")
+    for pipeline in config["service"]["pipelines"].values():
+        for kind in ("receivers", "processors", "exporters"):
+            assert set(pipeline[kind]) <= config[kind].keys()
 
 
 @pytest.mark.parametrize(
@@ -31,12 +140,18 @@ TTFT = "gen_ai_server_time_to_first_token_seconds"
     ],
 )
 def test_a_query_that_cannot_be_answered_is_an_error(expr, error):
-    found = list(query_errors(expr, samples()))
+    found = query_errors(expr)
     assert len(found) == (error is not None) and (error or "") in "".join(found)
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="needs promtool, of Prometheus")
-def test_alerts_fire_when_they_should_and_not_before():
-    argv = ["promtool", "test", "rules", str(Path(__file__).parent / "alerts.yaml")]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("check", "config", OBSERVABILITY / "prometheus.yaml"),
+        ("test", "rules", Path(__file__).parent / "alerts.yaml"),
+    ],
+)
+def test_prometheus_takes_its_files_and_alerts_fire_when_they_should_and_not_before(argv):
+    done = subprocess.run(["promtool", *argv], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,10 +1,9 @@
 """A member of a local cluster without a model, started with the arguments of the real one.
 
-A worker registers READY; a router serves grpc.health.v1 and lists who has registered. Further
-options: "--fail" exits at once, "--deaf" ignores SIGTERM, "--hasty" exits with 3 on SIGTERM.
+A worker registers READY; a router serves and lists who has registered. Further options: "--fail"
+exits at once, "--deaf" ignores SIGTERM, "--hasty" exits with 3 on SIGTERM.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -15,7 +14,6 @@ import uuid
 from collections.abc import AsyncIterator
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from baton.config import RegistryConfig
 from baton.local.child import die_with_parent
@@ -30,41 +28,35 @@ class Fleet(fleet_pb2_grpc.FleetServiceServicer):
     async def GetStatus(self, request, context):
         records = self.membership.records.values()
         workers = [fleet_pb2.WorkerStatus(record=record, state="READY") for record in records]
-        return fleet_pb2.GetStatusResponse(workers=workers)
+        router = fleet_pb2.RouterStatus(state="SERVING")
+        return fleet_pb2.GetStatusResponse(router=router, workers=workers)
 
 
 @contextlib.asynccontextmanager
 async def routing(registry: EtcdRegistry, port: int) -> AsyncIterator[None]:
-    server, servicer = grpc.aio.server(), health.aio.HealthServicer()
+    server = grpc.aio.server()
     async with registry.watch() as membership:
-        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(Fleet(membership), server)
         server.add_insecure_port(f"127.0.0.1:{port}")
         await server.start()
-        await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
         yield
         await server.stop(0)
 
 
 async def main() -> None:
     die_with_parent()
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("role")
-    parser.add_argument("--config", type=json.loads)
-    for option in ("--fail", "--deaf", "--hasty"):
-        parser.add_argument(option, action="store_true")
-    args, _ = parser.parse_known_args()
-    role = args.role.removesuffix("-worker")
-    if args.fail:
+    role = sys.argv[1].removesuffix("-worker")
+    settings = json.loads(sys.argv[sys.argv.index("--config") + 1])
+    if "--fail" in sys.argv:
         sys.exit("the checkpoint is broken")
     stop = asyncio.Event()
-    on_term = (lambda: None) if args.deaf else stop.set
+    on_term = (lambda: None) if "--deaf" in sys.argv else stop.set
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_term)
     print(f"{role} begins", flush=True)
-    config = RegistryConfig(etcd=args.config["etcd"], cluster=args.config.get("cluster", "default"))
+    config = RegistryConfig(etcd=settings["etcd"], cluster=settings.get("cluster", "default"))
     registry = EtcdRegistry(config)
     if role == "router":
-        member = routing(registry, args.config["port"])
+        member = routing(registry, settings["port"])
     else:
         record = common_pb2.WorkerRecord(
             incarnation=uuid.uuid4().hex,
@@ -77,7 +69,7 @@ async def main() -> None:
         await stop.wait()
     await registry.close()
     print(f"{role} ended by itself", flush=True)
-    sys.exit(3 if args.hasty else 0)
+    sys.exit(3 if "--hasty" in sys.argv else 0)
 
 
 asyncio.run(main())

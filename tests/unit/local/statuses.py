@@ -1,9 +1,10 @@
-"""Routers' answers made by hand, of real messages, for tests of `baton top`."""
+"""Routers' answers made by hand, of real messages, and a server that gives them."""
 
 from typing import Any
 
+from baton import rpc
 from baton.local.top_view import PolledRouter
-from baton.v1 import common_pb2, fleet_pb2, worker_pb2
+from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
 
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 
@@ -50,3 +51,28 @@ def polled(
         router.take(one, 12.0 - 2.0 * (len(statuses) - 1 - number))
     router.failure = failure
     return router
+
+
+class Router(fleet_pb2_grpc.FleetServiceServicer):
+    """Answers with `status` between `async with` and its end; on one port, however often."""
+
+    def __init__(self, answer: fleet_pb2.GetStatusResponse) -> None:
+        self.status = answer
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def __aenter__(self) -> "Router":
+        self._server = rpc.server()
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(self.address)
+        await self._server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._server.stop(0)
+
+    async def GetStatus(self, request: Any, context: Any) -> fleet_pb2.GetStatusResponse:
+        return self.status

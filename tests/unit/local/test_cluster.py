@@ -15,9 +15,8 @@ import pytest
 from baton.config import ClusterConfig
 from baton.errors import ConfigError, DeadlineExceeded, Unavailable
 from baton.local import cluster as local_cluster
-from baton.local import ports, supervisor
-from baton.local.cluster import LocalCluster
-from baton.local.supervisor import restart_delay_s
+from baton.local import ports
+from baton.local.cluster import LocalCluster, restart_delay_s
 from tests.waiting import eventually
 
 MEMBER = [sys.executable, str(Path(__file__).with_name("member.py"))]
@@ -145,9 +144,7 @@ async def test_every_wait_for_an_end_is_bounded(monkeypatch: pytest.MonkeyPatch)
 
 def test_ports_follow_the_first_and_are_checked() -> None:
     host = "127.7.7.7"  # loopback too, and nothing else takes its ports
-    with socket.socket() as taken:
-        taken.bind((host, 0))
-        taken.listen()
+    with socket.create_server((host, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"{host}:{port}: Address already in use"):
             ports.consecutive(host, port - 1, 2)
@@ -234,7 +231,7 @@ async def test_restarts_back_off_until_a_process_was_ready_for_a_while(
 ) -> None:
     """A crash loop disturbs no other process and says why."""
     assert [restart_delay_s(n) for n in (1, 2, 3, 6, 1000)] == [0.5, 1, 2, 10, 10]
-    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.1)
+    monkeypatch.setattr(local_cluster, "_FIRST_DELAY_S", 0.1)
     said: list[str] = []
     async with cluster(decode=2, say=said.append) as started:
         crashing = started.processes["decode-1"]
@@ -251,7 +248,7 @@ async def test_restarts_back_off_until_a_process_was_ready_for_a_while(
         crashing.argv.remove("--fail")
         await started.wait_ready(timeout_s=30)
         assert crashing.pid in {record.pid for record in started.membership.records.values()}
-        monkeypatch.setattr(supervisor, "_HEALTHY_S", 0.0)
+        monkeypatch.setattr(local_cluster, "_HEALTHY_S", 0.0)
         started.kill("decode-1")
         await lines_with(said, "SIGKILL; starting it again in 0.1 s", 2)
         crashing.argv.append("--fail")  # long life without READY is no health

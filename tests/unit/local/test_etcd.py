@@ -18,7 +18,8 @@ from baton.config import RegistryConfig, split_address
 from baton.errors import ConfigError, Unavailable
 from baton.local import etcd as local_etcd
 from baton.local import ports
-from baton.local.etcd import EmbeddedEtcd, ScratchFolder
+from baton.local.child import tied
+from baton.local.etcd import EmbeddedEtcd, scratch_folder
 from baton.registry.etcd_client import EtcdClient
 from tests.waiting import eventually
 
@@ -45,16 +46,6 @@ async def write(etcd, key):
         await client.put(key, b"x", lease)
 
 
-@contextlib.contextmanager
-def taken(port=0):
-    """A port that something else listens on."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        listener.listen()
-        yield listener.getsockname()[1]
-
-
 async def test_comes_back_on_the_same_port_with_its_data_and_leaves_none():
     async with EmbeddedEtcd() as etcd:
         address, pid, home = etcd.address, etcd.pid, etcd.home
@@ -78,7 +69,8 @@ async def test_what_keeps_it_from_starting_is_named(monkeypatch):
     with pytest.raises(Unavailable, match=r"ended with status [12](.|\n)*no-such-flag"):
         async with EmbeddedEtcd(args=["--no-such-flag"]):
             pass
-    with taken() as port:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
         with pytest.raises(Unavailable, match="address already in use"):
             async with EmbeddedEtcd(client_port=port):
                 pass
@@ -129,6 +121,18 @@ async def test_dies_with_its_parent(tmp_path):
     assert await asyncio.to_thread(psutil.wait_procs, [etcd], 5) == ([etcd], [])
 
 
+def test_a_tied_program_keeps_its_pid_and_does_not_start_without_its_parent():
+    asks = "import os, sys; print(os.getpid(), os.getppid(), *sys.argv[1:])"
+    command = tied([sys.executable, "-c", asks, "a b", "--c"])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        out, _ = process.communicate(timeout=20)
+    assert out.split() == [str(process.pid), str(os.getpid()), "a", "b", "--c"]
+    command[command.index(str(os.getpid()))] = "1"
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "the parent ended first" in done.stderr
+
+
 def damage(etcd):
     """Overwrites every file of etcd's data with as many other bytes."""
     for path in (etcd.home / "data").rglob("*"):
@@ -169,8 +173,8 @@ async def test_data_stay_where_something_else_keeps_etcd_from_starting():
     async with EmbeddedEtcd() as etcd:
         await write(etcd, "/one")
         await etcd.stop()
-        port = split_address(etcd.address)[1]
-        with taken(port), pytest.raises(Unavailable, match="address already in use"):
+        taken = socket.create_server(split_address(etcd.address))
+        with taken, pytest.raises(Unavailable, match="address already in use"):
             await etcd.start()
         await etcd.start()
         assert await keys(etcd) == [b"/one"]
@@ -178,12 +182,12 @@ async def test_data_stay_where_something_else_keeps_etcd_from_starting():
 
 OWNER = """
 import signal
-from baton.local.etcd import ScratchFolder
-folder = ScratchFolder("baton-test-")
-(folder.path / "data").mkdir()
-(folder.path / "data" / "wal").write_text("x" * 1000)
-print(folder.path, flush=True)
-signal.pause()
+from baton.local.etcd import scratch_folder
+with scratch_folder("baton-test-") as folder:
+    (folder / "data").mkdir()
+    (folder / "data" / "wal").write_text("x" * 1000)
+    print(folder, flush=True)
+    signal.pause()
 """
 
 
@@ -191,20 +195,19 @@ def test_scratch_folders_go_with_their_owners_or_when_the_next_one_starts(tmp_pa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     argv = [sys.executable, "-c", OWNER]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, env=env, cwd=ROOT, text=True) as owner:
-        left = Path(owner.stdout.readline().strip())
-        strangers = [tmp_path / "baton-test-other", tmp_path / "other"]
-        for stranger in strangers:
-            stranger.mkdir()  # one that never was ours, one of another kind
-        second = ScratchFolder("baton-test-")
-        assert (left / "data" / "wal").exists(), "its owner lives"
-        owner.kill()
-    assert left.exists()
-    third = ScratchFolder("baton-test-")
-    assert third.path.stat().st_mode & 0o77 == 0
-    assert set(tmp_path.iterdir()) == {second.path, third.path, *strangers}
     files = len(list(Path("/proc/self/fd").iterdir()))
-    second.remove()
-    third.remove()
+    with contextlib.ExitStack() as stack:
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, env=env, cwd=ROOT, text=True) as owner:
+            left = Path(owner.stdout.readline().strip())
+            strangers = [tmp_path / "baton-test-other", tmp_path / "other"]
+            for stranger in strangers:
+                stranger.mkdir()  # one that never was ours, one of another kind
+            second = stack.enter_context(scratch_folder("baton-test-"))
+            assert (left / "data" / "wal").exists(), "its owner lives"
+            owner.kill()
+        assert left.exists()
+        third = stack.enter_context(scratch_folder("baton-test-"))
+        assert third.stat().st_mode & 0o77 == 0
+        assert set(tmp_path.iterdir()) == {second, third, *strangers}
     assert set(tmp_path.iterdir()) == set(strangers)
-    assert len(list(Path("/proc/self/fd").iterdir())) == files - 2
+    assert len(list(Path("/proc/self/fd").iterdir())) == files

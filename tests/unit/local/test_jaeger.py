@@ -1,18 +1,19 @@
 """Traces out of Jaeger: the JSON its HTTP API answers with, over a real connection."""
 
+import asyncio
 import copy
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from baton import cli
 from baton.errors import InternalError, Unavailable
+from baton.local.span_store import ROUTER, is_complete
 from baton.local.trace_source import Jaeger
-from baton.local.trace_tree import ROUTER, entry_of, is_whole
+from baton.local.trace_tree import entry_of, summaries
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 ANSWER = json.loads(Path(__file__).with_name("jaeger_trace.json").read_text())
@@ -41,49 +42,40 @@ spans account for 91.9% of the request's 587.5 ms; longest gaps: 27.2 ms at 204.
 1.5 ms at 2.6"""
 
 
-class Server(ThreadingHTTPServer):
+class JaegerServer(TestServer):
     """Answers each path with (status, body), and keeps what was asked."""
 
+    __test__ = False
+
     def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.answers: dict[str, tuple[int, bytes]] = {}
-        self.asked: list[str] = []
+        app = web.Application()
+        app.router.add_get("/{path:.*}", self.answer)
+        super().__init__(app)
+        self.answers = {f"/api/traces/{TRACE}": (200, json.dumps(ANSWER))}
+        self.asked = []
 
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}"
+    async def answer(self, request):
+        self.asked.append(request)
+        status, text = self.answers.get(request.path, (404, json.dumps(UNKNOWN)))
+        return web.Response(status=status, text=text)
 
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.server.asked.append(self.path)
-        unknown = (404, json.dumps(UNKNOWN).encode())
-        status, body = self.server.answers.get(urlsplit(self.path).path, unknown)
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        pass
+    async def traces(self, trace_id, path=""):
+        source = Jaeger(str(self.make_url(path)), 300)
+        return await asyncio.to_thread(source.traces, trace_id, TIMEOUT_S)
 
 
 @pytest.fixture
-def jaeger():
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        server.answers[f"/api/traces/{TRACE}"] = (200, json.dumps(ANSWER).encode())
+async def jaeger():
+    async with JaegerServer() as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
-def test_a_trace_is_drawn_as_one_of_ours(jaeger, capsys):
-    assert cli.main(["trace", TRACE, "--jaeger", jaeger.url]) == 0
+async def test_a_trace_is_drawn_as_one_of_ours(jaeger, capsys):
+    argv = ["trace", TRACE, "--jaeger", str(jaeger.make_url(""))]
+    assert await asyncio.to_thread(cli.main, argv) == 0
     assert capsys.readouterr().out == f"{TREE}\n"
-    spans = Jaeger(jaeger.url).trace(TRACE, TIMEOUT_S)
-    assert is_whole(spans)
+    (spans,) = await jaeger.traces(TRACE)
+    assert is_complete(spans)
     entry = entry_of(spans)
     assert entry is not None
     assert (entry.start_ns, entry.end_ns) == (BASE_NS, BASE_NS + 587_500_000)
@@ -93,57 +85,58 @@ def test_a_trace_is_drawn_as_one_of_ours(jaeger, capsys):
     assert transfer.attributes["bytes"] == 2936832  # as text in the answer
 
 
-def test_a_base_path_and_an_id_without_its_zeros(jaeger):
+async def test_a_base_path_and_an_id_without_its_zeros(jaeger):
     answer, trace_id = copy.deepcopy(ANSWER), "00" + TRACE[2:]
     for span in answer["data"][0]["spans"]:
         span["traceID"] = trace_id.lstrip("0")
         for reference in span["references"]:
             reference["traceID"] = trace_id.lstrip("0")
-    jaeger.answers["/jaeger/api/traces/" + trace_id] = (200, json.dumps(answer).encode())
-    spans = Jaeger(f"{jaeger.url}/jaeger/").trace(trace_id, TIMEOUT_S)
+    jaeger.answers["/jaeger/api/traces/" + trace_id] = (200, json.dumps(answer))
+    (spans,) = await jaeger.traces(trace_id, "/jaeger/")
     assert {span.trace_id for span in spans} == {trace_id}
-    assert is_whole(spans)
+    assert is_complete(spans)
 
 
-def test_requests_are_listed(jaeger):
+async def test_requests_are_listed(jaeger):
     second = json.loads(json.dumps(ANSWER["data"][0]).replace(TRACE, "2" * 32))
     for span in second["spans"]:
         span["startTime"] -= 5_000_000
     second["spans"][0]["duration"] = 900_000
     other = {"traceID": "3" * 32, "spans": [], "processes": {}}
-    body = json.dumps({"data": [second, ANSWER["data"][0], other]}).encode()
-    jaeger.answers["/api/traces"] = (200, body)
-    source = Jaeger(jaeger.url)
-    assert [one.trace_id for one in source.summaries(False, 20, TIMEOUT_S)] == [TRACE, "2" * 32]
-    assert [one.trace_id for one in source.summaries(True, 1, TIMEOUT_S)] == ["2" * 32]
-    asked = parse_qs(urlsplit(jaeger.asked[0]).query)
-    assert asked["service"] == [ROUTER] and int(asked["end"][0]) > int(asked["start"][0])
-    (last,) = source.summaries(False, 1, TIMEOUT_S)
+    jaeger.answers["/api/traces"] = (200, json.dumps({"data": [second, *ANSWER["data"], other]}))
+
+    traces = await jaeger.traces("")
+    assert [one.trace_id for one in summaries(traces, False, 20)] == [TRACE, "2" * 32]
+    assert [one.trace_id for one in summaries(traces, True, 1)] == ["2" * 32]
+    asked = jaeger.asked[0].query
+    assert (asked["service"], asked["limit"]) == (ROUTER, "300")
+    assert int(asked["end"]) > int(asked["start"])
+    (last,) = summaries(traces, False, 1)
     assert (last.attempts, last.input_tokens, last.output_tokens) == (2, 717, 40)
 
 
 @pytest.mark.parametrize(
     ("status", "body", "error", "why"),
     [
-        (500, b"{}", Unavailable, "answers 500"),
-        (404, b"<html>nothing here</html>", Unavailable, "answers 404"),
-        (200, b"<html>a page</html>", InternalError, "is it Jaeger"),
-        (200, b"[]", InternalError, "not an answer of Jaeger"),
-        (200, b'{"data": [{"spans": [{"spanID": "x"}], "processes": {}}]}', InternalError,
+        (500, "{}", Unavailable, "answers 500"),
+        (404, "<html>nothing here</html>", Unavailable, "answers 404"),
+        (200, "<html>a page</html>", InternalError, "is it Jaeger"),
+        (200, "[]", InternalError, "not an answer of Jaeger"),
+        (200, '{"data": [{"spans": [{"spanID": "x"}], "processes": {}}]}', InternalError,
          "not a trace"),
     ],
 )  # fmt: skip
-def test_other_answers_are_errors(jaeger, status, body, error, why):
+async def test_other_answers_are_errors(jaeger, status, body, error, why):
     jaeger.answers[f"/api/traces/{TRACE}"] = (status, body)
     with pytest.raises(error, match=why):
-        Jaeger(jaeger.url).trace(TRACE, TIMEOUT_S)
+        await jaeger.traces(TRACE)
 
 
-def test_an_unknown_trace_has_no_spans_and_a_closed_port_is_an_error(jaeger):
-    assert Jaeger(jaeger.url).trace("1" * 32, TIMEOUT_S) == []
-    jaeger.answers["/api/traces/" + "2" * 32] = (200, json.dumps({"data": []}).encode())
-    assert Jaeger(jaeger.url).trace("2" * 32, TIMEOUT_S) == []
-    with Server() as server:
-        url = server.url
+async def test_an_unknown_trace_has_no_spans_and_a_closed_port_is_an_error(jaeger):
+    assert await jaeger.traces("1" * 32) == []
+    jaeger.answers["/api/traces/" + "2" * 32] = (200, json.dumps({"data": []}))
+    assert await jaeger.traces("2" * 32) == []
+    closed = Jaeger(str(jaeger.make_url("")))
+    await jaeger.close()
     with pytest.raises(Unavailable, match="does not answer"):
-        Jaeger(url).trace(TRACE, TIMEOUT_S)
+        await asyncio.to_thread(closed.traces, TRACE, TIMEOUT_S)

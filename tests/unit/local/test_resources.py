@@ -10,7 +10,7 @@ import pytest
 from baton.config import EngineConfig
 from baton.errors import ConfigError
 from baton.local import resources
-from baton.local.resources import Share, assign_gpus, devices, divide_cores, shares
+from baton.local.resources import Share, devices, divide_cores, shares
 
 NAMES = ("prefill-0", "decode-0", "decode-1")
 
@@ -32,7 +32,8 @@ def test_cores_are_divided_disjoint_even_and_completely() -> None:
 def test_gpus_are_used_evenly() -> None:
     known = {(1, 3, 2): [0, 1, 1, 1], (2, 2, 3): [0, 1, 2, 2], (1, 5, 4): [0, 1, 2, 3, 1, 2]}
     for prefill, decode, number in itertools.product(range(1, 6), range(1, 6), range(1, 9)):
-        chosen = assign_gpus(prefill, decode, number)
+        named = devices(EngineConfig(device="cuda"), prefill, decode, number)
+        chosen = [int(name.removeprefix("cuda:")) for name in named]
         assert chosen == known.get((prefill, decode, number), chosen)
         assert len(chosen) == prefill + decode
         assert set(chosen) == set(range(min(number, prefill + decode)))
@@ -43,19 +44,15 @@ def test_gpus_are_used_evenly() -> None:
             assert max(each) - min(each) <= 1
 
 
-@pytest.mark.parametrize(
-    ("engine", "gpus", "expected"),
-    [
-        ({"device": "cuda:3"}, 8, ["cuda:3"] * 2),
-        ({"device": "cuda:3"}, 0, ["cuda:3"] * 2),
-        ({}, 0, ["", ""]),
-        ({"device": "cpu"}, 4, ["", ""]),
-        ({"simulate": "1,1"}, 4, ["", ""]),
-        ({}, 4, ["cuda:0", "cuda:1"]),
-    ],
-)
-def test_devices(engine: dict[str, str], gpus: int, expected: list[str]) -> None:
-    assert devices(EngineConfig(**engine), 1, 1, gpus) == expected  # type: ignore[arg-type]
+def test_devices() -> None:
+    for engine, gpus, expected in (
+        (EngineConfig(device="cuda:3"), 0, ["cuda:3"] * 2),
+        (EngineConfig(), 0, ["", ""]),
+        (EngineConfig(device="cpu"), 4, ["", ""]),
+        (EngineConfig(simulate="1,1"), 4, ["", ""]),
+        (EngineConfig(), 4, ["cuda:0", "cuda:1"]),
+    ):
+        assert devices(engine, 1, 1, gpus) == expected
     with pytest.raises(ConfigError, match="--device cuda: torch sees no GPU here"):
         devices(EngineConfig(device="cuda"), 1, 1, 0)
 

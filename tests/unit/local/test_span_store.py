@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +24,10 @@ def test_complete_needs_root_parents_and_services() -> None:
     assert is_complete([root, child, grandchild], ["router", "decode"])
     for lacking in ([], [child], [root, grandchild]):
         assert not is_complete(lacking)
+    # The caller's own span may be kept elsewhere.
+    entry = replace(child, service="baton-router", is_entry=True)
+    assert is_complete([entry, grandchild])
+    assert not is_complete([entry, replace(grandchild, parent_id="d", is_entry=True)])
     assert not is_complete([root, child], ["router", "decode"])
 
 

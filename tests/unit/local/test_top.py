@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from baton.local import top_view
-from baton.local.top import SORTS, Moment, Options, blocks_bar, frame
+from baton.local.top import SORTS, Moment, View, blocks_bar, frame
 from baton.local.top_view import PolledRouter, WorkerLine
 from baton.v1 import fleet_pb2
 
@@ -26,7 +26,7 @@ def lines(
 ) -> list[str]:
     console = Console(width=width, height=height, color_system=None, file=io.StringIO())
     with console.capture() as captured:
-        console.print(frame(Moment(routers, now, AT), Options(1.0, **options), width, height))
+        console.print(frame(Moment(routers, now, AT), View(**options), width, height))
     return [line.rstrip() for line in captured.get().splitlines()]
 
 

@@ -12,16 +12,13 @@ import sys
 import termios
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 
-from baton import rpc
-from baton.v1 import fleet_pb2, fleet_pb2_grpc
+from baton import cli
 from tests.waiting import eventually
 
-from .statuses import DECODE, pair, status, worker
+from .statuses import DECODE, Router, pair, status, worker
 
 ROOT = Path(__file__).parents[3]
 ENTER, LEAVE = b"\x1b[?1049h", b"\x1b[?1049l"
@@ -29,34 +26,11 @@ PATIENCE_S = 40.0
 STYLE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-class Router(fleet_pb2_grpc.FleetServiceServicer):
-    """Answers with `status`, on one port whenever it runs."""
-
-    def __init__(self) -> None:
-        self.status = status(worker("pre0"), worker("dec0", DECODE), pair("pre0", "dec0"))
-        self.port = 0
-        self._server: grpc.aio.Server | None = None
-
-    async def start(self) -> None:
-        self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
-        await self._server.start()
-
-    async def stop(self) -> None:
-        assert self._server is not None
-        await self._server.stop(0)
-
-    async def GetStatus(self, request: Any, context: Any) -> fleet_pb2.GetStatusResponse:
-        return self.status
-
-
 @pytest.fixture
 async def router() -> AsyncIterator[Router]:
-    serving = Router()
-    await serving.start()
-    yield serving
-    await serving.stop()
+    fleet = status(worker("pre0"), worker("dec0", DECODE), pair("pre0", "dec0"))
+    async with Router(fleet) as serving:
+        yield serving
 
 
 class Terminal:
@@ -124,7 +98,7 @@ class Terminal:
 @pytest.fixture
 async def top(router: Router) -> AsyncIterator[Terminal]:
     terminal = Terminal()
-    await terminal.start("--target", f"127.0.0.1:{router.port}")
+    await terminal.start("--target", router.address)
     yield terminal
     await terminal.close()
 
@@ -147,11 +121,11 @@ async def test_it_follows_routers_and_keys(top: Terminal, router: Router) -> Non
     top.press("s")
     await top.shows("sort: queue")
 
-    await router.stop()
+    await router.__aexit__()
     seen = await top.shows("does not answer for")
     assert "NO ANSWER" in seen and "pre0" in seen and "what follows is old" in seen
     router.status = status(worker("new0"), incarnation="r1")
-    await router.start()
+    await router.__aenter__()
     seen = await top.shows("new0")
     assert "NO ANSWER" not in seen and "pre0" not in seen
     top.press("q")
@@ -168,18 +142,10 @@ async def test_however_it_ends_the_terminal_is_as_it_was(
     assert await top.ended() == exit_status
 
 
-async def test_one_frame_for_pipes(router: Router) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "baton", "top", "--once", "--interval", "0.1"),
-        *("--width", "100", "--target", f"127.0.0.1:{router.port}"),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        cwd=ROOT,
-    )
-    async with asyncio.timeout(PATIENCE_S):
-        out, err = await process.communicate()
-    assert (process.returncode, err) == (0, b"")
-    text = out.decode()
+async def test_one_frame_for_pipes(router: Router, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["top", "--once", "--interval", "0.1", "--width", "100", "--target", router.address]
+    assert await asyncio.to_thread(cli.main, argv) == 0
+    text = capsys.readouterr().out
     assert text.startswith("baton top  cluster default, model demo")
     assert "\x1b" not in text and "quit" not in text
     row = next(line for line in text.splitlines() if line.startswith("127.0.0.1:"))

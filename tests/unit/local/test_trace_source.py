@@ -1,21 +1,21 @@
 """`baton trace` as it is typed, over real connections to a router and to where traces are kept."""
 
 import asyncio
-import contextlib
 import json
 import re
 import time
 
-import grpc
 import pytest
 
-from baton import cli, rpc
+from baton import cli
 from baton.errors import InvalidRequest
 from baton.local import ports
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore
 from baton.local.trace_source import KeptTraces
-from baton.v1 import fleet_pb2, fleet_pb2_grpc, trace_pb2
+from baton.v1 import trace_pb2
+
+from .statuses import Router, status
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 LONG, FIRST, UNKNOWN = "1" * 32, "2" * 32, "3" * 32
@@ -35,28 +35,9 @@ def below(parent_id="a" * 16, took_ms=9):
                 error="")  # fmt: skip
 
 
-class Router(fleet_pb2_grpc.FleetServiceServicer):
-    """Its status says where its spans go."""
-
-    def __init__(self, otlp):
-        self._otlp = otlp
-
-    async def GetStatus(self, request, context):
-        router = fleet_pb2.RouterStatus(address="r:1", otlp=self._otlp)
-        return fleet_pb2.GetStatusResponse(router=router)
-
-
-@contextlib.asynccontextmanager
-async def routing(otlp):
-    """A router's address."""
-    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
-    fleet_pb2_grpc.add_FleetServiceServicer_to_server(Router(otlp), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(0)
+def exporting(otlp):
+    """A router that says where its spans go."""
+    return Router(status(address="r:1", otlp=otlp))
 
 
 @pytest.fixture
@@ -68,10 +49,12 @@ async def receiver():
 @pytest.fixture
 async def trace(receiver, capsys):
     """Runs `baton trace` against a router whose spans go to `receiver`: status, output, errors."""
-    async with routing(f"{receiver.address},http://elsewhere:1") as target:
+    async with exporting(f"{receiver.address},http://elsewhere:1") as router:
 
         async def run(*argv):
-            exit_status = await asyncio.to_thread(cli.main, ["trace", "--target", target, *argv])
+            exit_status = await asyncio.to_thread(
+                cli.main, ["trace", "--target", router.address, *argv]
+            )
             return exit_status, *capsys.readouterr()
 
         yield run
@@ -119,7 +102,8 @@ async def test_requests_are_listed_by_end_or_by_time_taken(receiver, trace):
 
 async def test_an_error_says_why_there_is_no_trace(receiver, trace):
     closed = f"127.0.0.1:{ports.free()}"
-    async with routing("") as silent:
+    async with exporting("") as router:
+        silent = router.address
         for argv, why in (
             ([UNKNOWN], f"{receiver.address} has no trace {UNKNOWN}"),
             (["not-an-id"], "'not-an-id' is no trace id: it has 32 hexadecimal digits"),
@@ -136,20 +120,20 @@ async def test_an_error_says_why_there_is_no_trace(receiver, trace):
             assert error.startswith("baton: error: ") and why in error
     assert await trace("--json") == (0, '{"traces": []}\n', "")
     with pytest.raises(InvalidRequest, match="32 hexadecimal"):
-        await asyncio.to_thread(KeptTraces(receiver.address).trace, "xyz", TIMEOUT_S)
+        await asyncio.to_thread(KeptTraces(receiver.address).traces, "xyz", TIMEOUT_S)
 
 
 @pytest.mark.parametrize("spans", [[below(), request()], [request(), below()]])
 async def test_a_trace_is_waited_for_until_it_is_whole_and_quiet(receiver, spans):
     """Its request has ended a moment ago: spans are on their way, named by others or not."""
     asking = asyncio.create_task(
-        asyncio.to_thread(KeptTraces(receiver.address).trace, TRACE, TIMEOUT_S)
+        asyncio.to_thread(KeptTraces(receiver.address).traces, TRACE, TIMEOUT_S)
     )
     for span in spans:
         await asyncio.sleep(0.1)
         assert not asking.done()
         receiver.store.add([span])
-    assert await asking == spans
+    assert await asking == [spans]
 
 
 @pytest.mark.parametrize("spans", [[request()], [request(), below(parent_id="c" * 16)]])
@@ -158,7 +142,9 @@ async def test_an_old_trace_comes_at_once(spans, monkeypatch):
     store = SpanStore()
     store.add(spans)
     monkeypatch.setattr(store, "arrived_at", lambda trace_id: time.monotonic() - 60)
-    asked = trace_pb2.GetTraceRequest(trace_id=TRACE, wait_ms=3_600_000)
+    asked = trace_pb2.ReadTracesRequest(trace_id=TRACE, wait_ms=3_600_000)
     async with asyncio.timeout(TIMEOUT_S):
-        answer = await OtlpReceiver(store, quiet_s=3600.0).GetTrace(asked, None)
+        (answer,) = [
+            one async for one in OtlpReceiver(store, quiet_s=3600.0).ReadTraces(asked, None)
+        ]
     assert len(answer.spans) == len(spans)

@@ -97,9 +97,9 @@ async def test_traces_are_kept_here(settings: dict[str, Any]) -> None:
         own, *others = config.otlp.split(",")
         assert others == [settings["otlp"]] if "otlp" in settings else not others
         source = KeptTraces(own)
-        assert await asyncio.to_thread(source.summaries, False, 1, 30.0) == []
+        assert await asyncio.to_thread(source.traces, "", 30.0) == []
     with pytest.raises(Unavailable):
-        await asyncio.to_thread(source.summaries, False, 1, 30.0)
+        await asyncio.to_thread(source.traces, "", 30.0)
     config = ClusterConfig(keep_traces=0, otlp="http://o:1")  # kept elsewhere
     async with contextlib.AsyncExitStack() as stack:
         assert await up._with_receiver(config, stack) == config

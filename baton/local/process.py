@@ -1,0 +1,155 @@
+"""One child process: its runs, their output, and how they end.
+
+Children are in their own process group, so that ctrl-C in a terminal reaches the parent alone and
+they can be stopped in order. Nothing here knows what a child does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+ERROR = "baton: error: "  # how our commands begin their last line
+_LOG_LINES = 500
+_MAX_LINE_BYTES = 16 << 10
+_OUTPUT_GRACE_S = 1.0
+
+
+@dataclass(eq=False)
+class ChildProcess:
+    """A command that can be started again after it ended. `log` keeps the last lines of all runs.
+
+    `on_line` is called with each line of its output (stdout and stderr together). `wanted` and
+    `ready_at` are its owner's: whether it runs or is going to, and since when this run serves.
+    """
+
+    spawn = staticmethod(asyncio.create_subprocess_exec)  # what starts a run
+
+    name: str
+    role: str
+    argv: list[str]
+    env: Mapping[str, str] = field(default_factory=dict)  # added to our own
+    on_line: Callable[[str], None] = lambda line: None
+    log: deque[str] = field(init=False, default_factory=lambda: deque(maxlen=_LOG_LINES))
+    starts: int = field(init=False, default=0)
+    started_at: float = field(init=False, default=0.0)  # time.monotonic()
+    wanted: bool = field(init=False, default=False)
+    ready_at: float = field(init=False, default=0.0)  # time.monotonic(); 0: not yet
+    _killed: bool = field(init=False, default=False)
+    _process: asyncio.subprocess.Process | None = field(init=False, default=None)
+    _reader: asyncio.Task[None] | None = field(init=False, default=None)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the latest run; 0 before the first."""
+        return self._process.pid if self._process else 0
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs; negative for the signal that killed it."""
+        return self._process.returncode if self._process else None
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and has neither ended nor been sent SIGKILL."""
+        return self._process is not None and self.exit_status is None and not self._killed
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ready_at > 0 and self.running
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.started_at
+
+    @property
+    def failure(self) -> str:
+        """How it ended and, when it failed by itself, its last line, which says why."""
+        status = self.exit_status
+        assert status is not None, f"{self.name} still runs"
+        if status < 0:
+            return f"{self.name} was killed by {signal.Signals(-status).name}"
+        why = f": {self.log[-1].removeprefix(ERROR)}" if status and self.log else ""
+        return f"{self.name} exited with status {status}{why}"
+
+    def log_tail(self, lines: int = 20) -> str:
+        return "\n".join(list(self.log)[-lines:])
+
+    async def start(self) -> None:
+        """Starts a run; the one before must have ended."""
+        assert self._process is None or self._process.returncode is not None, "it runs already"
+        self._process = await self.spawn(
+            *self.argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **self.env},
+            process_group=0,
+        )
+        self._killed, self.ready_at = False, 0.0
+        self.starts += 1
+        self.started_at = time.monotonic()
+        self._reader = asyncio.create_task(self._read(), name=f"output of {self.name}")
+
+    async def wait(self) -> int:
+        """The exit status, once the process ended and its output is in `log`."""
+        assert self._process is not None and self._reader is not None
+        status = await self._process.wait()
+        # A grandchild may hold the pipe open for longer than the child lived.
+        await asyncio.wait([self._reader], timeout=_OUTPUT_GRACE_S)
+        self._reader.cancel()
+        return status
+
+    def signal(self, signum: int) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._killed = self._killed or signum == signal.SIGKILL
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signum)
+
+    async def stop(self, timeout_s: float) -> int:
+        """SIGTERM, then after `timeout_s` SIGKILL for its whole process group; the exit status."""
+        assert self._process is not None
+        if self._process.returncode is None:
+            self.signal(signal.SIGTERM)
+            self.signal(signal.SIGCONT)  # a process stopped with SIGSTOP could not end itself
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._process.wait()
+            except TimeoutError:
+                self.log.append(f"(did not end within {timeout_s:g} s of SIGTERM: killed)")
+                self.kill()
+        return await self.wait()
+
+    def kill(self) -> None:
+        """SIGKILL to the process and to what it started."""
+        if self._process is not None and self._process.returncode is None:
+            self._killed = True
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def _read(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        rest, ended = b"", False
+        while not ended:
+            chunk = await self._process.stdout.read(1 << 16)
+            ended = not chunk
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > _MAX_LINE_BYTES or (rest and ended):
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                text = line[:_MAX_LINE_BYTES].decode(errors="replace").rstrip()
+                self.log.append(text)
+                self.on_line(text)
+
+
+async def cancelled(task: asyncio.Task[None] | None) -> None:
+    """Cancels a task and returns when it has ended."""
+    if task is not None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

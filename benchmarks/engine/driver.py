@@ -1,0 +1,100 @@
+"""Baton's engine, driven for one measurement at a time."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import random
+import time
+from collections.abc import Sequence as Items
+
+from baton.engine.build import Loaded
+from baton.engine.loop import StepReport
+from baton.engine.sequence import Sequence
+from baton.sampling import SamplingParams
+
+_STEP_S = 120.0  # longer than any step takes
+
+
+class Driver:
+    """A started engine: planner, runner, sampler and reports; no worker, no gRPC."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._vocab = loaded.model_config.vocab_size
+        self._names, self._dice = map(str, itertools.count()), random.Random(0)
+        self._reports: queue.SimpleQueue[tuple[float, StepReport]] = queue.SimpleQueue()
+        self._engine = loaded.engine(
+            lambda report: self._reports.put((time.perf_counter(), report))
+        )
+
+        self._engine.start()
+
+    def close(self) -> None:
+        """Stops the engine."""
+        self._engine.stop()
+
+    def decode(
+        self, batch: int, context: int, warm_up: int, steps: int, **sampling: float
+    ) -> float:
+        """Seconds of a step in which `batch` sequences of that context get a token each.
+
+        No prompt is computed: each sequence begins as if its KV had come from elsewhere.
+        """
+        run = warm_up + steps + 1
+        params = SamplingParams(seed=1, ignore_eos=True, max_tokens=run + 1, **sampling)  # type: ignore[arg-type]
+        sequences = [self._sequence(self._prompt(context), params) for _ in range(batch)]
+        for sequence in sequences:
+            self._engine.reserve(sequence).result()
+
+        def start() -> None:
+            for sequence in sequences:
+                self._engine._sequences.resume(sequence.seq_id, context, 7)
+
+        self._engine.submit(start).result()
+        ends: list[float] = []
+        while len(ends) < run:
+            ended, report = self._next()
+            if len(report.progress) == batch:
+                ends.append(ended)
+        counted = ends[warm_up - 1 : -1]  # the last one frees everything
+        return (counted[-1] - counted[0]) / (len(counted) - 1)
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds from a prompt's submission to its first token."""
+        sequence = self._sequence(self._prompt(tokens), SamplingParams(max_tokens=1))
+        began = time.perf_counter()
+        self._engine.add(sequence).result()
+        while True:
+            ended, report = self._next()
+            if any(progress.token_ids for progress in report.progress):
+                return ended - began
+
+    def generate(self, prompts: Items[list[int]], new_tokens: int) -> list[tuple[int, ...]]:
+        """Greedy tokens for each prompt, all of them at once."""
+        params = SamplingParams(ignore_eos=True, max_tokens=new_tokens)
+        sequences = [self._sequence(list(prompt), params) for prompt in prompts]
+        for sequence in sequences:
+            self._engine.add(sequence).result()
+        found: dict[str, tuple[int, ...]] = {sequence.seq_id: () for sequence in sequences}
+        while any(len(tokens) < new_tokens for tokens in found.values()):
+            for progress in self._next()[1].progress:
+                found[progress.seq_id] += progress.token_ids
+        return [found[sequence.seq_id] for sequence in sequences]
+
+    def _sequence(self, tokens: list[int], params: SamplingParams) -> Sequence:
+        return Sequence(next(self._names), tokens, len(tokens), params)
+
+    def _prompt(self, tokens: int) -> list[int]:
+        return [self._dice.randrange(self._vocab) for _ in range(tokens)]
+
+    def _next(self) -> tuple[float, StepReport]:
+        """The next step that computed something. Raises RuntimeError for one that failed."""
+        while True:
+            try:
+                ended, report = self._reports.get(timeout=_STEP_S)
+            except queue.Empty:
+                raise RuntimeError(f"no step ended within {_STEP_S:g} s") from None
+            if failed := [one.abort_reason for one in report.progress if one.abort_reason]:
+                raise RuntimeError(failed[0])
+            if report.progress:
+                return ended, report
