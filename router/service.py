@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Self
 
-from baton import rpc
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.frontend import Caller, GenerationService, Unread
 
@@ -20,18 +19,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self, service: GenerationService) -> None:
         self._service = service
 
-    @rpc.unary
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
         async with _Writer(context) as sink:
             await self._service.generate(request, caller_of(context), sink)
 
-    @rpc.unary
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Any
     ) -> inference_pb2.TokenizeResponse:
         return await self._service.tokenize(request, caller_of(context))
 
-    @rpc.unary
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
@@ -111,7 +107,6 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         self._service = service
         self._router = router
 
-    @rpc.unary
     async def GetStatus(
         self, request: fleet_pb2.GetStatusRequest, context: Any
     ) -> fleet_pb2.GetStatusResponse:
@@ -133,7 +128,6 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         ]
         return fleet_pb2.GetStatusResponse(router=router, workers=workers, pairs=fleet.pairs)
 
-    @rpc.unary
     async def Explain(
         self, request: fleet_pb2.ExplainRequest, context: Any
     ) -> fleet_pb2.ExplainResponse:

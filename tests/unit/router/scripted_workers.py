@@ -9,14 +9,12 @@ import contextlib
 import time
 from functools import partial
 
-import grpc
 from opentelemetry import trace
 from opentelemetry.context import Context
 
 from baton import rpc
 from baton.config import RouterLimits
 from baton.errors import Unavailable
-from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.sampling import SamplingParams
 from baton.v1 import (
     common_pb2,
@@ -32,6 +30,7 @@ from router.dispatch.dispatch import Dispatch
 from router.dispatch.request_state import RequestState, TokenizedRequest
 from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
+from tests.memory_registry import MemoryRegistry
 
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 READY, DRAINING = common_pb2.WORKER_STATE_READY, common_pb2.WORKER_STATE_DRAINING
@@ -99,7 +98,7 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def start(self):
         """Serves, at the same port as before if there was one."""
-        self.server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        self.server = rpc.server()
         port = self.server.add_insecure_port(self.record.address or "127.0.0.1:0")
         self.record.address = f"127.0.0.1:{port}"
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self.server)
@@ -137,13 +136,11 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
         for watch in self.watches:
             watch.put_nowait(None)
 
-    @rpc.unary
     async def Describe(self, request, context):
         self.described.put_nowait(None)
         await self._awake["Describe"].wait()
         return worker_pb2.DescribeResponse(record=self.record, load=self.load)
 
-    @rpc.streaming
     async def Watch(self, request, context):
         watch, first = asyncio.Queue(), self._update()
         first.cache.stored.extend(self.cached)
@@ -189,7 +186,6 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServiceServicer):
     def add_own_service(self, server):
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
 
-    @rpc.streaming
     async def Prefill(self, request, context):
         self.requests.append(request)
         script = self.scripts.pop(0) if self.scripts else self.good
@@ -236,7 +232,6 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
     def add_own_service(self, server):
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
 
-    @rpc.unary
     async def Reserve(self, request, context):
         self.requests.append(request)
         script = self.reserves.pop(0) if self.reserves else self.accept
@@ -258,7 +253,6 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
         self.begin(request.sequence, 0)
         return answer
 
-    @rpc.unary
     async def Cancel(self, request, context):
         for handoff_id in request.handoff_ids:
             await self.on_cancel(handoff_id)
@@ -269,7 +263,6 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
     async def on_cancel(self, handoff_id):
         """What a test puts in Cancel's way."""
 
-    @rpc.streaming
     async def StreamEvents(self, request, context):
         await self._awake["StreamEvents"].wait()
         stream = self.streams[request.stream_id] = asyncio.Queue()
@@ -348,7 +341,7 @@ class Cluster:
     ):
         self.decodes = [DecodeWorker(f"d{i}", max_context=max_context) for i in range(decode)]
         self.prefills = [PrefillWorker(f"p{i}", self.decodes) for i in range(prefill)]
-        self.store = MemoryStore()
+        self.store = MemoryRegistry()
         self.tracer = tracer or trace.NoOpTracer()
         self.limits = RouterLimits(local_prefill_max_tokens=4, **limits)
         # A slow machine is not silent.
@@ -365,7 +358,7 @@ class Cluster:
     async def __aenter__(self):
         asyncio.get_running_loop().set_exception_handler(self._on_problem)
         self._tasks_before = asyncio.all_tasks()
-        membership = await self._stack.enter_async_context(MemoryRegistry(self.store).watch())
+        membership = await self._stack.enter_async_context(self.store.watch())
         self.fleet = Fleet(membership, "router", FINGERPRINT, self.liveness)
         self.wait_queue = WaitQueue(self.limits.max_queue, lambda: self.fleet.changed)
         self.dispatch = Dispatch(self.fleet, self.wait_queue, self.limits, self.tracer)
@@ -399,7 +392,7 @@ class Cluster:
     async def join(self, worker):
         """Registers a worker."""
         stay = contextlib.AsyncExitStack()
-        registering = MemoryRegistry(self.store).register(worker.record)
+        registering = self.store.register(worker.record)
         self.registrations[worker.record.incarnation] = await stay.enter_async_context(registering)
         self._stays[worker.record.incarnation] = stay
         self._stack.push_async_callback(stay.aclose)

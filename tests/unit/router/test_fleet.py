@@ -145,7 +145,6 @@ async def test_records_of_workers_that_do_not_exist_cost_one_look_together(clust
         for i in range(300):
             record = changed(cluster.decodes[0], incarnation=f"ghost{i}", address=address)
             cluster.store.put(record)
-            cluster.store.settle()
             await asyncio.sleep(0)
         await cluster.until(lambda s: len(s.decode) == 301)
         decodes = lambda: cluster.fleet.snapshot().decode  # noqa: E731

@@ -54,7 +54,7 @@ class Router:
         self.service = GenerationService(
             self.admission, cluster.wait_queue, cluster.dispatch, cluster.fleet, cluster.tracer
         )
-        self._server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        self._server = rpc.server()
 
     async def __aenter__(self):
         status = fleet_pb2.RouterStatus(incarnation="router", model="tiny", otlp="http://o:1")

@@ -25,7 +25,7 @@ from baton.errors import (
 from baton.metrics import table
 from baton.metrics.recorder import Recorder
 from baton.slo import Slo
-from baton.tail_sampling import HeadSampler, TailSampler
+from baton.span_export import HeadSampler, TailSampler
 from baton.telemetry import Telemetry
 from baton.v1 import fleet_pb2
 from router.fleet.snapshot import Snapshot
