@@ -1,11 +1,22 @@
-"""An immutable picture of the fleet, for decisions that must not change while they are made."""
+"""An immutable picture of the fleet, for decisions that must not change while they are made.
+
+It has each worker twice: as a view, for people, and as a row of numbers, for placement. A snapshot
+of the next moment copies the numbers and writes the rows of those workers that changed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
+from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from baton.v1 import common_pb2, worker_pb2
+from router.fleet.prefix_index import PrefixIndex
 
 # A worker reports READY, STARTING and DRAINING itself; the others are what the router sees of it.
 READY = "READY"
@@ -16,6 +27,28 @@ STALLED = "STALLED"  # it answers, but its engine makes no progress
 EJECTED = "EJECTED"  # calls to it fail
 
 _MOST_WORKERS = 8  # in one message
+
+Column = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+_ROW = np.dtype(
+    [("ready", np.bool_)]
+    + [(name, np.int64) for name in ("kv", "host", "slot")]
+    + [
+        (name, np.float64)
+        for name in (
+            "chunk_tokens", "max_batch", "max_context", "rate", "step_ms", "running", "busy",
+            "steps", "reported_tokens", "assigned_tokens", "num_assigned", "blocks_available",
+            "blocks_cached", "blocks_held", "blocks_total",
+        )
+    ]
+)  # fmt: skip
+
+
+class ByRole(NamedTuple):
+    """A column of either."""
+
+    prefill: Flags
+    decode: Flags
 
 
 @dataclass(frozen=True)
@@ -36,9 +69,7 @@ class WorkerView:
     reason: str = ""  # why it is not READY
     assigned: tuple[AssignedPrompt, ...] = ()
     assigned_sequences: int = 0  # requests this router runs there; its load shows them later
-    # Hashes of the whole blocks that its prefix cache holds (`baton.prefix.hash_chain`), as its
-    # events report: a hint, as only the worker compares tokens. Read at once: the set changes.
-    cached: Set[int] = frozenset()
+    slot: int = 0  # in the prefix index
 
     @property
     def incarnation(self) -> str:
@@ -59,43 +90,165 @@ class WorkerView:
         """Tokens this router has sent there and not seen computed."""
         return sum(prompt.num_tokens for prompt in self.assigned)
 
+
+class Columns:
+    """The numbers of all workers: one row each, prefill workers first, and their prompts."""
+
+    def __init__(self, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> None:
+        views = (*prefill, *decode)
+        self.num_prefill = len(prefill)
+        self.rows = {view.incarnation: row for row, view in enumerate(views)}
+        self.kvs: list[common_pb2.KvDescriptor] = []  # that differ; the column "kv" is an index
+        self.num_hosts = 0
+        self._kv_codes: dict[bytes, int] = {}
+        self._hosts: dict[str, int] = {}
+        self._table = np.zeros(len(views), _ROW)
+        # Of the prompts that are assigned to each prefill worker, in any order.
+        self._finish = np.full((len(prefill), 1), np.inf)
+        self._tokens = np.zeros((len(prefill), 1))
+        self._write(enumerate(views))
+
+    def replaced(self, views: Mapping[int, WorkerView]) -> Columns:
+        """A copy with other rows, of the same workers."""
+        new = copy(self)
+        new._table = self._table.copy()
+        new._finish, new._tokens = self._finish.copy(), self._tokens.copy()
+        new._write(views.items())
+        return new
+
     @property
-    def queue_tokens(self) -> int:
-        """Tokens to compute: what it reports, or what this router just sent it."""
-        return max(self.load.queue_tokens, self.assigned_tokens)
-
-    def tokens_ahead(self, virtual_finish: float) -> int:
-        """Tokens computed before a prompt with that virtual finish; other routers' count fully."""
-        ours = sum(p.num_tokens for p in self.assigned if p.virtual_finish <= virtual_finish)
-        return ours + max(0, self.load.queue_tokens - self.assigned_tokens)
+    def prefill(self) -> npt.NDArray[np.void]:
+        return self._table[: self.num_prefill]
 
     @property
-    def blocks_available(self) -> int:
-        """Blocks it could give to a new sequence."""
-        return self.load.blocks_free + self.load.blocks_cached
+    def decode(self) -> npt.NDArray[np.void]:
+        return self._table[self.num_prefill :]
+
+    @property
+    def queued_tokens(self) -> Column:
+        """By prefill worker, to compute: what it reports, or what this router just sent it."""
+        queued: Column = np.maximum(
+            self.prefill["reported_tokens"], self.prefill["assigned_tokens"]
+        )
+        return queued
+
+    def flags(self, names: Set[str]) -> ByRole:
+        """Of these workers."""
+        flags = np.zeros(len(self._table), np.bool_)
+        flags[[self.rows[name] for name in names if name in self.rows]] = True
+        return ByRole(flags[: self.num_prefill], flags[self.num_prefill :])
+
+    def assigned_before(self, virtual_finish: float) -> Column:
+        """By prefill worker: tokens of its assigned prompts that are computed by then."""
+        before: Column = (self._tokens * (self._finish <= virtual_finish)).sum(1)
+        return before
+
+    def _write(self, views: Iterable[tuple[int, WorkerView]]) -> None:
+        for row, view in views:
+            record, load = view.record, view.load
+            code = self._kv_codes.setdefault(record.kv.SerializeToString(), len(self.kvs))
+            if code == len(self.kvs):
+                self.kvs.append(record.kv)
+            self._table[row] = (
+                view.ready,
+                code,
+                self._hosts.setdefault(record.host_id, len(self._hosts)),
+                view.slot,
+                record.chunk_tokens,
+                record.max_batch,
+                record.max_context,
+                load.prefill_tokens_per_s,
+                load.step_ms,
+                load.running,
+                max(load.running + load.waiting, view.assigned_sequences),
+                load.steps,
+                load.queue_tokens,
+                view.assigned_tokens,
+                len(view.assigned),
+                load.blocks_free + load.blocks_cached,
+                load.blocks_cached,
+                load.blocks_held,
+                load.blocks_total,
+            )
+            if row < self.num_prefill:
+                self._write_assigned(row, view.assigned)
+        self.num_hosts = len(self._hosts)
+
+    def _write_assigned(self, row: int, prompts: Sequence[AssignedPrompt]) -> None:
+        if (more := len(prompts) - self._tokens.shape[1]) > 0:
+            wider = ((0, 0), (0, more + self._tokens.shape[1]))
+            self._tokens = np.pad(self._tokens, wider)
+            self._finish = np.pad(self._finish, wider, constant_values=np.inf)
+        self._tokens[row] = 0.0
+        for column, prompt in enumerate(prompts):
+            self._tokens[row, column] = prompt.num_tokens
+            self._finish[row, column] = prompt.virtual_finish
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Snapshot:
-    """All workers at one moment."""
+    """All workers at one moment, sorted by name."""
 
     prefill: tuple[WorkerView, ...]
     decode: tuple[WorkerView, ...]
     excluded_pairs: Mapping[tuple[str, str], str] = field(default_factory=dict)  # and why
+    index: PrefixIndex = field(default_factory=PrefixIndex)  # the fleet's: it changes
 
-    def usable_pairs(self) -> Iterator[tuple[WorkerView, WorkerView]]:
-        """READY workers with compatible KV caches that are not excluded from each other."""
-        ready = [worker for worker in self.decode if worker.ready]
-        for prefill in (worker for worker in self.prefill if worker.ready):
-            for decode in ready:
-                names = prefill.incarnation, decode.incarnation
-                if prefill.record.kv == decode.record.kv and names not in self.excluded_pairs:
-                    yield prefill, decode
+    @cached_property
+    def columns(self) -> Columns:
+        return Columns(self.prefill, self.decode)
 
-    @property
+    def replaced(
+        self,
+        views: Iterable[WorkerView],
+        excluded_pairs: Mapping[tuple[str, str], str] | None = None,
+    ) -> Snapshot:
+        """The same workers, some of them changed."""
+        by_row = {self.columns.rows[view.incarnation]: view for view in views}
+        every = [*self.prefill, *self.decode]
+        for row, view in by_row.items():
+            every[row] = view
+        split = len(self.prefill)
+        excluded = self.excluded_pairs if excluded_pairs is None else excluded_pairs
+        new = Snapshot(tuple(every[:split]), tuple(every[split:]), excluded, self.index)
+        new.__dict__["columns"] = self.columns.replaced(by_row)
+        return new
+
+    @cached_property
+    def excluded_rows(self) -> dict[int, list[int]]:
+        """Of a prefill worker's row: the decode workers that it is excluded from, among these."""
+        columns, found = self.columns, dict[int, list[int]]()
+        for prefill, decode in self.excluded_pairs:
+            if prefill in columns.rows and decode in columns.rows:
+                row = columns.rows[decode] - columns.num_prefill
+                found.setdefault(columns.rows[prefill], []).append(row)
+        return found
+
+    def usable(self) -> Flags:
+        """[prefill workers, decode workers]: see `num_usable`. For large fleets it is large."""
+        p, d = self.columns.prefill, self.columns.decode
+        usable: Flags = p["ready"][:, None] & d["ready"] & (p["kv"][:, None] == d["kv"])
+        for row, others in self.excluded_rows.items():
+            usable[row, others] = False
+        return usable
+
+    @cached_property
+    def num_usable(self) -> int:
+        """Pairs of READY workers with equal KV caches that are not excluded from each other."""
+        p, d = self.columns.prefill, self.columns.decode
+        number = len(self.columns.kvs)
+        by_kv = (np.bincount(rows["kv"][rows["ready"]], minlength=number) for rows in (p, d))
+        excluded = sum(
+            bool(p["ready"][row] and d["ready"][other] and p["kv"][row] == d["kv"][other])
+            for row, others in self.excluded_rows.items()
+            for other in others
+        )
+        return int(np.dot(*by_kv)) - excluded
+
+    @cached_property
     def why_not_ready(self) -> str:
         """What is missing to serve requests, as a sentence; empty when there is a usable pair."""
-        if any(True for _ in self.usable_pairs()):
+        if self.num_usable:
             return ""
         for role, workers in (("prefill", self.prefill), ("decode", self.decode)):
             if not any(worker.ready for worker in workers):
@@ -103,18 +256,20 @@ class Snapshot:
                 more = len(workers) - _MOST_WORKERS
                 states += f"; and {more} more" if more > 0 else ""
                 return f"no {role} worker is ready ({states or 'none is registered'})"
-        ready = [(p, d) for p in self.prefill if p.ready for d in self.decode if d.ready]
-        if not any(p.record.kv == d.record.kv for p, d in ready):
-            difference = kv_difference(*ready[0])
+        p, d = self.columns.prefill, self.columns.decode
+        if not set(p["kv"][p["ready"]]) & set(d["kv"][d["ready"]]):
+            one, other = (next(w for w in all_ if w.ready) for all_ in (self.prefill, self.decode))
+            difference = kv_difference(one, other)
             return f"no prefill and decode worker have compatible KV caches: {difference}"
         pairs = sorted(self.excluded_pairs.items())
         reasons = "; ".join(f"{p} to {d}: {why}" for (p, d), why in pairs)
         return f"no prefill worker that is ready can hand over to a decode worker ({reasons})"
 
-    @property
+    @cached_property
     def max_context(self) -> int:
         """Longest sequence that every READY decode worker takes; 0 when there is none."""
-        return min((w.record.max_context for w in self.decode if w.ready), default=0)
+        ready = self.columns.decode[self.columns.decode["ready"]]
+        return int(ready["max_context"].min()) if ready.size else 0
 
 
 def kv_difference(prefill: WorkerView, decode: WorkerView) -> str:

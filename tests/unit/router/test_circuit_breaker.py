@@ -20,7 +20,7 @@ from router.fleet.circuit_breaker import (
 from router.fleet.snapshot import SILENT
 
 from .conftest import Clock
-from .snapshots import fleet, worker
+from .snapshots import fleet, usable_pairs, worker
 
 FIRST_S, LONGEST_S = COOL_DOWN_S
 PAIR = ("p0", "d0")
@@ -221,7 +221,7 @@ def ejected(breakers, snapshot, *failed):
         breakers._clock.now += 0.01
         fail(breakers[key])
     after = breakers.without_ejected(snapshot)
-    return after, {(p.incarnation, d.incarnation) for p, d in after.usable_pairs()}
+    return after, usable_pairs(after)
 
 
 def test_a_worker_that_fails_is_ejected_and_a_pair_is_excluded(breakers):

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import Overloaded, Unavailable
+from baton.prefix import block_hash
 from baton.v1 import common_pb2, worker_pb2
 from router.fleet.snapshot import SILENT, AssignedPrompt, WorkerView
 from router.placement.placement import pick, predict, rank_all
 
-from .snapshots import BLOCK, PROMPT, fleet, needs, worker
+from .snapshots import PROMPT, fleet, needs, usable_pairs, worker
 
 RATE = {"prefill_tokens_per_s": 1000}
 POOL = {"blocks_total": 10_000, "blocks_free": 10_000}
@@ -87,7 +88,7 @@ def test_one_usable_pair_is_enough():
     decode = [bare, worker("d2", dtype="bfloat16", max_context=8), worker("d0", max_context=32)]
     snapshot = fleet([worker("p1", SILENT), worker("p0")], decode)
     assert snapshot.why_not_ready == ""
-    assert [(p.incarnation, d.incarnation) for p, d in snapshot.usable_pairs()] == [("p0", "d0")]
+    assert usable_pairs(snapshot) == {("p0", "d0")} and snapshot.num_usable == 1
     assert pick(snapshot, needs()).names == ("p0", "d0")
     ready = fleet([], [worker("d0", max_context=32), worker("d1", "DRAINING", max_context=8)])
     assert ready.max_context == 32, "what every ready decode worker takes"
@@ -275,18 +276,20 @@ def test_a_burst_of_one_prefix_does_not_pile_up_where_it_is_cached():
     assert max(waits.values()) - min(waits.values()) <= 100, waits
 
 
-def test_a_prompt_is_hashed_once_and_only_where_a_worker_caches(monkeypatch):
+def test_a_prompt_is_hashed_once_and_as_far_as_a_worker_caches_it(monkeypatch):
     hashed = []
-    monkeypatch.setattr(
-        "router.placement.cost_model.hash_chain", lambda *given: hashed.append(given) or []
-    )
-    request = needs()
-    pick(fleet([worker("p0")], [worker("d0")]), request)
-    assert not hashed
-    caching = fleet([worker("p0", caches=PROMPT)], [worker("d0", caches=PROMPT)])
-    pick(caching, request)
-    pick(caching, request)
-    assert hashed == [(PROMPT, BLOCK, "")]
+
+    def counted(parent, tokens):
+        hashed.append(tokens)
+        return block_hash(parent, tokens)
+
+    monkeypatch.setattr("router.placement.cost_model.block_hash", counted)
+    prompt, other = tuple(range(1000, 1100)), tuple(range(2000, 2100))
+    requests = needs(prompt), needs(other)
+    for caching in (worker("d0", caches=prompt[:9]), worker("d0", caches=prompt[:4])):
+        for request in requests:
+            rank_all(fleet([worker("p0")], [caching]), request)
+    assert hashed == [prompt[:4], prompt[4:8], prompt[8:12], other[:4]]
 
 
 # Time per output token, memory and distance.
