@@ -25,7 +25,7 @@ def prefill_rate(snapshot: Snapshot) -> float:
 
     A worker without a measurement counts as the mean of the others.
     """
-    prefill = snapshot.columns.prefill
+    prefill = snapshot.of_prefill
     rates = prefill["rate"][prefill["ready"]]
     return float(rates[rates > 0].mean() * rates.size) if rates.any() else 0.0
 
@@ -55,8 +55,7 @@ def check(
     # Other tenants may yet come for their share: then it is served at its virtual finish and no
     # earlier. Virtual finish times are times only where the rate behind them is known.
     fair_s = request.virtual_finish - now if rate else 0.0
-    columns = snapshot.columns
-    idle = bool((columns.prefill["ready"] & (columns.queued_tokens == 0)).any())
+    idle = bool((snapshot.of_prefill["ready"] & (snapshot.queued_tokens == 0)).any())
     safety = SAFETY / DOUBT if queue.depth == 0 and idle else SAFETY
     needed_s = max(expected_s, fair_s) * safety
     slack_s = math.inf

@@ -164,16 +164,14 @@ class CircuitBreakers:
 
     def _last_resort(self, snapshot: Snapshot, opened: Collection[Key]) -> tuple[Key, ...]:
         """The keys of the pair that failed longest ago: of its workers and its own."""
-        columns = snapshot.columns
-        failed_at = np.full(len(columns.rows), -np.inf)
-        for name, row in columns.rows.items():
+        failed_at = np.full(len(snapshot.rows), -np.inf)
+        for name, row in snapshot.rows.items():
             if name in opened:
                 failed_at[row] = self[name].failed_at
-        split = columns.num_prefill
-        latest = np.maximum.outer(failed_at[:split], failed_at[split:])
+        latest = np.maximum.outer(*snapshot.split(failed_at))
         for key in opened:
-            if isinstance(key, tuple) and columns.rows.keys() >= set(key):
-                at = columns.rows[key[0]], columns.rows[key[1]] - split
+            if isinstance(key, tuple) and snapshot.rows.keys() >= set(key):
+                at = snapshot.rows[key[0]], snapshot.rows[key[1]] - len(snapshot.prefill)
                 latest[at] = max(latest[at], self[key].failed_at)
         latest[~snapshot.usable()] = np.inf
         p, d = np.unravel_index(latest.argmin(), latest.shape)
@@ -184,7 +182,7 @@ class CircuitBreakers:
 def _without(snapshot: Snapshot, opened: Mapping[Key, str]) -> Snapshot:
     if not opened:
         return snapshot
-    views, rows = (*snapshot.prefill, *snapshot.decode), snapshot.columns.rows
+    views, rows = (*snapshot.prefill, *snapshot.decode), snapshot.rows
     ejected = [
         replace(view, state=EJECTED, reason=why)
         for key, why in opened.items()

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,13 +41,6 @@ _ROW = np.dtype(
         )
     ]
 )  # fmt: skip
-
-
-class ByRole(NamedTuple):
-    """A column of either."""
-
-    prefill: Flags
-    decode: Flags
 
 
 @dataclass(frozen=True)
@@ -91,68 +83,57 @@ class WorkerView:
         return sum(prompt.num_tokens for prompt in self.assigned)
 
 
-class Columns:
-    """The numbers of all workers: one row each, prefill workers first, and their prompts."""
+@dataclass(eq=False)
+class Snapshot:
+    """All workers at one moment, sorted by name. Treat as frozen."""
 
-    def __init__(self, prefill: Sequence[WorkerView], decode: Sequence[WorkerView]) -> None:
-        views = (*prefill, *decode)
-        self.num_prefill = len(prefill)
-        self.rows = {view.incarnation: row for row, view in enumerate(views)}
+    prefill: tuple[WorkerView, ...]
+    decode: tuple[WorkerView, ...]
+    excluded_pairs: Mapping[tuple[str, str], str] = field(default_factory=dict)  # and why
+    index: PrefixIndex = field(default_factory=PrefixIndex)  # the fleet's: it changes
+
+    def __post_init__(self) -> None:
+        views = (*self.prefill, *self.decode)
+        self.rows = {view.incarnation: row for row, view in enumerate(views)}  # prefill first
         self.kvs: list[common_pb2.KvDescriptor] = []  # that differ; the column "kv" is an index
-        self.num_hosts = 0
+        self.hosts: dict[str, int] = {}  # their numbers in the column "host"
         self._kv_codes: dict[bytes, int] = {}
-        self._hosts: dict[str, int] = {}
         self._table = np.zeros(len(views), _ROW)
         # Of the prompts that are assigned to each prefill worker, in any order.
-        self._finish = np.full((len(prefill), 1), np.inf)
-        self._tokens = np.zeros((len(prefill), 1))
+        self._tokens = np.zeros((len(self.prefill), 1))
+        self._finish = np.zeros((len(self.prefill), 1))
         self._write(enumerate(views))
 
-    def replaced(self, views: Mapping[int, WorkerView]) -> Columns:
-        """A copy with other rows, of the same workers."""
+    def replaced(
+        self,
+        views: Iterable[WorkerView],
+        excluded_pairs: Mapping[tuple[str, str], str] | None = None,
+    ) -> Snapshot:
+        """The same workers, some of them changed."""
+        every, split = [*self.prefill, *self.decode], len(self.prefill)
+        by_row = {self.rows[view.incarnation]: view for view in views}
+        for row, view in by_row.items():
+            every[row] = view
         new = copy(self)
+        new.prefill, new.decode = tuple(every[:split]), tuple(every[split:])
+        if excluded_pairs is not None:
+            new.excluded_pairs = excluded_pairs
         new._table = self._table.copy()
-        new._finish, new._tokens = self._finish.copy(), self._tokens.copy()
-        new._write(views.items())
+        new._tokens, new._finish = self._tokens.copy(), self._finish.copy()
+        new._write(by_row.items())
         return new
 
-    @property
-    def prefill(self) -> npt.NDArray[np.void]:
-        return self._table[: self.num_prefill]
-
-    @property
-    def decode(self) -> npt.NDArray[np.void]:
-        return self._table[self.num_prefill :]
-
-    @property
-    def queued_tokens(self) -> Column:
-        """By prefill worker, to compute: what it reports, or what this router just sent it."""
-        queued: Column = np.maximum(
-            self.prefill["reported_tokens"], self.prefill["assigned_tokens"]
-        )
-        return queued
-
-    def flags(self, names: Set[str]) -> ByRole:
-        """Of these workers."""
-        flags = np.zeros(len(self._table), np.bool_)
-        flags[[self.rows[name] for name in names if name in self.rows]] = True
-        return ByRole(flags[: self.num_prefill], flags[self.num_prefill :])
-
-    def assigned_before(self, virtual_finish: float) -> Column:
-        """By prefill worker: tokens of its assigned prompts that are computed by then."""
-        before: Column = (self._tokens * (self._finish <= virtual_finish)).sum(1)
-        return before
-
     def _write(self, views: Iterable[tuple[int, WorkerView]]) -> None:
+        """Rows of numbers, and what follows from them."""
         for row, view in views:
             record, load = view.record, view.load
-            code = self._kv_codes.setdefault(record.kv.SerializeToString(), len(self.kvs))
-            if code == len(self.kvs):
+            kv = self._kv_codes.setdefault(record.kv.SerializeToString(), len(self.kvs))
+            if kv == len(self.kvs):
                 self.kvs.append(record.kv)
             self._table[row] = (
                 view.ready,
-                code,
-                self._hosts.setdefault(record.host_id, len(self._hosts)),
+                kv,
+                self.hosts.setdefault(record.host_id, len(self.hosts)),
                 view.slot,
                 record.chunk_tokens,
                 record.max_batch,
@@ -170,82 +151,58 @@ class Columns:
                 load.blocks_held,
                 load.blocks_total,
             )
-            if row < self.num_prefill:
+            if row < len(self.prefill):
                 self._write_assigned(row, view.assigned)
-        self.num_hosts = len(self._hosts)
+        p, d = self.of_prefill, self.of_decode = self.split(self._table)
+        # By prefill worker, to compute: what it reports, or what this router just sent it.
+        self.queued_tokens = np.maximum(p["reported_tokens"], p["assigned_tokens"])
+        # By row of a prefill worker: rows, among decode's, that it is excluded from.
+        self.excluded_rows: dict[int, list[int]] = {}
+        for prefill, decode in self.excluded_pairs:
+            if prefill in self.rows and decode in self.rows:
+                row = self.rows[decode] - len(self.prefill)
+                self.excluded_rows.setdefault(self.rows[prefill], []).append(row)
+        by_kv = (np.bincount(rows["kv"][rows["ready"]], minlength=len(self.kvs)) for rows in (p, d))
+        # Pairs of READY workers with equal KV caches that are not excluded from each other.
+        self.num_usable = int(np.dot(*by_kv)) - sum(
+            bool(p["ready"][row] and d["ready"][other] and p["kv"][row] == d["kv"][other])
+            for row, others in self.excluded_rows.items()
+            for other in others
+        )
 
     def _write_assigned(self, row: int, prompts: Sequence[AssignedPrompt]) -> None:
         if (more := len(prompts) - self._tokens.shape[1]) > 0:
             wider = ((0, 0), (0, more + self._tokens.shape[1]))
-            self._tokens = np.pad(self._tokens, wider)
-            self._finish = np.pad(self._finish, wider, constant_values=np.inf)
+            self._tokens, self._finish = np.pad(self._tokens, wider), np.pad(self._finish, wider)
         self._tokens[row] = 0.0
         for column, prompt in enumerate(prompts):
             self._tokens[row, column] = prompt.num_tokens
             self._finish[row, column] = prompt.virtual_finish
 
+    def split(self, column: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Of all workers: that of prefill and of decode workers."""
+        return column[: len(self.prefill)], column[len(self.prefill) :]
 
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """All workers at one moment, sorted by name."""
+    def flags(self, names: Set[str]) -> tuple[Flags, Flags]:
+        """Which prefill and which decode workers these are."""
+        flags = np.zeros(len(self.rows), np.bool_)
+        flags[[self.rows[name] for name in names if name in self.rows]] = True
+        return self.split(flags)
 
-    prefill: tuple[WorkerView, ...]
-    decode: tuple[WorkerView, ...]
-    excluded_pairs: Mapping[tuple[str, str], str] = field(default_factory=dict)  # and why
-    index: PrefixIndex = field(default_factory=PrefixIndex)  # the fleet's: it changes
-
-    @cached_property
-    def columns(self) -> Columns:
-        return Columns(self.prefill, self.decode)
-
-    def replaced(
-        self,
-        views: Iterable[WorkerView],
-        excluded_pairs: Mapping[tuple[str, str], str] | None = None,
-    ) -> Snapshot:
-        """The same workers, some of them changed."""
-        by_row = {self.columns.rows[view.incarnation]: view for view in views}
-        every = [*self.prefill, *self.decode]
-        for row, view in by_row.items():
-            every[row] = view
-        split = len(self.prefill)
-        excluded = self.excluded_pairs if excluded_pairs is None else excluded_pairs
-        new = Snapshot(tuple(every[:split]), tuple(every[split:]), excluded, self.index)
-        new.__dict__["columns"] = self.columns.replaced(by_row)
-        return new
-
-    @cached_property
-    def excluded_rows(self) -> dict[int, list[int]]:
-        """Of a prefill worker's row: the decode workers that it is excluded from, among these."""
-        columns, found = self.columns, dict[int, list[int]]()
-        for prefill, decode in self.excluded_pairs:
-            if prefill in columns.rows and decode in columns.rows:
-                row = columns.rows[decode] - columns.num_prefill
-                found.setdefault(columns.rows[prefill], []).append(row)
-        return found
+    def assigned_before(self, virtual_finish: float) -> Column:
+        """By prefill worker: tokens of its assigned prompts that are computed by then."""
+        before: Column = (self._tokens * (self._finish <= virtual_finish)).sum(1)
+        return before
 
     def usable(self) -> Flags:
         """[prefill workers, decode workers]: see `num_usable`. For large fleets it is large."""
-        p, d = self.columns.prefill, self.columns.decode
+        p, d = self.of_prefill, self.of_decode
         usable: Flags = p["ready"][:, None] & d["ready"] & (p["kv"][:, None] == d["kv"])
         for row, others in self.excluded_rows.items():
             usable[row, others] = False
         return usable
 
-    @cached_property
-    def num_usable(self) -> int:
-        """Pairs of READY workers with equal KV caches that are not excluded from each other."""
-        p, d = self.columns.prefill, self.columns.decode
-        number = len(self.columns.kvs)
-        by_kv = (np.bincount(rows["kv"][rows["ready"]], minlength=number) for rows in (p, d))
-        excluded = sum(
-            bool(p["ready"][row] and d["ready"][other] and p["kv"][row] == d["kv"][other])
-            for row, others in self.excluded_rows.items()
-            for other in others
-        )
-        return int(np.dot(*by_kv)) - excluded
-
-    @cached_property
+    @property
     def why_not_ready(self) -> str:
         """What is missing to serve requests, as a sentence; empty when there is a usable pair."""
         if self.num_usable:
@@ -256,7 +213,7 @@ class Snapshot:
                 more = len(workers) - _MOST_WORKERS
                 states += f"; and {more} more" if more > 0 else ""
                 return f"no {role} worker is ready ({states or 'none is registered'})"
-        p, d = self.columns.prefill, self.columns.decode
+        p, d = self.of_prefill, self.of_decode
         if not set(p["kv"][p["ready"]]) & set(d["kv"][d["ready"]]):
             one, other = (next(w for w in all_ if w.ready) for all_ in (self.prefill, self.decode))
             difference = kv_difference(one, other)
@@ -265,11 +222,11 @@ class Snapshot:
         reasons = "; ".join(f"{p} to {d}: {why}" for (p, d), why in pairs)
         return f"no prefill worker that is ready can hand over to a decode worker ({reasons})"
 
-    @cached_property
+    @property
     def max_context(self) -> int:
         """Longest sequence that every READY decode worker takes; 0 when there is none."""
-        ready = self.columns.decode[self.columns.decode["ready"]]
-        return int(ready["max_context"].min()) if ready.size else 0
+        longest = self.of_decode["max_context"][self.of_decode["ready"]]
+        return int(longest.min()) if longest.size else 0
 
 
 def kv_difference(prefill: WorkerView, decode: WorkerView) -> str:

@@ -106,9 +106,7 @@ class Costs:
 
     def __init__(self, snapshot: Snapshot, request: PlacementRequest) -> None:
         self.snapshot, self.request = snapshot, request
-        columns = snapshot.columns
-        p, d = columns.prefill, columns.decode
-        kvs = columns.kvs
+        p, d, kvs = snapshot.of_prefill, snapshot.of_decode, snapshot.kvs
         block_sizes = np.array([max(1, kv.block_size) for kv in kvs])
         cached = self._cached_tokens({kv.block_size for kv in kvs} - {0})
         self.p_cached, self.d_cached = (cached[rows["slot"]] for rows in (p, d))
@@ -129,8 +127,11 @@ class Costs:
 
     def same_host(self, p: Rows, d: Rows) -> Any:
         """Whether KV goes through shared memory."""
-        columns = self.snapshot.columns
-        return columns.prefill["host"][p] == columns.decode["host"][d]
+        return self.snapshot.of_prefill["host"][p] == self.snapshot.of_decode["host"][d]
+
+    def no_decode_room(self, refused: Set[str]) -> Flags:
+        """Decode workers that take nothing now; `refused` are those that have just done so."""
+        return self.d_full | self.snapshot.flags(refused)[1]
 
     def on_prefill(self, row: int) -> Estimate:
         queued, no_room = int(self.ahead[row]), ""
@@ -140,13 +141,12 @@ class Costs:
                 f"{self.window[row]:.0f} ahead"
             )
         elif self.p_full[row]:
-            available = self.snapshot.columns.prefill["blocks_available"][row]
+            available = self.snapshot.of_prefill["blocks_available"][row]
             no_room = _blocks_missing(available, self.p_blocks[row])
         return self._estimate(self.snapshot.prefill[row], no_room, self.p_cached[row], queued)
 
     def on_decode(self, row: int, refused: Set[str] = frozenset()) -> Estimate:
-        """`refused` are those that have just done so."""
-        worker, d, no_room = self.snapshot.decode[row], self.snapshot.columns.decode[row], ""
+        worker, d, no_room = self.snapshot.decode[row], self.snapshot.of_decode[row], ""
         if worker.incarnation in refused:
             no_room = "refused just now"
         elif d["busy"] >= self.most_busy[row]:
@@ -174,11 +174,11 @@ class Costs:
     def _on_prefill(self, p: Any, block_size: Column, usual_rate: float) -> None:
         rate = _settled(p["rate"], usual_rate)
         chunk = np.where(p["chunk_tokens"], p["chunk_tokens"], _CHUNK_TOKENS)
-        ours = self.snapshot.columns.assigned_before(self.request.virtual_finish)
+        ours = self.snapshot.assigned_before(self.request.virtual_finish)
         # Other routers' prompts count fully: their virtual finish times are not known.
         self.ahead = ours + np.maximum(0, p["reported_tokens"] - p["assigned_tokens"])
         # A chunk of what goes later may be running: on average half of it is still to come.
-        later = self.snapshot.columns.queued_tokens - self.ahead
+        later = self.snapshot.queued_tokens - self.ahead
         before = self.ahead + np.clip(later, 0, chunk // 2)
         # The queue is kept in the router, where it can be ordered, and not on the worker.
         self.window = np.maximum(_WINDOW_CHUNKS * chunk, rate * _WINDOW_S // 1)

@@ -98,7 +98,7 @@ def predict(snapshot: Snapshot, request: PlacementRequest) -> tuple[float, bool]
     0 seconds when nothing is known. Pairs without room count for the time too: waiting for it is
     the wait queue's part of the prediction.
     """
-    p, costs = snapshot.columns.prefill, request.costs(snapshot)
+    p, costs = snapshot.of_prefill, request.costs(snapshot)
     best = fastest = _best(costs)
     if costs.p_full.any() or costs.d_full.any():
         fastest = _best(costs, need_room=False)
@@ -111,15 +111,14 @@ def rank_all(
     snapshot: Snapshot, request: PlacementRequest, full: Set[str] = frozenset()
 ) -> list[Pair]:
     """The pairs, best first, those that are left out last; of many the first of these."""
-    costs, columns = request.costs(snapshot), snapshot.columns
-    prefill, decode = columns.prefill, columns.decode
+    costs, prefill, decode = request.costs(snapshot), snapshot.of_prefill, snapshot.of_decode
     p, d = _explained(prefill["ready"]), _explained(decode["ready"])
     p = p[np.lexsort([ties[p] for ties in reversed(_prefill_ties(costs))])]
     d = d[np.argsort(decode["steps"][d], kind="stable")]
     column = p[:, None]
     cost, decode_prefills = costs.of(column, d)
     refused = ~snapshot.usable()[column, d]
-    refused |= (costs.d_full | columns.flags(full).decode)[d]
+    refused |= costs.no_decode_room(full)[d]
     refused |= costs.p_full[column] & ~decode_prefills
     order = np.lexsort((cost.ravel(), refused.ravel()))[:_MOST_PAIRS]
     at = zip(*np.unravel_index(order, cost.shape), strict=True)
@@ -133,22 +132,21 @@ def _best(
     *,
     need_room: bool = True,
 ) -> Pair | None:
-    columns = costs.snapshot.columns
-    p_good, d_good = columns.prefill["ready"], columns.decode["ready"]
+    snapshot = costs.snapshot
+    prefill, decode = snapshot.of_prefill, snapshot.of_decode
+    p_good, d_good = prefill["ready"], decode["ready"]
     if need_room:
-        d_good = d_good & ~costs.d_full & ~columns.flags(full).decode
-    p_failed, d_failed = columns.flags(failed)
+        d_good = d_good & ~costs.no_decode_room(full)
+    p_failed, d_failed = snapshot.flags(failed)
     for failures in range(3 if failed else 1):  # of the two workers
         found = (
             _least(
                 costs,
-                np.flatnonzero(p_good & (p_failed == p_fails) & (columns.prefill["kv"] == kv)),
-                np.flatnonzero(
-                    d_good & (d_failed == failures - p_fails) & (columns.decode["kv"] == kv)
-                ),
+                np.flatnonzero(p_good & (p_failed == p_fails) & (prefill["kv"] == kv)),
+                np.flatnonzero(d_good & (d_failed == failures - p_fails) & (decode["kv"] == kv)),
                 need_room,
             )
-            for kv in range(len(columns.kvs))
+            for kv in range(len(snapshot.kvs))
             for p_fails in range(failures + 1)
         )
         if best := min(filter(None, found), default=None):
@@ -164,25 +162,25 @@ def _least(costs: Costs, p: _Rows, d: _Rows, need_room: bool) -> _Rank | None:
     """
     if not (p.size and d.size):
         return None
-    columns = costs.snapshot.columns
+    snapshot = costs.snapshot
     local, other, same = (
         column[d] for column in (costs.local_us, costs.handoff_us[False], costs.handoff_us[True])
     )
-    handoff = np.full(columns.num_hosts, other.min())
-    np.minimum.at(handoff, columns.decode["host"][d], same)
+    handoff = np.full(len(snapshot.hosts), other.min())
+    np.minimum.at(handoff, snapshot.of_decode["host"][d], same)
     prefill_us = costs.prefill_us[p]
-    bound = np.minimum(local.min(), prefill_us + handoff[columns.prefill["host"][p]])
+    bound = np.minimum(local.min(), prefill_us + handoff[snapshot.of_prefill["host"][p]])
     full = costs.p_full[p] & need_room
     if full.any():
         bound[full] = _local_bound(prefill_us[full], local, other)
     ties = [tie[p] for tie in _prefill_ties(costs)]
-    steps = columns.decode["steps"][d]
+    steps = snapshot.of_decode["steps"][d]
     while (least := bound.min()) < np.inf:
         i = _first(bound, *ties)
         cost, decode_prefills = costs.of(p[i], d)
         if full[i]:
             cost[~decode_prefills] = np.inf
-        if others := costs.snapshot.excluded_rows.get(int(p[i])):
+        if others := snapshot.excluded_rows.get(int(p[i])):
             cost[np.isin(d, others)] = np.inf
         j = _first(cost, steps)
         if cost[j] <= least:
@@ -201,7 +199,7 @@ def _local_bound(prefill_us: Column, local: Column, other: Column) -> Column:
 
 def _prefill_ties(costs: Costs) -> tuple[Column, ...]:
     """What decides between equal costs: the wait, which matters where decode prefills, and use."""
-    p = costs.snapshot.columns.prefill
+    p = costs.snapshot.of_prefill
     return costs.wait_us, p["num_assigned"], p["steps"]
 
 
@@ -245,9 +243,8 @@ def _why_unusable(snapshot: Snapshot, prefill: WorkerView, decode: WorkerView) -
 
 def _why_no_room(costs: Costs, refused: Set[str]) -> str:
     """Of each worker, but of not more of them than can be read."""
-    columns = costs.snapshot.columns
-    d = np.flatnonzero(columns.decode["ready"] & (costs.d_full | columns.flags(refused).decode))
-    p = np.flatnonzero(columns.prefill["ready"] & costs.p_full)
+    d = np.flatnonzero(costs.snapshot.of_decode["ready"] & costs.no_decode_room(refused))
+    p = np.flatnonzero(costs.snapshot.of_prefill["ready"] & costs.p_full)
     found = [costs.on_decode(int(row), refused) for row in d[:_MOST_REASONS]]
     found += [costs.on_prefill(int(row)) for row in p[: _MOST_REASONS - len(found)]]
     more = d.size + p.size - len(found)
