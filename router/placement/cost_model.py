@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -45,13 +46,12 @@ _FULL_POOL_MS = 100.0
 Rows = Any  # the index of one worker, or of many
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlacementRequest:
     """What a request needs of a pair of workers, in tokens.
 
-    Made once for an attempt: its prompt is hashed once, as far as any worker caches it, and its
-    costs are computed once for a snapshot. Decode computes up to `local_prefill_max_tokens` by
-    itself; 0 is never.
+    Made once for an attempt: its prompt is hashed once, as far as any worker caches it. Decode
+    computes up to `local_prefill_max_tokens` by itself; 0 is never.
     """
 
     token_ids: Sequence[int]  # prompt, then what earlier attempts delivered
@@ -59,20 +59,12 @@ class PlacementRequest:
     cache_salt: str = ""
     new_tokens: int = 0  # at most so many outputs; 0: not known
     local_prefill_max_tokens: int = RouterLimits.local_prefill_max_tokens
-    _chains: dict[int, list[int]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _costs: list[Costs] = field(default_factory=list, init=False, repr=False, compare=False)
+    _chains: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_tokens(self) -> int:
         """Tokens to compute where nothing is cached."""
         return len(self.token_ids)
-
-    def costs(self, snapshot: Snapshot) -> Costs:
-        if not self._costs or self._costs[0].snapshot is not snapshot:
-            self._costs[:] = [Costs(snapshot, self)]
-        return self._costs[0]
 
     def hashes(self, block_size: int) -> Iterator[int]:
         """Of its whole blocks; never of all tokens, as the last one is always computed."""
@@ -234,6 +226,12 @@ class Costs:
         shared = np.maximum(0, cached // block_size - rows["blocks_cached"])
         needed: Column = self.request.num_tokens // block_size + 1 - shared
         return needed
+
+
+@lru_cache(maxsize=1)
+def costs_of(snapshot: Snapshot, request: PlacementRequest) -> Costs:
+    """Admission predicts, and placement picks, by the same, unless the fleet changes between."""
+    return Costs(snapshot, request)
 
 
 def _blocks_missing(available: float, needed: float) -> str:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from baton.errors import Overloaded, Unavailable
 from router.fleet.snapshot import Column, Flags, Snapshot, WorkerView, kv_difference
-from router.placement.cost_model import HANDOFF_S, Costs, Estimate, PlacementRequest
+from router.placement.cost_model import HANDOFF_S, Costs, Estimate, PlacementRequest, costs_of
 
 RETRY_AFTER_S = 1.0
 _MOST_REASONS = 8  # in one message
@@ -85,7 +85,7 @@ def pick(
     """
     if snapshot.why_not_ready:
         raise Unavailable(snapshot.why_not_ready, RETRY_AFTER_S)
-    costs = request.costs(snapshot)
+    costs = costs_of(snapshot, request)
     if pair := _best(costs, failed, full):
         return replace(pair, candidates=snapshot.num_usable)
     reasons = _why_no_room(costs, full)
@@ -98,7 +98,7 @@ def predict(snapshot: Snapshot, request: PlacementRequest) -> tuple[float, bool]
     0 seconds when nothing is known. Pairs without room count for the time too: waiting for it is
     the wait queue's part of the prediction.
     """
-    p, costs = snapshot.of_prefill, request.costs(snapshot)
+    p, costs = snapshot.of_prefill, costs_of(snapshot, request)
     best = fastest = _best(costs)
     if costs.p_full.any() or costs.d_full.any():
         fastest = _best(costs, need_room=False)
@@ -111,7 +111,7 @@ def rank_all(
     snapshot: Snapshot, request: PlacementRequest, full: Set[str] = frozenset()
 ) -> list[Pair]:
     """The pairs, best first, those that are left out last; of many the first of these."""
-    costs, prefill, decode = request.costs(snapshot), snapshot.of_prefill, snapshot.of_decode
+    costs, prefill, decode = costs_of(snapshot, request), snapshot.of_prefill, snapshot.of_decode
     p, d = _explained(prefill["ready"]), _explained(decode["ready"])
     p = p[np.lexsort([ties[p] for ties in reversed(_prefill_ties(costs))])]
     d = d[np.argsort(decode["steps"][d], kind="stable")]
