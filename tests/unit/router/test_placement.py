@@ -373,13 +373,13 @@ def test_ties_go_to_what_was_given_less_then_by_name():
 
 def test_pairs_are_ranked_best_first_and_refused_ones_last():
     prefill = [worker("p0", "DRAINING"), worker("p1", queue_tokens=400), worker("p2")]
-    snapshot = fleet(prefill, [worker("d0", running=3), worker("d1")])
-    pairs = rank_all(snapshot, needs())
+    snapshot, request = fleet(prefill, [worker("d0", running=3), worker("d1")]), needs()
+    pairs = rank_all(snapshot, request)
     assert [pair.names for pair in pairs[:2]] == [("p2", "d1"), ("p2", "d0")]
     assert [bool(pair.refused) for pair in pairs] == [False] * 4 + [True] * 2
     scores = [pair.score_ms for pair in pairs[:4]]
     assert scores == sorted(scores)
-    assert pick(snapshot, needs()) == replace(pairs[0], candidates=4)
+    assert pick(snapshot, request) == replace(pairs[0], candidates=4)
 
 
 # Decode computes the prompt itself.
