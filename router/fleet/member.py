@@ -283,8 +283,8 @@ class Member:
         """Around what may change the state: a heartbeat alone is no change."""
         before = self._state(), self.load, self.pairs
         yield
-        self._touched.add(self._name)
         if (self._state(), self.load, self.pairs) != before:
+            self._touched.add(self._name)
             self._on_change()
 
     def _deliver(self, event: decode_pb2.SequenceEvent) -> None:

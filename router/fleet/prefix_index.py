@@ -12,8 +12,6 @@ from collections.abc import Iterable, Set
 import numpy as np
 import numpy.typing as npt
 
-_FEW = 8  # bits of a mask that are sooner found one by one
-
 
 class PrefixIndex:
     """For each hash a mask of the workers that cache it. A worker's bit is its slot."""
@@ -21,11 +19,13 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}
         self._cached: dict[int, set[int]] = {}  # by slot
+        self._num_slots = 0  # ever
 
     def join(self) -> int:
         """A slot for a worker that caches nothing yet."""
         slot = next(slot for slot in itertools.count() if slot not in self._cached)
         self._cached[slot] = set()
+        self._num_slots = max(self._num_slots, slot + 1)
         return slot
 
     def leave(self, slot: int) -> None:
@@ -58,30 +58,20 @@ class PrefixIndex:
 
     def leading(self, hashes: Iterable[int]) -> npt.NDArray[np.float64]:
         """By slot: how many of a prompt's first blocks the worker caches."""
-        size = max(self._cached, default=0) + 1
-        blocks = np.zeros(size)
-        if not self._holders:
-            return blocks
-        number, holding = 0, (1 << size) - 1
-        for block in hashes:
+        num_bytes = self._num_slots // 8 + 1
+        masks: list[bytes] = []  # of the workers that cache all blocks so far, and
+        lengths: list[int] = []  # for how many blocks these stay the same
+        holding = (1 << self._num_slots) - 1
+        for block in hashes if self._holders else ():
             still = holding & self._holders.get(block, 0)
-            if still != holding:
-                blocks[_slots(holding & ~still)] = number
-                holding = still
-                if not holding:
-                    break
-            number += 1
-        blocks[_slots(holding)] = number
+            if not still:
+                break
+            if not masks or still != holding:
+                masks.append(still.to_bytes(num_bytes, "little"))
+                lengths.append(0)
+            lengths[-1] += 1
+            holding = still
+        packed = np.frombuffer(b"".join(masks), np.uint8).reshape(-1, num_bytes)
+        bits = np.unpackbits(packed, axis=1, bitorder="little")
+        blocks: npt.NDArray[np.float64] = np.array(lengths, np.float64) @ bits
         return blocks
-
-
-def _slots(mask: int) -> list[int] | npt.NDArray[np.intp]:
-    """The bits that are set."""
-    if mask.bit_count() > _FEW:
-        data = mask.to_bytes((mask.bit_length() + 7) // 8, "little")
-        return np.flatnonzero(np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little"))
-    slots = []
-    while mask:
-        slots.append(mask.bit_length() - 1)
-        mask ^= 1 << slots[-1]
-    return slots

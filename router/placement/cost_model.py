@@ -102,8 +102,6 @@ class Costs:
         block_sizes = np.array([max(1, kv.block_size) for kv in kvs])
         cached = self._cached_tokens({kv.block_size for kv in kvs} - {0})
         self.p_cached, self.d_cached = (cached[rows["slot"]] for rows in (p, d))
-        self.p_uncached = request.num_tokens - self.p_cached
-        self.d_uncached = request.num_tokens - self.d_cached
         usual_rate = _median(p["rate"][p["ready"]], _TOKENS_PER_S)
         self._on_prefill(p, block_sizes[p["kv"]], usual_rate)
         token_bytes = np.array([_token_bytes(kv) for kv in kvs])
@@ -179,12 +177,13 @@ class Costs:
         held = (p["blocks_held"] > 0) & (self.p_blocks > p["blocks_available"])
         self.p_full: Flags = held | (self.ahead >= self.window)
         self.wait_us = np.rint(before / rate * 1e6)
-        self.prefill_us = np.rint((before + self.p_uncached) / rate * 1e6)
+        self.prefill_us = np.rint((before + self.request.num_tokens - self.p_cached) / rate * 1e6)
 
     def _on_decode(
         self, d: Any, block_size: Column, token_bytes: Column, usual_rate: float
     ) -> None:
-        request, uncached = self.request, self.d_uncached
+        request = self.request
+        uncached = request.num_tokens - self.d_cached
         rate = _settled(d["rate"], usual_rate)
         # What its measured step would be with one sequence; 0 when there is none measured.
         lone_ms = d["step_ms"] / _relative_step(np.maximum(1, d["running"]))

@@ -95,16 +95,15 @@ def pick(
 def predict(snapshot: Snapshot, request: PlacementRequest) -> tuple[float, bool]:
     """Seconds to a first token on the best pair, without the wait queue, and whether there is room.
 
-    0 seconds when nothing is known. Pairs without room count for the time too: waiting for it is
-    the wait queue's part of the prediction.
+    0 seconds when nothing is known. Where no pair has room, it is the best of all: waiting for room
+    is the wait queue's part of the prediction.
     """
     p, costs = snapshot.of_prefill, costs_of(snapshot, request)
-    best = fastest = _best(costs)
-    if costs.p_full.any() or costs.d_full.any():
-        fastest = _best(costs, need_room=False)
-    if fastest is None or not p["rate"][p["ready"]].any():
-        return 0.0, best is not None
-    return fastest.ttft_s, best is not None
+    with_room = _best(costs)
+    best = with_room or _best(costs, need_room=False)
+    if best is None or not p["rate"][p["ready"]].any():
+        return 0.0, with_room is not None
+    return best.ttft_s, with_room is not None
 
 
 def rank_all(
