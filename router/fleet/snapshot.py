@@ -35,9 +35,9 @@ _ROW = np.dtype(
     + [
         (name, np.float64)
         for name in (
-            "chunk_tokens", "max_batch", "max_context", "rate", "step_ms", "running", "busy",
-            "steps", "reported_tokens", "assigned_tokens", "num_assigned", "blocks_available",
-            "blocks_cached", "blocks_held", "blocks_total",
+            "block_size", "token_bytes", "chunk_tokens", "max_batch", "max_context", "rate",
+            "step_ms", "running", "busy", "steps", "reported_tokens", "assigned_tokens",
+            "num_assigned", "blocks_available", "blocks_cached", "blocks_held", "blocks_total",
         )
     ]
 )  # fmt: skip
@@ -95,9 +95,9 @@ class Snapshot:
     def __post_init__(self) -> None:
         views = (*self.prefill, *self.decode)
         self.rows = {view.incarnation: row for row, view in enumerate(views)}  # prefill first
-        self.kvs: list[common_pb2.KvDescriptor] = []  # that differ; the column "kv" is an index
-        self.hosts: dict[str, int] = {}  # their numbers in the column "host"
-        self._kv_codes: dict[bytes, int] = {}
+        # KV caches that differ, and hosts, with their numbers in the columns "kv" and "host".
+        self.kvs: dict[bytes, tuple[int, int, int]] = {}  # also a block's and a token's size
+        self.hosts: dict[str, int] = {}
         self._table = np.zeros(len(views), _ROW)
         # Of the prompts that are assigned to each prefill worker, in any order.
         self._tokens = np.zeros((len(self.prefill), 1))
@@ -127,14 +127,17 @@ class Snapshot:
         """Rows of numbers, and what follows from them."""
         for row, view in views:
             record, load = view.record, view.load
-            kv = self._kv_codes.setdefault(record.kv.SerializeToString(), len(self.kvs))
-            if kv == len(self.kvs):
-                self.kvs.append(record.kv)
+            kv = record.kv.SerializeToString()
+            if kv not in self.kvs:
+                self.kvs[kv] = len(self.kvs), record.kv.block_size, _token_bytes(record.kv)
+            number, block_size, token_bytes = self.kvs[kv]
             self._table[row] = (
                 view.ready,
-                kv,
+                number,
                 self.hosts.setdefault(record.host_id, len(self.hosts)),
                 view.slot,
+                max(1, block_size),
+                token_bytes,
                 record.chunk_tokens,
                 record.max_batch,
                 record.max_context,
@@ -227,6 +230,15 @@ class Snapshot:
         """Longest sequence that every READY decode worker takes; 0 when there is none."""
         longest = self.of_decode["max_context"][self.of_decode["ready"]]
         return int(longest.min()) if longest.size else 0
+
+
+def _token_bytes(kv: common_pb2.KvDescriptor) -> int:
+    """Of one token's KV: elements, and for one-byte types a float32 scale for each head."""
+    element, scale = {"float32": (4, 0), "int8": (1, 4), "float8_e4m3fn": (1, 4)}.get(
+        kv.dtype, (2, 0)
+    )
+    token: int = 2 * kv.num_layers * kv.num_kv_heads * (kv.head_size * element + scale)
+    return token
 
 
 def kv_difference(prefill: WorkerView, decode: WorkerView) -> str:

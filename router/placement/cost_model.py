@@ -15,7 +15,6 @@ import numpy as np
 
 from baton.config import RouterLimits
 from baton.prefix import block_hash, root_hash
-from baton.v1 import common_pb2
 from router.fleet.snapshot import Column, Flags, Snapshot, WorkerView
 
 _CHUNK_TOKENS = 512  # of a worker that does not report it
@@ -98,14 +97,12 @@ class Costs:
 
     def __init__(self, snapshot: Snapshot, request: PlacementRequest) -> None:
         self.snapshot, self.request = snapshot, request
-        p, d, kvs = snapshot.of_prefill, snapshot.of_decode, snapshot.kvs
-        block_sizes = np.array([max(1, kv.block_size) for kv in kvs])
-        cached = self._cached_tokens({kv.block_size for kv in kvs} - {0})
-        self.p_cached, self.d_cached = (cached[rows["slot"]] for rows in (p, d))
+        p, d = snapshot.of_prefill, snapshot.of_decode
+        cached = self._cached_tokens()
+        self.p_cached, self.d_cached = cached[p["slot"]], cached[d["slot"]]
         usual_rate = _median(p["rate"][p["ready"]], _TOKENS_PER_S)
-        self._on_prefill(p, block_sizes[p["kv"]], usual_rate)
-        token_bytes = np.array([_token_bytes(kv) for kv in kvs])
-        self._on_decode(d, block_sizes[d["kv"]], token_bytes[d["kv"]], usual_rate)
+        self._on_prefill(p, usual_rate)
+        self._on_decode(d, usual_rate)
 
     def of(self, p: Rows, d: Rows) -> tuple[Any, Any]:
         """What pairs cost, and whether decode prefills: it is little, or that costs less."""
@@ -121,7 +118,7 @@ class Costs:
 
     def no_decode_room(self, refused: Set[str]) -> Flags:
         """Decode workers that take nothing now; `refused` are those that have just done so."""
-        return self.d_full | self.snapshot.flags(refused)[1]
+        return self.d_full | self.snapshot.flags(refused)[1] if refused else self.d_full
 
     def on_prefill(self, row: int) -> Estimate:
         queued, no_room = int(self.ahead[row]), ""
@@ -153,15 +150,14 @@ class Costs:
         uncached = self.request.num_tokens - int(cached)
         return Estimate(worker, no_room, int(cached), uncached, queued, tpot_s)
 
-    def _cached_tokens(self, block_sizes: set[int]) -> Column:
+    def _cached_tokens(self) -> Column:
         """By slot: leading tokens whose KV the worker seems to cache."""
-        index, request = self.snapshot.index, self.request
-        tokens: Column = np.zeros(1)
-        for size in block_sizes:
-            tokens = np.maximum(tokens, index.leading(request.hashes(size)) * size)
+        index, tokens = self.snapshot.index, np.zeros(1)
+        for size in {block_size for _, block_size, _ in self.snapshot.kvs.values()} - {0}:
+            tokens = np.maximum(tokens, index.leading(self.request.hashes(size)) * size)
         return tokens
 
-    def _on_prefill(self, p: Any, block_size: Column, usual_rate: float) -> None:
+    def _on_prefill(self, p: Any, usual_rate: float) -> None:
         rate = _settled(p["rate"], usual_rate)
         chunk = np.where(p["chunk_tokens"], p["chunk_tokens"], _CHUNK_TOKENS)
         ours = self.snapshot.assigned_before(self.request.virtual_finish)
@@ -169,19 +165,17 @@ class Costs:
         self.ahead = ours + np.maximum(0, p["reported_tokens"] - p["assigned_tokens"])
         # A chunk of what goes later may be running: on average half of it is still to come.
         later = self.snapshot.queued_tokens - self.ahead
-        before = self.ahead + np.clip(later, 0, chunk // 2)
+        before = self.ahead + np.maximum(0, np.minimum(later, chunk // 2))
         # The queue is kept in the router, where it can be ordered, and not on the worker.
         self.window = np.maximum(_WINDOW_CHUNKS * chunk, rate * _WINDOW_S // 1)
-        self.p_blocks = self._blocks(p, self.p_cached, block_size)
+        self.p_blocks = self._blocks(p, self.p_cached)
         # An idle pool is as free as it ever gets.
         held = (p["blocks_held"] > 0) & (self.p_blocks > p["blocks_available"])
         self.p_full: Flags = held | (self.ahead >= self.window)
         self.wait_us = np.rint(before / rate * 1e6)
         self.prefill_us = np.rint((before + self.request.num_tokens - self.p_cached) / rate * 1e6)
 
-    def _on_decode(
-        self, d: Any, block_size: Column, token_bytes: Column, usual_rate: float
-    ) -> None:
+    def _on_decode(self, d: Any, usual_rate: float) -> None:
         request = self.request
         uncached = request.num_tokens - self.d_cached
         rate = _settled(d["rate"], usual_rate)
@@ -193,13 +187,13 @@ class Costs:
         self.tpot_s = lone_ms / 1e3 * _relative_step(d["busy"] + 1)
         most = d["max_batch"]
         self.most_busy = np.where(most, most + np.maximum(1, most // _SPARE_SHARE), np.inf)
-        self.d_blocks = self._blocks(d, self.d_cached, block_size)
+        self.d_blocks = self._blocks(d, self.d_cached)
         self.d_full: Flags = (d["busy"] >= self.most_busy) | (self.d_blocks > d["blocks_available"])
         wait_s = d["reported_tokens"] / rate + self.tpot_s / 2  # the step that runs, on average
         compute_s = uncached / rate
         self.local_ttft_s = wait_s + compute_s
-        free = d["blocks_available"] - (request.num_tokens // block_size + 1)
-        used = np.clip(1 - free / np.maximum(1, d["blocks_total"]), 0, 1)
+        free = d["blocks_available"] - (request.num_tokens // d["block_size"] + 1)
+        used = np.maximum(0, np.minimum(1, 1 - free / np.maximum(1, d["blocks_total"])))
         tokens = min(request.new_tokens or _NEW_TOKENS, _MOST_NEW_TOKENS)
         rest_us = self.tpot_s * tokens * 1e6 + _FULL_POOL_MS * used**2 * 1e3
         # Decode's batch waits while it computes, so that costs its time once a sequence.
@@ -212,18 +206,18 @@ class Costs:
         # What decode does not cache is sent, in the gap before the second token.
         self.handoff_us = {}
         for same_host, handoff_s in HANDOFF_S.items():
-            send_s = uncached * token_bytes / _BYTES_PER_S[same_host]
+            send_s = uncached * d["token_bytes"] / _BYTES_PER_S[same_host]
             handoff_us = np.rint((handoff_s + send_s) * 1e6 + rest_us)
             self.handoff_us[same_host] = np.where(always, np.inf, handoff_us)
 
-    def _blocks(self, rows: Any, cached: Column, block_size: Column) -> Column:
+    def _blocks(self, rows: Any, cached: Column) -> Column:
         """What the sequence and its next token need of the blocks that are available.
 
         Blocks that are shared with a running sequence are not needed again. Of those that match, as
         many as the pool keeps unheld may be among the available ones and are counted there.
         """
-        shared = np.maximum(0, cached // block_size - rows["blocks_cached"])
-        needed: Column = self.request.num_tokens // block_size + 1 - shared
+        shared = np.maximum(0, cached // rows["block_size"] - rows["blocks_cached"])
+        needed: Column = self.request.num_tokens // rows["block_size"] + 1 - shared
         return needed
 
 
@@ -235,15 +229,6 @@ def costs_of(snapshot: Snapshot, request: PlacementRequest) -> Costs:
 
 def _blocks_missing(available: float, needed: float) -> str:
     return f"has {available:.0f} KV blocks available and {needed:.0f} are needed"
-
-
-def _token_bytes(kv: common_pb2.KvDescriptor) -> int:
-    """Of one token's KV: elements, and for one-byte types a float32 scale for each head."""
-    element, scale = {"float32": (4, 0), "int8": (1, 4), "float8_e4m3fn": (1, 4)}.get(
-        kv.dtype, (2, 0)
-    )
-    token: int = 2 * kv.num_layers * kv.num_kv_heads * (kv.head_size * element + scale)
-    return token
 
 
 def _relative_step(sequences: Column) -> Column:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -86,7 +87,7 @@ def pick(
     if snapshot.why_not_ready:
         raise Unavailable(snapshot.why_not_ready, RETRY_AFTER_S)
     costs = costs_of(snapshot, request)
-    if pair := _best(costs, failed, full):
+    if pair := _best(costs, frozenset(failed), frozenset(full)):
         return replace(pair, candidates=snapshot.num_usable)
     reasons = _why_no_room(costs, full)
     raise Overloaded(f"no room for {request.num_tokens} tokens now ({reasons})", RETRY_AFTER_S)
@@ -99,8 +100,8 @@ def predict(snapshot: Snapshot, request: PlacementRequest) -> tuple[float, bool]
     is the wait queue's part of the prediction.
     """
     p, costs = snapshot.of_prefill, costs_of(snapshot, request)
-    with_room = _best(costs)
-    best = with_room or _best(costs, need_room=False)
+    with_room = _best(costs, frozenset(), frozenset())
+    best = with_room or _best(costs, frozenset(), frozenset(), False)
     if best is None or not p["rate"][p["ready"]].any():
         return 0.0, with_room is not None
     return best.ttft_s, with_room is not None
@@ -124,12 +125,9 @@ def rank_all(
     return [_pair(costs, p[i], d[j], full) for i, j in at]
 
 
+@lru_cache(maxsize=1)  # the prediction's pair is picked, unless the fleet changes between
 def _best(
-    costs: Costs,
-    failed: Set[str] = frozenset(),
-    full: Set[str] = frozenset(),
-    *,
-    need_room: bool = True,
+    costs: Costs, failed: frozenset[str], full: frozenset[str], need_room: bool = True
 ) -> Pair | None:
     snapshot = costs.snapshot
     prefill, decode = snapshot.of_prefill, snapshot.of_decode
