@@ -9,6 +9,7 @@ from baton.errors import Overloaded, Unavailable
 from baton.prefix import block_hash
 from baton.v1 import common_pb2, worker_pb2
 from router.fleet.snapshot import SILENT, AssignedPrompt, WorkerView
+from router.placement.cost_model import Costs
 from router.placement.placement import pick, predict, rank_all
 
 from .snapshots import PROMPT, fleet, needs, usable_pairs, worker
@@ -102,6 +103,30 @@ def test_thousands_of_workers_that_are_not_ready_cost_little():
     why = fleet(ghosts, ghosts).why_not_ready
     assert why.startswith("no prefill worker is ready (ghost0000 is UNREACHABLE: gone; ghost0001")
     assert why.endswith("; and 1492 more)") and len(why) < 1000
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "excluded"),
+    [
+        ({}, {}, 0),
+        ({"tokens": 5000}, {"caches": PROMPT}, 0),  # full, and decode may prefill
+        ({}, {"caches": PROMPT}, 40),
+    ],
+)
+def test_few_of_many_pairs_are_looked_at(monkeypatch, prefill, decode, excluded):
+    """Walking all pairs of 64 and 64 workers took a router's loop 130 ms for each request."""
+    looks, of = [], Costs.of
+    monkeypatch.setattr(Costs, "of", lambda *args: looks.append(args) or of(*args))
+    size = range(100, 200)
+    p = [worker(f"p{i}", host_id=f"h{i % 30}", **RATE, **prefill) for i in size]
+    d = [worker(f"d{i}", host_id=f"h{i % 40}", step_ms=i, **decode) for i in size]
+    pairs = {(f"p{100 + i}", f"d{100 + i % 7}"): "quarantined" for i in range(excluded)}
+    request = needs(local_prefill_max_tokens=1)
+    try:
+        assert pick(fleet(p, d, pairs), request).candidates == 10_000 - excluded
+    except Overloaded:
+        assert prefill
+    assert len(looks) <= 2 + excluded
 
 
 # Workers without room.
