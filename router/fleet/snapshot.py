@@ -103,6 +103,7 @@ class Snapshot:
         self._tokens = np.zeros((len(self.prefill), 1))
         self._finish = np.zeros((len(self.prefill), 1))
         self._write(enumerate(views))
+        self._find_usable()
 
     def replaced(
         self,
@@ -116,11 +117,13 @@ class Snapshot:
             every[row] = view
         new = copy(self)
         new.prefill, new.decode = tuple(every[:split]), tuple(every[split:])
-        if excluded_pairs is not None:
-            new.excluded_pairs = excluded_pairs
+        new.excluded_pairs = self.excluded_pairs if excluded_pairs is None else excluded_pairs
         new._table = self._table.copy()
         new._tokens, new._finish = self._tokens.copy(), self._finish.copy()
         new._write(by_row.items())
+        changed = ((new._table[name] != self._table[name]).any() for name in ("ready", "kv"))
+        if excluded_pairs is not None or any(changed):
+            new._find_usable()
         return new
 
     def _write(self, views: Iterable[tuple[int, WorkerView]]) -> None:
@@ -156,16 +159,19 @@ class Snapshot:
             )
             if row < len(self.prefill):
                 self._write_assigned(row, view.assigned)
-        p, d = self.of_prefill, self.of_decode = self.split(self._table)
+        p, _ = self.of_prefill, self.of_decode = self.split(self._table)
         # By prefill worker, to compute: what it reports, or what this router just sent it.
         self.queued_tokens = np.maximum(p["reported_tokens"], p["assigned_tokens"])
+
+    def _find_usable(self) -> None:
+        p, d, rows = self.of_prefill, self.of_decode, self.rows
         # By row of a prefill worker: rows, among decode's, that it is excluded from.
         self.excluded_rows: dict[int, list[int]] = {}
-        for prefill, decode in self.excluded_pairs:
-            if prefill in self.rows and decode in self.rows:
-                row = self.rows[decode] - len(self.prefill)
-                self.excluded_rows.setdefault(self.rows[prefill], []).append(row)
-        by_kv = (np.bincount(rows["kv"][rows["ready"]], minlength=len(self.kvs)) for rows in (p, d))
+        for names in self.excluded_pairs:
+            if rows.keys() >= set(names):
+                row, other = rows[names[0]], rows[names[1]] - len(self.prefill)
+                self.excluded_rows.setdefault(row, []).append(other)
+        by_kv = (np.bincount(w["kv"][w["ready"]], minlength=len(self.kvs)) for w in (p, d))
         # Pairs of READY workers with equal KV caches that are not excluded from each other.
         self.num_usable = int(np.dot(*by_kv)) - sum(
             bool(p["ready"][row] and d["ready"][other] and p["kv"][row] == d["kv"][other])
