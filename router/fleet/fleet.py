@@ -50,7 +50,7 @@ class Fleet:
         self._index = PrefixIndex()
         self._touched: set[str] = set()  # members whose views are others than in `_seen`
         self._seen: Snapshot | None = None  # None: members have come or left
-        self._quarantined: dict[str, list[tuple[str, str]]] = {}  # in `_seen`, by member
+        self._quarantined: dict[str, list[tuple[str, str]]] = {}  # pairs, by member
         self._judged = Snapshot((), ())
         self._judged_by: tuple[Snapshot, dict[Key, str]] = self._judged, {}
         self._changed = asyncio.Event()
@@ -115,27 +115,19 @@ class Fleet:
 
     def _look(self) -> Snapshot:
         """All workers as they and their connections report."""
-        touched = [self._members[name] for name in self._touched if name in self._members]
+        touched = self._touched if self._seen is not None else self._members.keys()
+        views = [self._members[name].view for name in touched if name in self._members]
         self._touched.clear()
-        if self._seen is None:
-            touched = list(self._members.values())
-        views = [member.view for member in touched]
-        excluded = None
-        if self._seen is None or any(
-            member.quarantined != self._quarantined.get(view.incarnation, [])
-            for member, view in zip(touched, views, strict=True)
-        ):
-            members = self._members.items()
-            self._quarantined = {name: m.quarantined for name, m in members if m.quarantined}
-            why = "the prefill worker leaves it alone after a failure"
-            excluded = dict.fromkeys(itertools.chain(*self._quarantined.values()), why)
+        why = "the prefill worker leaves it alone after a failure"
+        excluded = dict.fromkeys(itertools.chain(*self._quarantined.values()), why)
         if self._seen is None:
             views.sort(key=lambda view: view.incarnation)
             prefill = tuple(view for view in views if view.record.role == _PREFILL)
             decode = tuple(view for view in views if view.record.role != _PREFILL)
-            self._seen = Snapshot(prefill, decode, excluded or {}, self._index)
+            self._seen = Snapshot(prefill, decode, excluded, self._index)
         elif views:
-            self._seen = self._seen.replaced(views, excluded)
+            is_other = excluded != self._seen.excluded_pairs
+            self._seen = self._seen.replaced(views, excluded if is_other else None)
         return self._seen
 
     async def _apply(self, records: Mapping[str, common_pb2.WorkerRecord]) -> None:
@@ -170,6 +162,7 @@ class Fleet:
             self._liveness,
             self._index,
             self._touched,
+            self._quarantined,
             self._announce,
             lambda: len(self._members) / _FIRST_CALLS_PER_S,
         )

@@ -51,21 +51,22 @@ class Member:
         liveness: LivenessConfig,
         index: PrefixIndex,
         touched: set[str],
+        quarantined: dict[str, list[tuple[str, str]]],
         on_change: Callable[[], None],
         first_pause_s: Callable[[], float],
     ) -> None:
         """With a `mismatch` it is not followed.
 
-        Its name is added to `touched` when its view is another one; `on_change` is called where
-        that may let waiting requests run.
+        The fleet's `index`, `touched` (by name, when its view is another one) and `quarantined`
+        pairs are kept up to date; `on_change` is called where waiting requests may find room.
         """
         self.load = worker_pb2.Load(blocks_total=record.blocks_total)
         self.pairs: list[worker_pb2.PairStatus] = []
-        self.quarantined: list[tuple[str, str]] = []  # pairs
         self._assigned: dict[str, AssignedPrompt] = {}  # by handoff id
         self._index = index
         self._slot = index.join()
         self._touched = touched
+        self._quarantined = quarantined
         # A secret between us and the worker: a caller that knows a stream's id can take it over.
         self.stream_id = secrets.token_hex(16)
         self._name = record.incarnation
@@ -191,6 +192,7 @@ class Member:
         await asyncio.gather(*(stream.close() for stream in self._streams))
         if not was_closed:
             self._index.leave(self._slot)
+            self._quarantined.pop(self._name, None)
 
     async def close(self, reason: str) -> None:
         """As `stop_following`, and ends the connection."""
@@ -232,7 +234,7 @@ class Member:
             with self._announcing_change():
                 stream.opened()
                 self.load, self.pairs = update.load, list(update.pairs)
-                self.quarantined = [
+                self._quarantined[self._name] = [
                     (pair.prefill, pair.decode)
                     for pair in update.pairs
                     if pair.state == _QUARANTINED
