@@ -81,7 +81,7 @@ docs: $(STAMP)
 
 # build/dist/*.whl with the native kernels for AVX2, AVX-512 and AVX512-BF16: needs no compiler where it is installed.
 wheel: $(STAMP)
-	@$(BIN)/python -m baton.engine.ops.native
+	@$(BIN)/python -m baton.engine.ops.native.library
 	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/dist .
 	@$(BIN)/python -m wheel tags --remove --platform-tag linux_x86_64 build/dist/*-none-any.whl
 

@@ -29,8 +29,8 @@ def open_regular(file: Path) -> Iterator[BinaryIO]:
             if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
                 raise CheckpointError(f"{file}: cannot be read: it is not a regular file")
             yield stream
-    except FileNotFoundError:
-        raise
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(file) from None
     except (OSError, ValueError) as error:  # ValueError: no file can have such a name
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import re
 import uuid
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from baton import options, slo
 from baton.errors import ConfigError
-from baton.options import MAX_PORT, numbers, option, part, redeclared
+from baton.options import MAX_PORT, numbers, option, part
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")  # or one GPU by its number: cuda:1
@@ -24,14 +24,19 @@ KV_DTYPES = ("auto", "int8", "fp8")
 KERNELS = ("auto", "native", "torch", "triton")
 TRANSPORTS = ("auto", "shm", "gloo", "nccl", "cuda_ipc")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-LOG_FORMATS = ("text", "json")
 CPU_KV_CACHE_BYTES = 512 << 20  # on a CPU, without --kv-cache or --kv-blocks
-MAX_NICE = 19
 MAX_TTFT_TARGET_S = 60  # who writes more means milliseconds
 HTTP_PORT = 7780
 _EACH_ROLE = "a cluster serves with a worker of each role"
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 TTFT_HINT = "it is in seconds, 0.5 for 500 ms"
+# Helps of options that two processes declare.
+LOG_LEVEL_TEXT = "of log lines on stderr"
+DRAIN_TEXT = "for running requests to end after SIGTERM"
+NAME_TEXT = (
+    "of this process in status, traces and logs, which append an id of its run to it "
+    "(default: its role)"
+)
 
 
 def model_path(model: str) -> Path:
@@ -113,11 +118,19 @@ class SimulatedSpeed:
         return prompt_tokens / self.prefill_tokens_per_s + decode_ms / 1e3
 
 
-@dataclass(frozen=True, kw_only=True)
-class EtcdAccess:
-    """How a process proves itself to etcd and knows it, and which cluster of it is meant."""
+@dataclass(frozen=True)
+class RegistryConfig:
+    """Where members are kept, how a process proves itself there, and which cluster is meant."""
 
     GROUP: ClassVar[str] = "registry"
+    etcd: str = option(
+        "127.0.0.1:2379",
+        "--etcd HOST:PORT",
+        "etcd's address, several separated by commas; https:// in front for TLS",
+    )
+    lease_ttl_s: int = option(
+        5, "--lease-ttl SECONDS", "until a member without a heartbeat counts as gone", least=1
+    )
     cluster: str = option("default", "--cluster NAME", "keeps clusters on one etcd apart")
     user: str = option("", "--etcd-user NAME", "user of etcd")
     password_file: Path | None = option(
@@ -128,20 +141,6 @@ class EtcdAccess:
     )
     cert_file: Path | None = option(None, "--etcd-cert FILE", "PEM file with our certificate")
     key_file: Path | None = option(None, "--etcd-key FILE", "PEM file with our certificate's key")
-
-
-@dataclass(frozen=True)
-class RegistryConfig(EtcdAccess):
-    """Where members are kept."""
-
-    etcd: str = option(
-        "127.0.0.1:2379",
-        "--etcd HOST:PORT",
-        "etcd's address, several separated by commas; https:// in front for TLS",
-    )
-    lease_ttl_s: int = option(
-        5, "--lease-ttl SECONDS", "until a member without a heartbeat counts as gone", least=1
-    )
 
     def __post_init__(self) -> None:
         options.check(self)
@@ -223,7 +222,7 @@ class EngineConfig(CacheConfig):
     cpus: tuple[int, ...] = option(
         (), "--cpus 0,1", "pin compute threads to these cores (default: not pinned)", numbers
     )
-    nice: int = option(0, "--nice N", "niceness of compute threads, up to 19", most=MAX_NICE)
+    nice: int = option(0, "--nice N", "niceness of compute threads, up to 19", most=19)
     simulate: str = option(
         "",
         "--simulate TOKENS_PER_S,STEP_MS",
@@ -301,9 +300,9 @@ class TelemetryConfig:
     metrics_port: int | None = option(
         None, "--metrics-port PORT", "at http://HOST:PORT/metrics; 0: a free one (default: none)"
     )
-    log_level: str = option("info", "--log-level", "of log lines on stderr", choices=LOG_LEVELS)
+    log_level: str = option("info", "--log-level", LOG_LEVEL_TEXT, choices=LOG_LEVELS)
     log_format: str = option(
-        "text", "--log-format", "lines for people, or JSON objects", choices=LOG_FORMATS
+        "text", "--log-format", "lines for people, or JSON objects", choices=("text", "json")
     )
 
 
@@ -326,9 +325,6 @@ class TlsConfig:
         "--tls-ca FILE",
         "the authority of the other processes' certificates (default: --tls-client-ca)",
     )
-    insecure: bool = option(
-        False, "--insecure", "listen without TLS on an address that other machines can reach"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,20 +333,13 @@ class ServiceConfig(TelemetryConfig):
 
     GROUP: ClassVar[str] = "service"
     host: str = option("127.0.0.1", "--host", "address to listen on")
+    insecure: bool = option(
+        False, "--insecure", "listen without TLS on an address that other machines can reach"
+    )
     model_name: str = option(
         "", "--model-name NAME", "name that requests use (default: the model directory's)"
     )
-    drain_s: float = option(
-        30.0, "--drain-timeout SECONDS", "for running requests to end after SIGTERM"
-    )
-
-
-def _name_option() -> Any:
-    text = (
-        "of this process in status, traces and logs, which append an id of its run to it "
-        "(default: its role)"
-    )
-    return option("", "--name NAME", text)
+    drain_s: float = option(30.0, "--drain-timeout SECONDS", DRAIN_TEXT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,7 +358,7 @@ class WorkerServiceConfig(ServiceConfig):
 class WorkerConfig(TlsConfig, WorkerServiceConfig):
     """One prefill or decode worker."""
 
-    role: str
+    role: str  # prefill or decode
     engine: EngineConfig = part(EngineConfig)
     registry: RegistryConfig = part(RegistryConfig)
     port: int = option(0, "--port PORT", "port to listen on (default: a free one)")
@@ -382,12 +371,10 @@ class WorkerConfig(TlsConfig, WorkerServiceConfig):
     transfer_timeout_s: float = option(
         10.0, "--transfer-timeout SECONDS", "for one transfer of KV blocks", least=0.001
     )
-    name: str = _name_option()
+    name: str = option("", "--name NAME", NAME_TEXT)
     incarnation: str = field(default_factory=lambda: new_incarnation("worker"))
 
     def __post_init__(self) -> None:
-        if self.role not in ("prefill", "decode"):
-            raise ConfigError(f"role must be one of prefill, decode, not {self.role!r}")
         options.check(self)
         if self.advertise:
             split_address(self.advertise, "--advertise")
@@ -465,7 +452,7 @@ class RouterConfig(RouterLimits, ServedModel, TlsConfig, ServiceConfig):
     http_port: int = option(
         0, "--http-port PORT", "serve OpenAI's HTTP API at this port too (default: 0, no)"
     )
-    name: str = _name_option()
+    name: str = option("", "--name NAME", NAME_TEXT)
     incarnation: str = field(default_factory=lambda: new_incarnation("router"))
 
     @property
@@ -474,12 +461,13 @@ class RouterConfig(RouterLimits, ServedModel, TlsConfig, ServiceConfig):
 
 
 @dataclass(frozen=True)
-class ClusterConfig(WorkerServiceConfig, EtcdAccess):
+class ClusterConfig(WorkerServiceConfig):
     """A whole cluster on this machine, as `baton up` starts it."""
 
     GROUP: ClassVar[str] = "cluster"
     engine: EngineConfig = part(EngineConfig, without=("cpus", "nice"))
     limits: RouterLimits = part(RouterLimits)
+    etcd_access: RegistryConfig = part(RegistryConfig, without=("etcd", "lease_ttl_s"))
     prefill: int = option(1, "--prefill N", "prefill workers", least=1, hint=_EACH_ROLE)
     decode: int = option(1, "--decode N", "decode workers", least=1, hint=_EACH_ROLE)
     # Prompts give way to streams, and to whatever serves both. Not far: beside a busy process
@@ -489,10 +477,10 @@ class ClusterConfig(WorkerServiceConfig, EtcdAccess):
         "--prefill-nice N",
         "niceness of prefill workers, up to 19: they give way to decode workers and routers on the "
         "same cores, but to every other busy process too (at 10: a tenth of a core beside one)",
-        most=MAX_NICE,
+        most=19,
     )
     routers: int = option(1, "--routers N", "routers", least=1)
-    host: str = redeclared(ServiceConfig, "host", "127.0.0.1", help="address routers listen on")
+    host: str = option("127.0.0.1", "--host", "address routers listen on", group="service")
     port: int = option(
         7700, "--port PORT", "the first router's port, others follow; 0 takes free ones"
     )
@@ -508,14 +496,15 @@ class ClusterConfig(WorkerServiceConfig, EtcdAccess):
     tls: bool = option(
         False, "--tls", "encrypt all ports but etcd's, with certificates made for this run"
     )
-    insecure: bool = redeclared(TlsConfig, "insecure", False)
     trace: bool = option(False, "--trace", "draw the trace of each request here")
     keep_traces: int = option(
         1000, "--keep-traces N", "last requests' traces to keep for `baton trace`, unless --otlp"
     )
     restart: bool = option(True, "--restart", "start a process that ended again, later each time")
-    drain_s: float = redeclared(ServiceConfig, "drain_s", 5.0)
-    log_level: str = redeclared(ServiceConfig, "log_level", "warning")
+    drain_s: float = option(5.0, "--drain-timeout SECONDS", DRAIN_TEXT, group="service")
+    log_level: str = option(
+        "warning", "--log-level", LOG_LEVEL_TEXT, choices=LOG_LEVELS, group="telemetry"
+    )
 
     def __post_init__(self) -> None:
         options.check(self)
@@ -523,8 +512,8 @@ class ClusterConfig(WorkerServiceConfig, EtcdAccess):
             raise ConfigError(f"--port {self.port} leaves no ports for {self.routers} routers")
         if self.first_http_port + self.routers - 1 > MAX_PORT:
             raise ConfigError(f"--http-port {self.http_port} leaves no ports for all routers")
-        registry = self.registry(self.etcd or RegistryConfig.etcd)
-        if self.etcd is None and registry != RegistryConfig(cluster=self.cluster):
+        self.registry(self.etcd or RegistryConfig.etcd)
+        if not self.etcd and self.etcd_access != RegistryConfig(cluster=self.etcd_access.cluster):
             raise ConfigError("--etcd-user, -ca, -cert and their like need --etcd HOST:PORT")
 
     @property
@@ -535,5 +524,4 @@ class ClusterConfig(WorkerServiceConfig, EtcdAccess):
 
     def registry(self, etcd: str) -> RegistryConfig:
         """The registry's settings when etcd is at `etcd`; raises ConfigError."""
-        access = {field.name: getattr(self, field.name) for field in fields(EtcdAccess)}
-        return RegistryConfig(etcd=etcd, **access)
+        return replace(self.etcd_access, etcd=etcd)

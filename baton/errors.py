@@ -6,6 +6,7 @@ that an error keeps its meaning across processes. This module imports neither gR
 
 from __future__ import annotations
 
+import argparse
 import reprlib
 
 MAX_QUOTED_CHARS = 200
@@ -89,8 +90,11 @@ class InternalError(BatonError):
     """A bug or an unknown failure."""
 
 
-class ConfigError(BatonError):
-    """A setting or command-line option is wrong. Raised at start, never in service."""
+class ConfigError(BatonError, argparse.ArgumentTypeError):
+    """A setting or command-line option is wrong. Raised at start, never in service.
+
+    argparse shows one that the parser of an argument raises, with the argument's name.
+    """
 
 
 class CheckpointError(ConfigError):

@@ -11,8 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 
-FORMATS = ("text", "json")
-FIELDS = ("trace_id", "request_id", "handoff_id")
+_IDS = ("trace_id", "request_id", "handoff_id")
 
 
 def about(*, trace_id: str = "", request_id: str = "", handoff_id: str = "") -> Mapping[str, str]:
@@ -21,35 +20,31 @@ def about(*, trace_id: str = "", request_id: str = "", handoff_id: str = "") -> 
     return {name: value for name, value in known.items() if value}
 
 
-class TextLines(logging.Formatter):
-    """Time, level, logger, message, and the trace's id where it is known."""
+def formatter(form: str) -> logging.Formatter:
+    """Of `--log-format`."""
+    if form == "json":
+        return _JsonLines()
+    return _TextLines("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
+class _TextLines(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line without what a raised error adds below it."""
+        """The line without what a raised error adds below it, and the trace's id if known."""
         trace_id = getattr(record, "trace_id", "")
         return super().formatMessage(record) + (f" [trace {trace_id}]" if trace_id else "")
 
 
-class JsonLines(logging.Formatter):
-    """One object a line: time (UTC), level, logger, message, ids, a raised error's traceback."""
-
+class _JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
+        """Time (UTC), level, logger, message, ids, a raised error's traceback."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **{name: getattr(record, name) for name in FIELDS if hasattr(record, name)},
+            **{name: getattr(record, name) for name in _IDS if hasattr(record, name)},
         }
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
-
-
-def formatter(form: str) -> logging.Formatter:
-    """One of FORMATS."""
-    return JsonLines() if form == "json" else TextLines()

@@ -17,7 +17,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,8 @@ from baton.errors import ConfigError
 PREFIX = "BATON_OPT_"
 MAX_PORT = 65535
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_SWITCH = {"true": True, "yes": True, "on": True, "1": True}
+_SWITCH |= {"false": False, "no": False, "off": False, "0": False}
 
 C = TypeVar("C")
 Values = dict[str, Any]
@@ -85,20 +87,13 @@ def option(
     Without `parse` the metavar gives the type of a value, else the default's type.
     """
     flag, _, metavar = usage.partition(" ")
-    by_metavar: dict[str, Callable[[str], Any]] = {"FILE": Path, "SIZE": size, "PORT": int}
-    by_type: dict[type, Callable[[str], Any]] = {bool: switch, int: int, float: float}
-    parse = parse or by_metavar.get(metavar) or by_type.get(type(default), str)
+    parsers: dict[Any, Any] = {"FILE": Path, "SIZE": size, "PORT": int, bool: switch}
+    by_type = type(default) if isinstance(default, int | float) else str
+    parse = parse or parsers.get(metavar) or parsers.get(by_type, by_type)
     if metavar == "PORT":
         more["most"] = MAX_PORT
     declared = Option(flag, metavar, help, parse, default, **more)
     return dataclasses.field(default=default, metadata={"option": declared})
-
-
-def redeclared(cls: type[Any], field: str, default: Any, **changes: Any) -> Any:
-    """A base class's field with another default, and what else is to differ of its option."""
-    (one,) = (one for one in _own(cls) if one.field == field)
-    one = replace(one, default=default, **changes)
-    return dataclasses.field(default=default, metadata={"option": one})
 
 
 def part(cls: type[Any], without: Collection[str] = ()) -> Any:
@@ -194,9 +189,9 @@ def _typed(
 
 def switch(text: str) -> bool:
     """Of "true" or "false" (yes, no, on, off, 1, 0)."""
-    if text.lower() not in ("true", "false", "yes", "no", "on", "off", "1", "0"):
+    if (value := _SWITCH.get(text.lower())) is None:
         raise ConfigError(f"{text!r} is neither true nor false")
-    return text.lower() in ("true", "yes", "on", "1")
+    return value
 
 
 def size(text: str) -> int:
@@ -214,15 +209,11 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(","))
 
 
-def _own(cls: type[Any]) -> list[Option]:
-    owners: dict[str, Any] = {
-        name: base for base in reversed(cls.__mro__) for name in base.__dict__
-    }
-    return [
-        replace(one, field=field.name, group=one.group or owners[field.name].GROUP)
-        for field in dataclasses.fields(cls)
-        if (one := field.metadata.get("option"))
-    ]
+def _own(cls: type[Any]) -> Iterator[Option]:
+    for field in dataclasses.fields(cls):
+        if one := field.metadata.get("option"):
+            owner: Any = next(base for base in cls.__mro__ if field.name in vars(base))
+            yield replace(one, field=field.name, group=one.group or owner.GROUP)
 
 
 def _values(settings: Any) -> Values:

@@ -10,12 +10,10 @@ import contextlib
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from functools import wraps
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
@@ -64,8 +62,6 @@ _NAMED = {cls.__name__: cls for cls, code in _CODES if _ERRORS[code] is not cls}
 _DOMAIN = "baton"
 _ARITY = {False: "unary", True: "stream"}
 
-T = TypeVar("T")
-
 
 def code_of(error: BaseException) -> grpc.StatusCode:
     """The status code a caller sees for `error`."""
@@ -102,39 +98,12 @@ def translated() -> Iterator[None]:
 
 
 def server() -> grpc.aio.Server:
-    """An asyncio server with our options, for which no port is open yet."""
-    return grpc.aio.server(options=SERVER_OPTIONS, interceptors=(_Guard(),))
+    """An asyncio server with our options, for which no port is open yet.
 
-
-def unary(method: Callable[..., Awaitable[T]]) -> Callable[..., Awaitable[T | None]]:
-    """Wraps a servicer method that answers or writes, so that what it raises becomes its status."""
-
-    @wraps(method)
-    async def call(self: Any, request: Any, context: Any) -> T | None:
-        try:
-            return await method(self, request, context)
-        except Exception as error:
-            _set_status(context, error)
-            return None
-
-    return call
-
-
-def streaming(method: Callable[..., AsyncIterator[T]]) -> Callable[..., AsyncIterator[T]]:
-    """Wraps a server-streaming servicer method so that what it raises becomes its status."""
-
-    @wraps(method)
-    async def call(self: Any, request: Any, context: Any) -> AsyncIterator[T]:
-        responses = method(self, request, context)
-        try:
-            async for response in responses:
-                yield response
-        except Exception as error:
-            _set_status(context, error)
-        finally:
-            await responses.aclose()  # type: ignore[attr-defined]
-
-    return call
+    What a handler of it raises becomes the call's status; malformed requests are refused, and those
+    of callers who may not call the method.
+    """
+    return grpc.aio.server(options=SERVER_OPTIONS, interceptors=(_Translator(),))
 
 
 def _set_status(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> None:
@@ -160,11 +129,11 @@ class _Malformed(errors.InvalidRequest):
     """Bytes that are no message of the method's request type."""
 
 
-class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses, for any service of a server, malformed requests and callers of the wrong role.
+class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Gives what the handlers of a server raise as a status, and checks callers and requests.
 
-    With a line in the log now and then; gRPC by itself answers the former with UNKNOWN and logs a
-    traceback for each.
+    For a malformed request gRPC by itself would answer UNKNOWN and log a traceback; here a line is
+    logged now and then.
     """
 
     def __init__(self) -> None:
@@ -173,53 +142,58 @@ class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._unlogged = 0
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        """The handler of a method, made to refuse; None for a method that no service has."""
+        """The handler of a method, wrapped; None for a method that no service has."""
         method = handler_call_details.method
         if (handler := self._handlers.get(method)) is None:
             handler = await continuation(handler_call_details)
             if handler is not None:
-                handler = self._handlers[method] = self._refusing(handler, method)
+                handler = self._handlers[method] = self._wrapped(handler, method)
         return handler
 
-    def _refusing(self, handler: Any, method: str) -> Any:
+    def _wrapped(self, handler: Any, method: str) -> Any:
         kind = f"{_ARITY[handler.request_streaming]}_{_ARITY[handler.response_streaming]}"
-        behaviour, parse = getattr(handler, kind), handler.request_deserializer
+        behaviour, deserialize = getattr(handler, kind), handler.request_deserializer
 
-        def deserialize(raw: bytes) -> Any:
+        def parsed(raw: bytes) -> Any:
             try:
-                return parse(raw)
+                return deserialize(raw)
             except DecodeError:
-                malformed = _Malformed(f"the request of {method} is not a message of its type")
-            if handler.request_streaming:
-                raise malformed
-            return malformed  # what is raised here would not reach the behaviour
+                text = f"the request of {method} is not a message of its type"
+                raise _Malformed(text) from None
 
-        def wrong(request: Any, context: Any) -> errors.BatonError | None:
+        async def all_parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+            async for raw in requests:
+                yield parsed(raw)
+
+        def take(raw: Any, context: Any) -> Any:
             if why := tls.why_refused(method, context.auth_context()):
-                return errors.Unauthenticated(why)
-            return request if isinstance(request, _Malformed) else None
+                raise errors.Unauthenticated(why)
+            return all_parsed(raw) if handler.request_streaming else parsed(raw)
 
-        async def respond(request: Any, context: Any) -> Any:
-            if error := wrong(request, context):
-                return self._refuse(context, error)
-            return await behaviour(request, context)
-
-        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-            if error := wrong(request, context):
-                self._refuse(context, error)
-                return
+        async def respond(raw: Any, context: Any) -> Any:
             try:
-                async with contextlib.aclosing(behaviour(request, context)) as responses:
+                return await behaviour(take(raw, context), context)
+            except Exception as error:
+                self._failed(context, error)
+
+        async def stream(raw: Any, context: Any) -> AsyncIterator[Any]:
+            try:
+                async with contextlib.aclosing(behaviour(take(raw, context), context)) as responses:
                     async for response in responses:
                         yield response
-            except _Malformed as error:
-                self._refuse(context, error)
+            except Exception as error:
+                self._failed(context, error)
 
+        # A method that answers with a stream may also write to its context.
         wrapped = stream if inspect.isasyncgenfunction(behaviour) else respond
-        return handler._replace(**{"request_deserializer": deserialize, kind: wrapped})
+        return handler._replace(**{"request_deserializer": None, kind: wrapped})
 
-    def _refuse(self, context: Any, error: errors.BatonError) -> None:
+    def _failed(self, context: Any, error: Exception) -> None:
+        if context.code():  # generated code has set it, for a method that is not implemented
+            return
         _set_status(context, error)
+        if not isinstance(error, _Malformed):
+            return
         self._unlogged += 1
         if (now := time.monotonic()) >= self._log_after:
             log.warning(
@@ -249,26 +223,21 @@ def channel(
 def _write_details(
     code: grpc.StatusCode, error: BaseException, text: str
 ) -> tuple[tuple[str, bytes], ...]:
-    details: list[any_pb2.Any] = []
+    details: list[Any] = []
     if isinstance(error, errors.RetryableError) and error.retry_after_s > 0:
-        delay = duration_pb2.Duration()
-        delay.FromMilliseconds(int(error.retry_after_s * 1000))
-        details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
+        details.append(error_details_pb2.RetryInfo())
+        details[-1].retry_delay.FromMilliseconds(int(error.retry_after_s * 1000))
     if isinstance(error, errors.InvalidRequest) and error.field:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=text)
-        details.append(_packed(error_details_pb2.BadRequest(field_violations=[violation])))
+        details.append(error_details_pb2.BadRequest())
+        details[-1].field_violations.add(field=error.field, description=text)
     if (name := type(error).__name__) in _NAMED:
-        details.append(_packed(error_details_pb2.ErrorInfo(reason=name, domain=_DOMAIN)))
+        details.append(error_details_pb2.ErrorInfo(reason=name, domain=_DOMAIN))
     if not details:
         return ()
-    status = status_pb2.Status(code=code.value[0], message=text, details=details)
+    status = status_pb2.Status(code=code.value[0], message=text)
+    for detail in details:
+        status.details.add().Pack(detail)
     return ((_STATUS_DETAILS, status.SerializeToString()),)
-
-
-def _packed(message: Any) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(message)
-    return packed
 
 
 def _read_details(metadata: Any) -> tuple[float, str, str]:

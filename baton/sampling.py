@@ -53,7 +53,6 @@ class SamplingParams:
 
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidRequest naming the first setting that is out of range."""
-        _check_counts(len(self.logit_bias), len(self.stop_token_ids))
         checks = (
             ("temperature", 0 <= self.temperature <= 100, "between 0 and 100"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
@@ -88,7 +87,12 @@ class SamplingParams:
 
         Raises InvalidRequest for more entries than are taken, before any is copied.
         """
-        _check_counts(len(message.logit_bias), len(message.stop_token_ids))
+        limits = (("logit_bias", MAX_LOGIT_BIAS), ("stop_token_ids", MAX_STOP_TOKEN_IDS))
+        for name, most in limits:
+            if (count := len(getattr(message, name))) > most:
+                raise InvalidRequest(
+                    f"{name} may have {most} entries at most, not {count}", f"sampling.{name}"
+                )
         values = {
             field.name: getattr(message, field.name)
             for field in fields(cls)
@@ -97,15 +101,3 @@ class SamplingParams:
         values["logit_bias"] = MappingProxyType(dict(message.logit_bias))
         values["stop_token_ids"] = frozenset(message.stop_token_ids)
         return cls(**values)
-
-
-def _check_counts(num_biases: int, num_stop_token_ids: int) -> None:
-    counts = (
-        ("logit_bias", num_biases, MAX_LOGIT_BIAS),
-        ("stop_token_ids", num_stop_token_ids, MAX_STOP_TOKEN_IDS),
-    )
-    for name, count, most in counts:
-        if count > most:
-            raise InvalidRequest(
-                f"{name} may have {most} entries at most, not {count}", f"sampling.{name}"
-            )

@@ -74,8 +74,7 @@ def setup(
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor, TracerProvider
 
-        from baton.span_export import otlp_processor
-        from baton.tail_sampling import HeadSampler, TailSampler
+        from baton.span_export import HeadSampler, OtlpProcessor, TailSampler
     except ImportError as error:
         raise ConfigError(
             f"--otlp {otlp} needs the OpenTelemetry SDK: pip install 'baton-serving[otel]'"
@@ -84,7 +83,7 @@ def setup(
     provider = TracerProvider(resource=resource, sampler=HeadSampler(sample))
     exporting = SynchronousMultiSpanProcessor()  # type: ignore[no-untyped-call]
     for url in otlp.split(","):
-        exporting.add_span_processor(otlp_processor(url.strip()))
+        exporting.add_span_processor(OtlpProcessor(url.strip()))
     tail = TailSampler(exporting)
     provider.add_span_processor(tail)
     return Telemetry(provider.get_tracer("baton"), provider, tail)

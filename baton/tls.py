@@ -165,10 +165,10 @@ def use(credentials: Credentials) -> None:
     _process = credentials
 
 
-def use_config(config: TlsConfig) -> None:
+def use_config(config: TlsConfig, insecure: bool) -> None:
     """Makes those of its settings this process's. Raises ConfigError where they cannot be used."""
     ca, client_ca = config.tls_ca, config.tls_client_ca
-    use(Credentials(config.tls_cert, config.tls_key, ca, client_ca, config.insecure))
+    use(Credentials(config.tls_cert, config.tls_key, ca, client_ca, insecure))
 
 
 def current() -> Credentials:

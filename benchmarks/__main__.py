@@ -14,8 +14,6 @@ COMMANDS = {
     "engine": ("engine.compare", "decode steps and prompts, no server around them"),
     "serve": ("serve", "servers under load: interference and a mixed load"),
     "gpu": ("gpu.run", "kernels, engine and cluster on this machine's GPU"),
-    "step-profile": ("scenarios.step_profile", "where the time of a decode step goes"),
-    "speculation": ("scenarios.speculation", "what n-gram speculation gains and costs"),
     "quality": ("scenarios.quality", "how well a model predicts text at low precision"),
     "local_prefill": ("scenarios.local_prefill", "up to which length decode should prefill itself"),
     "placement": ("scenarios.placement", "Baton's choice of workers against baselines, on a trace"),
@@ -23,7 +21,6 @@ COMMANDS = {
     "tenants": ("scenarios.tenants", "what a tenant that floods the cluster costs another one"),
     "router_cost": ("scenarios.router_cost", "CPU seconds of a router for 1,000 requests"),
     "served_decode": ("scenarios.served_decode", "what serving takes from a bare engine's rate"),
-    "handoff_cost": ("scenarios.handoff_cost", "what a handoff costs beyond computing and copying"),
 }
 
 

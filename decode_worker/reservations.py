@@ -5,6 +5,9 @@
 
 Each entry has a lease that expires by itself, so that no lost message can leak blocks. While a
 remote writer may still write into an entry's blocks they are quarantined, not freed.
+
+Routers get events by a stream each, one message for each engine step. A stream's id is its router's
+secret, because a second stream of an id replaces the first; so it is not logged either.
 """
 
 from __future__ import annotations
@@ -28,11 +31,14 @@ from baton.log_format import about
 from baton.prefix import token_digest
 from baton.v1 import decode_pb2
 from baton.worker.messages import FINISH_REASONS, ModelLimits, logprobs_proto, sequence_of
-from decode_worker.events import EventStreams
 from kvtransfer.deadline import in_background
 from kvtransfer.receiver import HandoffReceiver, ReservedBlocks
 
 log = logging.getLogger(__name__)
+
+MAX_BACKLOG = 4096  # messages a router may be behind before its stream is cut
+
+Messages = asyncio.Queue[decode_pb2.StreamEventsResponse | None]  # None: the end
 
 
 class DecodeSpans:
@@ -48,7 +54,6 @@ class DecodeSpans:
         self._first_step_ns = 0
         self._tokens = 0
         self._steps = 0  # that gave tokens: fewer than those where drafts were right
-        self._ended = False
 
     def reserved(self, cached_tokens: int, started: bool) -> None:
         attributes = {"baton.cached_tokens": cached_tokens, "baton.prefills_here": started}
@@ -68,9 +73,8 @@ class DecodeSpans:
             self._record("decode.first_step", admitted_ns, ended_ns)
 
     def end(self, reason: str) -> None:
-        if self._ended:
+        if not self._span.is_recording():  # it has ended
             return
-        self._ended = True
         if self._first_step_ns:
             attributes = {"gen_ai.usage.output_tokens": self._tokens, "baton.steps": self._steps}
             self._record("decode.run", self._first_step_ns, None, attributes)
@@ -106,13 +110,13 @@ class Entry:
 class Reservations:
     """All entries, by handoff id. Event-loop thread only; kvtransfer's `BlockOwner`."""
 
-    def __init__(
-        self, engine: Engine, streams: EventStreams, limits: ModelLimits, lease_s: float
-    ) -> None:
-        self._engine, self._streams = engine, streams
-        self._limits, self._lease_s = limits, lease_s
+    def __init__(self, engine: Engine, limits: ModelLimits, lease_s: float) -> None:
+        self._engine, self._limits, self._lease_s = engine, limits, lease_s
+        self._streams: dict[str, tuple[Messages, str]] = {}  # with the router's name, for the log
+        self._closed = False
         self._entries: dict[str, Entry] = {}
-        self._quarantined: dict[tuple[str, str], list[int]] = {}  # by (handoff id, token)
+        # By (handoff id, token): what the engine answers to their release.
+        self._quarantined: dict[tuple[str, str], Future[list[int]]] = {}
         self._endings: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -167,21 +171,38 @@ class Reservations:
         if endings:
             await asyncio.wait(endings)
 
-    def cancel_stream(self, stream_id: str) -> None:
-        """A router's stream broke: its sequences are not needed any more."""
-        for handoff_id in [h for h, e in self._entries.items() if e.stream_id == stream_id]:
-            self._start_ending(handoff_id, "the router's event stream broke")
+    def listen(self, stream_id: str, router_id: str) -> Messages:
+        """Starts queueing events for this router, whose earlier stream ends, with its sequences.
+
+        Raises Unavailable when this worker has closed its streams.
+        """
+        self._cancel_stream(stream_id)  # the router gave them up when that one broke
+        if self._closed:
+            raise Unavailable("the decode worker has drained")
+        self._end_stream(stream_id)
+        messages: Messages = asyncio.Queue()
+        self._streams[stream_id] = messages, router_id
+        return messages
+
+    def hang_up(self, stream_id: str, messages: Messages) -> None:
+        """This stream is over; unless another has replaced it, so are its router's sequences."""
+        if stream_id in self._streams and self._streams[stream_id][0] is messages:
+            del self._streams[stream_id]
+        if stream_id not in self._streams:
+            self._cancel_stream(stream_id)
 
     async def idle(self) -> None:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Gives every entry back to its router and waits until their blocks are dealt with."""
+        """Gives every entry back to its router, waits until their blocks are dealt with, and ends
+        the streams."""
         for handoff_id in list(self._entries):
             self._start_ending(handoff_id, "the decode worker is draining")
         await asyncio.gather(*self._endings, return_exceptions=True)
-
-    # Called by kvtransfer.
+        self._closed = True
+        for stream_id in list(self._streams):
+            self._end_stream(stream_id)
 
     def find(self, handoff_id: str, token: str) -> ReservedBlocks:
         """What a handoff may write into. Raises Stale when it is not reserved (any more)."""
@@ -201,14 +222,12 @@ class Reservations:
 
     async def aborted(self, handoff_id: str, token: str, reason: str) -> None:
         """Nothing is written any more."""
-        if blocks := self._quarantined.pop((handoff_id, token), None):
-            await asyncio.wrap_future(self._engine.readmit(blocks))
+        if released := self._quarantined.pop((handoff_id, token), None):
+            await asyncio.wrap_future(self._engine.readmit(await asyncio.wrap_future(released)))
         entry = self._entries.get(handoff_id)
         if entry is not None and entry.token == token and not entry.decoding:
             log.info("handoff %s aborted: %s", handoff_id, reason, extra=entry.about)
             await self.cancel(handoff_id)
-
-    # Called by the engine.
 
     def on_step(self, report: StepReport) -> None:
         """Sends each router one message with the events of its sequences."""
@@ -277,33 +296,42 @@ class Reservations:
         self._send(entry.stream_id, [event])
 
     def _send(self, stream_id: str, events: list[decode_pb2.SequenceEvent]) -> None:
-        if not self._streams.send(stream_id, events):
-            self.cancel_stream(stream_id)
+        """Queues one message, unless the router is too far behind: then it is cut off."""
+        if stream_id not in self._streams:
+            return
+        queue, name = self._streams[stream_id]
+        if queue.qsize() < MAX_BACKLOG:
+            queue.put_nowait(decode_pb2.StreamEventsResponse(events=events))
+            return
+        log.warning("router %s is %d messages behind: cutting it off", name, MAX_BACKLOG)
+        while not queue.empty():
+            queue.get_nowait()
+        self._end_stream(stream_id)
+        self._cancel_stream(stream_id)
+
+    def _cancel_stream(self, stream_id: str) -> None:
+        for handoff_id in [h for h, e in self._entries.items() if e.stream_id == stream_id]:
+            self._start_ending(handoff_id, "the router's event stream broke")
+
+    def _end_stream(self, stream_id: str) -> None:
+        if stream_id in self._streams:
+            self._streams.pop(stream_id)[0].put_nowait(None)
 
     def _free(self, entry: Entry) -> asyncio.Task[None]:
         """Frees the blocks, or quarantines those that a sender may still write into.
 
         It is under way when this returns, and ends whether or not the task is awaited.
         """
-        handoff_id, key = entry.handoff_id, (entry.handoff_id, entry.token)
-        quarantine_from = None
+        handoff_id, blocks = entry.handoff_id, entry.blocks
         if self.receiver.writing(handoff_id):
-            assert entry.blocks is not None, "nothing is written before blocks are reserved"
-            quarantine_from = entry.blocks.cached_tokens // self._limits.block_size
-            self._quarantined[key] = []
+            assert blocks is not None, "nothing is written before blocks are reserved"
+            quarantine_from = blocks.cached_tokens // self._limits.block_size
+            released = self._engine.release(handoff_id, quarantine_from)
+            self._quarantined[handoff_id, entry.token] = released
+        else:
+            released = self._engine.release(handoff_id)
         self.receiver.forget(handoff_id)
-        released = self._engine.release(handoff_id, quarantine_from)
-        return in_background(self._endings, self._note_quarantine(key, released))
-
-    async def _note_quarantine(self, key: tuple[str, str], released: Future[list[int]]) -> None:
-        try:
-            blocks = await asyncio.wrap_future(released)
-            if key in self._quarantined:
-                self._quarantined[key] = blocks
-            elif blocks:  # the sender's abort was faster
-                await asyncio.wrap_future(self._engine.readmit(blocks))
-        except Exception as error:
-            log.error("blocks were not freed: %s", error)
+        return in_background(self._endings, _released(released))
 
     def _forget(self, handoff_id: str) -> Entry | None:
         entry = self._entries.pop(handoff_id, None)
@@ -312,6 +340,13 @@ class Reservations:
         if not self._entries:
             self._idle.set()
         return entry
+
+
+async def _released(released: Future[list[int]]) -> None:
+    try:
+        await asyncio.wrap_future(released)
+    except Exception as error:
+        log.error("blocks were not freed: %s", error)
 
 
 def _event(progress: Progress) -> decode_pb2.SequenceEvent | None:

@@ -52,7 +52,6 @@ class HostCopier:
 
     def finish(self) -> None:
         """Returns when all of this transfer is done and in the digest."""
-        return
 
 
 class GpuCopier:

@@ -26,8 +26,18 @@ from kvtransfer.pool import KvPool, Slots
 FindWorker: TypeAlias = Callable[[str], Awaitable[common_pb2.WorkerRecord]]
 
 
-class Link(ABC):
-    """The sender's end of one pair."""
+class End:
+    """One end of a pair."""
+
+    def abort(self) -> None:
+        """Makes a running put or receive fail early where possible; called from any thread."""
+
+    def close(self) -> None:
+        """Frees everything; no put or receive runs any more."""
+
+
+class Link(End, ABC):
+    """The sender's end."""
 
     @abstractmethod
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
@@ -36,17 +46,9 @@ class Link(ABC):
         Once it has returned or raised, this call writes nothing more. Raises TransferFailed.
         """
 
-    def abort(self) -> None:
-        """Makes a running put fail early where possible."""
-        return
 
-    def close(self) -> None:
-        """Frees everything; no put runs any more."""
-        return
-
-
-class Listener:
-    """The receiver's end of one pair. As it is here, a one-sided one: it only says where it is."""
+class Listener(End):
+    """The receiver's end. As it is here, a one-sided one: it only says where it is."""
 
     def __init__(self, endpoint: bytes) -> None:
         self.endpoint = endpoint  # what `Transport.connect` of the peer needs
@@ -62,12 +64,6 @@ class Listener:
         Raises TransferFailed.
         """
         raise AssertionError("a one-sided transport receives without a call")
-
-    def abort(self) -> None:
-        """Makes a running receive fail early where possible."""
-
-    def close(self) -> None:
-        """Frees everything; no receive runs any more."""
 
 
 class Transport(ABC):
@@ -92,7 +88,7 @@ class Transport(ABC):
         """
 
 
-class ReceiverProcess:
+class ReceiverProcess(End):
     """The process whose memory a one-sided link writes into, checked before and after every put.
 
     Mapped memory outlives its owner: without this, bytes would be lost unnoticed. Raises OSError
@@ -113,7 +109,7 @@ class ReceiverProcess:
             raise TransferFailed(f"{self._transport}: the receiver is gone")
 
     def abort(self) -> None:
-        """From now on every check fails; called from any thread."""
+        """From now on every check fails."""
         self._aborted = True
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """The prefill side's open links: one for each decode process, opened once, kept while useful.
 
-And its Abort messages, which outlive the links: until a decode worker knows that its writer has
-stopped, it must keep the blocks out of use. So an Abort must not be lost, but a handoff that is
-given up need not wait for the answer.
+And the Aborts sent over them: until a decode worker knows that its writer has stopped, it must keep
+the blocks out of use. So an Abort must not be lost, but a handoff that is given up need not wait
+for the answer.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 import grpc
 
@@ -37,7 +37,7 @@ from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, wor
 from kvtransfer.deadline import Deadline, in_background
 from kvtransfer.digest import Digest
 from kvtransfer.interface import FindWorker, Link, Transport
-from kvtransfer.pairing import ONE_HOST, Kind, name_of
+from kvtransfer.pairing import ONE_HOST, Kind
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.transports.cuda import reachable_gpus
 
@@ -64,15 +64,15 @@ class PairLink:
     """
 
     peer: str
-    address: str
     epoch: int
     transport: Transport
     _link: Link
     _thread: ThreadPoolExecutor
-    _channel: grpc.aio.Channel
+    channel: grpc.aio.Channel
     stub: handoff_pb2_grpc.HandoffServiceStub
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    users: int = 0
+    users: int = 0  # handoffs
+    aborts: int = 0  # that are not answered yet
     sent_bytes: int = 0
     sent_s: float = 0.0
     _closing: bool = False
@@ -80,7 +80,7 @@ class PairLink:
     @property
     def abandoned(self) -> bool:
         """Whether no handoff uses it and its control connection has ended."""
-        return not self.users and self._channel.get_state() in _CONNECTION_LOST
+        return not self.users and self.channel.get_state() in _CONNECTION_LOST
 
     async def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> float:
         """`Link.put` on the link's thread, and the seconds it took.
@@ -109,37 +109,33 @@ class PairLink:
         await run(self._thread, self._link.close)
         self._thread.shutdown()
 
-    async def close_control(self) -> None:
-        await self._channel.close(None)
 
-
+@dataclass(eq=False)
 class LinkPool:
     """Links by decode incarnation, at most `cap`, least recently used and idle ones closed first.
 
     A peer whose link failed is refused for `backoff_s`; the use after that opens a new epoch. A
     peer whose memory this worker should be able to map, but cannot (which depends on how its
     container was started, so that no retry helps), gets the next transport for as long as it lives.
+    An Abort is repeated until it is answered or `give_up_s` have passed. Then only the end of this
+    process frees the blocks: by then the peer has almost surely ended.
     """
 
-    def __init__(
-        self,
-        pool: KvPool,
-        transports: Sequence[Transport],
-        descriptor: common_pb2.KvDescriptor,
-        incarnation: str,
-        find_decode: FindWorker,
-        *,
-        cap: int = 16,
-        backoff_s: float = 1.0,
-    ) -> None:
-        self.pool, self.incarnation, self._find_decode = pool, incarnation, find_decode
-        self._transports = {transport.kind: transport for transport in transports}
-        self._descriptor, self._cap, self._backoff_s = descriptor, cap, backoff_s
-        self.aborts = Aborts()
+    pool: KvPool
+    record: common_pb2.WorkerRecord  # this worker's, complete before the first link is opened
+    transports: Sequence[Transport]
+    find_decode: FindWorker
+    _: KW_ONLY
+    cap: int = 16
+    backoff_s: float = 1.0
+    give_up_s: float = 600.0
+
+    def __post_init__(self) -> None:
         self._links: dict[str, PairLink] = {}  # least recently used first
         self._opening: dict[str, asyncio.Task[PairLink]] = {}
         self._refused_until: dict[str, float] = {}
         self._unusable: set[tuple[str, Kind]] = set()  # by peer
+        self._aborts: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -159,28 +155,35 @@ class LinkPool:
                     raise Unavailable("the prefill worker is closing its links")
                 left_s = self._refused_until.get(peer, 0.0) - time.monotonic()
                 if left_s > 0 and not skip_backoff:
-                    pair = f"{self.incarnation} → {peer}"
+                    pair = f"{self.record.incarnation} → {peer}"
                     raise Unavailable(f"the pair {pair} failed just now", left_s)
                 opened = self._opening[peer] = asyncio.create_task(self._open(peer))
                 # Whoever waited for it may have been cancelled.
                 opened.add_done_callback(lambda task: task.cancelled() or task.exception())
-            # Shielded: others may wait for the same link. Its own time is bounded.
-            opening = asyncio.shield(self._opening[peer])
-            try:
-                await asyncio.wait_for(opening, deadline.left_s(3 * _CONNECT_S))
-            except DeadlineExceeded:
-                raise
-            except TimeoutError:
+            # It is not cancelled: others may wait for the same link, and its own time is bounded.
+            opening = self._opening[peer]
+            await asyncio.wait({opening}, timeout=deadline.left_s(3 * _CONNECT_S))
+            if not opening.done():
                 deadline.left_s(0)
-                raise TransferFailed(f"no link to decode {peer} in time") from None
+                raise TransferFailed(f"no link to decode {peer} in time")
+            opening.result()
         self._links[peer] = self._links.pop(peer)
         link.users += 1
         return link
 
     def release(self, link: PairLink) -> None:
         link.users -= 1
-        if link.users == 0 and self._links.get(link.peer) is not link:
-            in_background(self._closing, link.close_control())
+        self._close_unused(link)
+
+    def abort(
+        self, link: PairLink, request: handoff_pb2.AbortRequest, metadata: Metadata
+    ) -> asyncio.Event:
+        """Starts sending it; the event is set after the first try, whatever its result."""
+        tried = asyncio.Event()
+        give_up_s = self.give_up_s if len(self._aborts) < _MAX_PENDING else _ABORT_S
+        link.aborts += 1
+        in_background(self._aborts, self._abort(link, request, metadata, give_up_s, tried))
+        return tried
 
     @contextlib.contextmanager
     def closing_on_failure(self, link: PairLink, deadline: Deadline) -> Iterator[None]:
@@ -219,7 +222,7 @@ class LinkPool:
         self._refused_until = {p: end for p, end in self._refused_until.items() if end > now}
         pairs = [
             worker_pb2.PairStatus(
-                prefill=self.incarnation,
+                prefill=self.record.incarnation,
                 decode=link.peer,
                 transport=link.transport.kind,
                 state="OPEN",
@@ -230,35 +233,38 @@ class LinkPool:
             for link in self._links.values()
         ]
         return pairs + [
-            worker_pb2.PairStatus(prefill=self.incarnation, decode=peer, state="QUARANTINED")
+            worker_pb2.PairStatus(prefill=self.record.incarnation, decode=peer, state="QUARANTINED")
             for peer in self._refused_until
             if peer not in self._links
         ]
 
     async def close(self) -> None:
-        """Closes every link; handoffs that still run fail. Aborts get a last try."""
-        self._closed = True
+        """Closes every link; handoffs that still run fail. Aborts get a last try, and those that
+        come later are tried for one call's time."""
+        self._closed, self.give_up_s = True, _ABORT_S
         for task in self._opening.values():
             task.cancel()
         await asyncio.gather(*self._opening.values(), return_exceptions=True)
         for link in list(self._links.values()):
             self._drop(link)
-            if link.users:  # its users may release it only after this process's end
-                in_background(self._closing, link.close_control())
+        if self._aborts:
+            await asyncio.wait(set(self._aborts), timeout=_CLOSE_S)
+        for abort in self._aborts:
+            abort.cancel()
+        await asyncio.gather(*self._aborts, return_exceptions=True)
         while self._closing:
             await asyncio.gather(*self._closing)
-        await self.aborts.close()
 
     async def _open(self, peer: str) -> PairLink:
         try:
-            decode = await self._find_decode(peer)
+            decode = await self.find_decode(peer)
             try:
                 self._make_room()
                 link = await self._connect(decode)
             except (KvMismatch, Stale, Overloaded):
                 raise
             except BatonError as error:
-                us = self.incarnation
+                us = self.record.incarnation
                 log.warning("no link from prefill %s to decode %s: %s", us, peer, error)
                 self._quarantine(peer)
                 raise
@@ -275,18 +281,19 @@ class LinkPool:
         stub = handoff_pb2_grpc.HandoffServiceStub(channel)
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{peer}")
         run = asyncio.get_running_loop().run_in_executor
+        usable = [one for one in self.transports if (peer, one.kind) not in self._unusable]
         try:
             while True:
                 request = handoff_pb2.OfferRequest(
-                    incarnation=self.incarnation,
+                    incarnation=self.record.incarnation,
                     target_incarnation=peer,
-                    kv=self._descriptor,
-                    transports=self._usable(peer),
+                    kv=self.record.kv,
+                    transports=[one.kind for one in usable],
                     reachable_gpus=reachable_gpus(self.pool.device),
                 )
                 with rpc.translated():
                     offer = await stub.Offer(request, timeout=_CONNECT_S)
-                transport = self._transports.get(offer.transport)
+                transport = next((one for one in usable if one.kind == offer.transport), None)
                 if transport is None:
                     raise KvMismatch(f"decode {peer} chose a transport we did not offer")
                 place = self.pool, offer.endpoint, decode.pid
@@ -294,93 +301,57 @@ class LinkPool:
                     link = await run(thread, transport.connect, *place, _CONNECT_S)
                     break
                 except TransferFailed as error:
-                    if not self._exclude(peer, transport.kind, error):
+                    usable.remove(transport)
+                    if transport.kind not in ONE_HOST or not usable:
                         raise
+                    if len(self._unusable) == _REMEMBERED:
+                        self._unusable.clear()  # those that live are tried again
+                    self._unusable.add((peer, transport.kind))
+                    names = transport.name, ", ".join(one.name for one in usable)
+                    falls = "link to decode %s falls from %s to %s, because %s"
+                    log.warning(falls, peer, *names, error)
         except BaseException:
             thread.shutdown(wait=False)
             await channel.close(None)
             raise
-        opened = peer, decode.address, offer.epoch, transport
-        return PairLink(*opened, link, thread, channel, stub)
-
-    def _usable(self, peer: str) -> list[Kind]:
-        return [kind for kind in self._transports if (peer, kind) not in self._unusable]
-
-    def _exclude(self, peer: str, failed: Kind, why: TransferFailed) -> bool:
-        """Notes that a transport does not work with `peer`; False when no other is left."""
-        left = [kind for kind in self._usable(peer) if kind != failed]
-        if failed not in ONE_HOST or not left:
-            return False
-        if len(self._unusable) == _REMEMBERED:
-            self._unusable.clear()  # those that live are tried again
-        self._unusable.add((peer, failed))
-        names = name_of(failed), ", ".join(map(name_of, left))
-        log.warning("link to decode %s falls from %s to %s, because %s", peer, *names, why)
-        return True
+        return PairLink(peer, offer.epoch, transport, link, thread, channel, stub)
 
     def _make_room(self) -> None:
-        while len(self._links) + len(self._opening) > self._cap:
+        while len(self._links) + len(self._opening) > self.cap:
             idle = next((link for link in self._links.values() if link.users == 0), None)
             if idle is None:
-                raise Overloaded(f"all {self._cap} links are in use", self._backoff_s)
+                raise Overloaded(f"all {self.cap} links are in use", self.backoff_s)
             self._drop(idle)
 
     def _quarantine(self, peer: str) -> None:
-        self._refused_until[peer] = time.monotonic() + self._backoff_s
+        self._refused_until[peer] = time.monotonic() + self.backoff_s
 
     def _drop(self, link: PairLink) -> None:
         del self._links[link.peer]
         in_background(self._closing, link.close_data())
-        if link.users == 0:
-            in_background(self._closing, link.close_control())
+        self._close_unused(link)
 
+    def _close_unused(self, link: PairLink) -> None:
+        """Ends its control connection if it is out of service, and nothing is sent any more."""
+        if not link.users and not link.aborts and self._links.get(link.peer) is not link:
+            in_background(self._closing, link.channel.close(None))
 
-class Aborts:
-    """Reports to decode workers, in the background, that nothing more is written.
-
-    Each message is repeated until it is answered or `give_up_s` have passed. Then only the end of
-    this process frees the blocks: by then the peer has almost surely ended.
-    """
-
-    def __init__(self, give_up_s: float = 600.0) -> None:
-        self._give_up_s = give_up_s
-        self._channels: dict[str, tuple[grpc.aio.Channel, int]] = {}  # by address, with its users
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def send(
-        self, address: str, request: handoff_pb2.AbortRequest, metadata: Metadata
-    ) -> asyncio.Future[None]:
-        """Starts sending; the future is done after the first try, whatever its result."""
-        tried: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        give_up_s = self._give_up_s if len(self._tasks) < _MAX_PENDING else _ABORT_S
-        in_background(self._tasks, self._repeat(address, request, metadata, give_up_s, tried))
-        return tried
-
-    async def close(self) -> None:
-        """Waits shortly for answers, then ends. What is sent later is tried for one call's time."""
-        self._give_up_s = _ABORT_S
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=_CLOSE_S)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _repeat(
+    async def _abort(
         self,
-        address: str,
+        link: PairLink,
         request: handoff_pb2.AbortRequest,
         metadata: Metadata,
         give_up_s: float,
-        tried: asyncio.Future[None],
+        tried: asyncio.Event,
     ) -> None:
         handoff_id, extra = request.handoff_id, about(handoff_id=request.handoff_id)
         backoff = Backoff(first_s=0.1, most_s=_MAX_INTERVAL_S)
         try:
-            async with asyncio.timeout(give_up_s), self._stub(address) as stub:
+            async with asyncio.timeout(give_up_s):
                 while True:
                     try:
                         with rpc.translated():
-                            await stub.Abort(request, timeout=_ABORT_S, metadata=metadata)
+                            await link.stub.Abort(request, timeout=_ABORT_S, metadata=metadata)
                         return
                     except _NO_ANSWER as error:
                         why = "abort of handoff %s is not answered yet: %s"
@@ -388,28 +359,11 @@ class Aborts:
                     except BatonError as error:  # an answer, even that the handoff is long gone
                         log.info("abort of handoff %s: %s", handoff_id, error, extra=extra)
                         return
-                    _set(tried)
+                    tried.set()
                     await backoff.wait()
         except TimeoutError:
-            log.error("abort of handoff %s: no answer from %s", handoff_id, address, extra=extra)
+            log.error("abort of handoff %s: no answer from %s", handoff_id, link.peer, extra=extra)
         finally:
-            _set(tried)
-
-    @contextlib.asynccontextmanager
-    async def _stub(self, address: str) -> AsyncIterator[handoff_pb2_grpc.HandoffServiceStub]:
-        """One channel for each peer, kept while a message to it is on its way."""
-        channel, users = self._channels.get(address) or (rpc.channel(address, role="decode"), 0)
-        self._channels[address] = channel, users + 1
-        try:
-            yield handoff_pb2_grpc.HandoffServiceStub(channel)
-        finally:
-            channel, users = self._channels.pop(address)
-            if users > 1:
-                self._channels[address] = channel, users - 1
-            else:
-                await channel.close(None)
-
-
-def _set(tried: asyncio.Future[None]) -> None:
-    if not tried.done():
-        tried.set_result(None)
+            tried.set()
+            link.aborts -= 1
+            self._close_unused(link)

@@ -32,6 +32,11 @@ _APART = (  # by the part of a host id that differs
     "their process namespaces differ",
     "they run as different users",
 )
+_SLOW = (
+    "nccl to %s goes through the host's memory or sockets: the sender's GPU cannot write to it; if"
+    " there is NVLink or PCIe between the two, show every GPU to every worker, and run them with"
+    " pid: host and ipc: host"
+)
 
 
 @dataclass(frozen=True)
@@ -111,27 +116,18 @@ def choose(offered: Collection[Kind], mine: Collection[Kind], ends: Ends) -> Kin
     forbidden = ""
     for kind in FASTEST_FIRST:
         if kind in offered and kind in mine:
-            if not (reason := ends.forbids(kind)):
-                _warn_if_slow(kind, ends)
-                return kind
-            forbidden += f"; not {name_of(kind)}: {reason}"
+            if reason := ends.forbids(kind):
+                forbidden += f"; not {name_of(kind)}: {reason}"
+                continue
+            direct = not ends.apart and ends.gpu in ends.reachable
+            if kind == common_pb2.TRANSPORT_NCCL and ends.same_machine and not direct:
+                log.warning(_SLOW, ends.gpu)  # NCCL itself does not warn
+            return kind
     theirs, ours = (", ".join(map(name_of, sorted(kinds))) or "none" for kinds in (offered, mine))
     where = "different hosts" if ends.apart else "one host"
     raise KvMismatch(
         f"no common transport on {where}: prefill has {theirs}; decode has {ours}{forbidden}"
     )
-
-
-def _warn_if_slow(chosen: Kind, ends: Ends) -> None:
-    """NCCL itself does not warn when it finds no direct path."""
-    direct = not ends.apart and ends.gpu in ends.reachable
-    if chosen == common_pb2.TRANSPORT_NCCL and ends.same_machine and not direct:
-        log.warning(
-            "nccl to %s goes through the host's memory or sockets: the sender's GPU cannot write to"
-            " it; if there is NVLink or PCIe between the two, show every GPU to every worker, and"
-            " run them with pid: host and ipc: host",
-            ends.gpu,
-        )
 
 
 def differences(prefill: common_pb2.KvDescriptor, decode: common_pb2.KvDescriptor) -> list[str]:

@@ -97,23 +97,23 @@ class KvPool:
 
     def gather(self, slots: Slots, out: torch.Tensor) -> torch.Tensor:
         """Copies the slots' bytes in canonical order to the front of `out`; returns that part."""
-        for start, end, piece in self._pieces(slots):
+        for start, end, piece in self.pieces(slots):
             out[start:end].view(piece.shape).copy_(piece)
         return out[: self.nbytes(slots)]
 
     def scatter(self, data: torch.Tensor, slots: Slots) -> None:
         """The way back: `data` as `gather` returned it, into the slots and nowhere else."""
-        for start, end, piece in self._pieces(slots):
+        for start, end, piece in self.pieces(slots):
             piece.copy_(data[start:end].view(piece.shape))
 
     def digest(self, slots: Slots) -> Digest:
         """The digest of what the slots hold now; on a GPU, `copier.digest` computes it faster."""
         digest = self.new_digest()
-        for _, _, piece in self._pieces(slots):
+        for _, _, piece in self.pieces(slots):
             digest.update(piece.contiguous().view(-1))
         return digest
 
-    def _pieces(self, slots: Slots) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def pieces(self, slots: Slots) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Runs of blocks, then a partial last block: range in canonical order, and the bytes."""
         full, fill = divmod(slots.num_tokens, self.block_size)
         for first, block, count in runs(slots.block_ids[:full]):

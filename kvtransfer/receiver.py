@@ -7,19 +7,23 @@ in its blocks it outlives its reservation and keeps those blocks in quarantine.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
-from baton import rpc
 from baton.errors import (
     BatonError,
     InvalidRequest,
     KvCorrupted,
     KvMismatch,
+    Overloaded,
     Stale,
     TransferFailed,
+    Unavailable,
 )
 from baton.log_format import about
 from baton.v1 import common_pb2
@@ -28,12 +32,14 @@ from baton.v1.handoff_pb2_grpc import HandoffServiceServicer
 from kvtransfer import copier, pairing
 from kvtransfer.deadline import in_background, uninterrupted
 from kvtransfer.digest import Digest
-from kvtransfer.interface import FindWorker, Transport
-from kvtransfer.peers import Peer, Peers
+from kvtransfer.interface import FindWorker, Listener, Transport
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.transports.cuda import gpu_uuid, nccl_version
 
 log = logging.getLogger(__name__)
+
+_MAX_PID = 1 << 22  # of Linux
+_MAX_LINKS = 64
 
 
 @dataclass(frozen=True)
@@ -139,83 +145,106 @@ class _Incoming:
         return Slots(ids, end - first_token)
 
 
-class HandoffReceiver:
+@dataclass(eq=False)
+class Peer:
+    """One prefill process's current link, and the one thread that works for it."""
+
+    incarnation: str
+    epoch: int
+    transport: Transport
+    listener: Listener
+    thread: ThreadPoolExecutor
+    accepted: asyncio.Future[None]
+
+    async def free(self) -> None:
+        """Frees the link when its thread has ended its work."""
+        await asyncio.get_running_loop().run_in_executor(self.thread, self.listener.close)
+        self.thread.shutdown()
+
+
+@dataclass(eq=False)
+class HandoffReceiver(HandoffServiceServicer):
     """Serves HandoffService for one pool. All methods run on the event loop.
 
-    `transports` are usable ones; `timeout_s` bounds each receive and each connection.
+    It keeps one link for each prefill process, at most `_MAX_LINKS`, and watches the processes of
+    its host: one that has ended writes no more, and nothing less proves that. `record` is this
+    worker's, complete before the first Offer; `transports` are usable ones; `timeout_s` bounds each
+    receive and each connection.
     """
 
-    def __init__(
-        self,
-        pool: KvPool,
-        descriptor: common_pb2.KvDescriptor,
-        incarnation: str,
-        host_id: str,
-        transports: Sequence[Transport],
-        owner: BlockOwner,
-        find_prefill: FindWorker,
-        *,
-        timeout_s: float = 10.0,
-    ) -> None:
-        self._pool, self._descriptor = pool, descriptor
-        self._incarnation, self._host_id = incarnation, host_id
-        self._transports = {transport.kind: transport for transport in transports}
-        self._owner, self._find_prefill, self._timeout_s = owner, find_prefill, timeout_s
-        self._incoming: dict[str, _Incoming] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._peers = Peers(
-            pool,
-            timeout_s=timeout_s,
-            busy=lambda: {record.peer for record in self._incoming.values()},
-            on_exit=lambda gone: in_background(self._tasks, self.peer_gone(gone)),
-        )
+    pool: KvPool
+    record: common_pb2.WorkerRecord
+    transports: Sequence[Transport]
+    owner: BlockOwner
+    find_prefill: FindWorker
+    _: KW_ONLY
+    timeout_s: float = 10.0
 
-    async def offer(self, request: pb.OfferRequest) -> pb.OfferResponse:
+    def __post_init__(self) -> None:
+        self._incoming: dict[str, _Incoming] = {}
+        self._epochs = itertools.count(1)  # of all peers: an epoch is never used twice
+        self._peers: dict[str, Peer] = {}  # the one offered first comes first
+        self._watches: dict[str, int] = {}  # pidfds of prefill processes on this host
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def Offer(self, request: pb.OfferRequest, context: Any) -> pb.OfferResponse:
         """A new link, which ends the peer's earlier one.
 
-        Raises Stale, KvMismatch, Overloaded, TransferFailed.
+        Raises Stale, KvMismatch, InvalidRequest, Overloaded, TransferFailed.
         """
-        ours, theirs = self._incarnation, request.incarnation
+        ours, theirs = self.record.incarnation, request.incarnation
         if request.target_incarnation != ours:
             raise Stale(f"decode {request.target_incarnation} is gone; this is {ours}")
-        if fields := pairing.differences(request.kv, self._descriptor):
+        if fields := pairing.differences(request.kv, self.record.kv):
             caches = f"KV caches of prefill {theirs} and decode {ours}"
             raise KvMismatch(f"{caches} differ in {'; '.join(fields)}")
-        sender = await self._find_prefill(theirs)
+        sender = await self.find_prefill(theirs)
         ends = pairing.Ends(
-            apart=pairing.apart(sender.host_id, self._host_id),
-            gpu=gpu_uuid(self._pool.device),
+            apart=pairing.apart(sender.host_id, self.record.host_id),
+            gpu=gpu_uuid(self.pool.device),
             reachable=tuple(request.reachable_gpus),
             nccl=nccl_version(),
         )
-        kind = pairing.choose(request.transports, self._transports, ends)
+        transports = {transport.kind: transport for transport in self.transports}
+        transport = transports[pairing.choose(request.transports, transports, ends)]
         pid = 0 if ends.apart else sender.pid
-        peer = await self._peers.open(theirs, self._transports[kind], pid)
+        if not 0 <= pid <= _MAX_PID:
+            raise InvalidRequest(f"pid must be from 1 to {_MAX_PID}, not {pid}", "pid")
+        self._make_room(transport)
+        peer = await self._listen(theirs, transport)
+        self._drop(theirs)
+        self._peers[theirs] = peer
+        if pid and theirs not in self._watches:
+            self._watch(theirs, pid)
+        peer.accepted.add_done_callback(lambda done: self._accepted(peer, done))
         endpoint = peer.listener.endpoint
-        return pb.OfferResponse(transport=kind, epoch=peer.epoch, endpoint=endpoint)
+        return pb.OfferResponse(transport=transport.kind, epoch=peer.epoch, endpoint=endpoint)
 
-    async def ready(self, request: pb.ReadyRequest) -> pb.ReadyResponse:
+    async def Ready(self, request: pb.ReadyRequest, context: Any) -> pb.ReadyResponse:
         """Grants the write, or returns once the receive is posted.
 
         Raises Unavailable for a link that is gone, Stale, InvalidRequest, TransferFailed.
         """
-        peer = await self._peers.connected(request.incarnation, request.epoch)
+        peer = self._peer(request)
+        await asyncio.wait({peer.accepted})
+        peer.accepted.result()
+        peer = self._peer(request)
         record = self._record(request)
         slots = record.announce(request.first_token, request.num_tokens)
-        slots.check(self._pool.block_size, self._pool.num_blocks)
+        slots.check(self.pool.block_size, self.pool.num_blocks)
         if peer.transport.one_sided:
             record.granted = True
         else:
             await self._post(peer, record, slots)
         return pb.ReadyResponse(block_ids=slots.block_ids)
 
-    async def commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
+    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         """Verifies and starts decoding. Raises Unavailable, Stale, KvCorrupted, TransferFailed."""
         # To the end even if the caller hangs up: a commit must not stop half-way.
         await uninterrupted(self._commit(request))
         return pb.CommitResponse()
 
-    async def abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """The sender writes no more, or not before the next Ready if it means to send all again.
 
         Raises Stale when it is not the handoff's sender, and for one that would send again, when
@@ -229,9 +258,9 @@ class HandoffReceiver:
             await self._end(record, request.reason)
             await record.received()  # the last bytes, or the end of the link, are on their way
         elif not request.resend:
-            await self._owner.aborted(handoff_id, token, request.reason)
+            await self.owner.aborted(handoff_id, token, request.reason)
         if request.resend:
-            self._owner.find(handoff_id, token)
+            self.owner.find(handoff_id, token)
         return pb.AbortResponse()
 
     def writing(self, handoff_id: str) -> bool:
@@ -246,12 +275,14 @@ class HandoffReceiver:
             if not record.writing:
                 del self._incoming[handoff_id]
 
-    async def peer_gone(self, incarnation: str) -> list[str]:
-        """That prefill process is dead: nothing of it is written once this returns, with the ids
-        of the handoffs that it leaves unfinished, which are given up."""
-        await self._peers.abort(incarnation)
+    async def peer_gone(self, incarnation: str) -> None:
+        """That prefill process is dead: nothing of it is written once this returns, and the
+        handoffs that it leaves unfinished are given up."""
+        if (peer := self._peers.get(incarnation)) is not None:
+            # Receives from it fail now, not at their time-out.
+            await asyncio.get_running_loop().run_in_executor(None, peer.listener.abort)
+        self._drop(incarnation)
         left = [record for record in self._incoming.values() if record.peer == incarnation]
-        self._peers.drop(incarnation)
         for record in left:
             record.granted, record.ended = False, f"prefill {incarnation} is gone"
             del self._incoming[record.handoff_id]
@@ -259,17 +290,18 @@ class HandoffReceiver:
             await record.received()
         reason = f"prefill {incarnation} has ended"
         for record in left:
-            await self._owner.aborted(record.handoff_id, record.token, reason)
-        return [record.handoff_id for record in left]
+            await self.owner.aborted(record.handoff_id, record.token, reason)
 
     async def close(self) -> None:
-        await self._peers.close()
+        for incarnation in list(self._watches):
+            self._unwatch(incarnation)
+        for incarnation in list(self._peers):
+            self._drop(incarnation)
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
     async def _commit(self, request: pb.CommitRequest) -> None:
-        peer = self._peers.find(request.incarnation, request.epoch)
-        record = self._record(request)
+        peer, record = self._peer(request), self._record(request)
         await record.received()
         try:
             if record.failure is not None:
@@ -287,14 +319,14 @@ class HandoffReceiver:
             record.resend = isinstance(error, TransferFailed)
             await self._end(record, str(error))
             raise
-        await self._owner.committed(record.handoff_id, record.token, request.first_token_id)
+        await self.owner.committed(record.handoff_id, record.token, request.first_token_id)
 
     async def _arrived(self, peer: Peer, record: _Incoming) -> Digest:
         """The digest of what arrived; for one-sided writes it is computed from the blocks."""
         if not peer.transport.one_sided:
             return record.digest
         run = asyncio.get_running_loop().run_in_executor
-        return await run(peer.thread, copier.digest, self._pool, record.slots)
+        return await run(peer.thread, copier.digest, self.pool, record.slots)
 
     async def _post(self, peer: Peer, record: _Incoming, slots: Slots) -> None:
         """Starts the receive and returns when it is posted. Raises TransferFailed."""
@@ -304,7 +336,7 @@ class HandoffReceiver:
         def on_posted() -> None:
             loop.call_soon_threadsafe(posted.set_result, None)
 
-        what = slots, record.digest, self._timeout_s, on_posted
+        what = slots, record.digest, self.timeout_s, on_posted
         receive = loop.run_in_executor(peer.thread, peer.listener.receive, *what)
         task = in_background(self._tasks, self._received(peer, record, receive))
         record.receives.add(task)
@@ -323,7 +355,7 @@ class HandoffReceiver:
         except (BatonError, OSError) as error:
             record.warn(error)
             record.failure = record.failure or TransferFailed(str(error))
-            self._peers.remove(peer)
+            self._drop(peer.incarnation, peer)
         record.receives.discard(asyncio.current_task())
         if record.ended is not None and not record.writing:
             await self._end(record, record.ended)
@@ -339,16 +371,16 @@ class HandoffReceiver:
             extra = about(handoff_id=record.handoff_id)
             log.info("handoff %s is resent: %s", record.handoff_id, record.ended, extra=extra)
             return
-        await self._owner.aborted(record.handoff_id, record.token, record.ended)
+        await self.owner.aborted(record.handoff_id, record.token, record.ended)
 
     def _record(self, request: pb.ReadyRequest | pb.CommitRequest) -> _Incoming:
         """The handoff's record, new if this is its first message. Raises Stale."""
         handoff_id, token = request.handoff_id, request.reservation_token
         record = self._incoming.get(handoff_id)
         if record is None:
-            reserved = self._owner.find(handoff_id, token)
-            sender = request.incarnation, request.epoch, self._pool.block_size
-            digest, cached = self._pool.new_digest(), reserved.cached_tokens
+            reserved = self.owner.find(handoff_id, token)
+            sender = request.incarnation, request.epoch, self.pool.block_size
+            digest, cached = self.pool.new_digest(), reserved.cached_tokens
             record = _Incoming(handoff_id, token, *sender, reserved, cached, digest)
             self._incoming[handoff_id] = record
         record.check_sender(token, request.incarnation)
@@ -364,29 +396,76 @@ class HandoffReceiver:
 
     def _is_reserved(self, record: _Incoming) -> bool:
         try:
-            return self._owner.find(record.handoff_id, record.token) == record.reserved
+            return self.owner.find(record.handoff_id, record.token) == record.reserved
         except Stale:
             return False
 
+    # The links.
 
-class HandoffServicer(HandoffServiceServicer):
-    """HandoffService over gRPC: each RPC is one call of `HandoffReceiver`."""
+    async def _listen(self, incarnation: str, transport: Transport) -> Peer:
+        run = asyncio.get_running_loop().run_in_executor
+        epoch = next(self._epochs)
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-receive-{incarnation}")
+        try:
+            name = f"{incarnation}/{epoch}"
+            listener = await run(thread, transport.listen, self.pool, name)
+        except BaseException as error:
+            thread.shutdown(wait=False)
+            if isinstance(error, (OSError, RuntimeError)):
+                raise TransferFailed(f"{transport.name}: cannot listen: {error}") from error
+            raise
+        accepted = run(thread, listener.accept, self.timeout_s)
+        return Peer(incarnation, epoch, transport, listener, thread, accepted)
 
-    def __init__(self, receiver: HandoffReceiver) -> None:
-        self._receiver = receiver
+    def _watch(self, incarnation: str, pid: int) -> None:
+        def ended() -> None:
+            log.warning("prefill process %d (%s) has ended", pid, incarnation)
+            self._unwatch(incarnation)
+            in_background(self._tasks, self.peer_gone(incarnation))
 
-    @rpc.unary
-    async def Offer(self, request: pb.OfferRequest, context: Any) -> Any:
-        return await self._receiver.offer(request)
+        loop = asyncio.get_running_loop()
+        try:
+            self._watches[incarnation] = os.pidfd_open(pid)
+        except ProcessLookupError:
+            loop.call_soon(ended)
+        else:  # a pidfd is readable after the exit
+            loop.add_reader(self._watches[incarnation], ended)
 
-    @rpc.unary
-    async def Ready(self, request: pb.ReadyRequest, context: Any) -> Any:
-        return await self._receiver.ready(request)
+    def _unwatch(self, incarnation: str) -> None:
+        if (pidfd := self._watches.pop(incarnation, -1)) >= 0:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
 
-    @rpc.unary
-    async def Commit(self, request: pb.CommitRequest, context: Any) -> Any:
-        return await self._receiver.commit(request)
+    def _accepted(self, peer: Peer, done: asyncio.Future[None]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.warning("link of prefill %s did not open: %s", peer.incarnation, error)
+            self._drop(peer.incarnation, peer)
 
-    @rpc.unary
-    async def Abort(self, request: pb.AbortRequest, context: Any) -> Any:
-        return await self._receiver.abort(request)
+    def _peer(self, request: pb.ReadyRequest | pb.CommitRequest) -> Peer:
+        """The request's link. Raises Unavailable when it is not in service any more."""
+        peer = self._peers.get(request.incarnation)
+        if peer is None or peer.epoch != request.epoch:
+            raise Unavailable(
+                f"link epoch {request.epoch} of prefill {request.incarnation} is gone"
+            )
+        return peer
+
+    def _drop(self, incarnation: str, only: Peer | None = None) -> None:
+        """Takes the process's link out of service, whichever it is or if it is `only`."""
+        peer = self._peers.get(incarnation)
+        if peer is not None and only in (None, peer):
+            del self._peers[incarnation]
+            in_background(self._tasks, peer.free())
+
+    def _make_room(self, transport: Transport) -> None:
+        """Drops a link without handoffs if there are too many, of all kinds or of this one."""
+        names = list(self._peers)
+        if len(names) < _MAX_LINKS:
+            names = [n for n, peer in self._peers.items() if peer.transport.kind == transport.kind]
+            if len(names) < transport.max_links:
+                return
+        busy = {record.peer for record in self._incoming.values()}
+        idle = next((name for name in names if name not in busy), None)
+        if idle is None:
+            raise Overloaded(f"all {len(names)} links are in use")
+        self._drop(idle)

@@ -7,12 +7,13 @@ still holds its blocks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
@@ -31,8 +32,6 @@ log = logging.getLogger(__name__)
 MAX_RESENDS = 2
 _RESEND_ABORT_S = 2.0
 _PUT_GRACE_S = 1.0  # for a put that is out of time to end by itself
-
-_Chunk: TypeAlias = tuple[int, Slots]  # position of the first token, and the blocks
 
 
 @dataclass
@@ -84,22 +83,21 @@ class Handoff:
         self._names: dict[str, Any] = {  # of every message
             "handoff_id": self.handoff_id,
             "reservation_token": self.target.reservation_token,
-            "incarnation": self.links.incarnation,
+            "incarnation": self.links.record.incarnation,
         }
         trace_id = telemetry.trace_id_in(self.parent)
         self._about = about(trace_id=trace_id, handoff_id=self.handoff_id)
         # Kept, so that all can be sent again; every one has at least one token of the sequence.
-        self._chunks: list[_Chunk] = []
-        self._conclusion: tuple[int, int] | None = None  # (tokens, first token's id)
+        self._chunks: list[Slots] = []
+        self._first_token_id: int | None = None  # once no more chunks come
         self._queued = asyncio.Event()
-        self._link: PairLink | None = None
-        self._address = ""  # of the decode worker, once it may have received a message of ours
+        self._link: PairLink | None = None  # set once decode may have received a message of ours
         self._put: asyncio.Future[float] | None = None  # the last one of this attempt
         self._stats: TransferStats  # of this attempt, as is `_digest`
         self._resends = 0
         self._start_ns = 0
         self._task: asyncio.Task[TransferStats]
-        self._ended = False
+        self._committed = False
 
     async def __aenter__(self) -> Handoff:
         self._task = asyncio.create_task(self._run())
@@ -111,16 +109,22 @@ class Handoff:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        """Gives up, unless committed. When it returns nothing more is written, and the Abort was
+        sent or is being sent in the background. A put that does not end in time is left to itself:
+        its bytes are not used, and the Abort is sent when it has ended."""
+        reason = f"{kind.__name__}: {error}" if kind else "not committed"
         try:
-            await self.abort(f"{kind.__name__}: {error}" if kind else "not committed")
+            if not self._committed:
+                await uninterrupted(self._abort(reason))
         finally:
-            self._release()
+            if self._link is not None:
+                self.links.release(self._link)
 
-    def send(self, first_token: int, local: Slots) -> None:
-        """Queues blocks that are complete, starting at position `first_token`; returns at once.
+    def send(self, local: Slots) -> None:
+        """Queues the next complete blocks, at first those after the cached ones; returns at once.
 
-        Every call continues where the last one ended, at first the target's cached tokens; all but
-        the last end at a block's end. Raises InvalidRequest, and once the transfer has failed, why.
+        All but the last end at a block's end. Raises InvalidRequest, and once the transfer has
+        failed, why.
         """
         local.check(self.links.pool.block_size, self.links.pool.num_blocks)
         if self._task.done():
@@ -128,35 +132,20 @@ class Handoff:
                 raise Cancelled("the handoff was aborted")
             self._task.result()
             raise InvalidRequest("the handoff was committed already")
-        self._chunks.append((first_token, local))
+        self._chunks.append(local)
         self._queued.set()
 
-    def conclude(self, num_tokens: int, first_token_id: int) -> None:
+    def conclude(self, first_token_id: int) -> None:
         """Queues the Commit behind what is to be sent; returns at once."""
-        self._conclusion = num_tokens, first_token_id
+        self._first_token_id = first_token_id
         self._queued.set()
-
-    async def commit(self, num_tokens: int, first_token_id: int) -> TransferStats:
-        self.conclude(num_tokens, first_token_id)
-        return await self.committed()
 
     async def committed(self) -> TransferStats:
-        """Returns when all is sent and the decode worker has verified it.
-
-        Raises TransferFailed, KvCorrupted, Stale, KvMismatch, Unavailable, Overloaded,
-        DeadlineExceeded.
-        """
+        """Returns when all is sent and the decode worker has verified it. Raises TransferFailed,
+        KvCorrupted, Stale, KvMismatch, Unavailable, Overloaded, DeadlineExceeded."""
         stats = await asyncio.shield(self._task)
-        self._ended = True
+        self._committed = True
         return stats
-
-    async def abort(self, reason: str) -> None:
-        """Gives up, unless committed. When it returns nothing more is written, and the Abort was
-        sent or is being sent in the background. A put that does not end in time is left to itself:
-        its bytes are not used, and the Abort is sent when it has ended."""
-        if not self._ended:
-            self._ended = True
-            await uninterrupted(self._abort(reason))
 
     async def _abort(self, reason: str) -> None:
         self._task.cancel()  # a put that runs is finished first, if it ends in time
@@ -165,29 +154,30 @@ class Handoff:
             if (failure := self._task.exception()) is None:
                 return  # committed after all, though nothing awaited it
             reason = f"{type(failure).__name__}: {failure}"
-        if not self._address:
+        link, put = self._link, self._put
+        if link is None:
             # Nothing was granted, and the router that reserved the blocks cancels them; if it is
             # gone itself, its broken event stream does.
             return
         request = handoff_pb2.AbortRequest(**self._names, reason=reason)
 
-        def send() -> asyncio.Future[None]:
-            return self.links.aborts.send(self._address, request, self._metadata)
-
         def when_written(put: asyncio.Future[float]) -> None:
             put.exception()  # its result is not used any more
-            send()
+            self.links.abort(link, request, self._metadata)
+            self.links.release(link)
 
-        if self._put is not None and not self._put.done():
-            self._put.add_done_callback(when_written)
+        if put is not None and not put.done():
+            self._link = None  # released when it is written
+            put.add_done_callback(when_written)
         else:
-            await asyncio.wait({send()}, timeout=self.abort_wait_s)
+            tried = self.links.abort(link, request, self._metadata)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(tried.wait(), self.abort_wait_s)
 
     async def _run(self) -> TransferStats:
         try:
             async with asyncio.timeout(self._deadline.left_s(float("inf"))):
                 link = self._link = await self.links.acquire(self.target, self._deadline)
-                self._address = link.address
                 while True:
                     try:
                         await self._attempt(link)
@@ -207,30 +197,29 @@ class Handoff:
         granted: tuple[int, ...] = ()
         if link.transport.one_sided and self.num_tokens > cached:
             granted = await self._ready(link, cached, self.num_tokens - cached)
-        while sent < len(self._chunks) or self._conclusion is None:
+        while sent < len(self._chunks) or self._first_token_id is None:
             if sent == len(self._chunks):
                 self._queued.clear()
                 await self._queued.wait()
                 continue
             await self._send_chunk(link, self._chunks[sent], granted)
-            if self._conclusion is None:
+            if self._first_token_id is None:
                 stats.hidden_s = stats.wire_s
             sent += 1
-        num_tokens, first_token_id = self._conclusion
         request = handoff_pb2.CommitRequest(
             **self._names,
             epoch=link.epoch,
-            num_tokens=num_tokens,
+            num_tokens=self.num_tokens,
             num_bytes=self._digest.num_bytes,
             checksum=self._digest.value,
-            first_token_id=first_token_id,
+            first_token_id=self._first_token_id,
             token_digest=self.token_digest,
         )
         start = time.perf_counter()
         await self._call(link, link.stub.Commit, request)
         stats.wait_s += time.perf_counter() - start
 
-    async def _send_chunk(self, link: PairLink, chunk: _Chunk, granted: tuple[int, ...]) -> None:
+    async def _send_chunk(self, link: PairLink, slots: Slots, granted: tuple[int, ...]) -> None:
         start, timeout_s = time.perf_counter(), self._time_left_s()
         try:
             async with asyncio.timeout(timeout_s):
@@ -239,18 +228,19 @@ class Handoff:
             raise TransferFailed(f"the link to decode {link.peer} was not free in time") from error
         try:
             # Between Ready and the end of the put the receiver counts on us: no stopping there.
-            await uninterrupted(self._put_chunk(link, chunk, granted, start))
+            await uninterrupted(self._put_chunk(link, slots, granted, start))
         finally:
             link.turn.release()
 
     async def _put_chunk(
-        self, link: PairLink, chunk: _Chunk, granted: tuple[int, ...], start: float
+        self, link: PairLink, slots: Slots, granted: tuple[int, ...], start: float
     ) -> None:
-        first_token, slots = chunk
+        sent = self._digest.num_bytes // self.links.pool.token_bytes
         if link.transport.one_sided:
-            ids = self._part_of_grant(chunk, granted)
+            first = sent // self.links.pool.block_size
+            ids = granted[first : first + len(slots.block_ids)]
         else:
-            ids = await self._ready(link, first_token, slots.num_tokens)
+            ids = await self._ready(link, self.target.cached_tokens + sent, slots.num_tokens)
         self._stats.wait_s += time.perf_counter() - start
         self._start_ns = self._start_ns or time.time_ns()
         remote = Slots(ids, slots.num_tokens)
@@ -264,17 +254,6 @@ class Handoff:
                 raise TransferFailed(f"a put to decode {link.peer} does not end")
             self._stats.wire_s += put.result()
         self._stats.chunks += 1
-
-    def _part_of_grant(self, chunk: _Chunk, granted: tuple[int, ...]) -> tuple[int, ...]:
-        """The granted blocks that a chunk goes to. Raises InvalidRequest outside of the grant."""
-        first_token, slots = chunk
-        pool, cached = self.links.pool, self.target.cached_tokens
-        first = (first_token - cached) // pool.block_size
-        ids = granted[first : first + len(slots.block_ids)]
-        sent = self._digest.num_bytes // pool.token_bytes
-        if first_token != cached + sent or len(ids) != len(slots.block_ids):
-            raise InvalidRequest(f"no blocks are granted at token {first_token}")
-        return ids
 
     async def _prepare_resend(self, link: PairLink, failure: TransferFailed) -> PairLink:
         """When it returns all can be sent again, over that link. Raises `failure` when not.
@@ -293,8 +272,9 @@ class Handoff:
             timeout_s = min(self._time_left_s(), _RESEND_ABORT_S)
             with rpc.translated():
                 await link.stub.Abort(request, timeout=timeout_s, metadata=self._metadata)
-            self._release()
-            return await self.links.acquire(self.target, self._deadline, skip_backoff=True)
+            opened = await self.links.acquire(self.target, self._deadline, skip_backoff=True)
+            self.links.release(link)
+            return opened
         except BatonError as error:
             why = "handoff %s cannot be resent: %s"
             log.warning(why, handoff_id, error, extra=self._about)
@@ -312,11 +292,6 @@ class Handoff:
 
     def _time_left_s(self) -> float:
         return self._deadline.left_s(self.step_timeout_s)
-
-    def _release(self) -> None:
-        if self._link is not None:
-            self.links.release(self._link)
-            self._link = None
 
     def _finished(self) -> TransferStats:
         end_ns = time.time_ns()

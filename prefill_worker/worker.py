@@ -11,14 +11,12 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import grpc
 from opentelemetry.context import Context
 
-from baton import rpc, telemetry
-from baton.config import WorkerConfig
+from baton import telemetry
 from baton.engine.build import Loaded
 from baton.engine.loop import Progress, StepReport
 from baton.engine.sequence import Sequence
@@ -26,7 +24,6 @@ from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, Unavai
 from baton.prefix import token_digest
 from baton.v1 import prefill_pb2, worker_pb2
 from baton.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
-from baton.worker import node
 from baton.worker.messages import FINISH_REASONS, logprobs_proto, sequence_of
 from baton.worker.node import Node
 from kvtransfer.interface import Transport
@@ -56,8 +53,7 @@ class PrefillWorker(Node, PrefillServiceServicer):
     """Runs prompts for routers and hands their KV over."""
 
     def begin(self, loaded: Loaded, pool: KvPool, usable: list[Transport]) -> None:
-        find = partial(self.find, "decode")
-        self._links = LinkPool(pool, usable, loaded.descriptor, self.config.incarnation, find)
+        self._links = LinkPool(pool, self.record, usable, self.find)
         self._prompts: dict[str, Prompt] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -88,7 +84,6 @@ class PrefillWorker(Node, PrefillServiceServicer):
             log.warning("%d prompts did not end; their calls are cancelled", len(self._prompts))
         await self._links.close()
 
-    @rpc.unary
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> None:
         trace = telemetry.extract(context.invocation_metadata())
         await self.prefill(request, trace, context.write)
@@ -103,7 +98,15 @@ class PrefillWorker(Node, PrefillServiceServicer):
         self.refuse_if_draining()
         spec, cached_tokens = request.sequence, request.target.cached_tokens
         sequence = sequence_of(spec, self.limits, park_after=1)
-        self._check(sequence, cached_tokens)
+        if sequence.seq_id in self._prompts:
+            raise InvalidRequest(f"handoff {sequence.seq_id} runs here", "sequence.handoff_id")
+        size = self.limits.block_size
+        if cached_tokens % size or cached_tokens >= sequence.num_tokens:
+            raise InvalidRequest(
+                f"{cached_tokens} of {sequence.num_tokens} tokens cannot be cached in whole blocks "
+                f"of {size} with one left to compute",
+                "target.cached_tokens",
+            )
         attributes = {"baton.prompt_tokens": len(spec.token_ids)}
         with telemetry.span(self.tracer, "prefill", trace, attributes) as span:
             context = telemetry.context_of(span)
@@ -115,17 +118,6 @@ class PrefillWorker(Node, PrefillServiceServicer):
                 raise
             except TimeoutError:
                 raise DeadlineExceeded("the deadline passed during prefill") from None
-
-    def _check(self, sequence: Sequence, cached_tokens: int) -> None:
-        if sequence.seq_id in self._prompts:
-            raise InvalidRequest(f"handoff {sequence.seq_id} runs here", "sequence.handoff_id")
-        size = self.limits.block_size
-        if cached_tokens % size or cached_tokens >= sequence.num_tokens:
-            raise InvalidRequest(
-                f"{cached_tokens} of {sequence.num_tokens} tokens cannot be cached in whole blocks "
-                f"of {size} with one left to compute",
-                "target.cached_tokens",
-            )
 
     async def _run(self, prompt: Prompt, request: prefill_pb2.PrefillRequest, send: Send) -> None:
         sequence, seq_id = prompt.sequence, prompt.sequence.seq_id
@@ -182,7 +174,7 @@ class PrefillWorker(Node, PrefillServiceServicer):
             if not progress.finish_reason:
                 self._send_blocks(prompt, handoff)
                 if progress.token_ids:
-                    handoff.conclude(prompt.num_tokens, progress.token_ids[0])
+                    handoff.conclude(progress.token_ids[0])
             if started is not None:
                 await send(prefill_pb2.PrefillResponse(started=started))
             if progress.token_ids:
@@ -201,7 +193,7 @@ class PrefillWorker(Node, PrefillServiceServicer):
         if not blocks:  # it has ended by itself; the step that reports it is already queued
             return
         with self.metrics.transferring():
-            handoff.send(prompt.sent, Slots(tuple(blocks), end - prompt.sent))
+            handoff.send(Slots(tuple(blocks), end - prompt.sent))
         prompt.sent = end
 
     def _started(self, prompt: Prompt, report: StepReport) -> prefill_pb2.PrefillStarted:
@@ -227,8 +219,3 @@ def _first_token(progress: Progress) -> prefill_pb2.PrefillFirstToken:
         logprobs=logprobs_proto(progress.logprobs[0]) if progress.logprobs else None,
         finish_reason=FINISH_REASONS[progress.finish_reason],
     )
-
-
-def run(config: WorkerConfig) -> int:
-    """Runs the process until drained; 0. Raises ConfigError when it cannot begin."""
-    return node.run(config, PrefillWorker)

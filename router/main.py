@@ -81,7 +81,7 @@ async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
         queue = WaitQueue(config.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
         dispatch = Dispatch(fleet, queue, config, trace.tracer)
         service = GenerationService(admission, queue, dispatch, fleet, trace.tracer)
-        recorder = stack.enter_context(contextlib.closing(Recorder("router", name)))
+        recorder = Recorder("router", name)
         slos = slo.parse_all(config.slos)
         metrics = RouterMetrics(recorder, admission.model, slos)
         metrics.observe(service)

@@ -48,11 +48,9 @@ def _round_as_gpus_do(interpreter: Any) -> None:
         import torch  # noqa: PLC0415
 
         types = {
-            "fp32": torch.float32,
-            "fp16": torch.float16,
-            "bf16": torch.bfloat16,
+            "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
             "fp8e4nv": torch.float8_e4m3fn,
-        }
+        }  # fmt: skip
         toward_zero = rounding == interpreter._ir.ROUNDING_MODE.RTZ
         if toward_zero or source.name not in types or target.name not in types:
             return convert(values, source, target, rounding)

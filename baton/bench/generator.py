@@ -11,9 +11,10 @@ import contextlib
 import gc
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 
 from baton.bench.request import INTERRUPTED, Demand, Outcome
 from baton.bench.servers import Server
@@ -49,7 +50,7 @@ class Run:
             self.recent_ttfts_s.append(outcome.ttft_s)
 
 
-class _Prepared:
+class _Prepared(Iterator[tuple[Demand, bytes]]):
     """Requests with their bodies, made before they are due as far as memory allows."""
 
     def __init__(self, demands: Iterable[Demand], server: Server) -> None:
@@ -57,21 +58,19 @@ class _Prepared:
         self._made: deque[tuple[Demand, bytes]] = deque()
         self._tokens = 0
 
-    def fill(self, number: float) -> None:
-        """Makes at most so many more bodies."""
-        while number > 0 and self._tokens < _AHEAD_TOKENS:
-            if (demand := next(self._demands, None)) is None:
-                return
+    def fill(self, number: int | None) -> None:
+        """Makes at most so many more bodies, None: as many as there may be."""
+        for demand in islice(self._demands, number):
             self._made.append((demand, self._server.body(demand)))
             self._tokens += demand.prompt_tokens
-            number -= 1
+            if self._tokens >= _AHEAD_TOKENS:
+                break
 
-    def take(self) -> tuple[Demand, bytes] | None:
-        """The next request, None after the last."""
+    def __next__(self) -> tuple[Demand, bytes]:
         if not self._made:
             self.fill(1)
         if not self._made:
-            return None
+            raise StopIteration
         demand, body = self._made.popleft()
         self._tokens -= demand.prompt_tokens
         return demand, body
@@ -90,18 +89,18 @@ class Generator:
     async def open_loop(self, demands: Iterable[Demand]) -> Run:
         """Each request at its time, whatever became of those before."""
         prepared = _Prepared(demands, self._server)
-        prepared.fill(float("inf"))
+        prepared.fill(None)
         async with self._timed(), asyncio.TaskGroup() as sends:
-            while not self._stop.is_set() and (taken := prepared.take()):
-                demand, body = taken
+            for demand, body in prepared:
                 if (left_s := demand.at_s - self._now_s()) > 0:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(left_s):
                             await self._stop.wait()
-                if not self._stop.is_set():
-                    sends.create_task(self._send(demand, body, demand.at_s))
-                    await asyncio.sleep(0)  # what is due goes out before more is made
-                    prepared.fill(_REFILL)
+                if self._stop.is_set():
+                    break
+                sends.create_task(self._send(demand, body, demand.at_s))
+                await asyncio.sleep(0)  # what is due goes out before more is made
+                prepared.fill(_REFILL)
         return self.run
 
     async def closed_loop(
@@ -113,10 +112,10 @@ class Generator:
 
         async def loop() -> None:
             free_s = 0.0
-            while not self._stop.is_set() and not (limit_s and self._now_s() >= limit_s):
-                if (taken := prepared.take()) is None:
+            for demand, body in prepared:
+                if self._stop.is_set() or (limit_s and self._now_s() >= limit_s):
                     break
-                await self._send(*taken, free_s)
+                await self._send(demand, body, free_s)
                 free_s = self._now_s()
                 prepared.fill(_REFILL)
 
@@ -161,13 +160,15 @@ class Generator:
         outcome = Outcome(at_s, self._now_s(), demand.prompt_tokens, demand.new_tokens)
         self.run.outcomes.append(outcome)
         self._sending.add(task)
+        began = time.monotonic()
         try:
-            await self._server.send(body, outcome)
+            await self._server.send(body, outcome, began)
         except asyncio.CancelledError:
             outcome.fail(INTERRUPTED, "the run was ended early")
             if not self._stop.is_set():
                 raise
             task.uncancel()  # by `cancel_on_stop`: the run itself goes on to its report
         finally:
+            outcome.ended_s = time.monotonic() - began
             self._sending.discard(task)
             self.run.count(outcome)

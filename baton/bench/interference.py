@@ -8,102 +8,85 @@ streams go on, so that no slow answer is left out.
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 
 from baton.bench.generator import Generator, Run
 from baton.bench.request import INTERRUPTED, Demand, Outcome
 from baton.bench.servers import Server
 from baton.bench.stats import Stats, spread_of
+from baton.bench.workload import Interference, Workload
 
 LONG_GAP_S = 0.2
 _LATEST_END_S = 40.0  # after the window; a prompt that is not answered by then has failed
-_PROMPT_SEEDS = 1 << 48  # apart from the streams'
 
 
-@dataclass(frozen=True)
-class Interference:
-    """The load. Lengths are tokens."""
-
-    streams: int = 6
-    stream_prompt: int = 64
-    stream_output: int = 200
-    prompt: int = 2048
-    prompt_output: int = 8
-    every_s: float = 6.0
-    periods: int = 4
-    ramp_s: float = 4.0  # before the window, until all streams run
-
-    @property
-    def window_s(self) -> tuple[float, float]:
-        """Begin and end of what counts, seconds after the start: whole periods."""
-        return self.ramp_s, self.ramp_s + self.periods * self.every_s
-
-    def stream_demands(self, seed: int) -> Iterator[Demand]:
-        """Endless. The first ones have different lengths, so that streams do not start in step."""
-        for number in itertools.count():
-            share = min(1.0, (number + 1) / self.streams)
-            parts = ((seed + number, self.stream_prompt),)
-            yield Demand(0.0, parts, max(1, round(self.stream_output * share)))
-
-    def prompt_demands(self, seed: int) -> Iterator[Demand]:
-        """One at the beginning of each period of the window."""
-        for number in range(self.periods):
-            parts = ((seed + _PROMPT_SEEDS + number, self.prompt),)
-            yield Demand(self.ramp_s + number * self.every_s, parts, self.prompt_output)
+def streams(workload: Workload) -> Iterator[Demand]:
+    """Endless. The first ones have different lengths, so that streams do not start in step."""
+    for number, demand in enumerate(replace(workload, count=0, duration_s=0.0).demands()):
+        share = min(1.0, (number + 1) / workload.concurrency)
+        yield replace(demand, new_tokens=max(1, round(demand.new_tokens * share)))
 
 
 async def interference(
     server: Server,
+    workload: Workload,
     load: Interference,
-    seed: int,
     alone_first: bool,
     stop: asyncio.Event | None = None,
 ) -> tuple[Stats, list[Run]]:
     """Runs both phases, with prompts that no cache has; also the runs.
 
-    With `stop` set it ends early, and the statistics are of what there was. `kept` is the streams'
-    tokens/s with prompts over those without.
+    The workload's `concurrency` is the number of streams. With `stop` set it ends early, and the
+    statistics are of what there was. `kept` is the streams' tokens/s with prompts over those
+    without.
     """
     phases: dict[bool, tuple[Run, Run]] = {}
     for number, has_prompts in enumerate((not alone_first, alone_first)):
-        seeds = (seed * 2 + number) << 56
-        phases[has_prompts] = await _phase(server, load, seeds, has_prompts, stop)
-    (only_streams, _), (streams, prompts) = phases[False], phases[True]
-    alone, beside = (stream_stats(r.outcomes, load.window_s) for r in (only_streams, streams))
+        salted = replace(workload, salt=workload.salt * 2 + number)
+        prompts = load.prompts(salted) if has_prompts else iter(())
+        phases[has_prompts] = await _phase(server, salted, load, prompts, stop)
+    (only_streams, _), (beside_prompts, sent) = phases[False], phases[True]
+    alone, beside = (
+        stream_stats(run.outcomes, load.window_s) for run in (only_streams, beside_prompts)
+    )
     stats = {
         "alone": alone,
         "beside": beside,
         "prompts": {
-            "sent": len(prompts.outcomes),
-            "failed": sum(not outcome.ok for outcome in prompts.outcomes),
-            "ttft_s": spread_of(outcome.ttft_s for outcome in prompts.outcomes if outcome.ok),
+            "sent": len(sent.outcomes),
+            "failed": sum(not outcome.ok for outcome in sent.outcomes),
+            "ttft_s": spread_of(outcome.ttft_s for outcome in sent.outcomes if outcome.ok),
         },
         "kept": beside["tokens_per_s"] / alone["tokens_per_s"] if alone["tokens_per_s"] else 0.0,
     }
-    return stats, [only_streams, streams, prompts]
+    return stats, [only_streams, beside_prompts, sent]
 
 
 async def _phase(
-    server: Server, load: Interference, seed: int, has_prompts: bool, stop: asyncio.Event | None
+    server: Server,
+    workload: Workload,
+    load: Interference,
+    prompts: Iterator[Demand],
+    stop: asyncio.Event | None,
 ) -> tuple[Run, Run]:
     """The streams' run and the prompts'."""
     ended = asyncio.Event()
-    streams, prompts = Generator(server, ended), Generator(server, ended)
-    running = asyncio.create_task(streams.closed_loop(load.stream_demands(seed), load.streams))
-    demands = load.prompt_demands(seed) if has_prompts else ()
-    arriving = asyncio.create_task(prompts.open_loop(demands))
+    running, arriving = Generator(server, ended), Generator(server, ended)
+    tasks = [
+        asyncio.create_task(running.closed_loop(streams(workload), workload.concurrency)),
+        asyncio.create_task(arriving.open_loop(prompts)),
+    ]
     stopped = asyncio.create_task((stop or asyncio.Event()).wait())
     try:
-        for task, limit_s in ((running, load.window_s[1]), (arriving, _LATEST_END_S)):
+        for task, limit_s in zip(tasks, (load.window_s[1], _LATEST_END_S), strict=True):
             await asyncio.wait({stopped, task}, timeout=limit_s, return_when="FIRST_COMPLETED")
     finally:
         ended.set()
         stopped.cancel()
-        await asyncio.gather(running, arriving)
-    return streams.run, prompts.run
+        await asyncio.gather(*tasks)
+    return running.run, arriving.run
 
 
 def stream_stats(outcomes: Sequence[Outcome], window_s: tuple[float, float]) -> Stats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -14,20 +14,29 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from baton.bench.report import Report
-from baton.bench.terminal import LATENCY_TITLES, show
+from baton.bench.stats import LATENCIES
+from baton.bench.terminal import show
 
 _LOG_FROM = 5.0  # smaller spans are easier to read on an even scale
 _WIDTH = 110  # of the tables, characters
+_COLUMNS = 3  # plots in a row
 _STYLE = """
-body { max-width: 1200px; margin: 0 auto; padding: 20px; font: 15px/1.5 system-ui, sans-serif;
+body { max-width: 1400px; margin: 0 auto; padding: 20px; font: 15px/1.5 system-ui, sans-serif;
   color: #1d2430; background: #fff; }
 pre { font: 13px/1.4 ui-monospace, monospace; overflow-x: auto; }
-.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 460px), 1fr));
-  gap: 12px; }
 svg { width: 100%; height: auto; }
 """
+_TIMELINES = (
+    ("Time to first token over time", "ms", ("ttft_p50_s", "ttft_p95_s")),
+    ("Inter-token latency over time", "ms", ("itl_p50_s", "itl_p95_s")),
+    ("Output tokens", "per second", ("output_tokens",)),
+    ("Requests sent, ended and failed", "per second", ("sent", "ended_ok", "failed")),
+    ("Requests running", "", ("running",)),
+)
 
 
+# Text stays text; ids of equal plots are equal, so that the page does not change by chance.
+@rc_context({"svg.fonttype": "none", "svg.hashsalt": "baton", "font.size": 8})
 def page_of(report: Report) -> str:
     """The page's whole text."""
     console = Console(record=True, width=_WIDTH, file=io.StringIO())
@@ -47,87 +56,73 @@ def page_of(report: Report) -> str:
         tables,
     ]
     if report["knees"]:
-        parts += ["<h2>Sweep</h2><div class='plots'>", *_sweep(report), "</div>"]
+        parts += ["<h2>Sweep</h2>", _sweep(report)]
     for stage in report["stages"]:
-        plots = _stage(stage["servers"])
-        parts += [f"<h2>{escape(stage['label'])}</h2><div class='plots'>", *plots, "</div>"]
+        parts += [f"<h2>{escape(stage['label'])}</h2>", _stage(stage["servers"])]
     parts.append(f'<script type="application/json" id="report">{data}</script></body></html>')
     return "\n".join(parts)
 
 
-def _sweep(report: Report) -> Iterator[str]:
+def _sweep(report: Report) -> str:
     """Throughput against latency, a point for each value of the sweep."""
-    for name, title in LATENCY_TITLES.items():
-        plot = _Plot(f"Throughput and {title}, p95", "output tokens/s", "ms")
+    figure, grid = _grid(len(LATENCIES))
+    for axes, (name, title) in zip(grid, LATENCIES.items(), strict=True):
         for i, server in enumerate(report["servers"]):
-            points = [
-                (figures["output_tokens_per_s"], figures[name]["p95"] * 1e3, stage["value"])
-                for stage in report["stages"]
-                if (figures := stage["servers"][i]["figures"])[name]
-            ]
-            x, y = [x for x, _, _ in points], [y for _, y, _ in points]
-            plot.axes.plot(x, y, marker="o", color=f"C{i}", label=server["name"])
-            for at, height, value in points:
-                plot.axes.annotate(
-                    f"{value:g}", (at, height), xytext=(5, 5), textcoords="offset points"
-                )
-        yield plot.svg(log="y")
+            found = [(stage["servers"][i]["figures"], stage["value"]) for stage in report["stages"]]
+            found = [(figures, value) for figures, value in found if figures[name]]
+            x = [figures["output_tokens_per_s"] for figures, _ in found]
+            y = [figures[name]["p95"] * 1e3 for figures, _ in found]
+            axes.plot(x, y, "o-", color=f"C{i}", label=server["name"])
+            for (_, value), *at in zip(found, x, y, strict=True):
+                axes.annotate(f"{value:g}", at, xytext=(5, 5), textcoords="offset points")
+        _finish(axes, f"Throughput and {title}, p95", "output tokens/s", "ms", log="y")
+    return _svg(figure)
 
 
-def _stage(servers: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _stage(servers: Sequence[dict[str, Any]]) -> str:
     """Distributions of latencies, and how they and the load went over time."""
-    for name, title in LATENCY_TITLES.items():
-        plot = _Plot(f"{title.capitalize()}, distribution", "ms", "% of values")
+    figure, grid = _grid(len(LATENCIES) + len(_TIMELINES))
+    for axes, (name, title) in zip(grid, LATENCIES.items(), strict=False):
         for i, server in enumerate(servers):
             values = [value * 1e3 for value in server["figures"]["quantiles"][name]]
             shares = [100 * k / max(1, len(values) - 1) for k in range(len(values))]
-            plot.axes.plot(values, shares, color=f"C{i}", label=server["server"])
-        yield plot.svg(log="x")
-    for title, unit, names in (
-        ("Time to first token over time", "ms", ("ttft_p50_s", "ttft_p95_s")),
-        ("Inter-token latency over time", "ms", ("itl_p50_s", "itl_p95_s")),
-        ("Output tokens", "per second", ("output_tokens",)),
-        ("Requests sent, ended and failed", "per second", ("sent", "ended_ok", "failed")),
-        ("Requests running", "", ("running",)),
-    ):
-        plot = _Plot(title, "s", unit)
+            axes.plot(values, shares, color=f"C{i}", label=server["server"])
+        _finish(axes, f"{title.capitalize()}, distribution", "ms", "% of values", log="x")
+    for axes, (title, unit, names) in zip(grid[len(LATENCIES) :], _TIMELINES, strict=True):
         for i, server in enumerate(servers):
             timeline = server["timeline"]
             scale = {"ms": 1e3, "per second": 1 / timeline["width_s"], "": 1}[unit]
             for k, name in enumerate(names):
                 values = [float("nan") if v is None else v * scale for v in timeline[name]]
-                label = name.removesuffix("_s").replace("_", " ")
-                color, style = f"C{k}", "-"
-                if len(servers) > 1:  # a colour each, and a line style for each value
-                    label = f"{server['server']} {label}"
-                    color, style = f"C{i}", "-" if k == 0 else ":"
-                marker = "." if len(values) < 40 else ""
-                plot.axes.plot(
-                    timeline["begin_s"], values, style, color=color, marker=marker, label=label
-                )
-        plot.axes.set_ylim(bottom=0)
-        yield plot.svg()
+                label = f"{server['server']} {name.removesuffix('_s').replace('_', ' ')}"
+                # Of two servers each has a colour, and each of its values a style.
+                color, style = (i, (".-", ".:", ".--")[k]) if len(servers) > 1 else (k, ".-")
+                axes.plot(timeline["begin_s"], values, style, color=f"C{color}", label=label)
+        axes.set_ylim(bottom=0)
+        _finish(axes, title, "s", unit)
+    return _svg(figure)
 
 
-class _Plot:
-    def __init__(self, title: str, x: str, y: str) -> None:
-        # Text stays text; ids of equal plots are equal, so that the page does not change by chance.
-        self._settings: Any = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 9}
-        with rc_context(self._settings):
-            self._figure = Figure(figsize=(5.6, 3.0), layout="constrained")
-            self.axes = self._figure.add_subplot(title=title, xlabel=x, ylabel=y)
+def _grid(number: int) -> tuple[Figure, list[Any]]:
+    """A figure and the axes of so many plots, side by side."""
+    rows = -(-number // _COLUMNS)
+    figure = Figure(figsize=(5 * _COLUMNS, 3 * rows), layout="constrained")
+    return figure, [figure.add_subplot(rows, _COLUMNS, i + 1) for i in range(number)]
 
-    def svg(self, log: str = "") -> str:
-        """An SVG element; the axis `log` is logarithmic where its values differ enough."""
-        lines: Any = self.axes.get_lines()
-        values = [v for line in lines if log for v in getattr(line, f"get_{log}data")() if v > 0]
-        if values and max(values) > _LOG_FROM * min(values):
-            self.axes.set(**{f"{log}scale": "log"})
-        self.axes.grid(color="#e3e7ee")
-        out = io.StringIO()
-        with rc_context(self._settings):
-            if lines:
-                self.axes.legend(fontsize=8)
-            self._figure.savefig(out, format="svg", metadata={"Date": None})
-        svg = re.sub(r"^.*?(?=<svg)", "", out.getvalue(), flags=re.S)
-        return re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+
+def _finish(axes: Any, title: str, x: str, y: str, log: str = "") -> None:
+    """Titles; the axis `log` is logarithmic where its values differ enough."""
+    lines = axes.get_lines() if log else ()
+    values = [value for line in lines for value in getattr(line, f"get_{log}data")() if value > 0]
+    if values and max(values) > _LOG_FROM * min(values):
+        axes.set(**{f"{log}scale": "log"})
+    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.grid(color="#e3e7ee")
+    axes.legend()
+
+
+def _svg(figure: Figure) -> str:
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    svg = re.sub(r"^.*?(?=<svg)", "", out.getvalue(), flags=re.S)
+    return re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)

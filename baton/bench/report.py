@@ -13,15 +13,14 @@ from importlib import metadata
 from typing import Any
 
 from baton.bench.generator import Run
-from baton.bench.request import Outcome
 from baton.bench.stats import (
+    FIGURES,
     Stats,
     limits_of,
     percentile,
     spread_of,
     stats_of,
     timeline_of,
-    value_at,
 )
 from baton.bench.workload import Workload
 from baton.slo import Slo
@@ -29,14 +28,6 @@ from baton.slo import Slo
 SCHEMA = "baton.bench.serve/1"
 Report = dict[str, Any]
 
-# What is compared of two servers, and whether more of it is better.
-_COMPARED = {
-    **{f"{name}_s.{p}": False for name in ("ttft", "itl", "tpot", "e2e") for p in ("p50", "p95")},
-    "requests_per_s": True,
-    "output_tokens_per_s": True,
-    "goodput.share": True,
-    "requests.failed": False,
-}
 _MIN_BLOCKS = 4  # of equal servers one is better in all four with a chance of 1 in 8
 _GOOD_SHARE = 0.9
 _LATE_MS, _BUSY = 10.0, 0.85  # of the generator: beyond these the results are in doubt
@@ -50,27 +41,28 @@ class Stage:
     value: float | None = None  # of the sweep
     blocks: list[list[Run]] = field(default_factory=list)
 
-    def runs_of(self, server: int) -> list[Run]:
-        return [block[server] for block in self.blocks]
+    def run_of(self, server: int) -> Run:
+        return joined([block[server] for block in self.blocks])
 
     def report(self, names: Sequence[str], slo: Slo | None) -> dict[str, Any]:
-        servers: list[dict[str, Any]] = [
-            {
-                "server": name,
-                "blocks": len(self.blocks),
-                "figures": _stats(self.runs_of(i), slo),
-                "timeline": timeline_of(stitched(self.runs_of(i))),
-            }
-            for i, name in enumerate(names)
-        ]
+        runs = [self.run_of(i) for i in range(len(names))]
+        figures = [stats_of(run.outcomes, run.seconds, slo) for run in runs]
         comparison = None
         if len(names) == 2:
-            pairs = [(_stats([a], slo), _stats([b], slo)) for a, b in self.blocks]
-            comparison = compared(servers[0]["figures"], servers[1]["figures"], pairs)
+            pairs = [[stats_of(r.outcomes, r.seconds, slo) for r in block] for block in self.blocks]
+            comparison = compared(figures[0], figures[1], pairs)
         return {
             "label": self.workload.label,
             "value": self.value,
-            "servers": servers,
+            "servers": [
+                {
+                    "server": name,
+                    "blocks": len(self.blocks),
+                    "figures": figures[i],
+                    "timeline": timeline_of(runs[i].outcomes),
+                }
+                for i, name in enumerate(names)
+            ],
             "comparison": comparison,
         }
 
@@ -104,72 +96,63 @@ def report_of(
         "stages": reports,
         "interference": interference,
         "knees": knees or None,
-        "generator": generator_stats([*runs, *further]),
+        "generator": generator_stats(joined([*runs, *further])),
     }
 
 
-def stitched(runs: Sequence[Run]) -> list[Outcome]:
-    """Outcomes of consecutive runs on one clock: each run begins where the one before ended."""
-    outcomes: list[Outcome] = []
-    offset_s = 0.0
+def joined(runs: Iterable[Run]) -> Run:
+    """Consecutive runs as one on one clock: each begins where the one before ended."""
+    whole = Run()
     for run in runs:
-        outcomes += [
-            replace(o, at_s=o.at_s + offset_s, sent_s=o.sent_s + offset_s) for o in run.outcomes
+        whole.outcomes += [
+            replace(o, at_s=o.at_s + whole.seconds, sent_s=o.sent_s + whole.seconds)
+            for o in run.outcomes
         ]
-        offset_s += run.seconds
-    return outcomes
+        whole.loop_late_s += run.loop_late_s
+        whole.seconds += run.seconds
+        whole.cpu_s += run.cpu_s
+    return whole
 
 
-def _stats(runs: Sequence[Run], slo: Slo | None) -> Stats:
-    outcomes = (outcome for run in runs for outcome in run.outcomes)
-    return stats_of(outcomes, sum(run.seconds for run in runs), slo)
-
-
-def generator_stats(runs: Iterable[Run]) -> dict[str, Any]:
+def generator_stats(run: Run) -> dict[str, Any]:
     """How late the generator itself was, and why it may have been the bottleneck."""
-    runs = list(runs)
-    late_s = [outcome.sent_s - outcome.at_s for run in runs for outcome in run.outcomes]
-    loop_late_s = [late for run in runs for late in run.loop_late_s]
-    seconds = sum(run.seconds for run in runs)
-    cpu_share = sum(run.cpu_s for run in runs) / seconds if seconds else 0.0
+    late_s = [outcome.sent_s - outcome.at_s for outcome in run.outcomes]
+    cpu_share = run.cpu_s / run.seconds if run.seconds else 0.0
     complaints = []
     if (late_ms := percentile(late_s, 99) * 1e3) > _LATE_MS:
         complaints.append(f"requests were sent late (p99 {late_ms:.1f} ms)")
-    if (loop_ms := percentile(loop_late_s, 99) * 1e3) > _LATE_MS:
+    if (loop_ms := percentile(run.loop_late_s, 99) * 1e3) > _LATE_MS:
         complaints.append(f"its event loop was late (p99 {loop_ms:.1f} ms)")
     if cpu_share > _BUSY:
         complaints.append(f"it kept a core busy ({cpu_share:.0%})")
     return {
         "late_s": spread_of(late_s),
-        "loop_late_s": spread_of(loop_late_s),
+        "loop_late_s": spread_of(run.loop_late_s),
         "cpu_share": cpu_share,
         "complaints": complaints,
     }
 
 
 def compared(
-    first: Stats, second: Stats, blocks: Sequence[tuple[Stats, Stats]]
+    first: Stats, second: Stats, blocks: Sequence[Sequence[Stats]]
 ) -> list[dict[str, Any]]:
     """Each value that both servers have, with the ratio second / first overall and in each block.
 
     Where ratios lie on both sides of 1 the difference may be chance, and neither is better.
     """
     found = []
-    for figure, more_is_better in _COMPARED.items():
-        a, b = value_at(first, figure), value_at(second, figure)
-        if a is None or b is None:
+    for figure in FIGURES:
+        a, b = figure.of(first), figure.of(second)
+        if a is None or b is None or not figure.better:
             continue
-        pairs = [(value_at(x, figure), value_at(y, figure)) for x, y in blocks]
+        pairs = [(figure.of(x), figure.of(y)) for x, y in blocks]
         ratios = [y / x for x, y in pairs if x and y is not None]
         better = ""
-        if len(ratios) >= _MIN_BLOCKS:
-            if all(ratio > 1 for ratio in ratios):
-                better = "second" if more_is_better else "first"
-            elif all(ratio < 1 for ratio in ratios):
-                better = "first" if more_is_better else "second"
+        if len(ratios) >= _MIN_BLOCKS and (min(ratios) > 1 or max(ratios) < 1):
+            better = "second" if (ratios[0] > 1) == (figure.better > 0) else "first"
         found.append(
             {
-                "figure": figure,
+                "figure": figure.path,
                 "first": a,
                 "second": b,
                 "ratio": b / a if a else None,

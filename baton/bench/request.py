@@ -10,17 +10,50 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar
 
+from baton import options
+from baton.errors import ConfigError
+from baton.options import option
+
+if TYPE_CHECKING:
+    from baton.v1.inference_pb2 import Finish
+
+_FORMS = ("ids", "text", "chat")
 OK = "OK"
 INTERRUPTED = "INTERRUPTED"  # cancelled by the generator, when the run was ended early
 
 
-@dataclass(frozen=True, slots=True)
-class IdRange:
-    """Token ids that prompts are made of: `first` up to, not including, `end`."""
+def _ids(text: str) -> range:
+    first, _, end = text.partition("-")
+    if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
+        raise ConfigError(f"{text} is no range: write FIRST-END, as in 1000-4000")
+    return range(int(first), int(end))
 
-    first: int = 1000
-    end: int = 4000
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """How requests are made for a server."""
+
+    GROUP: ClassVar[str] = "requests"
+    model: str = ""  # empty: the first one it lists
+    api_key: str | None = None
+    stream: bool = True  # over HTTP; False: answers come whole
+    ttft_target_ms: int = 0  # over gRPC; 0: the router's own
+    prompt_form: str = option(
+        "ids", "--prompt-as", "token ids; text or a chat message of as many words", choices=_FORMS
+    )
+    ids: range = option(
+        range(1000, 4000), "--ids FIRST-END", "token ids in prompts (default: 1000-4000)", _ids
+    )
+    stop_at_eos: bool = option(False, "--stop-at-eos", "for servers that do not know ignore_eos")
+    timeout_s: float = option(120.0, "--timeout S", "of a request", least=0.001, most=1e6)
+    keep_alive: bool = option(
+        True, "--keep-alive", "HTTP connections; some servers close them without saying so"
+    )
+
+    def __post_init__(self) -> None:
+        options.check(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +68,13 @@ class Demand:
     def prompt_tokens(self) -> int:
         return sum(length for _, length in self.parts)
 
-    def prompt(self, ids: IdRange) -> list[int]:
+    def prompt(self, ids: range) -> list[int]:
         prompt: list[int] = []
-        span = ids.end - ids.first
+        first, span = ids.start, len(ids)
         for seed, length in self.parts:
             # Four bytes a token: a shorter part of the same seed is a prefix of a longer one.
             words = array("I", random.Random(seed).randbytes(length * 4))  # noqa: S311
-            prompt += [word % span + ids.first for word in words]
+            prompt += [word % span + first for word in words]
         return prompt
 
 
@@ -57,19 +90,6 @@ _TEXT = (
     "which do their time if will way about many then them would write like so these her long make"
 )
 _WORDS = _TEXT.split()
-
-
-@dataclass(slots=True)
-class Phases:
-    """Where a Baton server says the time went, seconds."""
-
-    queue_s: float = 0.0
-    ttft_s: float = 0.0
-    e2e_s: float = 0.0
-    transfer_s: float = 0.0
-    transfer_bytes: int = 0
-    attempts: int = 1  # the router's
-    prefilled_by_decode: bool = False
 
 
 @dataclass(slots=True)
@@ -94,7 +114,7 @@ class Outcome:
     output_tokens: int = 0
     cached_tokens: int | None = None  # None: the server does not report it
     opened_connection: bool = False
-    phases: Phases | None = None
+    finish: Finish | None = None  # a Baton router's last message
 
     @property
     def ok(self) -> bool:

@@ -7,43 +7,28 @@ import contextlib
 import json
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from baton.bench.generator import Generator, Run
-from baton.bench.interference import Interference, interference
+from baton.bench.interference import interference
 from baton.bench.page import page_of
-from baton.bench.report import Report, Stage, report_of, stitched
-from baton.bench.servers import RequestOptions, Server, connected
+from baton.bench.report import Report, Stage, report_of
+from baton.bench.servers import Server, connected
+from baton.bench.stats import Stats
 from baton.bench.terminal import Progress
-from baton.bench.workload import Workload
+from baton.bench.workload import Interference, Settings
 from baton.errors import ConfigError, Unavailable
-from baton.slo import Slo
 
 _WARM_UP_TOKENS = 16  # of output at most: enough to touch every part of a server
-_WARM_UP_SALT = 0  # apart from those of stages: a warm-up must not fill caches for the run
-_WARM_UP_CONCURRENCY = 4
+_WARM_UP = 4  # requests, and so many at a time
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _WRITTEN = (  # of an outcome, in requests.jsonl
     "at_s", "sent_s", "status", "message", "planned_prompt_tokens", "planned_output_tokens",
     "prompt_tokens", "output_tokens", "cached_tokens", "ended_s",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a run is to do."""
-
-    workload: Workload
-    targets: Sequence[tuple[str, RequestOptions]]  # one, or two that are compared
-    sweep: Sequence[float] = ()
-    slo: Slo | None = None
-    warm_up: int = 4
-    blocks: int = 4  # turns that each server has in a stage, when there are two
-    interference: Interference | None = None  # instead of the workload's own requests
-    output: Path | None = None  # a directory for the report's files
 
 
 async def run(settings: Settings, progress: Progress) -> Report:
@@ -66,105 +51,112 @@ async def run(settings: Settings, progress: Progress) -> Report:
                     f"--output {settings.output} cannot be made: {error.strerror}"
                 ) from error
         stop = stack.enter_context(_stop_on_signals(progress))
-        bench = _Bench(settings, servers, stop, progress)
-        for info, server in zip(infos, servers, strict=True):
-            await bench.warm_up(info["name"], server)
+        bench = _Bench(settings, dict(zip("AB", servers, strict=False)), stop, progress)
+        for name in bench.servers:
+            await bench.warm_up(name)
         if settings.interference:
             await bench.interfere(settings.interference)
         else:
             await bench.measure()
     report = report_of(
         *(_workload_info(settings), infos, bench.stages, settings.slo, stop.is_set()),
-        bench.interference or None,
-        bench.interference_runs,
+        [{"server": name, "rounds": rounds} for name, rounds in bench.rounds.items()] or None,
+        bench.further,
     )
     if settings.output:
         write(settings.output, report, bench.stages)
     return report
 
 
+@dataclass
 class _Bench:
-    """The stages of one run as they are driven."""
+    """A run as it is driven, and what it has found."""
 
-    def __init__(
-        self, settings: Settings, servers: Sequence[Server], stop: asyncio.Event, progress: Progress
-    ) -> None:
-        self.stages: list[Stage] = []
-        self.interference: list[dict[str, Any]] = []
-        self.interference_runs: list[Run] = []
-        self._settings, self._servers = settings, servers
-        self._names = "AB"[: len(servers)]
-        self._stop, self._progress = stop, progress
-        self._num_turns = settings.blocks if len(servers) > 1 else 1
+    settings: Settings
+    servers: dict[str, Server]  # by name
+    stop: asyncio.Event
+    progress: Progress
+    stages: list[Stage] = field(default_factory=list)
+    rounds: dict[str, list[Stats]] = field(default_factory=dict)  # of interference, by server
+    further: list[Run] = field(default_factory=list)  # runs of interference
 
-    async def warm_up(self, name: str, server: Server) -> None:
+    async def warm_up(self, name: str) -> None:
         """Opens connections and warms code paths; nothing of it is measured.
 
         The requests have the run's prompt lengths, prompts of their own and short outputs.
         """
-        workload = replace(self._settings.workload, salt=_WARM_UP_SALT)
+        workload, load = replace(self.settings.workload, salt=0), self.settings.interference
+        number, server = self.settings.warm_up, self.servers[name]
+        if number is None:
+            number = max(_WARM_UP, workload.concurrency)
+        long = islice(load.prompts(workload), 1) if load else ()
         demands = (
             replace(demand, new_tokens=min(demand.new_tokens, _WARM_UP_TOKENS))
-            for demand in islice(workload.demands(), self._settings.warm_up)
+            for demand in islice(chain(long, workload.demands()), number)
         )
-        generator = Generator(server, self._stop)
-        async with self._progress.of(f"warming up {name}", generator.run):
-            concurrency = workload.concurrency or _WARM_UP_CONCURRENCY
-            done = await generator.closed_loop(demands, concurrency)
-        if done.outcomes and not self._stop.is_set() and not done.ok:
+        generator = Generator(server, self.stop)
+        async with self.progress.of(f"warming up {name}", generator.run):
+            done = await generator.closed_loop(demands, workload.concurrency or _WARM_UP)
+        if done.outcomes and not self.stop.is_set() and not done.ok:
             first = done.outcomes[0]
             raise Unavailable(f"{server.url} answers no request: {first.status}: {first.message}")
 
     async def measure(self) -> None:
         """All stages, one after the other."""
-        workload = self._settings.workload
-        for value in self._settings.sweep or (None,):
-            if self._stop.is_set():
+        workload = self.settings.workload
+        for value in self.settings.sweep or (None,):
+            if self.stop.is_set():
                 return
             stage = Stage(workload if value is None else workload.at(value), value)
             self.stages.append(stage)
             # Each stage and server has prompts of its own: else the second is served from caches.
-            number = len(self._servers)
+            # Salt 0 is the warm-up's.
+            salt = len(self.stages) * len(self.servers)
             blocks = [
-                replace(stage.workload, salt=len(self.stages) * number + i).blocks(self._num_turns)
-                for i in range(number)
+                replace(stage.workload, salt=salt + i).blocks(self._num_turns)
+                for i in range(len(self.servers))
             ]
-            for turn, i in self._turns():
-                if self._stop.is_set():
-                    break
+            for turn, i, name in self._turns():
                 if len(stage.blocks) == turn:
-                    stage.blocks.append([Run() for _ in self._servers])
+                    stage.blocks.append([Run() for _ in self.servers])
                 demands, limit_s = blocks[i][turn]
-                generator = Generator(self._servers[i], self._stop)
+                generator = Generator(self.servers[name], self.stop)
                 stage.blocks[turn][i] = generator.run
-                name = f" → {self._names[i]}" if number > 1 else ""
-                async with self._progress.of(f"{stage.workload.label}{name}", generator.run):
+                async with self.progress.of(f"{stage.workload.label} → {name}", generator.run):
                     if workload.concurrency:
                         await generator.closed_loop(demands, workload.concurrency, limit_s)
                     else:
                         await generator.open_loop(demands)
 
     async def interfere(self, load: Interference) -> None:
-        """The interference workload in turns on each server."""
-        self.interference += [{"server": name, "rounds": []} for name in self._names]
-        for turn, i in self._turns():
-            if self._stop.is_set():
-                return
-            self._progress.say(f"interference on {self._names[i]}, round {turn + 1}")
-            seed = (self._settings.workload.seed << 8 | turn) << 1 | i
+        """The workload's streams with and without long prompts, in turns on each server."""
+        workload, self.rounds = self.settings.workload, {name: [] for name in self.servers}
+        for turn, i, name in self._turns():
+            self.progress.say(f"interference on {name}, round {turn + 1}")
+            salted = replace(workload, salt=1 + turn * len(self.servers) + i)
+            alone_first = (workload.seed + turn) % 2 == 0
             stats, runs = await interference(
-                self._servers[i], load, seed, turn % 2 == 0, self._stop
+                self.servers[name], salted, load, alone_first, self.stop
             )
-            if not self._stop.is_set():  # a round that was ended early has no meaning
-                self.interference[i]["rounds"].append(stats)
-            self.interference_runs += runs
+            if not self.stop.is_set():  # a round that was ended early has no meaning
+                self.rounds[name].append(stats)
+            self.further += runs
 
-    def _turns(self) -> Iterator[tuple[int, int]]:
-        """(turn, server). The first server alternates: a machine that slows down favours none."""
+    @property
+    def _num_turns(self) -> int:
+        return self.settings.blocks if len(self.servers) > 1 else 1
+
+    def _turns(self) -> Iterator[tuple[int, int, str]]:
+        """(turn, server's place and name) until it is stopped.
+
+        The first server alternates: a machine that slows down favours none.
+        """
+        servers = list(enumerate(self.servers))
         for turn in range(self._num_turns):
-            order = range(len(self._servers))
-            for i in order if turn % 2 == 0 else reversed(order):
-                yield turn, i
+            for i, name in servers if turn % 2 == 0 else servers[::-1]:
+                if self.stop.is_set():
+                    return
+                yield turn, i, name
 
 
 def write(output: Path, report: Report, stages: Sequence[Stage]) -> None:
@@ -174,7 +166,7 @@ def write(output: Path, report: Report, stages: Sequence[Stage]) -> None:
     with (output / "requests.jsonl").open("w") as lines:
         for place, stage in enumerate(stages):
             for i, server in enumerate(report["servers"]):
-                for outcome in stitched(stage.runs_of(i)):
+                for outcome in stage.run_of(i).outcomes:
                     line = {
                         "stage": place,
                         "server": server["name"],
@@ -212,15 +204,16 @@ def _stop_on_signals(progress: Progress) -> Iterator[asyncio.Event]:
 def _workload_info(settings: Settings) -> dict[str, Any]:
     """The load as it was asked for, None where it does not apply."""
     workload, options = settings.workload, settings.targets[0][1]
-    is_open, is_generated = not workload.concurrency, workload.trace is None
+    is_generated = workload.trace is None
+    is_open = is_generated and not workload.concurrency
     return {
-        "rate": None if settings.sweep else workload.rate or None,
+        "rate": workload.rate if is_open and not settings.sweep else None,
         "sweep": list(settings.sweep),
         "concurrency": workload.concurrency or None,
-        "arrivals": workload.arrivals if is_open and is_generated else None,
-        "burstiness": workload.burstiness if workload.arrivals == "bursty" else None,
         "count": workload.count or None,
         "duration_s": workload.duration_s or None,
+        "arrivals": workload.arrivals if is_open else None,
+        "burstiness": workload.burstiness if workload.arrivals == "bursty" else None,
         "prompt_tokens": str(workload.prompt_lengths) if is_generated else None,
         "output_tokens": str(workload.output_lengths) if is_generated else None,
         "shared_prefix": workload.shared_prefix,
@@ -230,6 +223,6 @@ def _workload_info(settings: Settings) -> dict[str, Any]:
         "length_scale": None if is_generated else workload.scale.length,
         "seed": workload.seed,
         "prompt_form": options.prompt_form,
-        "ignore_eos": options.ignore_eos,
+        "ignore_eos": not options.stop_at_eos,
         "timeout_s": options.timeout_s,
     }

@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,7 @@ import grpc
 from aiohttp.http_exceptions import LineTooLong
 
 from baton import config, rpc
-from baton.bench.request import Demand, IdRange, Outcome, Phases, text_of
+from baton.bench.request import Demand, Outcome, RequestOptions, text_of
 from baton.errors import ConfigError, DeadlineExceeded, RetryableError, Unavailable
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
@@ -27,20 +26,6 @@ _GENERATE = "/baton.v1.InferenceService/Generate"
 _MODELS_TIMEOUT_S = 10.0
 _KEEP_ALIVE_S = 600.0
 _MESSAGE_CHARS = 300  # of an error that are kept
-
-
-@dataclass(frozen=True)
-class RequestOptions:
-    """How requests are made for a server."""
-
-    model: str = ""  # empty: the first one it lists
-    prompt_form: str = "ids"
-    ids: IdRange = field(default_factory=IdRange)
-    ignore_eos: bool = True
-    timeout_s: float = 120.0  # of a request
-    api_key: str | None = None
-    keep_alive: bool = True  # of HTTP connections; False: one a request
-    ttft_target_ms: int = 0  # over gRPC; 0: the router's own
 
 
 class Server(abc.ABC):
@@ -60,16 +45,12 @@ class Server(abc.ABC):
     def body(self, demand: Demand) -> bytes:
         """The request as it is sent: made before its time, so that making it delays nothing."""
 
-    async def send(self, body: bytes, outcome: Outcome) -> None:
-        """Sends it and records the outcome, errors too; only its own cancellation is raised."""
-        began = time.monotonic()
-        try:
-            await self._send(body, outcome, began)
-        finally:
-            outcome.ended_s = time.monotonic() - began
-
     @abc.abstractmethod
-    async def _send(self, body: bytes, outcome: Outcome, began: float) -> None: ...
+    async def send(self, body: bytes, outcome: Outcome, began: float) -> None:
+        """Sends it and records the outcome, errors too; only its own cancellation is raised.
+
+        `began`: time.monotonic() from which its times are taken.
+        """
 
     @abc.abstractmethod
     async def close(self) -> None: ...
@@ -137,10 +118,10 @@ class GrpcServer(Server):
         else:
             request.chat.messages.add(role="user", content=text_of(ids))
         request.sampling.max_tokens = demand.new_tokens
-        request.sampling.ignore_eos = options.ignore_eos
+        request.sampling.ignore_eos = not options.stop_at_eos
         return request.SerializeToString()
 
-    async def _send(self, body: bytes, outcome: Outcome, began: float) -> None:
+    async def send(self, body: bytes, outcome: Outcome, began: float) -> None:
         call = self._generate(body, timeout=self._options.timeout_s, metadata=self._metadata)
         try:
             while (response := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
@@ -148,8 +129,11 @@ class GrpcServer(Server):
                     if tokens := len(response.delta.token_ids):
                         outcome.add_tokens(tokens, time.monotonic() - began)
                 elif response.HasField("finish"):
-                    _record_finish(response.finish, outcome)
-            if outcome.phases is None:
+                    usage, outcome.finish = response.finish.usage, response.finish
+                    outcome.prompt_tokens = usage.prompt_tokens
+                    outcome.output_tokens = usage.completion_tokens
+                    outcome.cached_tokens = usage.cached_tokens
+            if outcome.finish is None:
                 outcome.fail("INCOMPLETE", "the stream ended without its last message")
         except grpc.RpcError as error:
             outcome.fail(error.code().name, error.details() or "")
@@ -160,22 +144,6 @@ class GrpcServer(Server):
 
     async def close(self) -> None:
         await self._channel.close(None)
-
-
-def _record_finish(finish: inference_pb2.Finish, outcome: Outcome) -> None:
-    usage, timing, route = finish.usage, finish.timing, finish.route
-    outcome.prompt_tokens = usage.prompt_tokens
-    outcome.output_tokens = usage.completion_tokens
-    outcome.cached_tokens = usage.cached_tokens
-    outcome.phases = Phases(
-        queue_s=timing.queue_ms / 1e3,
-        ttft_s=timing.ttft_ms / 1e3,
-        e2e_s=timing.e2e_ms / 1e3,
-        transfer_s=timing.transfer_ms / 1e3,
-        transfer_bytes=timing.transfer_bytes,
-        attempts=route.attempts,
-        prefilled_by_decode=not route.prefill,
-    )
 
 
 class HttpServer(Server):
@@ -224,10 +192,10 @@ class HttpServer(Server):
             "model": self.model,
             "max_tokens": demand.new_tokens,
             "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
         }
-        if options.ignore_eos:
+        if options.stream:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if not options.stop_at_eos:
             body["ignore_eos"] = True
         if options.prompt_form == "chat":
             body["messages"] = [{"role": "user", "content": text_of(ids)}]
@@ -235,7 +203,7 @@ class HttpServer(Server):
             body["prompt"] = ids if options.prompt_form == "ids" else text_of(ids)
         return json.dumps(body, separators=(",", ":")).encode()
 
-    async def _send(self, body: bytes, outcome: Outcome, began: float) -> None:
+    async def send(self, body: bytes, outcome: Outcome, began: float) -> None:
         try:
             async with self._session.post(
                 self._completions, data=body, timeout=self._timeout, trace_request_ctx=outcome
@@ -243,8 +211,10 @@ class HttpServer(Server):
                 if response.status != 200:
                     text = (await response.text(errors="replace"))[:_MESSAGE_CHARS]
                     outcome.fail(f"HTTP_{response.status}", _error_message(text))
-                else:
+                elif self._options.stream:
                     await _read_stream(response, outcome, began)
+                else:
+                    _record_event(await response.read(), outcome, time.monotonic() - began)
         except TimeoutError:
             outcome.fail("TIMEOUT", f"not finished within {self._options.timeout_s:g} s")
         except aiohttp.ClientConnectorError as error:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import compress
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,11 +49,79 @@ def quantiles(values: Iterable[float | None], steps: int = 100) -> list[float]:
     return np.percentile(known, np.linspace(0, 100, steps + 1)).tolist() if known else []
 
 
-def value_at(stats: Any, path: str) -> float | None:
-    """The number at a path as "ttft_s.p50", where there is one."""
-    for key in path.split("."):
-        stats = stats and stats[key]
-    return None if stats is None else float(stats)
+class Figure(NamedTuple):
+    """One number of the statistics: where it is, and how tables show it."""
+
+    title: str
+    path: str  # as "ttft_s.p50"
+    factor: float = 1
+    form: str = ".1f"
+    better: int = 0  # 1: more of it is better, -1: less is, 0: neither
+
+    def of(self, stats: Any) -> float | None:
+        """The number, where there is one."""
+        for key in self.path.split("."):
+            stats = stats and stats[key]
+        return None if stats is None else float(stats)
+
+    def show(self, value: float | None) -> str:
+        return "-" if value is None else f"{value * self.factor:{self.form}}"
+
+
+LATENCIES = {
+    "ttft_s": "time to first token",
+    "itl_s": "inter-token latency",
+    "tpot_s": "time per output token",
+    "e2e_s": "end to end",
+}
+LOAD_FIGURES = (
+    Figure("requests sent", "requests.sent", 1, ".0f"),
+    Figure("requests failed", "requests.failed", 1, ".0f", -1),
+    Figure("requests interrupted", "requests.interrupted", 1, ".0f"),
+    Figure("requests/s", "requests_per_s", 1, ".3f", 1),
+    Figure("good requests, %", "goodput.share", 100, ".1f", 1),
+    Figure("good requests/s", "goodput.requests_per_s", 1, ".3f"),
+    Figure("input tokens", "input_tokens", 1, ",.0f"),
+    Figure("input tokens/s", "input_tokens_per_s", 1, ",.0f"),
+    Figure("of them cached, %", "prefix_cache.share", 100),
+    Figure("output tokens", "output_tokens", 1, ",.0f"),
+    Figure("output tokens/s", "output_tokens_per_s", 1, ",.0f", 1),
+    Figure("answers shorter than asked for", "short_outputs", 1, ".0f"),
+    Figure("answers of other than their usage's tokens", "miscounted", 1, ".0f"),
+    Figure("queue p50, ms", "phases.queue_s.p50", 1e3),
+    Figure("first token after it p50, ms", "phases.first_token_after_queue_s.p50", 1e3),
+    Figure("KV transfer p50, ms", "phases.transfer_s.p50", 1e3),
+    Figure("rest of the answer p50, ms", "phases.decode_s.p50", 1e3),
+    Figure("outside the server p50, ms", "phases.outside_s.p50", 1e3),
+    Figure("handoffs", "phases.transferred", 1, ".0f"),
+    Figure("KV bytes of handoffs", "phases.transfer_bytes", 1, ",.0f"),
+    Figure("prefilled by decode", "phases.prefilled_by_decode", 1, ".0f"),
+    Figure("failovers", "phases.failovers", 1, ".0f"),
+)
+FIGURES = (
+    *(
+        Figure(f"{name[:-2].upper()} {rank}, ms", f"{name}.{rank}", 1e3, ".2f", better)
+        for name in LATENCIES
+        for rank, better in (("p50", -1), ("p95", -1), ("p99", 0), ("max", 0))
+    ),
+    *LOAD_FIGURES,
+)
+INTERFERENCE_FIGURES = (
+    Figure("share of tokens/s kept, %", "kept", 100),
+    *(
+        Figure(f"streams {phase}: {title}", f"{phase}.{path}", factor, form)
+        for title, path, factor, form in (
+            ("tokens/s", "tokens_per_s", 1, ".0f"),
+            *((f"ITL {rank}, ms", f"itl_s.{rank}", 1e3, ".1f") for rank in ("p50", "p99", "max")),
+            ("time in gaps over 200 ms, %", "long_gap_share", 100, ".2f"),
+            ("TTFT p50, ms", "ttft_s.p50", 1e3, ".0f"),
+        )
+        for phase in ("alone", "beside")
+    ),
+    Figure("long prompts: TTFT p50, ms", "prompts.ttft_s.p50", 1e3, ".0f"),
+    Figure("long prompts: TTFT p95, ms", "prompts.ttft_s.p95", 1e3, ".0f"),
+    Figure("long prompts not answered", "prompts.failed", 1, ".0f"),
+)
 
 
 def stats_of(outcomes: Iterable[Outcome], seconds: float, slo: Slo | None = None) -> Stats:
@@ -92,7 +161,7 @@ def stats_of(outcomes: Iterable[Outcome], seconds: float, slo: Slo | None = None
         "prefix_cache": _prefix_cache(ok),
         "short_outputs": sum(o.output_tokens < o.planned_output_tokens for o in ok),
         # Where messages give a count: another one than the usage at the stream's end.
-        "miscounted": sum(bool(o.phases) and sum(o.token_counts) != o.output_tokens for o in ok),
+        "miscounted": sum(bool(o.finish) and sum(o.token_counts) != o.output_tokens for o in ok),
         "opened_connections": sum(o.opened_connection for o in every),
         "quantiles": {name: quantiles(values) for name, values in latencies.items()},
     }
@@ -145,22 +214,25 @@ def _prefix_cache(ok: Sequence[Outcome]) -> Stats | None:
 
 def _phases(ok: Sequence[Outcome]) -> Stats | None:
     """Where the time went according to a Baton server, and outside it."""
-    pairs = [(outcome, outcome.phases) for outcome in ok if outcome.phases]
+    pairs = [(outcome, outcome.finish) for outcome in ok if outcome.finish is not None]
     if not pairs:
         return None
-    phases = [p for _, p in pairs]
+    times, routes = [finish.timing for _, finish in pairs], [finish.route for _, finish in pairs]
+    milliseconds = {
+        "queue_s": (t.queue_ms for t in times),
+        "first_token_after_queue_s": (max(0.0, t.ttft_ms - t.queue_ms) for t in times),
+        "transfer_s": (t.transfer_ms for t in times if t.transfer_bytes),
+        "decode_s": (t.e2e_ms - t.ttft_ms for t in times),
+        "outside_s": (o.ttft_s * 1e3 - f.timing.ttft_ms for o, f in pairs if o.ttft_s is not None),
+        "server_ttft_s": (t.ttft_ms for t in times),
+        "server_e2e_s": (t.e2e_ms for t in times),
+    }
     return {
-        "queue_s": spread_of(p.queue_s for p in phases),
-        "first_token_after_queue_s": spread_of(max(0.0, p.ttft_s - p.queue_s) for p in phases),
-        "transfer_s": spread_of(p.transfer_s for p in phases if p.transfer_bytes),
-        "decode_s": spread_of(p.e2e_s - p.ttft_s for p in phases),
-        "outside_s": spread_of(o.ttft_s - p.ttft_s for o, p in pairs if o.ttft_s is not None),
-        "server_ttft_s": spread_of(p.ttft_s for p in phases),
-        "server_e2e_s": spread_of(p.e2e_s for p in phases),
-        "transfer_bytes": sum(p.transfer_bytes for p in phases),
-        "transferred": sum(bool(p.transfer_bytes) for p in phases),
-        "prefilled_by_decode": sum(p.prefilled_by_decode for p in phases),
-        "failovers": sum(p.attempts > 1 for p in phases),
+        **{name: spread_of(ms / 1e3 for ms in values) for name, values in milliseconds.items()},
+        "transfer_bytes": sum(t.transfer_bytes for t in times),
+        "transferred": sum(bool(t.transfer_bytes) for t in times),
+        "prefilled_by_decode": sum(not route.prefill for route in routes),
+        "failovers": sum(route.attempts > 1 for route in routes),
     }
 
 
@@ -173,42 +245,40 @@ def timeline_of(outcomes: Sequence[Outcome]) -> Stats:
     width_s = next((w for w in _WIDTHS_S if last_s / w <= _MAX_SPANS), _WIDTHS_S[-1])
     number = math.floor(last_s / width_s) + 1 if outcomes else 0
 
-    def spans_of(values: Iterable[tuple[float, float]]) -> list[list[float]]:
-        """The values of (time, value) pairs by span."""
-        spans: list[list[float]] = [[] for _ in range(number)]
-        for at_s, value in values:
-            spans[min(int(at_s / width_s), number - 1)].append(value)
-        return spans
+    def spans_of(times_s: Iterable[float]) -> Any:
+        return np.floor_divide(np.array([*times_s], float), width_s).astype(int)
 
-    def counts(times_s: Iterable[float]) -> list[int]:
-        return [len(span) for span in spans_of((at_s, 1) for at_s in times_s)]
+    def counts(times_s: Iterable[float], weights: Sequence[int] | None = None) -> Any:
+        return np.bincount(spans_of(times_s), weights, number).astype(int)
 
-    def percentiles(spans: list[list[float]], percent: float) -> list[float | None]:
-        return [percentile(span, percent) if span else None for span in spans]
+    def percentiles(name: str, pairs: Sequence[tuple[float, float]]) -> Stats:
+        """Of values by when they came."""
+        spans, values = spans_of(at_s for at_s, _ in pairs), np.array([v for _, v in pairs])
+        known = [values[spans == span] for span in range(number)]
+        return {
+            f"{name}_p{p}_s": [percentile(k, p) if k.size else None for k in known]
+            for p in (50, 95)
+        }
 
-    ends = [(o, o.sent_s + o.ended_s) for o in outcomes]
-    messages = [
-        (o.sent_s + at_s, tokens)
-        for o in outcomes
-        for at_s, tokens in zip(o.token_times_s, o.token_counts, strict=True)
-    ]
-    ttfts = spans_of((o.sent_s + o.ttft_s, o.ttft_s) for o in outcomes if o.ttft_s is not None)
-    gaps = spans_of(
+    ends_s = [o.sent_s + o.ended_s for o in outcomes]
+    failed = (not o.ok and o.status != INTERRUPTED for o in outcomes)
+    messages_s = [o.sent_s + at_s for o in outcomes for at_s in o.token_times_s]
+    tokens = [count for o in outcomes for count in o.token_counts]
+    firsts = [(o.sent_s + o.ttft_s, o.ttft_s) for o in outcomes if o.ttft_s is not None]
+    gaps = [
         (o.sent_s + at_s, gap_s)
         for o in outcomes
         for at_s, gap_s in zip(o.token_times_s[1:], o.gaps_s, strict=True)
-    )
+    ]
     sent = counts(o.sent_s for o in outcomes)
     return {
         "width_s": width_s,
         "begin_s": [i * width_s for i in range(number)],
-        "sent": sent,
-        "ended_ok": counts(at_s for o, at_s in ends if o.ok),
-        "failed": counts(at_s for o, at_s in ends if not o.ok and o.status != INTERRUPTED),
-        "running": np.cumsum(np.subtract(sent, counts(at_s for _, at_s in ends))).tolist(),
-        "output_tokens": [int(sum(span)) for span in spans_of(messages)],
-        "ttft_p50_s": percentiles(ttfts, 50),
-        "ttft_p95_s": percentiles(ttfts, 95),
-        "itl_p50_s": percentiles(gaps, 50),
-        "itl_p95_s": percentiles(gaps, 95),
+        "sent": sent.tolist(),
+        "ended_ok": counts(compress(ends_s, (o.ok for o in outcomes))).tolist(),
+        "failed": counts(compress(ends_s, failed)).tolist(),
+        "running": np.cumsum(sent - counts(ends_s)).tolist(),
+        "output_tokens": counts(messages_s, tokens).tolist(),
+        **percentiles("ttft", firsts),
+        **percentiles("itl", gaps),
     }

@@ -15,43 +15,22 @@ from rich.text import Text
 
 from baton.bench.generator import Run
 from baton.bench.report import Report
-from baton.bench.stats import Spread, Stats, percentile, value_at
+from baton.bench.stats import (
+    FIGURES,
+    INTERFERENCE_FIGURES,
+    LATENCIES,
+    LOAD_FIGURES,
+    Figure,
+    percentile,
+)
 
-LATENCY_TITLES = {
-    "ttft_s": "time to first token",
-    "itl_s": "inter-token latency",
-    "tpot_s": "time per output token",
-    "e2e_s": "end to end",
-}
-_PHASES = {
-    "queue": "queue_s",
-    "first token after it": "first_token_after_queue_s",
-    "KV transfer": "transfer_s",
-    "rest of the answer": "decode_s",
-    "outside the server": "outside_s",
-}
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 _KNEES = {"slo": "the highest with 90 % good", "shape": "where latency bends upwards"}
-_REWRITE_S, _LOG_S = 0.5, 5.0
-
-Row = tuple[str, str, float, str]  # title, path in statistics, factor, format
-INTERFERENCE_ROWS: Sequence[Row] = (
-    ("streams alone, tokens/s", "alone.tokens_per_s", 1, ".0f"),
-    ("streams beside prompts, tokens/s", "beside.tokens_per_s", 1, ".0f"),
-    ("share of tokens/s kept, %", "kept", 100, ".1f"),
-    *(
-        (f"{phase}: ITL {name}, ms", f"{phase}.itl_s.{name}", 1e3, ".1f")
-        for phase in ("alone", "beside")
-        for name in ("p50", "p99", "max")
-    ),
-    ("alone: time in gaps over 200 ms, %", "alone.long_gap_share", 100, ".2f"),
-    ("beside: time in gaps over 200 ms, %", "beside.long_gap_share", 100, ".2f"),
-    ("alone: streams' TTFT p50, ms", "alone.ttft_s.p50", 1e3, ".0f"),
-    ("beside: streams' TTFT p50, ms", "beside.ttft_s.p50", 1e3, ".0f"),
-    ("long prompts' TTFT p50, ms", "prompts.ttft_s.p50", 1e3, ".0f"),
-    ("long prompts' TTFT p95, ms", "prompts.ttft_s.p95", 1e3, ".0f"),
-    ("long prompts not answered", "prompts.failed", 1, ".0f"),
+_SWEPT = (
+    *("ttft_s.p95", "tpot_s.p95", "e2e_s.p95"),
+    *("requests_per_s", "output_tokens_per_s", "goodput.share"),
 )
+_REWRITE_S, _LOG_S = 0.5, 5.0
 
 
 def show(report: Report, console: Console) -> None:
@@ -70,18 +49,10 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     if report["interference"]:
         rounds = {one["server"]: one["rounds"] for one in report["interference"]}
         yield Text()
-        yield median_table("median (min-max)", INTERFERENCE_ROWS, rounds)
+        yield median_table("median (min-max)", INTERFERENCE_FIGURES, rounds)
     if report["knees"]:
         yield from _sweep(report)
     yield from _generator(report["generator"])
-
-
-def milliseconds(value_s: float | None) -> str:
-    """Three or more significant digits, without a unit."""
-    if value_s is None:
-        return "-"
-    value_ms = value_s * 1e3
-    return f"{value_ms:,.0f}" if value_ms >= 1000 else f"{value_ms:.4g}"
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -95,18 +66,20 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     return made
 
 
-def median_table(title: str, rows: Sequence[Row], rounds: Mapping[str, Sequence[Any]]) -> Table:
-    """A column for each server: medians over its rounds, with the extremes of several."""
+def median_table(
+    title: str, figures: Sequence[Figure], rounds: Mapping[str, Sequence[Any]]
+) -> Table:
+    """A column for each server: medians over its rounds, with the extremes of several.
 
-    def cell(found: Sequence[Any], path: str, factor: float, form: str) -> str:
-        values = (value_at(one, path) for one in found)
-        return median_of([value * factor for value in values if value is not None], form)
-
-    cells = [
-        [name, *(cell(found, path, factor, form) for found in rounds.values())]
-        for name, path, factor, form in rows
-    ]
-    return table(title, list(rounds), cells)
+    Without figures that no server has.
+    """
+    rows = []
+    for figure in figures:
+        values = [[figure.of(one) for one in found] for found in rounds.values()]
+        known = [[v * figure.factor for v in some if v is not None] for some in values]
+        if any(known):
+            rows.append([figure.title, *(median_of(some, figure.form) for some in known)])
+    return table(title, list(rounds), rows)
 
 
 def median_of(values: Sequence[float], form: str) -> str:
@@ -119,83 +92,56 @@ def median_of(values: Sequence[float], form: str) -> str:
     return f"{middle} ({min(values):{form}}-{max(values):{form}})"
 
 
-def _latencies(spread: Spread | None, columns: Sequence[str]) -> list[str]:
-    return [milliseconds(spread[name] if spread else None) for name in columns]
-
-
 def _stage(stage: Mapping[str, Any]) -> Iterator[RenderableType]:
-    for server in stage["servers"]:
-        stats = server["figures"]
-        rows = [[f"  {t}", *_latencies(stats[n], _COLUMNS)] for n, t in LATENCY_TITLES.items()]
-        yield Text()
-        yield table(f"{server['server']}: {stage['label']}, ms", _COLUMNS, rows)
-        yield from (Text(f"  {line}") for line in _facts(stats))
-    if stage["comparison"] is not None:
-        rows = []
-        for one in stage["comparison"]:
-            form = milliseconds if "_s." in one["figure"] else "{:.4g}".format
+    servers = {server["server"]: server["figures"] for server in stage["servers"]}
+    spreads = {
+        f"  {name}: {title}": stats[latency]
+        for latency, title in LATENCIES.items()
+        for name, stats in servers.items()
+    }
+    rows = [[t, *(_ms(spread and spread[c]) for c in _COLUMNS)] for t, spread in spreads.items()]
+    yield Text()
+    yield table(f"{stage['label']}, ms", _COLUMNS, rows)
+    compared = {one["figure"]: one for one in stage["comparison"] or ()}
+    rows = []
+    for figure in [one for one in FIGURES if one.path in compared or one in LOAD_FIGURES]:
+        values = [figure.of(stats) for stats in servers.values()]
+        if not any(values):
+            continue
+        rows.append([f"  {figure.title}", *map(figure.show, values)])
+        if one := compared.get(figure.path):
             ratios = one["block_ratios"]
-            rows.append(
-                [
-                    f"  {one['figure']}",
-                    form(one["first"]),
-                    form(one["second"]),
-                    "-" if one["ratio"] is None else f"{one['ratio']:.3f}",
-                    f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "-",
-                    {"first": "A", "second": "B", "": ""}[one["better"]],
-                ]
+            rows[-1] += [
+                "" if one["ratio"] is None else f"{one['ratio']:.3f}",
+                f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "",
+                {"first": "A", "second": "B", "": ""}[one["better"]],
+            ]
+    head = ("B / A", "in blocks", "better in every block") if compared else ()
+    yield Text()
+    yield table(stage["label"], (*servers, *head), rows)
+    for name, stats in servers.items():
+        if goodput := stats["goodput"]:
+            met = (
+                f"{n} ≤ {limit_s:g} s {goodput['met'][n]:.1%}"
+                for n, limit_s in goodput["slo"].items()
             )
-        yield Text()
-        head = ("A", "B", "B / A", "in blocks", "better in every block")
-        yield table("latencies in ms", head, rows)
+            yield Text(f"  {name}: {', '.join(met)}")
+        for error in stats["errors"]:
+            yield Text(f"  {name}: {error['count']} {error['status']}: {error['message'][:100]}")
 
 
-def _facts(stats: Stats) -> Iterator[str]:
-    requests = stats["requests"]
-    interrupted = f"; {requests['interrupted']} interrupted" if requests["interrupted"] else ""
-    yield (
-        f"requests  {requests['ok']} of {requests['sent']} ok in {stats['seconds']:.1f} s: "
-        f"{stats['requests_per_s']:.3g}/s{interrupted}"
-    )
-    yield (
-        f"tokens    in {stats['input_tokens']:,}: {stats['input_tokens_per_s']:,.0f}/s; "
-        f"out {stats['output_tokens']:,}: {stats['output_tokens_per_s']:,.0f}/s"
-    )
-    if goodput := stats["goodput"]:
-        met = ", ".join(
-            f"{name} ≤ {limit_s:g} s {goodput['met'][name]:.1%}"
-            for name, limit_s in goodput["slo"].items()
-        )
-        yield f"goodput   {goodput['share']:.1%}: {goodput['requests_per_s']:.3g}/s ({met})"
-    if cache := stats["prefix_cache"]:
-        yield f"cached    {cache['share']:.1%} of input tokens"
-    if phases := stats["phases"]:
-        medians = (f"{t} {milliseconds(phases[n]['p50'])}" for t, n in _PHASES.items() if phases[n])
-        yield f"phases    p50, ms: {', '.join(medians)}"
-        yield (
-            f"handoffs  {phases['transferred']} with {phases['transfer_bytes']:,} bytes of KV; "
-            f"{phases['prefilled_by_decode']} prefilled by decode; {phases['failovers']} failovers"
-        )
-    for error in stats["errors"]:
-        yield f"{error['count']} {error['status']}: {error['message'][:100]}"
-    if stats["short_outputs"]:
-        yield f"{stats['short_outputs']} answers have fewer tokens than asked for"
-    if stats["miscounted"]:
-        yield f"{stats['miscounted']} streams have another number of tokens than their usage"
+def _ms(value_s: float | None) -> str:
+    return "-" if value_s is None else f"{value_s * 1e3:,.2f}"
 
 
 def _sweep(report: Report) -> Iterator[RenderableType]:
-    rows = []
-    for stage in report["stages"]:
-        for server in stage["servers"]:
-            f = server["figures"]
-            p95s = [_latencies(f[name], ("p95",))[0] for name in ("ttft_s", "tpot_s", "e2e_s")]
-            good = f"{f['goodput']['share']:.1%}" if f["goodput"] else "-"
-            numbers = [f"{f['requests_per_s']:.3g}", f"{f['output_tokens_per_s']:.0f}"]
-            rows.append([f"  {server['server']}: {stage['label']}", *numbers, *p95s, good])
+    columns = {
+        f"{server['server']}: {stage['label']}": [server["figures"]]
+        for stage in report["stages"]
+        for server in stage["servers"]
+    }
     yield Text()
-    head = ("req/s", "tok/s", "TTFT p95", "TPOT p95", "E2E p95", "good")
-    yield table("sweep, ms", head, rows)
+    yield median_table("sweep", [one for one in FIGURES if one.path in _SWEPT], columns)
     for name, knee in report["knees"].items():
         found = f"{knee['value']:g} ({_KNEES[knee['by']]})" if knee else "none in this sweep"
         yield Text(f"  knee of {name}: {found}")
@@ -204,10 +150,9 @@ def _sweep(report: Report) -> Iterator[RenderableType]:
 def _generator(stats: Mapping[str, Any]) -> Iterator[Text]:
     parts = [f"{stats['cpu_share']:.0%} of a core"]
     if late := stats["late_s"]:
-        p50, p99 = _latencies(late, ("p50", "p99"))
-        parts.append(f"requests late by p50 {p50} p99 {p99} ms")
+        parts.append(f"requests late by p50 {_ms(late['p50'])} p99 {_ms(late['p99'])} ms")
     if loop := stats["loop_late_s"]:
-        parts.append(f"event loop late by p99 {milliseconds(loop['p99'])} ms")
+        parts.append(f"event loop late by p99 {_ms(loop['p99'])} ms")
     yield Text(f"\ngenerator: {', '.join(parts)}")
     if complaints := stats["complaints"]:
         yield Text(

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, ClassVar, NamedTuple, TextIO
 
+from baton import options
 from baton.bench.request import Demand
 from baton.errors import ConfigError
+from baton.options import option
 
 _TOKENS_OF_AN_ID = 512
 _OWN_SEED = 1 << 64  # apart from hash ids, which are small
@@ -29,12 +31,22 @@ _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 class Scale:
     """How a trace is fitted to a machine."""
 
-    rate: float = 1.0  # 4: four times as many requests a second
-    length: float = 1.0  # 0.125: prompts and outputs of an eighth
-    skip: int = 0  # rows left out at the beginning
-    max_prompt: int = 0  # prompts are cut to so many tokens; 0: not cut
-    max_output: int = 0
-    spread_ties: bool = False  # requests of one time are spread evenly up to the next
+    GROUP: ClassVar[str] = "trace"
+    rate: float = option(
+        1.0, "--rate-scale X", "times as many requests a second", least=1e-6, most=1e6
+    )
+    length: float = option(
+        1.0, "--length-scale X", "times as long prompts and outputs", least=1e-6, most=1e6
+    )
+    skip: int = option(0, "--skip N", "leave out so many rows first (default: none)")
+    max_prompt: int = option(0, "--max-prompt TOKENS", "cut prompts to that (default: not cut)")
+    max_output: int = option(0, "--max-output TOKENS", "cut outputs to that (default: not cut)")
+    spread_ties: bool = option(
+        False, "--spread-ties", "spread requests of one time up to the next: clocks may be coarse"
+    )
+
+    def __post_init__(self) -> None:
+        options.check(self)
 
 
 class _Row(NamedTuple):

@@ -6,34 +6,32 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
+from baton import options
 from baton.bench import trace
-from baton.bench.request import Demand
+from baton.bench.request import Demand, RequestOptions
 from baton.bench.trace import Scale
 from baton.errors import ConfigError
+from baton.options import option, part
+from baton.slo import Slo
 
 _FORMS = "512, 100-200, lognormal:MEDIAN,SIGMA or lognormal:MEDIAN,SIGMA,MOST"
 _SALT_SHIFT = 128  # above the seeds of parts
-_PREFIX_SEED = 1 << 80  # apart from the seeds of prompts' own parts
+_PREFIX_SEED, _PROMPT_SEED = 1 << 80, 1 << 96  # apart from those of prompts' own parts
 
 
-def arrival_times_s(
-    kind: str, rate: float, burstiness: float, rng: random.Random
-) -> Iterator[float]:
-    """Endless times after the start with `rate` arrivals a second on average.
-
-    "bursty" draws gaps from a gamma distribution of shape `burstiness`: 1 is a Poisson process,
-    smaller is burstier (the gaps' variance is 1/burstiness of a Poisson process's).
-    """
-    gap_s: Callable[[], float] = {
-        "poisson": lambda: rng.expovariate(rate),
-        "bursty": lambda: rng.gammavariate(burstiness, 1 / (rate * burstiness)),
-        "constant": lambda: 1 / rate,
-    }[kind]
-    return itertools.accumulate(iter(gap_s, None))
+# How long until the next request: of a rate, a burstiness and random numbers.
+_GAPS: dict[str, Callable[[float, float, random.Random], float]] = {
+    "poisson": lambda rate, _, rng: rng.expovariate(rate),
+    # Gamma-distributed of shape `burstiness`: the variance is 1/burstiness of a Poisson process's.
+    "bursty": lambda rate, shape, rng: rng.gammavariate(shape, 1 / (rate * shape)),
+    "constant": lambda rate, *_: 1 / rate,
+}
 
 
 @dataclass(frozen=True)
@@ -79,32 +77,55 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Workload:
-    """An open loop (`rate`, or a trace's times) or a closed one (`concurrency`).
+    """An open loop (`rate`, or a trace's times) or, with a `concurrency`, a closed one.
 
     `count` or `duration_s` ends it; a trace may end before either.
     """
 
-    rate: float = 0.0  # requests a second; 0 with `concurrency` and for a trace's own times
-    concurrency: int = 0  # requests at a time; 0: an open loop
-    arrivals: str = "poisson"
-    burstiness: float = 1.0
-    count: int = 0
-    duration_s: float = 0.0
-    prompt_lengths: Lengths = Lengths(256, 256)
-    output_lengths: Lengths = Lengths(64, 64)
-    shared_prefix: int = 0  # tokens that prompts have in common, in addition to their own
-    prefixes: int = 1  # how many different ones there are
-    trace: Path | None = None
-    scale: Scale = field(default_factory=Scale)
-    seed: int = 0
+    GROUP: ClassVar[str] = "load"
+    rate: float = option(1.0, "--rate R", "requests a second", least=1e-6, most=1e6)
+    concurrency: int = option(
+        0, "--concurrency N", "requests at a time, without a rate (default: an open loop)"
+    )
+    arrivals: str = option("poisson", "--arrivals", "how requests follow", choices=tuple(_GAPS))
+    burstiness: float = option(
+        0.25, "--burstiness B", "of bursty arrivals: 1 is Poisson, less is burstier", least=1e-3
+    )
+    duration_s: float = option(
+        0.0,
+        "--duration S",
+        "begin requests for so long (default: 30, unless --count or --trace)",
+        most=1e6,
+    )
+    count: int = option(0, "--count N", "send so many requests (default: as many as arrive)")
+    prompt_lengths: Lengths = option(
+        Lengths(256, 256), "--prompt-tokens LENGTHS", f"{_FORMS} (default: 256)", Lengths.parse
+    )
+    output_lengths: Lengths = option(
+        Lengths(64, 64), "--output-tokens LENGTHS", f"{_FORMS} (default: 64)", Lengths.parse
+    )
+    shared_prefix: int = option(
+        0, "--shared-prefix TOKENS", "put before each prompt that is no trace's (default: none)"
+    )
+    prefixes: int = option(1, "--prefixes N", "different shared prefixes", least=1)
+    seed: int = option(
+        0, "--seed N", "same seed, same requests (default: another each time, in no cache)"
+    )
     salt: int = 0  # another one makes other prompts of the same lengths at the same times
+    trace: Path | None = option(
+        None, "--trace FILE", "replay a Mooncake JSONL or an Azure CSV trace", group="trace"
+    )
+    scale: Scale = part(Scale)
+
+    def __post_init__(self) -> None:
+        options.check(self)
 
     def demands(self) -> Iterator[Demand]:
         """Its requests in order of time; endless where only the clock ends them."""
         demands = iter(trace.demands(self.trace, self.scale)) if self.trace else self._generated()
         if self.duration_s and not self.concurrency:
             demands = itertools.takewhile(lambda demand: demand.at_s < self.duration_s, demands)
-        return map(self._salted, itertools.islice(demands, self.count or None))
+        return map(self.salted, itertools.islice(demands, self.count or None))
 
     def blocks(self, number: int) -> list[tuple[Iterator[Demand], float]]:
         """The same requests in so many consecutive runs, each with its own clock.
@@ -142,7 +163,8 @@ class Workload:
             return f"{self.scale.rate:g}x trace"
         return f"{self.rate:g} req/s"
 
-    def _salted(self, demand: Demand) -> Demand:
+    def salted(self, demand: Demand) -> Demand:
+        """The same sizes in other words for each seed and salt."""
         base = (self.seed << 32 | self.salt) << _SALT_SHIFT
         return replace(demand, parts=tuple((base + seed, n) for seed, n in demand.parts))
 
@@ -151,10 +173,79 @@ class Workload:
         arrivals, sizes = random.Random(self.seed), random.Random(self.seed + 1)  # noqa: S311
         times: Iterator[float] = itertools.repeat(0.0)
         if not self.concurrency:
-            times = arrival_times_s(self.arrivals, self.rate, self.burstiness, arrivals)
+            gap_s = partial(_GAPS[self.arrivals], self.rate, self.burstiness, arrivals)
+            times = itertools.accumulate(iter(gap_s, None))
         for at_s in times:
             parts = [(sizes.getrandbits(60), self.prompt_lengths.sample(sizes))]
             if self.shared_prefix:
                 prefix = _PREFIX_SEED + sizes.randrange(self.prefixes)
                 parts.insert(0, (prefix, self.shared_prefix))
             yield Demand(at_s, tuple(parts), self.output_lengths.sample(sizes))
+
+
+@dataclass(frozen=True)
+class Interference:
+    """Long prompts, one at the beginning of each period of the window. Lengths are tokens."""
+
+    prompt: int = 2048
+    output: int = 8
+    every_s: float = 6.0
+    periods: int = 4
+    ramp_s: float = 4.0  # before the window, until all streams run
+
+    @classmethod
+    def parse(cls, text: str) -> Interference:
+        """From "2048,6": tokens, and seconds from one prompt to the next. Raises ConfigError."""
+        if not re.fullmatch(r"[1-9]\d*(,\d*[1-9]\d*|,\d*\.\d*[1-9]\d*)?", text):
+            raise ConfigError(f"{text!r}: write TOKENS,SECONDS, as 2048,6")
+        tokens, _, every_s = text.partition(",")
+        return cls(int(tokens), every_s=float(every_s or cls.every_s))
+
+    @property
+    def window_s(self) -> tuple[float, float]:
+        """Begin and end of what counts, seconds after the start: whole periods."""
+        return self.ramp_s, self.ramp_s + self.periods * self.every_s
+
+    def prompts(self, workload: Workload) -> Iterator[Demand]:
+        """None of them is one of the workload's own."""
+        for number in range(self.periods):
+            at_s = self.ramp_s + number * self.every_s
+            parts = ((_PROMPT_SEED + number, self.prompt),)
+            yield workload.salted(Demand(at_s, parts, self.output))
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    rates = tuple(map(float, text.split(",")))
+    if min(rates) <= 0:
+        raise ConfigError(f"{text!r}: rates are above 0")
+    return rates
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run of `baton bench serve` is to do."""
+
+    GROUP: ClassVar[str] = "measuring"
+    workload: Workload = part(Workload)
+    targets: Sequence[tuple[str, RequestOptions]] = ()  # one, or two that are compared
+    sweep: Sequence[float] = option(
+        (),
+        "--sweep R,R,...",
+        "these rates, of a trace --rate-scales, in turn",
+        _rates,
+        group="load",
+    )
+    interference: Interference | None = None  # beside the workload, which is then streams
+    slo: Slo | None = option(
+        None, "--slo LIMITS", "what is good: ttft=0.5,tpot=0.05,e2e=10, in seconds", Slo.parse
+    )
+    warm_up: int | None = option(
+        None, "--warm-up N", "requests first, not measured (default: 4, or --concurrency)", int
+    )
+    blocks: int = option(4, "--blocks N", "turns of each server with --against", least=1)
+    output: Path | None = option(
+        None, "--output DIR", "for report.json, report.html and requests.jsonl", Path
+    )
+
+    def __post_init__(self) -> None:
+        options.check(self)

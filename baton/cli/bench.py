@@ -7,18 +7,15 @@ import json
 import os
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from baton.bench.request import RequestOptions
+from baton.bench.workload import Interference, Lengths, Settings
 from baton.cli import options
 from baton.cli.generate import api_key_of
-from baton.cli.options import count, positive, seconds
-from baton.errors import ConfigError
-
-if TYPE_CHECKING:
-    from baton.bench.interference import Interference
-    from baton.bench.serve import Settings
-    from baton.bench.workload import Workload
+from baton.options import build
 
 _TEXT = """\
 Sends requests to a Baton router (gRPC) or to any server with OpenAI's API, at given times whatever
@@ -35,7 +32,15 @@ _EXAMPLES = """\
   baton bench serve --interference                                  streams beside long prompts
   baton bench serve --target http://127.0.0.1:7780 --against http://127.0.0.1:8000 --rate 2
                                                                     two servers, in turns"""
-_DEFAULT_DURATION_S = 30.0
+_DEFAULT_DURATION_S, _INTERFERENCE_S = 30.0, 24.0
+_OWN_LOAD = "it has a load of its own"
+_CONFLICTS = (
+    ("rate", "concurrency", "so many requests a second, or so many at a time"),
+    ("trace", "rate", "a trace has its own times: --rate-scale"),
+    ("sweep", "concurrency", "a sweep is of rates"),
+    ("trace", "shared-prefix", "a trace's hash_ids are the prefixes"),
+    *(("interference", other, _OWN_LOAD) for other in ("rate", "sweep", "trace")),
+)
 
 
 def add_commands(commands: options.Commands) -> None:
@@ -51,10 +56,22 @@ def add_commands(commands: options.Commands) -> None:
     kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
     serve = options.add_command(kinds, "serve", "load a server and report", _TEXT, _EXAMPLES)
     _add_server_options(serve.add_argument_group("servers").add_argument)
-    _add_load_options(serve.add_argument_group("load"))
-    _add_trace_options(serve.add_argument_group("trace").add_argument)
-    _add_prompt_options(serve.add_argument_group("prompts").add_argument)
-    _add_measure_options(serve.add_argument_group("measuring").add_argument)
+    options.add_declared(serve, Settings)
+    options.add_declared(serve, RequestOptions)
+    text = (
+        "instead: --concurrency streams (6), alone and beside a prompt of so many tokens every S "
+        "seconds (default: 2048,6), for --duration (24) after they have started"
+    )
+    serve.add_argument(
+        "--interference",
+        nargs="?",
+        const="2048,6",
+        default=argparse.SUPPRESS,
+        type=Interference.parse,
+        metavar="TOKENS,S",
+        help=text,
+    )
+    serve.add_argument("--json", action="store_true", help="print the report as one JSON object")
     serve.set_defaults(run=_run, extra="bench", usage_error=serve.error)
 
 
@@ -69,96 +86,13 @@ def _add_server_options(add: Any) -> None:
     add("--api-key-file", type=Path, metavar="FILE", help=text)
     text = "key for --against (default: none)"
     add("--against-api-key-file", type=Path, metavar="FILE", help=text)
-    text = "a connection for each request: for servers that close them without saying so"
-    add("--no-keep-alive", action="store_true", help=text)
-    add("--timeout", type=seconds, default=120.0, metavar="S", help="of a request")
-
-
-def _add_load_options(group: argparse._ArgumentGroup) -> None:
-    how, add = group.add_mutually_exclusive_group().add_argument, group.add_argument
-    how("--rate", type=positive, metavar="R", help="requests a second (default: 1)")
-    text = "requests at a time, without a rate (default: an open loop)"
-    how("--concurrency", type=count, default=0, metavar="N", help=text)
-    text = "these rates one after the other, of a trace these --rate-scales (default: one rate)"
-    add("--sweep", type=_rates, default=(), metavar="R,R,...", help=text)
-    text = "how requests follow each other"
-    add("--arrivals", choices=("poisson", "constant", "bursty"), default="poisson", help=text)
-    text = "of bursty arrivals: shape of gamma-distributed gaps, 1 is Poisson, less is burstier"
-    add("--burstiness", type=positive, default=0.25, metavar="B", help=text)
-    text = "begin requests for so long (default: 30, unless --count or --trace)"
-    add("--duration", type=seconds, metavar="S", help=text)
-    text = "send so many requests (default: as many as arrive)"
-    add("--count", type=count, default=0, metavar="N", help=text)
-    text = (
-        "same seed, same requests (default: another each time, so that no cache remembers the "
-        "prompts)"
-    )
-    add("--seed", type=int, metavar="N", help=text)
-    text = (
-        "instead: --concurrency streams (6), alone and beside a prompt of so many tokens every S "
-        "seconds (default: 2048,6), for --duration (24) after they have started"
-    )
-    add("--interference", nargs="?", const="2048,6", metavar="TOKENS,S", help=text)
-
-
-def _add_trace_options(add: Any) -> None:
-    text = "replay a Mooncake JSONL or an Azure CSV trace"
-    add("--trace", type=Path, metavar="FILE", help=text)
-    text = "so many times as many requests a second"
-    add("--rate-scale", type=positive, default=1.0, metavar="X", help=text)
-    text = "prompts and outputs so many times as long"
-    add("--length-scale", type=positive, default=1.0, metavar="X", help=text)
-    text = "leave out so many rows first (default: none)"
-    add("--skip", type=int, default=0, metavar="N", help=text)
-    text = "cut prompts to so many tokens (default: not cut)"
-    add("--max-prompt", type=int, default=0, metavar="N", help=text)
-    text = "cut outputs to so many tokens (default: not cut)"
-    add("--max-output", type=int, default=0, metavar="N", help=text)
-    text = "spread requests of one time evenly up to the next: some traces' clocks are coarse"
-    add("--spread-ties", action="store_true", help=text)
-
-
-def _add_prompt_options(add: Any) -> None:
-    for option, default, beside in (("--prompt-tokens", 256, 64), ("--output-tokens", 64, 200)):
-        text = (
-            "tokens: 512, 100-200 or lognormal:MEDIAN,SIGMA[,MOST]; not for traces "
-            f"(default: {default}; {beside} with --interference, where it is one number)"
-        )
-        add(option, metavar="LENGTHS", help=text)
-    text = "put before each prompt; traces tell what is shared (default: none)"
-    add("--shared-prefix", type=int, default=0, metavar="TOKENS", help=text)
-    add("--prefixes", type=count, default=1, metavar="N", help="different shared prefixes")
-    text = "token ids; text or a chat message of as many words"
-    add("--prompt-as", choices=("ids", "text", "chat"), default="ids", help=text)
-    add("--ids", default="1000-4000", metavar="FIRST-END", help="token ids in prompts")
-    text = "let answers end before their length: for servers that do not know ignore_eos"
-    add("--stop-at-eos", action="store_true", help=text)
-
-
-def _add_measure_options(add: Any) -> None:
-    text = "what is good, in seconds: ttft=0.5,tpot=0.05,e2e=10 (default: no goodput)"
-    add("--slo", metavar="LIMITS", help=text)
-    text = "requests before, not measured (default: 4, or --concurrency if that is more)"
-    add("--warm-up", type=int, metavar="N", help=text)
-    add("--blocks", type=count, default=4, metavar="N", help="turns of each server with --against")
-    text = "write report.json, report.html and requests.jsonl there (default: no files)"
-    add("--output", type=Path, metavar="DIR", help=text)
-    add("--json", action="store_true", help="print the report as one JSON object")
-
-
-def _rates(text: str) -> list[float]:
-    return [positive(part) for part in text.split(",")]
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.trace and args.rate:
-        args.usage_error("a trace has its own times: --rate-scale instead of --rate")
-    if args.sweep and args.concurrency:
-        args.usage_error("--sweep is of rates: it does not go with --concurrency")
-    if args.trace and args.shared_prefix:
-        args.usage_error("--shared-prefix does not go with --trace: its hash_ids are the prefixes")
-    if args.interference and (args.trace or args.rate or args.sweep):
-        args.usage_error("--interference has a load of its own: no --rate, --sweep or --trace")
+    given = vars(args)
+    for one, other, why in _CONFLICTS:
+        if one in given and other in given:
+            args.usage_error(f"--{other} does not go with --{one}: {why}")
     import uvloop
     from rich.console import Console
 
@@ -184,88 +118,22 @@ def _run(args: argparse.Namespace) -> int:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """What the options ask for; raises ConfigError."""
-    from baton.bench.serve import Settings
-    from baton.slo import Slo
-
+    given = vars(args)
+    values: dict[str, Any] = {"seed": random.randrange(1 << 31)}  # noqa: S311
+    interference: Interference | None = given.get("interference")
+    if interference:
+        values |= {
+            "concurrency": 6, "prompt-tokens": Lengths(64, 64), "output-tokens": Lengths(200, 200)
+        }  # fmt: skip
+        periods = round(given.get("duration", _INTERFERENCE_S) / interference.every_s)
+        interference = replace(interference, periods=max(1, periods))
+    elif not (given.get("trace") or given.get("count") or given.get("duration")):
+        given = given | {"duration": _DEFAULT_DURATION_S}
+    values |= given
     key = api_key_of(args.api_key_file, os.environ.get("BATON_API_KEY"))
-    targets = [(args.target, _request_options(args, args.model, key))]
+    made = build(RequestOptions, values, model=args.model, api_key=key)
+    targets = [(args.target, made)]
     if args.against:
         key = api_key_of(args.against_api_key_file, None)
-        targets.append((args.against, _request_options(args, args.against_model, key)))
-    workload = _workload(args)
-    warm_up = max(4, workload.concurrency) if args.warm_up is None else args.warm_up
-    return Settings(
-        workload=workload,
-        targets=targets,
-        sweep=args.sweep,
-        slo=Slo.parse(args.slo) if args.slo else None,
-        warm_up=warm_up,
-        blocks=args.blocks,
-        interference=_interference(args, workload) if args.interference else None,
-        output=args.output,
-    )
-
-
-def _workload(args: argparse.Namespace) -> Workload:
-    from baton.bench.trace import Scale
-    from baton.bench.workload import Lengths, Workload
-
-    prompt, output, streams = (64, 200, 6) if args.interference else (256, 64, 0)
-    scale = args.rate_scale, args.length_scale, args.skip, args.max_prompt, args.max_output
-    concurrency = args.concurrency or streams
-    ends_itself = args.count or args.trace or args.interference
-    rate = 0.0 if args.trace or concurrency else args.rate or (args.sweep or (1.0,))[0]
-    return Workload(
-        rate=rate,
-        concurrency=concurrency,
-        arrivals=args.arrivals,
-        burstiness=args.burstiness,
-        count=args.count,
-        duration_s=args.duration or (0.0 if ends_itself else _DEFAULT_DURATION_S),
-        prompt_lengths=Lengths.parse(args.prompt_tokens or str(prompt)),
-        output_lengths=Lengths.parse(args.output_tokens or str(output)),
-        shared_prefix=args.shared_prefix,
-        prefixes=args.prefixes,
-        trace=args.trace,
-        scale=Scale(*scale, args.spread_ties),
-        seed=random.randrange(1 << 31) if args.seed is None else args.seed,  # noqa: S311
-    )
-
-
-def _interference(args: argparse.Namespace, workload: Workload) -> Interference:
-    from baton.bench.interference import Interference
-
-    prompt, _, every = args.interference.partition(",")
-    try:
-        tokens, every_s = int(prompt), float(every or Interference.every_s)
-    except ValueError:
-        tokens, every_s = 0, 0.0
-    if tokens < 1 or not every_s > 0:
-        raise ConfigError(f"--interference {args.interference}: write TOKENS,SECONDS, as 2048,6")
-    periods = round(workload.duration_s / every_s) if workload.duration_s else Interference.periods
-    return Interference(
-        streams=workload.concurrency,
-        stream_prompt=workload.prompt_lengths.low,
-        stream_output=workload.output_lengths.low,
-        prompt=tokens,
-        every_s=every_s,
-        periods=max(1, periods),
-    )
-
-
-def _request_options(args: argparse.Namespace, model: str, api_key: str | None) -> Any:
-    from baton.bench.request import IdRange
-    from baton.bench.servers import RequestOptions
-
-    first, _, end = args.ids.partition("-")
-    if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
-        raise ConfigError(f"--ids {args.ids} is no range: write FIRST-END, as in 1000-4000")
-    return RequestOptions(
-        model=model,
-        prompt_form=args.prompt_as,
-        ids=IdRange(int(first), int(end)),
-        ignore_eos=not args.stop_at_eos,
-        timeout_s=args.timeout,
-        api_key=api_key,
-        keep_alive=not args.no_keep_alive,
-    )
+        targets.append((args.against, replace(made, model=args.against_model, api_key=key)))
+    return build(Settings, values, targets=targets, interference=interference)

@@ -81,7 +81,7 @@ def add_commands(commands: options.Commands) -> None:
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     """PROMPT and what it is; the parser's namespace has `usage_error` too."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT|-", help="text; - reads it from stdin")
-    add, ids = parser.add_argument_group("prompt").add_argument, options.argument(numbers)
+    add, ids = parser.add_argument_group("prompt").add_argument, numbers
     add("--token-ids", type=ids, metavar="1,2,3", help="token ids instead of text")
     add("--chat", action="store_true", help="send PROMPT as a user's message to a chat model")
     parser.set_defaults(usage_error=parser.error)

@@ -8,7 +8,7 @@ import http.client
 import os
 import socket
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -80,13 +80,9 @@ def add_declared(
     """
     declared = options.declared(cls).values()
     titles = [group or cls.GROUP, *(group or one.group for one in declared)]
-    groups: dict[str, Any] = {t: parser.add_argument_group(t) for t in dict.fromkeys(titles)}
-    either: Any = None
+    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(titles)}
     for one in declared:
-        into = groups[group or one.group]
-        if one.key in ("model", "random-weights"):
-            into = either = either or into.add_mutually_exclusive_group()
-        _add(into, one, (texts or {}).get(one.key, one.help))
+        _add(groups[group or one.group], one, (texts or {}).get(one.key, one.help))
 
 
 def _add(group: Any, one: Option, text: str) -> None:
@@ -99,7 +95,7 @@ def _add(group: Any, one: Option, text: str) -> None:
     text = (text if is_stated else f"{text} (default: {default})").replace("%", "%%")
     kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     if not one.is_switch:
-        kind = {"action": "append" if one.many else "store", "type": argument(one.parse)}
+        kind = {"action": "append" if one.many else "store", "type": one.parse}
         kind |= {"choices": one.choices} if one.choices else {"metavar": one.metavar or None}
     group.add_argument(one.flag, dest=one.key, default=argparse.SUPPRESS, help=text, **kind)
 
@@ -128,20 +124,6 @@ def settings(cls: type[C], command: str, args: argparse.Namespace, **given: Any)
     return options.build(cls, options.read(mine, known, os.environ, source) | line, **given)
 
 
-def argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A parser as argparse wants it, whose errors it shows with the option's name."""
-    if parse in (int, float, str, Path):
-        return parse
-
-    def parsed(text: str) -> Any:
-        try:
-            return parse(text)
-        except ConfigError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parsed
-
-
 def positive(text: str, error: str = "{!r} is no number above 0") -> float:
     """A finite number above 0."""
     try:
@@ -149,7 +131,7 @@ def positive(text: str, error: str = "{!r} is no number above 0") -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(error.format(text))
+        raise ConfigError(error.format(text))
     return value
 
 
@@ -161,14 +143,14 @@ def seconds(text: str) -> float:
 def ttft_target(text: str) -> float:
     """Seconds until the first token."""
     if (value := seconds(text)) > MAX_TTFT_TARGET_S:
-        raise argparse.ArgumentTypeError(f"{text} is over {MAX_TTFT_TARGET_S} s: {TTFT_HINT}")
+        raise ConfigError(f"{text} is over {MAX_TTFT_TARGET_S} s: {TTFT_HINT}")
     return value
 
 
 def count(text: str) -> int:
     """A whole number above 0."""
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of things: write 1 or more")
+        raise ConfigError(f"{text!r} is no number of things: write 1 or more")
     return int(text)
 
 

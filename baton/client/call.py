@@ -1,4 +1,4 @@
-"""What both clients share of a call: attempts, deadline, trace, outcome; and the unary calls.
+"""What both clients share of a call: addresses, attempts, deadline, trace, outcome.
 
 The clients add only the waiting: they send, receive and sleep as this module says.
 """
@@ -9,31 +9,30 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import grpc
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from baton import config, rpc, telemetry
-from baton.client.request import Options, Prompt, generate_request, timeout_of, tokenize_request
+from baton.client.request import Options, Prompt, generate_request, timeout_of
 from baton.client.results import (
+    REASONS,
     Completion,
     Delta,
-    Model,
-    completion_of,
-    fields_of,
-    logprobs_of,
-    models_of,
-    status_of,
+    Route,
+    Timing,
+    Usage,
+    delta_of,
+    of_message,
+    transport_name,
 )
 from baton.client.retry import RetryPolicy
 from baton.errors import BatonError, Cancelled, ConfigError, Unavailable, quoted
-from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+from baton.v1 import common_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 
-T = TypeVar("T")
 _INFERENCE = inference_pb2_grpc.InferenceServiceStub
 _FLEET = fleet_pb2_grpc.FleetServiceStub
 
@@ -88,19 +87,8 @@ class BaseStream:
             self._responses.cancel()
 
 
-@dataclass(frozen=True)
-class UnaryCall(Generic[T]):
-    """A call with one answer: the stub and its method, what is sent, what the answer means."""
-
-    stub: Callable[[Any], Any]
-    method: str
-    request: Any
-    timeout_s: float | None
-    result: Callable[[Any], T]
-
-
 class BaseClient:
-    """What `Client` and `AsyncClient` have in common: where to call, and the calls they make."""
+    """What `Client` and `AsyncClient` have in common: where to call, and with what."""
 
     _grpc: ClassVar[Any]  # grpc or grpc.aio
 
@@ -131,39 +119,21 @@ class BaseClient:
         return self._channels[address]
 
     def _send(self, call: GenerateCall) -> Any:
-        """Starts an attempt; returns its responses."""
         responses = _INFERENCE(self._channel(call.address)).Generate(
             call.request, timeout=call.attempts.time_left_s, metadata=call.metadata
         )
         self._calls.add(responses)
         return responses
 
-    def _send_unary(self, call: UnaryCall[Any], attempts: Attempts) -> Any:
+    def _send_unary(self, attempts: Attempts, method: str, request: Any) -> Any:
         """Starts an attempt; returns the response, or with asyncio what to await for it."""
-        send = getattr(call.stub(self._channel(attempts.address)), call.method)
+        stub = _FLEET if method in ("GetStatus", "Explain") else _INFERENCE
+        send = getattr(stub(self._channel(attempts.address)), method)
         metadata = (*self._metadata, *telemetry.inject())
-        return send(call.request, timeout=attempts.time_left_s, metadata=metadata)
+        return send(request, timeout=attempts.time_left_s, metadata=metadata)
 
     def _generate_call(self, prompt: Prompt, options: Options) -> GenerateCall:
         return GenerateCall(self, generate_request(prompt, options), timeout_of(options))
-
-    def _tokenize_call(
-        self, prompt: Prompt, model: str | None, timeout_s: float | None
-    ) -> UnaryCall[list[int]]:
-        request = tokenize_request(prompt, model)
-        return UnaryCall(_INFERENCE, "Tokenize", request, timeout_s, lambda r: list(r.token_ids))
-
-    def _models_call(self, timeout_s: float | None) -> UnaryCall[list[Model]]:
-        request = inference_pb2.ListModelsRequest()
-        return UnaryCall(_INFERENCE, "ListModels", request, timeout_s, models_of)
-
-    def _status_call(self, timeout_s: float | None) -> UnaryCall[dict[str, Any]]:
-        request = fleet_pb2.GetStatusRequest()
-        return UnaryCall(_FLEET, "GetStatus", request, timeout_s, status_of)
-
-    def _explain_call(self, prompt: Prompt, options: Options) -> UnaryCall[dict[str, Any]]:
-        request = fleet_pb2.ExplainRequest(request=generate_request(prompt, options))
-        return UnaryCall(_FLEET, "Explain", request, timeout_of(options), fields_of)
 
 
 class Attempts:
@@ -281,12 +251,9 @@ class GenerateCall:
                     self._fail(error)
                     raise error
             case "delta":
-                message = response.delta
-                logprobs = tuple(map(logprobs_of, message.logprobs))
-                delta = Delta(message.text, tuple(message.token_ids), logprobs)
-                self._deltas.append(delta)
+                self._deltas.append(delta := delta_of(response.delta))
                 self._token_ids.extend(delta.token_ids)
-                self._last_reason = message.finish_reason
+                self._last_reason = response.delta.finish_reason
             case "finish":
                 self._finish = response.finish
         self.attempts.received(output=delta is not None)
@@ -326,13 +293,24 @@ class GenerateCall:
             self._span.end()
 
     def _completion(self) -> Completion:
-        return completion_of(
-            self._started,
-            self._finish or self._finish_so_far(),
+        finish = self._finish or self._finish_so_far()
+        route = finish.route
+        return Completion(
             text="".join(delta.text for delta in self._deltas),
             token_ids=tuple(self._token_ids),
+            finish_reason=REASONS.get(finish.reason),
+            stop=finish.stop,
             logprobs=tuple(logprob for delta in self._deltas for logprob in delta.logprobs),
-            trace_id=telemetry.trace_id_of(self._span),
+            usage=of_message(Usage, finish.usage),
+            timing=of_message(Timing, finish.timing),
+            route=Route(
+                prefill=route.prefill or None,
+                decode=route.decode or None,
+                transport=transport_name(route.transport),
+                attempts=route.attempts,
+            ),
+            trace_id=self._started.trace_id or telemetry.trace_id_of(self._span),
+            request_id=self._started.request_id,
         )
 
     def _finish_so_far(self) -> inference_pb2.Finish:

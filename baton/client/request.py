@@ -142,7 +142,6 @@ def _milliseconds(seconds: float) -> int:
 
 
 def _set(message: Any, name: str, value: Any, field: str) -> None:
-    """Sets a plain, repeated or map field."""
     if isinstance(value, Mapping):
         _checked(field, getattr(message, name).update, value)
     elif isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, str):

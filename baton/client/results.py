@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, TypeVar
 
 from google.protobuf.message import Message
 
 from baton.v1 import common_pb2, fleet_pb2, inference_pb2, worker_pb2
 
+C = TypeVar("C")
 FinishReason = Literal["stop", "length"]
 _LOAD = (
     *("queue_tokens", "running"),
     *("blocks_total", "blocks_free", "blocks_cached", "blocks_held", "blocks_quarantined"),
 )
-_REASONS: dict[int, FinishReason] = {
+REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
 }
@@ -91,65 +92,32 @@ class Completion:
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `baton generate --json` prints."""
-        return {
-            "text": self.text,
-            "token_ids": list(self.token_ids),
-            "finish_reason": self.finish_reason,
-            "usage": dict(vars(self.usage)),
-            "timing": dict(vars(self.timing)),
-            "route": dict(vars(self.route)),
-            "trace_id": self.trace_id,
-        }
+        plain = asdict(self) | {"token_ids": list(self.token_ids)}
+        names = ("text", "token_ids", "finish_reason", "usage", "timing", "route", "trace_id")
+        return {name: plain[name] for name in names}
 
 
 def transport_name(transport: int) -> str | None:
     """ "shm" for TRANSPORT_SHM and so on; None when unspecified, the number when not known here."""
-    if transport == common_pb2.TRANSPORT_UNSPECIFIED:
-        return None
-    if transport not in common_pb2.Transport.values():
-        return str(transport)
-    return common_pb2.Transport.Name(transport).removeprefix("TRANSPORT_").lower()
+    return _enum_name(common_pb2.Transport.DESCRIPTOR, transport) if transport else None
 
 
-def logprobs_of(position: common_pb2.PositionLogprobs) -> TokenLogprobs:
-    """One output position's."""
-    top = tuple((token.token_id, token.logprob) for token in position.top)
-    return TokenLogprobs(position.chosen.token_id, position.chosen.logprob, top)
+def delta_of(message: inference_pb2.Delta) -> Delta:
+    """Of a message of a stream."""
+    logprobs = [
+        TokenLogprobs(
+            position.chosen.token_id,
+            position.chosen.logprob,
+            tuple((token.token_id, token.logprob) for token in position.top),
+        )
+        for position in message.logprobs
+    ]
+    return Delta(message.text, tuple(message.token_ids), tuple(logprobs))
 
 
-def completion_of(
-    started: inference_pb2.Started,
-    finish: inference_pb2.Finish,
-    *,
-    text: str,
-    token_ids: tuple[int, ...],
-    logprobs: tuple[TokenLogprobs, ...],
-    trace_id: str,
-) -> Completion:
-    """Of a stream's first and last messages and what came between."""
-    route = finish.route
-    return Completion(
-        text,
-        token_ids,
-        finish_reason=_REASONS.get(finish.reason),
-        stop=finish.stop,
-        logprobs=logprobs,
-        usage=Usage(**_values(finish.usage, Usage)),
-        timing=Timing(**_values(finish.timing, Timing)),
-        route=Route(
-            prefill=route.prefill or None,
-            decode=route.decode or None,
-            transport=transport_name(route.transport),
-            attempts=route.attempts,
-        ),
-        trace_id=started.trace_id or trace_id,
-        request_id=started.request_id,
-    )
-
-
-def _values(message: Any, cls: Any) -> dict[str, Any]:
-    """A message's fields of the same names as a dataclass's."""
-    return {field.name: getattr(message, field.name) for field in fields(cls)}
+def of_message(cls: type[C], message: Message) -> C:
+    """A dataclass from a message's fields of the same names."""
+    return cls(**{field.name: getattr(message, field.name) for field in fields(cls)})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -208,7 +176,6 @@ def fields_of(message: Message) -> dict[str, Any]:
 
 
 def _plain(field: Any, value: Any) -> Any:
-    """A field's value as JSON can hold it."""
     if isinstance(value, Message):
         return fields_of(value)
     if isinstance(value, Mapping):  # of scalars

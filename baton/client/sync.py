@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, ClassVar, Self, TypeVar, Unpack
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Self, Unpack
 
 import grpc
 
 from baton import rpc
-from baton.client.call import Attempts, BaseClient, BaseStream, GenerateCall, UnaryCall
-from baton.client.request import Options, Prompt
-from baton.client.results import Completion, Delta, Model
+from baton.client.call import Attempts, BaseClient, BaseStream, GenerateCall
+from baton.client.request import Options, Prompt, generate_request, timeout_of, tokenize_request
+from baton.client.results import Completion, Delta, Model, fields_of, models_of, status_of
+from baton.v1 import fleet_pb2, inference_pb2
 
-T = TypeVar("T")
 
-
-class Stream(BaseStream):
+class Stream(BaseStream, AbstractContextManager["Stream"]):
     """One completion as it is written: an iterator of `Delta`.
 
     The request is sent when the iteration begins. After it, `completion` is the whole. Closing the
@@ -56,9 +56,6 @@ class Stream(BaseStream):
         self._cancel()
         self._closed.set()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
@@ -66,7 +63,7 @@ class Stream(BaseStream):
         self.close()
 
 
-class Client(BaseClient):
+class Client(BaseClient, AbstractContextManager["Client"]):
     """A client of one or several routers of a cluster. Safe to share between threads.
 
     `target` is "host:port", several of them separated by commas, or a sequence of them: when one
@@ -104,19 +101,21 @@ class Client(BaseClient):
         self, prompt: Prompt, *, model: str | None = None, timeout: float | None = 10.0
     ) -> list[int]:
         """The token ids that `generate` would run for a text or for chat messages."""
-        return self._unary(self._tokenize_call(prompt, model, timeout))
+        request = tokenize_request(prompt, model)
+        return list(self._unary("Tokenize", request, timeout).token_ids)
 
     def models(self, *, timeout: float | None = 10.0) -> list[Model]:
         """The models the router serves."""
-        return self._unary(self._models_call(timeout))
+        return models_of(self._unary("ListModels", inference_pb2.ListModelsRequest(), timeout))
 
     def status(self, *, timeout: float | None = 10.0) -> dict[str, Any]:
         """The router's view of the cluster: router, workers, pairs."""
-        return self._unary(self._status_call(timeout))
+        return status_of(self._unary("GetStatus", fleet_pb2.GetStatusRequest(), timeout))
 
     def explain(self, prompt: Prompt, **options: Unpack[Options]) -> dict[str, Any]:
         """Where `generate` would run this request now, and why; nothing is run."""
-        return self._unary(self._explain_call(prompt, options))
+        request = fleet_pb2.ExplainRequest(request=generate_request(prompt, options))
+        return fields_of(self._unary("Explain", request, timeout_of(options)))
 
     def close(self) -> None:
         """Closes the connections; what still runs on them is cancelled."""
@@ -124,17 +123,14 @@ class Client(BaseClient):
         for channel in self._channels.values():
             channel.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _unary(self, call: UnaryCall[T]) -> T:
-        attempts = Attempts(self, call.timeout_s)
+    def _unary(self, method: str, request: Any, timeout_s: float | None) -> Any:
+        attempts = Attempts(self, timeout_s)
         while True:
             try:
-                return call.result(self._send_unary(call, attempts))
+                return self._send_unary(attempts, method, request)
             except grpc.RpcError as rpc_error:
                 wait_s = attempts.failed(rpc.error_of(rpc_error))
             threading.Event().wait(wait_s)

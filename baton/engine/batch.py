@@ -6,7 +6,6 @@ written again: each library call costs tens of microseconds while weights fill t
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,13 +68,21 @@ class BatchBuilder:
         proposed token behind it.
         """
         work = plan.work
-        if work[-1].count > 1 or not all(item.samples for item in work):
-            return self._new_batch(work)
+        on_cpu = self._device.type == "cpu"  # a GPU's decode steps are launched in another way
+        if not on_cpu or work[-1].count > 1 or not all(item.samples for item in work):
+            return self.new_batch(work)
         if self._last is None or not self._last.continues(work):
-            self._last = _DecodeBatch(work, self._device)
+            self._last = _DecodeBatch(work)
         return self._last.batch(work)
 
-    def _new_batch(self, work: list[Work]) -> StepBatch:
+    def new_batch(self, work: list[Work]) -> StepBatch:
+        """A batch of tensors of its own."""
+        token_ids, logit_rows = list[int](), list[int]()
+        for item in work:
+            token_ids += item.sequence.tokens[item.start : item.start + item.count]
+            token_ids += item.proposed
+            if item.samples:
+                logit_rows += range(len(token_ids) - 1 - len(item.proposed), len(token_ids))
         context_lens = [item.start for item in work]
         query_lens = [item.count for item in work]
         num_decodes = query_lens.count(1)
@@ -86,11 +93,11 @@ class BatchBuilder:
         for row, item, used in zip(block_tables, work, needed, strict=True):
             row[:used] = item.sequence.block_ids[:used]
         return StepBatch(
-            token_ids=self._tensor(np.array(_token_ids(work), np.int32)),
+            token_ids=self._tensor(np.array(token_ids, np.int32)),
             context_lens=self._tensor(np.array(context_lens, np.int32)),
             query_lens=self._tensor(np.array(query_lens, np.int32)),
             block_tables=self._tensor(block_tables),
-            logit_rows=self._tensor(np.array(_logit_rows(work), np.int32)),
+            logit_rows=self._tensor(np.array(logit_rows, np.int32)),
             num_decodes=num_decodes,
         )
 
@@ -103,9 +110,9 @@ class BatchBuilder:
 
 
 class _DecodeBatch:
-    """A batch of sequences that are all one token behind, and that is written again each step."""
+    """Sequences on a CPU that are all one token behind, whose batch is written again each step."""
 
-    def __init__(self, work: list[Work], device: torch.device) -> None:
+    def __init__(self, work: list[Work]) -> None:
         count = len(work)
         self._sequences = [item.sequence for item in work]
         self._blocks = [list(sequence.block_ids) for sequence in self._sequences]
@@ -114,15 +121,11 @@ class _DecodeBatch:
         self._tables = np.zeros((count, width), np.int32)
         for row, blocks in zip(self._tables, self._blocks, strict=True):
             row[: len(blocks)] = blocks
-        self._host = (torch.from_numpy(self._rows), torch.from_numpy(self._tables))
-        # On a CPU these are the same memory.
-        self._device = tuple(tensor.to(device) for tensor in self._host)
-        token_ids, context_lens = self._device[0].unbind()
-        query_lens = torch.ones(count, dtype=torch.int32, device=device)
-        logit_rows = torch.arange(count, dtype=torch.int32, device=device)
-        self._batch = StepBatch(
-            token_ids, context_lens, query_lens, self._device[1], logit_rows, count
-        )
+        token_ids, context_lens = torch.from_numpy(self._rows).unbind()
+        query_lens = torch.ones(count, dtype=torch.int32)
+        logit_rows = torch.arange(count, dtype=torch.int32)
+        tables = torch.from_numpy(self._tables)
+        self._batch = StepBatch(token_ids, context_lens, query_lens, tables, logit_rows, count)
 
     def continues(self, work: list[Work]) -> bool:
         """Whether these are the same sequences, and have room here; takes in blocks they got."""
@@ -139,9 +142,6 @@ class _DecodeBatch:
         """The batch of these sequences' last known tokens."""
         self._rows[0] = [sequence.tokens[-1] for sequence in self._sequences]
         self._rows[1] = [item.start for item in work]
-        for device, host in zip(self._device, self._host, strict=True):
-            if device is not host:
-                device.copy_(host)
         return self._batch
 
     def _take(self, at: int, blocks: list[int]) -> bool:
@@ -152,22 +152,3 @@ class _DecodeBatch:
         self._tables[at, len(blocks) :] = 0
         self._blocks[at] = list(blocks)
         return True
-
-
-def _token_ids(work: list[Work]) -> list[int]:
-    """The tokens of each work, one after the other."""
-    token_ids: list[int] = []
-    for item in work:
-        token_ids += item.sequence.tokens[item.start : item.start + item.count]
-        token_ids += item.proposed
-    return token_ids
-
-
-def _logit_rows(work: list[Work]) -> list[int]:
-    """Rows whose scores are wanted, ascending."""
-    logit_rows: list[int] = []
-    ends = itertools.accumulate(item.count for item in work)
-    for item, end in zip(work, ends, strict=True):
-        if item.samples:
-            logit_rows += range(end - 1 - len(item.proposed), end)
-    return logit_rows

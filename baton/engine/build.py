@@ -1,6 +1,6 @@
 """Puts an engine together from settings: checkpoint, kernels, KV pool, planner, sampler, thread.
 
-One path for all; a `Backend` answers what differs between a CPU, a GPU and a simulation.
+One path for all; a backend answers what differs between a CPU, a GPU and a simulation.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from baton.config import EngineConfig, model_path
-from baton.engine.backends.cpu import CpuBackend, SimulatedBackend
+from baton.engine.backends import Backend
+from baton.engine.backends.cpu import CpuBackend
 from baton.engine.backends.gpu import memory
+from baton.engine.backends.gpu.backend import GpuBackend
+from baton.engine.backends.gpu.device import Gpu
+from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.blocks import BlockPool
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool, plan_layout
 from baton.engine.loop import Engine, StepReport
 from baton.engine.models.config import ModelConfig, fingerprint
-from baton.engine.overlap import LaunchingRunner, OverlappedEngine
+from baton.engine.overlap import OverlappedEngine
 from baton.engine.planner import Plan, Planner, Work
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
@@ -35,32 +37,6 @@ from baton.sampling import SamplingParams
 from baton.v1 import common_pb2
 
 log = logging.getLogger(__name__)
-
-
-class Backend(Protocol):
-    """What computes an engine's steps on one device. Its methods are called once, in this order."""
-
-    device: torch.device
-    kv_bytes: int  # of KV where no size is asked for; 0: what else there is decides
-
-    def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
-        """The model, loaded. Raises ConfigError for what cannot be computed here."""
-
-    def layout(
-        self,
-        model: Any,
-        sampler: Sampler,
-        config: ModelConfig,
-        kv_dtype: torch.dtype,
-        asked: KvLayout | None,
-    ) -> KvLayout:
-        """The KV pool that is asked for, or that fits. Raises ConfigError."""
-
-    def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
-        """What runs the model's steps, each sequence up to so many tokens."""
-
-    def prepare(self, runner: Any) -> None:
-        """What takes time before the first step."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +64,7 @@ class Loaded:
         planner = Planner(blocks, settings.chunk_tokens, settings.max_batch, speculation)
         eos = frozenset(self.model_config.eos_token_ids)
         engine: Engine
-        if settings.overlap and not speculation and isinstance(runner, LaunchingRunner):
+        if settings.overlap and not speculation and isinstance(runner, GpuRunner):
             engine = OverlappedEngine(runner, planner, eos, most, publish)
         else:
             engine = Engine(runner, planner, eos, most, publish)
@@ -110,7 +86,10 @@ def load(
         torch.set_num_threads(settings.threads)
     path = model_path(settings.model)
     config = ModelConfig.load(path)
-    backend = backend or _backend(settings)
+    if backend is None:
+        device = device_of(settings)
+        on_gpu = device.type == "cuda"
+        backend = GpuBackend(settings, Gpu(device)) if on_gpu else CpuBackend(settings)
     dtype = choose_dtype(settings.dtype, config.dtype, backend.device)
     kv_dtype = {"int8": torch.int8, "fp8": FP8}.get(settings.kv_dtype, dtype)
     sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
@@ -125,7 +104,10 @@ def load(
         model = backend.model(path, limited, dtype)
         layout = backend.layout(model, sampler, limited, kv_dtype, layout)
     except torch.OutOfMemoryError as error:
-        raise memory.too_large(settings) from error
+        raise ConfigError(
+            "the model and a step of it do not fit the GPU's memory; "
+            f"{memory.advice(settings, None)}"
+        ) from error
     max_context = min(longest, layout.num_tokens - 1)
     if max_context < 2:
         raise ConfigError(
@@ -158,17 +140,6 @@ def warm_up(loaded: Loaded) -> None:
     single = Work(Sequence("warm-up", [1], 1, SamplingParams(), block_ids=blocks[:1]), 0, 1)
     loaded.runner.run(Plan([single] * loaded.settings.max_batch + [Work(sequence, 0, chunk)]))
     loaded.runner.run(Plan([Work(sequence, chunk - 1, 1)]))
-
-
-def _backend(settings: EngineConfig) -> Backend:
-    device = device_of(settings)
-    if device.type == "cuda":
-        # What only a GPU needs is imported only for one.
-        from baton.engine.backends.gpu.backend import GpuBackend  # noqa: PLC0415
-        from baton.engine.backends.gpu.device import Gpu  # noqa: PLC0415
-
-        return GpuBackend(settings, Gpu(device))
-    return SimulatedBackend(settings) if settings.simulate else CpuBackend(settings)
 
 
 def device_of(settings: EngineConfig) -> torch.device:

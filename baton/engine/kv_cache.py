@@ -41,14 +41,8 @@ class KvLayout:
     @property
     def shape(self) -> tuple[int, ...]:
         """The pool's shape; axis 2 is K, then V."""
-        return (
-            self.num_blocks,
-            self.num_layers,
-            2,
-            self.num_kv_heads,
-            self.block_size,
-            self.row_size,
-        )
+        heads, row_size = self.num_kv_heads, self.row_size
+        return self.num_blocks, self.num_layers, 2, heads, self.block_size, row_size
 
     @property
     def num_tokens(self) -> int:

@@ -7,6 +7,7 @@ goes out through one callback, called on this thread, which must not block.
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
@@ -14,16 +15,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from baton.engine.blocks import BlockPool, CacheChanges
 from baton.engine.planner import Plan, Planner, Work
 from baton.engine.runner import SampledTokens, StepRunner
 from baton.engine.sampling.sampler import SampleRow, TokenLogprobs, finish_reason
 from baton.engine.sequence import Sequence
-from baton.engine.sequence_table import Load, Reserved, SequenceTable
-from baton.errors import InternalError, Unavailable
+from baton.errors import InternalError, Overloaded, Stale, Unavailable
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -47,18 +48,18 @@ class Inbox:
         future.set_exception(Unavailable(self._closed))
         return future
 
-    def wait_and_run(self) -> None:
-        """Runs one piece of work; sleeps until there is one."""
-        self._run(*self._jobs.get())
-
-    def run_all(self) -> None:
-        """Runs what is there now."""
+    def run_all(self, *, wait: bool = False) -> None:
+        """Runs what is there now; sleeps until there is something if it is to wait."""
         while True:
             try:
-                job = self._jobs.get_nowait()
+                work, future = self._jobs.get(wait)
             except queue.Empty:
                 return
-            self._run(*job)
+            wait = False
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
 
     def close(self, reason: str) -> None:
         """Takes no more work; what was not run fails with Unavailable."""
@@ -71,23 +72,29 @@ class Inbox:
                 return
             future.set_exception(Unavailable(reason))
 
-    def _run(self, work: Callable[[], Any], future: Future[Any]) -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
+
+@dataclass(frozen=True)
+class Reserved:
+    """Blocks held for a sequence: those of the first `num_cached` tokens are filled already."""
+
+    num_cached: int
+    block_ids: tuple[int, ...]
 
 
-class Started(NamedTuple):
-    """When a step began: by the wall clock, for spans, and by the monotonic one, for durations."""
+@dataclass(frozen=True)
+class Load:
+    """The engine's load after a step: fields of `worker_pb2.Load`, by the same names."""
 
-    time_ns: int
-    monotonic_ns: int
-
-
-def now() -> Started:
-    """A step that begins now."""
-    return Started(time.time_ns(), time.monotonic_ns())
+    queue_tokens: int
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_held: int
+    blocks_quarantined: int
+    steps: int
+    preemptions: int
 
 
 class Progress(NamedTuple):
@@ -105,7 +112,7 @@ class Progress(NamedTuple):
 class StepReport:
     """One step, as it is published.
 
-    started_ns is `time.time_ns`; ended_ns is as much later as the step took by a monotonic clock.
+    ended_ns is `time.time_ns`; started_ns is as much earlier as the step took by a monotonic clock.
     """
 
     started_ns: int
@@ -125,10 +132,26 @@ class StepReport:
 
 log = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3  # in a row; then the cause is not in the sequences
+# Reserved, waiting and running sequences for each place in the batch. Without a bound, sequences
+# whose KV has come would pile up and wait too long for their next token.
+SEQUENCES_PER_PLACE = 2
+RETRY_S = 0.2  # advised when there is no room: room comes whenever a sequence ends
+
+
+def _command(
+    method: Callable[Concatenate[Engine, P], T],
+) -> Callable[Concatenate[Engine, P], Future[T]]:
+    """Has a method run on the engine thread: see `Engine.submit`."""
+
+    @functools.wraps(method)
+    def submit(engine: Engine, /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return engine.submit(lambda: method(engine, *args, **kwargs))
+
+    return submit
 
 
 class Engine:
-    """Runs sequences until they finish. Methods are thread-safe and return futures."""
+    """Runs sequences until they finish. Commands are thread-safe and return futures."""
 
     def __init__(
         self,
@@ -144,7 +167,7 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self._max_context = max_context
         self._publish_report = publish
-        self._sequences = SequenceTable(planner, runner)
+        self._sequences: dict[str, Sequence] = {}  # from when one is accepted until it is dropped
         self._inbox = Inbox()
         self._stopping = False
         self._steps = 0
@@ -177,55 +200,6 @@ class Engine:
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
-    # Commands.
-
-    def add(self, sequence: Sequence) -> Future[None]:
-        """Queues a sequence. Fails with Overloaded if the pool could never hold it."""
-        return self.submit(lambda: self._sequences.add(sequence))
-
-    def reserve(self, sequence: Sequence) -> Future[Reserved]:
-        """Holds blocks for a sequence that `resume` or `start_reserved` starts later.
-
-        Fails with Overloaded when there is no room now.
-        """
-        return self.submit(lambda: self._sequences.reserve(sequence))
-
-    def start_reserved(self, seq_id: str) -> Future[None]:
-        """Lets a reserved sequence compute what is not cached by itself."""
-        return self.submit(lambda: self._sequences.start_reserved(seq_id))
-
-    def resume(self, seq_id: str, num_computed: int, token_id: int) -> Future[None]:
-        """A parked sequence's KV is complete up to `num_computed`; it goes on with `token_id`."""
-        return self.submit(lambda: self._sequences.resume(seq_id, num_computed, token_id))
-
-    def halt(self, seq_id: str) -> Future[None]:
-        """Runs a sequence no more; it keeps its blocks until `release`. Ignores unknown ids."""
-        return self.submit(lambda: self._sequences.halt(seq_id))
-
-    def release(self, seq_id: str, quarantine_from: int | None = None) -> Future[list[int]]:
-        """Ends a sequence in any state and frees its blocks; unknown ids are ignored.
-
-        Blocks from index `quarantine_from` on are quarantined instead, and their numbers returned
-        for `readmit`.
-        """
-        return self.submit(lambda: self._sequences.release(seq_id, quarantine_from))
-
-    def readmit(self, blocks: list[int]) -> Future[None]:
-        """Quarantined blocks are safe again."""
-        return self.submit(lambda: self._sequences.readmit(blocks))
-
-    def load(self) -> Future[Load]:
-        """The load now."""
-        return self.submit(lambda: self._sequences.load(self._steps))
-
-    def cached_hashes(self) -> Future[list[int]]:
-        """Every prefix hash that can be hit now."""
-        return self.submit(lambda: self._blocks.cached_hashes)
-
-    def check(self) -> Future[None]:
-        """Asserts the block pool's invariants."""
-        return self.submit(self._blocks.check)
-
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Runs `work` on the engine thread between two steps. It cannot be cancelled.
 
@@ -233,11 +207,100 @@ class Engine:
         """
         return self._inbox.submit(work)
 
+    @_command
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence. Fails with Overloaded if the pool could never hold it."""
+        self._accept(sequence)
+        self._planner.add(sequence)
+
+    @_command
+    def reserve(self, sequence: Sequence) -> Reserved:
+        """Holds blocks for a sequence that `resume` or `start_reserved` starts later.
+
+        Fails with Overloaded when there is no room now.
+        """
+        most = SEQUENCES_PER_PLACE * self._planner.max_batch
+        if len(self._sequences) >= most:
+            raise Overloaded(f"all {most} places for sequences are taken", RETRY_S)
+        if self._planner.waiting:  # preempted ones; newcomers must not take the blocks they need
+            raise Overloaded("sequences that run here wait for KV blocks", RETRY_S)
+        self._accept(sequence)
+        if not self._planner.reserve(sequence, extra_tokens=1):
+            del self._sequences[sequence.seq_id]
+            raise Overloaded(
+                f"{sequence.num_tokens} tokens do not fit: {self._blocks.num_available} of "
+                f"{self._blocks.num_blocks} KV blocks are available",
+                RETRY_S,
+            )
+        # Others write there, and know nothing of steps that run here.
+        self._runner.wait_for_writes(sequence.block_ids)
+        sequence.awaits_kv = True
+        return Reserved(sequence.num_computed, tuple(sequence.block_ids))
+
+    @_command
+    def start_reserved(self, seq_id: str) -> None:
+        """Lets a reserved sequence compute what is not cached by itself."""
+        sequence = self._find(seq_id)
+        sequence.awaits_kv = False
+        self._planner.add(sequence)
+
+    @_command
+    def resume(self, seq_id: str, num_computed: int, token_id: int) -> None:
+        """A parked sequence's KV is complete up to `num_computed`; it goes on with `token_id`."""
+        sequence = self._find(seq_id)
+        assert num_computed == sequence.num_tokens, "a handoff covers every known token"
+        self._planner.publish(sequence, sequence.num_computed, num_computed)
+        sequence.num_computed = num_computed
+        sequence.awaits_kv = False
+        sequence.tokens.append(token_id)
+        sequence.new_tokens += 1
+        self._planner.add(sequence)
+
+    @_command
+    def halt(self, seq_id: str) -> None:
+        """Runs a sequence no more; it keeps its blocks until `release`. Ignores unknown ids."""
+        if sequence := self._sequences.get(seq_id):
+            self._planner.remove(sequence)
+
+    @_command
+    def release(self, seq_id: str, quarantine_from: int | None = None) -> list[int]:
+        """Ends a sequence in any state and frees its blocks; unknown ids are ignored.
+
+        Blocks from index `quarantine_from` on are quarantined instead, and their numbers returned
+        for `readmit`.
+        """
+        sequence = self._sequences.get(seq_id)
+        if sequence is None:
+            return []
+        quarantined: list[int] = []
+        if quarantine_from is not None:
+            quarantined = sequence.block_ids[quarantine_from:]
+            sequence.block_ids = sequence.block_ids[:quarantine_from]
+            self._blocks.quarantine(quarantined)
+        if sequence.awaits_kv:
+            first = sequence.num_computed // self._blocks.block_size
+            self._runner.scrub(sequence.block_ids[first:])
+        self._drop(sequence)
+        return quarantined
+
+    @_command
+    def readmit(self, blocks: list[int]) -> None:
+        """Quarantined blocks are safe again."""
+        self._runner.scrub(blocks)
+        self._blocks.readmit(blocks)
+
+    @_command
+    def load(self) -> Load:
+        """The load now."""
+        return self._load()
+
     # The thread.
 
     def _live(self) -> None:
         try:
-            self._run()
+            while not self._stopping:
+                self._admit()
+                self._step()
             self._runner.wait_for_writes()  # so that the pool can be freed
         except Exception as error:
             log.critical("the engine thread failed", exc_info=error)
@@ -248,42 +311,35 @@ class Engine:
             self._inbox.close("the engine has stopped")
             self.ended.set_result(None)
 
-    def _run(self) -> None:
-        while not self._stopping:
-            self._admit()
-            self._step()
-
     @property
     def _idle(self) -> bool:
         return not (self._planner.running or self._planner.num_waiting)
 
     def _admit(self) -> None:
         """Runs submitted commands; sleeps until there is one when there is nothing to run."""
-        if self._idle:
-            self._inbox.wait_and_run()
-        self._inbox.run_all()
+        self._inbox.run_all(wait=self._idle)
 
     def _step(self) -> None:
         self._compute(self._planner.plan())
 
     def _compute(self, plan: Plan) -> None:
         """Runs and publishes a plan; if nothing fits, waits for a command and publishes that."""
-        started = now()
+        began_ns = time.monotonic_ns()
         if not plan.work:
             if self._planner.num_waiting and not self._stopping:
-                self._inbox.wait_and_run()
-            self._publish(plan, [], started)
+                self._inbox.run_all(wait=True)
+            self._publish(plan, [], began_ns)
             return
         self._steps += 1
         sampled, failure = self._watched(lambda: self._runner.run(plan))
         if failure is None:
-            self._planner.ran(plan, (time.monotonic_ns() - started.monotonic_ns) / 1e9)
+            self._planner.ran(plan, (time.monotonic_ns() - began_ns) / 1e9)
             progress = [
                 self._advance(work, sampled.get(work.sequence.seq_id)) for work in plan.work
             ]
         else:
             progress = [self._give_up(work.sequence, failure) for work in plan.work]
-        self._publish(plan, progress, started)
+        self._publish(plan, progress, began_ns)
         self._count_failures(failure)
 
     def _watched(
@@ -305,14 +361,15 @@ class Engine:
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise InternalError(f"{self._failed_steps} steps in a row failed; the last: {failure}")
 
-    def _publish(self, plan: Plan, progress: list[Progress], started: Started) -> None:
+    def _publish(self, plan: Plan, progress: list[Progress], began_ns: int) -> None:
+        ended_ns = time.time_ns()
         self._publish_report(
             StepReport(
-                started.time_ns,
-                started.time_ns + time.monotonic_ns() - started.monotonic_ns,
+                ended_ns - (time.monotonic_ns() - began_ns),
+                ended_ns,
                 plan.num_tokens,
                 progress,
-                self._sequences.load(self._steps),
+                self._load(),
                 self._blocks.take_changes(),
                 plan.num_proposed,
                 sum(len(one.token_ids) - 1 for one in progress if len(one.token_ids) > 1),
@@ -327,7 +384,7 @@ class Engine:
         count, reason = self._append(sequence, sampled.token_ids)
         self._planner.advance(work, sampled.token_ids[:count])
         if reason is not None:
-            self._sequences.drop(sequence)
+            self._drop(sequence)
         elif sequence.new_tokens == sequence.park_after:
             self._planner.remove(sequence)
         return Progress(
@@ -350,8 +407,41 @@ class Engine:
         return len(token_ids), None
 
     def _give_up(self, sequence: Sequence, reason: str) -> Progress:
-        self._sequences.drop(sequence)
+        self._drop(sequence)
         return Progress(sequence.seq_id, 0, abort_reason=reason)
 
     def _mark_stopping(self) -> None:
         self._stopping = True
+
+    def _accept(self, sequence: Sequence) -> None:
+        assert sequence.seq_id not in self._sequences, "sequence ids are unique"
+        needed = -(-(sequence.num_tokens + 1) // self._blocks.block_size)
+        if needed > self._blocks.num_blocks:
+            raise Overloaded(
+                f"the sequence needs {needed} KV blocks and the pool has {self._blocks.num_blocks}"
+            )
+        self._sequences[sequence.seq_id] = sequence
+
+    def _find(self, seq_id: str) -> Sequence:
+        sequence = self._sequences.get(seq_id)
+        if sequence is None:
+            raise Stale(f"sequence {seq_id} is not on this engine")
+        return sequence
+
+    def _holds(self, sequence: Sequence) -> bool:
+        """Whether this very sequence is here, and not another of its id."""
+        return self._sequences.get(sequence.seq_id) is sequence
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Forgets a sequence and frees its blocks."""
+        self._planner.remove(sequence)
+        self._planner.free(sequence)
+        del self._sequences[sequence.seq_id]
+
+    def _load(self) -> Load:
+        blocks, planner = self._blocks, self._planner
+        return Load(
+            planner.queue_tokens, len(planner.running), planner.num_waiting, blocks.num_blocks,
+            blocks.num_free, blocks.num_cached, blocks.num_held, blocks.num_quarantined,
+            self._steps, planner.preemptions,
+        )  # fmt: skip

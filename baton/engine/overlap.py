@@ -14,7 +14,7 @@ Why that is safe:
 - *Blocks are shared* once a step that was waited for has filled them: all their tokens are known.
 - *Blocks that are given up* while a row in flight uses them go to the next owner on this engine
   later on the same stream. A prefill worker writes through no stream of this engine: before it gets
-  blocks (`SequenceTable.reserve`), `wait_for_writes` waits for rows whose sequences gave some up.
+  blocks (`Engine.reserve`), `wait_for_writes` waits for rows whose sequences gave some up.
 - *A preempted sequence* keeps its place for the token, which comes with the step in flight.
 - *A step that fails on the device* fails with what was launched behind it. One that cannot be
   launched is computed once nothing is in flight.
@@ -23,54 +23,22 @@ Why that is safe:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+import time
 
-from baton.engine.loop import Engine, Progress, Started, StepReport, now
-from baton.engine.planner import Plan, Planner, Work
-from baton.engine.runner import SampledTokens, StepRunner
-from baton.engine.sequence import Sequence
+from baton.engine.backends.gpu.runner import GpuRunner, Launch
+from baton.engine.loop import Engine, Progress
+from baton.engine.planner import Plan, Work
+from baton.engine.runner import SampledTokens
 
 log = logging.getLogger(__name__)
 UNKNOWN = 0  # in the place of a token that is being sampled
 
 
-@runtime_checkable
-class LaunchingRunner(StepRunner, Protocol):
-    """A runner whose decode steps can be waited for later."""
-
-    def launches(self, plan: Plan) -> bool:
-        """Whether the step needs nothing of the host but its plan."""
-
-    def launch(self, plan: Plan) -> Any:
-        """Starts a step; a token that the launch before samples is taken from there."""
-
-    def tokens(self, launch: Any, wanted: set[Sequence]) -> dict[str, SampledTokens]:
-        """Waits for a launch: tokens of the wanted sequences by their ids; others' are wasted."""
-
-
-@dataclass
-class _Flight:
-    plan: Plan
-    launch: Any
-    started: Started
-
-
 class OverlappedEngine(Engine):
     """An `Engine` with up to two decode steps on the device. Proposes no tokens."""
 
-    def __init__(
-        self,
-        runner: LaunchingRunner,
-        planner: Planner,
-        eos_token_ids: frozenset[int],
-        max_context: int,
-        publish: Callable[[StepReport], None],
-    ) -> None:
-        super().__init__(runner, planner, eos_token_ids, max_context, publish)
-        self._launching = runner
-        self._flight: _Flight | None = None
+    _runner: GpuRunner
+    _flight: Launch | None = None
 
     @property
     def _idle(self) -> bool:
@@ -81,17 +49,16 @@ class OverlappedEngine(Engine):
         before, self._flight = self._flight, self._launch(plan)
         if before is not None:
             self._land(before)
-            plan.work = [work for work in plan.work if self._sequences.holds(work.sequence)]
+            plan.work = [work for work in plan.work if self._holds(work.sequence)]
         if self._flight is None and (plan.work or before is None):
             self._compute(plan)
 
-    def _launch(self, plan: Plan) -> _Flight | None:
+    def _launch(self, plan: Plan) -> Launch | None:
         """Launches a plan if it can be, and makes its sequences one token longer."""
-        if not plan.work or not self._launching.launches(plan):
+        if not plan.work or not self._runner.launches(plan):
             return None
-        started = now()
         try:
-            launch = self._launching.launch(plan)
+            launch = self._runner.launch(plan)
         except Exception:
             log.warning("a launch failed: its step waits for the one before", exc_info=True)
             return None
@@ -103,13 +70,13 @@ class OverlappedEngine(Engine):
             sequence.new_tokens += 1
             if not sequence.tokens_left(self._max_context):
                 self._planner.remove(sequence)
-        return _Flight(plan, launch, started)
+        return launch
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: Launch) -> None:
         """Waits for a launched step and publishes it."""
-        work = [work for work in flight.plan.work if self._sequences.holds(work.sequence)]
+        work = [work for work in flight.plan.work if self._holds(work.sequence)]
         wanted = {item.sequence for item in work}
-        sampled, failure = self._watched(lambda: self._launching.tokens(flight.launch, wanted))
+        sampled, failure = self._watched(lambda: self._runner.tokens(flight, wanted))
         if failure is None:
             progress = [self._fill_in(item, sampled[item.sequence.seq_id]) for item in work]
         else:
@@ -118,14 +85,12 @@ class OverlappedEngine(Engine):
                 self._flight = None
             self._runner.wait_for_writes()
             progress = [
-                self._give_up(sequence, failure)
-                for sequence in wanted
-                if self._sequences.holds(sequence)
+                self._give_up(sequence, failure) for sequence in wanted if self._holds(sequence)
             ]
-        self._publish(flight.plan, progress, flight.started)
+        self._publish(flight.plan, progress, flight.began_ns)
         self._count_failures(failure)
         if self._flight is not None:
-            self._flight.started = now()  # what it waited for was the other's time
+            self._flight.began_ns = time.monotonic_ns()  # what it waited for was the other's time
 
     def _fill_in(self, work: Work, sampled: SampledTokens) -> Progress:
         """`_advance` for a sequence whose place for this token may have one behind it."""
@@ -139,5 +104,5 @@ class OverlappedEngine(Engine):
             sequence.tokens += behind
             sequence.new_tokens += len(behind)
         else:
-            self._sequences.drop(sequence)
+            self._drop(sequence)
         return Progress(sequence.seq_id, at, sampled.token_ids, (), reason)

@@ -15,18 +15,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from baton.engine.blocks import BlockPool
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import NgramProposer, SpeculativeConfig
-
-
-class _Entry(NamedTuple):
-    priority: float
-    arrival: int  # unique: nothing behind it is ever compared
-    sequence: Sequence
-    tokens: int
 
 
 class SequenceQueue:
@@ -38,44 +30,36 @@ class SequenceQueue:
 
     def __init__(self) -> None:
         self.tokens = 0  # pending ones, counted when their sequences were added
-        self._entries: list[_Entry] = []
+        self._entries: list[tuple[float, int, Sequence, int]] = []  # (*order, it, pending tokens)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (entry.sequence for entry in self._entries)
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        return self._find(sequence) is not None
+        return (sequence for _, _, sequence, _ in self._entries)
 
     @property
     def first(self) -> Sequence:
         """The one that goes first."""
-        return self._entries[0].sequence
+        return self._entries[0][2]
 
     @property
     def last(self) -> Sequence:
         """The one that goes last."""
-        return self._entries[-1].sequence
+        return self._entries[-1][2]
 
     def add(self, sequence: Sequence) -> None:
         """Takes a sequence in."""
-        insort(self._entries, _Entry(*sequence.order, sequence, sequence.num_pending))
+        insort(self._entries, (*sequence.order, sequence, sequence.num_pending))
         self.tokens += sequence.num_pending
 
     def discard(self, sequence: Sequence) -> bool:
         """Removes a sequence; whether it was here."""
-        at = self._find(sequence)
-        if at is None:
+        at = bisect_left(self._entries, sequence.order)
+        if at == len(self._entries) or self._entries[at][2] is not sequence:
             return False
-        self.tokens -= self._entries.pop(at).tokens
+        self.tokens -= self._entries.pop(at)[3]
         return True
-
-    def _find(self, sequence: Sequence) -> int | None:
-        at = bisect_left(self._entries, sequence.order, key=lambda entry: entry[:2])
-        here = at < len(self._entries) and self._entries[at].sequence is sequence
-        return at if here else None
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -20,48 +20,24 @@ class SampledTokens(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
 
 
-class StepRunner(Protocol):
-    """What an engine needs of whatever computes its steps."""
+class StepRunner:
+    """Computes steps over a KV pool `[blocks, layers, 2, kv_heads, block_size, row_size]`.
 
-    pool: torch.Tensor
+    decode_rows: rows of decode steps so far, where more are computed than plans ask for: "wanted",
+    "padding", or "wasted" (the sequence was gone); may be read by any thread.
+    """
 
-    def run(self, plan: Plan) -> dict[str, SampledTokens]:
-        """Tokens for each sequence that has caught up, by its id."""
-
-    def scrub(self, blocks: list[int]) -> None:
-        """Zeroes blocks that unverified bytes came into."""
-
-    def wait_for_writes(self, blocks: list[int] | None = None) -> None:
-        """Returns when nothing that runs here uses these blocks any more: others will write there.
-
-        None is all of the pool, which is about to be freed.
-        """
-
-
-@runtime_checkable
-class CountsRows(Protocol):
-    """A runner that computes more rows than plans ask for."""
-
-    decode_rows: Mapping[str, int]  # so far: "wanted", "padding", or "wasted" (sequence gone)
-
-
-class Runner:
-    """Runs a model over a KV pool `[blocks, layers, 2, kv_heads, block_size, head_size]`."""
-
-    def __init__(self, model: StepModel, pool: torch.Tensor, sampler: Sampler) -> None:
-        self.model = model
+    def __init__(self, pool: torch.Tensor, sampler: Sampler) -> None:
         self.pool = pool
         self.sampler = sampler
-        self._batches = BatchBuilder(pool.shape[4], pool.device)
+        self.decode_rows: dict[str, int] = {}
 
     def run(self, plan: Plan) -> dict[str, SampledTokens]:
-        """Runs every row of the plan; tokens for each sequence that has caught up, by its id."""
-        logits = self.model.step(self._batches.build(plan), self.pool)
-        sampling = [work for work in plan.work if work.samples]
-        rows = [row for work in sampling for row in sample_rows(work)]
-        sampled = tokens_by_sequence(sampling, self.sampler.sample(logits, rows))
-        self.wait_for_writes()  # what was computed is there for other threads, too
-        return sampled
+        """Runs every row of the plan; tokens for each sequence that has caught up, by its id.
+
+        When it returns, all that was computed is in the pool for every thread to see.
+        """
+        raise NotImplementedError
 
     def scrub(self, blocks: list[int]) -> None:
         """Zeroes blocks that unverified bytes came into.
@@ -69,12 +45,38 @@ class Runner:
         Attention multiplies what it must not see by zero, which undoes any number but not a NaN.
         """
         if blocks:
-            self.pool[torch.tensor(blocks, device=self.pool.device)] = 0
+            # As bytes: not every operation knows every type of element.
+            content, which = self.pool.view(torch.uint8), torch.tensor(blocks)
+            with torch.inference_mode():
+                content.index_fill_(0, which.to(content.device), 0)
 
     def wait_for_writes(self, blocks: list[int] | None = None) -> None:
-        """Waits for what a GPU has not done yet; on a CPU nothing is left when `run` returns."""
+        """Returns when nothing that runs here uses these blocks any more: others will write there.
+
+        None is all of the pool, which is about to be freed. On a CPU nothing runs between steps.
+        """
         if self.pool.device.type == "cuda":
             torch.cuda.synchronize(self.pool.device)
+
+
+class Runner(StepRunner):
+    """Runs a model."""
+
+    def __init__(self, model: StepModel, pool: torch.Tensor, sampler: Sampler) -> None:
+        super().__init__(pool, sampler)
+        self.model = model
+        self._batches = BatchBuilder(pool.shape[4], pool.device)
+
+    def run(self, plan: Plan) -> dict[str, SampledTokens]:
+        logits = self.model.step(self._batches.build(plan), self.pool)
+        sampled = self._sample(plan.work, logits)
+        self.wait_for_writes()
+        return sampled
+
+    def _sample(self, work: list[Work], logits: torch.Tensor) -> dict[str, SampledTokens]:
+        sampling = [item for item in work if item.samples]
+        rows = [row for item in sampling for row in sample_rows(item)]
+        return tokens_by_sequence(sampling, self.sampler.sample(logits, rows))
 
 
 def sample_rows(work: Work) -> Iterator[SampleRow]:

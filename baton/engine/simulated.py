@@ -19,7 +19,7 @@ import torch
 
 from baton.config import SimulatedSpeed
 from baton.engine.planner import Plan, Work
-from baton.engine.runner import SampledTokens, sample_rows, tokens_by_sequence
+from baton.engine.runner import SampledTokens, StepRunner, sample_rows, tokens_by_sequence
 from baton.engine.sampling.randomness import splitmix64
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.sequence import Sequence
@@ -28,22 +28,17 @@ from baton.prefix import root_hash
 
 Words = npt.NDArray[np.uint64]
 
-_FACTOR = 0xD6E8FEB86659FD93  # odd, so that it has an inverse
-_INVERSE = pow(_FACTOR, -1, 1 << 64)
-_MASK = (1 << 64) - 1
-_STRIDE = 2048  # tokens hashed at once
 _FAVOURITES = 8  # tokens that stand out of a row of logits
 _BEST_LOGIT = 12.0
 
 
-class SimulatedRunner:
+class SimulatedRunner(StepRunner):
     """Runs plans over a pool `[blocks, layers, 2, kv_heads, block_size, head_size]` in memory."""
 
     def __init__(self, speed: SimulatedSpeed, pool: torch.Tensor, sampler: Sampler) -> None:
-        self.pool = pool
+        super().__init__(pool, sampler)
         self._speed = speed
         self._slots = _Slots(pool)
-        self._sampler = sampler
         self._histories: WeakKeyDictionary[Sequence, _History] = WeakKeyDictionary()
         self._steps = 0
 
@@ -52,7 +47,8 @@ class SimulatedRunner:
 
         Raises InternalError when a block does not hold what its sequence wrote there.
         """
-        ends = time.monotonic() + self._takes_s(plan)
+        sequences = sum(work.count - len(work.proposed) == 1 for work in plan.work)
+        ends = time.monotonic() + self._speed.step_s(plan.num_tokens - sequences, sequences)
         self._steps += 1
         for work in plan.work:
             self._compute(work)
@@ -60,36 +56,22 @@ class SimulatedRunner:
         time.sleep(max(0.0, ends - time.monotonic()))
         return sampled
 
-    def scrub(self, blocks: list[int]) -> None:
-        """Zeroes blocks that unverified bytes came into, as the real runner does."""
-        self._slots.clear(blocks)
-
-    def wait_for_writes(self, blocks: list[int] | None = None) -> None:
-        """Nothing runs between steps here."""
-
-    def _takes_s(self, plan: Plan) -> float:
-        sequences = sum(work.count - len(work.proposed) == 1 for work in plan.work)
-        return self._speed.step_s(plan.num_tokens - sequences, sequences)
-
     def _compute(self, work: Work) -> None:
         """Reads what comes before these tokens, then writes them."""
         sequence = work.sequence
         history = self._histories.setdefault(sequence, _History(sequence.cache_salt))
+        first, last = 0, work.start
         if work.start == history.computed_here:
-            self._check(sequence, history, *self._block_in_turn(work.start))
-        else:  # computed elsewhere: it came over the wire, or from the prefix cache
-            self._check(sequence, history, 0, work.start)
+            # One block in turn: reading a long context again each step would take too long.
+            size = self._slots.block_size
+            first = self._steps % max(1, -(-work.start // size)) * size
+            last = min(first + size, work.start)
+        self._check(sequence, history, first, last)
         end = work.start + work.count
         history.computed_here = end - len(work.proposed)  # unless proposed tokens are accepted
         tokens = [*sequence.tokens, *work.proposed] if work.proposed else sequence.tokens
         kv = history.kv(tokens, work.start, end)
         self._slots.write(sequence.block_ids, work.start, kv)
-
-    def _block_in_turn(self, num_tokens: int) -> tuple[int, int]:
-        """One block's positions: reading a long context again each step would take too long."""
-        size = self._slots.block_size
-        first = self._steps % max(1, -(-num_tokens // size)) * size
-        return first, min(first + size, num_tokens)
 
     def _check(self, sequence: Sequence, history: _History, start: int, end: int) -> None:
         """Compares the slots of positions [start, end)."""
@@ -113,19 +95,19 @@ class SimulatedRunner:
         token_ids, logprobs = [0] * len(rows), list[TokenLogprobs | None]([None] * len(rows))
         rest = []
         for at, (sequence, row) in enumerate(rows):
-            if _is_plain(row):  # what the sampler would take from the logits, without making them
+            if row.greedy and row.plain:  # the sampler's choice, without making logits
                 token_ids[at] = int(self._favourites(sequence, row)[0])
             else:
                 rest.append(at)
         logits = torch.from_numpy(self._logits([rows[at] for at in rest]))
-        sampled = self._sampler.sample(logits, [rows[at][1] for at in rest])
+        sampled = self.sampler.sample(logits, [rows[at][1] for at in rest])
         for at, token_id, one in zip(rest, sampled.token_ids, sampled.logprobs, strict=True):
             token_ids[at], logprobs[at] = token_id, one
         return Sampled(token_ids, logprobs)
 
     def _logits(self, rows: list[tuple[Sequence, SampleRow]]) -> npt.NDArray[np.float32]:
         """`[rows, vocab]`: a few favourites over an even ground."""
-        logits = np.zeros((len(rows), self._sampler.vocab_size), np.float32)
+        logits = np.zeros((len(rows), self.sampler.vocab_size), np.float32)
         heights = _BEST_LOGIT - np.arange(_FAVOURITES, dtype=np.float32)
         for scores, (sequence, row) in zip(logits, rows, strict=True):
             np.maximum.at(scores, self._favourites(sequence, row), heights)
@@ -134,7 +116,7 @@ class SimulatedRunner:
     def _favourites(self, sequence: Sequence, row: SampleRow) -> npt.NDArray[np.int64]:
         hashes = self._histories[sequence].hashes(row.token_ids)
         words = splitmix64(hashes[-1] + np.arange(1, _FAVOURITES + 1, dtype=np.uint64))
-        return (words % np.uint64(self._sampler.vocab_size)).astype(np.int64)
+        return (words % np.uint64(self.sampler.vocab_size)).astype(np.int64)
 
 
 @dataclass
@@ -143,7 +125,7 @@ class _History:
 
     salt: str
     computed_here: int = 0  # where the last step ended
-    _hashes: Words = field(default_factory=lambda: np.zeros(_STRIDE, np.uint64))
+    _hashes: Words = field(default_factory=lambda: np.zeros(2048, np.uint64))
     _known: int = 0
 
     def accept(self, known: int, right: int) -> None:
@@ -152,31 +134,21 @@ class _History:
         self.computed_here += right
 
     def hashes(self, tokens: Tokens[int]) -> Words:
-        """`[tokens]`, independent of the salt."""
-        if len(tokens) > len(self._hashes):
-            grown = np.zeros(2 * len(tokens), np.uint64)
-            grown[: self._known] = self._hashes[: self._known]
-            self._hashes = grown
-        while self._known < len(tokens):
-            self._extend(tokens[self._known : self._known + _STRIDE])
-        return self._hashes[: len(tokens)]
+        """`[tokens]`, independent of the salt: sums of a hash of each token and its position."""
+        known, count = self._known, len(tokens)
+        if count > len(self._hashes):
+            self._hashes = np.resize(self._hashes, 2 * count)
+        if count > known:
+            places = np.arange(known, count, dtype=np.uint64) << np.uint64(32)
+            terms = splitmix64(np.array(tokens[known:], np.uint64) + places)
+            before = self._hashes[known - 1] if known else np.uint64(0)
+            self._hashes[known:count] = before + np.cumsum(terms)
+            self._known = count
+        return self._hashes[:count]
 
     def kv(self, tokens: Tokens[int], start: int, end: int) -> Words:
         """What the KV of positions [start, end) is made of: another salt's is never the same."""
         return splitmix64(self.hashes(tokens)[start:end] ^ np.uint64(root_hash(self.salt)))
-
-    def _extend(self, tokens: Tokens[int]) -> None:
-        """hash[i] = hash[i - 1] * FACTOR + token[i] + 1, for all tokens at once.
-
-        Divided by FACTOR ** i it is a running sum.
-        """
-        count = len(tokens)
-        before = self._hashes[self._known - 1] if self._known else np.uint64(0)
-        terms = (np.array(tokens, np.uint64) + np.uint64(1)) * _INVERSES[:count]
-        self._hashes[self._known : self._known + count] = (
-            np.cumsum(terms, dtype=np.uint64) + before
-        ) * _FACTORS[:count]
-        self._known += count
 
 
 class _Slots:
@@ -203,10 +175,6 @@ class _Slots:
         wrong = differs.any((1, 2, 3, 4)).nonzero()[0]
         return start + int(wrong[0]) if wrong.size else None
 
-    def clear(self, blocks: list[int]) -> None:
-        """Zeroes whole blocks."""
-        self._words[blocks] = 0
-
     def _where(
         self, blocks: list[int], start: int, count: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -220,20 +188,3 @@ class _Slots:
         """`[tokens, layers, 2, kv_heads, words]`."""
         words = kv.view(np.uint16).reshape(len(kv), 4)[:, self._quarter]
         return words[:, None, None, None, :] ^ self._places
-
-
-def _is_plain(row: SampleRow) -> bool:
-    """Whether the row's likeliest token is its token, and nothing else is asked."""
-    return row.greedy and not row.adjusted and row.params.logprobs is None
-
-
-def _powers(base: int) -> Words:
-    """base ** 1 to base ** _STRIDE, modulo 2 ** 64."""
-    powers, power = [], 1
-    for _ in range(_STRIDE):
-        power = power * base & _MASK
-        powers.append(power)
-    return np.array(powers, np.uint64)
-
-
-_FACTORS, _INVERSES = _powers(_FACTOR), _powers(_INVERSE)

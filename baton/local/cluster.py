@@ -28,9 +28,8 @@ from baton.local import certs, commands, ports, resources
 from baton.local.etcd import EmbeddedEtcd
 from baton.local.model_check import check_model
 from baton.local.process import ChildProcess, cancelled
+from baton.registry import EtcdRegistry, Membership
 from baton.registry.backoff import Backoff
-from baton.registry.etcd import EtcdRegistry
-from baton.registry.interface import Membership
 from baton.v1 import fleet_pb2, fleet_pb2_grpc
 from baton.v1.common_pb2 import WORKER_STATE_READY, WorkerRecord
 

@@ -58,7 +58,6 @@ class OtlpReceiver(
         self.store.add(_received(request))
         return trace_service_pb2.ExportTraceServiceResponse()
 
-    @rpc.streaming
     async def ReadTraces(
         self, request: trace_pb2.ReadTracesRequest, context: Any
     ) -> AsyncIterator[trace_pb2.ReadTracesResponse]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from prometheus_client import Counter, Histogram, Info, Metric
+from prometheus_client import Counter, Histogram, Info, Metric, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
@@ -24,30 +25,56 @@ from baton.metrics import table
 from baton.metrics.table import Instrument
 
 Attributes = Mapping[str, str]
-Reading = Callable[[], Iterable[tuple[float, Attributes]]]
+Reading = Callable[[], float | Iterable[tuple[float, Attributes]]]  # a number has no attributes
 _NOTHING: Attributes = {}
 _OPEN_METRICS = "application/openmetrics-text"  # has room for exemplars; the plain format has not
 _STATM = Path("/proc/self/statm")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
+disable_created_metrics()  # type: ignore[no-untyped-call]  # samples for which Prometheus has no use
 
-class Gaps:
+
+class Gaps(Collector):
     """A histogram without labels or locks, a seventh of the library's cost; for one thread."""
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(bounds) + 1)
+    def __init__(self, instrument: Instrument) -> None:
+        self._instrument, self._bounds = instrument, instrument.buckets
+        self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
 
     def record(self, value: float) -> None:
-        """Counts one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def family(self, instrument: Instrument) -> Metric:
+    def collect(self) -> Iterator[Metric]:
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         buckets = list(zip(bounds, itertools.accumulate(self._counts), strict=True))
-        return HistogramMetricFamily(instrument.series, instrument.text, buckets, self._sum)
+        one = self._instrument
+        yield HistogramMetricFamily(one.series, one.text, buckets, self._sum)
+
+
+class _Observed(Collector):
+    """A gauge or a total that is read when it is scraped."""
+
+    def __init__(self, instrument: Instrument, read: Reading = tuple) -> None:
+        self._instrument, self._read = instrument, read
+
+    def collect(self) -> Iterator[Metric]:
+        one = self._instrument
+        kind = CounterMetricFamily if one.kind == table.COUNTER else GaugeMetricFamily
+        family = kind(one.series, one.text, labels=one.labels)
+        read = self._read()
+        for value, attributes in [(read, _NOTHING)] if isinstance(read, int | float) else read:
+            family.add_metric(one.values(attributes), value)
+        yield family
+
+
+def _made(one: Instrument) -> Collector:
+    if one.kind == table.COUNTER:
+        return Counter(one.series, one.text, one.labels, registry=None)
+    if one.kind == table.HISTOGRAM:
+        return Histogram(one.series, one.text, one.labels, registry=None, buckets=one.buckets)
+    return _Observed(one)
 
 
 class Recorder(Collector):
@@ -58,27 +85,14 @@ class Recorder(Collector):
         self._target = Info("target", "Which process this is.", registry=None)
         resource = {"service.name": f"baton-{process}", **resource}
         self._target.info({name.replace(".", "_"): value for name, value in resource.items()})
-        self._counters: dict[str, Counter] = {}
-        self._gaps: dict[str, Gaps] = {}
-        self._readings: dict[str, Reading] = {}
-        self._histograms = {
-            one.name: Histogram(
-                one.series, one.text, one.labels, registry=None, buckets=one.buckets
-            )
-            for one in self._instruments.values()
-            if one.kind == table.HISTOGRAM
-        }
+        self._metrics = {name: _made(one) for name, one in self._instruments.items()}
         self.observe("process.cpu.time", _cpu_s)
         if _STATM.exists():
             self.observe("process.memory.usage", _memory_bytes)
 
     def count(self, name: str, number: float = 1, attributes: Attributes = _NOTHING) -> None:
-        """Adds to a counter; 0 makes it appear before anything happened."""
-        one = self._of_kind(name, table.COUNTER)
-        if name not in self._counters:
-            self._counters[name] = Counter(one.series, one.text, one.labels, registry=None)
-        counter = self._counters[name]
-        (counter.labels(*one.values(attributes)) if one.labels else counter).inc(number)
+        """Adds to a counter; 0 makes its series appear before anything happened."""
+        self._child(name, Counter, attributes).inc(number)
 
     def record(
         self,
@@ -88,57 +102,36 @@ class Recorder(Collector):
         context: Context | None = None,
     ) -> None:
         """Puts a value into a histogram; the sampled span of `context` becomes its exemplar."""
-        one, histogram = self._instruments[name], self._histograms[name]
-        span = trace.get_current_span(context).get_span_context() if context else None
-        exemplar = None
-        if span is not None and span.is_valid and span.trace_flags.sampled:
+        exemplar, span = None, trace.get_current_span(context or Context()).get_span_context()
+        if span.trace_flags.sampled:
             exemplar = {"trace_id": f"{span.trace_id:032x}", "span_id": f"{span.span_id:016x}"}
-        child = histogram.labels(*one.values(attributes)) if one.labels else histogram
-        child.observe(value, exemplar)
+        self._child(name, Histogram, attributes).observe(value, exemplar)
 
     def gaps(self, name: str) -> Gaps:
         """A histogram for values that come at every token."""
-        instrument = self._of_kind(name, table.HISTOGRAM)
-        return self._gaps.setdefault(name, Gaps(instrument.buckets))
+        gaps = self._metrics[name] = Gaps(self._instruments[name])
+        return gaps
 
     def observe(self, name: str, read: Reading) -> None:
-        """Has `read` called at every scrape: (value, attributes) of a gauge or a total."""
-        assert self._instruments[name].kind != table.HISTOGRAM, f"{name} is a histogram"
-        self._readings[name] = read
+        """Has `read` called at every scrape, for a gauge or a total."""
+        instrument = self._instruments[name]
+        assert instrument.kind != table.HISTOGRAM, f"{name} is a histogram"
+        self._metrics[name] = _Observed(instrument, read)
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric now, as prometheus_client's; one without values is announced nevertheless.
-
-        Without the `_created` samples, for which Prometheus has no use.
-        """
-        yield from self._target.collect()
-        for one in self._instruments.values():
-            if one.name in self._gaps:
-                yield self._gaps[one.name].family(one)
-            elif metric := self._counters.get(one.name) or self._histograms.get(one.name):
-                for family in metric.collect():
-                    samples = family.samples
-                    family.samples = [s for s in samples if not s.name.endswith("_created")]
-                    yield family
-            else:
-                kind = CounterMetricFamily if one.kind == table.COUNTER else GaugeMetricFamily
-                read = kind(one.series, one.text, labels=one.labels)
-                for value, attributes in self._readings.get(one.name, tuple)():
-                    read.add_metric(one.values(attributes), value)
-                yield read
+        """Every metric now; one without values is announced nevertheless."""
+        for metric in (self._target, *self._metrics.values()):
+            yield from metric.collect()
 
     def render(self, accept: str = "") -> tuple[str, bytes]:
         """(content type, text) of everything now, in the format that an Accept header asks for."""
         encode, kind = choose_encoder(_OPEN_METRICS if _OPEN_METRICS in accept else "")
         return kind, encode(self)
 
-    def close(self) -> None:
-        self._readings.clear()
-
-    def _of_kind(self, name: str, kind: str) -> Instrument:
-        instrument = self._instruments[name]
-        assert instrument.kind == kind, f"{name} is a {instrument.kind}"
-        return instrument
+    def _child(self, name: str, kind: type[Any], attributes: Attributes) -> Any:
+        one, metric = self._instruments[name], self._metrics[name]
+        assert isinstance(metric, kind), f"{name} is a {one.kind}"
+        return metric.labels(*one.values(attributes)) if one.labels else metric
 
 
 def _cpu_s() -> Iterator[tuple[float, Attributes]]:
@@ -147,5 +140,5 @@ def _cpu_s() -> Iterator[tuple[float, Attributes]]:
     yield times.system, {"cpu.mode": "system"}
 
 
-def _memory_bytes() -> Iterator[tuple[float, Attributes]]:
-    yield int(_STATM.read_text().split()[1]) * _PAGE_BYTES, {}
+def _memory_bytes() -> int:
+    return int(_STATM.read_text().split()[1]) * _PAGE_BYTES

@@ -1,6 +1,6 @@
-"""Membership: which workers are alive. `interface` is the contract, `etcd` and `memory` keep it."""
+"""Membership: which workers are alive, kept in etcd."""
 
-from baton.registry.etcd import EtcdRegistry
-from baton.registry.interface import Membership, Registration, Registry
+from baton.registry.etcd import EtcdRegistration, EtcdRegistry
+from baton.registry.membership import Membership
 
-__all__ = ["EtcdRegistry", "Membership", "Registration", "Registry"]
+__all__ = ["EtcdRegistration", "EtcdRegistry", "Membership"]

@@ -15,7 +15,6 @@ class Backoff:
         self._next_s = first_s
 
     async def wait(self) -> None:
-        """Waits once."""
         delay_s = self._next_s * random.uniform(0.5, 1.0)  # noqa: S311 - jitter, not a secret
         self._next_s = min(self._next_s * 2, self._most_s)
         await asyncio.sleep(delay_s)

@@ -6,18 +6,24 @@ import asyncio
 import contextlib
 import copy
 import logging
-from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Self
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 from google.protobuf import json_format
 
 from baton.config import RegistryConfig
-from baton.errors import BatonError, InvalidRequest, Stale
-from baton.registry import member_table
+from baton.errors import BatonError, Stale
 from baton.registry.backoff import Backoff
 from baton.registry.etcd_client import CALL_S, EtcdClient
-from baton.registry.interface import Membership
-from baton.registry.member_table import MemberTable
+from baton.registry.membership import (
+    Membership,
+    MemberTable,
+    copy_for_update,
+    decode,
+    incarnation_of,
+    key_of,
+)
 from baton.v1 import etcd_pb2
 from baton.v1.common_pb2 import WorkerRecord
 
@@ -27,26 +33,55 @@ GRACE_TTLS = 2  # lease TTLs that a missing member has to register again
 
 
 class EtcdRegistry:
-    """`Registry` over etcd; construction reads files and may raise ConfigError."""
+    """Where members are kept. Construction reads files and may raise ConfigError."""
 
     def __init__(self, config: RegistryConfig) -> None:
         self._config = config
         self._client = EtcdClient(config)
 
-    def register(self, record: WorkerRecord) -> EtcdRegistration:
-        """Enters `record` until exit; see `Registry`."""
-        return EtcdRegistration(self._client, self._config, record)
+    @asynccontextmanager
+    async def register(self, record: WorkerRecord) -> AsyncIterator[EtcdRegistration]:
+        """Enters `record` under a lease that is kept alive until exit; exit removes it at once.
 
-    def watch(self) -> EtcdWatch:
-        """Follows the members until exit; see `Registry`."""
-        return EtcdWatch(self._client, self._config)
+        Entering raises Unavailable when etcd cannot be reached, ConfigError when it refuses.
+        """
+        registration = EtcdRegistration(self._client, self._config, record)
+        await self._client.connect(self._config.workers_prefix)
+        try:
+            await registration.write()
+            async with _running(registration.keep(), f"keep {registration.key}"):
+                yield registration
+        finally:  # also of a failure behind which the key may be written
+            await registration.revoke()
+
+    @asynccontextmanager
+    async def watch(self) -> AsyncIterator[Membership]:
+        """Lists the members, then follows them until exit. Entering raises as `register` does."""
+        watch = _Watch(self._client, self._config)
+        watch.take(await self._client.connect(self._config.workers_prefix))
+        watch.publish(connected=True)
+        try:
+            async with _running(watch.follow(), "watch members"):
+                yield watch.membership
+        finally:
+            watch.close()
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Closes the connections; registrations and watches must have been left before."""
         await self._client.close()
 
 
-class EtcdRegistration(AbstractAsyncContextManager["EtcdRegistration"]):
+@asynccontextmanager
+async def _running(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+class EtcdRegistration:
     """One worker's key in etcd, kept true until the worker leaves.
 
     One task does all the writing, in rounds: see that the lease lives (or take a new one), then see
@@ -56,59 +91,43 @@ class EtcdRegistration(AbstractAsyncContextManager["EtcdRegistration"]):
 
     def __init__(self, client: EtcdClient, config: RegistryConfig, record: WorkerRecord) -> None:
         self._client = client
-        self._prefix = config.workers_prefix
         self._ttl_s = config.lease_ttl_s
         self._record = copy.deepcopy(record)
-        self._key = member_table.key_of(self._prefix, record)
+        self.key = key_of(config.workers_prefix, record)
         self._written = b""
         self._lease = 0  # 0: none
         self._renew_s = self._ttl_s / 3
-        self._connected = False
+        self.connected = False  # whether etcd answered the last time it was asked
         self._unwritten = asyncio.Event()
-        self._settled = asyncio.Event()  # the newest record is written, or cannot be for now
-        self._task: asyncio.Task[None] | None = None
-
-    @property
-    def connected(self) -> bool:
-        """Whether etcd answered the last time it was asked."""
-        return self._connected
-
-    async def __aenter__(self) -> Self:
-        """Writes the key and begins to keep it alive; Unavailable or ConfigError if it cannot."""
-        await self._client.connect(self._prefix)
         self._unwritten.set()
-        try:
-            await self._round()
-        except BaseException:  # the key may be written already
-            await self.__aexit__()
-            raise
-        self._task = asyncio.create_task(self._keep(), name=f"keep {self._key}")
-        return self
+        self._settled = asyncio.Event()  # the newest record is written, or cannot be for now
 
     async def update(self, record: WorkerRecord) -> None:
-        """Replaces the record; see `Registration`."""
-        self._record = member_table.copy_for_update(self._record, record)
+        """Replaces the record; incarnation and role stay, or InvalidRequest is raised.
+
+        Returns when etcd has it or turned out to be out of reach; then it is written as soon as
+        etcd is back, and `connected` is False meanwhile. An outage raises nothing.
+        """
+        self._record = copy_for_update(self._record, record)
         self._settled.clear()
         self._unwritten.set()
-        if self._connected:
+        if self.connected:
             await self._settled.wait()
 
-    async def __aexit__(self, *exc: object) -> None:
+    async def revoke(self) -> None:
         """Removes the key at once; if etcd cannot be reached its lease does so later."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
         if not self._lease:
             return
         try:
             async with asyncio.timeout(CALL_S):
                 await self._client.revoke(self._lease)
         except Stale:
-            log.info("the lease of %s was gone before it was given back", self._key)
+            log.info("the lease of %s was gone before it was given back", self.key)
         except (BatonError, TimeoutError) as error:
-            log.warning("%s is left to its lease's end: %s", self._key, error)
+            log.warning("%s is left to its lease's end: %s", self.key, error)
 
-    async def _keep(self) -> None:
+    async def keep(self) -> None:
+        """Writes again and again, until it is cancelled."""
         backoff = Backoff()
         try:
             while True:
@@ -116,55 +135,56 @@ class EtcdRegistration(AbstractAsyncContextManager["EtcdRegistration"]):
                     async with asyncio.timeout(self._renew_s):
                         await self._unwritten.wait()
                 try:
-                    await self._round()
+                    await self.write()
                     backoff.reset()
                 except BatonError as error:
                     self._lost(error)
                     await backoff.wait()
         except Exception:
-            log.exception("the registration of %s failed", self._key)
+            log.exception("the registration of %s failed", self.key)
             raise
         finally:
-            self._connected = False
+            self.connected = False
             self._settled.set()
 
-    async def _round(self) -> None:
+    async def write(self) -> None:
+        """One round; raises BatonError."""
         if not self._lease or await self._client.keep_alive(self._lease) <= 0:
             if self._lease:
-                log.warning("the lease of %s is gone; registering again", self._key)
+                log.warning("the lease of %s is gone; registering again", self.key)
             self._lease, ttl_s = await self._client.grant(self._ttl_s)
             self._renew_s = ttl_s / 3
             self._unwritten.set()
         elif not self._unwritten.is_set():
             await self._check_stored()
-        self._connected = True
+        self.connected = True
         if self._unwritten.is_set():
             self._unwritten.clear()
             self._written = json_format.MessageToJson(self._record, indent=None).encode()
-            await self._client.put(self._key, self._written, self._lease)
+            await self._client.put(self.key, self._written, self._lease)
         if not self._unwritten.is_set():
             self._settled.set()
 
     async def _check_stored(self) -> None:
         """Has the record written again if the store does not hold it as it was written."""
-        stored = await self._client.get(self._key)
+        stored = await self._client.get(self.key)
         if stored is None or (stored.value, stored.lease) != (self._written, self._lease):
             what = "was changed" if stored else "was deleted"
-            log.warning("%s %s by another process; writing it again", self._key, what)
+            log.warning("%s %s by another process; writing it again", self.key, what)
             self._unwritten.set()
 
     def _lost(self, error: BatonError) -> None:
-        if self._connected:
-            log.warning("%s cannot be kept alive for now: %s", self._key, error)
+        if self.connected:
+            log.warning("%s cannot be kept alive for now: %s", self.key, error)
         if isinstance(error, Stale):
             self._lease = 0
-        self._connected = False
+        self.connected = False
         # Whatever the store remembers when it comes back, the newest record is written again.
         self._unwritten.set()
         self._settled.set()
 
 
-class EtcdWatch(AbstractAsyncContextManager[Membership]):
+class _Watch:
     """One watcher of all workers: lists at revision R, watches from R + 1, again after every break.
 
     After a break the watch resumes at the last revision seen, so that departures meanwhile come as
@@ -182,31 +202,12 @@ class EtcdWatch(AbstractAsyncContextManager[Membership]):
         self._revision: int | None = None  # everything up to it is known; None: unknown
         self._grace: asyncio.TimerHandle | None = None
         self._backoff = Backoff()
-        self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Membership:
-        """Lists the members and begins to follow; Unavailable or ConfigError if it cannot."""
-        self._take(await self._client.connect(self._prefix))
-        self._publish(connected=True)
-        self._task = asyncio.create_task(self._follow(), name=f"watch {self._prefix}")
-        return self.membership
-
-    async def __aexit__(self, *exc: object) -> None:
-        """Ends the watch and all readers of `membership`."""
-        assert self._task is not None, "entered before"
-        self._hold_grace()
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        self.membership.close()
-
-    async def _follow(self) -> None:
-        listed = True
+    async def follow(self) -> None:
         try:
             while True:
                 try:
-                    if not listed:
-                        self._take(await self._client.range(self._prefix))
-                    listed = False
+                    self.take(await self._client.range(self._prefix))
                     await self._listen()
                 except BatonError as error:
                     self._lost(error)
@@ -215,7 +216,11 @@ class EtcdWatch(AbstractAsyncContextManager[Membership]):
             log.exception("the watch of %s failed", self._prefix)
             raise
         finally:
-            self.membership.close()
+            self.close()
+
+    def close(self) -> None:
+        self._hold_grace()
+        self.membership.close()
 
     async def _listen(self) -> None:
         """Applies events until the stream breaks (raises) or history is compacted (returns)."""
@@ -233,23 +238,23 @@ class EtcdWatch(AbstractAsyncContextManager[Membership]):
 
     def _apply(self, response: etcd_pb2.WatchResponse) -> None:
         for event in response.events:
-            incarnation, revision = member_table.incarnation_of(event.kv.key), event.kv.mod_revision
+            incarnation, revision = incarnation_of(event.kv.key), event.kv.mod_revision
             if event.type == etcd_pb2.Event.DELETE:
                 self._table.delete(incarnation, revision)
-            elif (record := _decoded(event.kv)) is not None:
+            elif (record := decode(event.kv.key, event.kv.value)) is not None:
                 self._table.put(incarnation, record, revision)
             self._revision = revision
         if not response.events and not response.created:  # a progress report
             self._revision = response.header.revision
-        self._publish(connected=True)
+        self.publish(connected=True)
 
-    def _take(self, listing: etcd_pb2.RangeResponse) -> None:
+    def take(self, listing: etcd_pb2.RangeResponse) -> None:
         """Takes over a listing. The watch goes on where it was, unless the store started over."""
         self._table.listed(
             {
                 record.incarnation: (record, kv.mod_revision)
                 for kv in listing.kvs
-                if (record := _decoded(kv)) is not None
+                if (record := decode(kv.key, kv.value)) is not None
             }
         )
         newest = listing.header.revision
@@ -266,28 +271,19 @@ class EtcdWatch(AbstractAsyncContextManager[Membership]):
     def _give_up(self) -> None:
         for incarnation in sorted(self._table.drop_missing()):
             log.warning("member %s did not come back", incarnation)
-        self._publish(connected=True)
+        self.publish(connected=True)
 
     def _lost(self, error: BatonError) -> None:
         if self.membership.connected:
             log.warning("serving on the last known members: %s", error)
         # While no worker can register, none is dropped.
         self._hold_grace()
-        self._publish(connected=False)
+        self.publish(connected=False)
 
     def _hold_grace(self) -> None:
         if self._grace is not None:
             self._grace.cancel()
             self._grace = None
 
-    def _publish(self, *, connected: bool) -> None:
+    def publish(self, *, connected: bool) -> None:
         self.membership.publish(self._table.records, connected=connected)
-
-
-def _decoded(kv: etcd_pb2.KeyValue) -> WorkerRecord | None:
-    """The record at a key; None, and a warning, when something else was written there."""
-    try:
-        return member_table.decode(kv.key, kv.value)
-    except InvalidRequest as error:
-        log.warning("%s", error)
-        return None

@@ -1,8 +1,7 @@
 """A thin asyncio client of etcd: several endpoints, TLS, passwords, a deadline on every call.
 
 It knows etcd's API and its ways of failing, and nothing of workers. A call that fails on one
-endpoint is tried on the next; when all have failed it waits once for a connection. Every operation
-here may be repeated without harm.
+endpoint is tried on the next. Every operation here may be repeated without harm.
 """
 
 from __future__ import annotations
@@ -73,11 +72,10 @@ class _Endpoint:
 
     def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
         self.name = address
-        self.channel = (
-            grpc.aio.secure_channel(address, credentials, options=OPTIONS)
-            if credentials
-            else grpc.aio.insecure_channel(address, options=OPTIONS)
-        )
+        if credentials:
+            self.channel = grpc.aio.secure_channel(address, credentials, options=OPTIONS)
+        else:
+            self.channel = grpc.aio.insecure_channel(address, options=OPTIONS)
         self.kv = etcd_pb2_grpc.KVStub(self.channel)
         self.lease = etcd_pb2_grpc.LeaseStub(self.channel)
         self.watch = etcd_pb2_grpc.WatchStub(self.channel)
@@ -109,7 +107,6 @@ class EtcdClient:
         self._token: str | None = None  # "": etcd has authentication switched off
 
     async def close(self) -> None:
-        """Closes all channels."""
         endpoints, self._endpoints = self._endpoints, []
         for endpoint in endpoints:
             await endpoint.channel.close(None)
@@ -140,7 +137,6 @@ class EtcdClient:
         return found
 
     async def get(self, key: str) -> etcd_pb2.KeyValue | None:
-        """What is stored at `key`."""
         request = etcd_pb2.RangeRequest(key=key.encode())
         found = await self._call(lambda at: at.kv.Range, request)
         return found.kvs[0] if found.kvs else None
@@ -149,11 +145,6 @@ class EtcdClient:
         """Writes `key` under `lease`; raises Stale when that lease is gone."""
         request = etcd_pb2.PutRequest(key=key.encode(), value=value, lease=lease)
         await self._call(lambda at: at.kv.Put, request)
-
-    async def compact(self, revision: int) -> None:
-        """Discards history before `revision`."""
-        request = etcd_pb2.CompactionRequest(revision=revision, physical=True)
-        await self._call(lambda at: at.kv.Compact, request)
 
     async def grant(self, ttl_s: int) -> tuple[int, int]:
         """(id, seconds to live) of a new lease; etcd may give more time than was asked for."""
@@ -229,30 +220,23 @@ class EtcdClient:
                 raise meaning from error
 
     async def _call(self, pick: Pick, request: Any) -> Any:
-        """Tries each endpoint once, then waits once for a connection."""
-        first: Unavailable | None = None
+        """Tries each endpoint once, and raises what the first one did."""
+        errors: list[Unavailable] = []
         for _ in self._addresses:
             try:
-                return await self._attempt(pick, request, wait_for_ready=False)
+                return await self._attempt(pick, request)
             except Unavailable as error:
-                first = first or error
+                errors.append(error)
                 self._current = (self._current + 1) % len(self._addresses)
-        try:
-            return await self._attempt(pick, request, wait_for_ready=True)
-        except Unavailable as error:
-            # An attempt that waits for a connection only learns that there was none.
-            raise first or error from error
+        raise errors[0]
 
-    async def _attempt(
-        self, pick: Pick, request: Any, *, wait_for_ready: bool, again: bool = True
-    ) -> Any:
+    async def _attempt(self, pick: Pick, request: Any, *, again: bool = True) -> Any:
         """Logs in where a user is configured, and `again` when etcd does not know the token."""
         at = self._endpoint()
-        options = {"timeout": CALL_S, "wait_for_ready": wait_for_ready}
         try:
             if self._user and self._token is None:
-                self._token = await self._log_in(at, options)
-            return await pick(at)(request, **options, metadata=self._metadata())
+                self._token = await self._log_in(at)
+            return await pick(at)(request, timeout=CALL_S, metadata=self._metadata())
         except grpc.aio.AioRpcError as rpc_error:
             error = _error_of(rpc_error, at.name, self._user)
             if not isinstance(error, Unauthenticated) or not again:
@@ -260,12 +244,12 @@ class EtcdClient:
             if not self._user:
                 raise ConfigError(str(error)) from rpc_error
         self._token = None
-        return await self._attempt(pick, request, wait_for_ready=wait_for_ready, again=False)
+        return await self._attempt(pick, request, again=False)
 
-    async def _log_in(self, at: _Endpoint, options: dict[str, Any]) -> str:
+    async def _log_in(self, at: _Endpoint) -> str:
         request = etcd_pb2.AuthenticateRequest(name=self._user, password=self._password)
         try:
-            return str((await at.auth.Authenticate(request, **options)).token)
+            return str((await at.auth.Authenticate(request, timeout=CALL_S)).token)
         except grpc.aio.AioRpcError as error:
             if "authentication is not enabled" in (error.details() or ""):
                 return ""
@@ -281,7 +265,6 @@ class EtcdClient:
 
 
 def _end_of(prefix: str) -> bytes:
-    """The first key after all that begin with `prefix`."""
     raw = prefix.encode()
     return raw[:-1] + bytes([raw[-1] + 1])
 
@@ -322,7 +305,6 @@ def _read(path: Path | None, option: str) -> bytes | None:
 def _error_of(
     error: grpc.aio.AioRpcError | asyncio.InvalidStateError, endpoint: str, user: str
 ) -> BatonError:
-    """The Baton error that a failed call to `endpoint` as `user` stands for."""
     if isinstance(error, asyncio.InvalidStateError):  # grpc.aio: a write on a call that has ended
         return Unavailable(f"etcd at {endpoint} ended the call")
     code, text = error.code(), error.details() or ""

@@ -118,7 +118,6 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         del self.filters["urlize"]  # seconds for a text of some megabytes
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """An operator of a template."""
         bounds = _bounds.get()
         bounds.take(_built_by(bounds, operator, left, right))
         return super().call_binop(context, operator, left, right)
@@ -163,7 +162,6 @@ def _before(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
 
 
 def _after(result: Any) -> Any:
-    """Counts what a call has made."""
     if isinstance(result, str | bytes):
         _bounds.get().take(len(result))
     elif isinstance(result, list | tuple | dict):

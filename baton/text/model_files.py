@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ CONFIG_FILE = "config.json"
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _GENERATION_CONFIG_FILE = "generation_config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
-_DEFAULT_TEMPLATE = "default"
 _MAX_COUNT = (1 << 31) - 1
 
 
@@ -50,27 +49,18 @@ class TextFiles:
     @classmethod
     def read(cls, path: Path) -> TextFiles:
         """Reads a directory or a bare config file; raises CheckpointError naming a broken file."""
-        config_file = path if path.is_file() else path / CONFIG_FILE
-        config = _read_json(config_file)
-        model = cls(
-            tokenizer_json=None,
-            chat_template=None,
-            special_tokens=MappingProxyType({}),
-            eos_token_ids=_eos_token_ids(config_file, config),
-            vocab_size=_count(config_file, config, "vocab_size"),
-            max_context=_count(config_file, config, "max_position_embeddings"),
-        )
-        if config_file is path:
-            return model
-        tokenizer_config = _read_json(path / _TOKENIZER_CONFIG_FILE)
+        config_file = path if path.is_file() else path / CONFIG_FILE  # beside a file is nothing
         generation_file = path / _GENERATION_CONFIG_FILE
-        return replace(
-            model,
+        config = _read_json(config_file)
+        tokenizer_config = _read_json(path / _TOKENIZER_CONFIG_FILE)
+        return cls(
             tokenizer_json=_read_text(path / TOKENIZER_FILE, MAX_TOKENIZER_BYTES),
             chat_template=_chat_template(path, tokenizer_config),
             special_tokens=_special_tokens(tokenizer_config),
             eos_token_ids=_eos_token_ids(generation_file, _read_json(generation_file))
-            or model.eos_token_ids,
+            or _eos_token_ids(config_file, config),
+            vocab_size=_count(config_file, config, "vocab_size"),
+            max_context=_count(config_file, config, "max_position_embeddings"),
         )
 
     @property
@@ -113,10 +103,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _count(file: Path, config: Mapping[str, Any], key: str) -> int:
-    value = 0 if config.get(key) is None else config[key]
-    if not _is_count(value):
+    value = config.get(key)
+    if value is not None and not _is_count(value):
         raise CheckpointError(f"{file}: {key} must be a whole number, not {quoted(value)}")
-    return int(value)
+    return value or 0
 
 
 def _is_count(value: object) -> bool:
@@ -149,9 +139,8 @@ def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> Temp
     file = directory / _TOKENIZER_CONFIG_FILE
     value = tokenizer_config.get("chat_template")
     if isinstance(value, list):
-        entries = [entry for entry in value if isinstance(entry, dict)]
-        named = {entry.get("name"): entry.get("template") for entry in entries}
-        value = named.get(_DEFAULT_TEMPLATE)
+        named = [entry for entry in value if isinstance(entry, dict)]
+        value = next((e.get("template") for e in named if e.get("name") == "default"), None)
     if value is None:
         return None
     if not isinstance(value, str):

@@ -33,6 +33,8 @@ class Tokenizer:
         # Equal to `text_fingerprint` of the same directory, on any machine.
         self.fingerprint = files.fingerprint
         self.pieces = TokenPieces(library)  # what `Detokenizer` reads
+        self.has_text = library is not None  # texts can be encoded, and output has a text
+        self.has_chat_template = library is not None and files.chat_template is not None
         self._library = library
         self._template: ChatTemplate | None = None
         if library is None:
@@ -47,16 +49,6 @@ class Tokenizer:
         name = files.special_tokens.get("eos_token")
         if not self.eos_token_ids and name and (token := library.token_to_id(name)) is not None:
             self.eos_token_ids = frozenset([token])
-
-    @property
-    def has_text(self) -> bool:
-        """Whether texts can be encoded, and output has a text."""
-        return self._library is not None
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether conversations can be encoded."""
-        return self._template is not None
 
     def encode(self, text: str, max_tokens: int = 0) -> list[int]:
         """Token ids, with the special tokens this tokenizer adds by default.

@@ -76,9 +76,9 @@ def _versions(device: torch.device, timeout_s: float) -> Hardware:
 
 
 def _peers(device: torch.device, timeout_s: float) -> Hardware:
-    own, reachable = gpu_uuid(device), reachable_gpus(device)
+    own, *peers = reachable_gpus(device)
     visible = [own, *(uuid for uuid in visible_gpus() if uuid != own)]
-    return Hardware(visible_gpus=visible, peer_gpus=[u for u in reachable if u != own])
+    return Hardware(visible_gpus=visible, peer_gpus=peers)
 
 
 def _links(device: torch.device, timeout_s: float) -> Hardware:

@@ -15,9 +15,8 @@ from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
 from baton.engine.blocks import CacheChanges
-from baton.engine.loop import StepReport
-from baton.engine.runner import CountsRows, StepRunner
-from baton.engine.sequence_table import Load
+from baton.engine.loop import Load, StepReport
+from baton.engine.runner import StepRunner
 from baton.errors import BatonError
 from baton.metrics.recorder import Attributes, Recorder
 from baton.v1 import worker_pb2
@@ -134,10 +133,9 @@ class WorkerMetrics:
     def __init__(self, config: WorkerConfig) -> None:
         self._recorder = Recorder(config.role, {"service.instance.id": config.incarnation})
         self.render = self._recorder.render
-        self.close = self._recorder.close
         cost_per_s, started = config.price_per_hour / 3600.0, time.monotonic()
         self._recorder.observe(
-            "baton.worker.cost", lambda: [((time.monotonic() - started) * cost_per_s, {})]
+            "baton.worker.cost", lambda: (time.monotonic() - started) * cost_per_s
         )
         if config.role == "decode":
             for outcome in _RESERVATIONS:
@@ -193,22 +191,22 @@ class WorkerMetrics:
 
         blocks = ("free", "cached", "held", "quarantined")
         observe = self._recorder.observe
-        observe("baton.engine.step.age", lambda: [(load().step_age_ms / 1e3, {})])
-        observe("baton.engine.queue", lambda: [(load().queue_tokens, {})])
+        observe("baton.engine.step.age", lambda: load().step_age_ms / 1e3)
+        observe("baton.engine.queue", lambda: load().queue_tokens)
         observe("baton.engine.sequences", lambda: states("", "running", "waiting"))
-        observe("baton.engine.tokens.computed", lambda: [(load().tokens_computed, {})])
-        observe("baton.engine.tokens.generated", lambda: [(load().tokens_generated, {})])
-        observe("baton.engine.preemptions", lambda: [(load().preemptions, {})])
+        observe("baton.engine.tokens.computed", lambda: load().tokens_computed)
+        observe("baton.engine.tokens.generated", lambda: load().tokens_generated)
+        observe("baton.engine.preemptions", lambda: load().preemptions)
         observe("baton.kv.blocks", lambda: states("blocks_", *blocks))
-        if isinstance(runner, CountsRows):
+        if runner.decode_rows:
             observe(
                 "baton.engine.gpu.rows",
                 lambda: [(rows, {"kind": kind}) for kind, rows in runner.decode_rows.items()],
             )
 
     def _drafted(self, drafts: int, right: int) -> None:
-        self._recorder.count("baton.engine.drafts", right, {"right": "yes"})
-        self._recorder.count("baton.engine.drafts", drafts - right, {"right": "no"})
+        self._recorder.count("baton.engine.draft_tokens", right, {"accepted": "yes"})
+        self._recorder.count("baton.engine.draft_tokens", drafts - right, {"accepted": "no"})
 
 
 def kind_of(report: StepReport) -> str:

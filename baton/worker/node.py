@@ -22,7 +22,7 @@ import grpc
 import torch
 import uvloop
 
-from baton import rpc, telemetry
+from baton import telemetry
 from baton.config import WorkerConfig, host_id, split_address
 from baton.engine import build
 from baton.engine.backends import cpu
@@ -30,7 +30,7 @@ from baton.engine.build import Loaded
 from baton.engine.loop import Engine, StepReport
 from baton.errors import ConfigError, InternalError, TransferFailed, Unavailable
 from baton.metrics.server import serving
-from baton.registry import EtcdRegistry, Membership, Registration, Registry
+from baton.registry import EtcdRegistration, EtcdRegistry, Membership
 from baton.server import EventLoop, Health, bind, settle
 from baton.telemetry import Telemetry
 from baton.text import text_fingerprint
@@ -47,10 +47,7 @@ from kvtransfer.transports.shm import SharedMemoryArea
 
 log = logging.getLogger(__name__)
 
-_ROLES = {
-    "prefill": common_pb2.WORKER_ROLE_PREFILL,
-    "decode": common_pb2.WORKER_ROLE_DECODE,
-}
+_ROLES = {"prefill": common_pb2.WORKER_ROLE_PREFILL, "decode": common_pb2.WORKER_ROLE_DECODE}
 STOP_GRACE_S = 2.0
 CLOSE_GRACE_S = 5.0  # for what ends right after the last transfer
 REGISTRY_TIMEOUT_S = 5.0
@@ -61,12 +58,9 @@ STALL_STEPS = 50  # mean steps that a step may take
 
 
 class Node(WorkerServiceServicer, ABC):
-    """One worker process, and what it answers about itself; its role is a subclass.
+    """One worker process, and what it answers about itself; its role is a subclass."""
 
-    `run()` returns when it has drained.
-    """
-
-    def __init__(self, config: WorkerConfig, registry: Registry, trace: Telemetry) -> None:
+    def __init__(self, config: WorkerConfig, registry: EtcdRegistry, trace: Telemetry) -> None:
         self.config, self.telemetry, self.tracer = config, trace, trace.tracer
         self.load_tracker = LoadTracker()
         self.metrics = WorkerMetrics(config)
@@ -87,8 +81,6 @@ class Node(WorkerServiceServicer, ABC):
         self._stepped = asyncio.Event()
         self._failure: Exception | None = None  # that no request here can survive
         self._health = Health()
-
-    # What makes it a prefill or a decode worker.
 
     @abstractmethod
     def begin(self, loaded: Loaded, pool: KvPool, usable: list[Transport]) -> None:
@@ -114,10 +106,8 @@ class Node(WorkerServiceServicer, ABC):
     async def close(self) -> None:
         """Gives up what still runs and frees everything."""
 
-    # What both have in common.
-
     async def run(self, load: Callable[[], tuple[Loaded, KvPool]]) -> None:
-        """From binding to leaving.
+        """From binding to leaving; returns when it has drained.
 
         Raises ConfigError when it cannot begin, Unavailable when the registry does not answer, and
         InternalError when the engine failed.
@@ -160,9 +150,11 @@ class Node(WorkerServiceServicer, ABC):
         load.step_age_ms = self.engine.step_age_s * 1e3
         return load
 
-    async def find(self, role: str, incarnation: str) -> common_pb2.WorkerRecord:
-        """The registry's record of a worker. Raises TransferFailed when it has none."""
+    async def find(self, incarnation: str) -> common_pb2.WorkerRecord:
+        """The registry's record of a worker of the other role. Raises TransferFailed when it has
+        none."""
         record = await self._members.find(incarnation, RECORD_WAIT_S)
+        role = "prefill" if self.config.role == "decode" else "decode"
         if record is None or record.role != _ROLES[role]:
             raise TransferFailed(f"the registry has no {role} worker {incarnation}")
         return record
@@ -172,11 +164,9 @@ class Node(WorkerServiceServicer, ABC):
         if self._stop.is_set():
             raise Unavailable(f"worker {self.record.incarnation} is draining")
 
-    @rpc.unary
     async def Describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
         return worker_pb2.DescribeResponse(record=self.record, load=self.load(), pairs=self.pairs())
 
-    @rpc.streaming
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
         watch = self.load_tracker.watch(WATCH_INTERVAL_S, request.heartbeat_ms / 1000)
         async with contextlib.aclosing(watch) as events:
@@ -186,13 +176,11 @@ class Node(WorkerServiceServicer, ABC):
                     load=self.load(), state=state, cache=cache, pairs=self.pairs()
                 )
 
-    @rpc.unary
     async def Drain(self, request: Any, context: Any) -> worker_pb2.DrainResponse:
         self._stop.set()
         await self._drained.wait()
         return worker_pb2.DrainResponse()
 
-    @rpc.unary
     async def KeepTraces(
         self, request: worker_pb2.KeepTracesRequest, context: Any
     ) -> worker_pb2.KeepTracesResponse:
@@ -231,7 +219,7 @@ class Node(WorkerServiceServicer, ABC):
                 self._failure = error
                 self._stop.set()
 
-    async def _serve(self, server: grpc.aio.Server, registration: Registration) -> None:
+    async def _serve(self, server: grpc.aio.Server, registration: EtcdRegistration) -> None:
         add_WorkerServiceServicer_to_server(self, server)
         self._health.add_to(server, [*self.add_to(server), "baton.v1.WorkerService"])
         await server.start()
@@ -250,13 +238,17 @@ class Node(WorkerServiceServicer, ABC):
         drain_s = 0.0 if failed else self.config.drain_s
         log.info("draining for at most %.0f s", drain_s)
         await self._enter(common_pb2.WORKER_STATE_DRAINING, registration)
-        await self._finish_work(drain_s)
+        try:
+            async with asyncio.timeout(drain_s):
+                await self.idle()
+        except TimeoutError:
+            log.warning("not idle after %.0f s: giving the rest back", drain_s)
         if self._failure is not None:
             raise InternalError(f"a step's report was lost: {self._failure}") from self._failure
         if failed:
             self.engine.ended.result()
 
-    async def _enter(self, state: common_pb2.WorkerState, registration: Registration) -> None:
+    async def _enter(self, state: common_pb2.WorkerState, registration: EtcdRegistration) -> None:
         self.record.state = state
         self.load_tracker.wake()
         await self._health.set(state == common_pb2.WORKER_STATE_READY)
@@ -265,13 +257,6 @@ class Node(WorkerServiceServicer, ABC):
                 await registration.update(self.record)
         except (TimeoutError, Unavailable):
             log.warning("the registry does not answer; routers get this state from Watch")
-
-    async def _finish_work(self, drain_s: float) -> None:
-        try:
-            async with asyncio.timeout(drain_s):
-                await self.idle()
-        except TimeoutError:
-            log.warning("not idle after %.0f s: giving the rest back", drain_s)
 
     async def _leave(self) -> None:
         """Frees everything, then ends the watches and answers Drain calls."""
@@ -305,7 +290,6 @@ def run(config: WorkerConfig, role: type[Node]) -> int:
 
 
 async def _run(config: WorkerConfig, role: type[Node]) -> int:
-    memory = PoolMemory(config.transport)
     service = f"baton-{config.role}"
     instance = {"service.instance.id": config.incarnation}
     trace = telemetry.setup(service, config.otlp, instance, config.trace_sample)
@@ -313,58 +297,54 @@ async def _run(config: WorkerConfig, role: type[Node]) -> int:
     try:
         async with contextlib.AsyncExitStack() as stack:
             node = role(config, registry, trace)
-            stack.callback(node.metrics.close)
             if config.metrics_port is not None:
                 page = serving(node.metrics.render, config.host, config.metrics_port)
                 await stack.enter_async_context(page)
-            await node.run(partial(_load, config, memory))
+            await node.run(partial(_load, config))
     finally:
         await registry.close()
         await asyncio.to_thread(trace.close)
-        memory.close()
     return 0
 
 
-def _load(config: WorkerConfig, memory: PoolMemory) -> tuple[build.Loaded, KvPool]:
+def _load(config: WorkerConfig) -> tuple[Loaded, KvPool]:
     """Everything slow, on a thread: the event loop keeps the worker's lease meanwhile."""
     settings = config.engine
     if config.role == "prefill":
         # Its steps are chunks: what only decode steps use would take memory and be idle.
         settings = replace(settings, graphs=False, overlap=False)
+    device, area = build.device_of(settings), None
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        nonlocal area
+        area = shareable_memory(device, num_bytes, config.transport)
+        return area.tensor if area else torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
     with cpu.pinned_to(settings.cpus):
-        loaded = build.load(settings, partial(memory.allocate, build.device_of(settings)))
-        if isinstance(memory.area, SharedMemoryArea) and not settings.simulate:
-            memory.area.touch()  # KV of simulated models is small; leave the memory free
-        pool = KvPool(loaded.runner.pool, memory.area)
+        loaded = build.load(settings, allocate)
+        if isinstance(area, SharedMemoryArea) and not settings.simulate:
+            area.touch()  # KV of simulated models is small; leave the memory free
+        pool = KvPool(loaded.runner.pool, area)
         copier.prepare(pool)
         build.warm_up(loaded)
     return loaded, pool
 
 
-class PoolMemory:
-    """Allocates a worker's KV pool: where workers of its machine can write, if possible."""
+def shareable_memory(
+    device: torch.device, num_bytes: int, transport: str
+) -> SharedMemoryArea | CudaArea | None:
+    """Zeroed memory for a KV pool, where workers of its machine can write; None where they cannot.
 
-    def __init__(self, transport: str) -> None:
-        self.area: SharedMemoryArea | CudaArea | None = None
-        self._transport = transport
-
-    def allocate(self, device: torch.device, num_bytes: int) -> torch.Tensor:
-        """Zeroed memory of a device; to be called once."""
-        if device.type == "cpu":
-            self.area = SharedMemoryArea(num_bytes)
-        elif self._transport in ("auto", "cuda_ipc"):
-            try:
-                self.area = CudaArea(num_bytes, device)
-            except OSError as error:
-                if self._transport == "cuda_ipc":
-                    raise ConfigError(f"--transport cuda_ipc: {error}") from error
-                log.warning("other processes cannot write into this GPU's KV: %s", error)
-        if self.area is None:
-            return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        return self.area.tensor
-
-    def close(self) -> None:
-        """Frees memory that outlives the process. A GPU's does not, and must not be freed earlier:
-        what another process has open may be written until then."""
-        if isinstance(self.area, SharedMemoryArea):
-            self.area.close()
+    It is freed with the process: what another one has open may be written until then. Raises
+    ConfigError when `transport` needs it.
+    """
+    if device.type == "cpu":
+        return SharedMemoryArea(num_bytes)
+    if transport in ("auto", "cuda_ipc"):
+        try:
+            return CudaArea(num_bytes, device)
+        except OSError as error:
+            if transport == "cuda_ipc":
+                raise ConfigError(f"--transport cuda_ipc: {error}") from error
+            log.warning("other processes cannot write into this GPU's KV: %s", error)
+    return None

@@ -96,14 +96,9 @@ def _output(timeout_s: float, *args: str) -> str:
     """What it prints; empty where it is missing, fails, or is not done in time."""
     try:
         done = subprocess.run(
-            [PROGRAM, *args],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=max(timeout_s, 0.0),
-            check=True,
-        )
+            [PROGRAM, *args], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            errors="replace", timeout=max(timeout_s, 0.0), check=True,
+        )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         log.debug("%s: %s", PROGRAM, error)
         return ""

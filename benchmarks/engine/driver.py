@@ -48,7 +48,7 @@ class Driver:
 
         def start() -> None:
             for sequence in sequences:
-                self._engine._sequences.resume(sequence.seq_id, context, 7)
+                self._engine.resume(sequence.seq_id, context, 7)
 
         self._engine.submit(start).result()
         ends: list[float] = []

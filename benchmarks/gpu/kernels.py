@@ -197,7 +197,7 @@ def _row_cases(part: Part) -> Iterator[KernelCase]:
 def _block_cases(part: Part) -> Iterator[KernelCase]:
     """Blocks of an 8B model, in random order."""
     layers = part.sized(32, 1)
-    pool: Key = {"dtype": "bf16", "layers": layers, "kv_heads": 8, "row": 128}
+    pool: Key = {"dtype": "bfloat16", "layers": layers, "kv_heads": 8, "row": 128}
     count = part.sized(_MOVED // (layers << 16), 3)
     for use in ("gather", "scatter", "copy", "checksum"):
         yield f"{use} blocks", "move_blocks", {**pool, "use": use, "blocks": count}

@@ -90,7 +90,7 @@ class OurEngine:
             model = GpuModel(*self._model_args)
             runner = on_gpu = GpuRunner(model, self._pool, self._sampler, settings, context)
             if graphs:
-                on_gpu.capture(lambda done, total: None)
+                on_gpu.capture()
         return Driver(
             Loaded(
                 Path(), self._config, runner, self._layout, NO_DESCRIPTOR, settings, context,

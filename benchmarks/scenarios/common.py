@@ -1,44 +1,100 @@
-"""Clusters for the scenarios, the options that describe them, and small parts of reports."""
+"""What scenarios share: clusters, the comparison of variants under loads, and bits of reports."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from baton.bench import servers
+from rich.console import Console
+
+from baton.bench import serve, servers
 from baton.bench.generator import Run
-from baton.bench.servers import RequestOptions, Server
-from baton.bench.stats import percentile
+from baton.bench.request import RequestOptions
+from baton.bench.servers import Server
+from baton.bench.stats import FIGURES, INTERFERENCE_FIGURES, Stats, percentile
+from baton.bench.terminal import Progress, median_table
+from baton.bench.workload import Settings
+from baton.cli import options
 from baton.client import AsyncClient
 from baton.config import ClusterConfig, EngineConfig
+from baton.errors import BatonError
 from baton.local.cluster import LocalCluster
-from benchmarks.environment import console
+from baton.options import build
+from benchmarks.child import Failed
+from benchmarks.environment import Missing, console, rotated
 
 TINY = Path(__file__).with_name("tiny.json")
 _POLL_S = 0.5
 
+Target = tuple[str, RequestOptions]
+Variants = Mapping[str, Callable[[], AbstractAsyncContextManager[Target]]]
 
-def add_cluster_options(
-    parser: argparse.ArgumentParser,
-    workers: int,
-    simulate: str = "",
-    kv_blocks: int = 4096,
-    chunk_tokens: int = 256,
-) -> None:
-    """How many workers of each role there are and what runs on them."""
-    add = parser.add_argument
-    add("--prefill", type=int, default=workers, help=f"prefill workers: {workers}")
-    add("--decode", type=int, default=workers, help=f"decode workers: {workers}")
-    speed = "TOKENS_PER_S,STEP_MS[,MS_PER_SEQUENCE]"
-    text = f"simulated engines of this speed (default: {simulate or 'the demo model, computed'})"
-    add("--simulate", default=simulate, metavar=speed, help=text)
-    add("--kv-blocks", type=int, default=kv_blocks, help="of 16 tokens, each worker")
-    add("--chunk-tokens", type=int, default=chunk_tokens, help="in one engine step")
+
+@dataclass
+class Comparison:
+    """Variants under the same loads, one at a time, in rounds whose order rotates.
+
+    Loads are runs of `baton bench serve`, by name. A variant that fails is left out from then on;
+    what there is when ctrl-C comes is kept.
+    """
+
+    loads: Mapping[str, Settings]
+    results: dict[str, dict[str, list[Stats]]] = field(default_factory=dict)  # by load, by variant
+    absent: dict[str, str] = field(default_factory=dict)  # and why
+    is_partial: bool = False
+
+    def run(self, variants: Variants, rounds: int) -> int:
+        """Measures and prints a table for each load; the exit status."""
+        self.results = {kind: {} for kind in self.loads}
+        try:
+            asyncio.run(self._rounds(variants, rounds))
+        except KeyboardInterrupt:  # what was started has been stopped on its way
+            self.is_partial = True
+        for kind, load in self.loads.items():
+            title = f"{kind}: median (min-max){', PARTIAL: ended early' * self.is_partial}"
+            figures = INTERFERENCE_FIGURES if load.interference else FIGURES
+            console.print("", median_table(title, figures, self.results[kind]), sep="\n")
+        return 130 if self.is_partial else int(bool(self.absent) and not any(self.results.values()))
+
+    async def _rounds(self, variants: Variants, rounds: int) -> None:
+        for round_ in range(rounds):
+            for name in rotated([name for name in variants if name not in self.absent], round_):
+                try:
+                    async with variants[name]() as target:
+                        await self._round(name, round_, target)
+                except (Missing, Failed, BatonError, OSError) as error:
+                    kind = "not installed" if isinstance(error, Missing) else "failed"
+                    self.absent[name] = f"{kind}: {error}"
+                    console.print(f"{name}: {self.absent[name]}")
+
+    async def _round(self, name: str, round_: int, target: Target) -> None:
+        progress = Progress(Console(stderr=True))
+        for place, (kind, load) in enumerate(self.loads.items()):
+            progress.say(f"round {round_ + 1}: {name}, {kind}")
+            # No two loads have a prompt in common, all variants have the same.
+            workload = replace(load.workload, seed=place << 16 | round_)
+            report = await serve.run(replace(load, workload=workload, targets=[target]), progress)
+            if report["partial"]:
+                raise KeyboardInterrupt
+            for complaint in report["generator"]["complaints"]:
+                console.print(f"{name}, {kind}: the generator was slow: {complaint}")
+            of_prompts = report["interference"] and report["interference"][0]["rounds"]
+            stats = of_prompts or [report["stages"][0]["servers"][0]["figures"]]
+            self.results[kind].setdefault(name, []).append(stats[0])
+
+
+def add_cluster_options(parser: argparse.ArgumentParser, workers: int, **engine: Any) -> None:
+    """How many workers of each role there are, and their engines; `engine`: other defaults."""
+    for role in ("prefill", "decode"):
+        parser.add_argument(f"--{role}", type=int, default=workers, help=f"workers: {workers}")
+    options.add_declared(parser, EngineConfig, f"engines (here by default: {engine})")
+    parser.set_defaults(engine={name.replace("_", "-"): value for name, value in engine.items()})
 
 
 def cluster(
@@ -47,20 +103,19 @@ def cluster(
     programs: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> LocalCluster:
     """The cluster that the options describe; `router` are more of its router's options."""
-    engine = EngineConfig(
-        model=str(TINY) if args.simulate else "demo",
-        random_weights=bool(args.simulate),
-        simulate=args.simulate,
-        kv_blocks=args.kv_blocks,
-        chunk_tokens=args.chunk_tokens,
-    )
-    model = f"simulated engines ({args.simulate})" if args.simulate else "the demo model"
-    console.print(
-        f"{args.prefill} prefill and {args.decode} decode workers of {model}, {args.kv_blocks} KV "
-        f"blocks and chunks of {args.chunk_tokens} tokens each"
-    )
+    values = args.engine | vars(args)
+    if "simulate" in values:
+        values = {"random-weights": str(TINY)} | values
+    engine = build(EngineConfig, values)
     config = ClusterConfig(engine=engine, port=0, prefill=args.prefill, decode=args.decode)
     return LocalCluster(config, extra_args={"router": router}, programs=programs)
+
+
+@asynccontextmanager
+async def target_of(cluster: LocalCluster, **options: Any) -> AsyncIterator[Target]:
+    """A cluster's router as a variant, while the cluster runs."""
+    async with cluster:
+        yield cluster.address, RequestOptions(**options)
 
 
 def connected(url: str, **options: Any) -> AbstractAsyncContextManager[Server]:

@@ -1,36 +1,26 @@
 """When should decode compute a short prompt itself instead of getting it handed over?
 
-Two 1P1D clusters of the demo model stand side by side: in one every prompt is handed over, in the
-other decode computes every prompt. They are used in turn, so that what else runs on the machine
-disturbs both alike. First at rest: time to the first token and to the eighth. Then prompts beside
-six running streams, whose inter-token latency a prompt on decode makes longer.
-`RouterLimits.local_prefill_max_tokens` is the longest prompt for which decode is not worse.
+Two 1P1D clusters of the demo model take turns: in one every prompt is handed over, in the other
+decode computes every prompt. First at rest, then beside six running streams, whose inter-token
+latency a prompt on decode makes longer. `RouterLimits.local_prefill_max_tokens` is the longest
+prompt for which decode is not worse.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from functools import partial
 
-from baton.bench.generator import Generator
-from baton.bench.interference import Interference, interference
-from baton.bench.request import Demand, Outcome
-from baton.bench.servers import Server
-from baton.bench.stats import Stats, stats_of
-from baton.bench.terminal import INTERFERENCE_ROWS, median_table
+from baton.bench.workload import Interference, Lengths, Settings, Workload
 from baton.config import ClusterConfig, EngineConfig, RouterLimits
 from baton.local.cluster import LocalCluster
-from benchmarks.environment import console
-from benchmarks.scenarios.common import connected
+from benchmarks.scenarios.common import Comparison, Target, target_of
 
-_REST_ROWS = (
-    ("TTFT p50, ms", "ttft_s.p50", 1e3, ".1f"),
-    ("TPOT p50, ms", "tpot_s.p50", 1e3, ".2f"),
-    ("last token p50, ms", "e2e_s.p50", 1e3, ".1f"),
-    ("KV transfer p50, ms", "phases.transfer_s.p50", 1e3, ".1f"),
-    ("KiB moved in all", "phases.transfer_bytes", 1 / 1024, ".0f"),
-)
+_MOST = {"handed over": 0, "by decode": 100_000}  # tokens of prompts that decode computes
+_ALONE = Workload(concurrency=1, output_lengths=Lengths(8, 8))
+_STREAMS = Workload(concurrency=6, prompt_lengths=Lengths(64, 64), output_lengths=Lengths(200, 200))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -38,32 +28,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     lengths = [1, 8, 16, 32, 64, 96, 128, 256]
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="of the prompts")
     parser.add_argument("--repeats", type=int, default=11, help="requests for each prompt length")
-    parser.add_argument("--rounds", type=int, default=3, help="sets of streams for each of them")
+    parser.add_argument("--rounds", type=int, default=3, help="of both clusters: 3")
 
 
-async def main(args: argparse.Namespace) -> None:
-    async with AsyncExitStack() as stack:
-        servers: dict[str, Server] = {}
-        for name, most in (("handed over", 0), ("by decode", 100_000)):
-            limits = RouterLimits(local_prefill_max_tokens=most)
-            config = ClusterConfig(engine=EngineConfig(dtype=args.dtype), limits=limits, port=0)
-            cluster = await stack.enter_async_context(LocalCluster(config))
-            servers[name] = await stack.enter_async_context(connected(cluster.address))
-        for length in args.lengths:
-            outcomes: dict[str, list[Outcome]] = {name: [] for name in servers}
-            beside: dict[str, list[Stats]] = {name: [] for name in servers}
-            for repeat in range(args.repeats + 1):
-                for name, server in servers.items():
-                    demand = Demand(0.0, ((random.getrandbits(60), length),), 8)  # in no cache
-                    run = await Generator(server).closed_loop([demand], 1)
-                    outcomes[name] += run.outcomes if repeat else []  # the first warms up
-            load = Interference(prompt=length, every_s=0.2, periods=20, ramp_s=1.0)
-            for number in range(args.rounds):
-                for name, server in servers.items():
-                    seed = random.getrandbits(32)
-                    stats, _ = await interference(server, load, seed, number % 2 == 0)
-                    beside[name].append(stats)
-            rest = {name: [stats_of(done, 0.0)] for name, done in outcomes.items()}
-            console.print(median_table(f"\n{length} tokens, at rest", _REST_ROWS, rest))
-            title = f"{length} tokens beside streams"
-            console.print(median_table(title, INTERFERENCE_ROWS, beside))
+def main(args: argparse.Namespace) -> int:
+    def start(most: int) -> AbstractAsyncContextManager[Target]:
+        limits = RouterLimits(local_prefill_max_tokens=most)
+        config = ClusterConfig(engine=EngineConfig(dtype=args.dtype), limits=limits, port=0)
+        return target_of(LocalCluster(config))
+
+    loads: dict[str, Settings] = {}
+    for n in args.lengths:
+        one = replace(_ALONE, count=args.repeats, prompt_lengths=Lengths(n, n))
+        beside = Interference(n, every_s=0.2, periods=20, ramp_s=1.0)
+        loads[f"{n} tokens, at rest"] = Settings(one)
+        loads[f"{n} tokens beside streams"] = Settings(_STREAMS, interference=beside)
+    return Comparison(loads).run({k: partial(start, v) for k, v in _MOST.items()}, args.rounds)

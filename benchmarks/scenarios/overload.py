@@ -22,14 +22,8 @@ from baton.bench.servers import Server
 from baton.bench.stats import percentile
 from baton.bench.workload import Lengths, Workload
 from benchmarks.environment import console
-from benchmarks.scenarios.common import (
-    add_cluster_options,
-    blocks_held,
-    cluster,
-    connected,
-    lag_of,
-    spread,
-)
+from benchmarks.scenarios import common
+from benchmarks.scenarios.common import cluster, connected, spread
 
 _SIZES = Workload(prompt_lengths=Lengths(64, 512), output_lengths=Lengths(16, 64))
 _CALLERS = (4, 8, 16, 32)
@@ -41,7 +35,7 @@ _MIB = 2**20
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_cluster_options(parser, workers=2)
+    common.add_cluster_options(parser, workers=2, kv_blocks=4096, chunk_tokens=256)
     add = parser.add_argument
     add("--seconds", type=float, default=60.0, help="of overload: 60")
     add("--times", type=float, default=5.0, help="the capacity: 5")
@@ -64,7 +58,7 @@ async def main(args: argparse.Namespace) -> int:
         sampling = asyncio.create_task(_sample(router, memory))
         run = await Generator(server).open_loop(load.demands())
         sampling.cancel()
-        held = await blocks_held(local.address)
+        held = await common.blocks_held(local.address)
     before, half, end = memory[0], memory[len(memory) // 2], max(memory[-3:])
     goals = {
         **goals_of(run, args.ttft_target / 1e3),
@@ -74,7 +68,7 @@ async def main(args: argparse.Namespace) -> int:
     }
     for text, is_met in goals.items():
         console.print(f"{text}: {'met' if is_met else 'NOT met'}")
-    console.print(lag_of(run))
+    console.print(common.lag_of(run))
     return 0 if all(goals.values()) else 1
 
 
@@ -104,18 +98,16 @@ def goals_of(run: Run, target_s: float) -> dict[str, bool]:
     ttfts, ended_s = [ttft_s for _, ttft_s in accepted], [o.ended_s for o in refused]
     advised = sum(_RETRY_S[0] <= o.retry_after_s <= _RETRY_S[1] for o in refused)
     others = Counter(o.status for o in run.outcomes if o.status not in ("OK", _REFUSED))
-    texts = (
-        f"accepted {len(accepted)} ({len(accepted) / run.seconds:.1f}/s), all finished",
-        f"their TTFT {spread(ttfts)}, target {target_s * 1e3:g} ms at p99",
-        f"refused {len(refused)}, with usable advice {advised}",
-        f"refused after {spread(ended_s)}, goal {_REFUSAL_GOAL_S * 1e3:g} ms",
-        f"other endings: {dict(others) or 'none'}",
-    )
-    are_met = (
-        all(o.ok for o, _ in accepted),
-        percentile(ttfts, 99) <= target_s,
-        advised == len(refused),
-        max(ended_s, default=0.0) <= _REFUSAL_GOAL_S,
-        not others,
-    )
-    return dict(zip(texts, are_met, strict=True))
+    return {
+        f"accepted {len(accepted)} ({len(accepted) / run.seconds:.1f}/s), all finished": all(
+            o.ok for o, _ in accepted
+        ),
+        f"their TTFT {spread(ttfts)}, target {target_s * 1e3:g} ms at p99": (
+            percentile(ttfts, 99) <= target_s
+        ),
+        f"refused {len(refused)}, with usable advice {advised}": advised == len(refused),
+        f"refused after {spread(ended_s)}, goal {_REFUSAL_GOAL_S * 1e3:g} ms": (
+            max(ended_s, default=0.0) <= _REFUSAL_GOAL_S
+        ),
+        f"other endings: {dict(others) or 'none'}": not others,
+    }

@@ -10,28 +10,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 
-from baton.bench.generator import Generator
-from baton.bench.stats import Stats, stats_of
-from baton.bench.terminal import median_table
 from baton.bench.trace import Scale
-from baton.bench.workload import Workload
-from benchmarks.environment import console
-from benchmarks.scenarios import baseline_router
-from benchmarks.scenarios.common import add_cluster_options, blocks_held, cluster, connected, lag_of
+from baton.bench.workload import Settings, Workload
+from benchmarks.scenarios import baseline_router, common
+from benchmarks.scenarios.common import Comparison, Target
 
 _OWN = "baton"
 _POLICIES = (_OWN, *baseline_router.POLICIES)
-_ROWS = (
-    ("TTFT p50, ms", "ttft_s.p50", 1e3, ".0f"),
-    ("TTFT p99, ms", "ttft_s.p99", 1e3, ".0f"),
-    ("E2E p50, ms", "e2e_s.p50", 1e3, ".0f"),
-    ("E2E p99, ms", "e2e_s.p99", 1e3, ".0f"),
-    ("cached, %", "prefix_cache.share", 100, ".1f"),
-    ("requests/s", "requests_per_s", 1, ".1f"),
-    ("prompt tokens/s", "input_tokens_per_s", 1, ".0f"),
-)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -44,10 +33,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, default=4096, help="prompts are cut to so many: 4096")
     add("--rounds", type=int, default=3, help="of each policy: 3")
     add("--policies", nargs="+", choices=_POLICIES, default=_POLICIES)
-    add_cluster_options(parser, workers=4, simulate="8000,20", kv_blocks=16384)
+    common.add_cluster_options(
+        parser, workers=4, simulate="8000,20", kv_blocks=16384, chunk_tokens=256
+    )
 
 
-async def main(args: argparse.Namespace) -> None:
+def main(args: argparse.Namespace) -> int:
     scale = Scale(
         rate=args.rate,
         length=1 / args.length,
@@ -56,20 +47,13 @@ async def main(args: argparse.Namespace) -> None:
         max_output=args.max_tokens // 4,
         spread_ties=True,
     )
-    demands = list(Workload(trace=args.trace, scale=scale, count=args.count).demands())
-    tokens = sum(demand.prompt_tokens for demand in demands) / len(demands)
-    seconds = demands[-1].at_s
-    console.print(f"{len(demands)} requests in {seconds:.0f} s, {tokens:.0f} prompt tokens each")
-    rounds: dict[str, list[Stats]] = {policy: [] for policy in args.policies}
-    for _ in range(args.rounds):
-        for policy in args.policies:
-            program = (sys.executable, baseline_router.__file__, policy)
-            programs = {} if policy == _OWN else {"router": program}
-            async with cluster(args, programs=programs) as local:
-                async with connected(local.address, timeout_s=300.0) as server:
-                    run = await Generator(server).open_loop(demands)
-                held = await blocks_held(local.address)
-            stats = stats_of(run.outcomes, run.seconds)
-            rounds[policy].append(stats)
-            console.print(f"  {policy}: {stats['statuses']}, {held} blocks held; {lag_of(run)}")
-    console.print(median_table("\nmedian (min-max)", _ROWS, rounds))
+
+    def start(policy: str) -> AbstractAsyncContextManager[Target]:
+        program = (sys.executable, baseline_router.__file__, policy)
+        programs = {} if policy == _OWN else {"router": program}
+        return common.target_of(common.cluster(args, programs=programs), timeout_s=300.0)
+
+    workload = Workload(trace=args.trace, scale=scale, count=args.count)
+    loads = {"trace": Settings(workload, warm_up=0)}
+    variants = {policy: partial(start, policy) for policy in args.policies}
+    return Comparison(loads).run(variants, args.rounds)

@@ -19,12 +19,11 @@ at once: about ten bytes for each parameter.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -82,29 +81,6 @@ class Variant:
         return self._model.step(batch, self._pool).log_softmax(dim=-1)
 
 
-@dataclass
-class Score:
-    """What one variant made of a text, and how far it was from each reference at each token."""
-
-    nats: float = 0.0
-    tokens: int = 0
-    divergences: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    same: Counter[str] = field(default_factory=Counter)
-
-    def compare(self, reference: str, found: Tensor, expected: Tensor) -> None:
-        """Log-probabilities `[tokens, vocab]` of the variant and of the reference."""
-        terms = expected.exp() * (expected - found)
-        self.divergences[reference].append(terms.sum(dim=-1, dtype=torch.float64))
-        self.same[reference] += int((found.argmax(dim=-1) == expected.argmax(dim=-1)).sum())
-
-    def cells(self, reference: str) -> list[str]:
-        """Mean, 99th percentile and largest divergence, and how often the likeliest is the same."""
-        kl = torch.cat(self.divergences[reference])
-        mean, p99, most = float(kl.mean()), float(kl.quantile(0.99)), float(kl.max())
-        same = self.same[reference] / len(kl)
-        return [f"{mean:.6f}", f"{p99:.5f}", f"{most:.4f}", f"{same:.2%}"]
-
-
 def chunks(stream: Tensor, window: int) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(start in its window, tokens, the tokens after each): windows begin without context."""
     for first in range(0, len(stream) - 1, window):
@@ -114,18 +90,35 @@ def chunks(stream: Tensor, window: int) -> Iterator[tuple[int, Tensor, Tensor]]:
             yield start - first, stream[start:stop], stream[start + 1 : stop + 1]
 
 
-def score(variants: dict[str, Variant], stream: Tensor, window: int) -> dict[str, Score]:
-    """Every variant's score of a text's tokens, int64 `[tokens]`."""
-    scores = {name: Score() for name in variants}
+def score(
+    variants: dict[str, Variant], stream: Tensor, window: int
+) -> dict[str, dict[str, Tensor]]:
+    """What each variant makes of a text's tokens, int64 `[tokens]`: a value for each but the first.
+
+    "nats": how unlikely it was; "KL" and a reference's name: the divergence of the probabilities
+    from the reference's; "same": whether their likeliest token is.
+    """
+    values: defaultdict[str, defaultdict[str, list[Tensor]]]
+    values = defaultdict(lambda: defaultdict(list))
     for start, token_ids, targets in chunks(stream, window):
         found = {name: variant.read(token_ids, start) for name, variant in variants.items()}
-        for name, log_probs in found.items():
-            loss = F.nll_loss(log_probs, targets, reduction="none")
-            scores[name].nats += float(loss.double().sum())
-            scores[name].tokens += len(targets)
+        for name, own in found.items():
+            of = values[name]
+            of["nats"].append(F.nll_loss(own, targets, reduction="none").double())
             for reference in REFERENCES:
-                scores[name].compare(reference, log_probs, found[reference])
-    return scores
+                other = found[reference]
+                kl = F.kl_div(own, other, reduction="none", log_target=True)
+                of[f"KL {reference}"].append(kl.sum(dim=-1, dtype=torch.float64))
+                same = own.argmax(dim=-1) == other.argmax(dim=-1)
+                of[f"same {reference}"].append(same.double())
+    return {name: {n: torch.cat(parts) for n, parts in of.items()} for name, of in values.items()}
+
+
+def cells(of: dict[str, Tensor], reference: str) -> list[str]:
+    """Mean, 99th percentile and largest divergence, and how often the likeliest is the same."""
+    kl, same = of[f"KL {reference}"], of[f"same {reference}"]
+    mean, p99, most = float(kl.mean()), float(kl.quantile(0.99)), float(kl.max())
+    return [f"{mean:.6f}", f"{p99:.5f}", f"{most:.4f}", f"{float(same.mean()):.2%}"]
 
 
 def texts(file: Path | None) -> dict[str, list[str]]:
@@ -151,16 +144,6 @@ def encode(tokenizer: Tokenizer, documents: list[str], tokens_max: int) -> Tenso
     return torch.tensor(stream[: tokens_max + 1])
 
 
-def rows_of(
-    scores: dict[str, Score], variants: dict[str, Variant], num_bytes: int
-) -> Iterator[list[str]]:
-    """A row for each variant."""
-    for name, one in scores.items():
-        bits = one.nats / math.log(2) / num_bytes
-        fit = f"{one.nats / one.tokens:.4f}", f"{bits:.4f}", f"{variants[name].token_bytes}"
-        yield [name, *fit, *(cell for reference in REFERENCES for cell in one.cells(reference))]
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo", help="a model directory (default: demo)")
     parser.add_argument("--text", type=Path, help="a text file, UTF-8")
@@ -181,15 +164,19 @@ def main(args: argparse.Namespace) -> None:
         kv_blocks=window // EngineConfig.block_size + 1,
     )
     variants = {
-        name: Variant(dataclasses.replace(settings, **changes))  # type: ignore[arg-type]
+        name: Variant(replace(settings, **changes))  # type: ignore[arg-type]
         for name, changes in VARIANTS.items()
     }
     columns = ["nats/token", "bits/byte", "KV"]
-    for reference in REFERENCES:
-        columns += [f"KL {reference}", "p99", "max", "same"]
+    columns += [c for reference in REFERENCES for c in (f"KL {reference}", "p99", "max", "same")]
     for name, documents in texts(args.text).items():
         stream = encode(tokenizer, documents, args.tokens)
         num_bytes = len(tokenizer.decode(stream[1:].tolist()).encode())
-        rows = list(rows_of(score(variants, stream, window), variants, num_bytes))
+        rows = []
+        for variant, of in score(variants, stream, window).items():
+            nats = float(of["nats"].sum())
+            bits = nats / math.log(2) / num_bytes
+            fit = f"{nats / len(of['nats']):.4f}", f"{bits:.4f}", f"{variants[variant].token_bytes}"
+            rows.append([variant, *fit, *(cell for name in REFERENCES for cell in cells(of, name))])
         console.print(f"\n{name}: {len(stream) - 1} tokens, {num_bytes} bytes")
         console.print(table("", columns, rows))

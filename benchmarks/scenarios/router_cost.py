@@ -34,6 +34,7 @@ async def main(args: argparse.Namespace) -> None:
     # The demo model for its tokenizer: without one, streams over HTTP would carry empty texts.
     engine = EngineConfig(simulate="1e9,0", prefix_cache=False)
     http = ports.free()
+    gateway = f"http://127.0.0.1:{http}"
     load = Workload(
         prompt_lengths=Lengths(16, 16), output_lengths=Lengths(args.tokens, args.tokens)
     )
@@ -49,8 +50,12 @@ async def main(args: argparse.Namespace) -> None:
     async with LocalCluster(ClusterConfig(engine=engine, port=0, http_port=http)) as cluster:
         processes = {n: psutil.Process(p.pid) for n, p in cluster.processes.items()}
         processes["client"] = psutil.Process()
-        for name, url in (("gRPC", cluster.address), ("HTTP", f"http://127.0.0.1:{http}")):
-            async with connected(url) as server:
+        for name, url, stream in (
+            ("gRPC", cluster.address, True),
+            ("HTTP, streams", gateway, True),
+            ("HTTP, whole answers", gateway, False),
+        ):
+            async with connected(url, stream=stream) as server:
                 await send(server, 0, 50, 1)  # warms up
                 outcomes = (await send(server, 1, args.requests // 2, 1)).outcomes
                 first, end = (o.ttft_s for o in outcomes), (o.ended_s for o in outcomes)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.bench.generator import Generator
-from baton.bench.request import IdRange
+from baton.bench.interference import stream_stats
 from baton.bench.workload import Lengths, Workload
 from baton.config import ClusterConfig, EngineConfig
 from baton.local.cluster import LocalCluster
@@ -57,7 +57,7 @@ async def main(args: argparse.Namespace) -> None:
     shares = []
     async with (
         LocalCluster(ClusterConfig(engine=engine, port=0)) as cluster,
-        connected(cluster.address, ids=IdRange(10, shape.vocab)) as server,
+        connected(cluster.address, ids=range(10, shape.vocab)) as server,
     ):
         for number in range(args.rounds + 1):
             seconds, _ = await asyncio.to_thread(alone.decode, batch, context, tokens // 2)
@@ -65,11 +65,11 @@ async def main(args: argparse.Namespace) -> None:
             demands = replace(load, seed=number).demands()
             run = await Generator(server).closed_loop(demands, batch)
             assert run.ok == batch, run.outcomes[0].message
-            times = [[o.sent_s + t for t in o.token_times_s[1:]] for o in run.outcomes]
-            begin, end = max(t[0] for t in times), min(t[-1] for t in times)
-            if end <= begin:
+            begin_s = max(o.sent_s + o.token_times_s[0] for o in run.outcomes)
+            end_s = min(o.sent_s + o.token_times_s[-1] for o in run.outcomes)
+            if end_s <= begin_s:
                 raise SystemExit("a stream ended before the last one began: raise --tokens")
-            by_cluster = sum(begin < t <= end for stream in times for t in stream) / (end - begin)
+            by_cluster = stream_stats(run.outcomes, (begin_s, end_s))["tokens_per_s"]
             if number:  # the first warms up
                 shares.append(by_cluster / by_engine)
                 console.print(

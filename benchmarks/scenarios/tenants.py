@@ -31,7 +31,7 @@ _HEAD_START_S = 3.0  # of the flood, which lasts as much longer
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_cluster_options(parser, workers=2, simulate="8000,10,0.2", chunk_tokens=128)
+    add_cluster_options(parser, workers=2, simulate="8000,10,0.2", kv_blocks=4096, chunk_tokens=128)
     add = parser.add_argument
     add("--seconds", type=float, default=20.0, help="of each part of a round: 20")
     add("--rounds", type=int, default=3, help="3")

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kvtransfer.digest import MIX_1, MIX_2, STEP
 from kvtransfer.kernels import reference
@@ -88,45 +89,35 @@ def move_blocks(
     tl.atomic_add(sums, tl.sum(total, axis=0).to(tl.int64, bitcast=True))
 
 
-def gather(
-    pool: KvPool, slots: Slots, out: torch.Tensor, sums: torch.Tensor, first_word: int
-) -> torch.Tensor:
+def gather(pool: KvPool, slots: Slots, out: Tensor, sums: Tensor, first_word: int) -> Tensor:
     """As `reference.gather`."""
     data = out[: pool.nbytes(slots)]
-    _launch(pool, slots, pool.blocks, data, sums, first_word, ids=(slots, None))
+    _launch(pool, slots, pool.blocks, data, sums, first_word, (slots, None), LOCAL_PROGRAMS)
     return data
 
 
-def scatter(
-    data: torch.Tensor, pool: KvPool, slots: Slots, sums: torch.Tensor, first_word: int
-) -> None:
+def scatter(data: Tensor, pool: KvPool, slots: Slots, sums: Tensor, first_word: int) -> None:
     """As `reference.scatter`."""
-    _launch(pool, slots, data, pool.blocks, sums, first_word, ids=(None, slots))
+    _launch(pool, slots, data, pool.blocks, sums, first_word, (None, slots), LOCAL_PROGRAMS)
 
 
 def copy(
-    source: KvPool, local: Slots, target: KvPool, remote: Slots, sums: torch.Tensor, first_word: int
+    source: KvPool, local: Slots, target: KvPool, remote: Slots, sums: Tensor, first_word: int
 ) -> None:
     """As `reference.copy`; `target` may lie on another GPU that this one can write to."""
     ids = (local, remote)
     _launch(source, local, source.blocks, target.blocks, sums, first_word, ids, LINK_PROGRAMS)
 
 
-def checksum(pool: KvPool, slots: Slots, sums: torch.Tensor, first_word: int) -> None:
+def checksum(pool: KvPool, slots: Slots, sums: Tensor, first_word: int) -> None:
     """As `reference.checksum`; `pool` may lie on another GPU that this one can read."""
-    _launch(pool, slots, pool.blocks, None, sums, first_word, ids=(slots, None))
+    _launch(pool, slots, pool.blocks, None, sums, first_word, (slots, None), LOCAL_PROGRAMS)
 
 
 def _launch(
-    pool: KvPool,
-    slots: Slots,
-    source: torch.Tensor,
-    target: torch.Tensor | None,
-    sums: torch.Tensor,
-    first_word: int,
-    ids: tuple[Slots | None, Slots | None],
-    programs: int = LOCAL_PROGRAMS,
-) -> None:
+    pool: KvPool, slots: Slots, source: Tensor, target: Tensor | None, sums: Tensor,
+    first_word: int, ids: tuple[Slots | None, Slots | None], programs: int,
+) -> None:  # fmt: skip
     """`ids`: which blocks of a pool are read and written; None where staging memory is."""
     num_blocks = len(slots.block_ids)
     read, written = (_on_device(one, sums.device) for one in ids)  # `pool` may be a neighbour's
@@ -143,7 +134,7 @@ def _launch(
     )  # fmt: skip
 
 
-def _on_device(slots: Slots | None, device: torch.device) -> torch.Tensor | None:
+def _on_device(slots: Slots | None, device: torch.device) -> Tensor | None:
     """Block ids, int32, on their way to the device in the current stream."""
     if slots is None:
         return None
@@ -152,65 +143,53 @@ def _on_device(slots: Slots | None, device: torch.device) -> torch.Tensor | None
     return ids.to(device, non_blocking=True)
 
 
-_USES: dict[str, Callable[..., object]] = {  # by `reference`, or by this module's functions
-    "gather": lambda by, at, to, out, data, sums: by.gather(*at, out, sums, _FIRST),
-    "scatter": lambda by, at, to, out, data, sums: by.scatter(data, *to, sums, _FIRST),
-    "copy": lambda by, at, to, out, data, sums: by.copy(*at, *to, sums, _FIRST),
-    "checksum": lambda by, at, to, out, data, sums: by.checksum(*at, sums, _FIRST),
-}
-_FIRST = 1 << 33
-
-
 def _trial(shape: Mapping[str, Any], device: torch.device) -> SimpleNamespace:
     """One use of the kernel on blocks in random order, the last one partly filled."""
-    count, dtype = shape["blocks"], {"bf16": torch.bfloat16, "int8": torch.int8}[shape["dtype"]]
+    use, count, dtype = shape["use"], shape["blocks"], getattr(torch, shape["dtype"])
     sizes = (count + 6, shape["layers"], 2, shape["kv_heads"], 16, shape["row"])
     dice = random.Random(shape.get("ragged", 0))  # noqa: S311 - blocks of a test
     tokens = 16 * count - dice.randint(0, 15)
     local, remote = (Slots(tuple(dice.sample(range(count + 6), count)), tokens) for _ in "lr")
 
-    def octets(num_bytes: int) -> torch.Tensor:
+    def octets(num_bytes: int) -> Tensor:
         return torch.randint(256, (num_bytes,), dtype=torch.uint8, device=device)
 
-    def zeros() -> tuple[KvPool, torch.Tensor, torch.Tensor]:
+    def empty() -> tuple[KvPool, Tensor, Tensor]:
         target = KvPool(torch.zeros(sizes, dtype=dtype, device=device))
-        sums = torch.zeros(1, dtype=torch.int64, device=device)
-        return target, torch.zeros_like(data), sums
+        return target, torch.zeros_like(data), torch.zeros(1, dtype=torch.int64, device=device)
 
     source = KvPool(octets(dtype.itemsize * math.prod(sizes)).view(dtype).view(sizes))
     data = octets(source.nbytes(local))
-    mine = zeros()
+    mine = empty()
 
-    def run(
-        by: Any, target: KvPool, out: torch.Tensor, sums: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        _USES[shape["use"]](by, (source, local), (target, remote), out, data, sums)
+    def run(by: Any, target: KvPool, out: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
+        arguments: dict[str, tuple[object, ...]] = {
+            "gather": (source, local, out),
+            "scatter": (data, target, remote),
+            "copy": (source, local, target, remote),
+            "checksum": (source, local),
+        }
+        getattr(by, use)(*arguments[use], sums, 1 << 33)
         return target.blocks, out, sums
 
     return SimpleNamespace(
         key={},
         run=lambda config: run(sys.modules[__name__], *mine),
-        reference=lambda: run(reference, *zeros()),
-        moved_bytes=len(data) * (1 if shape["use"] == "checksum" else 2),
+        reference=lambda: run(reference, *empty()),
+        moved_bytes=len(data) * (1 if use == "checksum" else 2),
         flops=0.0,
         tolerance=0.0,
     )
 
 
-# With the fields of `baton.engine.ops.triton.spec`: nothing of `kvtransfer` imports an engine.
-SPECS = (
-    SimpleNamespace(
-        name="move_blocks",
-        trial=_trial,
-        cases=[
-            {"use": use, **pool, "blocks": 3}
-            for use in _USES
-            for pool in (
-                {"dtype": "bf16", "layers": 32, "kv_heads": 8, "row": 128},
-                {"dtype": "int8", "layers": 24, "kv_heads": 2, "row": 68},
-            )
-        ],
-        configs=None,
-        shapes=(),
-    ),
+_POOLS: tuple[dict[str, int | str], ...] = (
+    {"dtype": "bfloat16", "layers": 32, "kv_heads": 8, "row": 128},
+    {"dtype": "int8", "layers": 24, "kv_heads": 2, "row": 68},
 )
+_CASES = [
+    {"use": use, **pool, "blocks": 3}
+    for use in ("gather", "scatter", "copy", "checksum")
+    for pool in _POOLS
+]
+# With the fields of `baton.engine.ops.triton.spec`: nothing of `kvtransfer` imports an engine.
+SPECS = (SimpleNamespace(name="move_blocks", trial=_trial, cases=_CASES, configs=None, shapes=()),)

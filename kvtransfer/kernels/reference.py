@@ -6,31 +6,27 @@ place `first_word`, to `sums`, int64 `[1]` on the pool's device. Nothing waits f
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from kvtransfer.digest import word_sum
 from kvtransfer.pool import KvPool, Slots, runs
 
 
-def gather(
-    pool: KvPool, slots: Slots, out: torch.Tensor, sums: torch.Tensor, first_word: int
-) -> torch.Tensor:
+def gather(pool: KvPool, slots: Slots, out: Tensor, sums: Tensor, first_word: int) -> Tensor:
     """Copies the slots' bytes in canonical order to the front of `out`; returns that part."""
     data = pool.gather(slots, out)
     sums += word_sum(data, first_word)
     return data
 
 
-def scatter(
-    data: torch.Tensor, pool: KvPool, slots: Slots, sums: torch.Tensor, first_word: int
-) -> None:
+def scatter(data: Tensor, pool: KvPool, slots: Slots, sums: Tensor, first_word: int) -> None:
     """The way back: `data` as `gather` returned it, into the slots and nowhere else."""
     sums += word_sum(data, first_word)
     pool.scatter(data, slots)
 
 
 def copy(
-    source: KvPool, local: Slots, target: KvPool, remote: Slots, sums: torch.Tensor, first_word: int
+    source: KvPool, local: Slots, target: KvPool, remote: Slots, sums: Tensor, first_word: int
 ) -> None:
     """Copies slots of one pool to as many of another."""
     checksum(source, local, sums, first_word)
@@ -42,13 +38,8 @@ def copy(
         target.tail(remote.block_ids[full], fill).copy_(tail)
 
 
-def checksum(pool: KvPool, slots: Slots, sums: torch.Tensor, first_word: int) -> None:
+def checksum(pool: KvPool, slots: Slots, sums: Tensor, first_word: int) -> None:
     """Only reads."""
-    full, fill = divmod(slots.num_tokens, pool.block_size)
-    words = pool.block_bytes // 4
-    for first, block, count in runs(slots.block_ids[:full]):
-        data = pool.blocks[block : block + count].view(-1)
-        sums += word_sum(data, first_word + first * words).to(sums.device)
-    if fill:
-        tail = pool.tail(slots.block_ids[full], fill).contiguous().view(-1)
-        sums += word_sum(tail, first_word + full * words).to(sums.device)
+    for start, _, piece in pool.pieces(slots):
+        found = word_sum(piece.contiguous().view(-1), first_word + start // 4)
+        sums += found.to(sums.device)

@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import socket
 import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -170,10 +172,10 @@ class Staging:
     """Lends pairs of message buffers, `max_lent` at a time, and keeps them. Any thread."""
 
     def __init__(self, max_lent: int = 8) -> None:
-        self._max_lent = max_lent
-        self._lent = 0
-        self._free: list[torch.Tensor] = []  # uint8 [2, bytes]
-        self._changed = threading.Condition()
+        # uint8 [2, bytes], or None: to be allocated. What was returned last is lent next.
+        self._free: queue.LifoQueue[torch.Tensor | None] = queue.LifoQueue()
+        for _ in range(max_lent):
+            self._free.put(None)
 
     @contextmanager
     def lend(self, num_bytes: int, device: torch.device, deadline: float) -> Iterator[torch.Tensor]:
@@ -182,50 +184,39 @@ class Staging:
         After a failure they are not reused: a message that comes too late might still be written
         into them. Raises RuntimeError when none was returned in time.
         """
-        with self._changed:
-            left = deadline - time.monotonic()
-            if not self._changed.wait_for(lambda: self._lent < self._max_lent, max(left, 0.0)):
-                raise RuntimeError("no staging memory became free in time")
-            self._lent += 1
-            fits = (b for b in self._free if b.shape[1] >= num_bytes and b.device == device)
-            buffers = next(fits, None)
-            self._free = [kept for kept in self._free if kept is not buffers]
         try:
-            if buffers is None:
+            buffers = self._free.get(timeout=max(deadline - time.monotonic(), 0.0))
+        except queue.Empty:
+            raise RuntimeError("no staging memory became free in time") from None
+        returned = None
+        try:
+            if buffers is None or buffers.shape[1] < num_bytes or buffers.device != device:
                 buffers = torch.empty((2, num_bytes), dtype=torch.uint8, device=device)
             yield buffers
-            with self._changed:
-                self._free.append(buffers)
+            returned = buffers
         finally:
-            with self._changed:
-                self._lent -= 1
-                self._changed.notify()
+            self._free.put(returned)
 
 
+@dataclass(eq=False)
 class _End(Link, Listener):
     """One end of a pair: the process group and its store, for one thread except for `abort`."""
 
-    def __init__(
-        self,
-        transport: ProcessGroupTransport,
-        pool: KvPool,
-        rank: int,
-        store: PrefixStore,
-        message_bytes: int,
-        endpoint: bytes,
-    ) -> None:
-        super().__init__(endpoint)
-        self._transport, self._pool, self._rank, self._store = transport, pool, rank, store
-        self._message_bytes = message_bytes
-        self._group: Any = None
-        self._copier: Copier | None = None
-        self._guard = threading.Lock()
-        self._aborted = False
+    _transport: ProcessGroupTransport
+    _pool: KvPool
+    _rank: int
+    _store: PrefixStore
+    _message_bytes: int
+    endpoint: bytes
+    _group: Any = None
+    _copier: Copier | None = None
+    _guard: threading.Lock = field(default_factory=threading.Lock)
+    _aborted: bool = False
 
     def accept(self, timeout_s: float) -> None:
         """Builds the group and exchanges a hello in both directions; the same at both ends."""
         deadline = time.monotonic() + timeout_s
-        with self._failing("no connection"):
+        try:
             copying = copier(self._pool)
             with (
                 self._transport.watch(deadline, self.abort),
@@ -241,31 +232,25 @@ class _End(Link, Listener):
                     self._wait(begin(hello), deadline)
                 self._finish(copying)
             self._copier = copying
+        except RuntimeError as error:
+            raise TransferFailed(f"{self._transport.name}: no connection: {error}") from error
 
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        with (
-            self._failing("send failed"),
-            self._transfer(digest, deadline) as (copying, staging),
-        ):
+        with self._transfer("send", digest, deadline) as (copying, staging):
             travelling = None
             for i, part in enumerate(self._pool.parts(local, self._message_bytes)):
                 data = copying.gather(part, staging[i % 2])
-                if travelling is not None:
-                    self._wait(travelling, deadline)
-                travelling = self._send(data)
-            if travelling is not None:
                 self._wait(travelling, deadline)
+                travelling = self._send(data)
+            self._wait(travelling, deadline)
 
     def receive(
         self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
     ) -> None:
         deadline = time.monotonic() + timeout_s
         parts = self._pool.parts(slots, self._message_bytes)
-        with (
-            self._failing("receive failed"),
-            self._transfer(digest, deadline) as (copying, staging),
-        ):
+        with self._transfer("receive", digest, deadline) as (copying, staging):
 
             def post(i: int) -> tuple[torch.Tensor, Any]:
                 data = staging[i % 2][: self._pool.nbytes(parts[i])]
@@ -294,30 +279,28 @@ class _End(Link, Listener):
         self._group = None
 
     @contextmanager
-    def _transfer(self, digest: Digest, deadline: float) -> Iterator[tuple[Copier, torch.Tensor]]:
+    def _transfer(
+        self, what: str, digest: Digest, deadline: float
+    ) -> Iterator[tuple[Copier, torch.Tensor]]:
         """Around one put or receive. When it is left all is done and in `digest`, or nothing goes
-        on. Raises RuntimeError."""
+        on. Raises TransferFailed."""
         assert self._copier is not None, "not connected"
         size = max(self._message_bytes, self._pool.block_bytes)
-        with (
-            self._transport.staging.lend(size, self._pool.device, deadline) as staging,
-            self._transport.watch(deadline, self.abort),
-            self._copier.transfer(digest),
-        ):
-            try:
-                self._check()
-                yield self._copier, staging
-                self._finish(self._copier)
-            except RuntimeError:
-                self.abort()  # ends what is queued on a GPU, and with it the copier's transfer
-                raise
-
-    @contextmanager
-    def _failing(self, what: str) -> Iterator[None]:
         try:
-            yield
+            with (
+                self._transport.staging.lend(size, self._pool.device, deadline) as staging,
+                self._transport.watch(deadline, self.abort),
+                self._copier.transfer(digest),
+            ):
+                try:
+                    self._check()
+                    yield self._copier, staging
+                    self._finish(self._copier)
+                except RuntimeError:
+                    self.abort()  # ends what is queued on a GPU, and with it the copier's transfer
+                    raise
         except RuntimeError as error:
-            raise TransferFailed(f"{self._transport.name}: {what}: {error}") from error
+            raise TransferFailed(f"{self._transport.name}: {what} failed: {error}") from error
 
     def _send(self, data: torch.Tensor) -> Any:
         return self._group.send([data], 1 - self._rank, 0)
@@ -326,9 +309,10 @@ class _End(Link, Listener):
         return self._group.recv([data], 1 - self._rank, 0)
 
     def _wait(self, work: Any, deadline: float) -> None:
-        """Waits for one message. A time-out closes the pair for good. Raises RuntimeError."""
+        """Waits for a message, if any. A time-out closes the pair for good. Raises RuntimeError."""
         self._check()
-        self._transport.wait(work, deadline)
+        if work is not None:
+            self._transport.wait(work, deadline)
 
     def _finish(self, copying: Copier) -> None:
         copying.finish()
@@ -342,9 +326,7 @@ class _End(Link, Listener):
 def _listening_store(host: str) -> tuple[TCPStore, int]:
     """A store on a free port of `host`, on which both ends meet, and the port. Raises OSError."""
     family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as listening:
-        listening.bind(address)
-        listening.listen()
+    with socket.create_server(address, family=family) as listening:
         port, within = listening.getsockname()[1], timedelta(seconds=30)
         store = TCPStore(
             host, port, None, True, within, wait_for_workers=False,

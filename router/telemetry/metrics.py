@@ -20,6 +20,7 @@ from baton.errors import (
 from baton.metrics.recorder import Attributes, Recorder
 from baton.slo import Slo
 from baton.v1 import common_pb2
+from router.dispatch.request_state import WAYS
 from router.fleet.circuit_breaker import Key
 from router.fleet.fleet import Fleet
 from router.frontend import GenerationService
@@ -47,24 +48,24 @@ class RouterMetrics(RequestListener):
         self._slos = slos
         self._gaps = recorder.gaps("baton.request.inter_token_latency")
         # A series whose first value is not its first event has no rate.
-        for name in ("baton.tokens.input", "baton.tokens.cached"):
-            recorder.count(name, 0)
-        for kind in ("worker", "pair"):
-            recorder.count("baton.breaker.ejections", 0, {"kind": kind})
-        for cause in CAUSES:
-            recorder.count("baton.requests.refused", 0, {"cause": cause})
+        for name, label, values in (
+            ("baton.breaker.ejections", "kind", ("worker", "pair")),
+            ("baton.requests.refused", "cause", CAUSES),
+            ("baton.requests.served", "way", WAYS),
+            ("baton.failovers", "reason", (Unavailable.__name__, DeadlineExceeded.__name__)),
+        ):
+            for value in values:
+                recorder.count(name, 0, {label: value})
         for slo in slos:
             for met in ("true", "false"):
                 recorder.count("baton.slo.requests", 0, {"slo": slo.name, "met": met})
-        for reason in (Unavailable, DeadlineExceeded):
-            recorder.count("baton.failovers", 0, {"reason": reason.__name__})
 
     def observe(self, service: GenerationService) -> None:
         """Reads these at each collection, and counts ejections from now on."""
         observe = self._recorder.observe
-        observe("baton.requests.running", lambda: _one(service.running))
-        observe("baton.requests.queued", lambda: _one(service.wait_queue.depth))
-        observe("baton.tokens.output", lambda: _one(service.stats.counts.output_tokens))
+        observe("baton.requests.running", lambda: service.running)
+        observe("baton.requests.queued", lambda: service.wait_queue.depth)
+        observe("baton.tokens.output", lambda: service.stats.counts.output_tokens)
         observe("baton.workers", lambda: _workers(service.fleet))
         service.fleet.on_ejected = self._ejected
 
@@ -97,6 +98,7 @@ class RouterMetrics(RequestListener):
         elif outcome.error is not None:
             count("baton.requests.refused", 1, {"cause": _cause_of(record, outcome.error)})
         if outcome.status == OK and state is not None:
+            count("baton.requests.served", 1, {"way": state.way})
             self._record("gen_ai.server.request.duration", record, state.e2e_s)
             new_tokens = len(state.delivered) - len(state.request.resumed)
             if new_tokens > 1:
@@ -125,7 +127,6 @@ class RouterMetrics(RequestListener):
 
 
 def _cause_of(record: RequestRecord, error: Exception) -> str:
-    """Why a request was refused: one of CAUSES."""
     if isinstance(error, Unavailable):  # a draining router refuses before it looks at the key
         return "no_worker" if record.tenant else "draining"
     if isinstance(error, Overloaded):
@@ -138,10 +139,6 @@ def _cause_of(record: RequestRecord, error: Exception) -> str:
 
 def _exemplar(record: RequestRecord) -> Context | None:
     return telemetry.example(record.span, record.kept) if record.span is not None else None
-
-
-def _one(value: float) -> Iterator[tuple[float, Attributes]]:
-    yield value, {}
 
 
 def _workers(fleet: Fleet) -> Iterator[tuple[float, Attributes]]:

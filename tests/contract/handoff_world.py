@@ -23,13 +23,12 @@ from baton.engine.runner import SampledTokens
 from baton.v1 import common_pb2, decode_pb2
 from baton.v1 import handoff_pb2 as pb
 from baton.worker.messages import ModelLimits
-from decode_worker.events import EventStreams
 from decode_worker.reservations import DecodeSpans, Reservations
-from kvtransfer import peers
+from kvtransfer import receiver
 from kvtransfer.pool import Digest, KvPool, Slots
 from kvtransfer.receiver import HandoffReceiver
 
-from .kvtransfer_parts import MemoryTransport
+from .kvtransfer_parts import MemoryTransport, answer
 
 BLOCKS, BLOCK_SIZE = 10, 4
 LEASE_S = 10.0
@@ -121,18 +120,18 @@ class World:
         self.blocks = BlockPool(BLOCKS, BLOCK_SIZE)
         planner = Planner(self.blocks, chunk_tokens=8, max_batch=4)
         self.engine = Engine(self.runner, planner, frozenset(), 64, self._publish)
-        self.streams, self.queues = EventStreams(), {}
-        self.reservations = Reservations(
-            self.engine, self.streams, ModelLimits(1000, 64, BLOCK_SIZE), LEASE_S
-        )
+        self.queues = {}
+        limits = ModelLimits(1000, 64, BLOCK_SIZE)
+        self.reservations = Reservations(self.engine, limits, LEASE_S)
+        record = common_pb2.WorkerRecord(incarnation="d", host_id="host", kv=DESCRIPTOR)
         self.receiver = HandoffReceiver(
-            KvPool(self.pool), DESCRIPTOR, "d", "host", [self.transport], self.reservations, find
+            KvPool(self.pool), record, [self.transport], self.reservations, find
         )
         self.reservations.receiver = self.receiver
         self.calls, self.errors = set(), []
         self.loop.set_exception_handler(lambda loop, context: self.errors.append(context))
         self.loop._default_executor = Inline()  # a real thread would not be at rest in time
-        self._patch = mock.patch.object(peers, "ThreadPoolExecutor", Inline)
+        self._patch = mock.patch.object(receiver, "ThreadPoolExecutor", Inline)
         self._patch.start()
 
     def start(self, call):
@@ -152,7 +151,8 @@ class World:
     def step(self):
         """The engine's thread goes around once."""
         self.engine.submit(self.engine._mark_stopping)
-        self.engine._run()
+        self.engine._admit()
+        self.engine._step()
         self.engine._stopping = False
 
     def settle(self):
@@ -173,14 +173,11 @@ class World:
         self.settle()
 
     def listen(self, stream_id):
-        """As the servicer does when a router opens its stream, for the first time or again."""
-        self.reservations.cancel_stream(stream_id)
-        self.queues[stream_id] = self.streams.register(stream_id, "router")
+        """A router opens its stream, for the first time or again."""
+        self.queues[stream_id] = self.reservations.listen(stream_id, "router")
 
     def hang_up(self, stream_id):
-        """As the servicer does when the router's stream breaks."""
-        if self.streams.leave(stream_id, self.queues.pop(stream_id)):
-            self.reservations.cancel_stream(stream_id)
+        self.reservations.hang_up(stream_id, self.queues.pop(stream_id))
 
     async def reserve(self, stream_id, spec, local):
         request = decode_pb2.ReserveRequest(
@@ -196,7 +193,7 @@ class World:
         self.loop.close()
 
     def _quiet(self):
-        busy = (self.reservations._endings, self.receiver._tasks, self.receiver._peers._freeing)
+        busy = (self.reservations._endings, self.receiver._tasks)
         return (
             all(call.done() for call in self.calls)
             and not any(busy)
@@ -257,7 +254,7 @@ class Writer:
             incarnation=self.incarnation, target_incarnation="d", kv=DESCRIPTOR
         )
         request.transports.append(common_pb2.TRANSPORT_MEMORY)
-        response = await self.world.receiver.offer(request)
+        response = await answer(self.world.receiver, "Offer", request)
         self.link = self.world.transport.connect(self.pool, response.endpoint, 0, 1.0)
         self.epochs.append(response.epoch)
 

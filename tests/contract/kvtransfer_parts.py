@@ -8,7 +8,6 @@ import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import torch
 from opentelemetry.trace import NoOpTracer
 
@@ -20,7 +19,7 @@ from kvtransfer import copier
 from kvtransfer.interface import Link, Listener, Transport
 from kvtransfer.links import LinkPool
 from kvtransfer.pool import KvPool, Slots, copy_slots
-from kvtransfer.receiver import HandoffReceiver, HandoffServicer, ReservedBlocks
+from kvtransfer.receiver import HandoffReceiver, ReservedBlocks
 from kvtransfer.sender import Handoff
 from kvtransfer.transports import shm
 from kvtransfer.transports.cuda import CudaArea
@@ -106,12 +105,12 @@ def expect_only(source, local, target, remote, before):
 class Pair:
     """Both ends of one link in this process, without any control."""
 
-    def __init__(self, transport, epoch=1, source=None, target=None, peer="p"):
+    def __init__(self, transport, epoch=1, source=None, target=None):
         self.transport = transport
         where = POOLS.get(transport.name, "host")
         self.source, self.target = source or make_pool(1, where), target or make_pool(2, where)
         self.thread = ThreadPoolExecutor(1)
-        self.listener = transport.listen(self.target, f"{peer}/{epoch}")
+        self.listener = transport.listen(self.target, f"p/{epoch}")
         accepted = self.thread.submit(self.listener.accept, 5.0)
         self.link = transport.connect(self.source, self.listener.endpoint, os.getpid(), 5.0)
         accepted.result(5)
@@ -145,13 +144,14 @@ class Pair:
 RECORDS = {}  # the registry, by incarnation
 
 
-def register(incarnation, port=0, pid=None, host=None):
-    RECORDS[incarnation] = common_pb2.WorkerRecord(
-        incarnation=incarnation,
-        address=f"127.0.0.1:{port}",
-        pid=pid or os.getpid(),
-        host_id=host or host_id(),
-    )
+def register(incarnation, port=0, pid=None, host=None, kv=DESCRIPTOR):
+    place = {
+        "address": f"127.0.0.1:{port}",
+        "pid": pid or os.getpid(),
+        "host_id": host or host_id(),
+    }
+    RECORDS[incarnation] = common_pb2.WorkerRecord(incarnation=incarnation, kv=kv, **place)
+    return RECORDS[incarnation]
 
 
 async def find(incarnation):
@@ -182,33 +182,43 @@ class Held:
         self.ended.set()
 
 
+async def answer(receiver, name, request):
+    """One of its RPCs without gRPC; raises."""
+    return await getattr(HandoffReceiver, name)(receiver, request, None)
+
+
+def acting(name):
+    async def served(receiver, request, context):
+        if inspect.isawaitable(waits := receiver.acts.get(name, bool)(request)):
+            await waits
+        return await answer(receiver, name, request)
+
+    return served
+
+
+class Receiver(HandoffReceiver):
+    """Calls `acts[name](request)`, which may raise or wait, before it serves that RPC."""
+
+    Commit, Abort = acting("Commit"), acting("Abort")
+
+
 class Decode:
     """A decode worker's side: a pool, a receiver, a gRPC server on a free port."""
 
     def __init__(self, transport, *more, incarnation="d", host=None, pool=None, **options):
-        self.incarnation, self.host = incarnation, host or host_id()
         self.pool = pool or make_pool(2, POOLS.get(transport.name, "host"))
-        self.before = self.pool.tensor.clone()
-        self.held = Held()
-        self.receiver = HandoffReceiver(
-            self.pool,
-            DESCRIPTOR,
-            incarnation,
-            self.host,
-            [transport, *more],
-            self.held,
-            find,
-            **options,
-        )
-        self.server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
-        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
-            HandoffServicer(self.receiver), self.server
-        )
+        self.content = self.pool.tensor.clone()
+        self.held, self.record = Held(), register(incarnation, host=host)
+        kinds = [transport, *more]
+        self.receiver = Receiver(self.pool, self.record, kinds, self.held, find, **options)
+        self.server = rpc.server()
+        self.receiver.acts = self.before = {}
+        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self.receiver, self.server)
 
     async def __aenter__(self):
         self.port = self.server.add_insecure_port("127.0.0.1:0")
         await self.server.start()
-        register(self.incarnation, self.port)
+        self.record.address = f"127.0.0.1:{self.port}"
         return self
 
     async def __aexit__(self, *_):
@@ -220,17 +230,6 @@ class Decode:
         """Returns when a handoff's first message has been taken in."""
         await asyncio.wait_for(self.held.asked.wait(), 5)
 
-    def before_call(self, method, act):
-        """Calls `act(request)`, which may raise or wait, before each call of the receiver's."""
-        original = getattr(self.receiver, method)
-
-        async def changed(request):
-            if inspect.isawaitable(waits := act(request)):
-                await waits
-            return await original(request)
-
-        setattr(self.receiver, method, changed)
-
     def cancel(self, handoff_id):
         """Gives a reservation up."""
         del self.held.blocks[handoff_id]
@@ -238,13 +237,21 @@ class Decode:
 
     def reserve(self, handoff_id, num_tokens, *ids, cached=0):
         self.held.blocks[handoff_id] = ReservedBlocks(ids, num_tokens, cached, b"")
-        return target(self.incarnation, handoff_id, cached)
+        return target(self.record.incarnation, handoff_id, cached)
 
 
 def target(incarnation, handoff_id, cached=0):
     return prefill_pb2.HandoffTarget(
         incarnation=incarnation, reservation_token=f"token-{handoff_id}", cached_tokens=cached
     )
+
+
+class Handed(Handoff):
+    """A handoff whose Commit is queued and awaited in one call."""
+
+    async def commit(self, first_token_id):
+        self.conclude(first_token_id)
+        return await self.committed()
 
 
 class Prefill:
@@ -263,12 +270,10 @@ class Prefill:
         **options,
     ):
         self.pool = pool or make_pool(1, POOLS.get(transport.name, "host"))
-        register(incarnation)
-        self.links = LinkPool(
-            self.pool, [transport, *more], descriptor, incarnation, find, **options
-        )
+        record = register(incarnation, kv=descriptor)
+        self.links = LinkPool(self.pool, record, [transport, *more], find, **options)
         self.open = functools.partial(
-            Handoff,
+            Handed,
             self.links,
             tracer or NoOpTracer(),
             step_timeout_s=step_s,
@@ -287,15 +292,13 @@ class Prefill:
         to = decode.reserve("h", num_tokens, *ids)
         return self.open(to, "h", num_tokens, timeout_s)
 
-    async def hand_over(self, to, handoff_id, *chunks, timeout_s=10.0, first_token=7):
+    async def hand_over(self, to, handoff_id, *chunks, timeout_s=10.0):
         """Sends chunks one after another and commits; returns the stats."""
-        position = to.cached_tokens
-        total = position + sum(chunk.num_tokens for chunk in chunks)
+        total = to.cached_tokens + sum(chunk.num_tokens for chunk in chunks)
         async with self.open(to, handoff_id, total, timeout_s) as handoff:
             for chunk in chunks:
-                handoff.send(position, chunk)
-                position += chunk.num_tokens
-            return await handoff.commit(total, first_token)
+                handoff.send(chunk)
+            return await handoff.commit(7)
 
 
 class Times:

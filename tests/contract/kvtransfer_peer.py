@@ -1,15 +1,12 @@
 """The other process of `test_kvtransfer_processes`.
 
-`decode TRANSPORT` serves handoffs "h" and "next": it prints its port, the hash of its pool once "h"
-is committed, and ends with its input;
-`hang ENDPOINT` connects to a gloo listener, says so and waits to be killed;
+`decode TRANSPORT` prints its port, serves handoffs "h" and "next", and ends with its input;
 `stop WHERE NUM_TOKENS TARGET RECORD` is a sender that stops itself in the middle: it fills its pool
 with ones, hands them over to the target at the decode worker of that record (protobuf, in
 hexadecimal), and prints how that ended. It stops "before" the put, after the grant, or "amid" it.
 """
 
 import asyncio
-import hashlib
 import os
 import signal
 import sys
@@ -24,35 +21,16 @@ from kvtransfer import pool as pools
 from kvtransfer.links import LinkPool
 from kvtransfer.sender import Handoff
 from kvtransfer.transports import shm
-from tests.contract.kvtransfer_parts import TRANSPORTS, Decode, make_pool, register
-
-REMOTE = (9, 4, 5, 6, 20)
+from tests.contract.kvtransfer_parts import TRANSPORTS, Decode, register
 
 
 async def decode(name):
     register("p", pid=os.getppid())
     async with Decode(TRANSPORTS[name]()) as worker:
-        worker.reserve("h", 18, *REMOTE)
+        worker.reserve("h", 18, 9, 4, 5, 6, 20)
         worker.reserve("next", 4, 0)
-        done = asyncio.Event()
-        committed = worker.held.committed
-
-        async def note(*args):
-            await committed(*args)
-            done.set()
-
-        worker.held.committed = note
         print(worker.port, flush=True)
-        await done.wait()
-        print(hashlib.sha256(worker.pool.tensor.numpy()).hexdigest(), flush=True)
         await asyncio.to_thread(sys.stdin.read)
-
-
-async def hang(endpoint):
-    link = TRANSPORTS["gloo"]().connect(make_pool(1), bytes.fromhex(endpoint), os.getppid(), 5.0)
-    print("connected", flush=True)
-    signal.pause()
-    link.close()
 
 
 async def stop(where, num_tokens, target, record):
@@ -67,12 +45,14 @@ async def stop(where, num_tokens, target, record):
     stop_at(where)
     blocks = -(-num_tokens // kv.block_size)
     shape = (2 * blocks, kv.num_layers, 2, kv.num_kv_heads, kv.block_size, kv.head_size)
-    links = LinkPool(pools.KvPool(torch.ones(shape)), [shm.ShmTransport()], kv, "stopped", find)
+    ours = common_pb2.WorkerRecord(incarnation="stopped", kv=kv)
+    links = LinkPool(pools.KvPool(torch.ones(shape)), ours, [shm.ShmTransport()], find)
     try:
         async with Handoff(links, NoOpTracer(), to, "h", num_tokens, 120.0) as handoff:
             # Every other block, so that the put is made of several pieces.
-            handoff.send(0, pools.Slots(tuple(range(0, 2 * blocks, 2)), num_tokens))
-            await handoff.commit(num_tokens, 7)
+            handoff.send(pools.Slots(tuple(range(0, 2 * blocks, 2)), num_tokens))
+            handoff.conclude(7)
+            await handoff.committed()
         print("committed", flush=True)
     except BatonError as error:
         print(type(error).__name__, flush=True)
@@ -106,4 +86,4 @@ def stop_at(where):
 
 
 if __name__ == "__main__":
-    asyncio.run({"decode": decode, "hang": hang, "stop": stop}[sys.argv[1]](*sys.argv[2:]))
+    asyncio.run({"decode": decode, "stop": stop}[sys.argv[1]](*sys.argv[2:]))

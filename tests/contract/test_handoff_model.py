@@ -21,6 +21,7 @@ from baton.prefix import token_digest
 from baton.v1 import handoff_pb2 as pb
 
 from .handoff_world import LEASE_S, Handoff, World, Writer, content_of, prompt, spec
+from .kvtransfer_parts import answer
 
 ROUTERS = ("r0", "r1")
 REST = (None, True)  # until nothing moves
@@ -163,7 +164,7 @@ class DecodeWorker(RuleBasedStateMachine):
         name, tokens = f"h{next(self.numbers)}", prompt(family, num_tokens)
         wanted = spec(name, tokens, max_tokens, time_left_s)
 
-        async def call():
+        async def send():
             if local:
                 self.verified.add(name)  # should it start by itself, it may run at once
             try:
@@ -177,7 +178,7 @@ class DecodeWorker(RuleBasedStateMachine):
                 token, cached = reserved.reservation_token, reserved.cached_tokens
                 self.handoffs.append(Handoff(name, tokens, cached, token, entry.sequence))
 
-        self.go(call(), pace)
+        self.go(send(), pace)
 
     @precondition(lambda self: self.living())
     @rule(which=WHICH, shape=SHAPES)
@@ -211,15 +212,15 @@ class DecodeWorker(RuleBasedStateMachine):
             num_tokens=len(handoff.tokens) - handoff.cached,
         )
 
-        async def call():
+        async def send():
             try:
-                response = await self.world.receiver.ready(request)
+                response = await answer(self.world.receiver, "Ready", request)
             except (Stale, Unavailable):
                 return
             if writer.alive and handoff.attempt == attempt:
                 handoff.granted = tuple(response.block_ids)
 
-        handoff.ready = self.world.start(call())
+        handoff.ready = self.world.start(send())
         self.move(pace)
 
     @precondition(lambda self: self.writing())
@@ -260,9 +261,9 @@ class DecodeWorker(RuleBasedStateMachine):
         if good:
             self.verified.add(handoff.name)  # from here on it may run at any moment
 
-        async def call():
+        async def send():
             try:
-                await self.world.receiver.commit(request)
+                await answer(self.world.receiver, "Commit", request)
             except KvCorrupted:
                 assert not good
                 handoff.corrupted = True
@@ -274,7 +275,7 @@ class DecodeWorker(RuleBasedStateMachine):
                 assert good, "wrong KV was taken for right"
                 handoff.owes_abort = False
 
-        self.go(call(), pace)
+        self.go(send(), pace)
 
     @precondition(lambda self: self.writing())
     @rule(which=WHICH, kind=st.sampled_from(["right", "right", "part", "wrong"]))
@@ -320,15 +321,15 @@ class DecodeWorker(RuleBasedStateMachine):
     def send_abort(self, handoff, resend, pace):
         request = pb.AbortRequest(**handoff.fields(), reason="test", resend=resend)
 
-        async def call():
+        async def send():
             try:
-                await self.world.receiver.abort(request)
+                await answer(self.world.receiver, "Abort", request)
             except Stale:
                 assert resend  # the reservation is gone: the sender still has to abort for good
                 return
             handoff.withdrawn, handoff.owes_abort = resend, resend
 
-        self.go(call(), pace)
+        self.go(send(), pace)
 
     @precondition(lambda self: self.handoffs)
     @rule(which=WHICH, pace=PACE)
@@ -336,7 +337,7 @@ class DecodeWorker(RuleBasedStateMachine):
         self.go(self.world.reservations.cancel(pick(self.handoffs, which).name), pace)
 
     @precondition(lambda self: self.handoffs and self.living())
-    @rule(which=WHICH, whose=WHICH, what=st.sampled_from(["ready", "commit", "abort"]))
+    @rule(which=WHICH, whose=WHICH, what=st.sampled_from(["Ready", "Commit", "Abort"]))
     def message_of_a_stranger(self, which, whose, what):
         """A process that is not the sender, or does not have the token, is refused."""
         handoff, writer = pick(self.handoffs, which), pick(self.living(), whose)
@@ -349,19 +350,19 @@ class DecodeWorker(RuleBasedStateMachine):
             "reservation_token": handoff.token if foreign else "guessed",
             "incarnation": writer.incarnation,
         }
-        if what != "abort":
+        if what != "Abort":
             fields |= {"epoch": writer.epochs[-1], "num_tokens": 1}
-        kinds = {"ready": pb.ReadyRequest, "commit": pb.CommitRequest, "abort": pb.AbortRequest}
+        request = getattr(pb, f"{what}Request")(**fields)
 
-        async def call():
+        async def send():
             try:
-                await getattr(self.world.receiver, what)(kinds[what](**fields))
+                await answer(self.world.receiver, what, request)
             except (Stale, Unavailable):
                 return
-            assert what == "abort", "a stranger was accepted"  # of which nothing is left to see
+            assert what == "Abort", "a stranger was accepted"  # of which nothing is left to see
 
         before = (self.is_reserved(handoff), self.world.receiver.writing(handoff.name))
-        self.go(call(), REST)
+        self.go(send(), REST)
         assert before == (self.is_reserved(handoff), self.world.receiver.writing(handoff.name))
 
     # Time and the batch.

@@ -6,18 +6,7 @@ import threading
 
 import pytest
 
-from baton import rpc
-from baton.errors import (
-    Cancelled,
-    DeadlineExceeded,
-    InvalidRequest,
-    KvCorrupted,
-    KvMismatch,
-    Overloaded,
-    Stale,
-    TransferFailed,
-    Unavailable,
-)
+from baton import errors
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from kvtransfer import sender
@@ -34,6 +23,7 @@ from .kvtransfer_parts import (
     TRANSPORTS,
     Decode,
     Prefill,
+    answer,
     expect_only,
     make_pool,
     register,
@@ -58,7 +48,7 @@ async def test_handoffs_over_one_link(join, name):
     to = decode.reserve("h", 18, 9, 4, 5, 6, 20)
     stats = await prefill.hand_over(to, "h", slots(8, 1, 2), slots(8, 3, 8), slots(2, 7))
     local, remote = slots(18, 1, 2, 3, 8, 7), slots(18, 9, 4, 5, 6, 20)
-    expect_only(prefill.pool, local, decode.pool, remote, decode.before)
+    expect_only(prefill.pool, local, decode.pool, remote, decode.content)
     assert decode.held.committed_tokens == {"h": 7}
     assert not decode.receiver.writing("h")
     assert (stats.num_bytes, stats.chunks) == (18 * TOKEN_BYTES, 3)
@@ -69,15 +59,15 @@ async def test_handoffs_over_one_link(join, name):
     assert pair.sent_ms == pytest.approx(stats.wire_s * 1e3)
 
     async with prefill.open(decode.reserve("slow", 8, 4, 5), "slow", 8, 10.0) as handoff:
-        handoff.send(0, slots(4, 3))
+        handoff.send(slots(4, 3))
 
         async def more_sent():
             return [pair.sent_bytes > stats.num_bytes for pair in prefill.links.status()]
 
         await eventually(more_sent, any, "the first chunk was not put")
         await asyncio.sleep(0.05)  # the put is over; a moment later what follows it is, too
-        handoff.send(4, slots(4, 8))
-        handoff.conclude(8, 7)
+        handoff.send(slots(4, 8))
+        handoff.conclude(7)
         assert "slow" not in decode.held.committed_tokens
         slow = await handoff.committed()
     assert decode.held.committed_tokens["slow"] == 7
@@ -100,7 +90,7 @@ async def test_handoffs_over_one_link(join, name):
     decode.held.asked.clear()
     with pytest.raises(RuntimeError, match="cancelled"):
         async with prefill.opened(decode, 8, 1, 2) as handoff:
-            handoff.send(0, slots(4, 1))
+            handoff.send(slots(4, 1))
             await decode.asked()
             raise RuntimeError("cancelled")
     assert "cancelled" in decode.held.reasons["h"]
@@ -108,7 +98,7 @@ async def test_handoffs_over_one_link(join, name):
 
     async def forever(n, to):
         async with prefill.open(to, f"c{n}", 8, 30.0) as handoff:
-            handoff.send(0, slots(4, n))
+            handoff.send(slots(4, n))
             await asyncio.Event().wait()
 
     targets = [decode.reserve(f"c{n}", 8, 2 * n, 2 * n + 1) for n in range(6)]
@@ -121,7 +111,7 @@ async def test_handoffs_over_one_link(join, name):
 
     to = decode.reserve("guessed", 4, 1)
     to.reservation_token = "guessed"
-    with pytest.raises(Stale):
+    with pytest.raises(errors.Stale):
         await prefill.hand_over(to, "guessed", slots(4, 1))
     await prefill.hand_over(decode.reserve("last", 4, 0), "last", slots(4, 3))
     assert pairs(prefill) == [(1, "OPEN")]
@@ -138,95 +128,95 @@ async def test_what_differs_from_the_commit_or_the_reservation_is_refused(join, 
         for field in ("checksum", "num_bytes", "num_tokens")
     }
     prefill, decode = await join(name)
-    commit = decode.receiver.commit
     if TRANSPORTS[name]().one_sided:
         row = decode.pool.tensor[2, 0, 0, 0, 0]
         changes["overwritten: checksum"] = lambda request: row.add_(1)
     for field, change in changes.items():
-        decode.receiver.commit = commit
-        decode.before_call("commit", change)
+        decode.before["Commit"] = change
         to = decode.reserve("h", 8, 1, 2)
-        with pytest.raises(KvCorrupted, match=field.split("_")[-1].split(" ")[-1]):
+        with pytest.raises(errors.KvCorrupted, match=field.split("_")[-1].split(" ")[-1]):
             await prefill.hand_over(to, "h", slots(8, 5, 6))
         assert decode.held.reasons.pop("h")
-    decode.receiver.commit = commit
-    for first, chunk in ((4, slots(4, 1)), (0, slots(3, 1)), (0, slots(12, 1, 2, 3))):
+    del decode.before["Commit"]
+    for chunk in (slots(3, 1), slots(12, 1, 2, 3)):  # ends in a block; more than is reserved
         async with prefill.opened(decode, 8, 1, 2) as handoff:
-            handoff.send(first, chunk)
-            handoff.send(first + chunk.num_tokens, slots(4, 9))
-            with pytest.raises((InvalidRequest, KvCorrupted)):
-                await handoff.commit(8, 7)
+            handoff.send(chunk)
+            handoff.send(slots(4, 9))
+            with pytest.raises((errors.InvalidRequest, errors.KvCorrupted)):
+                await handoff.commit(7)
     async with prefill.opened(decode, 8, 1, 2) as handoff:
-        handoff.send(0, slots(4, 5))
-        with pytest.raises(KvCorrupted):
-            await handoff.commit(4, 7)
+        handoff.send(slots(4, 5))
+        with pytest.raises(errors.KvCorrupted):
+            await handoff.commit(7)
     assert "h" in decode.held.reasons
     assert decode.held.committed_tokens == {}
     assert pairs(prefill) == [(1, "OPEN")]
     untouched = [n for n in range(decode.pool.num_blocks) if n not in (1, 2)]
-    assert (decode.pool.tensor[untouched] == decode.before[untouched]).all()
+    assert (decode.pool.tensor[untouched] == decode.content[untouched]).all()
 
 
 async def test_other_incarnations_and_workers_without_a_record_get_nothing(join):
     prefill, decode = await join("shm")
     to = decode.reserve("h", 4, 1)
     to.incarnation = "stranger"
-    with pytest.raises(TransferFailed, match="registry has no worker stranger"):
+    with pytest.raises(errors.TransferFailed, match="registry has no worker stranger"):
         await prefill.hand_over(to, "h", slots(4, 1))
     assert prefill.links.status() == []
     to.incarnation = "before"
     register("before", decode.port)
-    with pytest.raises(Stale):
+    with pytest.raises(errors.Stale):
         await prefill.hand_over(to, "h", slots(4, 1))
 
 
-def ready_request(link, num_tokens):
-    names = {"handoff_id": "h", "reservation_token": "token-h", "incarnation": "p"}
-    return pb.ReadyRequest(**names, epoch=link.epoch, num_tokens=num_tokens)
-
-
-async def test_ready_of_an_old_epoch_is_refused(join):
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"first_token": 4}, errors.InvalidRequest),
+        *(({"num_tokens": number}, errors.InvalidRequest) for number in (0, 3, 12)),
+        ({"epoch": 9}, errors.Unavailable),
+        ({"reservation_token": "guessed"}, errors.Stale),
+    ],
+)
+async def test_ready_for_what_is_not_next_or_over_no_link_grants_nothing(join, change, error):
     prefill, decode = await join("memory")
-    link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(5.0))
-    decode.receiver._peers.drop("p")
-    with pytest.raises(Unavailable, match="epoch 1"), rpc.translated():
-        await link.stub.Ready(ready_request(link, 4))
+    link = await prefill.links.acquire(decode.reserve("h", 8, 1, 2), Deadline(5.0))
+    fields = {"handoff_id": "h", "reservation_token": "token-h", "incarnation": "p"}
+    ready = {**fields, "epoch": link.epoch, "num_tokens": 8, **change}
+    with pytest.raises(error):
+        await answer(decode.receiver, "Ready", pb.ReadyRequest(**ready))
     assert not decode.receiver.writing("h")
     prefill.links.release(link)
 
 
-@pytest.mark.parametrize("field", ["num_kv_heads", "layout_version"])
-async def test_descriptors_that_differ_are_named_before_anything_is_sent(join, field):
+async def test_descriptors_that_differ_are_named_before_anything_is_sent(join):
     other = common_pb2.KvDescriptor()
     other.CopyFrom(DESCRIPTOR)
-    setattr(other, field, 3)
+    other.layout_version = 3
     prefill, decode = await join("memory", prefill={"descriptor": other})
     aborts = []
-    decode.before_call("abort", aborts.append)
-    with pytest.raises(KvMismatch, match=rf"prefill p and decode d.*{field}: 3 != 0"):
+    decode.before["Abort"] = aborts.append
+    with pytest.raises(errors.KvMismatch, match=r"prefill p and decode d.*layout_version: 3 != 0"):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
     assert aborts == []  # nothing was granted, so there is nothing to take back
 
 
-@pytest.mark.parametrize("pid", [1 << 31, (1 << 32) - 1])
-async def test_a_number_that_no_process_has_is_refused_and_leaves_no_link(pid):
+async def test_a_number_that_no_process_has_is_refused_and_leaves_no_link():
     async with Decode(TRANSPORTS["shm"]()) as decode:
-        register("p", pid=pid)
+        register("p", pid=(1 << 32) - 1)
         offer = pb.OfferRequest(
             incarnation="p", target_incarnation="d", kv=DESCRIPTOR,
             transports=[common_pb2.TRANSPORT_SHM],
         )  # fmt: skip
-        with pytest.raises(InvalidRequest, match="pid") as refused:
-            await decode.receiver.offer(offer)
+        with pytest.raises(errors.InvalidRequest, match="pid") as refused:
+            await answer(decode.receiver, "Offer", offer)
         assert refused.value.field == "pid"
-        with pytest.raises(Unavailable, match="is gone"):
-            await decode.receiver.ready(pb.ReadyRequest(incarnation="p", epoch=1))
+        with pytest.raises(errors.Unavailable, match="is gone"):
+            await answer(decode.receiver, "Ready", pb.ReadyRequest(incarnation="p", epoch=1))
 
 
-@pytest.mark.parametrize("host", ["elsewhere", "other/pid:1/0"])
-async def test_shm_is_not_chosen_between_hosts(join, host):
-    prefill, decode = await join("shm", decode={"host": host})
-    with pytest.raises(KvMismatch, match=r"different hosts.*different machines"):
+async def test_shm_is_not_chosen_between_hosts(join):
+    prefill, decode = await join("shm", decode={"host": "elsewhere"})
+    with pytest.raises(errors.KvMismatch, match=r"different hosts.*different machines"):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
 
 
@@ -264,7 +254,7 @@ async def test_memory_that_cannot_be_opened_is_left_out_and_the_pair_uses_the_ne
         assert pairs(prefill) == [(3, "OPEN")]
         assert sum(record.levelname == "WARNING" for record in caplog.records) == 1
     async with unopenable() as (prefill, decode):  # nothing else is left
-        with pytest.raises(TransferFailed, match="invalid device ordinal"):
+        with pytest.raises(errors.TransferFailed, match="invalid device ordinal"):
             await prefill.hand_over(decode.reserve("h", 4, 9), "h", slots(4, 1))
         assert [pair.state for pair in prefill.links.status()] == ["QUARANTINED"]
 
@@ -274,29 +264,28 @@ async def test_receiver_that_never_posts_fails_on_time_and_is_quarantined(join):
     to = decode.reserve("h1", 4, 1)
     await prefill.hand_over(to, "h1", slots(4, 1))
     stuck = threading.Event()
-    decode.receiver._peers._peers["p"].thread.submit(stuck.wait, 10)
+    decode.receiver._peers["p"].thread.submit(stuck.wait, 10)
     to = decode.reserve("h2", 4, 1)
     try:
-        with pytest.raises(TransferFailed, match="did not answer"):
+        with pytest.raises(errors.TransferFailed, match="did not answer"):
             await asyncio.wait_for(prefill.hand_over(to, "h2", slots(4, 1)), 4)
     finally:
         stuck.set()
-    with pytest.raises(Unavailable):
+    with pytest.raises(errors.Unavailable):
         await prefill.hand_over(to, "h2", slots(4, 1))
 
 
 async def test_an_ended_handoff_takes_no_more_chunks_and_a_deadline_ends_one_that_waits(join):
     prefill, decode = await join("shm")
     async with prefill.opened(decode, 8, 1, 2) as handoff:
-        with pytest.raises(InvalidRequest):
-            handoff.send(0, slots(5, 1))
-        await handoff.abort("changed my mind")
-        with pytest.raises(Cancelled):
-            handoff.send(0, slots(4, 1))
-    assert decode.held.reasons == {"h": "changed my mind"} or not decode.held.asked.is_set()
+        with pytest.raises(errors.InvalidRequest):
+            handoff.send(slots(5, 1))
+    with pytest.raises(errors.Cancelled):
+        handoff.send(slots(4, 1))
+    assert decode.held.reasons == {"h": "not committed"} or not decode.held.asked.is_set()
     async with prefill.opened(decode, 8, 1, 2, timeout_s=0.3) as handoff:
-        handoff.send(0, slots(4, 1))
-        with pytest.raises(DeadlineExceeded):
+        handoff.send(slots(4, 1))
+        with pytest.raises(errors.DeadlineExceeded):
             await asyncio.wait_for(asyncio.shield(handoff._task), 5)
     assert "h" in decode.held.reasons
     assert pairs(prefill) == [(1, "OPEN")]
@@ -321,9 +310,9 @@ async def test_least_recently_used_link_is_closed(name):
             prefill.open(c.reserve("y", 8, 1, 2), "y", 8, 5.0) as two,
         ):
             for handoff, decode in ((one, a), (two, c)):
-                handoff.send(0, slots(4, 1))
+                handoff.send(slots(4, 1))
                 await decode.asked()
-            with pytest.raises(Overloaded):
+            with pytest.raises(errors.Overloaded):
                 await prefill.hand_over(b.reserve("z", 4, 1), "z", slots(4, 1))
 
 
@@ -337,24 +326,23 @@ async def test_a_receiver_keeps_no_more_links_than_their_transport_can():
     ):
         for n, prefill in enumerate((p, q, p)):
             await prefill.hand_over(decode.reserve(f"h{n}", 4, n), f"h{n}", slots(4, n))
-            assert list(decode.receiver._peers._peers) == [prefill.links.incarnation]
+            assert list(decode.receiver._peers) == [prefill.links.record.incarnation]
 
 
 async def test_a_peer_that_ends_during_its_commit_leaves_nothing(join):
     prefill, decode = await join("shm")
-    arrived, left = decode.receiver._arrived, []
+    arrived = decode.receiver._arrived
 
     async def gone_meanwhile(peer, record):
         digest = await arrived(peer, record)
-        left.extend(await decode.receiver.peer_gone("p"))
+        await decode.receiver.peer_gone("p")
         return digest
 
     decode.receiver._arrived = gone_meanwhile
     async with prefill.opened(decode, 4, 1) as handoff:
-        handoff.send(0, slots(4, 5))
-        with pytest.raises(Stale):
-            await handoff.commit(4, 7)
-        assert left == ["h"]
+        handoff.send(slots(4, 5))
+        with pytest.raises(errors.Stale):
+            await handoff.commit(7)
         assert not decode.receiver.writing("h")
         assert "has ended" in decode.held.reasons["h"]
     assert decode.held.committed_tokens == {}
@@ -363,7 +351,9 @@ async def test_a_peer_that_ends_during_its_commit_leaves_nothing(join):
 async def test_sender_lost_between_ready_and_put_frees_the_blocks_at_the_timeout(join):
     prefill, decode = await join("gloo", decode={"timeout_s": 0.3})
     link = await prefill.links.acquire(decode.reserve("h", 8, 1, 2), Deadline(5.0))
-    assert (await link.stub.Ready(ready_request(link, 8))).block_ids == [1, 2]
+    names = {"handoff_id": "h", "reservation_token": "token-h", "incarnation": "p"}
+    ready = pb.ReadyRequest(**names, epoch=link.epoch, num_tokens=8)
+    assert (await link.stub.Ready(ready)).block_ids == [1, 2]
     assert decode.receiver.writing("h")
     decode.cancel("h")
     assert decode.receiver.writing("h")
@@ -375,16 +365,18 @@ async def test_sender_lost_between_ready_and_put_frees_the_blocks_at_the_timeout
 async def test_reservation_that_changes_under_a_receive_discards_it(join):
     prefill, decode = await join("gloo")
     async with prefill.opened(decode, 8, 1, 2) as handoff:
-        handoff.send(0, slots(4, 5))
+        handoff.send(slots(4, 5))
         await decode.asked()
         decode.held.blocks["h"] = ReservedBlocks((1, 3), 8, 0, b"")
-        handoff.send(4, slots(4, 6))
-        with pytest.raises(Stale):
-            await handoff.commit(8, 7)
+        handoff.send(slots(4, 6))
+        with pytest.raises(errors.Stale):
+            await handoff.commit(7)
     assert decode.held.committed_tokens == {}
 
 
-@pytest.mark.parametrize("timeout_s, error", [(0.3, DeadlineExceeded), (30.0, TransferFailed)])
+@pytest.mark.parametrize(
+    "timeout_s, error", [(0.3, errors.DeadlineExceeded), (30.0, errors.TransferFailed)]
+)
 async def test_a_put_that_never_ends_blocks_no_caller_beyond_its_timeout(
     join, monkeypatch, timeout_s, error
 ):
@@ -402,8 +394,8 @@ async def test_a_put_that_never_ends_blocks_no_caller_beyond_its_timeout(
 
     async def run():
         async with prefill.opened(decode, 8, 1, 2, timeout_s=timeout_s) as handoff:
-            handoff.send(0, slots(8, 5, 6))
-            await handoff.commit(8, 7)
+            handoff.send(slots(8, 5, 6))
+            await handoff.commit(7)
 
     bound_s = min(timeout_s, 0.5) + 0.1 + 1.5  # one put or the deadline, its grace, and slack
     try:

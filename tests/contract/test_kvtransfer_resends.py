@@ -1,17 +1,27 @@
-"""A transfer that failed is done again while prefill has the KV and decode holds the blocks."""
+"""A transfer that failed is done again while prefill has the KV and decode holds the blocks; one
+that is given up ends with an Abort that is answered, though giving up does not wait for that."""
 
 import asyncio
+import time
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from baton.errors import DeadlineExceeded, KvCorrupted, KvMismatch, Stale, TransferFailed
+from baton import errors
+from baton.v1 import handoff_pb2
+from kvtransfer.deadline import Deadline
 from kvtransfer.pool import Slots
 from kvtransfer.sender import MAX_RESENDS
 
-from .kvtransfer_parts import TOKEN_BYTES, TRANSPORTS, Times, expect_only, slots
+from .kvtransfer_parts import (
+    TOKEN_BYTES,
+    TRANSPORTS,
+    Times,
+    expect_only,
+    slots,
+)
 
 every_transport = pytest.mark.parametrize("name", list(TRANSPORTS))
 
@@ -23,7 +33,7 @@ def corrupt(request):
 def expect_sent_again(prefill, decode, stats):
     """Handoff "h" of blocks 5 and 6 into 1 and 2 is complete, and was never given up."""
     assert stats.resends == 1
-    expect_only(prefill.pool, slots(8, 5, 6), decode.pool, slots(8, 1, 2), decode.before)
+    expect_only(prefill.pool, slots(8, 5, 6), decode.pool, slots(8, 1, 2), decode.content)
     assert (decode.held.committed_tokens, decode.held.reasons) == ({"h": 7}, {})
 
 
@@ -31,7 +41,7 @@ def expect_sent_again(prefill, decode, stats):
 @pytest.mark.parametrize("cached", [0, 4])
 async def test_corrupted_kv_is_sent_again_on_the_same_link(join, name, cached):
     prefill, decode = await join(name)
-    decode.before_call("commit", Times(1, corrupt))
+    decode.before["Commit"] = Times(1, corrupt)
     to = decode.reserve("h", 18, 9, 4, 5, 6, 20, cached=cached)
     own, there = slots(18 - cached, *(1, 2, 3, 8, 7)[cached // 4 :]), (9, 4, 5, 6, 20)
     chunks = [Slots(own.block_ids[:2], 8), Slots(own.block_ids[2:], own.num_tokens - 8)]
@@ -39,24 +49,11 @@ async def test_corrupted_kv_is_sent_again_on_the_same_link(join, name, cached):
     assert (stats.resends, stats.chunks) == (1, 2)
     assert stats.num_bytes == (18 - cached) * TOKEN_BYTES
     remote = slots(18 - cached, *there[cached // 4 :])
-    expect_only(prefill.pool, own, decode.pool, remote, decode.before)
+    expect_only(prefill.pool, own, decode.pool, remote, decode.content)
     assert decode.held.committed_tokens == {"h": 7}
     assert decode.held.reasons == {}  # the reservation was never given up
     assert not decode.receiver.writing("h")
     assert [pair.epoch for pair in prefill.links.status()] == [1]
-
-
-@every_transport
-async def test_a_link_lost_in_the_middle_is_opened_anew_for_the_handoff(join, name):
-    prefill, decode = await join(name, prefill={"backoff_s": 60.0})
-    async with prefill.opened(decode, 8, 1, 2) as handoff:
-        handoff.send(0, slots(4, 5))
-        await decode.asked()
-        decode.receiver._peers.drop("p")
-        handoff.send(4, slots(4, 6))
-        stats = await handoff.commit(8, 7)
-    expect_sent_again(prefill, decode, stats)
-    assert [(pair.epoch, pair.state) for pair in prefill.links.status()] == [(2, "OPEN")]
 
 
 @every_transport
@@ -67,7 +64,7 @@ async def test_a_put_that_fails_halfway_is_done_again(join, name):
     def fail(link, put, local, remote, digest):
         if link.transport.one_sided:
             put(Slots(local.block_ids[:1], 4), Slots(remote.block_ids[:1], 4), digest, 1)
-        raise TransferFailed("cut in the middle")
+        raise errors.TransferFailed("cut in the middle")
 
     fails = Times(1, fail)
 
@@ -90,39 +87,42 @@ async def test_a_put_that_fails_halfway_is_done_again(join, name):
 async def test_a_receive_that_failed_at_the_receiver_is_posted_again(join):
     prefill, decode = await join("gloo")
     await prefill.hand_over(decode.reserve("first", 4, 9), "first", slots(4, 7))
-    decode.before = decode.pool.tensor.clone()
+    decode.content = decode.pool.tensor.clone()
     decode.held.committed_tokens.clear()
-    listener = decode.receiver._peers.find("p", 1).listener
+    listener = decode.receiver._peers["p"].listener
     receive = listener.receive
 
-    fails = Times(1, TransferFailed("the receive was cut"))
+    fails = Times(1, errors.TransferFailed("the receive was cut"))
     listener.receive = lambda *arguments: fails() or receive(*arguments)
     stats = await prefill.hand_over(decode.reserve("h", 8, 1, 2), "h", slots(8, 5, 6))
     expect_sent_again(prefill, decode, stats)
 
 
 @every_transport
-async def test_all_handoffs_of_a_lost_link_are_sent_again_over_one_new_one(join, name):
-    prefill, decode = await join(name)
+async def test_a_link_lost_in_the_middle_is_opened_anew_for_the_handoff(join, name):
+    """For all that used it, although the peer is quarantined for others."""
+    prefill, decode = await join(name, prefill={"backoff_s": 60.0})
     targets = [decode.reserve(f"h{n}", 8, 2 * n, 2 * n + 1) for n in range(6)]
     lost = asyncio.Event()
 
     async def in_two_parts(n, to):
         async with prefill.open(to, f"h{n}", 8, 20.0) as handoff:
-            handoff.send(0, slots(4, n))
+            handoff.send(slots(4, n))
             await lost.wait()
-            handoff.send(4, slots(4, n + 10))
-            return await handoff.commit(8, 7)
+            handoff.send(slots(4, n + 10))
+            return await handoff.commit(7)
 
     running = [asyncio.create_task(in_two_parts(n, to)) for n, to in enumerate(targets)]
     await decode.asked()
-    decode.receiver._peers.drop("p")
+    decode.receiver._drop("p")
     lost.set()
     stats = await asyncio.gather(*running)
-    assert len(decode.held.committed_tokens) == 6
-    assert all(one.resends <= MAX_RESENDS for one in stats)
-    assert any(one.resends for one in stats)
-    assert len(prefill.links.status()) == 1
+    assert (len(decode.held.committed_tokens), decode.held.reasons) == (6, {})
+    assert all(one.resends <= MAX_RESENDS for one in stats) and any(one.resends for one in stats)
+    [pair] = prefill.links.status()
+    assert (pair.epoch, pair.state) == (2, "OPEN")
+    own = slots(48, *(block for n in range(6) for block in (n, n + 10)))
+    expect_only(prefill.pool, own, decode.pool, slots(48, *range(12)), decode.content)
 
 
 @every_transport
@@ -133,8 +133,8 @@ async def test_resends_are_bounded_and_then_the_blocks_are_given_back(join, name
     tracer = provider.get_tracer("test")
     prefill, decode = await join(name, prefill={"tracer": tracer})
     commits = Times(1 + MAX_RESENDS, corrupt)
-    decode.before_call("commit", commits)
-    with pytest.raises(KvCorrupted):
+    decode.before["Commit"] = commits
+    with pytest.raises(errors.KvCorrupted):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
     assert commits.calls == 1 + MAX_RESENDS
     assert "KvCorrupted" in decode.held.reasons["h"]
@@ -147,15 +147,17 @@ async def test_resends_are_bounded_and_then_the_blocks_are_given_back(join, name
 
 
 @pytest.mark.parametrize(
-    "raised", [Stale("x"), KvMismatch("x"), DeadlineExceeded("x")], ids=lambda e: type(e).__name__
+    "raised",
+    [errors.Stale("x"), errors.KvMismatch("x"), errors.DeadlineExceeded("x")],
+    ids=lambda e: type(e).__name__,
 )
 async def test_what_a_resend_cannot_fix_is_not_resent(join, raised):
     prefill, decode = await join("memory")
     withdrawn, timeout_s = [], 10.0
-    decode.before_call("commit", Times(9, raised))
-    decode.before_call("abort", lambda request: withdrawn.append(request.resend))
-    if isinstance(raised, DeadlineExceeded):  # the request's own
-        decode.receiver.commit, timeout_s = lambda request: asyncio.sleep(5), 0.5
+    decode.before["Commit"] = Times(9, raised)
+    decode.before["Abort"] = lambda request: withdrawn.append(request.resend)
+    if isinstance(raised, errors.DeadlineExceeded):  # the request's own
+        decode.before["Commit"], timeout_s = lambda request: asyncio.sleep(5), 0.5
     with pytest.raises(type(raised)):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5), timeout_s=timeout_s)
     assert withdrawn == [False]
@@ -169,9 +171,9 @@ async def test_a_reservation_that_is_gone_is_not_sent_again(join):
         decode.cancel("h")
 
     withdrawals = Times(1, cancel)
-    decode.before_call("commit", corrupt)
-    decode.before_call("abort", withdrawals)
-    with pytest.raises(KvCorrupted):
+    decode.before["Commit"] = corrupt
+    decode.before["Abort"] = withdrawals
+    with pytest.raises(errors.KvCorrupted):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
     assert withdrawals.calls == 2  # the second one is for good
 
@@ -185,8 +187,8 @@ async def test_a_handoff_cancelled_while_it_is_withdrawn_ends_for_good(join):
         reached.set()
         await asyncio.sleep(0.2 * request.resend)
 
-    decode.before_call("abort", slow)
-    decode.before_call("commit", corrupt)
+    decode.before["Abort"] = slow
+    decode.before["Commit"] = corrupt
     to = decode.reserve("h", 4, 1)
     running = asyncio.create_task(prefill.hand_over(to, "h", slots(4, 5)))
     await asyncio.wait_for(reached.wait(), 5)
@@ -196,3 +198,71 @@ async def test_a_handoff_cancelled_while_it_is_withdrawn_ends_for_good(join):
     assert asked == [True, False]
     assert "h" in decode.held.reasons
     assert not decode.receiver.writing("h")
+
+
+REQUEST = handoff_pb2.AbortRequest(handoff_id="h", reservation_token="token-h", incarnation="p")
+
+
+@pytest.mark.parametrize("name", ["memory", "shm", "cuda_ipc"])
+async def test_a_lost_abort_is_repeated_until_the_blocks_come_back(join, name):
+    prefill, decode = await join(name, prefill={"abort_wait_s": 0.0})
+    losses = Times(2, errors.Unavailable("lost"))
+    decode.before["Abort"] = losses
+    async with prefill.opened(decode, 8, 1, 2) as handoff:
+        handoff.send(slots(4, 5))
+        await decode.asked()
+        decode.cancel("h")
+    assert decode.receiver.writing("h")  # quarantined, though the handoff is over at its sender
+    await asyncio.wait_for(decode.held.ended.wait(), 10)
+    assert losses.calls == 3
+    assert not decode.receiver.writing("h")
+
+
+async def test_giving_up_does_not_wait_for_a_peer_that_hangs(join):
+    prefill, decode = await join("memory", prefill={"abort_wait_s": 0.1})
+    hung = asyncio.Event()
+    decode.before["Abort"] = lambda request: hung.wait()
+    async with prefill.opened(decode, 8, 1, 2) as handoff:
+        handoff.send(slots(4, 5))
+        await decode.asked()
+        before = time.monotonic()
+    assert time.monotonic() - before < 1.5  # a call alone would take two seconds
+    assert "h" not in decode.held.reasons
+    hung.set()
+    await asyncio.wait_for(decode.held.ended.wait(), 10)
+
+
+@pytest.mark.parametrize(
+    ("error", "times", "give_up_s", "count", "calls"),
+    [
+        (None, 0, 60.0, 1, range(1, 2)),
+        (errors.Stale("another sender"), 1, 60.0, 1, range(1, 2)),  # any answer ends it
+        (ValueError("a bug"), 1, 60.0, 1, range(1, 2)),
+        (errors.Unavailable("no"), 1000, 0.5, 1, range(2, 1000)),  # patience ends
+        (None, 0, 60.0, 20, range(20, 21)),
+    ],
+)
+async def test_every_abort_ends(join, error, times, give_up_s, count, calls):
+    prefill, decode = await join("memory", prefill={"give_up_s": give_up_s})
+    answers = decode.before["Abort"] = Times(times, error)
+    link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(5.0))
+    for _ in range(count):
+        prefill.links.abort(link, REQUEST, ())
+    prefill.links.remove(link)
+    prefill.links.release(link)  # its control stays open for them
+    await asyncio.wait_for(asyncio.gather(*prefill.links._aborts), 10)
+    assert answers.calls in calls
+    assert link.channel._channel.closed()
+
+
+async def test_closing_waits_shortly_and_ends_what_is_not_answered(join):
+    prefill, decode = await join("memory")
+    link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(5.0))
+    prefill.links.release(link)
+    answers = decode.before["Abort"] = Times(1, errors.Unavailable("once"))
+    await asyncio.wait_for(prefill.links.abort(link, REQUEST, ()).wait(), 10)
+    decode.before["Abort"] = lambda request: asyncio.sleep(30)
+    tried = prefill.links.abort(link, REQUEST, ())
+    await asyncio.wait_for(prefill.links.close(), 3)  # a second for the last try, and slack
+    assert answers.calls == 1 and tried.is_set()
+    assert not prefill.links._aborts

@@ -1,25 +1,103 @@
-"""The registry's contract, the same for the store in memory and for a real etcd."""
+"""The registry's contract over a real etcd; the one in memory keeps its simple part."""
 
 import asyncio
 import contextlib
+import shutil
 
 import pytest
 
+from baton.config import RegistryConfig, split_address
 from baton.errors import InvalidRequest, Unavailable
+from baton.local.etcd import EmbeddedEtcd
+from baton.registry import EtcdRegistry
+from baton.registry.etcd_client import EtcdClient
+from baton.v1 import etcd_pb2
 from baton.v1.common_pb2 import WorkerRecord, WorkerRole, WorkerState
-
-from .registry_stores import InMemory, RealEtcd, until, until_connected, until_names
+from tests.memory_registry import MemoryRegistry
+from tests.proxy import Proxy
 
 READY = WorkerState.WORKER_STATE_READY
 DRAINING = WorkerState.WORKER_STATE_DRAINING
 
 
-@pytest.fixture(params=[InMemory, RealEtcd], ids=["memory", "etcd"])
-async def store(request):
-    store = request.param()
-    await store.open(ttl_s=getattr(request.function, "ttl_s", 5))
-    yield store
-    await store.close()
+class InMemory:
+    def __init__(self):
+        self._registry = MemoryRegistry()
+
+    async def registry(self):
+        return self._registry
+
+    async def stop(self):
+        self._registry.stop()
+
+    async def start(self):
+        self._registry.start()
+
+
+class RealEtcd:
+    """An etcd process; a registry that is `wired` reaches it through a proxy of its own."""
+
+    def __init__(self, etcd, ttl_s, stack):
+        self._etcd, self._ttl_s, self._stack = etcd, ttl_s, stack
+        self._wires: dict[EtcdRegistry, Proxy] = {}
+        self.stop, self.start = etcd.kill, etcd.start
+
+    async def registry(self, *, wired=False):
+        address = self._etcd.address
+        if wired:
+            wire = await self._stack.enter_async_context(Proxy(split_address(address)[1]))
+            address = wire.address
+        registry = EtcdRegistry(RegistryConfig(etcd=address, lease_ttl_s=self._ttl_s))
+        self._stack.push_async_callback(registry.close)
+        if wired:
+            self._wires[registry] = wire
+        return registry
+
+    async def cut(self, registry):
+        await self._wires[registry].__aexit__()
+
+    async def reconnect(self, registry):
+        await self._wires[registry].__aenter__()
+
+    async def wipe(self):
+        await asyncio.to_thread(shutil.rmtree, self._etcd.home / "data")
+
+    async def compact(self):
+        client = EtcdClient(RegistryConfig(etcd=self._etcd.address))
+        revision = (await client.range("/")).header.revision
+        request = etcd_pb2.CompactionRequest(revision=revision, physical=True)
+        await client._call(lambda at: at.kv.Compact, request)
+        await client.close()
+
+
+@pytest.fixture
+async def etcd(request):
+    async with EmbeddedEtcd() as etcd, contextlib.AsyncExitStack() as stack:
+        yield RealEtcd(etcd, getattr(request.function, "ttl_s", 5), stack)
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def store(request):
+    return InMemory() if request.param == "memory" else request.getfixturevalue("etcd")
+
+
+async def until(membership, holds):
+    """Waits for a snapshot of which `holds` is true."""
+    async with asyncio.timeout(12), contextlib.aclosing(membership.changes()) as changes:
+        async for snapshot in changes:
+            if holds(snapshot):
+                return snapshot
+    raise AssertionError("the watch ended")
+
+
+async def until_names(membership, *names):
+    """Waits until exactly these are members."""
+    return await until(membership, lambda snapshot: snapshot.keys() == set(names))
+
+
+async def until_connected(membership, connected):
+    """Waits until the watch has, or has not, the store."""
+    await until(membership, lambda _: membership.connected is connected)
 
 
 def ttl(seconds):
@@ -96,20 +174,18 @@ async def test_readers_of_one_watch_get_the_newest_and_end_with_it(store):
 
 
 @ttl(1)
-async def test_a_member_cut_off_expires_with_its_lease_and_returns(store):
+async def test_a_member_cut_off_expires_with_its_lease_and_returns(etcd):
     """One that leaves while it is cut off is left to its lease."""
-    far, near = await store.registry(wired=True), await store.registry()
+    far, near = await etcd.registry(wired=True), await etcd.registry()
     async with near.watch() as membership:
         async with far.register(worker("d1")):
             await until_names(membership, "d1")
-            await store.cut(far)
-            await store.elapse(1.5)
+            await etcd.cut(far)
             await until_names(membership)
             assert membership.connected
-            await store.reconnect(far)
+            await etcd.reconnect(far)
             await until_names(membership, "d1")
-            await store.cut(far)
-        await store.elapse(1.5)
+            await etcd.cut(far)
         await until_names(membership)
 
 
@@ -145,8 +221,8 @@ async def test_the_store_down_at_the_start_is_said_clearly(store, monkeypatch):
 
 
 @ttl(2)
-async def test_members_of_a_wiped_store_register_again_and_are_not_missed_meanwhile(store):
-    registry, gone = await store.registry(), await store.registry(wired=True)
+async def test_members_of_a_wiped_store_register_again_and_are_not_missed_meanwhile(etcd):
+    registry, gone = await etcd.registry(), await etcd.registry(wired=True)
     seen = []
 
     async def collect(membership):
@@ -160,14 +236,12 @@ async def test_members_of_a_wiped_store_register_again_and_are_not_missed_meanwh
     ):
         await until_names(membership, "d1", "gone")
         collecting = asyncio.create_task(collect(membership))
-        await store.stop()
-        await store.cut(gone)
-        await store.wipe()
-        await store.start()
+        await etcd.stop()
+        await etcd.cut(gone)
+        await etcd.wipe()
+        await etcd.start()
         await until_connected(membership, True)
         # Grace: twice the lease's time, for the one that will not come back.
-        await store.elapse(2)
-        await store.elapse(2)
         await until_names(membership, "d1")
         await registration.update(worker("d1", state=DRAINING))
         await until(membership, lambda now: now["d1"].state == DRAINING)
@@ -175,36 +249,35 @@ async def test_members_of_a_wiped_store_register_again_and_are_not_missed_meanwh
     assert all("d1" in names for names in seen)
 
 
-async def test_what_happened_while_the_watch_was_cut_counts_at_once(store):
+async def test_what_happened_while_the_watch_was_cut_counts_at_once(etcd):
     """TTL 5 s: by grace alone the departure would take 10 s."""
-    far, near = await store.registry(wired=True), await store.registry()
+    far, near = await etcd.registry(wired=True), await etcd.registry()
     staying = worker("d1")
     async with near.register(staying) as registration, far.watch() as membership:
         async with near.register(worker("d2")):
             await until_names(membership, "d1", "d2")
-            await store.cut(far)
+            await etcd.cut(far)
             await until_connected(membership, False)
         await registration.update(in_state(staying, DRAINING))
         async with near.register(worker("d3")):
             assert set(membership.records) == {"d1", "d2"}
-            await store.reconnect(far)
+            await etcd.reconnect(far)
             async with asyncio.timeout(5):
                 now = await until_names(membership, "d1", "d3")
             assert now["d1"].state == DRAINING
 
 
 @ttl(1)
-async def test_compaction_while_the_watch_was_cut_means_listing_again(store):
-    far, near = await store.registry(wired=True), await store.registry()
+async def test_compaction_while_the_watch_was_cut_means_listing_again(etcd):
+    far, near = await etcd.registry(wired=True), await etcd.registry()
     async with near.register(worker("d1")), far.watch() as membership:
         async with near.register(worker("d2")):
             await until_names(membership, "d1", "d2")
-            await store.cut(far)
+            await etcd.cut(far)
             await until_connected(membership, False)
         async with near.register(worker("d3")):
-            await store.compact()
-            await store.reconnect(far)
+            await etcd.compact()
+            await etcd.reconnect(far)
             # Nothing tells that d2 left, so it stays for the grace of two leases.
             await until_names(membership, "d1", "d2", "d3")
-            await store.elapse(2)
             await until_names(membership, "d1", "d3")

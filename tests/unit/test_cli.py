@@ -40,8 +40,7 @@ def parse(*argv: str) -> Any:
 
 BAD_USAGE = [
     *("", "nonsense", "generate", "generate x --local --api-key-file k", "up --prefill"),
-    *(f"{command} --model m --random-weights c" for command in ("up", "router", "generate")),
-    *("decode-worker --model m --random-weights c", "generate x --random-weights c.json"),
+    *("generate --model m --random-weights c", "generate x --random-weights c.json"),
     *("generate x --token-ids 1", "generate --chat --token-ids 1", "generate --token-ids 1,b"),
     *("generate x --local --timeout 1", "generate x --local --priority low"),
     *("generate x --priority top", "generate x --ttft-target 0"),
@@ -51,6 +50,8 @@ WRONG = [
     *((f"generate x --timeout={text}", 2, "write seconds above 0")
       for text in ("0", "-1", "x", "nan", "inf", "")),
     ("generate x --ttft-target 500", 2, "500 is over 60 s: it is in seconds, 0.5 for 500 ms"),
+    *((f"{command} --model m --random-weights c", 1, "--random-weights do not go together")
+      for command in ("up", "router", "decode-worker")),
     ("up --kv-cache 12XiB", 2, "argument --kv-cache: '12XiB' is no size: write 512MiB"),
     ("up --device gpu", 2, "argument --device: 'gpu' is no device: write auto, cpu, cuda or"),
     ("up --gpu-memory 80GiB", 2, "argument --gpu-memory: invalid float value: '80GiB'"),
@@ -85,11 +86,12 @@ def test_defaults_are_those_of_the_settings():
     assert re.fullmatch("decode-[0-9a-f]{8}", worker.incarnation)
     named = services.worker_config(parse("decode-worker", "--name", "d7"))
     assert re.fullmatch("d7-[0-9a-f]{8}", named.incarnation)
-    assert services.cluster_config(parse("up")) == ClusterConfig()
+    assert settings("up") == ClusterConfig()
 
 
 CONFIGS = {
-    "up": services.cluster_config, "router": services.router_config,
+    "up": lambda args: cli.options.settings(ClusterConfig, "up", args),
+    "router": services.router_config,
     "prefill-worker": services.worker_config, "decode-worker": services.worker_config,
 }  # fmt: skip
 

@@ -43,7 +43,6 @@ WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
     (RouterConfig, {"ttft_target_s": 500}, "0 and 60, not 500 (field ttft_target_s): it is in sec"),
     (EngineConfig, {"max_context": 1}, "--max-context must be at least 2"),
     (ClusterConfig, {"prefill_nice": 20}, "--prefill-nice must be between 0 and 19, not 20"),
-    (WorkerConfig, {"role": "both"}, "role must be one of prefill, decode, not 'both'"),
     (WorkerConfig, {"role": "decode", "transport": "rdma"}, "--transport must be one of auto"),
     (WorkerConfig, {"role": "decode", "lease_s": 0}, "--reservation-lease must be at least 0.01"),
     (WorkerConfig, {"role": "decode", "advertise": "h"}, "--advertise must be HOST:PORT, not 'h'"),
@@ -57,8 +56,7 @@ WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
     (RouterConfig, {"slos": ("x",)}, "--slo 'x'"),
     (WorkerConfig, {"role": "decode", "price_per_hour": NAN}, "--worker-price must be at least 0"),
     (ClusterConfig, {"etcd": "x"}, "--etcd must be HOST:PORT, not 'x'"),
-    (ClusterConfig, {"user": "me"}, "need --etcd HOST:PORT"),
-    (ClusterConfig, {"etcd": "h:1", "key_file": Path("k")}, "--etcd-cert and --etcd-key go"),
+    (ClusterConfig, {"etcd_access": RegistryConfig(user="me")}, "need --etcd HOST:PORT"),
 ]
 
 

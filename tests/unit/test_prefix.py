@@ -30,17 +30,6 @@ def test_a_chain_has_one_hash_per_full_block_and_can_be_continued(prompt, more, 
         assert block_hash(parent, block) == name
 
 
-@settings(deadline=None)  # machines are busy
-@given(st.lists(st.integers(0, 3), min_size=4, max_size=12), st.data())
-def test_hashes_differ_from_the_first_changed_block_on(tokens, data):
-    where = data.draw(st.integers(0, len(tokens) - 1))
-    changed = [*tokens[:where], tokens[where] + 1, *tokens[where + 1 :]]
-    for before, (mine, theirs) in enumerate(
-        zip(hash_chain(tokens, 2), hash_chain(changed, 2), strict=True)
-    ):
-        assert (mine == theirs) is (before < where // 2)
-
-
 def test_equal_blocks_at_other_places_and_tenants_have_other_hashes():
     names = [*hash_chain([7] * 64, 16), *hash_chain([7] * 64, 16, salt="tenant")]
     names += [root_hash(""), root_hash("tenant")]
@@ -50,11 +39,5 @@ def test_equal_blocks_at_other_places_and_tenants_have_other_hashes():
 def test_a_digest_covers_all_tokens_their_order_and_the_tenant():
     same = token_digest([1, 2, 3], "a")
     assert len(same) == 16 and same == token_digest([1, 2, 3], "a")
-    others = [
-        ([1, 2, 4], "a"),
-        ([1, 3, 2], "a"),
-        ([1, 2], "a"),
-        ([1, 2, 3, 0], "a"),
-        ([1, 2, 3], ""),
-    ]
-    assert same not in {token_digest(tokens, salt) for tokens, salt in others}
+    others = {token_digest(ids, "a") for ids in ([1, 2, 4], [1, 3, 2], [1, 2], [1, 2, 3, 0])}
+    assert same not in others | {token_digest([1, 2, 3], "")}

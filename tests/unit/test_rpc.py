@@ -44,7 +44,7 @@ class Work:
 
 
 class Scripted(inference_pb2_grpc.InferenceServiceServicer):
-    """Fails as the test says, through the wrappers that all services use."""
+    """Fails as the test says."""
 
     def __init__(self):
         self.error: Exception | type[Exception] = errors.InternalError("not set")
@@ -52,13 +52,11 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
         self.channel: Any = None
         self.work: Any = None  # a reference to what the last call held
 
-    @rpc.unary
     async def Tokenize(self, request, context):
         work = Work()
         self.work = weakref.ref(work)
         raise self.error
 
-    @rpc.streaming
     async def Generate(self, request, context):
         try:
             work = Work()

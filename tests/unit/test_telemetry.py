@@ -15,7 +15,7 @@ from opentelemetry.trace import SpanKind, StatusCode, Tracer
 
 from baton import telemetry
 from baton.errors import ConfigError, InvalidRequest, Overloaded
-from baton.tail_sampling import HeadSampler, TailSampler
+from baton.span_export import HeadSampler, TailSampler
 from baton.telemetry import Telemetry
 
 

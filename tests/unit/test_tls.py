@@ -45,15 +45,12 @@ def of(folder, role, **more):
 
 
 class Worker(worker_pb2_grpc.WorkerServiceServicer):
-    @rpc.unary
     async def Describe(self, request, context):
         return worker_pb2.DescribeResponse()
 
-    @rpc.unary
     async def Drain(self, request, context):
         return worker_pb2.DrainResponse()
 
-    @rpc.streaming
     async def Watch(self, request, context):
         yield worker_pb2.WatchResponse()
 

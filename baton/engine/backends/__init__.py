@@ -1,1 +1,48 @@
 """What runs a plan on a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.config import EngineConfig
+from baton.engine.kv_cache import KvLayout
+from baton.engine.models.config import ModelConfig
+from baton.engine.runner import Runner, StepRunner
+from baton.engine.sampling.sampler import Sampler
+
+
+class Backend:
+    """Computes an engine's steps on one device. Its methods are called once, in this order."""
+
+    device: torch.device
+    kv_bytes = 0  # of KV where no size is asked for; 0: what else there is decides
+
+    def __init__(self, settings: EngineConfig) -> None:
+        self._settings = settings
+
+    def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
+        """The model, loaded. Raises ConfigError for what cannot be computed here."""
+        raise NotImplementedError
+
+    def layout(
+        self,
+        model: Any,
+        sampler: Sampler,
+        config: ModelConfig,
+        kv_dtype: torch.dtype,
+        asked: KvLayout | None,
+    ) -> KvLayout:
+        """The KV pool that is asked for, or that fits. Raises ConfigError."""
+        assert asked is not None, "without one, the backend's `kv_bytes` are asked for"
+        return asked
+
+    def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
+        """What runs the model's steps, each sequence up to so many tokens."""
+        return Runner(model, pool, sampler)
+
+    def prepare(self, runner: Any) -> None:
+        """What takes time before the first step."""

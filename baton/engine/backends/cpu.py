@@ -13,19 +13,20 @@ import os
 import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed
+from baton.engine.backends import Backend
 from baton.engine.batch import StepModel
-from baton.engine.kv_cache import KvLayout
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.ops.native import library
 from baton.engine.ops.native.model import NativeModel, unsupported
 from baton.engine.ops.native.packing import Matrix, PackedWeight
-from baton.engine.runner import Runner, StepRunner
+from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.simulated import SimulatedRunner
 from baton.engine.weights.quantize import Int8Weight
@@ -35,8 +36,8 @@ from baton.errors import ConfigError
 log = logging.getLogger(__name__)
 
 
-class CpuBackend:
-    """Native kernels where they can be had, else torch's."""
+class CpuBackend(Backend):
+    """Native kernels where they can be had, else torch's; or the time of a model, simulated."""
 
     device = torch.device("cpu")
     kv_bytes = CPU_KV_CACHE_BYTES
@@ -54,39 +55,28 @@ class CpuBackend:
                     f"--{option.replace('_', '-')} fp8 computes on a GPU only: use int8, or add "
                     "--device cuda"
                 )
-        self._settings = settings
+        super().__init__(settings)
 
     def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> StepModel | None:
-        settings, native = self._settings, self._is_native(config, dtype)
+        settings = self._settings
+        if settings.simulate:
+            return None
+        native = self._is_native(config, dtype)
 
         def prepare(matrix: Tensor) -> Matrix:
             weight = Int8Weight.of(matrix) if settings.quantization == "int8" else matrix
             return PackedWeight.of(weight) if native else weight
 
         kernels = "native" if native else "torch"
-        weights = weights_of(settings, path, config, dtype, self.device, prepare, kernels)
+        weights = weights_of(settings, path, config, dtype, self.device, kernels, prepare)
         if native:
             return NativeModel(config, weights, dtype)
         return Model(config, weights, dtype, self.device)
 
-    def layout(
-        self,
-        model: object,
-        sampler: Sampler,
-        config: ModelConfig,
-        kv_dtype: torch.dtype,
-        asked: KvLayout | None,
-    ) -> KvLayout:
-        assert asked is not None, "a CPU's KV has a default size"
-        return asked
-
-    def runner(
-        self, model: StepModel, pool: Tensor, sampler: Sampler, max_context: int
-    ) -> StepRunner:
-        return Runner(model, pool, sampler)
-
-    def prepare(self, runner: StepRunner) -> None:
-        """Nothing."""
+    def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
+        if self._settings.simulate:
+            return SimulatedRunner(SimulatedSpeed.parse(self._settings.simulate), pool, sampler)
+        return super().runner(model, pool, sampler, max_context)
 
     def _is_native(self, config: ModelConfig, dtype: torch.dtype) -> bool:
         """Raises ConfigError if native kernels are asked for and cannot be had."""
@@ -102,17 +92,6 @@ class CpuBackend:
         if asked:
             library.require(dtype)
         return library.load(dtype) is not None
-
-
-class SimulatedBackend(CpuBackend):
-    """Takes a model's time and computes nothing."""
-
-    def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> None:
-        """There is none."""
-
-    def runner(self, model: object, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
-        speed = SimulatedSpeed.parse(self._settings.simulate)
-        return SimulatedRunner(speed, pool, sampler)
 
 
 def pin_thread(cpus: Collection[int], nice: int) -> None:

@@ -9,17 +9,17 @@ Torch-free.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from baton.engine.weights.checkpoint import StoredTensor, fingerprint, read_json
 from baton.errors import CheckpointError, quoted
 
 __all__ = ["ModelConfig", "Rope", "fingerprint"]
 
-ARCHITECTURES = (
+LLAMA, MISTRAL, QWEN2, QWEN3 = ARCHITECTURES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
@@ -27,9 +27,11 @@ ARCHITECTURES = (
 )
 MAX_SIZE = 1 << 24  # of anything counted; the largest in use are contexts and vocabularies
 MAX_LAYERS = 1024
-CHECKPOINT_DTYPES = ("bfloat16", "float32", "float16")
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+Shapes = dict[str, tuple[int, ...]]
+"""Tensors of a checkpoint: their names and shapes."""
 
 
 @dataclass(frozen=True)
@@ -77,54 +79,94 @@ class ModelConfig:
 
         Raises CheckpointError naming the file, the key, its value and what is supported.
         """
-        fields = _Fields(path / "config.json" if path.is_dir() else path)
-        architecture = _architecture(fields)
-        _refuse_unsupported(fields)
-        num_heads = fields.integer("num_attention_heads")
-        hidden_size = fields.integer("hidden_size")
-        default_head = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
-        num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
-        has_option = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
-        attention_bias = has_option and fields.boolean("attention_bias")
-        config = cls(
+        fields = _Fields.load(path / "config.json" if path.is_dir() else path)
+        named = fields.values.get("architectures")
+        architecture = named[0] if isinstance(named, list) and named else named
+        if architecture not in ARCHITECTURES:
+            raise fields.error("architectures", named, ", ".join(ARCHITECTURES))
+        # What would change the computation and is followed nowhere.
+        fields.read("hidden_act", _one_of("silu", "swish"), "silu")
+        fields.read("pretraining_tp", _one_of(1), 1)
+        fields.read("partial_rotary_factor", _one_of(1), 1)
+        fields.read(
+            "quantization_config", _Check(lambda value: value is None, "unquantized weights")
+        )
+        num_heads = fields.read("num_attention_heads", _COUNT)
+        hidden_size = fields.read("hidden_size", _COUNT)
+        num_kv_heads = fields.read("num_key_value_heads", _COUNT, num_heads)
+        head_size = fields.read(
+            "head_dim", _COUNT, 128 if architecture == QWEN3 else hidden_size // num_heads
+        )
+        if num_heads % num_kv_heads:
+            supported = f"a divisor of {num_heads} heads"
+            raise fields.error("num_key_value_heads", num_kv_heads, supported)
+        if head_size % 2:
+            raise fields.error("head_dim", head_size, "an even number")
+        num_layers = fields.read("num_hidden_layers", _whole(1, MAX_LAYERS))
+        attention_bias = fields.read("attention_bias", _BOOLEAN, False)
+        attention_bias &= architecture in (LLAMA, QWEN3)
+        dtype_key = "torch_dtype" if fields.values.get("dtype") is None else "dtype"
+        return cls(
             architecture=architecture,
-            vocab_size=fields.integer("vocab_size"),
+            vocab_size=fields.read("vocab_size", _COUNT),
             hidden_size=hidden_size,
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=fields.integer("num_key_value_heads", num_heads),
-            head_size=fields.integer("head_dim", default_head),
-            intermediate_size=fields.integer("intermediate_size"),
-            rms_eps=fields.number("rms_norm_eps", 1e-6),
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            intermediate_size=fields.read("intermediate_size", _COUNT),
+            rms_eps=float(fields.read("rms_norm_eps", _NUMBER, 1e-6)),
             rope=_rope(fields),
             windows=_windows(fields, architecture, num_layers),
-            tie_embeddings=fields.boolean("tie_word_embeddings"),
-            qkv_bias=architecture == "Qwen2ForCausalLM" or attention_bias,
+            tie_embeddings=fields.read("tie_word_embeddings", _BOOLEAN, False),
+            qkv_bias=architecture == QWEN2 or attention_bias,
             o_bias=attention_bias,
-            mlp_bias=architecture == "LlamaForCausalLM" and fields.boolean("mlp_bias"),
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            max_context=fields.integer("max_position_embeddings"),
+            mlp_bias=architecture == LLAMA and fields.read("mlp_bias", _BOOLEAN, False),
+            qk_norm=architecture == QWEN3,
+            max_context=fields.read("max_position_embeddings", _COUNT),
             eos_token_ids=_eos_token_ids(fields),
-            dtype=_dtype(fields),
+            dtype=fields.read(dtype_key, _one_of("bfloat16", "float32", "float16"), "float32"),
         )
-        if num_heads % config.num_kv_heads:
-            supported = f"a divisor of {num_heads} heads"
-            raise fields.error("num_key_value_heads", config.num_kv_heads, supported)
-        if config.head_size % 2:
-            raise fields.error("head_dim", config.head_size, "an even number")
-        return config
+
+    def layer_tensors(self, index: int) -> dict[str, Shapes]:
+        """Of a layer: what each field of its `LayerWeights` is joined of; none that is absent."""
+        hidden, head, inner = self.hidden_size, self.head_size, self.intermediate_size
+        q, kv = self.num_heads * head, self.num_kv_heads * head
+        layer, attention = f"model.layers.{index}", f"model.layers.{index}.self_attn"
+        tensors: dict[str, Shapes] = {
+            "input_norm": {f"{layer}.input_layernorm.weight": (hidden,)},
+            "post_norm": {f"{layer}.post_attention_layernorm.weight": (hidden,)},
+        }
+        if self.qk_norm:
+            tensors["q_norm"] = {f"{attention}.q_norm.weight": (head,)}
+            tensors["k_norm"] = {f"{attention}.k_norm.weight": (head,)}
+        for field, outputs, inputs, biased in (
+            (
+                "qkv",
+                {"self_attn.q": q, "self_attn.k": kv, "self_attn.v": kv},
+                hidden,
+                self.qkv_bias,
+            ),
+            ("o", {"self_attn.o": hidden}, q, self.o_bias),
+            ("gate_up", {"mlp.gate": inner, "mlp.up": inner}, hidden, self.mlp_bias),
+            ("down", {"mlp.down": hidden}, inner, self.mlp_bias),
+        ):
+            parts = {f"{layer}.{name}_proj": size for name, size in outputs.items()}
+            tensors[field] = {f"{name}.weight": (size, inputs) for name, size in parts.items()}
+            if biased:
+                tensors[f"{field}_bias"] = {f"{name}.bias": (size,) for name, size in parts.items()}
+        return tensors
 
     @property
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+    def tensor_shapes(self) -> Shapes:
         """Every tensor of the checkpoint, and its shape; a tied `lm_head` has none."""
-        hidden = self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, hidden)}
+        shapes: Shapes = {EMBEDDING: (self.vocab_size, self.hidden_size)}
         for index in range(self.num_layers):
-            for name, shape in self._layer_shapes.items():
-                shapes[f"model.layers.{index}.{name}"] = shape
-        shapes[FINAL_NORM] = (hidden,)
+            for parts in self.layer_tensors(index).values():
+                shapes |= parts
+        shapes[FINAL_NORM] = (self.hidden_size,)
         if not self.tie_embeddings:
-            shapes[LM_HEAD] = (self.vocab_size, hidden)
+            shapes[LM_HEAD] = (self.vocab_size, self.hidden_size)
         return shapes
 
     @property
@@ -132,156 +174,98 @@ class ModelConfig:
         """Weights and biases; tied embeddings count once."""
         return sum(map(math.prod, self.tensor_shapes.values()))
 
-    @property
-    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        hidden, head, inner = self.hidden_size, self.head_size, self.intermediate_size
-        q, kv = self.num_heads * head, self.num_kv_heads * head
-        projections = (
-            ("self_attn.q_proj", q, hidden, self.qkv_bias),
-            ("self_attn.k_proj", kv, hidden, self.qkv_bias),
-            ("self_attn.v_proj", kv, hidden, self.qkv_bias),
-            ("self_attn.o_proj", hidden, q, self.o_bias),
-            ("mlp.gate_proj", inner, hidden, self.mlp_bias),
-            ("mlp.up_proj", inner, hidden, self.mlp_bias),
-            ("mlp.down_proj", hidden, inner, self.mlp_bias),
-        )
-        shapes: dict[str, tuple[int, ...]] = {
-            "input_layernorm.weight": (hidden,),
-            "post_attention_layernorm.weight": (hidden,),
-        }
-        for name, rows, columns, biased in projections:
-            shapes[f"{name}.weight"] = (rows, columns)
-            if biased:
-                shapes[f"{name}.bias"] = (rows,)
-        if self.qk_norm:
-            shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (head,)
-        return shapes
+
+class _Check(NamedTuple):
+    """What a value may be: in code, and in words."""
+
+    holds: Callable[[Any], bool]
+    supported: str
 
 
-class _Fields:
+def _whole(least: int, most: int) -> _Check:
+    return _Check(
+        lambda value: type(value) is int and least <= value <= most,
+        f"a whole number from {least} to {most}",
+    )
+
+
+def _one_of(*values: object) -> _Check:
+    return _Check(lambda value: value in values, ", ".join(map(str, values)))
+
+
+_COUNT = _whole(1, MAX_SIZE)
+_NUMBER = _Check(
+    lambda value: type(value) in (int, float) and 0 < value <= 1e30, "a number above 0, up to 1e30"
+)
+_BOOLEAN = _Check(lambda value: isinstance(value, bool), "true or false")
+_OBJECT = _Check(lambda value: isinstance(value, dict), "an object")
+
+
+class _Fields(NamedTuple):
     """A config file's keys, read with checks; every error names file, key and value."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.values = read_json(file)
+    file: Path
+    values: dict[str, Any]
+    prefix: str = ""  # of the keys of an object inside
+
+    @classmethod
+    def load(cls, file: Path) -> _Fields:
+        return cls(file, read_json(file))
 
     def error(self, key: str, value: object, supported: str) -> CheckpointError:
-        return CheckpointError(f"{self.file}: {key} is {quoted(value)}; supported: {supported}")
+        found = f"{self.prefix}{key} is {quoted(value)}"
+        return CheckpointError(f"{self.file}: {found}; supported: {supported}")
 
-    def get(self, key: str) -> Any:
-        """The value, or None where the key is absent or null, which mean the same."""
-        return self.values.get(key)
-
-    def integer(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
-        value = self.get(key)
+    def read(self, key: str, check: _Check, default: object = None) -> Any:
+        """The value; the default where the key is absent or null, which mean the same."""
+        value = self.values.get(key)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise self.error(key, value, f"a whole number from 1 to {most}")
+        if not check.holds(value):
+            raise self.error(key, value, check.supported)
         return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.get(key)
-        return self.checked_number(key, default if value is None else value)
-
-    def checked_number(self, key: str, value: object) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1e30:
-            raise self.error(key, value, "a number above 0, up to 1e30")
-        return float(value)
-
-    def boolean(self, key: str) -> bool:
-        value = self.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise self.error(key, value, "true or false")
-        return bool(value)
-
-
-def _architecture(fields: _Fields) -> str:
-    named = fields.get("architectures")
-    first = named[0] if isinstance(named, list) and named else named
-    if first not in ARCHITECTURES:
-        raise fields.error("architectures", named, ", ".join(ARCHITECTURES))
-    return str(first)
-
-
-def _refuse_unsupported(fields: _Fields) -> None:
-    """Refuses settings that change the computation and are followed nowhere."""
-    allowed: tuple[tuple[str, tuple[object, ...], str], ...] = (
-        ("hidden_act", (None, "silu", "swish"), "silu"),
-        ("quantization_config", (None,), "unquantized weights"),
-        ("pretraining_tp", (None, 1), "1"),
-        ("partial_rotary_factor", (None, 1), "1 (all dimensions rotate)"),
-    )
-    for key, values, supported in allowed:
-        if fields.get(key) not in values:
-            raise fields.error(key, fields.get(key), supported)
 
 
 def _rope(fields: _Fields) -> Rope:
     """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    key = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
-    parameters = fields.get(key) or {}
-    if not isinstance(parameters, dict):
-        raise fields.error(key, parameters, "an object")
-    theta = parameters.get("rope_theta", fields.number("rope_theta", 10000.0))
-    theta = fields.checked_number(f"{key}.rope_theta", theta)
-    if parameters.get("partial_rotary_factor") not in (None, 1):
-        raise fields.error(f"{key}.partial_rotary_factor", parameters["partial_rotary_factor"], "1")
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    key = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
+    inside = _Fields(fields.file, fields.read(key, _OBJECT, {}), f"{key}.")
+    inside.read("partial_rotary_factor", _one_of(1), 1)
+    theta = float(inside.read("rope_theta", _NUMBER, fields.read("rope_theta", _NUMBER, 10000.0)))
+    old_name = inside.values.get("type", "default")
+    kind = inside.read("rope_type", _one_of("default", "linear", "llama3"), old_name)
     if kind == "default":
         return Rope(theta)
-    if kind not in ("linear", "llama3"):
-        raise fields.error(f"{key}.rope_type", kind, "default, linear, llama3")
-
-    def number(name: str) -> float:
-        return fields.checked_number(f"{key}.{name}", parameters.get(name))
-
+    factor = float(inside.read("factor", _NUMBER))
     if kind == "linear":
-        return Rope(theta, "linear", number("factor"))
+        return Rope(theta, "linear", factor)
+    low, high = (float(inside.read(f"{end}_freq_factor", _NUMBER)) for end in ("low", "high"))
     # Where the original context is not given, transformers takes the current one.
-    parameters.setdefault(
-        "original_max_position_embeddings", fields.integer("max_position_embeddings")
-    )
-    return Rope(
-        theta,
-        "llama3",
-        number("factor"),
-        number("low_freq_factor"),
-        number("high_freq_factor"),
-        int(number("original_max_position_embeddings")),
-    )
+    current = fields.read("max_position_embeddings", _COUNT)
+    original = inside.read("original_max_position_embeddings", _NUMBER, current)
+    return Rope(theta, "llama3", factor, low, high, int(original))
 
 
 def _windows(fields: _Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    if architecture == "LlamaForCausalLM":
+    """Of each layer."""
+    if architecture == LLAMA:
         return (None,) * num_layers
-    if architecture == "MistralForCausalLM":
-        absent = "sliding_window" not in fields.values
+    if architecture == MISTRAL:
         # transformers reads an absent key as 4096, and null as no window.
-        explicit = not absent and fields.get("sliding_window") is None
-        return (None if explicit else fields.integer("sliding_window", 4096),) * num_layers
+        if fields.values.get("sliding_window", 4096) is None:
+            return (None,) * num_layers
+        return (fields.read("sliding_window", _COUNT, 4096),) * num_layers
     window = None
-    if fields.boolean("use_sliding_window"):
-        window = fields.integer("sliding_window", 4096)
-    return tuple(
-        window if kind == SLIDING else None
-        for kind in _layer_types(fields, num_layers, window is not None)
-    )
-
-
-def _layer_types(fields: _Fields, num_layers: int, windowed: bool) -> list[str]:
-    """Each layer's attention; Qwen's rule without `layer_types`: from max_window_layers on."""
-    kinds = fields.get("layer_types")
-    if kinds is None:
-        first = (
-            0 if fields.get("max_window_layers") == 0 else fields.integer("max_window_layers", 28)
-        )
-        return [SLIDING if windowed and i >= first else FULL for i in range(num_layers)]
-    known = (FULL, SLIDING) if windowed else (FULL,)
+    if fields.read("use_sliding_window", _BOOLEAN, False):
+        window = fields.read("sliding_window", _COUNT, 4096)
+    kinds = fields.values.get("layer_types")
+    if kinds is None:  # then they slide from max_window_layers on
+        first = fields.read("max_window_layers", _whole(0, MAX_SIZE), 28)
+        return tuple(window if index >= first else None for index in range(num_layers))
+    known = (FULL, SLIDING) if window else (FULL,)
     is_list = isinstance(kinds, list) and len(kinds) == num_layers
     if not is_list or not all(kind in known for kind in kinds):
-        supported = f"{num_layers} times {' or '.join(known)}"
-        raise fields.error("layer_types", kinds, supported)
-    return list(kinds)
+        raise fields.error("layer_types", kinds, f"{num_layers} times {' or '.join(known)}")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:
@@ -289,9 +273,9 @@ def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:
     sources = [fields]
     generation = fields.file.with_name("generation_config.json")
     if fields.file.name == "config.json" and generation.is_file():
-        sources.insert(0, _Fields(generation))
+        sources.insert(0, _Fields.load(generation))
     for source in sources:
-        value = source.get("eos_token_id")
+        value = source.values.get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
@@ -299,14 +283,6 @@ def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:
             raise source.error("eos_token_id", value, "a token id or a list of them")
         return tuple(ids)
     return ()
-
-
-def _dtype(fields: _Fields) -> str:
-    key = "dtype" if fields.get("dtype") is not None else "torch_dtype"
-    value = "float32" if fields.get(key) is None else fields.get(key)
-    if value not in CHECKPOINT_DTYPES:
-        raise fields.error(key, value, ", ".join(CHECKPOINT_DTYPES))
-    return str(value)
 
 
 def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:

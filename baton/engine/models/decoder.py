@@ -29,13 +29,9 @@ def inverse_frequencies(rope: Rope, head_size: int) -> Tensor:
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.scaling == "linear":
         return frequencies / rope.factor
-    if rope.scaling == "llama3":
-        return _llama3_frequencies(frequencies, rope)
-    return frequencies
-
-
-def _llama3_frequencies(frequencies: Tensor, rope: Rope) -> Tensor:
-    """Long waves slowed down by the factor, short ones kept, those between interpolated."""
+    if rope.scaling == "none":
+        return frequencies
+    # llama3: long waves slowed down by the factor, short ones kept, those between interpolated.
     wavelengths = 2 * math.pi / frequencies
     longest_kept = rope.original_context / rope.high_freq_factor
     shortest_slowed = rope.original_context / rope.low_freq_factor
@@ -124,9 +120,8 @@ class Model:
 
     def _place(self, batch: StepBatch, pool: Tensor) -> Any:
         """What all layers of a step share: where its rows read and write KV."""
-        rows = place(batch, pool.shape[4])
-        angles = self._cos[rows.positions][:, None], self._sin[rows.positions][:, None]
-        return rows.attention, angles
+        positions, attention = place(batch, pool.shape[4])
+        return attention, (self._cos[positions][:, None], self._sin[positions][:, None])
 
     def _add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor

@@ -59,6 +59,11 @@ class SampleRow(NamedTuple):
         """Whether the row's logits are changed before a token is chosen."""
         return self.params.has_penalties or self.output_tokens < self.params.min_tokens
 
+    @property
+    def plain(self) -> bool:
+        """Whether its logits are taken as they are, for a token alone; stays so as it grows."""
+        return self.params.logprobs is None and not self.adjusted
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -121,7 +126,8 @@ class Sampler:
             if adjusted:
                 self._adjust(some, of)
             chosen.append(_likeliest(some) if greedy else _sample(some, of))
-        token_ids = _on_host(chosen)
+        # Only now is a device waited for, when all groups' work is there.
+        token_ids: list[int] = [token_id for some in chosen for token_id in some.tolist()]
         if len(groups) > 1:
             order = itertools.chain.from_iterable(groups.values())
             by_row = dict(zip(order, token_ids, strict=True))
@@ -130,7 +136,7 @@ class Sampler:
             raise InternalError("logits are not finite numbers: the model's output is broken")
         return Sampled(token_ids, _logprobs(logits, rows, token_ids))
 
-    def _adjust(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
+    def _adjust(self, logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
         """Applies bias, min_tokens and penalties to `logits`, in place.
 
         Only the entries that change are touched, as indices into the flattened `logits`, gathered
@@ -149,7 +155,8 @@ class Sampler:
                 # End-of-sequence is masked even with ignore_eos, as in vLLM.
                 ends = self._eos_token_ids | params.stop_token_ids
                 forbidden.extend(first + token_id for token_id in ends)
-            if _counts_tokens(params):
+            subtracts = params.frequency_penalty or params.presence_penalty
+            if params.repetition_penalty != 1.0 or subtracts:
                 seen, *factors = _penalties(row)
                 penalties.append(np.stack([seen + first, *factors]))
         flat_logits = logits.view(-1)
@@ -182,12 +189,6 @@ def _columns(parts: list[np.ndarray], device: torch.device) -> tuple[Tensor, ...
     return torch.from_numpy(np.concatenate(parts, 1)).to(device).unbind(0)
 
 
-def _counts_tokens(params: SamplingParams) -> bool:
-    return bool(
-        params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
-    )
-
-
 def _take(logits: Tensor, which: list[int], *, copy: bool = False) -> Tensor:
     """The rows in `which`; `logits` itself when that is all of them and no copy is asked for."""
     if len(which) == logits.shape[0] and not copy:
@@ -195,19 +196,11 @@ def _take(logits: Tensor, which: list[int], *, copy: bool = False) -> Tensor:
     return logits.index_select(0, torch.tensor(which, device=logits.device))
 
 
-def _on_host(chosen: list[Chosen]) -> list[int]:
-    """All groups' tokens, one group after the other."""
-    if isinstance(chosen[0], Tensor):
-        # The only wait for the device, however the rows were grouped.
-        return torch.cat(chosen).tolist()  # type: ignore[arg-type]
-    return [token_id for some in chosen for token_id in some.tolist()]
-
-
 def _likeliest(logits: Tensor) -> Chosen:
     """The likeliest token of each row `[rows]`; of equals the one with the lowest id."""
     if logits.device.type == "cpu":
         # With vector instructions: five times as fast as torch, which has none for this.
-        likeliest: npt.NDArray[np.int64] = logits.numpy().argmax(1)
+        likeliest: Chosen = logits.numpy().argmax(1)
         return likeliest
     return logits.argmax(1)
 

@@ -8,6 +8,7 @@ are turned into it one by one, as they come, on the device.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from baton.config import EngineConfig
@@ -27,38 +28,38 @@ from baton.engine.models.config import (
     FINAL_NORM,
     LM_HEAD,
     ModelConfig,
+    Shapes,
     check_tensors,
 )
 from baton.engine.ops.native.packing import Matrix
-from baton.engine.sampling.randomness import RandomTensors
 from baton.engine.weights.checkpoint import ELEMENT_BYTES, StoredTensor, stored_tensors
 from baton.errors import CheckpointError
 
+log = logging.getLogger(__name__)
 RANDOM_STD = 0.02
+_NOISE = (1 << 24) - 3  # numbers; prime, so that a matrix's rows differ
+_GIB = float(1 << 30)
 
 Prepare = Callable[[Tensor], Matrix]
 """What is done to each matrix as soon as it is read; what it was read into is then given up."""
 
-Progress = Callable[[int, int], None]
-"""Called after each tensor with the bytes of the files that were read, and the bytes of all."""
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """One decoder layer; matrices are `[out, in]`. Absent biases and norms are None."""
 
     input_norm: Tensor
     qkv: Matrix
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    qkv_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
     o: Matrix
-    o_bias: Tensor | None
+    o_bias: Tensor | None = None
     post_norm: Tensor
     gate_up: Matrix
-    gate_up_bias: Tensor | None
+    gate_up_bias: Tensor | None = None
     down: Matrix
-    down_bias: Tensor | None
+    down_bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -71,24 +72,8 @@ class Weights:
     lm_head: Matrix
 
 
-Make = Callable[[dict[str, tuple[int, ...]]], Tensor]
+Make = Callable[[Shapes], Tensor]
 """Makes one tensor of those with these names and shapes, joined along the first axis."""
-
-_LAYER = {  # the tensors of the checkpoint that each field is joined of
-    "input_norm": ("input_layernorm.weight",),
-    "qkv": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
-    "qkv_bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv"),
-    "q_norm": ("self_attn.q_norm.weight",),
-    "k_norm": ("self_attn.k_norm.weight",),
-    "o": ("self_attn.o_proj.weight",),
-    "o_bias": ("self_attn.o_proj.bias",),
-    "post_norm": ("post_attention_layernorm.weight",),
-    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "gate_up_bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
-    "down": ("mlp.down_proj.weight",),
-    "down_bias": ("mlp.down_proj.bias",),
-}
-_MATRICES = ("qkv", "o", "gate_up", "down")
 
 
 def _as_read(matrix: Tensor) -> Matrix:
@@ -100,7 +85,6 @@ def load_weights(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress | None = None,
     prepare: Prepare = _as_read,
 ) -> Weights:
     """The weights in a model directory, converted to dtype and moved to device.
@@ -115,29 +99,26 @@ def load_weights(
     stored = stored_tensors(path)
     check_tensors(path, config, stored)
     total, done = sum(_num_bytes(stored[name]) for name in config.tensor_shapes), 0
-    opened: dict[Path, Any] = {}
-    with ExitStack() as files:
+    began = logged = time.monotonic()
+    with ExitStack() as stack:
+        files = {
+            file: stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+            for file in {tensor.file for tensor in stored.values()}
+        }
 
-        def read(tensor: StoredTensor) -> Tensor:
-            """A view of its mapped file."""
-            try:
-                if tensor.file not in opened:
-                    file = safe_open(tensor.file, framework="pt", device="cpu")
-                    opened[tensor.file] = files.enter_context(file)
-                found: Tensor = opened[tensor.file].get_tensor(tensor.name)
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{tensor.file}: tensor {tensor.name}: {error}") from error
-            return found
-
-        def make(shapes: dict[str, tuple[int, ...]]) -> Tensor:
-            nonlocal done
+        def make(shapes: Shapes) -> Tensor:
+            nonlocal done, logged
             whole = torch.empty(_joined(shapes), dtype=dtype, device=device)
             parts = whole.split([shape[0] for shape in shapes.values()])
             for name, target in zip(shapes, parts, strict=True):
-                target.copy_(read(stored[name]))
+                target.copy_(files[stored[name].file].get_tensor(name))  # a view of its mapped file
                 done += _num_bytes(stored[name])
-                if progress is not None:
-                    progress(done, total)
+            if (now := time.monotonic()) >= logged + 1.0:
+                logged, rate = now, done / (now - began)
+                log.info(
+                    "loading weights: %.2f of %.2f GiB, %.2f GiB/s, %.0f s left",
+                    done / _GIB, total / _GIB, rate / _GIB, (total - done) / rate,
+                )  # fmt: skip
             return whole
 
         return _assemble(config, make, prepare)
@@ -152,17 +133,24 @@ def random_weights(
 ) -> Weights:
     """Seeded random weights, the same on every machine: for benchmarks that need no real model.
 
-    A GPU's are the same on every GPU, but others than a CPU's: see `RandomTensors`.
+    A GPU's are made there of one set of numbers, moved by one from tensor to tensor: the same on
+    every GPU, and made in seconds, but others than a CPU's.
     """
-    generator, tensors = torch.Generator().manual_seed(seed), RandomTensors(seed, device)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.empty(0 if device.type == "cpu" else _NOISE)
+    noise = noise.normal_(std=RANDOM_STD, generator=generator).to(device, dtype)
+    shifts = itertools.count()
 
-    def make(shapes: dict[str, tuple[int, ...]]) -> Tensor:
-        shape = _joined(shapes)
+    def make(shapes: Shapes) -> Tensor:
+        whole = torch.empty(_joined(shapes), dtype=dtype, device=device)
         if next(iter(shapes)).endswith("norm.weight"):
-            return torch.ones(shape, dtype=dtype, device=device)
+            return whole.fill_(1)
         if device.type == "cpu":
-            return torch.empty(shape, dtype=dtype).normal_(std=RANDOM_STD, generator=generator)
-        return tensors.uniform(shape, dtype, RANDOM_STD)
+            return whole.normal_(std=RANDOM_STD, generator=generator)
+        shifted = noise.roll(next(shifts))
+        for piece in whole.view(-1).split(_NOISE):
+            piece.copy_(shifted[: len(piece)])
+        return whole
 
     return _assemble(config, make, prepare)
 
@@ -170,16 +158,16 @@ def random_weights(
 def _assemble(config: ModelConfig, make: Make, prepare: Prepare) -> Weights:
     shapes = config.tensor_shapes
 
-    def tensor(*names: str) -> Any:
-        """None where the model has none."""
-        return make({name: shapes[name] for name in names}) if names[0] in shapes else None
+    def tensor(name: str) -> Tensor:
+        return make({name: shapes[name]})
+
+    def part(parts: Shapes) -> Any:
+        is_matrix = all(len(shape) == 2 for shape in parts.values())
+        return prepare(make(parts)) if is_matrix else make(parts)
 
     def layer(index: int) -> LayerWeights:
-        fields: dict[str, Any] = {}
-        for field, parts in _LAYER.items():
-            names = [f"model.layers.{index}.{part}" for part in parts]
-            fields[field] = prepare(tensor(*names)) if field in _MATRICES else tensor(*names)
-        return LayerWeights(**fields)
+        tensors = config.layer_tensors(index)
+        return LayerWeights(**{field: part(parts) for field, parts in tensors.items()})
 
     embedding = tensor(EMBEDDING)
     layers = tuple(layer(index) for index in range(config.num_layers))
@@ -189,7 +177,7 @@ def _assemble(config: ModelConfig, make: Make, prepare: Prepare) -> Weights:
     )
 
 
-def _joined(shapes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+def _joined(shapes: Shapes) -> tuple[int, ...]:
     first, *_ = shapes.values()
     return (sum(shape[0] for shape in shapes.values()), *first[1:])
 
@@ -198,10 +186,8 @@ def _num_bytes(stored: StoredTensor) -> int:
     return math.prod(stored.shape) * ELEMENT_BYTES[stored.dtype]
 
 
-log = logging.getLogger(__name__)
-_CPU_WEIGHTS_SEED, _GPU_WEIGHTS_SEED = 0, 1
+_CPU_WEIGHTS_SEED, _GPU_WEIGHTS_SEED = 0, 2
 _SIMULATED_SEED = -1  # so that no simulated worker is paired with a real one
-_GIB = float(1 << 30)
 
 
 def weights_of(
@@ -210,8 +196,8 @@ def weights_of(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    prepare: Prepare,
     kernels: str,
+    prepare: Prepare = _as_read,
 ) -> Weights:
     """The weights of the model at `path`, or made-up ones, on the device, prepared one by one.
 
@@ -222,7 +208,7 @@ def weights_of(
     if seed is not None:
         weights = random_weights(config, dtype, device, seed, prepare)
     else:
-        weights = load_weights(path, config, dtype, device, LoadProgress(), prepare)
+        weights = load_weights(path, config, dtype, device, prepare)
     log.info(
         "loaded %s: %.1f M parameters, %s%s on %s, %s kernels, %.1f s",
         path.name, config.num_parameters / 1e6,
@@ -242,24 +228,3 @@ def random_seed(settings: EngineConfig, device: torch.device) -> int | None:
     if not settings.random_weights:
         return None
     return _CPU_WEIGHTS_SEED if device.type == "cpu" else _GPU_WEIGHTS_SEED
-
-
-class LoadProgress:
-    """Logs how far loading is, at most once a second: bytes, their rate, the time that is left."""
-
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._now_s = now_s
-        self._began = now_s()
-        self._told = self._began
-
-    def __call__(self, done: int, total: int) -> None:
-        """Takes in that so many bytes of all are there."""
-        now = self._now_s()
-        if now < self._told + 1.0:
-            return
-        self._told = now
-        rate = done / (now - self._began)
-        log.info(
-            "loading weights: %.2f of %.2f GiB, %.2f GiB/s, %.0f s left",
-            done / _GIB, total / _GIB, rate / _GIB, (total - done) / rate,
-        )  # fmt: skip

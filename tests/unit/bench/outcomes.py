@@ -2,8 +2,10 @@
 
 from array import array
 
-from baton.bench.request import Outcome
-from baton.bench.servers import RequestOptions, Server
+from baton.bench.request import Outcome, RequestOptions
+from baton.bench.servers import Server
+from baton.v1.common_pb2 import Route, Timing
+from baton.v1.inference_pb2 import Finish
 
 NO_SERVER = "127.0.0.1:1"  # an address at which nothing listens
 
@@ -28,6 +30,11 @@ def failed(status, message="no", **fields):
     return outcome(**{**defaults, **fields})
 
 
+def finish(*, prefill="p", attempts=1, **timing):
+    """A Baton router's last message."""
+    return Finish(timing=Timing(**timing), route=Route(prefill=prefill, attempts=attempts))
+
+
 class FakeServer(Server):
     """Hands each request to `answer`; `demands` are those that were sent, in order."""
 
@@ -42,7 +49,7 @@ class FakeServer(Server):
         self._bodies.append(demand)
         return str(len(self._bodies) - 1).encode()
 
-    async def _send(self, body, outcome, began):
+    async def send(self, body, outcome, began):
         self.demands.append(self._bodies[int(body)])
         await self.answer(self.demands[-1], outcome)
 

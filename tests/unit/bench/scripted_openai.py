@@ -5,6 +5,7 @@ import contextlib
 import json
 
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 
 def event(**fields):
@@ -20,8 +21,8 @@ def text(token):
 def usage(prompt, completion, cached=None):
     """The last chunk before the end."""
     details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
-    told = {"prompt_tokens": prompt, "completion_tokens": completion, **details}
-    return event(choices=[], usage=told)
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion}
+    return event(choices=[], usage={**counts, **details})
 
 
 DONE = b"data: [DONE]\n\n"
@@ -70,13 +71,11 @@ async def serving(server):
     """Serves it; gives the base URL."""
     app = web.Application()
     app.router.add_get("/v1/models", server.models)
-    app.router.add_post("/v1/completions", server.complete)
-    app.router.add_post("/v1/chat/completions", server.complete)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
+    for kind in ("completions", "chat/completions"):
+        app.router.add_post(f"/v1/{kind}", server.complete)
+    test_server = TestServer(app)
+    await test_server.start_server(shutdown_timeout=0.1)
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield f"http://127.0.0.1:{test_server.port}"
     finally:
-        await runner.cleanup()
+        await test_server.close()

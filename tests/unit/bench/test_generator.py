@@ -47,20 +47,18 @@ async def test_an_open_loop_sends_each_request_at_its_time():
     assert [d.parts[0][0] for d in server.demands] == list(range(20)) and server.most > 1
     assert [o.at_s for o in run.outcomes] == [i * 0.01 for i in range(20)]
     assert all(o.ok and o.sent_s >= o.at_s - 1e-3 for o in run.outcomes)
+    assert all(o.ended_s >= 0.5 - 0.01 for o in run.outcomes)
     assert run.seconds >= 0.19 + 0.5 - 0.01
     first = run.outcomes[0]
     assert (first.planned_prompt_tokens, first.planned_output_tokens) == (4, 2)
 
 
-async def test_a_closed_loop_keeps_its_concurrency():
+async def test_a_closed_loop_keeps_its_concurrency_and_begins_nothing_after_its_time():
     server = Slow(0.01)
     run = await Generator(server).closed_loop(demands(30), 4)
     assert (server.most, len(run.outcomes), run.ok) == (4, 30, 30)
     assert sorted(d.parts[0][0] for d in server.demands) == list(range(30))
     assert run.outcomes[4].at_s >= 0.01  # due when the one before it had ended
-
-
-async def test_a_closed_loop_begins_nothing_after_its_time():
     run = await Generator(Slow(0.05)).closed_loop(demands(10**6), 2, 0.3)
     assert run.outcomes and all(o.ok and o.at_s < 0.3 for o in run.outcomes)
 
@@ -68,7 +66,7 @@ async def test_a_closed_loop_begins_nothing_after_its_time():
 async def test_a_generator_that_is_late_complains():
     """Its own work keeps the event loop busy: that is no latency of the server."""
     server = Slow(before=lambda: time.sleep(0.05))
-    late = generator_stats([await Generator(server).open_loop(demands(10, 0.01))])
+    late = generator_stats(await Generator(server).open_loop(demands(10, 0.01)))
     assert late["late_s"]["max"] > 0.2 and late["loop_late_s"]["max"] > 0.03
     assert len(late["complaints"]) >= 2
 

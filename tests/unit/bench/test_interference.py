@@ -1,42 +1,34 @@
 """What streams notice of long prompts: windows, gaps, and the load itself."""
 
 import asyncio
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 
-from baton.bench.interference import Interference, interference, stream_stats
+from baton.bench.interference import interference, stream_stats, streams
 from baton.bench.request import INTERRUPTED
+from baton.bench.workload import Interference, Lengths, Workload
 from tests.unit.bench.outcomes import FakeServer, outcome
 
-LOAD = Interference(
-    streams=2, stream_prompt=8, stream_output=20, prompt=64, prompt_output=2,
-    every_s=0.3, periods=2, ramp_s=0.1,
-)  # fmt: skip
+LOAD = Interference(prompt=64, output=2, every_s=0.3, periods=2, ramp_s=0.1)
+STREAMS = Workload(concurrency=2, prompt_lengths=Lengths(8, 8), output_lengths=Lengths(20, 20))
 
 
 @pytest.mark.parametrize(
     ("outcomes", "window_s", "expected"),
     [
-        pytest.param(
-            [outcome(0.3, 0.7, 1.2, 2.0, sent_s=0.2)], (1.0, 2.0),
-            {"tokens_per_s": 1, "itl_s": 0.5, "long_gap_share": 1.0, "ttft_s": None},
-            id="messages at 0.5, 0.9, 1.4 and 2.2 of a request sent before the window",
-        ),
-        pytest.param(
-            [outcome(0.1, 0.2, 0.5)], (0.0, 1.0),
-            {"long_gap_share": 0.75, "ttft_s": 0.1, "itl_s": 0.3},
-            id="gaps of 100 and 300 ms: three quarters of the time in the longer",
-        ),
-        pytest.param(
-            [outcome(0.1, 0.2, output_tokens=6),
-             outcome(0.3, 0.4, status=INTERRUPTED, output_tokens=0)], (0.0, 1.0),
-            {"tokens_per_s": 4 * 3, "failed": 0},
-            id="three tokens a message, also of a request that was given up",
-        ),
-        pytest.param(
-            [outcome(0.1, status="BROKEN")], (0.0, 1.0), {"failed": 1}, id="a failure counts"
-        ),
+        # Messages at 0.5, 0.9, 1.4 and 2.2 of a request sent before the window.
+        ([outcome(0.3, 0.7, 1.2, 2.0, sent_s=0.2)], (1.0, 2.0),
+         {"tokens_per_s": 1, "itl_s": 0.5, "long_gap_share": 1.0, "ttft_s": None}),
+        # Gaps of 100 and 300 ms: three quarters of the time in the longer.
+        ([outcome(0.1, 0.2, 0.5)], (0.0, 1.0),
+         {"long_gap_share": 0.75, "ttft_s": 0.1, "itl_s": 0.3}),
+        # Three tokens a message, also of a request that was given up.
+        ([outcome(0.1, 0.2, output_tokens=6),
+          outcome(0.3, 0.4, status=INTERRUPTED, output_tokens=0)], (0.0, 1.0),
+         {"tokens_per_s": 4 * 3, "failed": 0}),
+        ([outcome(0.1, status="BROKEN")], (0.0, 1.0), {"failed": 1}),
     ],
 )  # fmt: skip
 def test_only_what_is_inside_the_window_counts(outcomes, window_s, expected):
@@ -46,9 +38,9 @@ def test_only_what_is_inside_the_window_counts(outcomes, window_s, expected):
 
 
 def test_streams_start_apart_and_each_period_begins_with_a_prompt():
-    lengths = [demand.new_tokens for demand in islice(LOAD.stream_demands(0), 5)]
+    lengths = [demand.new_tokens for demand in islice(streams(STREAMS), 5)]
     assert lengths == [10, 20, 20, 20, 20]
-    demands = list(LOAD.prompt_demands(0))
+    demands = list(LOAD.prompts(STREAMS))
     assert [demand.at_s for demand in demands] == [0.1, pytest.approx(0.4)]
     assert [demand.prompt_tokens for demand in demands] == [64, 64]
     assert LOAD.window_s == (0.1, pytest.approx(0.7))
@@ -80,7 +72,9 @@ class Paced(FakeServer):
 async def test_stalls_are_seen_beside_prompts_and_no_prompt_is_sent_twice():
     server = Paced(prompt_s=0.25)
     for alone_first in (True, False):
-        found, runs = await interference(server, LOAD, int(alone_first), alone_first)
+        found, runs = await interference(
+            server, replace(STREAMS, salt=1 + alone_first), LOAD, alone_first
+        )
         alone, beside = found["alone"], found["beside"]
         assert beside["long_gap_share"] > 0.3 and beside["itl_s"]["max"] >= 0.2
         assert (found["prompts"]["sent"], found["prompts"]["failed"]) == (2, 0)
@@ -94,5 +88,5 @@ async def test_stalls_are_seen_beside_prompts_and_no_prompt_is_sent_twice():
 async def test_it_ends_early():
     stop = asyncio.Event()
     stop.set()
-    found, _ = await interference(Paced(), Interference(), 0, True, stop)
+    found, _ = await interference(Paced(), STREAMS, Interference(), True, stop)
     assert found["prompts"]["sent"] == 0 and found["kept"] == 0.0

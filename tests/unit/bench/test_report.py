@@ -12,18 +12,18 @@ from rich.console import Console
 
 from baton.bench.generator import Run
 from baton.bench.page import page_of
-from baton.bench.report import SCHEMA, Stage, generator_stats, report_of
-from baton.bench.request import Phases
+from baton.bench.report import SCHEMA, Stage, report_of
 from baton.bench.terminal import show
 from baton.bench.workload import Workload
 from baton.slo import Slo
-from tests.unit.bench.outcomes import failed, outcome
+from tests.unit.bench.outcomes import failed, finish, outcome
 
 DOCS = Path(__file__).parents[3] / "docs" / "benchmarking.md"
 SERVERS = [
     {"name": name, "url": f"http://{name}<script>", "protocol": "openai", "model": "m&m"}
     for name in "AB"
 ]
+TIMED = finish(queue_ms=10, ttft_ms=90, e2e_ms=500, transfer_ms=4, transfer_bytes=4096)
 SWEEP = (1.0, 2.0, 4.0)
 
 
@@ -39,7 +39,7 @@ def run(scale=1.0):
     outcomes = [
         outcome(
             *(0.1 * scale, 0.2 * scale, 0.35 * scale), sent_s=0.5 * i, at_s=0.5 * i - 0.001,
-            phases=Phases(0.01, 0.09, 0.5, 0.004, 4096), cached_tokens=5,
+            cached_tokens=5, finish=TIMED,
         )
         for i in range(3)
     ]  # fmt: skip
@@ -47,15 +47,14 @@ def run(scale=1.0):
     return Run([*outcomes, error], 2.0, [0.002] * 9, 0.5)
 
 
-def report(servers=2, sweep=SWEEP, partial=False):
+def report(servers=2, sweep=SWEEP):
     """One with everything in it."""
     stages = [
         Stage(Workload(rate=v or 2.0), v, [[run(1 + i) for i in range(servers)] for _ in range(4)])
         for v in sweep
     ]
-    return report_of(
-        {"rate": 2.0}, SERVERS[:servers], stages, Slo.parse("ttft=0.15,tpot=1"), partial
-    )
+    slo = Slo.parse("ttft=0.15,tpot=1")
+    return report_of({"rate": 2.0}, SERVERS[:servers], stages, slo, partial=True)
 
 
 def names_in(value, data):
@@ -67,16 +66,32 @@ def names_in(value, data):
         yield from names_in([*one.values()] if name in data else one, data)
 
 
-def test_every_field_is_documented_and_survives_json():
+def test_a_report_puts_blocks_together_and_every_field_is_documented():
     found = json.loads(json.dumps(report(), allow_nan=False))  # JSON knows no infinite numbers
-    documented = {
-        name
-        for code in re.findall(r"`[^`]+`", re.sub(r"```.*?```", "", DOCS.read_text(), flags=re.S))
-        for name in re.findall(r"\w+", code)
-    }
+    stage = found["stages"][0]
+    a, b = stage["servers"]
+    assert (a["blocks"], a["figures"]["requests"]["sent"], a["figures"]["seconds"]) == (4, 16, 8.0)
+    assert sum(a["timeline"]["sent"]) == 16
+    assert a["timeline"]["begin_s"][-1] >= 7.5  # the blocks' clocks follow each other
+    assert b["figures"]["ttft_s"]["p50"] == pytest.approx(0.2)
+    compared = {one["figure"]: one for one in stage["comparison"]}["ttft_s.p50"]
+    assert compared["ratio"] == pytest.approx(2.0) and compared["better"] == "first"
+
+    docs = DOCS.read_text()
+    shown = re.findall(r"`[^`]+`", re.sub(r"```.*?```", "", docs, flags=re.S))
+    documented = {name for code in shown for name in re.findall(r"\w+", code)}
     names = set(names_in(found, ("statuses", "knees", "slo", "met")))
     assert not names - documented and len(names) > 60
-    assert found["schema"] == SCHEMA and f"`{SCHEMA}`" in DOCS.read_text()
+    assert found["schema"] == SCHEMA and f"`{SCHEMA}`" in docs
+
+    text = text_of(found)
+    for part in (
+        "2 req/s, ms", "A: time to first token", "good requests, %", "A: 4 HTTP_429: <slow>",
+        "TTFT p50, ms", "knee of A: none", "PARTIAL", "better in every block", "TTFT p95, ms",
+        "requests late by p50 1.00 p99 1.00 ms", "queue p50, ms", "25% of a core", "cached, %",
+    ):  # fmt: skip
+        assert part in text, part
+    assert "bottleneck" not in text
 
 
 @pytest.mark.parametrize(("servers", "sweep"), [(1, (None,)), (2, SWEEP)])
@@ -87,7 +102,7 @@ def test_the_page_is_whole_and_loads_nothing(servers, sweep):
     html = page_of(found)
     elements = list(ElementTree.fromstring(html).iter())  # every element is closed
     tags = Counter(element.tag.rpartition("}")[2] for element in elements)
-    assert tags["svg"] == 9 * len(sweep) + (4 if sweep != (None,) else 0)
+    assert tags["svg"] == len(sweep) + (sweep != (None,))
     assert not {"src", "href", "srcset", "action"} & {name for e in elements for name in e.attrib}
     assert "url(" not in html.replace("url(#", "") and "@import" not in html
     assert "nan" not in re.sub(r"<script.*", "", html).lower()
@@ -96,42 +111,17 @@ def test_the_page_is_whole_and_loads_nothing(servers, sweep):
     assert json.loads(script.text or "") == json.loads(json.dumps(found))
 
 
-def test_blocks_are_put_together():
-    found = report(sweep=(None,))["stages"][0]
-    a, b = found["servers"]
-    assert (a["blocks"], a["figures"]["requests"]["sent"], a["figures"]["seconds"]) == (4, 16, 8.0)
-    assert sum(a["timeline"]["sent"]) == 16
-    assert a["timeline"]["begin_s"][-1] >= 7.5  # the blocks' clocks follow each other
-    assert b["figures"]["ttft_s"]["p50"] == pytest.approx(0.2)
-    compared = {one["figure"]: one for one in found["comparison"]}
-    assert compared["ttft_s.p50"]["ratio"] == pytest.approx(2.0)
-    assert compared["ttft_s.p50"]["better"] == "first"
-
-
-def test_the_tables_show_everything():
-    text = text_of(report(partial=True))
-    for part in (
-        "A: 2 req/s, ms", "time to first token", "goodput   75.0%", "4 HTTP_429: <slow>",
-        "in 120: 15/s; out 36: 4/s", "ttft_s.p50", "knee of A: none", "PARTIAL",
-        "requests late by p50 1 p99 1 ms", "queue 10", "25% of a core", "cached    50.0%",
-    ):  # fmt: skip
-        assert part in text, part
-    assert "bottleneck" not in text
-
-
-def test_a_run_without_requests_makes_a_report_too():
-    empty = report_of({}, SERVERS[:1], [Stage(Workload(rate=1), None, [[Run()]])], None, True)
-    json.dumps(empty, allow_nan=False)
-    assert "PARTIAL" in text_of(empty) and "</html>" in page_of(empty)
-    assert empty["generator"]["complaints"] == []
-
-
-def test_a_generator_that_was_late_or_busy_is_a_warning():
-    late = Run([outcome(0.1, sent_s=i, at_s=i - 0.02) for i in range(99)], 10.0, [0.02] * 99, 9.0)
-    assert generator_stats([late])["complaints"] == [
-        "requests were sent late (p99 20.0 ms)",
-        "its event loop was late (p99 20.0 ms)",
-        "it kept a core busy (90%)",
-    ]
-    stage = Stage(Workload(rate=1), None, [[late]])
-    assert "bottleneck" in text_of(report_of({}, SERVERS[:1], [stage], None, False))
+@pytest.mark.parametrize(
+    ("found", "warnings"),
+    [
+        (Run(), []),
+        (Run([outcome(0.1, sent_s=i, at_s=i - 0.02) for i in range(99)], 10.0, [0.02] * 99, 9.0),
+         ["requests were sent late (p99 20.0 ms)", "its event loop was late (p99 20.0 ms)",
+          "it kept a core busy (90%)"]),
+    ],
+)  # fmt: skip
+def test_a_generator_that_was_late_or_busy_is_a_warning(found, warnings):
+    """A run without requests makes a report too."""
+    made = report_of({}, SERVERS[:1], [Stage(Workload(), None, [[found]])], None, False)
+    assert json.loads(json.dumps(made, allow_nan=False))["generator"]["complaints"] == warnings
+    assert ("bottleneck" in text_of(made)) == bool(warnings) and "</html>" in page_of(made)

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from baton.bench.request import IdRange
 from baton.bench.trace import Scale, demands
+from baton.bench.workload import Workload
 from baton.errors import ConfigError
 
-IDS = IdRange(100, 4000)
+IDS = range(100, 4000)
 ROWS = [
     (0, 1000, 80, [1, 2]),
     (3000, 1100, 80, [1, 2, 3]),
@@ -69,6 +69,8 @@ def test_azure_and_rows_without_ids_share_nothing(tmp_path):
     assert [d.at_s for d in found] == pytest.approx([0, 8.629158, 9.083954], abs=1e-5)
     assert [(d.prompt_tokens, d.new_tokens) for d in found] == [(374, 44), (396, 109), (879, 55)]
     assert len({d.parts for d in found}) == 3
+    load = Workload(trace=path, duration_s=2.2).at(2.0)  # twice the rate
+    assert load.label == "2x trace" and [d.new_tokens for d in load.demands()] == [44, 109]
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,15 @@
 import random
 import statistics
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import pytest
 
-from baton.bench.request import Demand, IdRange, text_of
-from baton.bench.workload import Lengths, Workload, arrival_times_s
+from baton.bench.request import Demand, text_of
+from baton.bench.workload import Lengths, Workload
 from baton.errors import ConfigError
 
-IDS = IdRange(100, 4000)
+IDS = range(100, 4000)
 LOAD = Workload(rate=9, count=30, prompt_lengths=Lengths(5, 99))
 
 
@@ -21,8 +21,8 @@ LOAD = Workload(rate=9, count=30, prompt_lengths=Lengths(5, 99))
 )
 def test_arrivals_have_the_rate_and_the_burstiness(kind, burstiness, variation):
     """Gaps' standard deviation over their mean: 0, 1, and 1 / sqrt(burstiness)."""
-    times = islice(arrival_times_s(kind, 8.0, burstiness, random.Random(7)), 20_000)
-    gaps = [later - earlier for earlier, later in pairwise(times)]
+    load = Workload(rate=8, arrivals=kind, burstiness=burstiness, seed=7, count=20_000)
+    gaps = [later.at_s - earlier.at_s for earlier, later in pairwise(load.demands())]
     mean = statistics.mean(gaps)
     assert mean == pytest.approx(1 / 8, rel=0.06)
     assert statistics.stdev(gaps) / mean == pytest.approx(variation, rel=0.08, abs=1e-6)
@@ -65,6 +65,11 @@ def test_equal_parts_are_equal_tokens_and_a_shorter_part_is_a_prefix():
     assert all(Demand(0.0, ((1, n),), 5).prompt(IDS) == prompt[:n] for n in range(1, 20))
     assert len(text_of(range(500)).split()) == 500
     assert text_of([1, 2, 3]) == text_of([1, 2, 3]) != text_of([1, 2, 4])
+    load = Workload(rate=9, count=40, shared_prefix=8, prefixes=3)
+    prompts = [d.prompt(IDS) for d in load.demands()]
+    assert len({tuple(prompt[:8]) for prompt in prompts}) == 3
+    assert len({tuple(prompt[8:]) for prompt in prompts}) == 40
+    assert {len(prompt) for prompt in prompts} == {264}
 
 
 def test_a_count_or_a_duration_ends_a_load():
@@ -96,14 +101,6 @@ def test_seed_salt_and_rate_change_what_they_should():
     assert LOAD.at(2).label == "2 req/s"
 
 
-def test_prompts_share_prefixes():
-    load = Workload(rate=9, count=40, shared_prefix=8, prefixes=3)
-    prompts = [d.prompt(IDS) for d in load.demands()]
-    assert len({tuple(prompt[:8]) for prompt in prompts}) == 3
-    assert len({tuple(prompt[8:]) for prompt in prompts}) == 40
-    assert {len(prompt) for prompt in prompts} == {264}
-
-
 def test_blocks_are_the_same_requests_in_turns():
     load = Workload(rate=20, duration_s=8, prompt_lengths=Lengths(5, 99))
     blocks = [list(demands) for demands, _ in load.blocks(4)]
@@ -118,13 +115,3 @@ def test_blocks_are_the_same_requests_in_turns():
     timed = Workload(concurrency=2, duration_s=8).blocks(4)
     assert [limit_s for _, limit_s in timed] == [2, 2, 2, 2]
     assert next(timed[0][0]) != next(timed[1][0])  # each block goes on behind the one before
-
-
-def test_a_trace_is_replayed(tmp_path):
-    path = tmp_path / "trace.csv"
-    rows = [f"2024-05-10 00:00:{s:02d}.5,{100 + s},{s + 1}" for s in range(10)]
-    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
-    load = Workload(trace=path).at(2.0)
-    assert load.label == "2x trace"
-    assert [d.at_s for d in load.demands()] == [s / 2 for s in range(10)]
-    assert [d.new_tokens for d in replace(load, duration_s=2.0).demands()] == [1, 2, 3, 4]

@@ -1,6 +1,7 @@
 """The quality benchmark's figures: perplexity, KL divergence and the texts that are read."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,14 +26,20 @@ def test_every_token_but_the_first_is_predicted_once_within_its_window(monkeypat
 
 
 def test_distance_is_the_kl_divergence():
-    wanted = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]).log()
-    found = torch.tensor([[0.25, 0.5, 0.25], [0.1, 0.2, 0.7]]).log()
-    distance = quality.Score()
-    distance.compare("it", found, wanted)
+    """Of a text of two tokens and the one before, by a variant that differs at the first."""
+    expected = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]]).log()
+    other = torch.tensor([[0.25, 0.5, 0.25], [0.1, 0.2, 0.7]]).log()
+    read = dict.fromkeys(quality.REFERENCES, expected) | {"it": other}
+    variants = {
+        name: SimpleNamespace(read=lambda *_, log_probs=log_probs: log_probs)
+        for name, log_probs in read.items()
+    }
+    found = quality.score(variants, torch.tensor([0, 1, 2]), 9)["it"]
     first = 0.5 * math.log(2) - 0.25 * math.log(2)
-    assert distance.divergences["it"][0].tolist() == pytest.approx([first, 0.0])
-    cells = [f"{first / 2:.6f}", f"{first * 0.99:.5f}", f"{first:.4f}", "50.00%"]
-    assert distance.cells("it") == cells
+    assert found["KL float32"].tolist() == pytest.approx([first, 0.0])
+    assert found["nats"].tolist() == pytest.approx([math.log(2), -math.log(0.7)])
+    expected_cells = [f"{first / 2:.6f}", f"{first * 0.99:.5f}", f"{first:.4f}", "50.00%"]
+    assert quality.cells(found, "float32") == expected_cells
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
@@ -52,13 +59,12 @@ def test_scores_are_transformers_own(kernels, tmp_path, monkeypatch):
         with torch.inference_mode():
             logits = reference(inputs[None]).logits[0]
         nats += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
-    assert {one.tokens for one in scores.values()} == {249}
-    assert scores["float32"].nats == pytest.approx(nats, rel=1e-5)
+    assert {len(one["nats"]) for one in scores.values()} == {249}
+    assert float(scores["float32"]["nats"].sum()) == pytest.approx(nats, rel=1e-5)
     means = {}
     for name, one in scores.items():
-        distances = (one.divergences[reference] for reference in quality.REFERENCES)
-        means[name] = [float(torch.cat(each).mean()) for each in distances]
-        assert one.nats == pytest.approx(nats, rel=0.02)
+        means[name] = [float(one[f"KL {reference}"].mean()) for reference in quality.REFERENCES]
+        assert float(one["nats"].sum()) == pytest.approx(nats, rel=0.02)
     assert means["float32"][0] == means["bfloat16"][1] == 0
     for name in ("int8 weights", "int8 KV", "int8 both"):
         assert 0 < means[name][0] < 0.05

@@ -1,21 +1,21 @@
 """The scenarios' own parts: a wrong figure or an unfair baseline would go unnoticed."""
 
+from contextlib import asynccontextmanager
+from functools import partial
+
 import pytest
 
 from baton.bench.generator import Run
-from baton.config import EngineConfig
-from baton.engine import build
-from baton.local.span_store import Span
+from baton.bench.request import RequestOptions
+from baton.bench.workload import Interference, Settings, Workload
 from benchmarks.__main__ import COMMANDS, parser
+from benchmarks.child import Failed
 from benchmarks.scenarios.baseline_router import POLICIES, picker
-from benchmarks.scenarios.handoff_cost import cost_of
+from benchmarks.scenarios.common import Comparison
 from benchmarks.scenarios.overload import goals_of
-from benchmarks.scenarios.step_profile import PARTS, profile
 from tests.unit.bench.outcomes import failed, outcome
-from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.bench.scripted_openai import HELLO, ScriptedOpenAI, serving
 from tests.unit.router.snapshots import fleet, needs, worker
-
-MS = 1_000_000
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -66,43 +66,31 @@ def test_each_goal_of_overload_is_met_or_missed(further, missed):
     assert len(goals) == 5 and [i for i, is_met in enumerate(goals) if not is_met] == missed
 
 
-def span(name, start_ms, end_ms, **attributes):
-    return Span("t", name, "", name, "s", int(start_ms * MS), int(end_ms * MS), attributes)
+def test_a_variant_that_fails_is_left_out_and_what_there_is_is_shown(capsys):
+    order = []
 
+    @asynccontextmanager
+    async def start(name):
+        order.append(name)
+        if order.count(name) == 2 and name == "broken":
+            raise Failed("no memory")
+        async with serving(ScriptedOpenAI(HELLO)) as url:
+            yield url, RequestOptions()
 
-def trace(*chunk_ends, hidden_ms=0.0, transfer_start=12.0):
-    return [
-        span("decode.first_step", 18, 25),
-        span("prefill", 0, 30, **{"baton.prompt_tokens": 600}),
-        *(span("prefill.chunk", end - 1, end) for end in chunk_ends),
-        span("kv.transfer", transfer_start, 16, bytes=4000, wire_ms=2.0, hidden_ms=hidden_ms),
-        span("decode.admit", 15, 18),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("spans", "parts", "bookkeeping"),
-    [
-        (trace(10), (1, 2, 2, 1, 3, 0), 5 - 1),
-        (trace(4, 10, hidden_ms=1.5, transfer_start=5.0), (2, 0, 0.5, 4.5, 3, 0.75), 5 - 0.25),
-    ],
-    ids=["one chunk is noticed, put, verified and waits", "of several only the last counts"],
-)
-def test_a_handoff_costs_what_follows_its_last_chunk(spans, parts, bookkeeping):
-    cost = cost_of(spans)
-    assert cost is not None and (cost.prompt_tokens, cost.num_bytes) == (600, 4000)
-    found = (cost.chunks, cost.notice, cost.last_put, cost.commit, cost.wait, cost.hidden)
-    assert found == parts
-    assert cost.bookkeeping(bytes_per_ms=4000) == pytest.approx(bookkeeping)
-    for missing in ("prefill.chunk", "kv.transfer", "decode.first_step"):  # not handed over
-        assert cost_of([span for span in spans if span.name != missing]) is None
-
-
-def test_every_part_of_a_step_takes_time(tmp_path):
-    make_checkpoint(tmp_path, "LlamaForCausalLM")
-    settings = EngineConfig(model=str(tmp_path), kv_blocks=64, dtype="float32", threads=1)
-    parts, phases = profile(build.load(settings), batch=3, context=20, steps=3)
-    assert set(parts) == {*PARTS, "rest", "step"}
-    assert all(seconds > 0 for seconds in parts.values())
-    assert max(parts.values()) == parts["step"]
-    assert 0 <= sum(phases.values()) < parts["step"] * 3
+    loads = {
+        "closed": Settings(Workload(concurrency=2, count=4)),
+        "beside": Settings(
+            Workload(concurrency=1), interference=Interference(9, 2, 0.1, 1, ramp_s=0.05)
+        ),
+    }
+    comparison = Comparison(loads)
+    assert comparison.run({name: partial(start, name) for name in ("good", "broken")}, 3) == 0
+    assert order == ["good", "broken", "broken", "good", "good"]
+    rounds = {
+        kind: {n: len(of) for n, of in found.items()} for kind, found in comparison.results.items()
+    }
+    assert rounds == {kind: {"good": 3, "broken": 1} for kind in loads}
+    assert comparison.absent == {"broken": "failed: no memory"}
+    assert comparison.results["closed"]["good"][0]["requests"]["ok"] == 4
+    shown = capsys.readouterr().out
+    assert "closed: median (min-max)" in shown and "streams beside: tokens/s" in shown

@@ -5,14 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from baton.config import EngineConfig
 from benchmarks import serve
 from benchmarks.child import Failed
 from benchmarks.environment import Missing, Rivals, cores
 
 
 def start(tmp_path, rivals):
-    return serve.Start("tiny", tmp_path, rivals, tmp_path / "log", EngineConfig())
+    return serve.Start("tiny", tmp_path, rivals)
 
 
 def test_a_rival_that_is_not_installed_is_missing(tmp_path):
@@ -23,19 +22,26 @@ def test_a_rival_that_is_not_installed_is_missing(tmp_path):
     Rivals().need("json")
 
 
-async def test_a_server_that_ends_is_a_failure_with_its_last_lines(tmp_path):
+async def test_a_server_that_ends_is_a_failure_with_its_last_lines():
     argv = [sys.executable, "-c", "print('no model'); raise SystemExit(4)"]
-    with pytest.raises(Failed, match=r"status 4 \| no model"):
-        async with serve.program(argv, {}, tmp_path / "log"):
+    with pytest.raises(Failed, match=r"status 4: no model \| no model"):
+        async with serve.program(argv, {}):
             pass
 
 
-def test_the_aggregated_cluster_computes_every_prompt_on_its_decode_worker(tmp_path, monkeypatch):
+async def test_the_aggregated_cluster_computes_every_prompt_on_its_decode_worker(
+    tmp_path, monkeypatch
+):
     seen = SimpleNamespace()
-    monkeypatch.setattr(
-        serve, "_cluster", lambda config, extra: seen.__dict__.update(c=config, e=extra)
-    )
-    serve.baton_aggregated(start(tmp_path, Rivals()))
-    assert seen.c.limits.local_prefill_max_tokens > 1_000_000
-    threads = seen.e["decode"].index("--threads")
-    assert int(seen.e["decode"][threads + 1]) == len(cores())
+
+    def cluster(config, extra_args, **_):
+        seen.config, seen.extra = config, extra_args
+        raise Failed
+
+    monkeypatch.setattr(serve, "LocalCluster", cluster)
+    with pytest.raises(Failed):
+        async with serve.SERVERS["baton-aggregated"](start(tmp_path, Rivals())):
+            pass
+    assert seen.config.limits.local_prefill_max_tokens > 1_000_000
+    threads = seen.extra["decode"].index("--threads")
+    assert int(seen.extra["decode"][threads + 1]) == len(cores())

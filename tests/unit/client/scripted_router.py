@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 
-import grpc
-
 from baton import rpc
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -58,7 +56,6 @@ class ScriptedRouter(
         self.metadata.append(dict(context.invocation_metadata()))
         self.time_left_s.append(context.time_remaining())
 
-    @rpc.streaming
     async def Generate(self, request, context):
         self._note(request, context)
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
@@ -74,23 +71,19 @@ class ScriptedRouter(
             self.cancelled.set()
             raise
 
-    @rpc.unary
     async def Tokenize(self, request, context):
         self._note(request, context)
         if self.unary_errors:
             raise self.unary_errors.pop(0)
         return inference_pb2.TokenizeResponse(token_ids=[7, 8], max_context=100)
 
-    @rpc.unary
     async def ListModels(self, request, context):
         model = inference_pb2.Model(name="demo", max_context=100, vocab_size=50, chat=True)
         return inference_pb2.ListModelsResponse(models=[model])
 
-    @rpc.unary
     async def GetStatus(self, request, context):
         return self.status
 
-    @rpc.unary
     async def Explain(self, request, context):
         self._note(request, context)
         return self.explanation
@@ -99,7 +92,7 @@ class ScriptedRouter(
 @contextlib.asynccontextmanager
 async def serving(router, credentials=None):
     """Serves `router`; gives "host:port"."""
-    server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+    server = rpc.server()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(router, server)
     if credentials is None:

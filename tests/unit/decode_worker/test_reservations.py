@@ -8,14 +8,13 @@ import pytest
 
 from baton import rpc
 from baton.errors import InvalidRequest, Overloaded, Stale, TransferFailed, Unavailable
-from baton.v1 import common_pb2, decode_pb2
+from baton.v1 import common_pb2, decode_pb2, handoff_pb2
 from baton.worker import node
-from decode_worker import events
+from decode_worker import reservations
 from tests.unit.worker.running import (
     PATIENCE_S,
     Router,
     Worker,
-    Writer,
     asked,
     granted,
     offer_of,
@@ -144,32 +143,23 @@ async def test_cancel_frees_in_any_state_even_if_its_caller_hangs_up(decode, rou
 
 
 async def test_a_lease_ends_by_itself(directory, store):
-    """But not while a sender may write; and of what is to be sent again when that never comes."""
+    """But not while a sender may write."""
     async with Worker("decode", directory, store, lease_s=0.5) as decode, Router(decode) as router:
-        writing = await granted(decode, router, "writes")
-        again = Writer(decode, "again", await router.reserve(spec("again", prompt(20))))
-        await again.fail_to_commit()
-        await again.abort(resend=True)
+        names = await granted(decode, router, "writes")
         began = asyncio.get_running_loop().time()
         await router.reserve(spec("a", prompt(20)))
-        for name in ("a", "again"):
-            assert "lease" in (await router.event(name)).abort_reason
+        assert "lease" in (await router.event("a")).abort_reason
         assert 0.5 <= asyncio.get_running_loop().time() - began < 2.5
-        with pytest.raises(Stale):
-            await again.abort(resend=True)
         load = await decode.blocks()
         assert (load.blocks_held, load.blocks_quarantined) == (2, 0)
-        await writing.abort()
+        await decode.handoff.Abort(handoff_pb2.AbortRequest(**names), timeout=PATIENCE_S)
         assert await decode.clean()
 
 
 async def test_a_deadline_ends_a_request_in_any_state(decode, router):
     with contextlib.suppress(Stale):  # on a slow machine it may pass during the call
         await router.reserve(spec("reserved", prompt(20), time_left_ms=50))
-    failed = spec("failed", prompt(20), time_left_ms=700)
-    await Writer(decode, "failed", await router.reserve(failed)).fail_to_commit()
-    for name in ("reserved", "failed"):
-        assert "deadline" in (await router.event(name)).abort_reason
+    assert "deadline" in (await router.event("reserved")).abort_reason
     await router.reserve(spec("runs", prompt(20), max_tokens=200, time_left_ms=700), local=20)
     gate = decode.hold_engine()  # at once: it would soon have generated all tokens
     try:
@@ -202,26 +192,15 @@ async def test_a_router_that_does_not_read_is_cut_off_at_once(decode, monkeypatc
     async with Router(decode, "fast") as fast:
         await fast.reserve(spec("c", prompt(20), max_tokens=50), local=20)
         assert len(await fast.tokens("c")) == 50
-        monkeypatch.setattr(events, "MAX_BACKLOG", 3)
-        streams = decode.node._streams
-        mute = Router(decode, "mute")
-        unread = streams.register(mute.stream_id, "mute")  # as a stream whose write is stuck
+        monkeypatch.setattr(reservations, "MAX_BACKLOG", 3)
+        mute, held = Router(decode, "mute"), decode.node._reservations
+        unread = held.listen(mute.stream_id, "mute")  # as a stream whose write is stuck
         await mute.reserve(spec("b", prompt(20)))
         await mute.reserve(spec("a", prompt(20), max_tokens=200), local=20)
         assert await decode.clean()
-        assert mute.stream_id not in streams and fast.stream_id in streams
+        assert held._streams.keys() == {fast.stream_id}
         assert [unread.get_nowait() for _ in range(unread.qsize())] == [None]
         assert (await decode.blocks()).steps < 150
-
-
-async def test_blocks_under_a_write_are_quarantined_until_the_abort(decode, router):
-    writer = await granted(decode, router)
-    await router.cancel("a")
-    load = await decode.blocks()
-    assert (load.blocks_quarantined, load.blocks_held) == (2, 0)
-    with pytest.raises(Stale):
-        await writer.commit()
-    await writer.abort()
 
 
 async def test_a_dead_writers_blocks_come_back(decode, router):
@@ -240,9 +219,8 @@ async def test_a_dead_writers_blocks_come_back(decode, router):
 
 async def test_a_commit_with_an_impossible_token_is_refused(decode, router):
     reserved = await router.reserve(spec("a", prompt(20)))
-    reservations = decode.node._reservations
     with pytest.raises(InvalidRequest):
-        await reservations.committed("a", reserved.reservation_token, 320)
+        await decode.node._reservations.committed("a", reserved.reservation_token, 320)
     await router.cancel("a")
 
 
@@ -290,5 +268,6 @@ async def test_only_a_registered_prefill_worker_gets_a_link(decode, router, stor
     decode.knows_prefill("writer")
     store.stop()
     monkeypatch.setattr(decode, "knows_prefill", lambda *_: None)
-    await (await granted(decode, router)).abort()
+    names = await granted(decode, router)
+    await decode.handoff.Abort(handoff_pb2.AbortRequest(**names), timeout=PATIENCE_S)
     store.start()

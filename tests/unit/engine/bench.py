@@ -3,8 +3,6 @@
 import queue
 
 from baton.engine.loop import Progress, StepReport
-from baton.engine.sequence import Sequence
-from baton.sampling import SamplingParams
 
 WAIT_S = 60.0
 
@@ -23,7 +21,7 @@ class Bench:
     def __exit__(self, kind, error, traceback):
         try:
             if kind is None:
-                self.engine.check().result(WAIT_S)
+                self.engine.submit(self.engine._blocks.check).result(WAIT_S)
         finally:
             self.engine.stop()
 
@@ -59,8 +57,3 @@ class Bench:
 
 def tokens_of(got):
     return [token for progress in got for token in progress.token_ids]
-
-
-def greedy(seq_id, prompt, max_tokens):
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return Sequence(seq_id, list(prompt), len(prompt), params)

@@ -5,17 +5,43 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from baton.engine.models.config import ModelConfig, Rope
 from baton.engine.models.decoder import Model
 from baton.engine.ops.native import library
 from baton.engine.ops.native.model import NativeModel, unsupported
 from baton.engine.weights.quantize import Int8Weight
 from baton.engine.weights.weights import random_weights
 from tests.unit.engine.paged import PagedRun
-from tests.unit.engine.small_config import small_config
 
 CPU = torch.device("cpu")
 KERNELS = ("torch", "native")
 MATRICES = ("qkv", "o", "gate_up", "down")
+_LLAMA = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=300,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=32,
+    intermediate_size=100,
+    rms_eps=1e-6,
+    rope=Rope(10000.0),
+    windows=(None, None),
+    tie_embeddings=False,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    max_context=2048,
+    eos_token_ids=(),
+    dtype="float32",
+)
+
+
+def small_config(window=None, **changes):
+    """A model of two layers, the second with a window if one is given."""
+    return replace(_LLAMA, windows=(None, window), **changes)
 
 
 def make(kernels, config, weights, dtype=torch.float32):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from baton.engine.kv_cache import KvLayout
 from baton.engine.ops.torch import attention
 from baton.engine.ops.torch.attention import (
     AttentionBatch,
@@ -11,6 +12,7 @@ from baton.engine.ops.torch.attention import (
     padded_keys,
     write_kv,
 )
+from baton.engine.weights.quantize import FP8, pack_rows, unpack_rows
 
 LAYERS, LAYER, HEADS, KV_HEADS, HEAD_SIZE = 3, 1, 6, 2, 16
 SCALE = HEAD_SIZE**-0.5
@@ -30,22 +32,24 @@ def textbook(q, k, v, position, window):
 class Paged:
     """A pool that holds one sequence of random K and V in scattered blocks."""
 
-    def __init__(self, length, block_size, dtype, seed=0):
-        self.generator = torch.Generator().manual_seed(seed)
-        self.block_size = block_size
+    def __init__(self, length, block_size, dtype, kv_dtype=None):
+        self.generator = torch.Generator().manual_seed(0)
+        self.block_size, self.dtype = block_size, dtype
         count = -(-length // block_size)
-        self.pool = torch.zeros(
-            2 * count + 1, LAYERS, 2, KV_HEADS, block_size, HEAD_SIZE, dtype=dtype
-        )
+        heads = (LAYERS, KV_HEADS, block_size, HEAD_SIZE)
+        layout = KvLayout(2 * count + 1, *heads, kv_dtype or dtype)
+        self.pool = torch.zeros(layout.shape, dtype=layout.dtype)
         # Block 0 is what padded block_tables point at; finite garbage there must not be seen.
-        self.pool[0] = 1e4
+        self.pool[0] = 1e4 if kv_dtype is None else 3
         self.blocks = torch.randperm(2 * count, generator=self.generator)[:count] + 1
         self.k, self.v = self.random(length, KV_HEADS), self.random(length, KV_HEADS)
         write_kv(self.pool, LAYER, self.slots(0, length), self.k, self.v)
+        if kv_dtype is not None:  # what was written is what is read
+            self.k, self.v = (unpack_rows(pack_rows(x, kv_dtype), dtype) for x in (self.k, self.v))
 
     def random(self, rows, heads):
         drawn = torch.randn(rows, heads, HEAD_SIZE, generator=self.generator)
-        return drawn.to(self.pool.dtype)
+        return drawn.to(self.dtype)
 
     def slots(self, start, end):
         at = torch.arange(start, end)
@@ -66,9 +70,12 @@ def only(*segments):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 1, 5, 40])
-@pytest.mark.parametrize("block_size", [1, 16, 24, 256])
-def test_equals_the_textbook(block_size, window, dtype):
-    paged = Paged(150, block_size, dtype)
+@pytest.mark.parametrize(
+    ("block_size", "kv_dtype"),
+    [(1, None), (16, None), (24, None), (256, None), (16, torch.int8), (24, FP8)],
+)
+def test_equals_the_textbook(block_size, kv_dtype, window, dtype):
+    paged = Paged(150, block_size, dtype, kv_dtype)
     decode, chunks = [0, 31, 149, 16], [(0, 37), (90, 150)]
     positions = decode + [at for start, end in chunks for at in range(start, end)]
     q = paged.random(len(positions), HEADS)

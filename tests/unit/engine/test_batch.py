@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.batch import BatchBuilder
-from baton.engine.blocks import BlockPool
-from baton.engine.planner import Plan, Planner, Work
+from baton.engine.planner import Plan, Work
 from baton.engine.sequence import Sequence
 from baton.sampling import SamplingParams
 
@@ -62,95 +61,48 @@ def a_sequence(name, tokens, blocks):
     return Sequence(name, tokens, len(tokens), SamplingParams(), block_ids=blocks)
 
 
-class Life:
-    """A planner with sequences that come, are preempted, draft, are cut short and leave."""
+def change(dice, sequence):
+    """What may happen to a sequence between two steps: new tokens, and other blocks in its list or
+    in a new one."""
+    sequence.tokens += [dice.randrange(50) for _ in range(dice.choice((0, 1, 1, 1, 9)))]
+    old, needed = sequence.block_ids, -(-len(sequence.tokens) // SIZE) + dice.randrange(2)
+    kept = dice.randrange(len(old) + 1) if dice.random() < 0.3 else len(old)
+    blocks = old[:kept] + [dice.randrange(1, 200) for _ in range(needed - kept)]
+    if dice.random() < 0.5:
+        sequence.block_ids = blocks
+    else:
+        old[:] = blocks
 
-    def __init__(self, seed):
-        self.dice = random.Random(seed)
-        chunk, most = self.dice.choice((3, 8, 40)), self.dice.choice((2, 5, 40))
-        self.planner = Planner(BlockPool(self.dice.choice((20, 200)), SIZE), chunk, most)
-        self.drafts = self.dice.random() < 0.5
-        self.alive: list[Sequence] = []
 
-    def come(self):
-        # Two lives of one id, and shared prefixes, must not be mistaken for each other.
-        name = f"s{self.dice.randrange(3)}"
-        first, length = self.dice.randrange(2) * 100, self.dice.randrange(1, 24)
-        sequence = a_sequence(name, list(range(first, first + length)), [])
-        self.alive.append(sequence)
-        self.planner.add(sequence)
-
-    def leave(self):
-        if self.alive:
-            sequence = self.alive.pop(self.dice.randrange(len(self.alive)))
-            self.planner.remove(sequence)
-            self.planner.free(sequence)
-
-    def start_over(self):
-        """Blocks change hands while a sequence keeps its place, and its list."""
-        blocks, running = self.planner.blocks, [s for s in self.planner.running if s.block_ids]
-        if not running:
-            return
-        sequence = self.dice.choice(running)
-        kept = self.dice.randrange(len(sequence.block_ids))
-        missing = max(0, -(-sequence.num_tokens // SIZE) - kept)
-        if blocks.num_available >= missing:  # those it gives back may be others' too
-            blocks.release(sequence.block_ids[kept:])
-            del sequence.block_ids[kept:]
-            sequence.num_computed = min(sequence.num_computed, kept * SIZE)
-            other = blocks.allocate(missing) or []
-            self.dice.shuffle(other)
-            sequence.block_ids += other
-
-    def move(self):
-        """A sequence's last blocks become others, in its list or in a new one; more at times."""
-        running = [s for s in self.planner.running if s.block_ids]
-        if not running:
-            return
-        sequence = self.dice.choice(running)
-        kept = self.dice.randrange(len(sequence.block_ids))
-        needed = -(-sequence.num_tokens // SIZE)
-        other = self.planner.blocks.allocate(max(0, needed - kept) + self.dice.randrange(2))
-        if other is not None:
-            self.planner.blocks.release(sequence.block_ids[kept:])
-            if self.dice.random() < 0.5:
-                sequence.block_ids = sequence.block_ids[:kept] + other
-            else:
-                sequence.block_ids[kept:] = other
-
-    def plan(self):
-        plan = self.planner.plan()
-        if self.drafts and self.dice.random() < 0.5:
-            plan.work = [self.with_draft(work) for work in plan.work]
-            plan.work.sort(key=lambda work: work.count > 1)
-        return plan
-
-    def with_draft(self, work):
-        room = len(work.sequence.block_ids) * SIZE - work.sequence.num_tokens
-        if work.count > 1 or not work.samples or room == 0:
-            return work
-        draft = tuple(self.dice.randrange(50) for _ in range(self.dice.randint(0, room)))
-        return Work(work.sequence, work.start, 1 + len(draft), draft)
-
-    def run(self, plan):
-        for work in plan.work:
-            samples = work.samples
-            self.planner.advance(work)
-            if samples:
-                work.sequence.tokens.append(self.dice.randrange(50))
+def some_work(dice, sequence):
+    """Its last token, with or without proposed ones; or a chunk, which may end before it."""
+    known, room = len(sequence.tokens), len(sequence.block_ids) * SIZE - len(sequence.tokens)
+    kind = dice.random()
+    if kind < 0.8:
+        proposed = range(dice.randint(0, room) if kind < 0.1 else 0)
+        return Work(sequence, known - 1, 1 + len(proposed), tuple(proposed))
+    start = dice.randrange(known)
+    return Work(sequence, start, dice.randint(1, known - start))
 
 
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_any_life_of_sequences_gives_the_batches_of_their_plans(seed):
-    life, built = Life(seed), batches()
+def test_whatever_happens_to_sequences_batches_are_those_of_their_plans(seed):
+    dice, built = random.Random(seed), batches()
+    alive = [a_sequence(f"s{i}", [i], []) for i in range(5)]
+    running = alive[:3]
     for _ in range(40):
-        if life.dice.random() < 0.6:
-            life.dice.choice((life.come, life.leave, life.start_over, life.move, life.move))()
-        plan = life.plan()
-        if plan.work:
-            assert_same(built.build(plan), plan)
-            life.run(plan)
+        if dice.random() < 0.1:  # another life of the same id
+            alive[0] = a_sequence("s0", [0], [])
+        if dice.random() < 0.2:
+            running = dice.sample(alive, dice.randint(1, 5))
+        for sequence in running:
+            change(dice, sequence)
+        work = [some_work(dice, sequence) for sequence in running]
+        if dice.random() < 0.5:
+            work = [Work(s, len(s.tokens) - 1, 1) for s in running]
+        plan = Plan(sorted(work, key=lambda one: one.count > 1))
+        assert_same(built.build(plan), plan)
 
 
 def test_a_sequence_that_goes_on_costs_no_new_tensors():

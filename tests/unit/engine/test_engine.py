@@ -170,5 +170,5 @@ def test_reports_have_load_and_cache(loaded):
     with Bench(loaded.engine) as bench:
         bench.tokens(a_sequence(4))
         stored = {one for report in bench.reports for one in report.cache.stored}
-        assert stored == set(bench.engine.cached_hashes().result(WAIT_S))
+        assert stored == set(bench.engine._blocks.cached_hashes)
         assert bench.reports[-1].load.blocks_held == 0

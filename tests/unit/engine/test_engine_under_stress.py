@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from baton.engine.blocks import BlockPool
-from baton.engine.loop import MAX_FAILED_STEPS, Engine
+from baton.engine.loop import MAX_FAILED_STEPS, SEQUENCES_PER_PLACE, Engine
 from baton.engine.planner import Planner
-from baton.engine.runner import SampledTokens
+from baton.engine.runner import SampledTokens, StepRunner
 from baton.engine.sequence import Sequence
-from baton.engine.sequence_table import SEQUENCES_PER_PLACE
 from baton.errors import InternalError, Overloaded, Unavailable
 from baton.sampling import SamplingParams
 from tests.unit.engine.bench import WAIT_S, Bench
@@ -20,11 +19,11 @@ STORM = 300
 MAX_BATCH = 4
 
 
-class GatedRunner:
+class GatedRunner(StepRunner):
     """Samples 7 for every sequence, one step for each `allow.release()`, or freely once opened."""
 
     def __init__(self):
-        self.pool = torch.zeros(1)
+        super().__init__(torch.zeros(64), None)
         self.allow, self.begun = threading.Semaphore(0), threading.Event()
         self.opened = self.failing = False
         self.plans = []
@@ -36,12 +35,6 @@ class GatedRunner:
         if self.failing:
             raise RuntimeError("out of memory")
         return {work.sequence.seq_id: SampledTokens((7,)) for work in plan.work if work.samples}
-
-    def scrub(self, blocks):
-        pass
-
-    def wait_for_writes(self, blocks=None):
-        pass
 
     def open(self):
         self.opened = True
@@ -88,7 +81,7 @@ def test_hundreds_leave_at_once_and_the_next_one_is_served_at_once(bench):
     assert all(future.result(0) == [] for future in gone)
     # No sequence that left got a step after the one that ran.
     assert bench.runner.plans[1:] == [["next"]]
-    engine.check().result(WAIT_S)
+    engine.submit(engine._blocks.check).result(WAIT_S)
     load = engine.load().result(WAIT_S)
     assert (load.blocks_held, load.queue_tokens, load.waiting, load.running) == (0, 0, 0, 0)
 

@@ -36,8 +36,13 @@ def sample(logits, *rows):
 def probabilities(logits, rows, sampler=SAMPLER):
     """What rows are sampled from: `[rows, vocab]`, each row's sum is 1."""
     adjusted = sampler._adjust(logits.clone(), rows)
-    weights = filters.weights(adjusted, [one.params for one in rows])
-    return (weights / weights.sum(1, keepdim=True)).numpy()
+    params = [one.params for one in rows]
+    weights = filters.weights(adjusted, params).numpy()
+    pairs = zip(adjusted.numpy(), params, strict=True)
+    row_by_row = np.stack([filters.row_weights(*pair) for pair in pairs])  # as on a CPU
+    np.testing.assert_array_equal(row_by_row > 0, weights > 0)
+    np.testing.assert_allclose(row_by_row, weights, rtol=1e-5, atol=1e-37)
+    return weights / weights.sum(1, keepdims=True)
 
 
 def reference_logits(logits, sample_row):
@@ -221,6 +226,34 @@ def test_tokens_lie_where_the_cumulative_weight_passes_the_number():
     cumulative = weights.double().cumsum(1)
     target = numbers[:, None] * cumulative[:, -1:]
     assert torch.equal(tokens, torch.searchsorted(cumulative, target, right=True)[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [(0, 0.5, 4), (0, 0.51, 5), (0, 1e-9, 1), (4, 0.5, 2), (4, 0.51, 3), (4, 1.0, 4), (8, 0.25, 2)],
+)
+def test_of_equals_as_many_stay_as_reach_top_p(top_k, top_p, kept):
+    params = SamplingParams(temperature=1.0, top_k=top_k, top_p=top_p)
+    row = filters.row_weights(np.zeros(8, np.float32), params)
+    assert row.tolist() == [1.0] * kept + [0.0] * (8 - kept)
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.6, 3), (0.7, 4), (0.95, 1216)])
+def test_top_p_is_of_the_sum_of_all_weights(top_p, kept):
+    """Four likely tokens, and thousands that make up a twelfth together."""
+    row = np.full(3004, np.log(1 / 8192), np.float32)
+    row[:4] = 0.0
+    weights = filters.row_weights(row, SamplingParams(temperature=1.0, top_p=top_p))
+    assert abs(np.count_nonzero(weights) - kept) <= (kept > 4)
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-53], ids=["least", "greatest"])
+def test_extreme_numbers_give_a_token_that_is_kept(number):
+    logits = np.full((1, 1300), -np.inf, np.float32)
+    logits[0, 600:602] = 0.0
+    params = [SamplingParams(temperature=1.0)]
+    expected = 600 if number == 0.0 else 601
+    assert filters.sample_on_cpu(logits, params, np.array([number])).tolist() == [expected]
 
 
 TOKENS = st.lists(st.integers(0, 9), min_size=1, max_size=12)

@@ -13,7 +13,7 @@ from baton.engine.blocks import BlockPool
 from baton.engine.loop import Engine
 from baton.engine.ops.native import library
 from baton.engine.planner import Planner
-from baton.engine.runner import tokens_by_sequence
+from baton.engine.runner import StepRunner, tokens_by_sequence
 from baton.engine.sampling.sampler import Sampled, TokenLogprobs
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import RowCost, SpeculativeConfig
@@ -35,7 +35,7 @@ def run(make_engine, *sequences):
     """(what each sequence got, tokens proposed, accepted and kept, preemptions, cached hashes)."""
     with Bench(make_engine) as bench:
         got = bench.finish(*sequences)
-        cached = bench.engine.cached_hashes().result(WAIT_S)
+        cached = bench.engine._blocks.cached_hashes
         assert bench.engine.load().result(WAIT_S).blocks_held == 0
     counts = [
         sum(getattr(report, name) for report in bench.reports)
@@ -112,11 +112,11 @@ def test_a_pool_too_small_for_all_changes_no_token(kind):
     assert 0 < accepted < proposed
 
 
-class ScriptedRunner:
+class ScriptedRunner(StepRunner):
     """Samples at every position what a text says there, whatever was proposed."""
 
     def __init__(self, text):
-        self.pool = torch.zeros(1)
+        super().__init__(torch.zeros(1), None)
         self.text = text
 
     def run(self, plan):
@@ -128,12 +128,6 @@ class ScriptedRunner:
         ]
         logprobs = [TokenLogprobs(token, -1.0, ()) for token in tokens]
         return tokens_by_sequence(sampling, Sampled(tokens, logprobs))
-
-    def scrub(self, blocks):
-        pass
-
-    def wait_for_writes(self, blocks=None):
-        pass
 
 
 class UsualCost(RowCost):

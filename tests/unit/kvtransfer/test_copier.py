@@ -1,7 +1,5 @@
 """Copying a pool's bytes as on a GPU, on the CPU: by torch and by interpreted kernels."""
 
-from unittest import mock
-
 import pytest
 import torch
 
@@ -63,27 +61,3 @@ def test_blocks_that_cannot_be_read_back_fail_the_transfer(pools, monkeypatch):
     monkeypatch.setattr(reference, "checksum", broken)
     with pytest.raises(TransferFailed, match="cannot be read back: CUDA error"):
         copier.digest(pools[0], slots(4, 1))
-
-
-def test_work_is_queued_on_a_stream_of_highest_priority_and_waited_for_once(pools, monkeypatch):
-    source, target = pools
-    cuda, device, zeros = mock.MagicMock(), torch.device("cuda", 1), torch.zeros
-    for name in ("Stream", "Event", "device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    monkeypatch.setattr(torch, "zeros", lambda size, dtype, **_: zeros(size, dtype=dtype))
-    monkeypatch.setattr(source, "device", device)
-    gpu, digest = GpuCopier(source, cuda.ops), source.new_digest()
-    cuda.reset_mock()
-    with gpu.transfer(digest):
-        gpu.copy(slots(4, 1), target, slots(4, 2))
-        gpu.copy(slots(4, 2), target, slots(4, 3))
-        gpu.finish()
-    cuda.stream.assert_called_with(gpu._stream)
-    cuda.Event.assert_called_with(blocking=True)  # a waiting thread sleeps
-    # Whatever went wrong, nothing goes on when a transfer is left.
-    waited = ["Event", "Event().record", "Event().synchronize"]
-    queued = ["stream().__enter__", "ops.copy", "ops.copy", *waited, *waited, "stream().__exit__"]
-    calls = [name for name, *_ in cuda.mock_calls]
-    assert calls[calls.index("stream().__enter__") :][: len(queued)] == queued
-    GpuCopier(source, cuda.ops)
-    cuda.Stream.assert_called_once_with(device, priority=-1)

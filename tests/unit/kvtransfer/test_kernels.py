@@ -55,31 +55,24 @@ def gathered(pool, slots):
     return pool.gather(slots, torch.empty(len(slots.block_ids) * pool.block_bytes).byte())
 
 
-def gather(ops, pool, empty, slots, sums):
-    out = torch.full((len(slots.block_ids) * pool.block_bytes + 8,), 77, dtype=torch.uint8)
-    data = ops.gather(pool, slots, out, sums, FIRST)
-    assert data.data_ptr() == out.data_ptr()
-    assert data.numel() == pool.nbytes(slots)
-    return out
+def written(use, ops, pool, empty, slots, sums):
+    """What a use of the kernel or its reference leaves in memory."""
+    if use == "gather":
+        out = torch.full((len(slots.block_ids) * pool.block_bytes + 8,), 77, dtype=torch.uint8)
+        data = ops.gather(pool, slots, out, sums, FIRST)
+        assert (data.data_ptr(), data.numel()) == (out.data_ptr(), pool.nbytes(slots))
+        return out
+    if use == "scatter":
+        ops.scatter(gathered(pool, slots), empty, slots, sums, FIRST)
+    elif use == "copy":
+        remote = Slots(tuple((block + 4) % 9 for block in slots.block_ids), slots.num_tokens)
+        ops.copy(pool, slots, empty, remote, sums, FIRST)
+    else:
+        ops.checksum(pool, slots, sums, FIRST)
+    return bytes_of(pool if use == "checksum" else empty)
 
 
-def scatter(ops, pool, empty, slots, sums):
-    ops.scatter(gathered(pool, slots), empty, slots, sums, FIRST)
-    return bytes_of(empty)
-
-
-def copy_to_other_blocks(ops, pool, empty, slots, sums):
-    remote = Slots(tuple((block + 4) % 9 for block in slots.block_ids), slots.num_tokens)
-    ops.copy(pool, slots, empty, remote, sums, FIRST)
-    return bytes_of(empty)
-
-
-def checksum(ops, pool, empty, slots, sums):
-    ops.checksum(pool, slots, sums, FIRST)
-    return bytes_of(pool)
-
-
-@pytest.mark.parametrize("use", [gather, scatter, copy_to_other_blocks, checksum])
+@pytest.mark.parametrize("use", ["gather", "scatter", "copy", "checksum"])
 def test_the_kernel_writes_and_sums_what_its_reference_does(pools, slots, use):
     pool, empty = pools
     before, found = bytes_of(pool), []
@@ -87,7 +80,7 @@ def test_the_kernel_writes_and_sums_what_its_reference_does(pools, slots, use):
     for ops in (reference, blocks):
         empty.tensor.zero_()
         sums = torch.full((1,), 11)
-        found.append(use(ops, pool, empty, slots, sums))
+        found.append(written(use, ops, pool, empty, slots, sums))
         assert int(sums) == int(expected)
         assert torch.equal(bytes_of(pool), before)
     assert found[0].any()

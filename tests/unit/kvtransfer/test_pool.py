@@ -85,24 +85,6 @@ def test_a_copy_is_the_same_in_pieces_of_any_size(pool, piece, monkeypatch):
     assert digest.num_bytes == pool.nbytes(local)
 
 
-@pytest.mark.parametrize(
-    ("slots", "one_piece"),
-    [
-        (Slots((2,), 4), True),
-        (Slots((1, 2, 3), 12), True),
-        (Slots((1, 2, 3), 11), False),
-        (Slots((2, 1), 8), False),
-        (Slots((1, 3), 8), False),
-    ],
-)
-def test_bytes_are_read_where_they_lie_if_that_is_their_order(pool, slots, one_piece):
-    found = pool.in_place(slots)
-    assert (found is not None) == one_piece
-    if found is not None:
-        assert torch.equal(found, pool.gather(slots, staging(pool)))
-        assert found.data_ptr() == pool.blocks[slots.block_ids[0]].data_ptr()
-
-
 def test_a_tensor_that_is_no_pool_is_refused():
     gpu = SimpleNamespace(tensor=torch.zeros(1, 1, 2, 1, 2, 3, dtype=torch.bfloat16), on_gpu=True)
     for tensor, area, why in (

@@ -25,9 +25,7 @@ LABELS = {name.replace(".", "_"): value for name, value in CHAT.items()}
 
 @pytest.fixture
 def recorder():
-    made = Recorder("router", {"service.instance.id": 'a "b"\\'})
-    yield made
-    made.close()
+    return Recorder("router", {"service.instance.id": 'a "b"\\'})
 
 
 def samples_of(recorder, accept=OPEN):
@@ -61,9 +59,10 @@ def test_counters_gauges_and_histograms(recorder, accept):
     recorder.count("baton.failovers", 0, {"reason": "Unavailable"})
     recorder.observe("baton.requests.running", lambda: [(7, {})])
     recorder.observe("baton.tokens.output", lambda: [(1234567, {})])
+    gaps = recorder.gaps(GAPS)
     for value in (0.005, 0.0051, 100.0):
         recorder.record(TTFT, value, CHAT)
-        recorder.gaps(GAPS).record(value)
+        gaps.record(value)
     samples = samples_of(recorder, accept)
     assert value_of(samples, "baton_failovers_total", reason="Stale") == 3
     assert value_of(samples, "baton_failovers_total", reason="Unavailable") == 0

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from baton.registry.interface import Membership
+from baton.registry.membership import Membership
 
 from .conftest import record
 

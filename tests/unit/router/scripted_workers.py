@@ -7,15 +7,14 @@ right exactly when it counts up from 100 without a gap, whichever worker compute
 import asyncio
 import contextlib
 import time
+from functools import partial
 
-import grpc
 from opentelemetry import trace
 from opentelemetry.context import Context
 
 from baton import rpc
 from baton.config import RouterLimits
 from baton.errors import Unavailable
-from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.sampling import SamplingParams
 from baton.v1 import (
     common_pb2,
@@ -31,6 +30,7 @@ from router.dispatch.dispatch import Dispatch
 from router.dispatch.request_state import RequestState, TokenizedRequest
 from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
+from tests.memory_registry import MemoryRegistry
 
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 READY, DRAINING = common_pb2.WORKER_STATE_READY, common_pb2.WORKER_STATE_DRAINING
@@ -98,7 +98,7 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def start(self):
         """Serves, at the same port as before if there was one."""
-        self.server = grpc.aio.server(options=rpc.SERVER_OPTIONS)
+        self.server = rpc.server()
         port = self.server.add_insecure_port(self.record.address or "127.0.0.1:0")
         self.record.address = f"127.0.0.1:{port}"
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self.server)
@@ -136,13 +136,11 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
         for watch in self.watches:
             watch.put_nowait(None)
 
-    @rpc.unary
     async def Describe(self, request, context):
         self.described.put_nowait(None)
         await self._awake["Describe"].wait()
         return worker_pb2.DescribeResponse(record=self.record, load=self.load)
 
-    @rpc.streaming
     async def Watch(self, request, context):
         watch, first = asyncio.Queue(), self._update()
         first.cache.stored.extend(self.cached)
@@ -188,7 +186,6 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServiceServicer):
     def add_own_service(self, server):
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
 
-    @rpc.streaming
     async def Prefill(self, request, context):
         self.requests.append(request)
         script = self.scripts.pop(0) if self.scripts else self.good
@@ -235,7 +232,6 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
     def add_own_service(self, server):
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
 
-    @rpc.unary
     async def Reserve(self, request, context):
         self.requests.append(request)
         script = self.reserves.pop(0) if self.reserves else self.accept
@@ -257,7 +253,6 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
         self.begin(request.sequence, 0)
         return answer
 
-    @rpc.unary
     async def Cancel(self, request, context):
         for handoff_id in request.handoff_ids:
             await self.on_cancel(handoff_id)
@@ -268,7 +263,6 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
     async def on_cancel(self, handoff_id):
         """What a test puts in Cancel's way."""
 
-    @rpc.streaming
     async def StreamEvents(self, request, context):
         await self._awake["StreamEvents"].wait()
         stream = self.streams[request.stream_id] = asyncio.Queue()
@@ -347,7 +341,7 @@ class Cluster:
     ):
         self.decodes = [DecodeWorker(f"d{i}", max_context=max_context) for i in range(decode)]
         self.prefills = [PrefillWorker(f"p{i}", self.decodes) for i in range(prefill)]
-        self.store = MemoryStore()
+        self.store = MemoryRegistry()
         self.tracer = tracer or trace.NoOpTracer()
         self.limits = RouterLimits(local_prefill_max_tokens=4, **limits)
         # A slow machine is not silent.
@@ -364,7 +358,7 @@ class Cluster:
     async def __aenter__(self):
         asyncio.get_running_loop().set_exception_handler(self._on_problem)
         self._tasks_before = asyncio.all_tasks()
-        membership = await self._stack.enter_async_context(MemoryRegistry(self.store).watch())
+        membership = await self._stack.enter_async_context(self.store.watch())
         self.fleet = Fleet(membership, "router", FINGERPRINT, self.liveness)
         self.wait_queue = WaitQueue(self.limits.max_queue, lambda: self.fleet.changed)
         self.dispatch = Dispatch(self.fleet, self.wait_queue, self.limits, self.tracer)
@@ -376,6 +370,9 @@ class Cluster:
 
     async def __aexit__(self, *exc):
         await self.dispatch.close()
+        members = self.fleet._members.values()
+        kept = {view.incarnation: view for view in self._views(self.fleet._look())}
+        assert kept == {view.incarnation: view for view in (m.view for m in members)}
         self._following.cancel()
         await asyncio.gather(self._following, return_exceptions=True)
         await self._stack.aclose()
@@ -398,7 +395,7 @@ class Cluster:
     async def join(self, worker):
         """Registers a worker."""
         stay = contextlib.AsyncExitStack()
-        registering = MemoryRegistry(self.store).register(worker.record)
+        registering = self.store.register(worker.record)
         self.registrations[worker.record.incarnation] = await stay.enter_async_context(registering)
         self._stays[worker.record.incarnation] = stay
         self._stack.push_async_callback(stay.aclose)
@@ -443,10 +440,23 @@ class Cluster:
         """The tokens and the reason of a whole request."""
         outputs = []
         async with asyncio.timeout(TIMEOUT_S):
-            async for output in self.dispatch.run(state, Context()):
-                outputs.append(output)
-        tokens = [token_id for output in outputs for token_id in output.token_ids]
-        return tokens, outputs[-1].finish_reason
+            await self.dispatch.run(state, Context(), partial(_deliver, state, outputs.append))
+        tokens = [token_id for token_ids, _ in outputs for token_id in token_ids]
+        return tokens, outputs[-1][1]
+
+    async def outputs(self, state):
+        """A request's token ids and finish reason as they come; raises what ends it."""
+        outputs = asyncio.Queue()
+        deliver = partial(_deliver, state, outputs.put_nowait)
+        running = asyncio.create_task(self.dispatch.run(state, Context(), deliver))
+        running.add_done_callback(lambda _: outputs.put_nowait(None))
+        try:
+            while output := await outputs.get():
+                yield output
+            await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     async def until_waiting(self, count):
         """Waits until so many wait for room."""
@@ -472,6 +482,12 @@ class Cluster:
         return (*snapshot.prefill, *snapshot.decode)
 
 
+def _deliver(state, put, token_ids, logprobs, reason):
+    state.deliver(token_ids)
+    put((list(token_ids), reason))
+    return False
+
+
 async def received(queue):
     """The next item of a queue."""
     async with asyncio.timeout(TIMEOUT_S):
@@ -483,16 +499,6 @@ async def seen(good):
     async with asyncio.timeout(TIMEOUT_S):
         while not good():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-
-
-async def until_stuck(stats):
-    """Waits until no more is taken of output that does not end."""
-    taken = still = 0
-    while still < 3:  # on a busy machine the sender, too, may pause
-        await asyncio.sleep(0.1)
-        now = stats.counts.output_tokens
-        still = still + 1 if now and now == taken else 0
-        taken = now
 
 
 def tokenized(prompt=(1, 2, 3), timeout_s=10.0, **fields):

@@ -1,28 +1,14 @@
 """A whole worker in this process: real engine, real gRPC, real transfers, registry in memory."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from opentelemetry.context import Context
-from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 from baton import rpc
 from baton.config import EngineConfig, RegistryConfig, WorkerConfig, host_id
-from baton.engine import build
-from baton.engine.planner import Plan
-from baton.engine.runner import SampledTokens
-from baton.engine.sequence_table import Load
-from baton.errors import KvCorrupted
-from baton.prefix import token_digest
-from baton.registry.memory import MemoryRegistry, MemoryStore
 from baton.telemetry import Telemetry
 from baton.v1 import (
     common_pb2,
@@ -34,29 +20,28 @@ from baton.v1 import (
     prefill_pb2_grpc,
     worker_pb2_grpc,
 )
-from baton.worker.node import Node
+from baton.worker import node
 from decode_worker.worker import DecodeWorker
-from kvtransfer.pool import KvPool
-from kvtransfer.transports import shm
 from prefill_worker.worker import PrefillWorker
+from tests.memory_registry import MemoryRegistry
 from tests.unit.engine.checkpoints import make_checkpoint
 
 BLOCK_SIZE, BLOCKS = 16, 16
-ROLES: dict[str, type[Node]] = {"prefill": PrefillWorker, "decode": DecodeWorker}
+ROLES = {"prefill": PrefillWorker, "decode": DecodeWorker}
 PATIENCE_S = 10.0
 
 
 class OpenSpans(SpanProcessor):
     """Which spans have begun and not ended, and the names of those that have."""
 
-    def __init__(self) -> None:
-        self.open: list[str] = []
-        self.ended: list[str] = []
+    def __init__(self):
+        self.open = []
+        self.ended = []
 
-    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+    def on_start(self, span, parent_context=None):
         self.open.append(span.name)
 
-    def on_end(self, span: ReadableSpan) -> None:
+    def on_end(self, span):
         self.open.remove(span.name)
         self.ended.append(span.name)
 
@@ -64,7 +49,7 @@ class OpenSpans(SpanProcessor):
 class Worker:
     """One worker; as a context it is READY inside, and drained, clean and gone afterwards."""
 
-    def __init__(self, role: str, directory: Path, store: MemoryStore, **settings: Any) -> None:
+    def __init__(self, role, directory, store, **settings):
         engine = EngineConfig(
             model=str(directory), dtype="float32", device="cpu", block_size=BLOCK_SIZE,
             kv_blocks=settings.pop("kv_blocks", BLOCKS), chunk_tokens=32, threads=1,
@@ -76,19 +61,18 @@ class Worker:
         self.spans = OpenSpans()
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(self.spans)
-        self.store, self.registry = store, MemoryRegistry(store)
+        self.store = store
         trace = Telemetry(provider.get_tracer("test"))
-        self.node: Node = ROLES[role](self.config, self.registry, trace)
-        self._area: shm.SharedMemoryArea | None = None
+        self.node = ROLES[role](self.config, self.registry, trace)
+        self._area = None
 
-    def knows_prefill(self, incarnation: str, pid: int = 0) -> None:
+    def knows_prefill(self, incarnation, pid=0):
         """Another process of this host is registered as a prefill worker."""
         place = {"host_id": host_id(), "pid": pid or os.getpid()}
         role = common_pb2.WORKER_ROLE_PREFILL
         self.store.put(common_pb2.WorkerRecord(incarnation=incarnation, role=role, **place))
-        self.store.settle()
 
-    async def run(self) -> None:
+    async def run(self):
         """The node's whole life."""
         try:
             await self.node.run(self.load)
@@ -96,25 +80,22 @@ class Worker:
             if self._area is not None:
                 self._area.close()
 
-    def load(self) -> tuple[build.Loaded, KvPool]:
-        def allocate(num_bytes: int) -> torch.Tensor:
-            self._area = shm.SharedMemoryArea(num_bytes)
-            return self._area.tensor
+    def load(self):
+        loaded, pool = node._load(self.config)
+        self._area = pool.area
+        return loaded, pool
 
-        loaded = build.load(self.config.engine, allocate)
-        return loaded, KvPool(loaded.runner.pool, self._area)
-
-    def stop(self) -> None:
+    def stop(self):
         """As SIGTERM does."""
         self.node._stop.set()
 
-    def hold_engine(self) -> threading.Event:
+    def hold_engine(self):
         """The engine's thread does nothing until the event is set."""
         gate = threading.Event()
         self.node.engine.submit(gate.wait)
         return gate
 
-    async def __aenter__(self) -> Worker:
+    async def __aenter__(self):
         self.life = asyncio.create_task(self.run())
         ready = asyncio.create_task(self.ready())
         both = {ready, self.life}
@@ -129,26 +110,26 @@ class Worker:
         self.handoff = handoff_pb2_grpc.HandoffServiceStub(self.channel)
         return self
 
-    async def __aexit__(self, kind: object, error: object, traceback: object) -> None:
+    async def __aexit__(self, kind, error, traceback):
         self.stop()
         await self.channel.close()
         await asyncio.wait_for(self.life, PATIENCE_S)
         assert error is not None or not self.spans.open
 
-    async def ready(self) -> None:
+    async def ready(self):
         """Returns when the registry has this worker as READY."""
-        async with self.registry.watch() as membership:
+        async with self.store.watch() as membership:
             async for records in membership.changes():
                 record = records.get(self.config.incarnation)
                 if record is not None and record.state == common_pb2.WORKER_STATE_READY:
                     return
 
-    async def blocks(self) -> Load:
+    async def blocks(self):
         """The engine's load, after its block pool has passed every check."""
-        await asyncio.wrap_future(self.node.engine.check())
+        await asyncio.wrap_future(self.node.engine.submit(self.node.engine._blocks.check))
         return await asyncio.wrap_future(self.node.engine.load())
 
-    async def clean(self) -> bool:
+    async def clean(self):
         """Whether no block is held or quarantined, once all that runs has ended."""
         await asyncio.wait_for(self.node.idle(), PATIENCE_S)
         load = await self.blocks()
@@ -158,20 +139,20 @@ class Worker:
 class Paced:
     """Runs one engine step for each `allow.release()`; `begun` is set when one waits."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker):
         self.allow, self.begun = threading.Semaphore(0), threading.Event()
         self._runner = worker.node.engine._runner
-        worker.node.engine._runner = self  # type: ignore[assignment]
+        worker.node.engine._runner = self
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._runner, name)
 
-    def run(self, plan: Plan) -> dict[str, SampledTokens]:
+    def run(self, plan):
         self.begun.set()
         assert self.allow.acquire(timeout=6 * PATIENCE_S)
         return self._runner.run(plan)
 
-    async def waits(self) -> None:
+    async def waits(self):
         """Returns when a step waits."""
         assert await asyncio.to_thread(self.begun.wait, PATIENCE_S)
 
@@ -179,15 +160,15 @@ class Paced:
 class Router:
     """Listens to a decode worker's events; `events` has them by sequence, `messages` by step."""
 
-    def __init__(self, decode: Worker, router_id: str = "router", heartbeat_ms: int = 0) -> None:
+    def __init__(self, decode, router_id="router", heartbeat_ms=0):
         self.router_id, self.stream_id = router_id, f"stream of {router_id}"
         self.heartbeat_ms = heartbeat_ms
-        self.messages: list[decode_pb2.StreamEventsResponse] = []
+        self.messages = []
         self._decode = decode
-        self._queues: dict[str, asyncio.Queue[decode_pb2.SequenceEvent]] = {}
-        self._heartbeats: asyncio.Queue[decode_pb2.StreamEventsResponse] = asyncio.Queue()
+        self._queues = {}
+        self._heartbeats = asyncio.Queue()
 
-    async def __aenter__(self) -> Router:
+    async def __aenter__(self):
         request = decode_pb2.StreamEventsRequest(
             router_id=self.router_id, stream_id=self.stream_id, heartbeat_ms=self.heartbeat_ms
         )
@@ -196,12 +177,12 @@ class Router:
         self.ended = asyncio.create_task(self._listen())
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *_):
         self.call.cancel()
         self.ended.cancel()
         await asyncio.gather(self.ended, return_exceptions=True)
 
-    async def reserve(self, spec: common_pb2.SequenceSpec, local: int = 0) -> Any:
+    async def reserve(self, spec, local=0):
         """Reserves for this router; `local` is the most tokens decode computes by itself."""
         request = decode_pb2.ReserveRequest(
             stream_id=self.stream_id, sequence=spec, local_prefill_max_tokens=local
@@ -209,18 +190,18 @@ class Router:
         with rpc.translated():
             return await self._decode.decode.Reserve(request, timeout=PATIENCE_S)
 
-    async def cancel(self, *handoff_ids: str) -> None:
+    async def cancel(self, *handoff_ids):
         await self._decode.decode.Cancel(
             decode_pb2.CancelRequest(handoff_ids=handoff_ids), timeout=PATIENCE_S
         )
 
-    async def event(self, handoff_id: str) -> decode_pb2.SequenceEvent:
+    async def event(self, handoff_id):
         """The sequence's next event."""
         return await asyncio.wait_for(self._queue(handoff_id).get(), PATIENCE_S)
 
-    async def tokens(self, handoff_id: str) -> list[int]:
+    async def tokens(self, handoff_id):
         """All tokens up to the last one."""
-        tokens: list[int] = []
+        tokens = []
         while True:
             event = await self.event(handoff_id)
             assert not event.abort_reason, event.abort_reason
@@ -228,11 +209,11 @@ class Router:
             if event.finish_reason:
                 return tokens
 
-    async def heartbeat(self) -> None:
+    async def heartbeat(self):
         """Waits for the next message without events."""
         await asyncio.wait_for(self._heartbeats.get(), PATIENCE_S)
 
-    async def _listen(self) -> None:
+    async def _listen(self):
         with rpc.translated():
             async for message in self.call:
                 self.messages.append(message)
@@ -241,11 +222,11 @@ class Router:
                 for event in message.events:
                     self._queue(event.handoff_id).put_nowait(event)
 
-    def _queue(self, handoff_id: str) -> asyncio.Queue[decode_pb2.SequenceEvent]:
+    def _queue(self, handoff_id):
         return self._queues.setdefault(handoff_id, asyncio.Queue())
 
 
-def offer_of(decode: Worker, incarnation: str) -> handoff_pb2.OfferRequest:
+def offer_of(decode, incarnation):
     """A prefill worker's Offer, over all that the decode worker has."""
     record = decode.node.record
     return handoff_pb2.OfferRequest(
@@ -256,60 +237,25 @@ def offer_of(decode: Worker, incarnation: str) -> handoff_pb2.OfferRequest:
     )
 
 
-class Writer:
-    """A prefill process as far as its messages about one handoff of 20 tokens go; it sends no KV.
-
-    `pid` is that of the process (0: this one).
-    """
-
-    def __init__(self, decode: Worker, handoff_id: str, reserved: Any, pid: int = 0) -> None:
-        self._decode, self._pid, self._epoch = decode, pid, 0
-        self._names: dict[str, Any] = {
-            "handoff_id": handoff_id,
-            "reservation_token": reserved.reservation_token,
-            "incarnation": "writer",
-        }
-
-    async def grant(self) -> None:
-        """Takes a new link, and the grant."""
-        self._decode.knows_prefill("writer", self._pid)
-        self._epoch = (await self._call("Offer", offer_of(self._decode, "writer"))).epoch
-        ready = handoff_pb2.ReadyRequest(**self._names, epoch=self._epoch, num_tokens=20)
-        await self._call("Ready", ready)
-
-    async def commit(self) -> None:
-        """Commits what never arrived."""
-        names, digest = {**self._names, "epoch": self._epoch}, token_digest(prompt(20))
-        request = handoff_pb2.CommitRequest(**names, num_tokens=20, token_digest=digest)
-        await self._call("Commit", request)
-
-    async def fail_to_commit(self) -> None:
-        await self.grant()
-        with pytest.raises(KvCorrupted):
-            await self.commit()
-
-    async def abort(self, resend: bool = False) -> None:
-        request = handoff_pb2.AbortRequest(**self._names, reason="test", resend=resend)
-        await self._call("Abort", request)
-
-    async def _call(self, method: str, request: Any) -> Any:
-        with rpc.translated():
-            return await getattr(self._decode.handoff, method)(request, timeout=PATIENCE_S)
+async def granted(decode, router, name="a", pid=0):
+    """Reserves, and a prefill process "writer" (`pid`; 0: this one) gets the grant, and sends no
+    KV; returns what its messages name."""
+    reserved = await router.reserve(spec(name, prompt(20)))
+    names = {"handoff_id": name, "reservation_token": reserved.reservation_token}
+    names["incarnation"] = "writer"
+    decode.knows_prefill("writer", pid)
+    epoch = (await decode.handoff.Offer(offer_of(decode, "writer"), timeout=PATIENCE_S)).epoch
+    ready = handoff_pb2.ReadyRequest(**names, epoch=epoch, num_tokens=20)
+    await decode.handoff.Ready(ready, timeout=PATIENCE_S)
+    return names
 
 
-async def granted(decode: Worker, router: Router, name: str = "a", pid: int = 0) -> Writer:
-    """The writer of a new reservation, which has been granted the write."""
-    writer = Writer(decode, name, await router.reserve(spec(name, prompt(20))), pid)
-    await writer.grant()
-    return writer
-
-
-def asked(worker: Worker, method: str, times: int = 1) -> asyncio.Event:
+def asked(worker, method, times=1):
     """Set when the engine has been asked `times` times for `method`."""
     engine, event = worker.node.engine, asyncio.Event()
     ask, left = getattr(engine, method), times
 
-    def counted(*args: Any) -> Any:
+    def counted(*args):
         nonlocal left
         left -= 1
         if left == 0:
@@ -320,21 +266,19 @@ def asked(worker: Worker, method: str, times: int = 1) -> asyncio.Event:
     return event
 
 
-def prompt(num_tokens: int, start: int = 0) -> list[int]:
+def prompt(num_tokens, start=0):
     """Token ids; equal starts give equal prefixes."""
     return [(start + 7 * i) % 250 + 3 for i in range(num_tokens)]
 
 
-def spec(
-    handoff_id: str, token_ids: list[int], max_tokens: int = 4, **fields: Any
-) -> common_pb2.SequenceSpec:
+def spec(handoff_id, token_ids, max_tokens=4, **fields):
     """Greedy, to exactly `max_tokens`."""
     sampling = common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
     fields = {"prompt_tokens": len(token_ids), "sampling": sampling, **fields}
     return common_pb2.SequenceSpec(handoff_id=handoff_id, token_ids=token_ids, **fields)
 
 
-def target(decode: Worker, reserved: Any) -> prefill_pb2.HandoffTarget:
+def target(decode, reserved):
     """Where a prefill worker is to hand over what was reserved."""
     return prefill_pb2.HandoffTarget(
         incarnation=decode.node.record.incarnation,
@@ -344,7 +288,7 @@ def target(decode: Worker, reserved: Any) -> prefill_pb2.HandoffTarget:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory):
     """A tiny checkpoint."""
     path = tmp_path_factory.mktemp("checkpoint")
     make_checkpoint(path, "LlamaForCausalLM", tokenizer=True)
@@ -352,18 +296,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
+def store():
+    return MemoryRegistry()
 
 
 @pytest.fixture
-async def decode(directory: Path, store: MemoryStore) -> AsyncIterator[Worker]:
+async def decode(directory, store):
     async with Worker("decode", directory, store) as worker:
         yield worker
 
 
 @pytest.fixture
-async def router(decode: Worker) -> AsyncIterator[Router]:
+async def router(decode):
     """A router's stream; after the test the decode worker holds nothing."""
     async with Router(decode) as router:
         yield router

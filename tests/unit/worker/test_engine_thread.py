@@ -1,7 +1,6 @@
 """The engine thread and its inbox: every caller gets an answer, whatever happens to the thread."""
 
 import itertools
-import queue
 import threading
 
 import pytest
@@ -14,8 +13,7 @@ from baton.errors import InternalError, Unavailable
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2
 from baton.worker.messages import ModelLimits, sequence_of
-
-WAIT_S = 10.0
+from tests.unit.engine.bench import WAIT_S, Bench
 
 
 @pytest.fixture(scope="module")
@@ -25,34 +23,21 @@ def loaded(directory):
 
 
 @pytest.fixture
-def start(loaded):
-    """Starts engines and stops them in the end."""
-    engines = []
-
-    def started(publish):
-        engines.append(loaded.engine(publish))
-        engines[-1].start()
-        return engines[-1]
-
-    yield started
-    for engine in engines:
-        engine.stop()
-
-
-def ignore(report):
-    pass
+def bench(loaded):
+    bench = Bench(loaded.engine)
+    bench.engine.start()
+    yield bench
+    bench.engine.stop()
 
 
 def endless(name):
     return Sequence(name, [3, 4, 5], 3, SamplingParams(max_tokens=200, ignore_eos=True))
 
 
-def test_stop_drops_what_runs_and_answers_every_caller(start):
-    reports = queue.SimpleQueue()
-    engine = start(reports.put)
-    engine.add(endless("a")).result(WAIT_S)
-    while not any(one.token_ids for one in reports.get(timeout=WAIT_S).progress):
-        pass
+def test_stop_drops_what_runs_and_answers_every_caller(bench):
+    engine = bench.engine
+    engine.add(endless("a"))
+    bench.until("a", "token_ids")
     gate, held = threading.Event(), threading.Event()
     engine.submit(lambda: (held.set(), gate.wait(WAIT_S)))
     assert held.wait(WAIT_S)
@@ -64,21 +49,17 @@ def test_stop_drops_what_runs_and_answers_every_caller(start):
     assert not stopping.is_alive() and engine.ended.result(0) is None
     for future in late:
         assert future.exception(WAIT_S) is None or isinstance(future.exception(0), Unavailable)
-    for asked in (engine.load(), engine.release("a"), engine.add(endless("a")), engine.check()):
+    for asked in (engine.load(), engine.release("a"), engine.add(endless("a"))):
         with pytest.raises(Unavailable, match="stopped"):
             asked.result(0)
 
 
 @pytest.mark.parametrize("fails", ["publish", "plan"])
-def test_a_thread_that_fails_is_logged_and_answers_every_caller(start, caplog, fails):
-    def publish(report):
-        raise TypeError("not callable")
-
-    engine = start(publish if fails == "publish" else ignore)
-    if fails == "publish":
-        engine.add(endless("a")).result(WAIT_S)
-    else:
-        engine.submit(lambda: setattr(engine._planner, "plan", None)).result(WAIT_S)
+def test_a_thread_that_fails_is_logged_and_answers_every_caller(bench, caplog, fails):
+    engine = bench.engine
+    broken = (engine, "_publish_report") if fails == "publish" else (engine._planner, "plan")
+    engine.submit(lambda: setattr(*broken, None))
+    engine.add(endless("a"))
     with pytest.raises(InternalError, match="not callable"):
         engine.ended.result(WAIT_S)
     with pytest.raises(Unavailable, match="not callable"):
@@ -86,8 +67,8 @@ def test_a_thread_that_fails_is_logged_and_answers_every_caller(start, caplog, f
     assert "the engine thread failed" in caplog.text
 
 
-def test_work_is_done_although_its_caller_hung_up_and_fails_its_caller_alone(start):
-    engine = start(ignore)
+def test_work_is_done_although_its_caller_hung_up_and_fails_its_caller_alone(bench):
+    engine = bench.engine
     assert engine.reserve(endless("a")).result(WAIT_S).block_ids
     gate = threading.Event()
     engine.submit(lambda: gate.wait(WAIT_S))
@@ -99,7 +80,7 @@ def test_work_is_done_although_its_caller_hung_up_and_fails_its_caller_alone(sta
     assert (load.blocks_held, load.blocks_total) == (0, 16)
 
 
-def test_it_hashes_no_prompt(start, loaded, monkeypatch):
+def test_it_hashes_no_prompt(bench, loaded, monkeypatch):
     """A long one's blocks would hold up every stream, when it is reserved and at its Commit."""
     hashed, hash64 = [], prefix._hash64
 
@@ -109,22 +90,21 @@ def test_it_hashes_no_prompt(start, loaded, monkeypatch):
         return hash64(data)
 
     monkeypatch.setattr(prefix, "_hash64", watched)
-    engine = start(ignore)
+    engine = bench.engine
     sampling = common_pb2.SamplingParams(max_tokens=3, ignore_eos=True)
     asked = common_pb2.SequenceSpec(
         handoff_id="a", token_ids=[5] * 200, prompt_tokens=200, sampling=sampling
     )
     engine.reserve(sequence_of(asked, ModelLimits.of(loaded))).result(WAIT_S)
     engine.resume("a", 200, 7).result(WAIT_S)
-    assert len(engine.cached_hashes().result(WAIT_S)) == 12
+    assert len(engine._blocks.cached_hashes) == 12
     assert sum(hashed) == 0
 
 
-def test_setting_the_clock_does_not_change_how_long_steps_took(start, monkeypatch):
+def test_setting_the_clock_does_not_change_how_long_steps_took(bench, monkeypatch):
     """Rates, and through them what routers promise, are made of how long steps took."""
-    reports = queue.SimpleQueue()
     hours = itertools.count(0, -3600 * 10**9)
     monkeypatch.setattr(loop.time, "time_ns", lambda: 10**18 + next(hours))
-    start(reports.put).add(endless("a")).result(WAIT_S)
-    steps = [reports.get(timeout=WAIT_S) for _ in range(5)]
+    bench.engine.add(endless("a"))
+    steps = [bench.next_report() for _ in range(5)]
     assert all(0 < step.ended_ns - step.started_ns < WAIT_S * 1e9 for step in steps)

@@ -8,9 +8,8 @@ from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
 from baton.engine.blocks import CacheChanges
-from baton.engine.loop import Progress, StepReport
-from baton.engine.runner import Runner
-from baton.engine.sequence_table import Load
+from baton.engine.loop import Load, Progress, StepReport
+from baton.engine.runner import StepRunner
 from baton.errors import Stale
 from baton.v1 import worker_pb2
 from baton.worker.metrics import LoadTracker, WorkerMetrics, kind_of
@@ -51,7 +50,7 @@ def test_what_a_step_computed(report, kind):
     assert kind_of(report) == kind
 
 
-class OnGpu(Runner):
+class OnGpu(StepRunner):
     """A runner that has computed some decode steps."""
 
     decode_rows = property(lambda self: {"wanted": 10, "padding": 6, "wasted": 1})
@@ -69,7 +68,7 @@ def cost(metrics):
 
 def test_a_decode_worker_counts_steps_drafts_reservations_and_cost():
     metrics = WorkerMetrics(WorkerConfig("decode", price_per_hour=3_600_000.0))
-    assert 'baton_engine_drafts_total{right="yes"} 0' in page(metrics)  # before the first
+    assert 'baton_engine_draft_tokens_total{accepted="yes"} 0' in page(metrics)  # before the first
     for report in (DRAFTED, DRAFTED, step(0)):
         metrics.stepped(report)
     metrics.reserved("held")
@@ -77,8 +76,8 @@ def test_a_decode_worker_counts_steps_drafts_reservations_and_cost():
     metrics.observe_engine(worker_pb2.Load, OnGpu.__new__(OnGpu))
     duration = "baton_engine_step_duration_seconds"
     expected = {
-        'baton_engine_drafts_total{right="yes"} 4',
-        'baton_engine_drafts_total{right="no"} 4',
+        'baton_engine_draft_tokens_total{accepted="yes"} 4',
+        'baton_engine_draft_tokens_total{accepted="no"} 4',
         f'{duration}_count{{kind="decode"}} 2',
         f'{duration}_bucket{{kind="decode",le="0.004"}} 0',
         f'{duration}_bucket{{kind="decode",le="0.006"}} 2',
@@ -92,7 +91,6 @@ def test_a_decode_worker_counts_steps_drafts_reservations_and_cost():
     }
     assert expected <= set(page(metrics))
     assert cost(metrics) > 0
-    metrics.close()
 
 
 def test_a_prefill_worker_counts_transfers_and_without_a_price_no_cost():
@@ -105,7 +103,7 @@ def test_a_prefill_worker_counts_transfers_and_without_a_price_no_cost():
         raise Stale("gone")
     with pytest.raises(RuntimeError), metrics.transferring():
         raise RuntimeError("not a transfer's")
-    metrics.observe_engine(worker_pb2.Load, Runner.__new__(Runner))
+    metrics.observe_engine(worker_pb2.Load, StepRunner(None, None))
     throughput = "baton_kv_transfer_throughput_bytes_per_second"
     expected = {
         'baton_kv_transfer_io_bytes_total{transport="shm"} 3e+06',
@@ -119,7 +117,6 @@ def test_a_prefill_worker_counts_transfers_and_without_a_price_no_cost():
     assert failures == ['baton_kv_transfer_failures_total{reason="Stale"} 1']
     assert not any("baton_engine_gpu_rows_total{" in line for line in page(metrics))
     assert cost(metrics) == 0
-    metrics.close()
 
 
 def cache_step(stored=(), evicted=(), tokens=0, ms=0):

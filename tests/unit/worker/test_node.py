@@ -13,7 +13,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import rpc
 from baton.errors import ConfigError, InternalError, Unavailable
-from baton.registry.memory import MemoryRegistry
 from baton.v1 import common_pb2, worker_pb2
 from baton.worker import node
 from tests.unit.worker.running import PATIENCE_S, Paced, Router, Worker, prompt, spec
@@ -26,7 +25,7 @@ SERVING, NOT_SERVING = (
 
 async def states(store, seen):
     """Notes every state of the one member, and at last "gone"."""
-    async with MemoryRegistry(store).watch() as membership:
+    async with store.watch() as membership:
         async for records in membership.changes():
             if records:
                 state = next(iter(records.values())).state
@@ -67,7 +66,7 @@ async def test_a_worker_from_its_start_to_its_end(directory, store):
             change = (await read(updates)).cache
             assert not change.cleared
             known |= set(change.stored)
-        assert known == set(await asyncio.wrap_future(worker.node.engine.cached_hashes()))
+        assert known == set(worker.node.engine._blocks.cached_hashes)
         # Drain answers when nothing runs any more.
         await router.reserve(spec("c", prompt(20), max_tokens=30), local=20)
         drain = worker.worker.Drain(worker_pb2.DrainRequest())
@@ -132,10 +131,10 @@ def lose_reports(worker):
 
 
 def break_serving(worker):
-    async def broken(drain_s):
+    async def broken():
         fail()
 
-    worker.node._finish_work = broken
+    worker.node.idle = broken
     worker.stop()
 
 

@@ -9,7 +9,7 @@ from baton.config import EngineConfig, WorkerConfig
 from baton.engine import build
 from baton.errors import ConfigError
 from baton.worker import node
-from baton.worker.node import PoolMemory
+from baton.worker.node import shareable_memory
 from kvtransfer import copier
 from kvtransfer.transports.shm import SharedMemoryArea
 
@@ -27,19 +27,17 @@ def test_loading_touches_memory_and_compiles_before_the_warm_up(monkeypatch, rol
         return SimpleNamespace(runner=SimpleNamespace(pool=pool))
 
     def prepare(pool):
-        assert pool.area is memory.area
+        assert pool.area.touched
         calls.append("prepare")
 
     monkeypatch.setattr(build, "load", load)
     monkeypatch.setattr(build, "warm_up", lambda loaded: calls.append("warm up"))
     monkeypatch.setattr(copier, "prepare", prepare)
-    memory = PoolMemory("auto")
-    _, pool = node._load(WorkerConfig(role, EngineConfig(device="cpu")), memory)
+    _, pool = node._load(WorkerConfig(role, EngineConfig(device="cpu")))
     assert calls == [(decodes, decodes), "prepare", "warm up"]
-    assert isinstance(memory.area, SharedMemoryArea) and memory.area.touched
-    assert pool.tensor.data_ptr() == memory.area.tensor.data_ptr()
-    memory.close()
-    assert memory.area.fd < 0
+    assert isinstance(pool.area, SharedMemoryArea)
+    assert pool.tensor.data_ptr() == pool.area.tensor.data_ptr()
+    pool.area.close()
 
 
 @pytest.mark.parametrize(
@@ -60,17 +58,12 @@ def test_a_gpus_memory_is_shared_where_that_is_wanted_and_can_be(
         if not driver:
             raise OSError("no driver")
         assert device == GPU
-        return SimpleNamespace(tensor=zeros(num_bytes, dtype=torch.uint8))
+        return "area"
 
-    zeros = torch.zeros
     monkeypatch.setattr(node, "CudaArea", area)
-    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: zeros(size, dtype=dtype))
-    memory = PoolMemory(transport)
     if shared is None:
         with pytest.raises(ConfigError, match="--transport cuda_ipc: no driver"):
-            memory.allocate(GPU, 64)
+            shareable_memory(GPU, 64, transport)
         return
-    assert memory.allocate(GPU, 64).tolist() == [0] * 64
-    assert (memory.area is not None) == shared
+    assert shareable_memory(GPU, 64, transport) == ("area" if shared else None)
     assert ("cannot write into this GPU's KV: no driver" in caplog.text) == (not driver)
-    memory.close()

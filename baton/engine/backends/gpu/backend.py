@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import logging
-import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
+from baton.engine.backends import Backend
 from baton.engine.backends.gpu import memory, warmup
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.backends.gpu.graphs import batch_sizes, table_widths
@@ -21,7 +20,7 @@ from baton.engine.batch import StepModel
 from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
-from baton.engine.runner import Runner, StepRunner
+from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.weights.weights import weights_of
 from baton.errors import ConfigError
@@ -36,33 +35,33 @@ SMALL_MEMORY, SMALL_HEAD_SIZE = ((8, 6), (8, 9), (12, 0), (12, 1)), 128
 MAX_QUERIES = 128  # heads that share a KV head
 
 
-class GpuBackend:
+class GpuBackend(Backend):
     """Triton's kernels where they can compute, else torch's."""
 
-    kv_bytes = 0
-
     def __init__(self, settings: EngineConfig, gpu: Gpu) -> None:
+        super().__init__(settings)
         self.device = gpu.device
-        self._settings, self._gpu = settings, gpu
+        self._gpu = gpu
 
     def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> StepModel:
         settings = self._settings
         self._gpu.use()
-        self._kernels = choose_kernels(settings, config, self._gpu.capability, _missing_triton())
-        _refuse_formats(settings, self._gpu.capability, self._kernels)
+        try:  # these import triton, which may not be installed
+            from baton.engine.backends.gpu.linear import prepare  # noqa: PLC0415
+            from baton.engine.backends.gpu.model import GpuModel  # noqa: PLC0415
+        except ImportError as error:
+            missing = f"triton cannot be imported ({error})"
+        else:
+            missing = ""
+        capability = self._gpu.capability
+        self._kernels = kernels = choose_kernels(settings, config, capability, missing)
+        _refuse_formats(settings, capability, kernels)
         self._held_before = self._gpu.allocated()
-        if self._kernels == "torch":
-            weights = weights_of(
-                settings, path, config, dtype, self.device, lambda matrix: matrix, "torch"
-            )
-            return Model(config, weights, dtype, self.device)
-        # These import triton, which may not be installed.
-        from baton.engine.backends.gpu.linear import prepare  # noqa: PLC0415
-        from baton.engine.backends.gpu.model import GpuModel  # noqa: PLC0415
-
+        load = partial(weights_of, settings, path, config, dtype, self.device, kernels)
+        if kernels == "torch":
+            return Model(config, load(), dtype, self.device)
         quantize = partial(prepare, quantization=settings.quantization)
-        weights = weights_of(settings, path, config, dtype, self.device, quantize, "triton")
-        return GpuModel(config, weights, dtype, self.device)
+        return GpuModel(config, load(quantize), dtype, self.device)
 
     def layout(
         self,
@@ -78,54 +77,36 @@ class GpuBackend:
         block = plan_layout(config, kv_dtype, settings.block_size, 1, 0)
         pool = allocate_pool(block, None, self.device)
         rows = settings.chunk_tokens + settings.max_batch
-        sampled = min(rows, settings.max_batch * (1 + settings.speculate))
         log.info("measuring a step of %d tokens; kernels that are new are compiled", rows)
-        chunk = gpu.peak_of(lambda: warmup.largest_chunk(model, sampler, pool, most, rows, sampled))
-        decode = gpu.peak_of(lambda: warmup.largest_decode(model, pool, most, settings.max_batch))
+        step = gpu.peak_of(lambda: warmup.largest_step(model, sampler, pool, settings, most))
+        decode = gpu.peak_of(lambda: warmup.largest_decode(model, pool, settings, most))
         num_graphs = 0
         if settings.graphs and self._kernels == "triton":
             width = -(-most // settings.block_size)
             num_graphs = len(batch_sizes(settings.max_batch)) * len(table_widths(width))
         graphs = memory.graphs_reserve(decode, num_graphs, config.num_layers)
         free, total = gpu.free_and_total()
-        self._usage = memory.Usage(total, free, weights, max(chunk, decode), graphs)
-        self._layout = memory.kv_layout(self._usage, settings, config, kv_dtype, asked)
-        self._max_context = min(most, self._layout.num_tokens - 1)
-        self._log_memory("reserved")
-        return self._layout
+        usage = memory.Usage(total, free, weights, max(step, decode), graphs)
+        layout = memory.kv_layout(usage, settings, config, kv_dtype, asked)
+        self._max_context = min(most, layout.num_tokens - 1)
+        log.info("%s", memory.summary(gpu.name, usage, layout, settings, self._max_context))
+        return layout
 
-    def runner(
-        self, model: StepModel, pool: Tensor, sampler: Sampler, max_context: int
-    ) -> StepRunner:
+    def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
         if self._kernels == "torch":
-            return Runner(model, pool, sampler)
-        return GpuRunner(model, pool, sampler, self._settings, max_context)  # type: ignore[arg-type]
+            return super().runner(model, pool, sampler, max_context)
+        return GpuRunner(model, pool, sampler, self._settings, max_context)
 
-    def prepare(self, runner: StepRunner) -> None:
+    def prepare(self, runner: Any) -> None:
         """Compiles every kernel that a step can launch, and captures decode steps."""
         if not isinstance(runner, GpuRunner):
             return
         warmup.warm_up(runner.model, runner.pool, self._settings, self._max_context)
-        free, _ = self._gpu.free_and_total()  # once all of that has ended
         if self._settings.graphs:
-            runner.capture(_CaptureProgress())
-        taken = max(0, free - self._gpu.free_and_total()[0])
-        self._usage = dataclasses.replace(self._usage, graphs=taken)
-        self._log_memory("measured")
-
-    def _log_memory(self, graphs: str) -> None:
-        text = memory.summary(
-            self._gpu.name, self._usage, self._layout, self._settings, self._max_context, graphs
-        )
-        log.info("%s", text)
-
-
-def _missing_triton() -> str:
-    try:
-        importlib.import_module("triton")
-    except ImportError as error:
-        return f"triton cannot be imported ({error})"
-    return ""
+            free, _ = self._gpu.free_and_total()  # once all of that has ended
+            runner.capture()
+            taken = max(0, free - self._gpu.free_and_total()[0])
+            log.info("decode steps as graphs keep %.2f GiB of GPU memory", taken / 2**30)
 
 
 def choose_kernels(
@@ -191,16 +172,3 @@ def _refuse_formats(settings: EngineConfig, capability: Capability, kernels: str
             reason = "it needs Triton's kernels on a GPU, and torch's compute here"
         if reason:
             raise ConfigError(f"{option} {value}: {reason}; leave it out, or add --device cpu")
-
-
-class _CaptureProgress:
-    """Logs how many graphs are captured, at most once a second."""
-
-    def __init__(self) -> None:
-        self._logged = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        if done < total and time.monotonic() < self._logged + 1.0:
-            return
-        self._logged = time.monotonic()
-        log.info("captured %d of %d decode steps as graphs", done, total)

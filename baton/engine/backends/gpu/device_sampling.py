@@ -9,7 +9,6 @@ the stream behind the forward pass, with no wait in between. The result is the o
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,20 +16,11 @@ from torch import Tensor
 
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.sampling import filters, randomness
-from baton.engine.sampling.sampler import GREEDY_BELOW, SampleRow
+from baton.engine.sampling.sampler import GREEDY_BELOW
 from baton.sampling import SamplingParams
 
 _NUM_VALUES = filters.NUM_SETTINGS + 2  # and the random numbers, and the rows that sample
 _UNIFORM, _WHICH = filters.NUM_SETTINGS, filters.NUM_SETTINGS + 1
-
-
-@dataclass(frozen=True)
-class SamplingPlan:
-    """What the host knows beforehand. `settings` None: every row takes its likeliest token."""
-
-    rows: int
-    sampled: int  # of them by a random number
-    settings: filters.Settings | None
 
 
 class DeviceSampler:
@@ -48,11 +38,14 @@ class DeviceSampler:
 
     def prepare(
         self, params: Rows[SamplingParams], positions: Rows[int], vocab_size: int
-    ) -> SamplingPlan:
-        """Prepares to sample one token for each row, at its position."""
+    ) -> filters.Settings | None:
+        """Prepares to sample one token for each row, at its position: what `sample` is to be given.
+
+        None: every row takes its likeliest token.
+        """
         which = [at for at, row in enumerate(params) if row.temperature >= GREEDY_BELOW]
         if not which:
-            return SamplingPlan(len(params), 0, None)
+            return None
         sampled = [params[at] for at in which]
         settings = filters.settings_of(sampled, vocab_size)
         values = self._host_values[: _NUM_VALUES * len(which)].numpy().reshape(_NUM_VALUES, -1)
@@ -60,31 +53,24 @@ class DeviceSampler:
         seeds = [row.seed for row in sampled]
         values[_UNIFORM] = randomness.uniform(seeds, [positions[at] for at in which])
         values[_WHICH] = np.array(which)
-        return SamplingPlan(len(params), len(which), settings)
+        return settings
 
-    def sample(self, plan: SamplingPlan, logits: Tensor) -> None:
+    def sample(self, settings: filters.Settings | None, logits: Tensor) -> None:
         """Samples from logits `[rows, vocab_size]`, and copies the tokens to the host.
 
         To be called on the stream. A row whose logits are not numbers may give a token beyond the
         vocabulary.
         """
-        tokens = self.tokens[: plan.rows]
-        if plan.settings is None or plan.sampled < plan.rows:
+        tokens = self.tokens[: len(logits)]
+        sampled = 0 if settings is None else settings.values.shape[1]
+        if sampled < len(logits):
             torch.argmax(logits, 1, out=tokens)
-        if plan.settings is not None:
-            count = _NUM_VALUES * plan.sampled
+        if settings is not None:
+            count = _NUM_VALUES * sampled
             self._values[:count].copy_(self._host_values[:count], non_blocking=True)
-            values = self._values[:count].view(_NUM_VALUES, plan.sampled)
+            values = self._values[:count].view(_NUM_VALUES, sampled)
             which = values[_WHICH].long()
-            some = logits if plan.sampled == plan.rows else logits.index_select(0, which)
-            weights = filters.weigh(some, values, plan.settings)
+            some = logits if sampled == len(logits) else logits.index_select(0, which)
+            weights = filters.weigh(some, values, settings)
             tokens.index_copy_(0, which, filters.sample(weights, values[_UNIFORM]))
-        self.host_tokens[: plan.rows].copy_(tokens, non_blocking=True)
-
-
-def is_plain(row: SampleRow) -> bool:
-    """Whether a row's logits are taken as they are, and nothing but its token is asked for.
-
-    It stays so: output only grows.
-    """
-    return row.params.logprobs is None and not row.adjusted
+        self.host_tokens[: len(logits)].copy_(tokens, non_blocking=True)

@@ -10,15 +10,19 @@ context -1: they write no KV and attend to nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+import logging
+import time
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from baton.engine.backends.gpu.device import Stream, Work
-from baton.engine.batch import StepModel
 
+if TYPE_CHECKING:  # it imports triton, which may not be installed
+    from baton.engine.backends.gpu.model import GpuModel
+
+log = logging.getLogger(__name__)
 _NARROWEST = 128  # blocks of a table; wider ones are four times as wide each
 # Sections begin at multiples of so many elements: kernels load faster from aligned addresses, and
 # would be compiled once more for those that are not.
@@ -54,19 +58,6 @@ def num_elements(rows: int, width: int) -> int:
     return 3 * (-(-rows // _SECTION) * _SECTION) + rows * width
 
 
-class DecodeModel(StepModel, Protocol):
-    """A model with a step for one token of each sequence."""
-
-    def decode(
-        self, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, pool: Tensor
-    ) -> Tensor:
-        """Logits, float32 `[rows, vocab_size]`; writes each row's K and V into the pool.
-
-        token_ids, context_lens: int32 `[rows]`, -1 being a padding row · block_tables: int32
-        `[rows, width]`. Waits for nothing; the work depends on shapes alone.
-        """
-
-
 def batch_sizes(max_batch: int) -> tuple[int, ...]:
     """The sizes that batches are padded to, ascending; the last is `max_batch`."""
     sizes = [size for size in (1, 2, 4, 8) if size < max_batch]
@@ -93,7 +84,7 @@ class DecodeGraphs:
     """Computes padded decode batches: by graphs once they are captured, kernel by kernel before."""
 
     def __init__(
-        self, model: DecodeModel, pool: Tensor, stream: Stream, max_batch: int, width: int
+        self, model: GpuModel, pool: Tensor, stream: Stream, max_batch: int, width: int
     ) -> None:
         self.sizes = batch_sizes(max_batch)
         self.widths = table_widths(width)
@@ -131,16 +122,18 @@ class DecodeGraphs:
         assert self._logits is not None, "a graph leaves its logits there"
         return self._logits[:size]
 
-    def capture(self, progress: Callable[[int, int], None]) -> None:
+    def capture(self) -> None:
         """Captures every shape, largest first, so that the others fit into the memory it took.
 
-        progress: called with (captured, of how many). Writes nothing into the pool. Before
-        requests are served.
+        Writes nothing into the pool. Before requests are served.
         """
         shapes = list(itertools.product(reversed(self.sizes), reversed(self.widths)))
+        logged = time.monotonic()
         for done, (size, width) in enumerate(shapes, 1):
             self._capture(size, width)
-            progress(done, len(shapes))
+            if done == len(shapes) or time.monotonic() >= logged + 1.0:
+                logged = time.monotonic()
+                log.info("captured %d of %d decode steps as graphs", done, len(shapes))
 
     def _capture(self, size: int, width: int) -> None:
         def first() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from baton.engine.ops.native.packing import Matrix, PackedWeight
 from baton.engine.ops.torch import linear as reference
 from baton.engine.ops.triton.int8_matmul import MOST_ROWS, int8_matmul, scale_sums
-from baton.engine.ops.triton.row_quantize import quantize_rows
+from baton.engine.ops.triton.rows import quantize_rows
 from baton.engine.weights.quantize import Fp8Weight, Int8Weight
 
 MULTIPLE = {"int8": 8, "fp8": 16}  # of inputs and outputs

@@ -26,11 +26,9 @@ SPARE_BYTES = 256 << 20
 MOST_BLOCKS = 1 << 20
 
 # A captured graph keeps its kernels' arguments on the device; all share cuBLAS's scratch memory.
-# Guesses to be on the safe side: once captured, what was taken is measured and logged.
+# Guesses to be on the safe side; what captured graphs really keep is logged.
 _GRAPH_BYTES_PER_LAYER = 128 << 10
 _GRAPHS_SCRATCH_BYTES = 128 << 20
-
-_NO_SPLIT = "a larger GPU, because one model is not split over several"
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,8 @@ class Usage:
     """What holds a GPU's memory, in bytes, once all but the KV cache is known.
 
     total: of the GPU · free: now that the weights are there, and nothing else of this engine ·
-    weights · activations: the most that a step needs beside weights and KV · graphs: what captured
-    decode steps keep, reserved or measured.
+    weights · activations: the most that a step needs beside weights and KV · graphs: what is
+    reserved for captured decode steps.
     """
 
     total: int
@@ -91,7 +89,7 @@ def kv_layout(
             raise ConfigError(
                 f"{option} asks for {_gib(asked.num_bytes)} and the GPU has "
                 f"{_gib(max(0, usage.most))} left for KV; "
-                f"{_either([f'a smaller {option}', *_hints(usage, settings)])}"
+                f"{advice(settings, usage, option)}"
             )
         return asked
     one = plan_layout(config, dtype, settings.block_size, 1, 0)
@@ -102,16 +100,16 @@ def kv_layout(
             f"no GPU memory is left for KV: --gpu-memory {settings.gpu_memory:g} of "
             f"{_gib(usage.total)} is {_gib(share)}; weights take {_gib(usage.weights)}, "
             f"activations {_gib(usage.activations)}, graphs {_gib(usage.graphs)}, "
-            f"others {_gib(usage.others)}; {_either(_hints(usage, settings))}"
+            f"others {_gib(usage.others)}; {advice(settings, usage)}"
         )
     count = min(left // one.num_bytes, MOST_BLOCKS)
     return plan_layout(config, dtype, settings.block_size, count, 0)
 
 
 def summary(
-    name: str, usage: Usage, layout: KvLayout, settings: EngineConfig, max_context: int, graphs: str
+    name: str, usage: Usage, layout: KvLayout, settings: EngineConfig, max_context: int
 ) -> str:
-    """All of it for people, in several lines; `graphs` are "reserved" or "measured"."""
+    """All of it for people, in several lines."""
     block_bytes = layout.num_bytes // layout.num_blocks
     dtype = str(layout.dtype).removeprefix("torch.")
     blocks = (
@@ -123,7 +121,7 @@ def summary(
     rows = (
         ("weights", usage.weights, weights),
         ("activations", usage.activations, steps),
-        ("graphs", usage.graphs, graphs),
+        ("graphs", usage.graphs, "reserved"),
         ("KV", layout.num_bytes, blocks),
         ("others", usage.others, "other processes, and CUDA itself"),
         ("free", max(0, usage.most - layout.num_bytes), ""),
@@ -139,14 +137,6 @@ def summary(
     return "\n".join(lines)
 
 
-def too_large(settings: EngineConfig) -> ConfigError:
-    """The error for a model that, with a step of it, does not even fit without a KV cache."""
-    hints = [*_quantization_hint(settings), "smaller --max-batch, --chunk-tokens or --max-context"]
-    return ConfigError(
-        f"the model and a step of it do not fit the GPU's memory; {_either([*hints, _NO_SPLIT])}"
-    )
-
-
 def taken(layout: KvLayout, settings: EngineConfig) -> ConfigError:
     """The error for a pool that fitted the budget, and whose memory another process took."""
     return ConfigError(
@@ -155,28 +145,22 @@ def taken(layout: KvLayout, settings: EngineConfig) -> ConfigError:
     )
 
 
-def _hints(usage: Usage, settings: EngineConfig) -> list[str]:
-    """What would leave more, the likeliest first."""
-    hints = []
-    if usage.others > usage.total * (1 - settings.gpu_memory):
+def advice(settings: EngineConfig, usage: Usage | None, smaller: str = "") -> str:
+    """What would leave more, the likeliest first; usage None: nothing is known of it."""
+    hints = [f"a smaller {smaller}"] if smaller else []
+    if usage is not None and usage.others > usage.total * (1 - settings.gpu_memory):
         hints.append(
             f"another GPU (--device cuda:N), because others hold {_gib(usage.others)} of this one"
         )
-    elif settings.gpu_memory < 0.95:
+    elif usage is not None and settings.gpu_memory < 0.95:
         hints.append("a larger --gpu-memory")
-    hints += _quantization_hint(settings)
-    if usage.activations + usage.graphs > usage.total // 20:
-        hints.append("smaller --max-batch or --chunk-tokens")
-    if settings.kv_dtype == "auto":
+    if settings.quantization == "none":
+        hints.append("--quantization fp8 or int8")
+    if usage is None or usage.activations + usage.graphs > usage.total // 20:
+        hints.append("smaller --max-batch, --chunk-tokens or --max-context")
+    if usage is not None and settings.kv_dtype == "auto":
         hints.append("--kv-dtype fp8 or int8")
-    return [*hints, _NO_SPLIT]
-
-
-def _quantization_hint(settings: EngineConfig) -> list[str]:
-    return ["--quantization fp8 or int8"] if settings.quantization == "none" else []
-
-
-def _either(hints: list[str]) -> str:
+    hints.append("a larger GPU, because one model is not split over several")
     return f"try {', or '.join(hints)}"
 
 

@@ -16,11 +16,10 @@ from torch import Tensor
 from baton.engine.backends.gpu.linear import linear
 from baton.engine.batch import StepBatch
 from baton.engine.models.decoder import Model
-from baton.engine.ops.triton.decode_attention import decode_attention
-from baton.engine.ops.triton.elementwise import add_rms_norm, silu_mul
+from baton.engine.ops.triton.attention import decode_attention, plan_tiles, prefill_attention
 from baton.engine.ops.triton.placement import Placement, place_rows
-from baton.engine.ops.triton.prefill_attention import plan_tiles, prefill_attention
 from baton.engine.ops.triton.rope_kv import rope_and_write
+from baton.engine.ops.triton.rows import add_rms_norm, silu_mul
 from baton.engine.weights.weights import LayerWeights
 
 

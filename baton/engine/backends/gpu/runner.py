@@ -10,9 +10,10 @@ Engine thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,20 +21,21 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.engine.backends.gpu.device import CudaStream, Stream
-from baton.engine.backends.gpu.device_sampling import DeviceSampler, is_plain
+from baton.engine.backends.gpu.device_sampling import DeviceSampler
 from baton.engine.backends.gpu.graphs import (
     PADDING,
     DecodeGraphs,
-    DecodeModel,
     num_elements,
     sections,
 )
-from baton.engine.batch import BatchBuilder
 from baton.engine.planner import Plan, Work
-from baton.engine.runner import SampledTokens, sample_rows, tokens_by_sequence
+from baton.engine.runner import Runner, SampledTokens
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError, InternalError
+
+if TYPE_CHECKING:  # it imports triton, which may not be installed
+    from baton.engine.backends.gpu.model import GpuModel
 
 KNOWN = -1  # the source of a row whose token the host knows
 
@@ -76,11 +78,9 @@ class BlockTables:
         return entry.row
 
     def _write(self, entry: _TableRow, blocks: list[int]) -> None:
-        row, known = self._rows[entry.row], len(entry.blocks)
-        if blocks[:known] != entry.blocks:
-            known = 0
+        row = self._rows[entry.row]
         used = min(len(blocks), len(row))
-        row[known:used] = blocks[known:used]
+        row[:used] = blocks[:used]
         row[used:] = 0
         entry.blocks = blocks
 
@@ -96,23 +96,24 @@ class _Slot:
 
 @dataclass
 class Launch:
-    """A decode step on the stream: the row of each sequence, and its blocks at the launch."""
+    """A decode step on the stream: the row of each sequence, and its blocks at the launch.
 
+    began_ns: by `time.monotonic_ns`, when nothing before it was left to be waited for.
+    """
+
+    plan: Plan
+    began_ns: int
     rows: dict[Sequence, int]
     blocks: list[list[int]]
     slot: _Slot
 
 
-class GpuRunner:
-    """Runs a model over a KV pool `[blocks, layers, 2, kv_heads, block_size, row_size]`.
-
-    decode_rows: how many so far were "wanted", "padding", or "wasted" (the sequence was gone); may
-    be read by any thread.
-    """
+class GpuRunner(Runner):
+    """Runs a model on a GPU's stream, or, for tests, on a CPU's."""
 
     def __init__(
         self,
-        model: DecodeModel,
+        model: GpuModel,
         pool: Tensor,
         sampler: Sampler,
         settings: EngineConfig,
@@ -120,16 +121,13 @@ class GpuRunner:
         stream: Stream | None = None,
     ) -> None:
         """max_context: of sequences, in tokens. The stream is one of the pool's device if None."""
-        self.model = model
-        self.pool = pool
-        self.sampler = sampler
+        super().__init__(model, pool, sampler)
         self.decode_rows = {"wanted": 0, "padding": 0, "wasted": 0}
         self._max_batch, self._max_context = settings.max_batch, max_context
         self._block_size = pool.shape[4]
         if stream is None:
             stream = CudaStream(pool.device) if pool.device.type == "cuda" else Stream()
         self._stream = stream
-        self._batches = BatchBuilder(self._block_size, pool.device)
         self._last: Launch | None = None  # until it is waited for
         width = -(-max_context // self._block_size)
         with torch.inference_mode():
@@ -138,23 +136,19 @@ class GpuRunner:
             self._slots = [_Slot(stream, self._max_batch, width) for _ in range(2)]
 
     @torch.inference_mode()
-    def capture(self, progress: Callable[[int, int], None]) -> None:
-        """Captures decode steps before requests are served; progress: see `DecodeGraphs`.
+    def capture(self) -> None:
+        """Captures decode steps before requests are served.
 
         Raises ConfigError where it cannot be done.
         """
         try:
-            self._graphs.capture(progress)
+            self._graphs.capture()
         except RuntimeError as error:
             raise ConfigError(
                 f"decode steps cannot be captured as CUDA graphs ({error}): add --no-graphs"
             ) from error
 
     def run(self, plan: Plan) -> dict[str, SampledTokens]:
-        """Runs every row of the plan; tokens for each sequence that has caught up, by its id.
-
-        When it returns, all that was computed is in the pool for every stream and thread to see.
-        """
         if self.launches(plan):
             launch = self.launch(plan)
             return self.tokens(launch, set(launch.rows))
@@ -167,33 +161,33 @@ class GpuRunner:
     def launches(self, plan: Plan) -> bool:
         """Whether one launch computes a plan and samples its tokens."""
         return self._are_decoding(plan.work) and all(
-            is_plain(SampleRow(one.params, one.tokens, one.prompt_tokens))
+            SampleRow(one.params, one.tokens, one.prompt_tokens).plain
             for one in (item.sequence for item in plan.work)
         )
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Launch:
         """Starts a decode step; tokens that the launch before samples are taken from there."""
-        sequences = [item.sequence for item in plan.work]
+        began_ns, sequences = time.monotonic_ns(), [item.sequence for item in plan.work]
         before, sampled = {}, None
         if self._last is not None:
             before, sampled = self._last.rows, self._last.slot.sampler.tokens
         slot, shape = self._write_inputs(plan.work, [before.get(one, KNOWN) for one in sequences])
-        sampling = slot.sampler.prepare(
+        settings = slot.sampler.prepare(
             [one.params for one in sequences],
             [item.start + 1 for item in plan.work],
             self.sampler.vocab_size,
         )
 
         def work() -> None:
-            slot.sampler.sample(sampling, self._decode(shape, slot, sampled)[: len(sequences)])
+            slot.sampler.sample(settings, self._decode(shape, slot, sampled)[: len(sequences)])
 
         try:
             self._stream.put(work)
         finally:  # a part of it may be there, and read what is in the slot
             slot.event = self._stream.record_event()
         rows = {sequence: row for row, sequence in enumerate(sequences)}
-        self._last = Launch(rows, [one.block_ids for one in sequences], slot)
+        self._last = Launch(plan, began_ns, rows, [one.block_ids for one in sequences], slot)
         return self._last
 
     def tokens(self, launch: Launch, wanted: set[Sequence]) -> dict[str, SampledTokens]:
@@ -216,10 +210,7 @@ class GpuRunner:
     def scrub(self, blocks: list[int]) -> None:
         """Zeroes blocks that unverified bytes came into; see `Runner.scrub`."""
         if blocks:
-            # As bytes: not every operation knows every type of element.
-            content, which = self.pool.view(torch.uint8), torch.tensor(blocks)
-            with torch.inference_mode():
-                self._stream.call(lambda: content.index_fill_(0, which.to(content.device), 0))
+            self._stream.call(lambda: Runner.scrub(self, blocks))
             self._stream.record_event().synchronize()
 
     def wait_for_writes(self, blocks: list[int] | None = None) -> None:
@@ -246,9 +237,7 @@ class GpuRunner:
             self.decode_rows["wanted"] += len(work)
         else:
             logits = self.model.step(self._batches.build(Plan(work)), self.pool)
-        sampling = [item for item in work if item.samples]
-        rows = [row for item in sampling for row in sample_rows(item)]
-        return tokens_by_sequence(sampling, self.sampler.sample(logits, rows))
+        return self._sample(work, logits)
 
     def _are_decoding(self, work: list[Work]) -> bool:
         """Whether these are single tokens, all of which sample, no more than a batch holds."""

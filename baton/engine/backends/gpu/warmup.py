@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.batch import StepBatch, StepModel
-from baton.engine.sampling.sampler import Sampler, SampleRow
+from baton.engine.batch import BatchBuilder, StepModel
+from baton.engine.planner import Plan, Work
+from baton.engine.runner import Runner
+from baton.engine.sampling.sampler import Sampler
+from baton.engine.sequence import Sequence
 from baton.sampling import SamplingParams
 
 # Of all settings these take the most memory. Top-p ranks in one way behind a top-k and in another
@@ -26,80 +28,70 @@ _RANKED = SamplingParams(
     temperature=1.0, top_k=64, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=20
 )
 _NUCLEUS = replace(_RANKED, top_k=0)
+_GREEDY = SamplingParams()
 
 
-def largest_chunk(
-    model: StepModel, sampler: Sampler, pool: Tensor, max_context: int, rows: int, sampled: int
+def largest_step(
+    model: StepModel, sampler: Sampler, pool: Tensor, settings: EngineConfig, max_context: int
 ) -> None:
-    """A step of so many rows at the end of full contexts, `sampled` of which sample."""
-    longest = max_context - 1
-    query_lens = [longest] * (rows // longest)
-    if rest := rows % longest:
-        query_lens.insert(0, rest)  # those with one row come first
-    width = -(-max_context // pool.shape[4])
-    context_lens = [max_context - count for count in query_lens]
-    logit_rows = list(range(rows - sampled, rows))
-    logits = model.step(_batch(query_lens, context_lens, logit_rows, width, pool.device), pool)
-    settings = (_NUCLEUS if row % 2 else _RANKED for row in range(sampled))
-    sampler.sample(logits, [SampleRow(params, [0], 1) for params in settings])
+    """A full batch with all the budget that a step has, at the end of full contexts."""
+    rest = settings.chunk_tokens
+    proposed = min(settings.speculate, rest // settings.max_batch, max_context - 2)
+    rest -= proposed * settings.max_batch
+    work = [
+        _work(max_context, 1 + proposed, pool, proposed, _NUCLEUS if at % 2 else _RANKED)
+        for at in range(settings.max_batch)
+    ]
+    while rest > 0:
+        work.append(_work(max_context, min(rest, max_context - 1), pool))
+        rest -= work[-1].count
+    work.sort(key=lambda item: item.count > 1)  # as planners order it
+    Runner(model, pool, sampler).run(Plan(work))
 
 
-def largest_decode(model: StepModel, pool: Tensor, max_context: int, sequences: int) -> Tensor:
-    """A step that gives so many full contexts a token: logits `[sequences, vocab_size]`."""
-    width, rows = -(-max_context // pool.shape[4]), list(range(sequences))
-    context_lens = [max_context - 1] * sequences
-    return model.step(_batch([1] * sequences, context_lens, rows, width, pool.device), pool)
+def largest_decode(
+    model: StepModel, pool: Tensor, settings: EngineConfig, max_context: int
+) -> None:
+    """A step that gives a full batch of full contexts a token each."""
+    _step(model, pool, [_work(max_context, 1, pool)] * settings.max_batch)
 
 
-class StepShape(NamedTuple):
-    """A step of so many decode rows and a chunk of so many, over tables of `width` blocks."""
+def step_shapes(settings: EngineConfig, max_context: int) -> Iterator[tuple[int, int, int]]:
+    """Steps that between them launch whatever an engine's steps can.
 
-    num_decodes: int
-    chunk: int
-    width: int
-
-
-def step_shapes(settings: EngineConfig, max_context: int) -> Iterator[StepShape]:
-    """Steps that between them launch whatever an engine's steps can."""
+    Each of so many decode rows and a chunk of so many, over tables of so many blocks.
+    """
     most = min(settings.chunk_tokens + settings.max_batch, max_context)
     # Where a measured configuration reaches no further, others may hold for rows without a power of
     # two among them.
     for rows in sorted({*_doublings(2, most), *_doublings(3, most)}):
-        yield StepShape(0, rows, -(-rows // settings.block_size))
+        yield 0, rows, -(-rows // settings.block_size)
     for rows in _doublings(1, settings.max_batch):
-        yield StepShape(rows, 0, 1)
+        yield rows, 0, 1
     for width in _doublings(1, -(-max_context // settings.block_size)):
-        yield StepShape(1, min(2, most), width)
+        yield 1, min(2, most), width
 
 
 @torch.inference_mode()
 def warm_up(model: StepModel, pool: Tensor, settings: EngineConfig, max_context: int) -> None:
-    """Runs a step of each shape, of sequences that begin; the last row of each samples."""
-    for shape in step_shapes(settings, max_context):
-        query_lens = [1] * shape.num_decodes + [shape.chunk] * bool(shape.chunk)
-        logit_rows = [*range(shape.num_decodes), sum(query_lens) - 1][: len(query_lens)]
-        context_lens = [0] * len(query_lens)
-        model.step(_batch(query_lens, context_lens, logit_rows, shape.width, pool.device), pool)
+    """Runs a step of each shape; the last row of each sequence samples."""
+    for num_decodes, chunk, width in step_shapes(settings, max_context):
+        end = min(width * settings.block_size, max_context)
+        rows = [1] * num_decodes + [chunk] * bool(chunk)
+        _step(model, pool, [_work(end, count, pool) for count in rows])
 
 
-def _batch(
-    query_lens: list[int],
-    context_lens: list[int],
-    logit_rows: list[int],
-    width: int,
-    device: torch.device,
-) -> StepBatch:
-    def ints(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=device)
+def _work(
+    end: int, count: int, pool: Tensor, proposed: int = 0, params: SamplingParams = _GREEDY
+) -> Work:
+    """The last `count` tokens of a context of `end`, some of them proposed."""
+    blocks = [0] * -(-end // pool.shape[4])
+    sequence = Sequence("", [0] * (end - proposed), 1, params, block_ids=blocks)
+    return Work(sequence, end - count, count, (0,) * proposed)
 
-    return StepBatch(
-        token_ids=ints([0] * sum(query_lens)),
-        context_lens=ints(context_lens),
-        query_lens=ints(query_lens),
-        block_tables=ints([0]).expand(len(query_lens), width).contiguous(),
-        logit_rows=ints(logit_rows),
-        num_decodes=query_lens.count(1),
-    )
+
+def _step(model: StepModel, pool: Tensor, work: list[Work]) -> None:
+    model.step(BatchBuilder(pool.shape[4], pool.device).new_batch(work), pool)
 
 
 def _doublings(first: int, last: int) -> Iterator[int]:

@@ -3,7 +3,7 @@
 There is one library for each kind of CPU in `TARGETS` and each type of activations in `DEFINES`, so
 that a first start compiles only what it will run. It lies in the user's cache folder under a key
 made of the sources and the compiler's options; an installation may bring libraries built before, in
-`built/` (`python -m baton.engine.ops.native` makes them), and then needs no compiler.
+`built/` (`python -m baton.engine.ops.native.library` makes them), and then needs no compiler.
 """
 
 from __future__ import annotations
@@ -71,12 +71,13 @@ class BuildFailed(Exception):
     """There is no native library here; the message says why."""
 
 
+@functools.cache
 def load(dtype: torch.dtype = torch.float32) -> ctypes.CDLL | None:
     """The library for activations of `dtype`, or None, with one warning, where there is none."""
     try:
         return _loaded(dtype)
     except BuildFailed as error:
-        _warn_once(str(error))
+        log.warning("computing with torch, which is several times slower: %s", error)
         return None
 
 
@@ -89,11 +90,6 @@ def require(dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
             f"--kernels native: {error}; install g++, or leave --kernels native out to compute "
             "with torch"
         ) from error
-
-
-@functools.cache
-def _warn_once(reason: str) -> None:
-    log.warning("computing with torch, which is several times slower: %s", reason)
 
 
 @functools.cache
@@ -137,7 +133,7 @@ def _built(target: Target, dtype: torch.dtype) -> Path:
     path = folder / name
     if path.exists():
         return path
-    with _lock(folder, LOCK_TIMEOUT_S):
+    with _lock(folder):
         if not path.exists():
             _compile(target, dtype, path)
     return path
@@ -147,38 +143,33 @@ def _compile(target: Target, dtype: torch.dtype, path: Path) -> None:
     """Compiles the sources side by side, one compiler for each, and links them."""
     started = time.monotonic()
     # Warnings, because a local cluster's processes show nothing less.
-    log.warning(
-        "compiling native CPU kernels (%s, %s): this happens once and takes seconds",
-        target.name, _dtype_name(dtype),
-    )  # fmt: skip
+    log.warning("compiling native CPU kernels (%s): this happens once, takes seconds", path.stem)
     compiler = shutil.which(COMPILER)
     if compiler is None:
         raise BuildFailed(f"{COMPILER} is not installed")
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as pool:
-
-        def compiled(source: Path) -> str:
-            made = str(Path(folder) / f"{source.stem}.o")
-            flags = (*FLAGS, *target.flags, *DEFINES[dtype])
-            _run([compiler, *flags, "-c", str(source), "-o", made])
-            return made
-
-        jobs = [pool.submit(compiled, source) for source in sorted(SOURCES.glob("*.cpp"))]
+        sources = sorted(SOURCES.glob("*.cpp"))
+        objects = [f"{folder}/{source.stem}.o" for source in sources]
+        flags = (*FLAGS, *target.flags, *DEFINES[dtype])
+        jobs = [
+            pool.submit(_run, compiler, *flags, "-c", str(source), "-o", made)
+            for source, made in zip(sources, objects, strict=True)
+        ]
         for done, job in enumerate(as_completed(jobs), 1):
             job.result()
             log.warning(
                 "compiling native CPU kernels: %d of %d files after %.0f s",
                 done, len(jobs), time.monotonic() - started,
             )  # fmt: skip
-        objects = [job.result() for job in jobs]
         linked = Path(folder) / path.name
-        _run([compiler, "-shared", "-fopenmp", *objects, "-o", str(linked)])
+        _run(compiler, "-shared", "-fopenmp", *objects, "-o", str(linked))
         linked.rename(path)
     log.warning(
         "compiled native CPU kernels in %.1f s, kept as %s", time.monotonic() - started, path
     )
 
 
-def _run(command: list[str]) -> None:
+def _run(*command: str) -> None:
     try:
         subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=True)
     except subprocess.CalledProcessError as error:
@@ -193,19 +184,13 @@ def _file_name(target: Target, dtype: torch.dtype) -> str:
     digest = hashlib.sha256(" ".join(options).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
-    return f"{target.name}-{_dtype_name(dtype)}-{digest.hexdigest()[:16]}.so"
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    activations = str(dtype).removeprefix("torch.")
+    return f"{target.name}-{activations}-{digest.hexdigest()[:16]}.so"
 
 
 def _cpu_flags() -> set[str]:
     """What this CPU can do, as Linux reports it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = (line.partition(":")[2] for line in lines if line.startswith("flags"))
     return set(next(flags, "").split())
 
@@ -227,7 +212,7 @@ def _cache_folder() -> Path:
 
 
 @contextmanager
-def _lock(folder: Path, timeout_s: float) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     """One process at a time, so that workers which start together build once.
 
     After the timeout it is built anyway, as the other process may hang: building twice is harmless.
@@ -240,6 +225,11 @@ def _lock(folder: Path, timeout_s: float) -> Iterator[None]:
             held.set()
 
         threading.Thread(target=wait, name="build-lock", daemon=True).start()
-        if not held.wait(timeout_s):
-            log.warning("another process has been compiling for %.0f s: doing it, too", timeout_s)
+        if not held.wait(LOCK_TIMEOUT_S):
+            log.warning("another process compiled for %.0f s: doing it, too", LOCK_TIMEOUT_S)
         yield
+
+
+if __name__ == "__main__":  # for every kind of CPU, into the installation, as an image does
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    build_all()

@@ -29,8 +29,11 @@ PHASES = ("norms", "qkv", "rotation", "attention", "o", "gate_up", "silu", "down
 """What a step's seconds are counted under, in the order of `Phase` in forward.cpp."""
 
 
-def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
+_NORMS, _MATRICES = "input_norm post_norm q_norm k_norm", "qkv o gate_up down"
+
+
+def _fields(*kinds: tuple[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, kind) for names, kind in kinds for name in names.split()]
 
 
 # These structures mirror `src/kernels.h` and `src/forward.cpp`, field for field.
@@ -39,49 +42,42 @@ def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
 class Linear(Structure):
     """Packed weights of one matrix product."""
 
-    _fields_ = (
-        *_fields("packed scales offsets bias", c_void_p), *_fields("inputs outputs", c_int32)
-    )  # fmt: skip
+    _fields_ = _fields(("packed scales offsets bias", c_void_p), ("inputs outputs", c_int32))
 
 
 class Pool(Structure):
     """The KV pool."""
 
-    _fields_ = (
-        ("data", c_void_p), *_fields("layers kv_heads block_size head_size int8", c_int32)
-    )  # fmt: skip
-
-
-_NORMS, _MATRICES = "input_norm post_norm q_norm k_norm", "qkv o gate_up down"
+    _fields_ = _fields(("data", c_void_p), ("layers kv_heads block_size head_size int8", c_int32))
 
 
 class Layer(Structure):
     """One decoder layer's weights."""
 
-    _fields_ = (*_fields(_NORMS, c_void_p), *_fields(_MATRICES, Linear), ("window", c_int32))
+    _fields_ = _fields((_NORMS, c_void_p), (_MATRICES, Linear), ("window", c_int32))
 
 
 class ModelWeights(Structure):
     """A whole model."""
 
-    _fields_ = (
-        *_fields("embedding final_norm cos sin", c_void_p),
+    _fields_ = _fields(
+        ("embedding final_norm cos sin", c_void_p),
         ("layers", POINTER(Layer)),
         ("lm_head", Linear),
-        *_fields("num_layers hidden heads kv_heads head_size inner", c_int32),
-        *_fields("eps attention_scale", c_float),
+        ("num_layers hidden heads kv_heads head_size inner", c_int32),
+        ("eps attention_scale", c_float),
     )
 
 
 class Step(Structure):
     """What one step computes and where it writes."""
 
-    _fields_ = (
-        *_fields("token_ids context_lens query_lens block_tables logit_rows", c_void_p),
-        *_fields("logits workspace", c_void_p),
+    _fields_ = _fields(
+        ("token_ids context_lens query_lens block_tables logit_rows", c_void_p),
+        ("logits workspace", c_void_p),
         ("seconds", POINTER(c_double)),
         ("pool", Pool),
-        *_fields("rows sequences width num_logits", c_int32),
+        ("rows sequences width num_logits", c_int32),
     )
 
 
@@ -102,26 +98,14 @@ def unsupported(config: ModelConfig, block_size: int) -> str:
 class NativeModel:
     """Packed weights, and scratch memory that one thread at a time may use."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: Weights,
-        dtype: torch.dtype,
-        native: ctypes.CDLL | None = None,
-    ) -> None:
-        """native: the library to use, or None for this CPU's. Weights may be packed already.
-
-        Raises ConfigError where there is none.
-        """
+    def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype) -> None:
+        """Weights may be packed already. Raises ConfigError where there is no library."""
         self.config = config
         self.dtype = dtype
         self.seconds: ctypes.Array[c_double] | None = None  # by phase, once there is one
-        self._library = native or library.require(dtype)
-        self._run, self._workspace_size = self._library.baton_step, self._library.baton_workspace
-        self._run.argtypes = (c_int32, POINTER(ModelWeights), POINTER(Step))
-        self._run.restype = None
-        self._workspace_size.argtypes = (POINTER(ModelWeights), c_int32)
-        self._workspace_size.restype = c_size_t
+        native = library.require(dtype)
+        self._run, self._workspace_size = native.baton_step, native.baton_workspace
+        self._run.restype, self._workspace_size.restype = None, c_size_t
         self._kept: list[Tensor] = []  # what the structures point at
         self._model = self._whole(weights)
         self._workspace = torch.empty(0, dtype=torch.uint8)
@@ -134,14 +118,21 @@ class NativeModel:
         The next-token scores of its `logit_rows`, float32 `[n, vocab]`; valid until the next step.
         """
         rows, wanted = len(batch.token_ids), len(batch.logit_rows)
-        self._make_room(rows, wanted)
+        if rows > self._rows:
+            size = self._workspace_size(byref(self._model), rows)
+            self._workspace, self._rows = torch.empty(size, dtype=torch.uint8), rows
+        if wanted > len(self._logits):
+            self._logits = torch.empty(wanted, self.config.vocab_size)
         inputs = (
             batch.token_ids, batch.context_lens, batch.query_lens, batch.block_tables,
             batch.logit_rows, self._logits, self._workspace,
         )  # fmt: skip
+        _, layers, _, kv_heads, block_size, _ = pool.shape
+        int8, head_size = pool.dtype == torch.int8, self.config.head_size
+        kv = Pool(pool.data_ptr(), layers, kv_heads, block_size, head_size, int8)
         sizes = (rows, len(batch.query_lens), batch.block_tables.shape[1], wanted)
         pointers = (tensor.data_ptr() for tensor in inputs)
-        step = Step(*pointers, self.seconds, self._pool(pool), *sizes)
+        step = Step(*pointers, self.seconds, kv, *sizes)
         self._run(torch.get_num_threads(), byref(self._model), byref(step))
         return self._logits[:wanted]
 
@@ -150,45 +141,26 @@ class NativeModel:
         before, self.seconds = self.seconds, (c_double * len(PHASES))()
         return dict(zip(PHASES, before, strict=True)) if before is not None else {}
 
-    def _make_room(self, rows: int, wanted: int) -> None:
-        if rows > self._rows:
-            size = self._workspace_size(byref(self._model), rows)
-            self._workspace = torch.empty(size, dtype=torch.uint8)
-            self._rows = rows
-        if wanted > len(self._logits):
-            self._logits = torch.empty(wanted, self.config.vocab_size)
-
-    def _pool(self, pool: Tensor) -> Pool:
-        _, layers, _, kv_heads, block_size, _ = pool.shape
-        int8 = pool.dtype == torch.int8
-        head_size = self.config.head_size
-        return Pool(pool.data_ptr(), layers, kv_heads, block_size, head_size, int8)
-
     def _whole(self, weights: Weights) -> ModelWeights:
         config = self.config
-        self._layers = (Layer * config.num_layers)(
-            *(
-                self._layer(layer, window or 0)
-                for layer, window in zip(weights.layers, config.windows, strict=True)
-            )
-        )
+        layers = map(self._layer, weights.layers, config.windows)
         tables = rope_tables(config.rope, config.head_size, config.max_context)
         return ModelWeights(
             *map(self._keep, (weights.embedding, weights.final_norm, *tables)),
-            self._layers,
+            (Layer * config.num_layers)(*layers),
             self._linear(weights.lm_head, None),
             *(config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads),
             *(config.head_size, config.intermediate_size),
             *(config.rms_eps, config.head_size**-0.5),
         )
 
-    def _layer(self, layer: LayerWeights, window: int) -> Layer:
+    def _layer(self, layer: LayerWeights, window: int | None) -> Layer:
         norms = (self._keep(getattr(layer, name)) for name in _NORMS.split())
         products = (
             self._linear(getattr(layer, name), getattr(layer, f"{name}_bias"))
             for name in _MATRICES.split()
         )
-        return Layer(*norms, *products, window)
+        return Layer(*norms, *products, window or 0)
 
     def _linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
         packed = weight if isinstance(weight, PackedWeight) else PackedWeight.of(weight)

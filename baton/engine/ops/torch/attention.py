@@ -197,17 +197,10 @@ def _weigh(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Te
     return out[:, :rows].reshape(q.shape)
 
 
-@dataclass(frozen=True)
-class RowPositions:
-    """token_ids, positions: int64 `[rows]` · attention: where they read and write KV."""
-
-    token_ids: Tensor
-    positions: Tensor
-    attention: AttentionBatch
-
-
-def place(batch: StepBatch, block_size: int) -> RowPositions:
-    """A batch's rows over blocks of `block_size` tokens."""
+def place(batch: StepBatch, block_size: int) -> tuple[Tensor, AttentionBatch]:
+    """A batch's rows over blocks of `block_size` tokens: positions, int64 `[rows]`, and where each
+    reads and writes KV.
+    """
     context_lens, query_lens, tables = (
         x.long() for x in (batch.context_lens, batch.query_lens, batch.block_tables)
     )
@@ -236,4 +229,4 @@ def place(batch: StepBatch, block_size: int) -> RowPositions:
         decode_lengths=context_lens[:decodes] + 1,
         segments=tuple(segments),
     )
-    return RowPositions(batch.token_ids.long(), positions, attention)
+    return positions, attention

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.ops.native.packing import Matrix, PackedWeight
-from baton.engine.weights.quantize import FP8, Fp8Weight, Int8Weight, quantize_rows
+from baton.engine.weights.quantize import Fp8Weight, Int8Weight, quantize_rows
 
 # From this many rows on, a float32 product on the CPU gives each row the same bits whatever its
 # neighbours are.
@@ -32,18 +32,16 @@ def is_exact(x: Tensor) -> bool:
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`: x `[rows, in]`, weight `[out, in]`, bias `[out]` → `[rows, out]`.
 
-    With an int8 weight x is quantised too, and the sums are whole numbers: exact for any rows. With
-    an fp8 weight x is quantised as well, and the sums are float32.
+    With an 8-bit weight x's rows are quantised too. The sums are whole numbers with int8, exact and
+    so the same in any batch, and float32 with fp8.
 
     The BLAS library picks its kernel, and so the order of additions, by the number of rows: results
     are identical from 16 rows on. So fewer float32 rows on the CPU are padded to 16 with zero rows,
     which keeps the promise of `is_exact`.
     """
     assert not isinstance(weight, PackedWeight), "packed weights are for native code"
-    if isinstance(weight, Int8Weight):
-        return int8_linear(x, weight, bias)
-    if isinstance(weight, Fp8Weight):
-        return fp8_linear(x, weight, bias)
+    if not isinstance(weight, Tensor):
+        return _quantized_linear(x, weight, bias)
     rows = x.shape[0]
     if rows >= MIN_EXACT_ROWS or not is_exact(x):
         return F.linear(x, weight, bias)
@@ -74,14 +72,13 @@ _EXACT_DEPTH = 1024
 _HAS_VNNI = torch.cpu._is_vnni_supported()
 
 
-def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias` of x's rows quantised, `[rows, in]` → `[rows, out]` of x's type.
-
-    The sums are whole numbers and exact, so that a row's result is the same in any batch.
-    """
-    values, scales = quantize_rows(x)
-    sums = exact_products(values, weight.values)
-    out = sums.float().mul_(scales[:, None] * weight.scales)
+def _quantized_linear(x: Tensor, weight: Int8Weight | Fp8Weight, bias: Tensor | None) -> Tensor:
+    values, scales = quantize_rows(x, weight.DTYPE)
+    if isinstance(weight, Int8Weight):
+        out = exact_products(values, weight.values).float()
+    else:
+        out = values.float() @ weight.values.float().T
+    out.mul_(scales[:, None] * weight.scales)
     if bias is not None:
         out += bias
     return out.to(x.dtype)
@@ -101,13 +98,3 @@ def products_by_float(x: Tensor, weight: Tensor) -> Tensor:
     for left, right in pieces:
         sums += (left.float() @ right.float().T).to(torch.int32)
     return sums
-
-
-def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias` of x's rows quantised, `[rows, in]` → `[rows, out]` of x's type."""
-    values, scales = quantize_rows(x, FP8)
-    out = values.float() @ weight.values.float().T
-    out.mul_(scales[:, None] * weight.scales)
-    if bias is not None:
-        out += bias
-    return out.to(x.dtype)

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
-import triton
 
 from baton.engine.ops.triton import tuning
-from baton.engine.ops.triton.check import ARCHITECTURES, check
-from baton.engine.ops.triton.spec import Config, KernelSpec, Key, specs_in, text_of
-from baton.engine.ops.triton.tuning import Configs
+from baton.engine.ops.triton.check import SHARED_BYTES, check
+from baton.engine.ops.triton.spec import KernelSpec, Key, specs_in, text_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,45 +41,32 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="check|tune|show")
-
-    def command(name: str, run: Callable[..., int], text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text)
-        made.set_defaults(run=run)
-        made.add_argument(
-            "--kernel", action="append", default=[], metavar="NAME",
-            help="only this one; repeatable",
-        )  # fmt: skip
-        made.add_argument(
-            "--module", action="append", default=[], metavar="MODULE",
-            help="a further module with kernels, such as kvtransfer.kernels.blocks; repeatable",
-        )  # fmt: skip
-        return made
-
-    checks = command("check", _check, "compile every kernel; needs no GPU")
-    checks.add_argument(
-        "--arch", default=ARCHITECTURES, type=_architectures, metavar="80,90,100",
-        help="compute capabilities to compile for, as 80 for 8.0 (default: all)",
-    )  # fmt: skip
-    checks.add_argument(
-        "--most", type=int, metavar="N", help="at most N cases of a kernel, from all over its list"
-    )
+    checks = commands.add_parser("check", help="compile every kernel; needs no GPU")
+    tunes = commands.add_parser("tune", help="measure on this GPU")
+    shows = commands.add_parser("show", help="print configurations in effect")
+    for command, run in ((checks, _check), (tunes, _tune), (shows, _show)):
+        command.set_defaults(run=run)
+        add = partial(command.add_argument, action="append", default=[])
+        add("--kernel", metavar="NAME", help="only this one; repeatable")
+        more = "a further module with kernels, such as kvtransfer.kernels.blocks; repeatable"
+        add("--module", metavar="MODULE", help=more)
+    for command, default, text in (
+        (checks, tuple(SHARED_BYTES), "capabilities to compile for, as 80 for 8.0 (default: all)"),
+        (shows, (), "shipped ones for these capabilities instead of this GPU's"),
+    ):
+        command.add_argument(
+            "--arch", default=default, type=_architectures, metavar="80,90,100", help=text
+        )
+    most = "at most N cases of a kernel, from all over its list"
+    checks.add_argument("--most", type=int, metavar="N", help=most)
     checks.add_argument("--ptx", type=Path, metavar="FOLDER", help="keep the PTX there")
-
-    tunes = command("tune", _tune, "measure on this GPU")
     tunes.add_argument(
         "--shape", action="append", type=_shape, default=[], metavar="rows=64,size=4096",
         help="a shape to tune instead of the kernel's own; repeatable, with one --kernel",
     )  # fmt: skip
     tunes.add_argument("--device", type=int, default=0, metavar="N", help="which GPU (default: 0)")
-    tunes.add_argument(
-        "--seconds", type=float, default=900.0, help="stop after so long (default: 900)"
-    )
-
-    shows = command("show", _show, "print configurations in effect")
-    shows.add_argument(
-        "--arch", default=(), type=_architectures, metavar="80,90,100",
-        help="shipped ones for these instead of this GPU's",
-    )  # fmt: skip
+    limit = "stop after so long (default: 900)"
+    tunes.add_argument("--seconds", type=float, default=900.0, help=limit)
     return parser
 
 
@@ -109,7 +93,7 @@ def _check(args: argparse.Namespace, specs: Sequence[KernelSpec]) -> int:
 
 def _show(args: argparse.Namespace, specs: Sequence[KernelSpec]) -> int:
     if args.arch:
-        files = [tuning.shipped_for(arch)[0] for arch in args.arch]
+        files = [tuning.shipped_for(arch) for arch in args.arch]
     elif torch.cuda.is_available():
         files = list(tuning.in_effect(torch.device("cuda", torch.cuda.current_device())))
     else:
@@ -134,58 +118,11 @@ def _tune(args: argparse.Namespace, specs: Sequence[KernelSpec]) -> int:
     work = [(spec, shape) for spec in specs if spec.configs for shape in args.shape or spec.shapes]
     _say(f"{len(work)} shapes, at most {args.seconds:.0f} s; results go to {file}")
     done = 0
-    for best in tune(work, device, file, args.seconds):
-        done += 1
+    for done, best in enumerate(tuning.tune(work, device, file, args.seconds), 1):
         _say(f"[{done}/{len(work)}] {best}")
     if done < len(work):
         _say(f"{len(work) - done} shapes are left: time is up, or none of their candidates ran")
     return 0
-
-
-def median_ms(run: Callable[[], object]) -> float:
-    """The median of some launches with a cold L2 cache, on the GPU."""
-    return float(triton.testing.do_bench(run, warmup=10, rep=50, return_mode="median"))
-
-
-def tune(
-    work: Sequence[tuple[KernelSpec, Key]],
-    device: torch.device,
-    file: Path,
-    seconds: float,
-    measure: Callable[[Callable[[], object]], float] = median_ms,
-) -> Iterator[str]:
-    """Finds the fastest configuration of each kernel and shape, and keeps each as it is found.
-
-    measure: milliseconds that a launch takes. Stops after so many seconds, whatever is left.
-    """
-    end = time.monotonic() + seconds
-    for spec, shape in work:
-        if time.monotonic() >= end:
-            return
-        assert spec.configs is not None
-        trial, timed, failed = spec.trial(shape, device), list[tuple[float, Config]](), 0
-        for config in spec.configs(trial.key):
-            if time.monotonic() >= end:
-                break
-            try:
-                timed.append((measure(partial(trial.run, config)), config))
-            except (triton.OutOfResources, triton.CompilationError, RuntimeError):
-                failed += 1  # too large for this GPU: another configuration will do
-        if not timed:
-            continue
-        ms, config = min(timed, key=lambda pair: pair[0])
-        _keep(file, spec.name, trial.key, config)
-        rate = f" {trial.moved_bytes / ms / 1e6:.0f} GB/s" if trial.moved_bytes else ""
-        tried = f"{len(timed) + failed} tried" + (f", {failed} failed" if failed else "")
-        yield f"{spec.name} {text_of(trial.key)}: {text_of(config)}  {ms:.4f} ms{rate} ({tried})"
-
-
-def _keep(file: Path, kernel: str, key: Key, config: Config) -> None:
-    """Puts a result into the user's file, in place of what was there for its shape."""
-    known = tuning.read(file).kernels if file.is_file() else {}
-    others = [entry for entry in known.get(kernel, ()) if entry[0] != dict(key)]
-    kernels = {**known, kernel: [*others, (dict(key), dict(config))]}
-    tuning.write(file, Configs(measured=True, kernels=kernels))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.torch.attention import AttentionBatch, attend
+from baton.engine.ops.torch.attention import AttentionBatch, PrefillSegment, attend
 from baton.engine.weights.quantize import SCALE_BYTES, is_quantized, unpack_rows
 
 LOG2_E = math.log2(math.e)
@@ -36,9 +36,9 @@ TRITON_TYPES = {
 NO_WINDOW = 2**31 - 1
 
 
-def pool_sizes(q: Tensor, pool: Tensor) -> dict[str, Any]:
+def pool_sizes(q: Tensor, pool: Tensor) -> tuple[dict[str, Any], dict[str, int | str]]:
     """What a kernel's code depends on in a pool and queries q `[rows, heads, head_size]` of it, as
-    the kernels name it; not to be changed. ValueError for heads, types or sizes that do not fit.
+    the kernels name it; and what its best sizes do, heads as tiles hold them. Not to be changed.
     """
     return _pool_sizes(q.shape[1:], q.dtype, pool.shape[3:], pool.dtype, q.device.type)
 
@@ -47,21 +47,13 @@ def pool_sizes(q: Tensor, pool: Tensor) -> dict[str, Any]:
 def _pool_sizes(
     queries: torch.Size, query_type: torch.dtype, rows: torch.Size, row_type: torch.dtype,
     device_type: str,
-) -> dict[str, Any]:  # fmt: skip
+) -> tuple[dict[str, Any], dict[str, int | str]]:  # fmt: skip
     heads, head_size = queries
     kv_heads, block_size, row_size = rows
     quantized = is_quantized(row_type)
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads cannot share {kv_heads} KV heads")
-    if row_size != head_size + (SCALE_BYTES if quantized else 0):
-        raise ValueError(f"KV rows of {row_size} elements do not hold heads of {head_size}")
-    if not quantized and row_type != query_type:
-        raise ValueError(f"queries of {query_type} cannot attend to KV of {row_type}")
-    if head_size % 16 or block_size % 16:
-        raise ValueError(
-            f"attention kernels take head and block sizes that are multiples of 16, "
-            f"not {head_size} and {block_size}"
-        )
+    assert heads % kv_heads == 0 and (quantized or row_type == query_type)
+    assert row_size == head_size + (SCALE_BYTES if quantized else 0)
+    assert head_size % 16 == 0 and block_size % 16 == 0, "the backend takes no other models"
     k_type = v_type = TRITON_TYPES[query_type]
     if quantized and query_type == torch.float16:
         # A weight times a row's scale may be less than float16 has; all eight-bit values are
@@ -69,27 +61,35 @@ def _pool_sizes(
         v_type = tl.bfloat16
     if device_type == "cpu":  # the interpreter keeps bfloat16 as whole numbers: no products
         k_type, v_type = (tl.float32 if of == tl.bfloat16 else of for of in (k_type, v_type))
+    padded = int(triton.next_power_of_2(head_size))
+    key: dict[str, int | str] = {
+        "head_size": padded, "query_bytes": query_type.itemsize, "kv_bytes": row_type.itemsize,
+    }  # fmt: skip
     return {
         "HEADS": heads, "KV_HEADS": kv_heads, "BLOCK_SIZE": block_size, "ROW_SIZE": row_size,
-        "HEAD_SIZE": head_size, "HEAD_PAD": int(triton.next_power_of_2(head_size)),
-        "QUANTIZED": quantized, "K_TYPE": k_type, "V_TYPE": v_type,
-    }  # fmt: skip
+        "HEAD_SIZE": head_size, "HEAD_PAD": padded, "QUANTIZED": quantized, "K_TYPE": k_type,
+        "V_TYPE": v_type,
+    }, key  # fmt: skip
 
 
-def kernel_key(q: Tensor, pool: Tensor) -> dict[str, int | str]:
-    """What the best sizes of an attention kernel depend on: heads as tiles hold them, padded."""
-    return {
-        "head_size": int(triton.next_power_of_2(q.shape[2])),
-        "query_bytes": q.element_size(),
-        "kv_bytes": pool.element_size(),
-    }
-
-
-def attend_by_torch(
-    q: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scale: float, window: int | None
-) -> Tensor:
-    """The references: the engine's attention in float64, whatever lies where none may read."""
+def attention_reference(
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
+    query_lens: Tensor, scale: float, window: int | None,
+) -> Tensor:  # fmt: skip
+    """As `prefill_attention`, by the engine's attention in torch: in float64, whatever lies where
+    none may read.
+    """
     values = unpack_rows(pool, torch.float32) if is_quantized(pool.dtype) else pool
+    segments, row = [], 0
+    for table, context, count in zip(
+        block_tables.long(), context_lens.tolist(), query_lens.tolist(), strict=True
+    ):
+        if count:
+            blocks = table[: -(-(context + count) // pool.shape[4])]
+            segments.append(PrefillSegment(row, count, context, blocks))
+        row += count
+    nothing = torch.empty(0, device=q.device)
+    batch = AttentionBatch(nothing, 0, nothing, nothing, tuple(segments))
     found = attend(q.double(), values.double().nan_to_num(), layer, batch, scale, window)
     return found.view(q.shape).to(q.dtype)
 

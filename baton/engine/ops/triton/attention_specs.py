@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
-from baton.engine.ops.triton import decode_attention as decode
-from baton.engine.ops.triton import prefill_attention as prefill
-from baton.engine.ops.triton.attention_common import kernel_key
-from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of
+from baton.engine.ops.triton.attention import decode_attention, plan_tiles, prefill_attention
+from baton.engine.ops.triton.attention_common import attention_reference, pool_sizes
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
 from baton.engine.weights.quantize import SCALE_BYTES, is_quantized, pack_rows
 
 _DRAWN_AT_ONCE = 1 << 28  # elements, which are float32 while they are drawn
@@ -37,121 +35,109 @@ def random_pool(
     return pool.view(kv)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Sequences with KV in a pool, their blocks in random order, and queries of them."""
+def draw(
+    shape: Key, device: torch.device, seen: list[range], rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, a pool with KV of sequences, and their block tables, in random order.
 
-    q: Tensor
-    pool: Tensor
-    block_tables: Tensor
-
-    @classmethod
-    def of(cls, shape: Key, device: torch.device, seen: list[range], rows: int) -> Batch:
-        """seen: positions of each sequence that queries see · rows: queries.
-
-        Of the shape: "dtype", "kv", "head_size", "group" (heads of a KV head), "kv_heads", "layers"
-        and "block_size". With "ragged" everything that no query sees is NaN.
-        """
-        sizes: Key = {"head_size": 128, "group": 4, "kv_heads": 8, "layers": 1, "block_size": 16}
-        head_size, group, kv_heads, layers, block_size = (
-            int(shape.get(name, size)) for name, size in sizes.items()
-        )
-        dtype = dtype_of(shape)
-        kv = dtype_of(shape, "kv") if "kv" in shape else dtype
-        counts = [-(-span.stop // block_size) for span in seen]
-        used, width = sum(counts), max(1, *counts)
-        pool = random_pool(used + 4, layers, kv_heads, head_size, kv, device, block_size)
-        order = 1 + torch.randperm(used, dtype=torch.int32, device=device)
-        block_tables = torch.zeros(len(seen), width, dtype=torch.int32, device=device)
-        for row, part in zip(block_tables, order.split(counts), strict=True):
-            row[: len(part)] = part
-        q = torch.randn(rows, kv_heads * group, head_size, device=device).to(dtype)
-        batch = cls(q, pool, block_tables)
-        if "ragged" in shape and device.type != "meta":
-            batch._poison(seen)
-        return batch
-
-    def _poison(self, seen: list[range]) -> None:
-        """Makes what is not seen NaN: in quantised rows the scale, and every number of fp8."""
-        block_size = self.pool.shape[4]
-        hidden = torch.ones(self.pool.shape[0], block_size, dtype=torch.bool)
-        for table, span in zip(self.block_tables.cpu(), seen, strict=True):
-            at = torch.tensor(span, dtype=torch.long)
-            hidden[table[at // block_size].long(), at % block_size] = False
-        hidden = hidden.to(self.pool.device)
-        if not is_quantized(self.pool.dtype):
-            self.pool.permute(0, 4, 1, 2, 3, 5)[hidden] = torch.nan
-            return
-        rows = self.pool.view(torch.int8).permute(0, 4, 1, 2, 3, 5)
-        rows[hidden] = 0x7F
-        nan = torch.tensor([torch.nan], device=rows.device).view(torch.int8)
-        rows[..., -SCALE_BYTES:][hidden] = nan
-
-    @property
-    def layer(self) -> int:
-        """The last."""
-        return self.pool.shape[1] - 1
-
-    @property
-    def scale(self) -> float:
-        """Of scores."""
-        return float(self.q.shape[2] ** -0.5)
-
-    @property
-    def token_bytes(self) -> int:
-        """K and V of one token in one layer."""
-        return self.pool[0, 0].numel() // self.pool.shape[4] * self.pool.itemsize
+    seen: positions of each sequence that queries see · rows: queries. Of the shape: "dtype", "kv",
+    "head_size", "group" (heads of a KV head), "kv_heads", "layers" and "block_size". With "ragged"
+    everything that no query sees is NaN.
+    """
+    sizes: Key = {"head_size": 128, "group": 4, "kv_heads": 8, "layers": 1, "block_size": 16}
+    head_size, group, kv_heads, layers, block_size = (
+        int(shape.get(name, size)) for name, size in sizes.items()
+    )
+    dtype = dtype_of(shape)
+    kv = dtype_of(shape, "kv") if "kv" in shape else dtype
+    counts = [-(-span.stop // block_size) for span in seen]
+    used, width = sum(counts), max(1, *counts)
+    pool = random_pool(used + 4, layers, kv_heads, head_size, kv, device, block_size)
+    order = 1 + torch.randperm(used, dtype=torch.int32, device=device)
+    block_tables = torch.zeros(len(seen), width, dtype=torch.int32, device=device)
+    for row, part in zip(block_tables, order.split(counts), strict=True):
+        row[: len(part)] = part
+    if "ragged" in shape and device.type != "meta":
+        _poison(pool, block_tables.cpu(), seen)
+    q = torch.randn(rows, kv_heads * group, head_size, device=device).to(dtype)
+    return q, pool, block_tables
 
 
-def _ragged(shape: Key, count: int, least: int, most: int) -> list[int]:
-    """Lengths: `most` each, or with "ragged" between least and most, drawn from it as a seed."""
+def _poison(pool: Tensor, block_tables: Tensor, seen: list[range]) -> None:
+    """Makes what is not seen NaN: in quantised rows the scale, and every number of fp8."""
+    block_size = pool.shape[4]
+    hidden = torch.ones(pool.shape[0], block_size, dtype=torch.bool)
+    for table, span in zip(block_tables, seen, strict=True):
+        at = torch.tensor(span, dtype=torch.long)
+        hidden[table[at // block_size].long(), at % block_size] = False
+    hidden = hidden.to(pool.device)
+    if not is_quantized(pool.dtype):
+        pool.permute(0, 4, 1, 2, 3, 5)[hidden] = torch.nan
+        return
+    rows = pool.view(torch.int8).permute(0, 4, 1, 2, 3, 5)
+    rows[hidden] = 0x7F
+    nan = torch.tensor([torch.nan], device=rows.device).view(torch.int8)
+    rows[..., -SCALE_BYTES:][hidden] = nan
+
+
+def _ragged(shape: Key, count: int, most: int) -> list[int]:
+    """Lengths: `most` each, or with "ragged" between 0 and most, drawn from it as a seed."""
     if "ragged" not in shape:
         return [most] * count
     dice = random.Random(int(shape["ragged"]) + count)  # noqa: S311 - lengths of a test
-    return [most, *(dice.choice((least, dice.randint(least, most))) for _ in range(count - 1))]
+    return [most, *(dice.choice((0, dice.randint(0, most))) for _ in range(count - 1))]
 
 
 def decode_trial(shape: Key, device: torch.device) -> Trial:
-    """Rows of "context" tokens each, 64 of 4,096 by default: a batch that fills a GPU."""
-    count, context = int(shape.get("batch", 64)), int(shape.get("context", 4096))
-    window, splits = int(shape.get("window", 0)) or None, int(shape.get("splits", 0))
-    seen = [
-        range(max(0, n - window) if window else 0, n) for n in _ragged(shape, count, 0, context)
-    ]
-    batch = Batch.of(shape, device, seen, count)
-    seq_lens = torch.tensor([span.stop for span in seen], dtype=torch.int32).to(device)
-    arguments = (
-        batch.q, batch.pool, batch.layer, batch.block_tables, seq_lens, batch.scale, window
-    )  # fmt: skip
-    return Trial(
-        kernel_key(batch.q, batch.pool),
-        lambda config: (decode.decode_attention(*arguments, splits=splits, config=config),),
-        lambda: (decode.decode_attention_reference(*arguments),),
-        moved_bytes=sum(map(len, seen)) * batch.token_bytes,
-    )
+    """Rows that see "context" tokens each, 64 of 4,096 by default: a batch that fills a GPU."""
+    count = int(shape.get("batch", 64))
+    lengths = _ragged(shape, count, int(shape.get("context", 4096)))
+    return _trial(shape, device, [length - 1 for length in lengths], [1] * count, decodes=True)
 
 
 def prefill_trial(shape: Key, device: torch.device) -> Trial:
     """Chunks of "tokens" tokens after "context" others, of "batch" sequences."""
-    count, context, most = (int(shape[name]) for name in ("batch", "context", "tokens"))
-    window = int(shape.get("window", 0)) or None
-    before, tokens = _ragged(shape, count, 0, context), _ragged(shape, count, 0, most)
+    count = int(shape["batch"])
+    before, tokens = (_ragged(shape, count, int(shape[name])) for name in ("context", "tokens"))
+    return _trial(shape, device, before, tokens, decodes=False)
+
+
+def _trial(
+    shape: Key, device: torch.device, before: list[int], tokens: list[int], *, decodes: bool
+) -> Trial:
+    """Sequences of so many tokens, after so many others; -1 is a padding row."""
+    window, splits = int(shape.get("window", 0)) or None, int(shape.get("splits", 0))
     seen = [
         range(max(0, a + 1 - window) if window else 0, a + b) if b else range(0)
         for a, b in zip(before, tokens, strict=True)
     ]
-    batch = Batch.of(shape, device, seen, sum(tokens))
+    q, pool, block_tables = draw(shape, device, seen, sum(tokens))
     context_lens, query_lens = (
-        torch.tensor(x, dtype=torch.int32).to(device) for x in (before, tokens)
+        torch.tensor(lens, dtype=torch.int32).to(device) for lens in (before, tokens)
     )
-    tiles = prefill.plan_tiles(query_lens, len(batch.q), batch.q.shape[1] // batch.pool.shape[3])
-    arguments = (batch.q, batch.pool, batch.layer, batch.block_tables, context_lens, query_lens)
+    first = (q, pool, pool.shape[1] - 1, block_tables)
+    last = (float(q.shape[2] ** -0.5), window)
+    _, key = pool_sizes(q, pool)
+
+    def reference() -> tuple[Tensor]:
+        found = attention_reference(*first, context_lens.clamp_min(0), query_lens, *last)
+        return (found.masked_fill_((context_lens < 0)[:, None, None], 0) if decodes else found,)
+
+    if decodes:
+        seq_lens = context_lens + 1
+        return Trial(
+            key,
+            lambda config: (decode_attention(*first, seq_lens, *last, splits, config),),
+            reference,
+            moved_bytes=sum(map(len, seen)) * pool[0, 0].nbytes // pool.shape[4],
+        )
+    tiles = plan_tiles(query_lens, len(q), q.shape[1] // pool.shape[3])
     pairs = sum(b * a + b * (b + 1) / 2 for a, b in zip(before, tokens, strict=True))
     return Trial(
-        {**kernel_key(batch.q, batch.pool), "rows": tiles.rows},
-        lambda config: (prefill.prefill_attention(*arguments, tiles, batch.scale, window, config),),
-        lambda: (prefill.prefill_attention_reference(*arguments, batch.scale, window),),
-        flops=4.0 * batch.q.shape[1] * batch.q.shape[2] * pairs,
+        {**key, "rows": tiles.rows},
+        lambda config: (prefill_attention(*first, context_lens, query_lens, tiles, *last, config),),
+        reference,
+        flops=4.0 * q.shape[1] * q.shape[2] * pairs,
     )
 
 
@@ -159,20 +145,12 @@ _FP8: Key = {"kv": "fp8", "least": 89}  # what the kernels load needs sm_89
 _WINDOW: Key = {"window": 40}
 _SIZES: Key = {"kv_heads": 8, "layers": 2}
 _HEADS: tuple[Key, ...] = (
-    {},
-    {"kv": "int8"},
-    _FP8,
-    {"dtype": "fp16"},
-    {"dtype": "fp16", "kv": "int8"},
-    {"dtype": "fp16", **_FP8},
-    {"dtype": "fp32"},
-    {"dtype": "fp32", "kv": "int8"},
-    {"head_size": 64, "group": 7},
-    {"head_size": 80, "group": 1},
-    {"kv": "int8", "head_size": 96, "group": 3},
-    {"head_size": 256, "group": 8},
-    {"group": 32},
-)
+    {}, {"kv": "int8"}, _FP8,
+    {"dtype": "fp16"}, {"dtype": "fp16", "kv": "int8"}, {"dtype": "fp16", **_FP8},
+    {"dtype": "fp32"}, {"dtype": "fp32", "kv": "int8"},
+    {"head_size": 64, "group": 7}, {"head_size": 80, "group": 1},
+    {"kv": "int8", "head_size": 96, "group": 3}, {"head_size": 256, "group": 8}, {"group": 32},
+)  # fmt: skip
 
 
 def _prefill_cases() -> list[Key]:
@@ -188,19 +166,15 @@ def _prefill_cases() -> list[Key]:
     ]
 
 
-def _configs(
-    warps: tuple[int, ...], stages: tuple[int, ...], **sizes: int
-) -> Callable[[Key], list[Config]]:
+def _configs(**sizes: tuple[int, ...]) -> Callable[[Key], list[Config]]:
     """Those whose tiles of K and V in flight fit a multiprocessor's shared memory."""
 
     def fitting(key: Key) -> list[Config]:
         row_bytes = int(triton.next_power_of_2(int(key["head_size"]))) * int(key["kv_bytes"])
         return [
-            {"num_warps": w, "num_stages": s, "TILE": tile, **sizes}
-            for tile in (16, 32, 64, 128)
-            for w in warps
-            for s in stages
-            if (s - 1) * 2 * tile * row_bytes <= 144 * 1024
+            config
+            for config in product_of(TILE=(16, 32, 64, 128), **sizes)
+            if (config["num_stages"] - 1) * 2 * config["TILE"] * row_bytes <= 144 * 1024
         ]
 
     return fitting
@@ -213,21 +187,21 @@ _SHAPES: list[Key] = [
 
 SPECS = (
     KernelSpec(
-        decode.NAME,
+        "decode_attention",
         decode_trial,
         cases=[
             {**heads, **use, **_SIZES, "batch": 4, "context": 150, "ragged": at}
             for at, heads in enumerate(_HEADS)
             for use in ({"splits": 3}, {**_WINDOW, "splits": 1})
         ],
-        configs=_configs((2, 4, 8), (2, 3, 4, 5), LEAST_SPLIT=256),
+        configs=_configs(num_warps=(2, 4, 8), num_stages=(2, 3, 4, 5), LEAST_SPLIT=(256,)),
         shapes=_SHAPES,
     ),
     KernelSpec(
-        prefill.NAME,
+        "prefill_attention",
         prefill_trial,
         cases=_prefill_cases(),
-        configs=_configs((4, 8), (1, 2, 3, 4)),
+        configs=_configs(num_warps=(4, 8), num_stages=(1, 2, 3, 4)),
         # Short chunks with long contexts, and chunks of 2,048 tokens that fill the largest tiles.
         shapes=[
             {**shape, "batch": batch, "context": context, "tokens": tokens}

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
 from baton.engine.ops.triton.tuning import choose
 
 NAME = "int8_matmul"
@@ -23,23 +23,35 @@ _LEAST_ROWS = 16  # of a tensor core's product
 _SCALE = {"num_warps": 4, "num_stages": 1, "ROWS": 1, "COLUMNS": 1024}
 
 
+@triton.jit
+def _store_scaled(
+    sums, row_scales, column_scales, bias, out, rows, columns, num_rows, num_columns
+):  # fmt: skip
+    """Sums `[rows, columns]` times both scales, and the bias unless that is None, to out."""
+    has_row = rows < num_rows
+    has_column = columns < num_columns
+    row_scale = tl.load(row_scales + rows, mask=has_row, other=0.0)
+    column_scale = tl.load(column_scales + columns, mask=has_column, other=0.0)
+    numbers = sums.to(tl.float32) * (row_scale[:, None] * column_scale[None, :])
+    if bias is not None:
+        numbers += tl.load(bias + columns, mask=has_column, other=0.0).to(tl.float32)[None, :]
+    to = out + rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    tl.store(to, numbers.to(out.dtype.element_ty), mask=has_row[:, None] & has_column[None, :])
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _scale_sums(
-    sums, row_scales, column_scales, bias, out, num_rows, num_columns, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    sums, row_scales, column_scales, bias, out, num_rows, num_columns, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    has_column = columns < num_columns
-    row_scale = tl.load(row_scales + rows, mask=rows < num_rows, other=0.0)
-    column_scale = tl.load(column_scales + columns, mask=has_column, other=0.0)
     at = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-    inside = (rows < num_rows)[:, None] & has_column[None, :]
-    numbers = tl.load(sums + at, mask=inside, other=0).to(tl.float32)
-    numbers = numbers * (row_scale[:, None] * column_scale[None, :])
-    if HAS_BIAS:
-        numbers += tl.load(bias + columns, mask=has_column, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + at, numbers.to(out.dtype.element_ty), mask=inside)
+    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    numbers = tl.load(sums + at, mask=inside, other=0)
+    _store_scaled(
+        numbers, row_scales, column_scales, bias, out, rows, columns, num_rows, num_columns
+    )
 
 
 def scale_sums(
@@ -54,26 +66,14 @@ def scale_sums(
     num_rows, num_columns = sums.shape
     out = torch.empty_like(sums, dtype=dtype)
     grid = (triton.cdiv(num_rows, _SCALE["ROWS"]), triton.cdiv(num_columns, _SCALE["COLUMNS"]))
-    _scale_sums[grid](
-        sums, row_scales, column_scales, bias, out, num_rows, num_columns,
-        HAS_BIAS=bias is not None, **_SCALE,
-    )  # fmt: skip
+    _scale_sums[grid](sums, row_scales, column_scales, bias, out, num_rows, num_columns, **_SCALE)
     return out
-
-
-def scale_sums_reference(
-    sums: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """The same in torch."""
-    out = sums.float() * (row_scales[:, None] * column_scales)
-    return (out if bias is None else out + bias.float()).to(dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _int8_matmul(
     x, weight, row_scales, output_scales, bias, out, num_rows, num_outputs, depth,
-    HAS_BIAS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, ROWS)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -92,13 +92,7 @@ def _int8_matmul(
             a = tl.load(left + at[None, :], mask=has_row[:, None] & inside[None, :], other=0)
             b = tl.load(right + at[:, None], mask=has_output[None, :] & inside[:, None], other=0)
         sums = tl.dot(a, b, sums, out_dtype=tl.int32)
-    row_scale = tl.load(row_scales + rows, mask=has_row, other=0.0)
-    output_scale = tl.load(output_scales + outputs, mask=has_output, other=0.0)
-    numbers = sums.to(tl.float32) * (row_scale[:, None] * output_scale[None, :])
-    if HAS_BIAS:
-        numbers += tl.load(bias + outputs, mask=has_output, other=0.0).to(tl.float32)[None, :]
-    to = out + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
-    tl.store(to, numbers.to(out.dtype.element_ty), mask=has_row[:, None] & has_output[None, :])
+    _store_scaled(sums, row_scales, output_scales, bias, out, rows, outputs, num_rows, num_outputs)
 
 
 def int8_matmul(
@@ -120,8 +114,7 @@ def int8_matmul(
     out = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
     _int8_matmul[(triton.cdiv(num_outputs, config["OUTPUTS"]),)](
         x, weight, row_scales, output_scales, bias, out, num_rows, num_outputs, depth,
-        HAS_BIAS=bias is not None, WHOLE=depth % config["DEPTH"] == 0, ROWS=tile_rows(num_rows),
-        **config,
+        WHOLE=depth % config["DEPTH"] == 0, ROWS=tile_rows(num_rows), **config,
     )  # fmt: skip
     return out
 
@@ -131,24 +124,12 @@ def tile_rows(num_rows: int) -> int:
     return max(_LEAST_ROWS, int(triton.next_power_of_2(num_rows)))
 
 
-def int8_matmul_reference(
-    x: Tensor, weight: Tensor, row_scales: Tensor, output_scales: Tensor, bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """`int8_matmul` in plain torch; float64 holds every sum."""
-    sums = (x.double() @ weight.double().T).to(torch.int32)
-    return scale_sums_reference(sums, row_scales, output_scales, bias, dtype)
-
-
-def _configs(key: Key) -> list[Config]:
-    return [
-        {"num_warps": warps, "num_stages": stages, "OUTPUTS": outputs, "DEPTH": depth}
-        for outputs in (16, 32, 64, 128)
-        for depth in (128, 256)
-        for warps in (4, 8)
-        for stages in (3, 4, 6)
-        if stages * depth * (outputs + int(key["rows"])) <= 160 * 1024
-    ]
+def _reference(
+    sums: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor]:
+    """`scale_sums` in torch."""
+    out = sums.float() * (row_scales[:, None] * column_scales)
+    return ((out if bias is None else out + bias.float()).to(dtype),)
 
 
 def _scales(
@@ -168,7 +149,7 @@ def _scale_trial(shape: Key, device: torch.device) -> Trial:
     return Trial(
         {},
         lambda config: (scale_sums(sums, *scales),),
-        lambda: (scale_sums_reference(sums, *scales),),
+        lambda: _reference(sums, *scales),
         moved_bytes=(4 + scales[-1].itemsize) * rows * columns,
     )
 
@@ -183,7 +164,7 @@ def _matmul_trial(shape: Key, device: torch.device) -> Trial:
     return Trial(
         {"rows": tile_rows(rows), "outputs": outputs, "depth": depth},
         lambda config: (int8_matmul(x, weight, *scales, config),),
-        lambda: (int8_matmul_reference(x, weight, *scales),),
+        lambda: _reference(x.double() @ weight.double().T, *scales),
         moved_bytes=outputs * depth + rows * (depth + 2 * outputs),
     )
 
@@ -192,11 +173,7 @@ SPECS = (
     KernelSpec(
         "scale_sums",
         _scale_trial,
-        cases=[
-            {"rows": 5, "columns": 1040, "dtype": dtype, "bias": bias}
-            for dtype in ("fp32", "bf16", "fp16")
-            for bias in (0, 1)
-        ],
+        cases=product_of(rows=(5,), columns=(1040,), dtype=("fp32", "bf16", "fp16"), bias=(0, 1)),
     ),
     KernelSpec(
         NAME,
@@ -212,7 +189,14 @@ SPECS = (
                 (16, 512, "fp32", 1),
             )
         ],
-        configs=_configs,
+        configs=lambda key: [
+            config
+            for config in product_of(
+                OUTPUTS=(16, 32, 64, 128), DEPTH=(128, 256), num_warps=(4, 8), num_stages=(3, 4, 6)
+            )
+            if config["num_stages"] * config["DEPTH"] * (config["OUTPUTS"] + int(key["rows"]))
+            <= 160 * 1024
+        ],
         shapes=[
             {"rows": rows, "outputs": outputs, "depth": depth}
             for outputs, depth in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))

@@ -6,14 +6,16 @@ device for a number: the grid depends on shapes alone.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.triton.spec import KernelSpec, Key, Trial
+from baton.engine.batch import StepBatch
+from baton.engine.ops.torch.attention import place
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Outputs, Trial
 
 CONFIG = {"num_warps": 4, "num_stages": 1, "ROWS": 128, "SEQUENCES": 32}
 
@@ -22,8 +24,7 @@ CONFIG = {"num_warps": 4, "num_stages": 1, "ROWS": 128, "SEQUENCES": 32}
 _ALIGNED = 32
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """All int32 `[rows]`.
 
     positions: of each row in its sequence; 0 for padding · slots: block * block_size + offset of
@@ -87,45 +88,33 @@ def place_rows(
     return Placement(positions, slots, lengths)
 
 
-def place_rows_reference(
-    context_lens: Tensor, query_lens: Tensor | None, block_tables: Tensor, num_rows: int,
-    block_size: int,
-) -> Placement:  # fmt: skip
-    """The same in torch."""
-    rows = torch.arange(num_rows, device=context_lens.device)
-    each = torch.ones_like(context_lens) if query_lens is None else query_lens
-    owner = torch.arange(len(context_lens), device=rows.device)
-    owner = owner.repeat_interleave(each, output_size=num_rows)
-    begins = each.cumsum(0) - each
-    padding = context_lens[owner] < 0
-    positions = (context_lens[owner] + rows - begins[owner]).masked_fill(padding, 0)
-    slots = block_tables[owner, positions // block_size] * block_size + positions % block_size
-    return Placement(
-        positions.int(),
-        slots.masked_fill(padding, -1).int(),
-        (positions + 1).masked_fill(padding, 0).int(),
-    )
-
-
 def _trial(shape: Key, device: torch.device) -> Trial:
+    """Sequences of one row each, one of them padding; or of several."""
     sequences, rows_each = int(shape["rows"]), int(shape.get("rows_each", 1))
-    context_lens = torch.arange(-1, sequences - 1, dtype=torch.int32, device=device)
-    if rows_each == 1:
-        query_lens = None
-    else:
-        query_lens = torch.full_like(context_lens, rows_each)
-        context_lens = context_lens.abs()
+    context_lens = torch.arange(sequences, dtype=torch.int32, device=device)
+    query_lens = torch.full_like(context_lens, rows_each)
     width = triton.cdiv(sequences + rows_each, 16)
     block_tables = torch.arange(sequences * width, dtype=torch.int32, device=device)
     block_tables = block_tables.view(sequences, width)
-    arguments = (context_lens, query_lens, block_tables, sequences * rows_each, 16)
-    return Trial(
-        {},
-        lambda config: astuple(place_rows(*arguments)),
-        lambda: astuple(place_rows_reference(*arguments)),
-        moved_bytes=20 * sequences,
-        tolerance=0.0,
-    )
+    padding = torch.arange(sequences * rows_each, device=device) == (0 if rows_each == 1 else -1)
+
+    def run(config: Config | None) -> Outputs:
+        if rows_each > 1:
+            return place_rows(context_lens, query_lens, block_tables, len(padding), 16)
+        contexts = context_lens.masked_fill(padding, -1)
+        return place_rows(contexts, None, block_tables, sequences, 16)
+
+    def reference() -> Outputs:
+        tokens = torch.empty_like(padding)
+        batch = StepBatch(tokens, context_lens, query_lens, block_tables, tokens, sequences)
+        positions, attention = place(batch, 16)
+        found = (positions, attention.slots, positions + 1)
+        return tuple(
+            part.masked_fill(padding, value).int()
+            for part, value in zip(found, (0, -1, 0), strict=True)
+        )
+
+    return Trial({}, run, reference, moved_bytes=20 * sequences, tolerance=0.0)
 
 
 SPECS = (KernelSpec("placement", _trial, cases=({"rows": 70}, {"rows": 40, "rows_each": 3})),)

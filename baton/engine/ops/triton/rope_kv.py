@@ -15,12 +15,10 @@ from torch import Tensor
 
 from baton.engine.models.decoder import rms_norm, rotate
 from baton.engine.ops.torch.attention import write_kv
-from baton.engine.ops.triton.row_quantize import bits_of, scale_of
+from baton.engine.ops.triton.rows import bits_of, scale_of
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 from baton.engine.ops.triton.tuning import choose
 from baton.engine.weights.quantize import FP8, SCALE_BYTES, is_quantized, unpack_rows
-
-NAME = "rope_and_write"
 
 
 @triton.jit
@@ -144,11 +142,8 @@ def rope_and_write(
     assert qkv.stride(1) == 1 and cos.is_contiguous() and sin.is_contiguous()
     assert pool.is_contiguous() and (quantized or pool.dtype == qkv.dtype)
     q = qkv.new_empty((rows, num_heads, head_size))
-    if not rows:
-        return q
-    if config is None:
-        key = {"rows": rows, "heads": num_heads, "kv_heads": num_kv_heads}
-        config = choose(NAME, key, qkv.device)
+    key = {"rows": rows, "heads": num_heads, "kv_heads": num_kv_heads}
+    config = config or choose("rope_and_write", key, qkv.device)
     heads = config["HEADS"]
     grid = (rows, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
     _rope_and_write_kernel[grid](
@@ -168,16 +163,13 @@ def rope_and_write_reference(
     k_norm: Tensor | None = None, eps: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """`rope_and_write` in plain torch; what is turned is float32 inside."""
-    head_size = cos.shape[1]
     parts = (num_heads, num_kv_heads, num_kv_heads)
-    q, k, v = qkv.view(len(qkv), -1, head_size).split(parts, dim=1)
-    if q_norm is not None:
-        q = rms_norm(q, q_norm, eps)
-    if k_norm is not None:
-        k = rms_norm(k, k_norm, eps)
-    at = positions.long().clamp_min(0)
-    angles = cos[at][:, None].float(), sin[at][:, None].float()
-    q, k = (rotate(x.float(), *angles).to(qkv.dtype) for x in (q, k))
+    q, k, v = qkv.view(len(qkv), -1, cos.shape[1]).split(parts, dim=1)
+    angles = [table[positions.long().clamp_min(0)][:, None].float() for table in (cos, sin)]
+    q, k = (
+        rotate((x if norm is None else rms_norm(x, norm, eps)).float(), *angles).to(qkv.dtype)
+        for x, norm in ((q, q_norm), (k, k_norm))
+    )
     live = slots >= 0
     write_kv(pool, layer, slots[live].long(), k[live], v[live])
     return q
@@ -185,33 +177,30 @@ def rope_and_write_reference(
 
 def _trial(shape: Key, device: torch.device) -> Trial:
     rows, heads, kv_heads = (int(shape[name]) for name in ("rows", "heads", "kv_heads"))
-    head_size, block_size = int(shape.get("head_size", 128)), 16
-    dtype = dtype_of(shape)
+    head_size, dtype = int(shape.get("head_size", 128)), dtype_of(shape)
     kv_dtype = dtype_of(shape, "kv") if "kv" in shape else dtype
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_size, device=device).to(dtype)
     angles = torch.randn(rows, head_size // 2, device=device).repeat(1, 2)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    norms = torch.rand(2, head_size, device=device).to(dtype).unbind() if "norms" in shape else ()
+    norms = torch.rand(2, head_size, device=device).to(dtype).unbind()
     slots = torch.arange(rows, dtype=torch.int32, device=device)
     written = torch.where(slots % 5 == 4, -1, slots) if "padding" in shape else slots
     row_size = head_size + (SCALE_BYTES if is_quantized(kv_dtype) else 0)
-    blocks = (triton.cdiv(rows, block_size), 2, 2, kv_heads, block_size, row_size)
+    blocks = (triton.cdiv(rows, 16), 2, 2, kv_heads, 16, row_size)
     pool = torch.zeros(blocks, dtype=torch.uint8, device=device).to(kv_dtype)
     expected_pool = pool.clone()
 
-    def launch(kernel: Callable[..., Tensor], pool: Tensor, **options: Config | None) -> Outputs:
-        q = kernel(
-            qkv, slots, written, cos, sin, pool, 1, heads, kv_heads, *norms, eps=1e-5, **options
-        )
-        if is_quantized(kv_dtype) and device.type != "meta":
-            pool = unpack_rows(pool, torch.float32)
-        return q, pool
+    def launch(kernel: Callable[..., Tensor], pool: Tensor, *config: Config | None) -> Outputs:
+        norm = (*norms, 1e-5) if "norms" in shape else (None, None, 1e-5)
+        q = kernel(qkv, slots, written, cos, sin, pool, 1, heads, kv_heads, *norm, *config)
+        quantized = is_quantized(kv_dtype) and device.type != "meta"
+        return q, unpack_rows(pool, torch.float32) if quantized else pool
 
     return Trial(
         {"rows": rows, "heads": heads, "kv_heads": kv_heads},
-        lambda config: launch(rope_and_write, pool, config=config),
+        lambda config: launch(rope_and_write, pool, config),
         lambda: launch(rope_and_write_reference, expected_pool),
-        moved_bytes=2 * qkv.numel() * qkv.itemsize,
+        moved_bytes=2 * qkv.nbytes,
         # A number of eight bits may be rounded to its neighbour.
         tolerance={torch.int8: 0.02, FP8: 0.08}.get(kv_dtype),
     )
@@ -221,7 +210,7 @@ _HEADS: Key = {"rows": 20, "heads": 32, "kv_heads": 8, "padding": 1}
 
 SPECS = (
     KernelSpec(
-        NAME,
+        "rope_and_write",
         _trial,
         cases=(
             _HEADS,

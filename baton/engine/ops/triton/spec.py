@@ -7,6 +7,7 @@ without a GPU, on a GPU for tuning and measuring, on either for comparison with 
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,11 @@ def specs_in(names: Iterable[str] = ()) -> list[Any]:
             raise ValueError(f"{name} has no SPECS")
         found += specs
     return found
+
+
+def product_of(**values: Sequence[Any]) -> list[dict[str, Any]]:
+    """All combinations, as keyword arguments or sizes by name; the last name changes first."""
+    return [dict(zip(values, one, strict=True)) for one in itertools.product(*values.values())]
 
 
 def dtype_of(shape: Key, name: str = "dtype", default: str = "bf16") -> torch.dtype:

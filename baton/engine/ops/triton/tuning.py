@@ -12,15 +12,16 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import torch
 import triton
 
-from baton.engine.ops.triton.spec import Config, Key
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, text_of
 
 SHIPPED = Path(__file__).parent / "configs"
 
@@ -40,24 +41,21 @@ class Configs:
 
         None without any, or where what was measured is too far to say anything.
         """
-        near = [
-            (distance, config)
-            for when, config in self.kernels.get(kernel, ())
-            if (distance := _distance(when, key)) is not None
-            and (distance <= REACH or not self.measured)
-        ]
-        return min(near, key=lambda pair: pair[0])[1] if near else None
+        reach = REACH if self.measured else 1e9
+        near = [(_distance(when, key), config) for when, config in self.kernels.get(kernel, ())]
+        distance, config = min(near, key=lambda pair: pair[0], default=(math.inf, None))
+        return config if distance <= reach else None
 
 
-def _distance(when: Key, key: Key) -> float | None:
-    """How far a key is, in doublings over all its numbers; None if it is another's."""
+def _distance(when: Key, key: Key) -> float:
+    """How far a key is, in doublings over all its numbers; infinite if it is another's."""
     distance = 0.0
     for name, wanted in when.items():
         found = key.get(name)
         if isinstance(found, int) and isinstance(wanted, int):
             distance += abs(math.log2(max(found, 1) / max(wanted, 1)))
         elif found != wanted:
-            return None
+            return math.inf
     return distance
 
 
@@ -78,24 +76,24 @@ def _chosen(kernel: str, key: tuple[tuple[str, int | str], ...], device: torch.d
 
 
 def in_effect(device: torch.device) -> Sequence[Path]:
-    """Files in order of precedence: the user's, the GPU's, those of older GPUs.
+    """Files in order of precedence: the user's, if there is one, and the shipped one.
 
     Launches on the meta device are compiled for the architecture that Triton's driver names.
     """
     if device.type == "meta":
-        return shipped_for(triton.runtime.driver.active.get_current_target().arch)
+        return [shipped_for(triton.runtime.driver.active.get_current_target().arch)]
     if device.type != "cuda":
         return [SHIPPED / "interpreter.json"]
     major, minor = torch.cuda.get_device_capability(device)
     own = user_file(torch.cuda.get_device_name(device))
-    return [*([own] if own.is_file() else []), *shipped_for(major * 10 + minor)]
+    return [*([own] if own.is_file() else []), shipped_for(major * 10 + minor)]
 
 
-def shipped_for(capability: int) -> list[Path]:
-    """Shipped files for a GPU of a capability such as 89: its own or the nearest lower, then on."""
-    known = sorted((int(file.stem[3:]), file) for file in SHIPPED.glob("sm_*.json"))
-    below = [file for of, file in known if of <= capability]
-    return below[::-1] or [known[0][1]]
+def shipped_for(capability: int) -> Path:
+    """The file for a GPU of a capability such as 89: its own or the nearest lower."""
+    known = sorted(int(file.stem[3:]) for file in SHIPPED.glob("sm_*.json"))
+    nearest = max((one for one in known if one <= capability), default=known[0])
+    return SHIPPED / f"sm_{nearest}.json"
 
 
 def user_file(device_name: str) -> Path:
@@ -140,3 +138,44 @@ def forget() -> None:
     """Files are read again at the next launch."""
     _chosen.cache_clear()
     read.cache_clear()
+
+
+def median_ms(run: Callable[[], object]) -> float:
+    """The median of some launches with a cold L2 cache, on the GPU."""
+    return float(triton.testing.do_bench(run, warmup=10, rep=50, return_mode="median"))
+
+
+def tune(
+    work: Sequence[tuple[KernelSpec, Key]],
+    device: torch.device,
+    file: Path,
+    seconds: float,
+    measure: Callable[[Callable[[], object]], float] = median_ms,
+) -> Iterator[str]:
+    """Finds the fastest configuration of each kernel and shape, and keeps each as it is found.
+
+    measure: milliseconds that a launch takes. Stops after so many seconds, whatever is left.
+    """
+    end = time.monotonic() + seconds
+    for spec, shape in work:
+        if time.monotonic() >= end:
+            return
+        assert spec.configs is not None
+        trial, timed, failed = spec.trial(shape, device), list[tuple[float, Config]](), 0
+        for config in spec.configs(trial.key):
+            if time.monotonic() >= end:
+                break
+            try:
+                timed.append((measure(partial(trial.run, config)), config))
+            except (triton.OutOfResources, triton.CompilationError, RuntimeError):
+                failed += 1  # too large for this GPU: another configuration will do
+        if not timed:
+            continue
+        ms, config = min(timed, key=lambda pair: pair[0])
+        known = read(file).kernels if file.is_file() else {}
+        others = [entry for entry in known.get(spec.name, ()) if entry[0] != dict(trial.key)]
+        found = [*others, (dict(trial.key), dict(config))]
+        write(file, Configs(measured=True, kernels={**known, spec.name: found}))
+        rate = f" {trial.moved_bytes / ms / 1e6:.0f} GB/s" if trial.moved_bytes else ""
+        tried = f"{len(timed) + failed} tried" + (f", {failed} failed" if failed else "")
+        yield f"{spec.name} {text_of(trial.key)}: {text_of(config)}  {ms:.4f} ms{rate} ({tried})"

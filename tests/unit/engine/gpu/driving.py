@@ -62,7 +62,6 @@ class Driven:
         self.planner = Planner(self.blocks, 16, max_batch, speculation)
         kind = OverlappedEngine if overlap and not speculate else Engine
         self.engine = kind(runner, self.planner, EOS, MAX_CONTEXT, self._publish)
-        self.sequences = self.engine._sequences
         self.progress: list[Progress] = []  # of the last report
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[object]] = {}
@@ -80,24 +79,21 @@ class Driven:
 
     def add(self, sequence):
         self.tokens[sequence.seq_id], self.logprobs[sequence.seq_id] = [], []
-        self.sequences.add(sequence)
-        self.blocks.check()
+        self.do(self.engine.add(sequence))
 
     def reserve(self, sequence):
         """Starts a sequence with blocks of its own, if there are any for it now."""
         self.tokens[sequence.seq_id], self.logprobs[sequence.seq_id] = [], []
         try:
-            self.sequences.reserve(sequence)
+            self.do(self.engine.reserve(sequence))
         except Overloaded:
-            self.sequences.add(sequence)
+            self.do(self.engine.add(sequence))
         else:
-            self.sequences.start_reserved(sequence.seq_id)
-        self.blocks.check()
+            self.do(self.engine.start_reserved(sequence.seq_id))
 
     def cancel(self, seq_id):
-        self.sequences.release(seq_id, None)
+        self.do(self.engine.release(seq_id))
         self.ends.setdefault(seq_id, "cancelled")
-        self.blocks.check()
 
     def step(self):
         self.engine._step()
@@ -109,6 +105,12 @@ class Driven:
                 return
             self.step()
         raise AssertionError("it never ends")
+
+    def do(self, command):
+        """What an engine's command gives."""
+        self.engine._inbox.run_all()
+        self.blocks.check()
+        return command.result(0)
 
     def _publish(self, report):
         self.progress = report.progress
@@ -134,5 +136,5 @@ def on_gpu(stream, num_blocks, *, overlap=True, graphs=False, max_batch=6, **opt
     """On the GPU's runner, over a stream of the CPU."""
     runner = gpu_runner(stream, num_blocks, max_batch)
     if graphs:
-        runner.capture(lambda done, total: None)
+        runner.capture()
     return Driven(runner, num_blocks, max_batch=max_batch, overlap=overlap, **options)

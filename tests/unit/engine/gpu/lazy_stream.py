@@ -2,6 +2,8 @@
 
 import random
 from collections import deque
+from functools import partial
+from types import SimpleNamespace
 from typing import TypeVar
 
 import torch
@@ -45,7 +47,7 @@ class LazyStream(Stream):
 
     def record_event(self):
         first, self._recorded = self._recorded, self._done + self.pending
-        return LazyEvent(self, first, self._recorded)
+        return SimpleNamespace(synchronize=partial(self.wait, first, self._recorded))
 
     def run(self, count):
         """Runs the oldest; what it raises is raised where it is waited for."""
@@ -74,12 +76,3 @@ class LazyStream(Stream):
         if self.fails_in < 0:
             self.fails_in = None
             raise RuntimeError("the device failed")
-
-
-class LazyEvent:
-    def __init__(self, stream, first, end):
-        self._stream = stream
-        self._span = (first, end)
-
-    def synchronize(self):
-        self._stream.wait(*self._span)

@@ -14,6 +14,7 @@ from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.sampling import SamplingParams
 
 VOCAB = 700
+VOCABS = (7, VOCAB, 1536)  # less than a block of sums, some and a rest, whole ones
 MOST = 150  # more rows than are cut at once
 
 
@@ -21,8 +22,8 @@ def a_row(dice):
     temperature = dice.choice((0.0, 1e-6, 0.4, 1.0, 1.7))
     params = SamplingParams(
         temperature=temperature,
-        top_k=dice.choice((0, 0, 1, 7, VOCAB, 1000)),
-        top_p=dice.choice((1.0, 1.0, 0.95, 0.5, 1e-6)),
+        top_k=dice.choice((0, 0, 1, 2, 40, VOCAB, 5000)),
+        top_p=dice.choice((1.0, 1.0, 0.999, 0.95, 0.5, 1e-9)),
         min_p=dice.choice((0.0, 0.0, 0.1)),
         seed=dice.randrange(1 << 64),
     )
@@ -31,19 +32,20 @@ def a_row(dice):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(0, 1 << 30), st.sampled_from((1, 2, 9, MOST)))
-def test_whatever_the_rows_ask_for(seed, count):
+@given(st.integers(0, 1 << 30), st.sampled_from((1, 2, 9, MOST)), st.sampled_from(VOCABS))
+def test_whatever_the_rows_ask_for(seed, count, vocab):
+    """The host draws row by row in numpy, the device all rows at once."""
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     sampler = DeviceSampler(Stream(), MOST)
     for _ in range(2):  # memory is used again
         rows = [a_row(dice) for _ in range(count)]
-        logits = torch.randn(count, VOCAB, generator=generator) * dice.choice((0.1, 3.0, 20.0))
+        logits = torch.randn(count, vocab, generator=generator) * dice.choice((0.1, 3.0, 20.0))
         if dice.random() < 0.3:  # equals, everywhere
             logits = logits.round()
         before = logits.clone()
         positions = [len(row.token_ids) for row in rows]
-        sampler.sample(sampler.prepare([row.params for row in rows], positions, VOCAB), logits)
-        expected = Sampler(frozenset(), VOCAB).sample(logits, rows).token_ids
+        sampler.sample(sampler.prepare([row.params for row in rows], positions, vocab), logits)
+        expected = Sampler(frozenset(), vocab).sample(logits, rows).token_ids
         assert sampler.host_tokens[:count].tolist() == expected
         assert sampler.tokens[:count].tolist() == expected
         assert torch.equal(logits, before)

@@ -1,7 +1,7 @@
 """An engine for a GPU, built and run on a CPU: all but the GPU's own figures is real."""
 
-import dataclasses
 import logging
+from dataclasses import replace
 from threading import current_thread
 from types import SimpleNamespace
 
@@ -21,9 +21,11 @@ from baton.engine.loop import Engine
 from baton.engine.models.config import ModelConfig
 from baton.engine.overlap import OverlappedEngine
 from baton.engine.runner import Runner
+from baton.engine.sequence import Sequence
 from baton.engine.weights.quantize import Int8Weight
 from baton.errors import ConfigError
-from tests.unit.engine.bench import Bench, greedy
+from baton.sampling import SamplingParams
+from tests.unit.engine.bench import Bench
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.small_models import qwen_config
 
@@ -73,15 +75,18 @@ def on_gpu(checkpoint, gpu=None, allocate=None, **settings):
     return build.load(config, allocate, GpuBackend(config, gpu or FakeGpu()))
 
 
-def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint):
-    prompts = [list(range(10, 22)), [3, 5], [6]]
+@pytest.mark.parametrize("options", [{}, {"graphs": False, "overlap": False}], ids=str)
+def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint, options):
+    """All of the GPU's path over its interpreted kernels."""
+    seeded = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.8, top_p=0.9, seed=7)
+    wanted = (replace(seeded, temperature=0.0), seeded, replace(seeded, logprobs=1, max_tokens=2))
     cpu = build.load(EngineConfig(str(checkpoint), **{**SETTINGS, "kernels": "torch"}))
-    gpu = on_gpu(checkpoint)
+    gpu, found = on_gpu(checkpoint, **options), []
     build.warm_up(gpu)
-    found = []
     for loaded in (gpu, cpu):
+        prompts = zip("abc", (list(range(10, 22)), [3, 5], [6]), wanted, strict=True)
         with Bench(loaded.engine) as bench:
-            found.append(bench.tokens(*(greedy(f"s{i}", p, 4) for i, p in enumerate(prompts))))
+            found.append(bench.tokens(*(Sequence(name, p, len(p), of) for name, p, of in prompts)))
     assert found[0] == found[1]
     assert gpu.descriptor == cpu.descriptor
     assert gpu.max_context == cpu.max_context == 32
@@ -125,10 +130,10 @@ def test_the_pool_is_what_the_budget_leaves(checkpoint, caplog, monkeypatch):
     assert given == [loaded.layout.num_bytes]
     assert gpu.used == 1
     loaded.prepare()
-    reserved, measured = (text for text in caplog.messages if text.startswith("GPU memory of"))
-    assert "weights        3.00 GiB" in reserved
-    assert "others         1.00 GiB" in reserved
-    assert "reserved" in reserved and "measured" in measured
+    (text,) = (text for text in caplog.messages if text.startswith("GPU memory of"))
+    assert "weights        3.00 GiB" in text
+    assert "others         1.00 GiB" in text
+    assert f"sequences that fit: {loaded.layout.num_blocks // 2} of 32 tokens" in text
 
 
 def out_of_memory(_):
@@ -172,8 +177,8 @@ def test_kernels_that_are_chosen_or_refused(checkpoint):
         ({"head_size": 272}, (9, 0), "up to 256"),
         ({"num_heads": 256, "num_kv_heads": 1}, (9, 0), "256 heads"),
     ):
-        assert reason in unsupported(dataclasses.replace(config, **changes), 16, capability)
-    assert not unsupported(dataclasses.replace(config, **wide), 16, (9, 0))
+        assert reason in unsupported(replace(config, **changes), 16, capability)
+    assert not unsupported(replace(config, **wide), 16, (9, 0))
 
 
 @pytest.mark.parametrize("kind", ["quantization", "kv_dtype"])
@@ -198,7 +203,7 @@ def test_the_gpu_is_the_engine_threads_before_anything_else(checkpoint, monkeypa
     runner = SimpleNamespace(
         pool=SimpleNamespace(device=device), wait_for_writes=lambda blocks=None: None
     )
-    for loaded in (on_cpu, dataclasses.replace(on_cpu, runner=runner)):
+    for loaded in (on_cpu, replace(on_cpu, runner=runner)):
         engine = loaded.engine(lambda report: None)
         first = engine.submit(lambda: list(seen))
         engine.start()
@@ -271,25 +276,9 @@ class TestMemory:
              r"weights take 22\.00 GiB.*; try a larger GPU, because one model is not split"),
             # steps too large
             (Usage(24 * GIB, 9 * GIB, 14 * GIB, 7 * GIB, 2 * GIB), {},
-             r"activations 7\.00 GiB, graphs 2\.00 GiB.*smaller --max-batch or --chunk-tokens"),
+             r"activations 7\.00 GiB, graphs 2\.00 GiB.*smaller --max-batch, --chunk-tokens"),
         ],
     )  # fmt: skip
     def test_what_does_not_fit_is_an_error_with_hints(self, usage, settings, message):
         with pytest.raises(ConfigError, match=message):
             self.layout(usage, **settings)
-
-    def test_the_summary_has_every_part(self):
-        settings = EngineConfig(max_batch=8, chunk_tokens=256, quantization="fp8", kv_blocks=1000)
-        layout = self.layout(ROOMY, torch.int8, kv_blocks=1000)
-        text = memory.summary("cuda:1 Card", ROOMY, layout, settings, 100_000, "reserved")
-        assert text.splitlines() == [
-            "GPU memory of cuda:1 Card: 80.00 GiB, of which --gpu-memory 0.9 is 72.00 GiB",
-            "  weights       16.00 GiB  fp8",
-            "  activations    2.00 GiB  up to 256 prompt tokens, 8 sequences a step",
-            "  graphs         1.00 GiB  reserved",
-            "  KV             0.00 GiB  1000 blocks of 16 tokens, 0.00 MiB each, int8",
-            "  others         1.00 GiB  other processes, and CUDA itself",
-            "  free          60.00 GiB",
-            "  sequences that fit: 15 of 1024 tokens, 3 of 4096 tokens, 1 of 8192 tokens, "
-            "0 of 100000 tokens",
-        ]

@@ -1,5 +1,6 @@
 """Padded decode batches, what is captured of them, and the steps that run before requests do."""
 
+import logging
 import random
 
 import pytest
@@ -19,8 +20,7 @@ from baton.engine.backends.gpu.graphs import (
 )
 from baton.engine.backends.gpu.runner import BlockTables
 from baton.engine.backends.gpu.warmup import step_shapes, warm_up
-from baton.engine.ops.triton.decode_attention import splits_for
-from baton.engine.ops.triton.prefill_attention import plan_tiles
+from baton.engine.ops.triton.attention import plan_tiles, splits_for
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError
 from baton.sampling import SamplingParams
@@ -101,15 +101,15 @@ class FailingStream(Stream):
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
-def test_captured_shapes_are_replayed_give_the_same_and_leave_the_pool_alone():
+def test_captured_shapes_are_replayed_give_the_same_and_leave_the_pool_alone(caplog):
+    caplog.set_level(logging.INFO)
     stream, pool = CountingStream(), new_pool(12)
     with torch.inference_mode():
         graphs = DecodeGraphs(MODEL, pool, stream, 5, 16)
-        seen: list[tuple[int, int]] = []
-        graphs.capture(lambda done, total: seen.append((done, total)))
+        graphs.capture()
         assert graphs.sizes == (1, 2, 4, 5)
         assert stream.captured == 4
-        assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+        assert "captured 4 of 4 decode steps as graphs" in caplog.messages
         assert not pool.any()
         pool += torch.linspace(-1, 1, pool.numel()).view_as(pool)
         for rows in range(1, 6):
@@ -133,7 +133,7 @@ def test_captured_shapes_are_replayed_give_the_same_and_leave_the_pool_alone():
 
 def test_steps_that_cannot_be_captured_are_an_error_with_the_option_that_helps():
     with pytest.raises(ConfigError, match=r"not permitted.*--no-graphs"):
-        gpu_runner(FailingStream(), 1).capture(lambda done, total: None)
+        gpu_runner(FailingStream(), 1).capture()
 
 
 def test_warm_up_runs_every_shape_in_one_block(monkeypatch):

@@ -189,7 +189,7 @@ class TestBlocksThatOthersWriteInto:
         """Whether a reservation of all free blocks keeps what is written once all has run."""
         free = driven.blocks.num_available
         late = sequence("late", free * SIZE - 1)
-        pool, blocks = driven.runner.pool, list(driven.sequences.reserve(late).block_ids)
+        pool, blocks = driven.runner.pool, list(driven.do(driven.engine.reserve(late)).block_ids)
         assert len(blocks) == free
         pool[blocks] = self.CONTENT
         stream.run(stream.pending)
@@ -207,23 +207,19 @@ class TestBlocksThatOthersWriteInto:
     def test_zeroes_are_written_by_then(self):
         stream = LazyStream()
         driven = decoding(stream, "a")
-        driven.sequences.reserve(sequence("gone"))
+        driven.do(driven.engine.reserve(sequence("gone")))
         driven.cancel("gone")  # its blocks may hold anything, and are zeroed
         assert self.reserve_all_and_write(driven, stream)
 
     def test_nothing_is_waited_for_while_every_sequence_keeps_its_blocks(self):
         stream = LazyStream()
         driven = decoding(stream)
-        driven.sequences.reserve(sequence("late"))
+        driven.do(driven.engine.reserve(sequence("late")))
         assert stream.pending == 1
         driven.cancel("late")
         driven.finish()
         assert driven.tokens == {name: tokens_alone(name) for name in "ab"}
-
-    def test_all_of_the_pool_can_be_waited_for(self):
-        stream = LazyStream()
-        driven = decoding(stream)
-        driven.runner.wait_for_writes()
+        decoding(stream).runner.wait_for_writes()  # all of the pool can be waited for
         assert stream.pending == 0
 
 

@@ -1,4 +1,4 @@
-"""Rows find their place: positions, slots and lengths, padding included."""
+"""Rows find their place: positions, slots and lengths."""
 
 import pytest
 import torch
@@ -46,20 +46,11 @@ def test_rows_lie_where_the_torch_model_puts_them(query_lens, context_lens, bloc
         step.context_lens, step.query_lens, step.block_tables, sum(query_lens), block_size
     )
     assert all(part.dtype == torch.int32 for part in (got.positions, got.slots, got.lengths))
-    placed = place(step, block_size)
-    assert got.positions.tolist() == placed.positions.tolist()
-    assert got.slots.tolist() == placed.attention.slots.tolist()
+    positions, attention = place(step, block_size)
+    assert got.positions.tolist() == positions.tolist()
+    assert got.slots.tolist() == attention.slots.tolist()
     num_decodes = step.num_decodes
-    assert got.lengths[:num_decodes].tolist() == placed.attention.decode_lengths.tolist()
-
-
-def test_padding_has_no_slot_and_sees_nothing():
-    context_lens = ints([20, -1, 0, -1])
-    block_tables = torch.arange(8, dtype=torch.int32).view(4, 2)
-    got = place_rows(context_lens, None, block_tables, 4, 16)
-    assert got.positions.tolist() == [20, 0, 0, 0]
-    assert got.slots.tolist() == [1 * 16 + 4, -1, 4 * 16, -1]
-    assert got.lengths.tolist() == [21, 0, 1, 0]
+    assert got.lengths[:num_decodes].tolist() == attention.decode_lengths.tolist()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 33])

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.ops.triton.attention_specs import Batch, decode_trial, prefill_trial
-from baton.engine.ops.triton.decode_attention import (
+from baton.engine.ops.triton.attention import (
+    LEAST_ROWS,
+    MOST_ROWS,
     MOST_SPLITS,
     PROGRAMS_PER_PROCESSOR,
     decode_attention,
-    splits_for,
-)
-from baton.engine.ops.triton.prefill_attention import (
-    LEAST_ROWS,
-    MOST_ROWS,
     plan_tiles,
     prefill_attention,
+    splits_for,
 )
+from baton.engine.ops.triton.attention_specs import decode_trial, draw, prefill_trial
 from baton.engine.ops.triton.spec import Key, Trial, relative_error
 
 CPU = torch.device("cpu")
@@ -34,34 +32,31 @@ SMALL: Key = {"kv_heads": 2, "group": 2, "head_size": 32, "layers": 2, "dtype": 
 class Inputs:
     """Tensors of a launch: of decode rows, or of chunks (context_lens and query_lens)."""
 
-    batch: Batch
+    q: Tensor
+    pool: Tensor
+    tables: Tensor
     lens: tuple[Tensor, ...]
     window: int | None = None
 
     @classmethod
-    def of(
-        cls, contexts: list[int], counts: list[int] | None = None, window: int | None = None
-    ) -> Inputs:  # fmt: skip
-        """Decode rows that see so many tokens; with counts, chunks behind them."""
-        torch.manual_seed(len(contexts))
+    def of(cls, *lens: list[int], window: int | None = None) -> Inputs:
+        """Decode rows that see so many tokens; with a second list, chunks behind them."""
+        torch.manual_seed(len(lens[0]))
+        counts = lens[1] if len(lens) > 1 else [0] * len(lens[0])
         seen = [
             range(max(0, a + bool(b) - window) if window else 0, a + b)
-            for a, b in zip(contexts, counts or [0] * len(contexts), strict=True)
+            for a, b in zip(lens[0], counts, strict=True)
         ]
-        rows = sum(counts) if counts else len(contexts)
-        lens = [torch.tensor(x, dtype=torch.int32) for x in (contexts, counts) if x]
-        return cls(Batch.of(SMALL, CPU, seen, rows), tuple(lens), window)
+        drawn = draw(SMALL, CPU, seen, sum(counts) or len(lens[0]))
+        return cls(*drawn, tuple(torch.tensor(x, dtype=torch.int32) for x in lens), window)
 
-    def run(self, splits: int = 2, out: Tensor | None = None) -> Tensor:
-        q, pool, tables = self.batch.q, self.batch.pool, self.batch.block_tables
-        arguments = (q, pool, self.batch.layer, tables, *self.lens)
+    def run(self, splits: int = 2) -> Tensor:
+        arguments = (self.q, self.pool, 1, self.tables, *self.lens)
         if len(self.lens) == 1:
-            return decode_attention(*arguments, 0.3, self.window, splits, None, out)
-        tiles = plan_tiles(self.lens[1], len(q), q.shape[1] // pool.shape[3])
-        return prefill_attention(*arguments, tiles, 0.3, self.window, None, out)
-
-
-DECODE, CHUNKS = ([1, 16, 17, 0, 33, 64, 97, 130],), ([0, 15, 16, 0, 50], [1, 2, 17, 33, 31])
+            return decode_attention(*arguments, 0.3, self.window, splits)
+        group = self.q.shape[1] // self.pool.shape[3]
+        tiles = plan_tiles(self.lens[1], len(self.q), group)
+        return prefill_attention(*arguments, tiles, 0.3, self.window)
 
 
 @pytest.mark.parametrize("trial", [decode_trial, prefill_trial])
@@ -84,37 +79,24 @@ def test_random_shapes(trial: Callable[[Key, torch.device], Trial], seed: int) -
     assert relative_error(found, wanted) <= 1
 
 
-@pytest.mark.parametrize("lens", [DECODE, CHUNKS], ids=["decode", "prefill"])
-def test_result_is_put_into_out_and_nowhere_else(lens: tuple[list[int], ...]) -> None:
-    inputs = Inputs.of(*lens)
-    out = torch.full((len(inputs.batch.q) + 2, 4, 32), 7.0)
-    inputs.run(out=out[1:-1])
-    assert torch.equal(out[1:-1], inputs.run())
-    assert torch.equal(out[[0, -1]], torch.full((2, 4, 32), 7.0))
-    if lens is DECODE:
-        assert not out[1 + DECODE[0].index(0)].any(), "a padding row gives zeros"
-
-
 def test_decode_row_does_not_depend_on_splits_or_other_rows() -> None:
     inputs = Inputs.of([130, 90, 0, 31])
     whole, together = inputs.run(1), inputs.run(3)
+    assert not whole[2].any(), "a padding row gives zeros"
     for splits in (2, 9):
         torch.testing.assert_close(inputs.run(splits), whole, atol=1e-5, rtol=1e-5)
-    q, pool, tables = inputs.batch.q, inputs.batch.pool, inputs.batch.block_tables
     for row in range(4):
-        one = slice(row, row + 1)
-        alone = Inputs(Batch(q[one], pool, tables[one]), (inputs.lens[0][one],))
-        assert torch.equal(alone.run(3)[0], together[row])
+        q, tables, lens = (x[row : row + 1] for x in (inputs.q, inputs.tables, inputs.lens[0]))
+        assert torch.equal(Inputs(q, inputs.pool, tables, (lens,)).run(3)[0], together[row])
 
 
 @pytest.mark.parametrize("window", [None, 24])
 def test_prompt_in_chunks_gives_what_it_gives_at_once(window: int | None) -> None:
-    inputs = Inputs.of([0], [70], window)
-    q, pool, tables = inputs.batch.q, inputs.batch.pool, inputs.batch.block_tables
+    inputs = Inputs.of([0], [70], window=window)
     whole = inputs.run()
     for begin, end in ((0, 13), (13, 14), (14, 70)):
         lens = torch.tensor([begin], dtype=torch.int32), torch.tensor([end - begin]).int()
-        part = Inputs(Batch(q[begin:end], pool, tables), lens, window)
+        part = replace(inputs, q=inputs.q[begin:end], lens=lens)
         torch.testing.assert_close(part.run(), whole[begin:end], atol=1e-5, rtol=1e-5)
 
 
@@ -142,26 +124,6 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "head_size", "block_size", "row", "dtype", "reason"),
-    [
-        (3, 16, 16, 16, "float32", "3 query heads cannot share 2"),
-        (2, 24, 16, 24, "float32", "multiples of 16"),
-        (2, 16, 8, 16, "float32", "multiples of 16"),
-        (2, 16, 16, 32, "float32", "KV rows of 32"),
-        (2, 16, 16, 16, "bfloat16", "queries of torch.float32"),
-        (2, 16, 16, 16, "int8", "KV rows of 16"),  # no room for the scale
-    ],
-)
-def test_what_does_not_fit_is_refused(
-    heads: int, head_size: int, block_size: int, row: int, dtype: str, reason: str
-) -> None:
-    pool = torch.empty(1, 1, 2, 2, block_size, row, dtype=getattr(torch, dtype))
-    table = torch.zeros(1, 1, dtype=torch.int32)
-    with pytest.raises(ValueError, match=reason):
-        decode_attention(torch.empty(1, heads, head_size), pool, 0, table, table[0], 0.3, None)
-
-
-@pytest.mark.parametrize(
     ("counts", "group"),
     [([1], 1), ([5, 0, 3], 4), ([300], 1), ([1, 200, 33], 4), ([19, 18, 37], 7), ([9] * 5, 128)],
 )  # fmt: skip
@@ -184,5 +146,3 @@ def test_tiles_cover_every_row_once_and_late_ones_first(counts: list[int], group
     short = torch.full((8,), 4, dtype=torch.int32)  # tiles are as small as chunks are
     assert plan_tiles(short, 32, 4).rows == LEAST_ROWS
     assert plan_tiles(short * 5, 160, 4).rows == MOST_ROWS
-    with pytest.raises(ValueError, match="129 query heads"):
-        plan_tiles(short, 32, 129)

@@ -66,16 +66,3 @@ def test_equals_its_reference(head_size: int, kept: torch.dtype | None, dtype: t
         step = wanted.abs().amax(-1, keepdim=True) / (127 if kept == torch.int8 else 14)
         assert ((got - wanted).abs() <= step * 1.01).all()
         assert (got != wanted).float().mean() < 0.02
-
-
-def test_one_position_turns_by_its_own_angle() -> None:
-    """By hand: a pair of elements is turned like a point in the plane."""
-    qkv = torch.zeros(1, 3 * 16)
-    qkv[0, 3], qkv[0, 8 + 3] = 2.0, 1.0
-    pool = filled_pool(1, 16, 16, torch.float32)
-    at = torch.tensor([5], dtype=torch.int32)
-    q = rope_and_write(qkv, at, at, *tables(16, torch.float32), pool, 0, 1, 1)
-    angle = torch.tensor(5 * 10_000 ** (-3 / 8))
-    assert q[0, 0, 3] == pytest.approx((2 * angle.cos() - angle.sin()).item(), abs=1e-6)
-    assert q[0, 0, 11] == pytest.approx((angle.cos() + 2 * angle.sin()).item(), abs=1e-6)
-    assert q.count_nonzero() == 2

@@ -12,7 +12,7 @@ from torch import Tensor
 from baton.engine.batch import StepBatch
 from baton.engine.ops.native import library
 from baton.engine.ops.native.model import Pool
-from baton.engine.ops.torch.attention import RowPositions, attend, place
+from baton.engine.ops.torch.attention import AttentionBatch, attend, place
 from baton.engine.weights.quantize import pack_rows, unpack_rows
 
 native = library.load()
@@ -132,10 +132,10 @@ class PagedRows:
         q = self.qkv[:, : heads.heads * heads.head_size].float()
         q = q.view(len(q), heads.heads, heads.head_size)
         pool = pool.nan_to_num()  # the reference pads block_tables with block 0
-        attention = self.placed().attention
+        _, attention = self.placed()
         return attend(q, pool, LAYER, attention, heads.scale, heads.window or None)
 
-    def placed(self) -> RowPositions:
+    def placed(self) -> tuple[Tensor, AttentionBatch]:
         """Where the torch path finds the rows; sequences of one row come first."""
         width = max(len(span.blocks) for span in self.spans)
         query_lens = [span.count for span in self.spans]

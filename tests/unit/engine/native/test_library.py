@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,9 +19,14 @@ TARGET, DTYPE = library.TARGETS[-1], torch.float32
 
 
 @pytest.fixture(autouse=True)
-def _forget() -> None:
-    library._loaded.cache_clear()
-    library._warn_once.cache_clear()
+def _forget() -> Iterator[None]:
+    """What was loaded before, and what a test could not load."""
+    caches = (library._loaded, library.load)
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
 
 
 @pytest.fixture
@@ -47,10 +53,8 @@ def test_it_is_compiled_once_by_those_who_start_together_and_says_so(
         first, *others = pool.map(lambda _: library._built(TARGET, DTYPE), range(3))
     assert set(others) == {first} and first.is_relative_to(tmp_path / "cache")
     assert library._built(TARGET, DTYPE) == first
-    calls, files = (
-        (tmp_path / "calls").read_text().splitlines(),
-        len(list(library.SOURCES.glob("*.cpp"))),
-    )
+    calls = (tmp_path / "calls").read_text().splitlines()
+    files = len(list(library.SOURCES.glob("*.cpp")))
     assert sum(" -c " in call for call in calls) == files
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert any(f"{files - 1} of {files} files after" in line for line in lines)
@@ -120,6 +124,7 @@ def test_a_library_that_cannot_be_built_or_loaded_is_no_failure_and_has_a_reason
     assert library.load() is None  # "made" is no shared object
     compiler.write_text("#!/bin/sh\necho 'no such header' >&2; exit 1\n")
     monkeypatch.setenv("XDG_CACHE_HOME", str(compiler.parent))
+    library.load.cache_clear()
     assert library.load() is None and library.load() is None
     warnings = [r for r in caplog.records if "no such header" in r.getMessage()]
     assert len(warnings) == 1, "it is said once"

@@ -14,10 +14,9 @@ from baton.engine.ops.native import library
 from baton.engine.ops.native.model import Linear
 from baton.engine.ops.native.packing import PANEL, PackedWeight, pack
 from baton.engine.weights.quantize import Int8Weight, quantize_rows
+from tests.unit.engine.native.paged_rows import native, random_tensor
 
-pytestmark = pytest.mark.skipif(
-    library.load() is None, reason="no native library can be built here"
-)
+pytestmark = pytest.mark.skipif(native is None, reason="no native library can be built here")
 F32, BF16 = torch.float32, torch.bfloat16
 # Types of activations and of outputs.
 by_kind = pytest.mark.parametrize(
@@ -31,7 +30,7 @@ UNTOUCHED = 77.0
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return random_tensor(*shape, seed=seed).to(dtype)
 
 
 def linear(
@@ -46,14 +45,12 @@ def linear(
         packed.inputs,
         packed.outputs,
     )
-    size = kernels.baton_linear_scratch
-    size.restype = ctypes.c_size_t
-    scratch = torch.empty(size(ctypes.byref(weights), rows), dtype=torch.uint8)
+    scratch = torch.empty(rows, packed.inputs + 8, dtype=torch.uint8)  # quantised rows, scales
     # The row behind the last is to stay as it is.
     y = torch.full((rows + 1, packed.outputs), UNTOUCHED, dtype=kind[1])
-    kernels["baton_linear" if kind[0] == kind[1] else "baton_linear_floats"](
+    kernels.baton_linear(
         threads, ctypes.c_void_p(x.data_ptr()), rows, ctypes.byref(weights),
-        ctypes.c_void_p(y.data_ptr()), ctypes.c_void_p(scratch.data_ptr()),
+        ctypes.c_void_p(y.data_ptr()), kind[1] == F32, ctypes.c_void_p(scratch.data_ptr()),
     )  # fmt: skip
     assert (y[rows] == UNTOUCHED).all()
     return y[:rows]

@@ -92,24 +92,6 @@ inline void softmax(TileScores (&scores)[ROWS], const Visible (&visible)[ROWS],
 // Rows of a piece: taking a tile of keys from the pool costs as much as about ten of them.
 constexpr int QUERIES_AT_ONCE = 128;
 
-// Calls work(size, first) for all of [first, end) in as few parts as a size of MAX allows, all
-// about equal; `size` is a constant.
-template <int MAX, class Work>
-inline void in_parts(int first, int end, const Work& work) {
-    for (int parts = (end - first + MAX - 1) / MAX; parts; parts--) {
-        const int size = (end - first + parts - 1) / parts;
-        with_constant<MAX>(size, [&](auto constant) { work(constant, first); });
-        first += size;
-    }
-}
-
-// The queries of a piece that share a KV head, and what attention has made of them so far.
-struct Queries {
-    alignas(64) Activation rows[MAX_QUERIES * MAX_HEAD_SIZE];
-    alignas(64) float sums[MAX_QUERIES * MAX_HEAD_SIZE];  // of weighted values
-    Softmax states[MAX_QUERIES];
-};
-
 class PieceAttention {
    public:
     PieceAttention(const AttentionShape& shape, const Pool& pool)
@@ -138,15 +120,15 @@ class PieceAttention {
     void take_queries(const Activation* from, size_t stride) {
         const size_t elements = group_ * size_;
         for (int i = 0; i < count_; i++)
-            std::copy_n(from + i * stride, elements, queries_.rows + i * elements);
-        std::fill_n(queries_.sums, count_ * elements, 0.0f);
-        for (int i = 0; i < count_ * group_; i++) queries_.states[i] = Softmax{f32x16{}, NEVER};
+            std::copy_n(from + i * stride, elements, queries_ + i * elements);
+        std::fill_n(sums_, count_ * elements, 0.0f);
+        for (int i = 0; i < count_ * group_; i++) states_[i] = Softmax{f32x16{}, NEVER};
     }
 
     HeadRows rows_of(const Piece& piece) const {
         const Span& span = *piece.span;
         const auto part = [&](Part which) {
-            return PagedRows::of(pool_, shape_.layer, piece.kv_head, which, span.table);
+            return PagedRows(pool_, shape_.layer, piece.kv_head, which, span.table);
         };
         return HeadRows{part(KEYS), part(VALUES), span.context + span.count};
     }
@@ -185,56 +167,41 @@ class PieceAttention {
             const int last = first_ + (query + i) / group_ - key;
             visible[i] = Visible{shape_.window ? last - shape_.window + 1 : 0, last};
         }
-        score<ROWS>(queries_.rows + query * size_, scores);
-        softmax(scores, visible, tile_, queries_.states + query, corrections, weights);
-        gather<ROWS>(weights[0], corrections, queries_.sums + query * size_);
+        accumulate<ROWS>(queries_ + query * size_, size_, tile_.keys, TILE_KEYS, nullptr,
+                         scores[0]);
+        softmax(scores, visible, tile_, states_ + query, corrections, weights);
+        accumulate<ROWS>(weights[0], TILE_KEYS, tile_.values, size_, corrections,
+                         sums_ + query * size_);
     }
 
+    // to [ROWS][columns] = what is there times each row's correction (null: nothing is), plus rows of
+    // a, `depth` elements each, times columns of b.
     template <int ROWS>
-    void score(const Activation* rows, TileScores (&scores)[ROWS]) {
-        in_parts<TILE_VECTORS>(0, TILE_KEYS / LANES, [&](auto vectors, int first) {
+    void accumulate(const Activation* a, int depth, const Activation* b, int columns,
+                    const float* corrections, float* to) {
+        constexpr int STEP = 8;  // depth / GROUP is a multiple of it
+        in_parts<TILE_VECTORS>(0, columns / LANES, [&](auto vectors, int first) {
             f32x16 sums[ROWS][vectors()] = {};
-            fetch_and_multiply(rows, size_, tile_.keys + first * LANES * GROUP, TILE_KEYS,
-                               size_ / GROUP, sums);
+            float* const part = to + first * LANES;
+            for (int i = 0; corrections && i < ROWS; i++)
+                for (int j = 0; j < vectors(); j++)
+                    sums[i][j] = load<f32x16>(part + i * columns + j * LANES) * corrections[i];
+            for (int g = 0; g < depth / GROUP; g += STEP) {
+                tile_.prefetcher.fetch(8);  // the keys that are needed next
+                multiply(a + g * GROUP, depth, b + (first * LANES + g * columns) * GROUP,
+                         columns * GROUP, STEP, sums);
+            }
             for (int i = 0; i < ROWS; i++)
                 for (int j = 0; j < vectors(); j++)
-                    store(scores[i] + (first + j) * LANES, sums[i][j]);
+                    store(part + i * columns + j * LANES, sums[i][j]);
         });
-    }
-
-    template <int ROWS>
-    void gather(const Activation* weights, const float* corrections, float* to) {
-        in_parts<TILE_VECTORS>(0, size_ / LANES, [&](auto vectors, int first) {
-            f32x16 sums[ROWS][vectors()];
-            for (int i = 0; i < ROWS; i++)
-                for (int j = 0; j < vectors(); j++) {
-                    const float* from = to + i * size_ + (first + j) * LANES;
-                    sums[i][j] = load<f32x16>(from) * corrections[i];
-                }
-            fetch_and_multiply(weights, TILE_KEYS, tile_.values + first * LANES * GROUP, size_,
-                               TILE_KEYS / GROUP, sums);
-            for (int i = 0; i < ROWS; i++)
-                for (int j = 0; j < vectors(); j++)
-                    store(to + i * size_ + (first + j) * LANES, sums[i][j]);
-        });
-    }
-
-    // `multiply`, with the keys that are needed next on their way to the cache.
-    template <int ROWS, int VECTORS>
-    void fetch_and_multiply(const Activation* a, size_t a_stride, const Activation* b, size_t columns,
-                            int groups, f32x16 (&sums)[ROWS][VECTORS]) {
-        constexpr int STEP = 8;  // head_size / GROUP is a multiple of it
-        for (int g = 0; g < groups; g += STEP) {
-            tile_.prefetcher.fetch(8);
-            multiply(a + g * GROUP, a_stride, b + g * columns * GROUP, columns * GROUP, STEP, sums);
-        }
     }
 
     void give_results(Activation* out, size_t stride) {
         for (int query = 0; query < count_ * group_; query++) {
-            const float* sums = queries_.sums + query * size_;
+            const float* sums = sums_ + query * size_;
             Activation* to = out + query / group_ * stride + query % group_ * size_;
-            const float total = sum(queries_.states[query].total);
+            const float total = sum(states_[query].total);
             // A weight of 0 times an unseen value may turn -0 into 0; adding 0 makes both 0.
             for (int i = 0; i < size_; i += LANES)
                 store_floats(to + i, load_floats(sums + i) / total + 0.0f);
@@ -245,7 +212,10 @@ class PieceAttention {
     const Pool& pool_;
     const int group_, size_;
     int first_, count_;  // positions of the piece's rows
-    Queries queries_;
+    // The queries that share a KV head, and what attention has made of them so far.
+    alignas(64) Activation queries_[MAX_QUERIES * MAX_HEAD_SIZE];
+    alignas(64) float sums_[MAX_QUERIES * MAX_HEAD_SIZE];  // of weighted values
+    Softmax states_[MAX_QUERIES];
     KeyTile tile_;
 };
 

@@ -12,32 +12,20 @@ namespace baton {
 // The structures are mirrored in baton/engine/ops/native/model.py.
 
 struct Layer {
-    const Activation* input_norm;
-    const Activation* post_norm;
-    const Activation* q_norm;  // or null
-    const Activation* k_norm;
-    Linear qkv;
-    Linear o;
-    Linear gate_up;
-    Linear down;
+    const Activation *input_norm, *post_norm;
+    const Activation *q_norm, *k_norm;  // or null
+    Linear qkv, o, gate_up, down;
     int32_t window;  // tokens a row sees; 0: all
 };
 
 struct Model {
     const Activation* embedding;  // [vocab][hidden]
     const Activation* final_norm;
-    const float* cos;  // [max_context][head_size]
-    const float* sin;
+    const float *cos, *sin;  // [max_context][head_size]
     const Layer* layers;
     Linear lm_head;
-    int32_t num_layers;
-    int32_t hidden;
-    int32_t heads;
-    int32_t kv_heads;
-    int32_t head_size;
-    int32_t inner;
-    float eps;
-    float attention_scale;
+    int32_t num_layers, hidden, heads, kv_heads, head_size, inner;
+    float eps, attention_scale;
 };
 
 enum Phase { NORMS, QKV, ROTATION, ATTENTION, O, GATE_UP, SILU, DOWN, LOGITS, PHASES };
@@ -52,10 +40,7 @@ struct Step {
     void* workspace;              // `baton_workspace` bytes
     double* seconds;              // [PHASES], added to; or null
     Pool pool;
-    int32_t rows;
-    int32_t sequences;
-    int32_t width;
-    int32_t num_logits;
+    int32_t rows, sequences, width, num_logits;
 };
 
 namespace {
@@ -63,22 +48,16 @@ namespace {
 constexpr size_t ALIGNMENT = 64;
 
 // Memory for what lives during a step, handed out piece by piece.
-class Workspace {
-   public:
-    explicit Workspace(void* begin) : next_(reinterpret_cast<uintptr_t>(begin)) {}
+struct Workspace {
+    uintptr_t next;
 
     template <class Element>
     Element* take(size_t count) {
-        next_ = (next_ + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-        Element* result = reinterpret_cast<Element*>(next_);
-        next_ += count * sizeof(Element);
+        next = (next + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        Element* result = (Element*)next;
+        next += count * sizeof(Element);
         return result;
     }
-
-    size_t size() const { return next_; }
-
-   private:
-    uintptr_t next_;
 };
 
 struct Buffers {
@@ -105,22 +84,16 @@ struct Buffers {
 };
 
 // Where a step's time goes, seen by one of its threads.
-class Clock {
-   public:
-    explicit Clock(double* seconds) : seconds_(seconds) {
-        if (seconds_) last_ = std::chrono::steady_clock::now();
-    }
+struct Clock {
+    double* seconds;  // null where none are wanted
+    std::chrono::steady_clock::time_point last = std::chrono::steady_clock::now();
 
     void lap(Phase phase) {
-        if (!seconds_) return;
+        if (!seconds) return;
         const auto now = std::chrono::steady_clock::now();
-        seconds_[phase] += std::chrono::duration<double>(now - last_).count();
-        last_ = now;
+        seconds[phase] += std::chrono::duration<double>(now - last).count();
+        last = now;
     }
-
-   private:
-    double* seconds_;
-    std::chrono::steady_clock::time_point last_;
 };
 
 // Each sequence's rows.
@@ -155,85 +128,92 @@ void keep_wanted(const Step& step, int size, Activation* rows) {
                         size * sizeof(Activation));
 }
 
-AttentionShape shape_of(const Model& model, int index) {
-    const Layer& layer = model.layers[index];
-    return AttentionShape{model.heads, index,     layer.window, model.attention_scale, model.eps,
-                          model.cos,   model.sin, layer.q_norm, layer.k_norm};
-}
+// One thread's way through a step.
+struct Forward {
+    Team& team;
+    const Model& model;
+    const Step& step;
+    const Buffers& at;
+    Clock clock;
 
-// A layer up to the point where all its K and V are in the pool.
-void store_keys(Team& team, const Model& model, int index, const Step& step,
-                const std::vector<Span>& spans, const Buffers& at, Clock& clock) {
-    const Layer& layer = model.layers[index];
-    add_rms_norm(team, at.hidden, index ? at.branch : nullptr, layer.input_norm, model.eps, step.rows,
-                 model.hidden, at.normed);
-    clock.lap(NORMS);
-    linear(team, at.normed, step.rows, layer.qkv, at.qkv, at.scratch);
-    clock.lap(QKV);
-    rotate_and_store(team, at.qkv, spans.data(), int(spans.size()), shape_of(model, index),
-                     step.pool);
-    clock.lap(ROTATION);
-}
+    void norm(const Activation* added, const Activation* weight, int rows) {
+        add_rms_norm(team, at.hidden, added, weight, model.eps, rows, model.hidden, at.normed);
+        clock.lap(NORMS);
+    }
 
-// The rest of the layer: attention and MLP. What they add last is left in `branch`.
-void attend_and_mix(Team& team, const Model& model, int index, int rows, const Step& step,
-                    const std::vector<Span>& spans, const Buffers& at, Clock& clock) {
-    const Layer& layer = model.layers[index];
-    attend(team, at.qkv, spans.data(), int(spans.size()), shape_of(model, index), step.pool,
-           at.mixed);
-    clock.lap(ATTENTION);
-    linear(team, at.mixed, rows, layer.o, at.branch, at.scratch);
-    clock.lap(O);
-    add_rms_norm(team, at.hidden, at.branch, layer.post_norm, model.eps, rows, model.hidden,
-                 at.normed);
-    clock.lap(NORMS);
-    linear(team, at.normed, rows, layer.gate_up, at.gate_up, at.scratch);
-    clock.lap(GATE_UP);
-    silu_mul(team, at.gate_up, rows, model.inner, at.inner);
-    clock.lap(SILU);
-    linear(team, at.inner, rows, layer.down, at.branch, at.scratch);
-    clock.lap(DOWN);
-}
+    template <class Output>
+    void product(Phase phase, const Activation* x, int rows, const Linear& weights, Output* y) {
+        linear(team, x, rows, weights, y, at.scratch);
+        clock.lap(phase);
+    }
 
-void run(int threads, const Model& model, const Step& step) {
-    Workspace space(step.workspace);
-    const Buffers at(space, model, step.rows);
-    const std::vector<Span> spans = spans_of(step), wanted = wanted_spans(step, spans);
-    const int last = model.num_layers - 1;
-    const int qkv_size = (model.heads + 2 * model.kv_heads) * model.head_size;
-    with_team(threads, [&](Team& team) {
-        Clock clock(team.thread == 0 ? step.seconds : nullptr);
+    AttentionShape shape(int index) const {
+        const Layer& layer = model.layers[index];
+        return {model.heads, index,     layer.window, model.attention_scale, model.eps,
+                model.cos,   model.sin, layer.q_norm, layer.k_norm};
+    }
+
+    // A layer up to the point where all its K and V are in the pool.
+    void store_keys(int index, const std::vector<Span>& spans) {
+        const Layer& layer = model.layers[index];
+        norm(index ? at.branch : nullptr, layer.input_norm, step.rows);
+        product(QKV, at.normed, step.rows, layer.qkv, at.qkv);
+        rotate_and_store(team, at.qkv, spans.data(), int(spans.size()), shape(index), step.pool);
+        clock.lap(ROTATION);
+    }
+
+    // The rest of the layer: attention and MLP. What they add last is left in `branch`.
+    void attend_and_mix(int index, int rows, const std::vector<Span>& spans) {
+        const Layer& layer = model.layers[index];
+        attend(team, at.qkv, spans.data(), int(spans.size()), shape(index), step.pool, at.mixed);
+        clock.lap(ATTENTION);
+        product(O, at.mixed, rows, layer.o, at.branch);
+        norm(at.branch, layer.post_norm, rows);
+        product(GATE_UP, at.normed, rows, layer.gate_up, at.gate_up);
+        silu_mul(team, at.gate_up, rows, model.inner, at.inner);
+        clock.lap(SILU);
+        product(DOWN, at.inner, rows, layer.down, at.branch);
+    }
+
+    void run(const std::vector<Span>& spans, const std::vector<Span>& wanted) {
+        const int last = model.num_layers - 1;
         embed(team, model.embedding, step.token_ids, step.rows, model.hidden, at.hidden);
         for (int i = 0; i < last; i++) {
-            store_keys(team, model, i, step, spans, at, clock);
-            attend_and_mix(team, model, i, step.rows, step, spans, at, clock);
+            store_keys(i, spans);
+            attend_and_mix(i, step.rows, spans);
         }
         // Of the last layer, rows without scores only have to leave their K and V.
-        store_keys(team, model, last, step, spans, at, clock);
+        store_keys(last, spans);
         if (!step.num_logits) return;
         if (team.thread == 0) {
             keep_wanted(step, model.hidden, at.hidden);
-            keep_wanted(step, qkv_size, at.qkv);
+            keep_wanted(step, (model.heads + 2 * model.kv_heads) * model.head_size, at.qkv);
         }
         team.barrier();
-        attend_and_mix(team, model, last, step.num_logits, step, wanted, at, clock);
-        add_rms_norm(team, at.hidden, at.branch, model.final_norm, model.eps, step.num_logits,
-                     model.hidden, at.normed);
-        linear(team, at.normed, step.num_logits, model.lm_head, step.logits, at.scratch);
-        clock.lap(LOGITS);
-    });
-}
+        attend_and_mix(last, step.num_logits, wanted);
+        norm(at.branch, model.final_norm, step.num_logits);
+        product(LOGITS, at.normed, step.num_logits, model.lm_head, step.logits);
+    }
+};
 
 }  // namespace
 
 extern "C" {
-void baton_step(int threads, const Model* model, const Step* step) { run(threads, *model, *step); }
+void baton_step(int threads, const Model* model, const Step* step) {
+    Workspace space{uintptr_t(step->workspace)};
+    const Buffers at(space, *model, step->rows);
+    const std::vector<Span> spans = spans_of(*step), wanted = wanted_spans(*step, spans);
+    with_team(threads, [&](Team& team) {
+        double* seconds = team.thread == 0 ? step->seconds : nullptr;
+        Forward{team, *model, *step, at, Clock{seconds}}.run(spans, wanted);
+    });
+}
 
 // Bytes of `Step::workspace` for so many rows.
 size_t baton_workspace(const Model* model, int rows) {
-    Workspace space(nullptr);
+    Workspace space{0};
     Buffers(space, *model, rows);
-    return space.size() + ALIGNMENT;
+    return space.next + ALIGNMENT;
 }
 }
 

@@ -2,6 +2,8 @@
 // All are called by the whole team, and return when their results are complete.
 #pragma once
 
+#include <algorithm>
+
 #include "simd.h"
 #include "team.h"
 
@@ -13,8 +15,7 @@ struct Linear {
     const float* scales;     // int8 weights: [out], of each output; otherwise null
     const int32_t* offsets;  // int8 weights: [out], 128 times the sum of an output's weights
     const Activation* bias;  // [out], or null
-    int32_t in;
-    int32_t out;
+    int32_t in, out;
 };
 
 constexpr int PANEL = 64;  // columns packed side by side
@@ -46,11 +47,9 @@ constexpr int MAX_QUERIES = 128;  // query heads that share a KV head
 // elements of the compute type, or head_size int8 followed by their float scale.
 struct Pool {
     void* data;
-    int32_t layers;
-    int32_t kv_heads;
-    int32_t block_size;  // a multiple of 16
-    int32_t head_size;   // a multiple of 16, at most MAX_HEAD_SIZE
-    int32_t int8;        // 1: rows are int8 with a scale
+    int32_t layers, kv_heads;
+    int32_t block_size, head_size;  // multiples of 16, the latter at most MAX_HEAD_SIZE
+    int32_t int8;                   // 1: rows are int8 with a scale
 };
 
 // Rows of one sequence: [first_row, first_row + count) of the batch, at positions
@@ -63,15 +62,11 @@ struct Span {
 };
 
 struct AttentionShape {
-    int32_t heads;
-    int32_t layer;
-    int32_t window;  // tokens a row sees, its own included; 0: all
-    float scale;
-    float eps;         // of q_norm and k_norm
-    const float* cos;  // [max_context][head_size]
-    const float* sin;
-    const Activation* q_norm;  // [head_size], or null
-    const Activation* k_norm;
+    int32_t heads, layer;
+    int32_t window;                     // tokens a row sees, its own included; 0: all
+    float scale, eps;                   // of scores; of q_norm and k_norm
+    const float *cos, *sin;             // [max_context][head_size]
+    const Activation *q_norm, *k_norm;  // [head_size], or null
 };
 
 // qkv [rows][(heads + 2 * kv_heads) * head_size]: normalises and turns q in place, and writes k
@@ -79,10 +74,81 @@ struct AttentionShape {
 void rotate_and_store(Team& team, Activation* qkv, const Span* spans, int num_spans,
                       const AttentionShape& shape, const Pool& pool);
 
-// Attention of each row over its sequence's KV in the pool -> out [rows][heads * head_size].
-// A row's bits depend on its own query and its sequence's KV alone, not
-// on how many rows share its span, batch or chunk.
+// Attention of each row over its sequence's KV in the pool -> out [rows][heads * head_size]. A row's
+// bits depend on its own query and its sequence's KV alone, not on what shares its span or batch.
 void attend(Team& team, const Activation* qkv, const Span* spans, int num_spans,
             const AttentionShape& shape, const Pool& pool, Activation* out);
+
+// Where a sequence's KV lies in the pool, and how a step's rows are cut into pieces of work.
+
+// Positions next to each other in one block, from a multiple of RUN on.
+constexpr int RUN = 16;
+
+enum Part { KEYS, VALUES };
+
+// The K or V rows of one sequence, layer and KV head.
+struct PagedRows {
+    const int32_t* table;
+    int block_size;
+    size_t stride;  // bytes from a row to the next one of its block
+    size_t block_bytes;
+    char* begin;
+
+    PagedRows(const Pool& pool, int layer, int kv_head, Part part, const int32_t* table)
+        : table(table),
+          block_size(pool.block_size),
+          stride(pool.int8 ? pool.head_size + sizeof(float) : pool.head_size * sizeof(Activation)) {
+        const size_t head_bytes = stride * block_size;
+        block_bytes = head_bytes * pool.kv_heads * 2 * pool.layers;
+        const size_t head = (size_t(layer) * 2 + part) * pool.kv_heads + kv_head;
+        begin = (char*)pool.data + head * head_bytes;
+    }
+
+    // The row of a position that the table has a block for.
+    char* at(int position) const {
+        const size_t block = table[position / block_size], offset = position % block_size;
+        return begin + block * block_bytes + offset * stride;
+    }
+};
+
+// Some rows of a span, [first, first + count) of its own rows.
+struct Piece {
+    const Span* span;
+    int first;
+    int count;
+    int kv_head;
+};
+
+// All spans' rows in pieces of at most `rows`, each once for each KV head; the last rows come first,
+// because in causal attention they take longest. A cursor: it may skip pieces, but not go back.
+class Pieces {
+   public:
+    Pieces(const Span* spans, int num_spans, int rows, int kv_heads)
+        : spans_(spans), rows_(rows), kv_heads_(kv_heads), span_(num_spans) {
+        for (int i = 0; i < num_spans; i++) total_ += pieces_of(spans[i]);
+    }
+
+    int count() const { return total_ * kv_heads_; }
+
+    Piece at(int index) {
+        while (index >= end_) {
+            span_--;
+            begin_ = end_;
+            end_ += pieces_of(spans_[span_]) * kv_heads_;
+        }
+        const Span& span = spans_[span_];
+        const int from_end = (index - begin_) / kv_heads_;
+        const int first = (pieces_of(span) - 1 - from_end) * rows_;
+        return Piece{&span, first, std::min(rows_, span.count - first), (index - begin_) % kv_heads_};
+    }
+
+   private:
+    int pieces_of(const Span& span) const { return parts(span.count, rows_); }
+
+    const Span* spans_;
+    const int rows_, kv_heads_;
+    int span_, total_ = 0;
+    int begin_ = 0, end_ = 0;  // indices of the current span's pieces
+};
 
 }  // namespace baton

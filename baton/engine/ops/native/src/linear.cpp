@@ -25,8 +25,6 @@ constexpr int BLOCK = 48 * TILE_ROWS;
 constexpr int SMALL_BLOCK = 8 * TILE_ROWS;
 constexpr int PIECES_PER_THREAD = 8;  // at least, so that all threads end at nearly the same time
 
-inline int parts(int count, int size) { return (count + size - 1) / size; }
-
 // The left operand of a product: activations as they are, or quantised.
 template <class Weight>
 struct Left {
@@ -37,10 +35,8 @@ struct Left {
 
 // Part of the depth, which all rows of a block go through before the next.
 struct Chunk {
-    int first;  // group
-    int groups;
-    bool begins;  // the sums
-    bool ends;
+    int first, groups;
+    bool ends;  // the depth
 };
 
 // Fetches some lines of the next weights a group, while a product is computed from others.
@@ -96,19 +92,13 @@ struct Panel {
         const int lines = end - begin > LONE_ROWS ? parts(GROUP_LINES, passes) : 0;
         const size_t bytes = size_t(chunk.groups) * GROUP_LINES * LINE;
         Fetch fetch{(const char*)next, (const char*)next + bytes, lines};
-        for (int row = begin, tile = 0; tile < tiles; tile++) {
-            const int rows = (end - row) / (tiles - tile);
-            with_constant<TILE_ROWS>(rows, [&](auto size) { strips<size()>(row, chunk, fetch); });
-            row += rows;
-        }
-    }
-
-    template <int ROWS>
-    void strips(int row, const Chunk& chunk, Fetch& fetch) const {
-        for (int vector = 0; vector < PANEL / LANES; vector += tile_vectors(ROWS)) {
-            tile<ROWS, tile_vectors(ROWS)>(row, vector, chunk, fetch);
-            fetch.advance(chunk.groups);
-        }
+        in_parts<TILE_ROWS>(begin, end, [&](auto rows, int row) {
+            constexpr int VECTORS = tile_vectors(rows());
+            for (int vector = 0; vector < PANEL / LANES; vector += VECTORS) {
+                this->template tile<rows(), VECTORS>(row, vector, chunk, fetch);
+                fetch.advance(chunk.groups);
+            }
+        });
     }
 
     template <int ROWS, int VECTORS>
@@ -118,7 +108,7 @@ struct Panel {
         Sum sums[ROWS][VECTORS];
         for (int r = 0; r < ROWS; r++)
             for (int v = 0; v < VECTORS; v++)
-                sums[r][v] = chunk.begins ? Sum{} : kept[row - begin + r][vector + v];
+                sums[r][v] = chunk.first == 0 ? Sum{} : kept[row - begin + r][vector + v];
         multiply(a, left.stride, from, size_t(PANEL) * P::GROUP, chunk.groups, sums, fetch);
         if (chunk.ends) {
             if (weights.in % P::GROUP) add_rest(a, from, chunk.groups, sums);
@@ -183,7 +173,7 @@ void product(Team& team, const Left<Weight>& left, int rows, const Linear& weigh
             const int now = whole - first < groups ? whole - first : groups;
             const bool ends = first + now == whole;
             const Weight* next = b + size_t(first + now) * PANEL * P::GROUP;
-            panel.take(Chunk{first, now, first == 0, ends}, ends ? following : next);
+            panel.take(Chunk{first, now, ends}, ends ? following : next);
         }
     });
 }
@@ -236,20 +226,14 @@ template void linear(Team&, const Activation*, int, const Linear&, Activation*, 
 template void linear(Team&, const Activation*, int, const Linear&, float*, void*);
 #endif
 
-extern "C" {
-void baton_linear(int threads, const Activation* x, int rows, const Linear* weights, Activation* y,
-                  void* scratch) {
-    with_team(threads, [&](Team& team) { linear(team, x, rows, *weights, y, scratch); });
-}
-
-void baton_linear_floats(int threads, const Activation* x, int rows, const Linear* weights, float* y,
-                         void* scratch) {
-    with_team(threads, [&](Team& team) { linear(team, x, rows, *weights, y, scratch); });
-}
-
-size_t baton_linear_scratch(const Linear* weights, int rows) {
-    return linear_scratch(*weights, rows);
-}
+extern "C" void baton_linear(int threads, const Activation* x, int rows, const Linear* weights,
+                             void* y, bool floats, void* scratch) {
+    with_team(threads, [&](Team& team) {
+        if (floats)
+            linear(team, x, rows, *weights, (float*)y, scratch);
+        else
+            linear(team, x, rows, *weights, (Activation*)y, scratch);
+    });
 }
 
 }  // namespace baton

@@ -17,6 +17,7 @@ typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
 constexpr int LANES = 16;
@@ -132,33 +133,105 @@ inline float largest_magnitude(const auto* from, int size) {
     return largest(peak);
 }
 
-// How elements of one type are multiplied: `GROUP` neighbours along the depth in one 32-bit lane.
+// How elements of one type are multiplied: `GROUP` neighbours along the depth in one 32-bit lane. Of
+// int8 the left operand is unsigned, an int8 plus 128: what that adds is taken off by the caller.
 template <class Element>
 struct Product {
     static constexpr int GROUP = 4 / sizeof(Element);
-    typedef f32x16 Sum;
+    typedef std::conditional_t<sizeof(Element) == 1, i32x16, f32x16> Sum;
 };
 
-// The left operand is unsigned, an int8 plus 128: what that adds is taken off by the caller.
+// The CPU's own registers. Without AVX-512 products are taken in these, of eight lanes: the compiler
+// would keep vectors of sixteen in memory.
+#ifdef __AVX512F__
+constexpr int REGISTER = 64;                    // bytes
+constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;  // the largest tile whose sums stay in 24 of 32
+constexpr int tile_vectors(int) { return TILE_VECTORS; }  // how wide a tile of so many rows is
+#else
+constexpr int REGISTER = 32;
+constexpr int TILE_ROWS = 4, TILE_VECTORS = 1;  // 8 of 16, which leaves room for columns in parts
+// With few sums, each addition would wait for the one before.
+constexpr int tile_vectors(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+#endif
+typedef float Floats __attribute__((vector_size(REGISTER)));
+typedef uint32_t Words __attribute__((vector_size(REGISTER)));
+typedef int32_t Ints __attribute__((vector_size(REGISTER)));
+typedef int16_t Shorts __attribute__((vector_size(REGISTER)));
+constexpr int WORDS = REGISTER / 4;
+
+// One word in all lanes.
+inline Words repeat(const void* from) {
+#ifdef __AVX512F__
+    return Words{} + load<uint32_t>((const char*)from);
+#else
+    // Of the plain form the compiler makes arithmetic on scalars, which is slower.
+    return (Words)_mm256_broadcastd_epi32(_mm_loadu_si32(from));
+#endif
+}
+
+// How groups are multiplied in registers. One of bf16 or int8 is taken in two parts where no
+// instruction takes it at once: then only one part of the columns is in registers.
+template <class Element>
+struct Lanes {  // float
+    static constexpr int PARTS = 1;
+    typedef Floats Sum;
+    static Floats left(const float* from, int) { return *from - Floats{}; }
+    static Floats right(const float* from, int) { return load<Floats>(from); }
+    static Sum add(Sum sum, Floats a, Floats b) { return sum + a * b; }
+};
+
 template <>
-struct Product<int8_t> {
-    static constexpr int GROUP = 4;
-    typedef i32x16 Sum;
+struct Lanes<bf16> {
+    typedef Floats Sum;
+#ifdef __AVX512BF16__
+    static constexpr int PARTS = 1;
+    static Words part(Words pairs, int) { return pairs; }
+    static Sum add(Sum sum, Words a, Words b) {
+        return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+    }
+#else
+    static constexpr int PARTS = 2;
+    static Floats part(Words pairs, int p) { return (Floats)(p ? pairs & 0xffff0000u : pairs << 16); }
+    static Sum add(Sum sum, Floats a, Floats b) { return sum + a * b; }
+#endif
+    static auto left(const bf16* from, int p) { return part(repeat(from), p); }
+    static auto right(const bf16* from, int p) { return part(load<Words>(from), p); }
+};
+
+template <>
+struct Lanes<int8_t> {
+    typedef Ints Sum;
+#ifdef __AVX512VNNI__
+    static constexpr int PARTS = 1;
+    static Ints left(const int8_t* from, int) { return (Ints)repeat(from); }
+    static Ints right(const int8_t* from, int) { return load<Ints>(from); }
+    static Sum add(Sum sum, Ints a, Ints b) {
+        return (Sum)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+    }
+#else
+    // As pairs of 16 bits, bytes 0 and 2, then 1 and 3: products of bytes would saturate.
+    static constexpr int PARTS = 2;
+    static Shorts left(const int8_t* from, int p) {
+        const Words bytes = repeat(from);
+        return (Shorts)(p ? bytes >> 8 & 0x00ff00ffu : bytes & 0x00ff00ffu);
+    }
+    static Shorts right(const int8_t* from, int p) {
+        const Shorts bytes = load<Shorts>(from);
+        return (p ? bytes : bytes << 8) >> 8;
+    }
+    static Sum add(Sum sum, Shorts a, Shorts b) {
+#ifdef __AVX512BW__
+        return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#else
+        return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#endif
+    }
+#endif
 };
 
 struct Nothing {
     void operator()() const {}
 };
-
-}  // namespace baton
-
-#ifdef __AVX512F__
-#include "avx512.h"
-#else
-#include "avx2.h"
-#endif
-
-namespace baton {
 
 // sums[r][v] += rows of a times columns of b, over `groups` groups of the depth, in order.
 //
@@ -171,14 +244,13 @@ inline void multiply(const Element* a, size_t a_stride, const Element* b, size_t
                      typename Product<Element>::Sum (&sums)[ROWS][VECTORS],
                      Meanwhile meanwhile = {}) {
     typedef Lanes<Element> L;
-    constexpr int GROUP = Product<Element>::GROUP, REGISTERS = VECTORS * LANES / L::COUNT;
+    constexpr int GROUP = Product<Element>::GROUP, REGISTERS = VECTORS * LANES / WORDS;
     typename L::Sum held[ROWS][REGISTERS];
     std::memcpy(held, sums, sizeof held);
     for (int g = 0; g < groups; g++) {
         for (int part = 0; part < L::PARTS; part++) {
-            typename L::Factor columns[REGISTERS];
-            for (int v = 0; v < REGISTERS; v++)
-                columns[v] = L::right(b + v * L::COUNT * GROUP, part);
+            decltype(L::right(b, part)) columns[REGISTERS];
+            for (int v = 0; v < REGISTERS; v++) columns[v] = L::right(b + v * WORDS * GROUP, part);
             for (int r = 0; r < ROWS; r++) {
                 const auto left = L::left(a + r * a_stride, part);
                 for (int v = 0; v < REGISTERS; v++) held[r][v] = L::add(held[r][v], left, columns[v]);
@@ -191,12 +263,25 @@ inline void multiply(const Element* a, size_t a_stride, const Element* b, size_t
     std::memcpy(sums, held, sizeof held);
 }
 
+inline int parts(int count, int size) { return (count + size - 1) / size; }
+
 // Calls work with a size of 1 to MAX as a constant.
 template <int MAX, class Work>
 inline void with_constant(int size, const Work& work) {
     if constexpr (MAX > 0) {
         if (size == MAX) return work(std::integral_constant<int, MAX>{});
         with_constant<MAX - 1>(size, work);
+    }
+}
+
+// Calls work(size, first) for all of [first, end) in as few parts as a size of MAX allows, all
+// about equal; `size` is a constant.
+template <int MAX, class Work>
+inline void in_parts(int first, int end, const Work& work) {
+    for (int left = parts(end - first, MAX); left; left--) {
+        const int size = parts(end - first, left);
+        with_constant<MAX>(size, [&](auto constant) { work(constant, first); });
+        first += size;
     }
 }
 

@@ -69,11 +69,6 @@ class Team {
 template <class Work>
 void with_team(int threads, const Work& work) {
     Team::Shared shared;
-    if (threads == 1) {
-        Team team(shared, 0, 1);
-        work(team);
-        return;
-    }
 #pragma omp parallel num_threads(threads)
     {
         Team team(shared, omp_get_thread_num(), omp_get_num_threads());

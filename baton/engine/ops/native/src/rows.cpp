@@ -1,0 +1,155 @@
+// What happens to rows one by one: norms, the gate, rotary embedding and the writing of K and V.
+#include <cmath>
+
+#include "kernels.h"
+
+namespace baton {
+namespace {
+
+constexpr int ROWS_AT_ONCE = 16;
+
+inline f32x16 rounded(f32x16 value, const float*) { return value; }
+
+inline f32x16 rounded(f32x16 value, const bf16*) { return widen_bf16(round_bf16(value)); }
+
+// 1 / (1 + e^-x), by the power of the negative magnitude alone, which cannot overflow.
+inline f32x16 sigmoid(f32x16 x) {
+    const f32x16 power = power_of_two((x < 0 ? x : -x) * LOG2_E);
+    return (x < 0 ? power : splat(1.0f)) / (power + 1.0f);
+}
+
+// A row scaled to unit mean square, times weight; rounded where `rms_norm` of decoder.py does.
+inline void normalise(const Activation* row, f32x16 squares, const Activation* weight, float eps,
+                      int size, Activation* out) {
+    const float factor = 1.0f / std::sqrt(sum(squares) / float(size) + eps);
+    for (int i = 0; i < size; i += LANES) {
+        const f32x16 unit = rounded(load_floats(row + i, size - i) * factor, row);
+        store_floats(out + i, unit * load_floats(weight + i, size - i), size - i);
+    }
+}
+
+// Turns each pair (d, d + size / 2) of a head by its angle.
+void turn(Activation* head, const float* cos, const float* sin, int size) {
+    const int half = size / 2;
+    for (int i = 0; i < half; i += LANES) {
+        const int count = std::min(LANES, half - i);
+        const auto take = [&](const auto* from) { return load_floats(from + i, count); };
+        const f32x16 first = take(head), second = take(head + half);
+        store_floats(head + i, first * take(cos) - second * take(sin), count);
+        store_floats(head + half + i, second * take(cos + half) + first * take(sin + half), count);
+    }
+}
+
+// A head as int8, and behind it the float that one unit stands for.
+void quantise(const Activation* head, int size, char* row) {
+    const float peak = largest_magnitude(head, size);
+    const float inverse = peak > 0.0f ? 127.0f / peak : 0.0f, scale = peak / 127.0f;
+    for (int i = 0; i < size; i += LANES) {
+        const i32x16 units = round_whole(load_floats(head + i) * inverse);
+        store(row + i, __builtin_convertvector(units, i8x16));
+    }
+    std::memcpy(row + size, &scale, sizeof scale);
+}
+
+// One row of the batch: `heads` [q of all heads, k, v], at a position of the sequence of `table`.
+void rotate_row(Activation* heads, int position, const int32_t* table, const AttentionShape& shape,
+                const Pool& pool) {
+    const int size = pool.head_size, turned = shape.heads + pool.kv_heads;
+    const float* cos = shape.cos + size_t(position) * size;
+    const float* sin = shape.sin + size_t(position) * size;
+    for (int i = 0; i < turned; i++) {
+        const Activation* weight = i < shape.heads ? shape.q_norm : shape.k_norm;
+        Activation* head = heads + i * size;
+        if (weight) {
+            f32x16 squares{};
+            for (int j = 0; j < size; j += LANES) {
+                const f32x16 value = load_floats(head + j);
+                squares += value * value;
+            }
+            normalise(head, squares, weight, shape.eps, size, head);
+        }
+        turn(head, cos, sin, size);
+    }
+    const Activation* kv[] = {heads + shape.heads * size, heads + turned * size};
+    for (int i = 0; i < pool.kv_heads; i++)
+        for (Part part : {KEYS, VALUES}) {
+            char* row = PagedRows(pool, shape.layer, i, part, table).at(position);
+            const Activation* head = kv[part] + i * size;
+            if (pool.int8)
+                quantise(head, size, row);
+            else
+                std::memcpy(row, head, size * sizeof(Activation));
+        }
+}
+
+}  // namespace
+
+void embed(Team& team, const Activation* table, const int32_t* token_ids, int rows, int size,
+           Activation* hidden) {
+    team.share(rows, [&](int row) {
+        std::memcpy(hidden + size_t(row) * size, table + size_t(token_ids[row]) * size,
+                    size * sizeof(Activation));
+    });
+}
+
+void add_rms_norm(Team& team, Activation* hidden, const Activation* added, const Activation* weight,
+                  float eps, int rows, int size, Activation* out) {
+    team.share(rows, [&](int row) {
+        const size_t begin = size_t(row) * size;
+        f32x16 squares{};
+        for (int i = 0; i < size; i += LANES) {
+            f32x16 value = load_floats(hidden + begin + i, size - i);
+            if (added) {
+                value = rounded(value + load_floats(added + begin + i, size - i), hidden);
+                store_floats(hidden + begin + i, value, size - i);
+            }
+            squares += value * value;
+        }
+        normalise(hidden + begin, squares, weight, eps, size, out + begin);
+    });
+}
+
+void silu_mul(Team& team, const Activation* gate_up, int rows, int size, Activation* out) {
+    team.share(rows, [&](int row) {
+        const Activation* gate = gate_up + size_t(row) * 2 * size;
+        const Activation* up = gate + size;
+        for (int i = 0; i < size; i += LANES) {
+            const f32x16 x = load_floats(gate + i, size - i);
+            const f32x16 silu = rounded(x * sigmoid(x), out);
+            store_floats(out + size_t(row) * size + i, silu * load_floats(up + i, size - i), size - i);
+        }
+    });
+}
+
+void rotate_and_store(Team& team, Activation* qkv, const Span* spans, int num_spans,
+                      const AttentionShape& shape, const Pool& pool) {
+    const size_t stride = size_t(shape.heads + 2 * pool.kv_heads) * pool.head_size;
+    Pieces pieces(spans, num_spans, ROWS_AT_ONCE, 1);
+    team.share(pieces.count(), [&](int i) {
+        const Piece piece = pieces.at(i);
+        const Span& span = *piece.span;
+        for (int row = piece.first; row < piece.first + piece.count; row++)
+            rotate_row(qkv + (span.first_row + row) * stride, span.context + row, span.table, shape,
+                       pool);
+    });
+}
+
+extern "C" {
+void baton_add_rms_norm(int threads, Activation* hidden, const Activation* added,
+                        const Activation* weight, float eps, int rows, int size, Activation* out) {
+    with_team(threads,
+              [&](Team& team) { add_rms_norm(team, hidden, added, weight, eps, rows, size, out); });
+}
+
+void baton_silu_mul(int threads, const Activation* gate_up, int rows, int size, Activation* out) {
+    with_team(threads, [&](Team& team) { silu_mul(team, gate_up, rows, size, out); });
+}
+
+void baton_rotate(int threads, Activation* qkv, const Span* spans, int num_spans,
+                  const AttentionShape* shape, const Pool* pool) {
+    with_team(threads,
+              [&](Team& team) { rotate_and_store(team, qkv, spans, num_spans, *shape, *pool); });
+}
+}
+
+}  // namespace baton

@@ -1,0 +1,268 @@
+"""Kernels on rows: addition to the residual stream with its RMS norm, the feed-forward gate, and
+eight-bit rows, for int8 and fp8 products and for the KV pool.
+
+The formulas of eight-bit rows are those of `baton.engine.weights.quantize`, to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.engine.models.decoder import rms_norm
+from baton.engine.ops.torch.linear import silu_gate
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
+from baton.engine.ops.triton.tuning import choose
+from baton.engine.weights import quantize
+
+# A row lies in the registers of one program.
+LARGEST_ROW = 32768
+
+# Of `quantize_rows` a row up to here stays in registers between two passes; a longer one is read
+# twice.
+LARGEST_WHOLE = 16384
+
+
+@triton.jit
+def _add_rms_norm_kernel(x, residual, weight, normed, size, row_stride, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    element = x.dtype.element_ty
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    values = tl.load(x + row * row_stride + columns, mask=inside, other=0.0)
+    weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        residual += row * size + columns
+        total = tl.load(residual, mask=inside, other=0.0).to(tl.float32) + values.to(tl.float32)
+        # The norm is of what is kept, in the model's type.
+        values = total.to(element)
+        tl.store(residual, values, mask=inside)
+    wide = values.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
+    # Rounded where the model's own arithmetic rounds.
+    unit = (wide * inverse).to(element).to(tl.float32)
+    tl.store(normed + row * size + columns, (unit * weights).to(element), mask=inside)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, config: Config | None = None
+) -> tuple[Tensor, Tensor]:
+    """The residual stream with x added in place, and its RMS norm times weight: (normed, stream).
+
+    x, residual: `[rows, size]` of one type · weight: `[size]`. Without a residual x itself is the
+    stream, and nothing is added. config: of the launch; None is that of `tuning`.
+    """
+    rows, size = x.shape
+    assert size <= LARGEST_ROW, "no model's rows are as long"
+    assert x.stride(1) == 1 and weight.is_contiguous()
+    assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
+    config = config or choose("add_rms_norm", {"rows": rows, "size": size}, x.device)
+    normed = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    _add_rms_norm_kernel[(rows,)](
+        x, residual, weight, normed, size, x.stride(0), eps,
+        BLOCK=triton.next_power_of_2(size), **config,
+    )  # fmt: skip
+    return normed, x if residual is None else residual
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up, out, size, row_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    element = out.dtype.element_ty
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    gate = tl.load(gate_up + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + size + columns, mask=inside, other=0.0)
+    # Rounded where torch rounds, which multiplies in a second step.
+    gated = (gate / (1.0 + tl.exp(-gate))).to(element).to(tl.float32)
+    tl.store(out + row * size + columns, (gated * up.to(tl.float32)).to(element), mask=inside)
+
+
+def silu_mul(gate_up: Tensor, config: Config | None = None) -> Tensor:
+    """`silu(gate) * up` of gate_up `[rows, 2 * size]`, gate first → `[rows, size]`.
+
+    config: of the launch; None is that of `tuning`.
+    """
+    rows, width = gate_up.shape
+    size = width // 2
+    config = config or choose("silu_mul", {"rows": rows, "size": size}, gate_up.device)
+    assert gate_up.stride(1) == 1 and width == 2 * size
+    out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
+    grid = (rows, triton.cdiv(size, config["BLOCK"]))
+    _silu_mul_kernel[grid](gate_up, out, size, gate_up.stride(0), **config)
+    return out
+
+
+@triton.jit
+def scale_of(largest, FP8: tl.constexpr):
+    """The float32 scale of rows whose largest magnitudes these are."""
+    return tl.div_rn(largest, 448.0 if FP8 else 127.0)
+
+
+@triton.jit
+def bits_of(x, largest, FP8: tl.constexpr):
+    """float32 x, in rows with these largest magnitudes → the bits of its int8 or e4m3, as int8.
+
+    e4m3 is made of integers, and so is the same on every GPU: A100 has no instruction for it.
+    """
+    # Smaller magnitudes would overflow peak / largest.
+    peak: tl.constexpr = 448.0 if FP8 else 127.0
+    least: tl.constexpr = 2e-36 if FP8 else 1e-36
+    # Between a product and a sum, `minimum` keeps the compiler from fusing them, which would round
+    # once where torch rounds twice.
+    units = x * tl.div_rn(peak, tl.maximum(largest, least))
+    units = tl.minimum(tl.maximum(units, -peak), peak)
+    if FP8:
+        magnitudes = tl.abs(units)
+        signs = (units.to(tl.int32, bitcast=True) >> 24) & 0x80
+        wide = magnitudes.to(tl.int32, bitcast=True)
+        # Three bits of mantissa stay, ties to even; the exponent's bias becomes 7.
+        normal = ((wide + 0x7FFFF + ((wide >> 20) & 1)) >> 20) - 960
+        # Next to 24576 float32 counts in steps of 2 ** -9, as the subnormals do.
+        subnormal = (magnitudes + 24576.0).to(tl.int32, bitcast=True) & 0xF
+        bits = tl.where(magnitudes < 0.015625, subnormal, normal) | signs
+    else:
+        # Next to 3 * 2 ** 22 float32 counts in ones, ties to even: the low byte is the integer.
+        bits = (units + 12582912.0).to(tl.int32, bitcast=True)
+    return bits.to(tl.int8)
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    x, values, scales, size, row_stride, WHOLE: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    x += row * row_stride
+    values += row * size
+    columns = tl.arange(0, BLOCK)
+    if WHOLE:
+        inside = columns < size
+        part = tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
+        largest = tl.max(tl.abs(part), 0)
+        tl.store(values + columns, bits_of(part, largest, FP8), mask=inside)
+    else:
+        largests = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, size, BLOCK):
+            inside = first + columns < size
+            part = tl.load(x + first + columns, mask=inside, other=0.0).to(tl.float32)
+            largests = tl.maximum(largests, tl.abs(part))
+        largest = tl.max(largests, 0)
+        for first in range(0, size, BLOCK):
+            inside = first + columns < size
+            part = tl.load(x + first + columns, mask=inside, other=0.0).to(tl.float32)
+            tl.store(values + first + columns, bits_of(part, largest, FP8), mask=inside)
+    tl.store(scales + row, scale_of(largest, FP8))
+
+
+def quantize_rows(
+    x: Tensor, dtype: torch.dtype = torch.int8, config: Config | None = None
+) -> tuple[Tensor, Tensor]:
+    """x `[rows, size]` → (int8 or float8_e4m3fn `[rows, size]`, float32 scales `[rows]`).
+
+    The scale is a row's largest magnitude over 127 or 448; values are rounded to the nearest, ties
+    to even. A row of zeros has scale 0. config: of the launch; None is that of `tuning`.
+    """
+    rows, size = x.shape
+    config = config or choose("quantize_rows", {"rows": rows, "size": size}, x.device)
+    assert x.stride(1) == 1
+    values = torch.empty((rows, size), dtype=torch.int8, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
+    whole = size <= LARGEST_WHOLE
+    block = triton.next_power_of_2(size) if whole else config["BLOCK"]
+    _quantize_rows_kernel[(rows,)](
+        x, values, scales, size, x.stride(0), WHOLE=whole, FP8=dtype == quantize.FP8,
+        **{**config, "BLOCK": block},
+    )  # fmt: skip
+    return values.view(dtype), scales
+
+
+def _norm_trial(shape: Key, device: torch.device) -> Trial:
+    rows, size, dtype = int(shape["rows"]), int(shape["size"]), dtype_of(shape)
+    x, residual = torch.randn(2, rows, size, device=device).to(dtype).unbind()
+    weight = torch.rand(size, device=device).to(dtype)
+    added = residual if shape.get("add", 1) else None
+    stream = x if added is None else x + added
+    return Trial(
+        {"rows": rows, "size": size},
+        lambda config: add_rms_norm(x, added, weight, 1e-5, config),
+        lambda: (rms_norm(stream, weight, 1e-5), stream),
+        moved_bytes=4 * x.numel() * x.itemsize,
+    )
+
+
+def _silu_trial(shape: Key, device: torch.device) -> Trial:
+    rows, size = int(shape["rows"]), int(shape["size"])
+    gate_up = torch.randn(rows, 2 * size, device=device).to(dtype_of(shape))
+    return Trial(
+        {"rows": rows, "size": size},
+        lambda config: (silu_mul(gate_up, config),),
+        lambda: (silu_gate(gate_up),),
+        moved_bytes=3 * rows * size * gate_up.itemsize,
+    )
+
+
+def _quantize_trial(shape: Key, device: torch.device) -> Trial:
+    rows, size, to = int(shape["rows"]), int(shape["size"]), dtype_of(shape, "to", "int8")
+    x = torch.randn(rows, size, device=device).to(dtype_of(shape))
+    x[0] = 0  # a scale of 0
+    return Trial(
+        {"rows": rows, "size": size},
+        lambda config: quantize_rows(x, to, config),
+        lambda: quantize.quantize_rows(x, to),
+        moved_bytes=3 * rows * size + 4 * rows,
+        tolerance=0.0,
+    )
+
+
+_ROWS = (1, 32, 256, 8192)
+SPECS = (
+    KernelSpec(
+        "add_rms_norm",
+        _norm_trial,
+        cases=(
+            {"rows": 5, "size": 4096},
+            {"rows": 5, "size": 8192, "dtype": "fp16"},
+            {"rows": 5, "size": 2048, "dtype": "fp32", "add": 0},
+            {"rows": 3, "size": 16384},
+        ),
+        configs=lambda key: product_of(num_warps=(1, 2, 4, 8, 16, 32), num_stages=(1,)),
+        shapes=product_of(size=(2048, 4096, 8192), rows=_ROWS),
+    ),
+    KernelSpec(
+        "silu_mul",
+        _silu_trial,
+        cases=(
+            {"rows": 5, "size": 4096},
+            {"rows": 7, "size": 1000, "dtype": "fp16"},
+            {"rows": 3, "size": 2048, "dtype": "fp32"},
+        ),
+        # 8 elements of two bytes are one load of a thread.
+        configs=lambda key: [
+            config
+            for config in product_of(
+                BLOCK=(256, 512, 1024, 2048, 4096), num_warps=(1, 2, 4, 8), num_stages=(1,)
+            )
+            if 4 <= config["BLOCK"] // (32 * config["num_warps"]) <= 32
+        ],
+        shapes=product_of(size=(4096, 14336), rows=_ROWS),
+    ),
+    KernelSpec(
+        "quantize_rows",
+        _quantize_trial,
+        cases=(
+            {"rows": 5, "size": 4096},
+            {"rows": 5, "size": 4096, "to": "fp8"},
+            {"rows": 3, "size": 8192, "dtype": "fp16"},
+            {"rows": 5, "size": 2048, "dtype": "fp32"},
+            {"rows": 2, "size": 20000},
+        ),
+        configs=lambda key: product_of(
+            BLOCK=(0,) if int(key["size"]) <= LARGEST_WHOLE else (2048, 4096, 8192),
+            num_warps=(1, 2, 4, 8, 16, 32),
+            num_stages=(1,),
+        ),
+        shapes=product_of(size=(4096, 14336, 28672), rows=_ROWS),
+    ),
+)
