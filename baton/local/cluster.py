@@ -12,7 +12,7 @@ import logging
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -108,7 +108,7 @@ class LocalCluster:
         await self.stop()
 
     async def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Returns once every worker is READY and every router SERVING; raises DeadlineExceeded.
+        """Returns once every router can use every worker; raises DeadlineExceeded.
 
         A process that ended and is not going to be restarted is not waited for, but while the
         cluster starts its end raises Unavailable.
@@ -118,6 +118,8 @@ class LocalCluster:
             async with asyncio.timeout(timeout_s):
                 await self._until(lambda: all(p.is_ready for p in self._wanted()))
                 await workers_ready(self.membership, self._worker_pids)
+                for address in self._routers.values():
+                    await router_sees(address, self._worker_pids(), self._credentials)
         except TimeoutError:
             waiting = [process.name for process in self._wanted() if not process.is_ready]
             missing = ", ".join(waiting) or "a worker's record in etcd"
@@ -168,7 +170,7 @@ class LocalCluster:
                     raise Unavailable(process.failure)
                 if process.role != "router":
                     for address in self._routers.values():
-                        await router_sees(address, process.pid, self._credentials)
+                        await router_sees(address, {process.pid}, self._credentials)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{name} is not back after {self._start_timeout_s:g} s"
@@ -375,13 +377,13 @@ async def router_serving(address: str, credentials: grpc.ChannelCredentials | No
 
 
 async def router_sees(
-    address: str, pid: int, credentials: grpc.ChannelCredentials | None = None
+    address: str, pids: Set[int], credentials: grpc.ChannelCredentials | None = None
 ) -> None:
-    """Returns once the router at `address` can place requests on the worker with this pid."""
+    """Returns once the router at `address` can place requests on the workers with these pids."""
     await _router_says(
         address,
         credentials,
-        lambda status: any(w.record.pid == pid and w.state == "READY" for w in status.workers),
+        lambda status: pids <= {w.record.pid for w in status.workers if w.state == "READY"},
     )
 
 
