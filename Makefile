@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PROTOS := $(wildcard protos/baton/v1/*.proto)
 
-.PHONY: setup demo test test-all chaos compose-test bench-engine bench-serve gpu lint format docs wheel protos clean
+.PHONY: setup demo test test-all chaos fuzz compose-test bench-engine bench-serve gpu lint format docs wheel protos clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,9 @@ test: $(STAMP)
 
 # And what takes long or needs more: chaos for ten minutes, the stack in containers.
 test-all: test chaos compose-test
+
+fuzz: $(STAMP)
+	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) $(if $(SEED),--seed $(SEED))
 
 chaos: $(STAMP)
 	@$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))

@@ -307,11 +307,35 @@ class TelemetryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TlsConfig:
+    """How a process's ports are encrypted, and who may call them; all files are PEM."""
+
+    GROUP: ClassVar[str] = "TLS"
+    tls_cert: Path | None = option(
+        None, "--tls-cert FILE", "this process's certificate: its ports take nothing but TLS then"
+    )
+    tls_key: Path | None = option(None, "--tls-key FILE", "the certificate's private key")
+    tls_client_ca: Path | None = option(
+        None,
+        "--tls-client-ca FILE",
+        "callers need a certificate that this authority signed; on workers, one of their role",
+    )
+    tls_ca: Path | None = option(
+        None,
+        "--tls-ca FILE",
+        "the authority of the other processes' certificates (default: --tls-client-ca)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServiceConfig(TelemetryConfig):
     """What every service of a cluster has."""
 
     GROUP: ClassVar[str] = "service"
     host: str = option("127.0.0.1", "--host", "address to listen on")
+    insecure: bool = option(
+        False, "--insecure", "listen without TLS on an address that other machines can reach"
+    )
     model_name: str = option(
         "", "--model-name NAME", "name that requests use (default: the model directory's)"
     )
@@ -331,7 +355,7 @@ class WorkerServiceConfig(ServiceConfig):
 
 
 @dataclass(frozen=True)
-class WorkerConfig(WorkerServiceConfig):
+class WorkerConfig(TlsConfig, WorkerServiceConfig):
     """One prefill or decode worker."""
 
     role: str  # prefill or decode
@@ -419,7 +443,7 @@ class RouterLimits:
 
 
 @dataclass(frozen=True)
-class RouterConfig(RouterLimits, ServedModel, ServiceConfig):
+class RouterConfig(RouterLimits, ServedModel, TlsConfig, ServiceConfig):
     """One router. Of a model it needs the tokenizer; made-up weights may come without one."""
 
     GROUP: ClassVar[str] = "service"
@@ -468,6 +492,9 @@ class ClusterConfig(WorkerServiceConfig):
     )
     etcd: str | None = option(
         None, "--etcd HOST:PORT", "use this etcd (default: start one for the cluster)"
+    )
+    tls: bool = option(
+        False, "--tls", "encrypt all ports but etcd's, with certificates made for this run"
     )
     trace: bool = option(False, "--trace", "draw the trace of each request here")
     keep_traces: int = option(

@@ -17,7 +17,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from baton import errors
+from baton import errors, tls
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,8 @@ def translated() -> Iterator[None]:
 def server() -> grpc.aio.Server:
     """An asyncio server with our options, for which no port is open yet.
 
-    What a handler of it raises becomes the call's status; malformed requests are refused.
+    What a handler of it raises becomes the call's status; malformed requests are refused, and those
+    of callers who may not call the method.
     """
     return grpc.aio.server(options=SERVER_OPTIONS, interceptors=(_Translator(),))
 
@@ -129,7 +130,7 @@ class _Malformed(errors.InvalidRequest):
 
 
 class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Gives what the handlers of a server raise as a status, and parses their requests.
+    """Gives what the handlers of a server raise as a status, and checks callers and requests.
 
     For a malformed request gRPC by itself would answer UNKNOWN and log a traceback; here a line is
     logged now and then.
@@ -164,17 +165,20 @@ class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             async for raw in requests:
                 yield parsed(raw)
 
-        take = all_parsed if handler.request_streaming else parsed
+        def take(raw: Any, context: Any) -> Any:
+            if why := tls.why_refused(method, context.auth_context()):
+                raise errors.Unauthenticated(why)
+            return all_parsed(raw) if handler.request_streaming else parsed(raw)
 
         async def respond(raw: Any, context: Any) -> Any:
             try:
-                return await behaviour(take(raw), context)
+                return await behaviour(take(raw, context), context)
             except Exception as error:
                 self._failed(context, error)
 
         async def stream(raw: Any, context: Any) -> AsyncIterator[Any]:
             try:
-                async with contextlib.aclosing(behaviour(take(raw), context)) as responses:
+                async with contextlib.aclosing(behaviour(take(raw, context), context)) as responses:
                     async for response in responses:
                         yield response
             except Exception as error:
@@ -199,12 +203,21 @@ class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def channel(
-    address: str, credentials: grpc.ChannelCredentials | None = None, kind: Any = grpc.aio
+    address: str,
+    credentials: grpc.ChannelCredentials | None = None,
+    kind: Any = grpc.aio,
+    role: str = "",
 ) -> Any:
-    """A channel with our options, of asyncio or `kind` grpc; insecure without credentials."""
+    """A channel with our options, of asyncio or `kind` grpc, with this process's credentials.
+
+    What is called must be the cluster's process of that `role`; without one, the address's host.
+    """
+    credentials = credentials or tls.current().of_client()
     if credentials is None:
         return kind.insecure_channel(address, options=OPTIONS)
-    return kind.secure_channel(address, credentials, options=OPTIONS)
+    name = f"{role}.{tls.DOMAIN}" if role else tls.current().server_name
+    named = [("grpc.ssl_target_name_override", name)] if name else []
+    return kind.secure_channel(address, credentials, options=[*OPTIONS, *named])
 
 
 def _write_details(

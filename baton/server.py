@@ -15,19 +15,25 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from baton import rpc
+from baton import rpc, tls
 from baton.errors import ConfigError
 
 
 def bind(host: str, port: int) -> tuple[grpc.aio.Server, str]:
     """A server, not started, and its host:port; port 0 takes a free one.
 
-    Raises ConfigError when the port is taken.
+    It takes TLS where this process has a certificate. Raises ConfigError when the port is taken, or
+    would be open to others without TLS.
     """
+    credentials = tls.current()
+    credentials.check_exposed(host)
     server = rpc.server()
     wanted = f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(wanted)
+        if credentials.serves:
+            bound = server.add_secure_port(wanted, credentials.port())
+        else:
+            bound = server.add_insecure_port(wanted)
     except RuntimeError as error:
         raise ConfigError(
             f"cannot listen on {wanted}: the port is in use or the address is not this machine's "

@@ -277,7 +277,7 @@ class LinkPool:
     async def _connect(self, decode: common_pb2.WorkerRecord) -> PairLink:
         """Offers until a transport works that the decode worker chose."""
         peer = decode.incarnation
-        channel = rpc.channel(decode.address)
+        channel = rpc.channel(decode.address, role="decode")
         stub = handoff_pb2_grpc.HandoffServiceStub(channel)
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{peer}")
         run = asyncio.get_running_loop().run_in_executor

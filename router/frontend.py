@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from opentelemetry.trace import SpanKind, Tracer
 
@@ -22,14 +23,15 @@ from router.admission import feasibility
 from router.admission.admission import Admission, Choices
 from router.admission.tenants import AdmissionLease
 from router.admission.wait_queue import WaitQueue
-from router.dispatch.attempt import MAX_UNREAD_BYTES
 from router.dispatch.dispatch import Dispatch
 from router.dispatch.request_state import RequestState, TextStream
 from router.fleet.fleet import Fleet
 from router.placement.placement import RETRY_AFTER_S
 from router.telemetry.stats import RequestRecord, RouterStats
 
-UNREAD_S = 10.0  # that one response may wait for a caller that does not read
+# Output of one request may wait for a caller that reads slowly: so much of it, and so long.
+MAX_UNREAD_BYTES = 1 << 20
+UNREAD_S = 10.0
 _STOP = common_pb2.FINISH_REASON_STOP
 _REASONS = {
     common_pb2.FINISH_REASON_UNSPECIFIED: None,
@@ -46,38 +48,102 @@ class Caller:
     time_left_s: float | None = None  # None: no deadline of its own
 
 
-# Takes a response on its way to the caller; waits while the caller reads too slowly.
-Send = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
+class Sink(Protocol):
+    """Where the output of one request goes. Event-loop thread only."""
+
+    def start(self, started: inference_pb2.Started) -> None:
+        """The request is admitted."""
+
+    def put(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[common_pb2.PositionLogprobs],
+        reason: common_pb2.FinishReason,
+    ) -> None:
+        """Takes new output, without waiting. Raises Cancelled where too much of it is unread."""
+
+    async def finish(self, finish: inference_pb2.Finish) -> None:
+        """Returns once the caller has taken all, so far as that can be known."""
 
 
-class _Sending:
-    """Sends one request's responses, until its deadline at the latest, whatever its caller does.
+class Unread:
+    """Watches how much output a caller leaves unread, and for how long."""
 
-    A scope in the request's own task: a deadline around a generator's `yield` would cancel what
-    the generator's consumer waits for, and end nothing (PEP 789).
-    """
+    def __init__(self) -> None:
+        self._waiting = 0
+        self._read_at = 0.0  # when the caller was last seen to read
 
-    def __init__(self, state: RequestState, send: Send) -> None:
+    def add(self, waiting: int, new: int) -> None:
+        """`waiting` bytes wait for the caller, and `new` ones come behind them.
+
+        Raises Cancelled where that is too much, or where nothing was read for too long.
+        """
+        now = time.monotonic()
+        if not waiting or waiting < self._waiting:
+            self._read_at = now
+        self._waiting = waiting + new
+        if self._waiting > MAX_UNREAD_BYTES:
+            raise Cancelled(f"the caller left {MAX_UNREAD_BYTES >> 10} KiB of output unread")
+        if now - self._read_at > UNREAD_S:
+            raise _unread_for_long()
+
+
+def _unread_for_long() -> Cancelled:
+    return Cancelled(f"the caller did not read its output for {UNREAD_S:.0f} s")
+
+
+class _Delivery:
+    """Brings one request's tokens to its caller, until the deadline at the latest."""
+
+    def __init__(
+        self,
+        state: RequestState,
+        text: TextStream,
+        sink: Sink,
+        on_output: Callable[[int, float | None], None],
+    ) -> None:
+        """`on_output` gets the number of new tokens, and the seconds since the last ones."""
         self._state = state
-        self._send = send
+        self._text = text
+        self._sink = sink
+        self._on_output = on_output
         self._scope = asyncio.timeout(state.request.time_left_s)
-        self._error: BatonError | None = None
-        state.on_unread = lambda: self.end(
-            Cancelled(f"the caller left {MAX_UNREAD_BYTES >> 10} KiB of output unread")
-        )
-
-    async def __call__(self, **response: object) -> None:
-        """Sends a response, given as its one field."""
-        try:
-            async with asyncio.timeout(UNREAD_S):
-                await self._send(inference_pb2.GenerateResponse(**response))  # type: ignore[arg-type]
-        except TimeoutError:
-            raise Cancelled(f"the caller did not read its output for {UNREAD_S:.0f} s") from None
+        self._error: Exception | None = None
+        self.reason = common_pb2.FINISH_REASON_UNSPECIFIED
 
     @property
     def after(self) -> str:
         """How far the request has come, in words."""
         return f"after {len(self._state.delivered)} tokens"
+
+    @property
+    def stop(self) -> str:
+        """The stop string that was met, or nothing."""
+        return self._text.stop or ""
+
+    def put(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[common_pb2.PositionLogprobs],
+        reason: common_pb2.FinishReason,
+    ) -> bool:
+        """From a worker's event to the caller's connection; see `router.dispatch.attempt.Deliver`.
+
+        A stop string may end among the tokens of a step: those behind it are not delivered.
+        """
+        try:
+            text, count = self._text.advance(token_ids, _REASONS[reason])
+            if stopped := self._text.stop is not None:
+                token_ids, logprobs, reason = token_ids[:count], logprobs[:count], _STOP
+            self.reason = reason
+            gap_s = self._state.deliver(token_ids)
+            self._sink.put(text, token_ids, logprobs, reason)
+            self._on_output(len(token_ids), gap_s)
+            return stopped
+        except Exception as error:
+            self._error = error
+            return True
 
     def end(self, error: BatonError) -> None:
         """Ends the request with an error from outside its task, unless it has ended."""
@@ -87,13 +153,23 @@ class _Sending:
 
     @contextlib.asynccontextmanager
     async def until_deadline(self) -> AsyncIterator[None]:
-        """Around all that the request does."""
+        """Around all that the request does; raises what ended it from elsewhere."""
         try:
             async with self._scope:
                 yield
         except TimeoutError:
             late = DeadlineExceeded(f"the deadline passed {self.after}")
             raise self._error or late from None
+
+    async def finish(self, finish: inference_pb2.Finish) -> None:
+        """Sends the end, unless output could not be delivered."""
+        if self._error is not None:
+            raise self._error
+        try:
+            async with asyncio.timeout(UNREAD_S):
+                await self._sink.finish(finish)
+        except TimeoutError:
+            raise _unread_for_long() from None
 
 
 class GenerationService:
@@ -114,7 +190,7 @@ class GenerationService:
         self._tracer = tracer
         self._idle = asyncio.Event()
         self._idle.set()
-        self._sending: set[_Sending] = set()  # of requests that run
+        self._deliveries: set[_Delivery] = set()  # of requests that run
         self.running = 0
         self.draining = False
         # Of an HTTP Accept header: (content type, body). For servers of /metrics beside us.
@@ -147,11 +223,11 @@ class GenerationService:
         self,
         request: inference_pb2.GenerateRequest,
         caller: Caller,
-        send: Send,
+        sink: Sink,
         choices: Choices | None = None,
         number: int = 0,
     ) -> None:
-        """Sends one completion: started, deltas, finish. Cancelling it cancels it everywhere.
+        """Gives one completion to `sink`. Cancelling it cancels it everywhere.
 
         Of several choices it is the one with that number; number 0 must have its first token before
         the others of its prompt begin. Raises Cancelled where the caller leaves its output unread
@@ -184,13 +260,7 @@ class GenerationService:
                         self.wait_queue,
                         time.monotonic(),
                     )
-                sending = _Sending(state, send)
-                async with sending.until_deadline():
-                    self._sending.add(sending)
-                    try:
-                        await self._deliver(state, lease, record, sending)
-                    finally:
-                        self._sending.discard(sending)
+                await self._deliver(state, lease, record, sink)
 
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, caller: Caller
@@ -231,9 +301,9 @@ class GenerationService:
 
     def give_up(self) -> None:
         """Ends what still runs with UNAVAILABLE, so that callers go on at another router."""
-        for sending in self._sending:
-            left = f"the router left {sending.after}: go on at another one"
-            sending.end(Unavailable(left))
+        for delivery in self._deliveries:
+            left = f"the router left {delivery.after}: go on at another one"
+            delivery.end(Unavailable(left))
 
     async def _admit(
         self,
@@ -267,49 +337,45 @@ class GenerationService:
         return state, lease
 
     async def _deliver(
-        self, state: RequestState, lease: AdmissionLease, record: RequestRecord, sending: _Sending
+        self, state: RequestState, lease: AdmissionLease, record: RequestRecord, sink: Sink
     ) -> None:
-        assert record.span is not None
-        trace = telemetry.context_of(record.span)
-        with telemetry.span(self._tracer, "router.begin", trace):
-            started = inference_pb2.Started(
-                request_id=record.request_id,
-                trace_id=record.trace_id,
-                prompt_tokens=len(state.request.prompt),
-                resumed_tokens=len(state.request.resumed),
-            )
-            await sending(started=started)
+        span = record.span
+        assert span is not None
+        trace = telemetry.context_of(span)
+
+        def on_output(count: int, gap_s: float | None) -> None:
+            lease.delivered(count)
+            self.stats.delivered(count, gap_s)
+            if len(state.delivered) == count:  # a span as long as the time to first token
+                telemetry.record(self._tracer, "router.first_token", trace, state.started_ns)
+                self.stats.first_token(record)
+
         text = TextStream(self.admission.tokenizer, state.request)
-        reason = common_pb2.FINISH_REASON_UNSPECIFIED
-        async with contextlib.aclosing(self._dispatch.run(state, trace)) as outputs:
-            async for output in outputs:
-                lease.delivered(len(output.token_ids))
-                new_text = text.advance(output.token_ids, _REASONS[output.finish_reason])
-                reason = _STOP if text.stop is not None else output.finish_reason
-                first = len(state.delivered) == len(output.token_ids)
-                delta = inference_pb2.Delta(
-                    text=new_text,
-                    token_ids=output.token_ids,
-                    logprobs=output.logprobs,
-                    finish_reason=reason,
+        delivery = _Delivery(state, text, sink, on_output)
+        self._deliveries.add(delivery)
+        try:
+            async with delivery.until_deadline():
+                started = inference_pb2.Started(
+                    request_id=record.request_id,
+                    trace_id=record.trace_id,
+                    prompt_tokens=len(state.request.prompt),
+                    resumed_tokens=len(state.request.resumed),
                 )
-                await sending(delta=delta)
-                if first:  # a span as long as the time to first token
-                    telemetry.record(self._tracer, "router.first_token", trace, state.started_ns)
-                    self.stats.first_token(record)
-                if text.stop is not None:
-                    break  # the workers do not know of stop strings
-        record.span.set_attribute("gen_ai.usage.output_tokens", len(state.delivered))
-        with telemetry.span(self._tracer, "router.finish", trace):
-            record.finished = True
-            finish = inference_pb2.Finish(
-                reason=reason,
-                stop=text.stop or "",
-                usage=state.usage(),
-                timing=state.timing(),
-                route=state.final_route(),
-            )
-            await sending(finish=finish)
+                sink.start(started)
+                await self._dispatch.run(state, trace, delivery.put)
+                span.set_attribute("gen_ai.usage.output_tokens", len(state.delivered))
+                with telemetry.span(self._tracer, "router.finish", trace):
+                    finish = inference_pb2.Finish(
+                        reason=delivery.reason,
+                        stop=delivery.stop,
+                        usage=state.usage(),
+                        timing=state.timing(),
+                        route=state.final_route(),
+                    )
+                    record.finished = True
+                    await delivery.finish(finish)
+        finally:
+            self._deliveries.discard(delivery)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Self
 
-from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
-from router.frontend import Caller, GenerationService
+from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+from router.frontend import Caller, GenerationService, Unread
+
+_MOST_JOINED = 64  # tokens in a message of output that waited
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -15,7 +20,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._service = service
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
-        await self._service.generate(request, caller_of(context), context.write)
+        async with _Writer(context) as sink:
+            await self._service.generate(request, caller_of(context), sink)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Any
@@ -26,6 +32,71 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.ListModelsRequest, context: Any
     ) -> inference_pb2.ListModelsResponse:
         return inference_pb2.ListModelsResponse(models=self._service.models(caller_of(context)))
+
+
+class _Writer:
+    """The sink that writes to a call. Output that waits behind a write becomes one message."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._unread = Unread()
+        self._waiting: deque[inference_pb2.GenerateResponse] = deque()
+        self._num_bytes = 0  # of those, and of the one that is being written
+        self._wake = asyncio.Event()
+        self._ends = False
+
+    async def __aenter__(self) -> Self:
+        self._writing = asyncio.create_task(self._write_all())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._writing.cancel()
+        await asyncio.wait([self._writing])
+
+    def start(self, started: inference_pb2.Started) -> None:
+        self._add(inference_pb2.GenerateResponse(started=started))
+
+    def put(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[common_pb2.PositionLogprobs],
+        reason: common_pb2.FinishReason,
+    ) -> None:
+        before = self._num_bytes
+        delta = self._waiting[-1].delta if self._waiting else None
+        if delta is not None and 0 < len(delta.token_ids) < _MOST_JOINED:
+            self._num_bytes -= self._waiting[-1].ByteSize()
+            delta.text += text
+            delta.token_ids.extend(token_ids)
+            delta.logprobs.extend(logprobs)
+            delta.finish_reason = reason
+            self._num_bytes += self._waiting[-1].ByteSize()
+        else:
+            delta = inference_pb2.Delta(
+                text=text, token_ids=token_ids, logprobs=logprobs, finish_reason=reason
+            )
+            self._add(inference_pb2.GenerateResponse(delta=delta))
+        self._unread.add(before, self._num_bytes - before)
+
+    async def finish(self, finish: inference_pb2.Finish) -> None:
+        self._ends = True
+        self._add(inference_pb2.GenerateResponse(finish=finish))
+        await self._writing
+
+    def _add(self, response: inference_pb2.GenerateResponse) -> None:
+        self._waiting.append(response)
+        self._num_bytes += response.ByteSize()
+        self._wake.set()
+
+    async def _write_all(self) -> None:
+        while self._waiting or not self._ends:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._waiting:
+                response = self._waiting.popleft()
+                await self._context.write(response)
+                self._num_bytes -= response.ByteSize()
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from baton.cli import bench, doctor, generate, services, status, top, trace
-from baton.cli.options import HelpFormatter
+from baton.cli import bench, certs, doctor, generate, services, status, top, trace
+from baton.cli.options import HelpFormatter, use_tls
 from baton.cli.services import fix_for
 from baton.errors import BatonError
 
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"baton {_version()}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (services, generate, status, doctor, top, trace, bench):
+    for module in (services, generate, status, doctor, top, trace, bench, certs):
         module.add_commands(commands)
     return root
 
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Our own errors tell what gRPC's C core would write to stderr; it reads this when it is loaded.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
+        use_tls(args)
         exit_status: int = args.run(args)
         sys.stdout.flush()
         return exit_status

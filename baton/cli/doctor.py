@@ -42,6 +42,7 @@ def add_commands(commands: options.Commands) -> None:
     add = parser.add_argument
     text = f"the router's address (default: {options.DEFAULT_TARGET}, if one answers there)"
     add("--target", metavar="HOST:PORT", help=text)
+    options.add_tls_options(parser)
     add("--timeout", type=seconds, default=3.0, metavar="SECONDS", help="for the router's answer")
     add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)

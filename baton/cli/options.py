@@ -6,7 +6,10 @@ import argparse
 import contextlib
 import http.client
 import os
+import socket
+import ssl
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from baton import options
@@ -157,6 +160,35 @@ _TARGET_TEXT = "the router's address; more, separated by commas, are tried in tu
 def add_target_option(group: Options, text: str = _TARGET_TEXT) -> None:
     """Which router to call."""
     group.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help=text)
+    add_tls_options(group)
+
+
+_TLS_OPTIONS = {
+    "--tls-ca": (
+        "FILE",
+        "PEM file with the authority of --target's certificate: calls it with TLS",
+    ),
+    "--tls-cert": ("FILE", "PEM file with our certificate, where it asks for one"),
+    "--tls-key": ("FILE", "PEM file with our certificate's key"),
+    "--tls-name": ("NAME", "in --target's certificate, as decode.baton (default: its host)"),
+}
+
+
+def add_tls_options(group: Options) -> None:
+    """How to call with TLS; also from the environment, as the services' options are."""
+    for flag, (metavar, text) in _TLS_OPTIONS.items():
+        variable = options.PREFIX + flag.strip("-").upper().replace("-", "_")
+        group.add_argument(flag, default=os.environ.get(variable, ""), metavar=metavar, help=text)
+
+
+def use_tls(args: argparse.Namespace) -> None:
+    """Makes the files that a command names this process's. Raises ConfigError."""
+    if not getattr(args, "tls_ca", ""):
+        return
+    from baton import tls
+
+    cert, key = (Path(name) if name else None for name in (args.tls_cert, args.tls_key))
+    tls.use(tls.Credentials(cert, key, Path(args.tls_ca), server_name=args.tls_name))
 
 
 def add_question_options(
@@ -179,6 +211,8 @@ def calling(target: str, timeout_s: float | None) -> Iterator[None]:
     except Unavailable as error:
         if hint := _http_hint(target):
             raise Unavailable(hint) from error
+        if hint := _tls_hint(target):
+            raise Unavailable(hint) from error
         if not any(sign in str(error) for sign in _NO_ANSWER):
             raise
         raise Unavailable(
@@ -189,6 +223,33 @@ def calling(target: str, timeout_s: float | None) -> Iterator[None]:
         if timeout_s is None:
             raise
         raise DeadlineExceeded(f"not finished within --timeout {timeout_s:g} s") from error
+
+
+def _tls_hint(target: str) -> str:
+    """What is wrong where `target` speaks TLS; empty where it does not, or nothing is wrong."""
+    from baton import tls
+
+    ours = tls.current()
+    context = ssl.create_default_context(cafile=ours.ca_file)
+    if ours.ca_file is None:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    for address in target.split(","):
+        with contextlib.suppress(ConfigError, OSError):
+            host, port = split_address(address.strip())
+            host = host.strip("[]")
+            try:
+                with (
+                    socket.create_connection((host, port), _PROBE_S) as connection,
+                    context.wrap_socket(connection, server_hostname=ours.server_name or host),
+                ):
+                    if ours.ca_file is None:
+                        return f"{address.strip()} speaks TLS: name its authority with --tls-ca"
+                    if ours.cert_file is None:
+                        return f"{address.strip()} wants a certificate: --tls-cert and --tls-key"
+            except ssl.SSLCertVerificationError as error:
+                wrong = f"--tls-ca does not vouch for {address.strip()}: {error.verify_message}"
+                return f"{wrong} (its name, if that is not its host, is given by --tls-name)"
+    return ""
 
 
 def _http_hint(target: str) -> str:

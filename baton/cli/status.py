@@ -180,7 +180,7 @@ def _run_health(args: argparse.Namespace) -> int:
 
     from baton import rpc
 
-    with rpc.translated(), grpc.insecure_channel(args.target, options=rpc.OPTIONS) as channel:
+    with rpc.translated(), rpc.channel(args.target, kind=grpc) as channel:
         request = health_pb2.HealthCheckRequest()
         answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=args.timeout)
     status = str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

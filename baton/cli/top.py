@@ -25,6 +25,7 @@ def add_commands(commands: options.Commands) -> None:
     add = parser.add_argument
     text = "the router's address; of several, separated by commas, all are shown"
     add("--target", default=options.DEFAULT_TARGET, metavar="HOST:PORT", help=text)
+    options.add_tls_options(parser)
     add("--interval", type=seconds, default=1.0, metavar="SECONDS", help="between two looks")
     add("--once", action="store_true", help="print one frame, with rates over one interval")
     add("--width", type=count, metavar="COLUMNS", help="of --once's frame (default: 160)")

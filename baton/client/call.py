@@ -58,14 +58,14 @@ def _addresses(target: str | Sequence[str]) -> tuple[str, ...]:
     return addresses
 
 
-def _credentials(ca_file: str | Path | None) -> grpc.ChannelCredentials | None:
-    if ca_file is None:
+def _credentials(*files: str | Path | None) -> grpc.ChannelCredentials | None:
+    """Of an authority's file, a key's and a certificate's; None without the first."""
+    if files[0] is None:
         return None
     try:
-        certificates = Path(ca_file).read_bytes()
+        return grpc.ssl_channel_credentials(*(Path(f).read_bytes() if f else None for f in files))
     except OSError as error:
-        raise ConfigError(f"ca_file {ca_file} cannot be read: {error.strerror}") from error
-    return grpc.ssl_channel_credentials(certificates)
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
 class BaseStream:
@@ -97,6 +97,8 @@ class BaseClient:
         target: str | Sequence[str] = "127.0.0.1:7700",
         *,
         ca_file: str | Path | None = None,
+        cert_file: str | Path | None = None,
+        key_file: str | Path | None = None,
         api_key: str | None = None,
         retry: RetryPolicy | None = None,
     ) -> None:
@@ -105,7 +107,7 @@ class BaseClient:
         self._retry = retry or RetryPolicy()
         self._closed = False
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-        self._credentials = _credentials(ca_file)
+        self._credentials = _credentials(ca_file, key_file, cert_file)
         self._channels: dict[str, Any] = {}
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()  # that `close` has to cancel
 

@@ -68,7 +68,8 @@ class Client(BaseClient, AbstractContextManager["Client"]):
 
     `target` is "host:port", several of them separated by commas, or a sequence of them: when one
     router is gone or overloaded, the next is tried. `ca_file` turns TLS on and names the
-    certificates to trust; `api_key` is sent as a bearer token.
+    certificates to trust, `cert_file` and `key_file` are for routers that ask for a certificate;
+    `api_key` is sent as a bearer token.
 
         with baton.Client("127.0.0.1:7700") as client:
             print(client.generate("def f(", max_tokens=32).text)

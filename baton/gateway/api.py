@@ -185,6 +185,22 @@ class PromptTokensDetails(Struct):
     cached_tokens: Count
 
 
+class ServedBy(Struct):
+    """What happened to a choice; `prefill` is null where decode computed the prompt."""
+
+    prefill: str | None
+    decode: str | None
+    transport: str | None
+    attempts: Count
+    transfer_bytes: Count
+    cached_tokens: Count
+    queue_ms: float
+    ttft_ms: float
+    transfer_ms: float
+    tpot_ms: float
+    e2e_ms: float
+
+
 class Usage(Struct):
     """Tokens of the whole request: each prompt once, every choice's output."""
 
@@ -192,6 +208,7 @@ class Usage(Struct):
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: PromptTokensDetails
+    baton: list[ServedBy] | UnsetType = UNSET  # by choice, for requests with x-baton-route
 
 
 class CompletionLogprobs(Struct):
@@ -387,6 +404,8 @@ def prompts_of(raw: Raw) -> list[str] | list[list[int]]:
         prompt = msgspec.json.decode(text, type=_PROMPTS[kind])
     except msgspec.ValidationError as error:
         raise _invalid(error, "prompt") from error
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"prompt is not UTF-8: {error}", "prompt") from error
     return prompt if start[1] and start[2] else [prompt]
 
 

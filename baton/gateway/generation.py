@@ -12,12 +12,12 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from baton.errors import BatonError, InvalidRequest, quoted
+from baton.errors import BatonError, Cancelled, InvalidRequest, quoted
+from baton.gateway import api
 from baton.gateway.http_exchange import (
     EVENTS_TYPE,
     NO_CACHE,
@@ -31,7 +31,7 @@ from baton.gateway.request import ParsedRequest
 from baton.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import inference_pb2
 from router.admission.admission import Choices
-from router.frontend import Caller, GenerationService
+from router.frontend import Caller, GenerationService, Sink
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +40,11 @@ _MIN_BODY_BYTES = 2 << 20  # taken however short the context is: several prompts
 _BODY_BYTES_PER_TOKEN = 16  # of the context; "151643, " has 8
 _LARGE_BODY_BYTES = 64 << 10  # larger ones are parsed on a thread, off the event loop
 BODY_TIMEOUT_S = 60.0
+_ROUTE_HEADER = b"x-baton-route"  # any value asks for `usage.baton`
+KEEP_ALIVE_S = 10.0  # a stream without output for so long gets a comment: proxies cut idle ones
 _DONE = b"data: [DONE]\n\n"
 
 T = TypeVar("T")
-# Takes the choice's number and its next response.
-SendResponse = Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]]
 
 
 def max_body_bytes(max_context: int) -> int:
@@ -123,76 +123,76 @@ class _Generation:
     exchange: HttpExchange
 
     def __post_init__(self) -> None:
-        parsed = self.parsed
+        parsed, options = self.parsed, self.parsed.options
+        usage = options.stream_options is not None and options.stream_options.include_usage
+        self._no_usage: dict[str, Any] = {"usage": None} if usage else {}
         self._outputs = [
             self.kind(
                 index,
                 self.service.tokenizer,
                 logprobs=parsed.logprobs,
-                token_ids=bool(parsed.options.return_token_ids),
+                token_ids=bool(options.return_token_ids),
                 echo=self._echo(index // parsed.n),
+                on_start=self._on_start,
+                write=self._write if options.stream else None,
             )
             for index in range(len(parsed.requests) * parsed.n)
         ]
+        self._written = False  # since the last look of `_keep_alive`
         self._created = int(time.time())
         self._model = ""
         self._started = inference_pb2.Started()  # of the first choice to start
 
     async def whole(self) -> None:
         """Answers when all is done."""
-
-        async def keep(index: int, delta: inference_pb2.Delta) -> None:
-            self._outputs[index].keep(delta)
-
-        await self._generate(keep)
+        await run_choices(self.service, self.parsed, self.caller, self._outputs)
         choices = [output.whole() for output in self._outputs]
-        answer = self._answer(choices=choices, usage=usage_of(self._outputs, self.parsed.n))
-        await self.exchange.answer(200, answer, self._id_headers())
+        answer = self._answer(choices=choices, usage=self._usage())
+        self.exchange.answer(200, answer, self._id_headers())
 
     async def stream(self) -> None:
         """Answers with a chunk for each step."""
-        exchange, options, last = self.exchange, self.parsed.options.stream_options, _DONE
-        usage = options is not None and options.include_usage
-        no_usage: dict[str, Any] = {"usage": None} if usage else {}
-
-        def chunk(**members: Any) -> bytes:
-            return b"data: " + self._answer(object=self.kind.chunk_object, **members) + b"\n\n"
-
-        async def write(index: int, delta: inference_pb2.Delta) -> None:
-            if not exchange.started:
-                await exchange.start(200, [EVENTS_TYPE, NO_CACHE, *self._id_headers()])
-            choice = self._outputs[index].piece(delta)
-            await exchange.write(chunk(choices=[choice], **no_usage))
-
+        exchange, last = self.exchange, _DONE
+        keeping_alive = asyncio.create_task(self._keep_alive(), name="keep alive")
         try:
-            await self._generate(write)
-            if usage:
-                last = chunk(choices=[], usage=usage_of(self._outputs, self.parsed.n)) + _DONE
+            await run_choices(self.service, self.parsed, self.caller, self._outputs)
+            if self._no_usage:
+                last = self._chunk(choices=[], usage=self._usage()) + _DONE
         except Exception as error:
             if not exchange.started or isinstance(error, ClientGone):
                 raise
             if isinstance(error, BatonError):
                 log.warning("request %s failed in its stream: %s", self._started.request_id, error)
             last = b"data: " + failure_of(error).body + b"\n\n" + _DONE
-        await exchange.end(last)
+        finally:
+            keeping_alive.cancel()
+        exchange.end(last)
 
-    async def _generate(
-        self, on_delta: Callable[[int, inference_pb2.Delta], Awaitable[None]]
-    ) -> None:
-        """Gives new output to `on_delta`, with its choice's number; keeps what else comes."""
+    async def _keep_alive(self) -> None:
+        """Sends comments while there is no output. From the first one on, errors are events."""
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if not self._written and self._started.request_id:
+                with contextlib.suppress(Cancelled):  # it reads nothing: that ends with its output
+                    self._send(b": waiting\n\n")
+            self._written = False
 
-        async def take(index: int, response: inference_pb2.GenerateResponse) -> None:
-            match response.WhichOneof("event"):
-                case "delta":
-                    await on_delta(index, response.delta)
-                case "finish":
-                    self._outputs[index].finish = response.finish
-                case "started" if not self._started.request_id:
-                    models = self.service.models(self.caller)
-                    self._started = response.started
-                    self._model = self.parsed.options.model or models[0].name
+    def _on_start(self, started: inference_pb2.Started) -> None:
+        if not self._started.request_id:
+            self._started = started
+            self._model = self.parsed.options.model or self.service.models(self.caller)[0].name
 
-        await run_choices(self.service, self.parsed, self.caller, take)
+    def _write(self, choice: Any) -> None:
+        self._written = True
+        self._send(self._chunk(choices=[choice], **self._no_usage))
+
+    def _send(self, event: bytes) -> None:
+        if not self.exchange.started:
+            self.exchange.start(200, [EVENTS_TYPE, NO_CACHE, *self._id_headers()])
+        self.exchange.write(event)
+
+    def _chunk(self, **members: Any) -> bytes:
+        return b"data: " + self._answer(object=self.kind.chunk_object, **members) + b"\n\n"
 
     def _answer(self, **members: Any) -> bytes:
         return msgspec.json.encode(
@@ -203,6 +203,10 @@ class _Generation:
                 **members,
             )
         )
+
+    def _usage(self) -> api.Usage:
+        with_routes = bool(self.exchange.header(_ROUTE_HEADER))
+        return usage_of(self._outputs, self.parsed.n, with_routes=with_routes)
 
     def _echo(self, prompt_index: int) -> str:
         if not self.parsed.echoes:
@@ -215,9 +219,9 @@ class _Generation:
 
 
 async def run_choices(
-    service: GenerationService, parsed: ParsedRequest, caller: Caller, send: SendResponse
+    service: GenerationService, parsed: ParsedRequest, caller: Caller, sinks: Sequence[Sink]
 ) -> None:
-    """Sends the output of n choices of each prompt as it comes; cancelling it cancels all of them.
+    """Gives n choices of each prompt to their sinks; cancelling it cancels all of them.
 
     They enter one after another: the first is charged as a request to the tenant, and a hundred
     choices of a long prompt must not hold the event loop. Choices of one prompt begin when the
@@ -228,7 +232,7 @@ async def run_choices(
     total = len(requests) * n
     cut = not parsed.max_tokens_given
     if total == 1:
-        await service.generate(requests[0], caller, partial(send, 0), Choices(cut_output=cut))
+        await service.generate(requests[0], caller, sinks[0], Choices(cut_output=cut))
         return
     loop = asyncio.get_running_loop()
     left_s = (
@@ -237,25 +241,21 @@ async def run_choices(
     deadline = loop.time() + left_s  # one for all, also for those that begin later
     computed = [asyncio.Event() for _ in requests]
     shared = [Choices(total, first=i == 0, cut_output=cut) for i in range(len(requests))]
-    entrance = asyncio.Lock()
+    entrance = asyncio.Semaphore()
 
     async def one(choice: int) -> None:
         index, number = divmod(choice, n)
         prompt = computed[index]
         if number:
             await prompt.wait()
-        async with contextlib.AsyncExitStack() as entering:
-            await entering.enter_async_context(entrance)
-
-            async def send_on(response: inference_pb2.GenerateResponse) -> None:
-                await entering.aclose()
-                if response.HasField("delta"):
-                    prompt.set()
-                await send(choice, response)
-
+        await entrance.acquire()
+        sink = _Choice(sinks[choice], entrance.release, prompt.set)
+        try:
             left = replace(caller, time_left_s=deadline - loop.time())
-            await service.generate(requests[index], left, send_on, shared[index], number)
-            prompt.set()
+            await service.generate(requests[index], left, sink, shared[index], number)
+        finally:
+            sink.leave()
+        prompt.set()
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -263,3 +263,29 @@ async def run_choices(
                 group.create_task(one(choice))
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
+
+
+class _Choice:
+    """A sink before another that lets the next choices in."""
+
+    def __init__(
+        self, sink: Sink, leave: Callable[[], None], on_output: Callable[[], None]
+    ) -> None:
+        self._sink = sink
+        self._leave: Callable[[], None] | None = leave
+        self._on_output = on_output
+        self.finish = sink.finish
+
+    def leave(self) -> None:
+        """The next choice may enter."""
+        if leave := self._leave:
+            self._leave = None
+            leave()
+
+    def start(self, started: inference_pb2.Started) -> None:
+        self.leave()
+        self._sink.start(started)
+
+    def put(self, *output: Any) -> None:
+        self._on_output()
+        self._sink.put(*output)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import msgspec
 from baton import errors
 from baton.errors import Cancelled, InvalidRequest
 from baton.gateway.api import Error, ErrorDetails
-from router.frontend import Caller
+from router.frontend import Caller, Unread
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +27,10 @@ Header = tuple[bytes, bytes]
 # ASGI's.
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Send = Callable[[MutableMapping[str, Any]], Coroutine[Any, Any, None]]
 
 JSON_TYPE: Header = (b"content-type", b"application/json")
-# Where the server puts a function into the scope: writes no longer wait for the client to read.
-WRITE_ON = "baton.write_on"
+CONNECTION = "baton.connection"  # where the server puts its `Connection` into the scope
 EVENTS_TYPE: Header = (b"content-type", b"text/event-stream; charset=utf-8")
 NO_CACHE: Header = (b"cache-control", b"no-cache")
 TIMEOUT_HEADER = "x-request-timeout"
@@ -50,7 +49,8 @@ class HttpExchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
-        self._write_on: Callable[[], None] = scope.get(WRITE_ON, lambda: None)
+        self._connection = scope[CONNECTION]
+        self._unread = Unread()
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self.started = False
 
@@ -103,30 +103,28 @@ class HttpExchange:
             if not message.get("more_body", False):
                 return b"".join(parts) if len(parts) > 1 else part
 
-    async def start(self, status: int, headers: list[Header]) -> None:
+    def start(self, status: int, headers: list[Header]) -> None:
         """Sends status and headers."""
         self.started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        self._send_now({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def write(self, data: bytes, *, more: bool = True) -> None:
-        """Sends a part of the body; waits while the client reads too slowly."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+    def write(self, data: bytes) -> None:
+        """Sends a part of the body. Raises Cancelled where the client leaves too much unread."""
+        self._unread.add(self._connection.unread_bytes, len(data))
+        self._send_now({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def end(self, data: bytes) -> None:
-        """Sends the last part of the body, which a client that reads too slowly gets when it reads.
+    def end(self, data: bytes) -> None:
+        """Sends the last part of the body."""
+        self._connection.ends_answer()
+        self._send_now({"type": "http.response.body", "body": data, "more_body": False})
 
-        Does not wait: these few bytes stay in the connection's write buffer.
-        """
-        self._write_on()
-        await self.write(data, more=False)
-
-    async def answer(
+    def answer(
         self, status: int, body: bytes, headers: list[Header], kind: Header = JSON_TYPE
     ) -> None:
         """Sends all of an answer."""
         length = (b"content-length", b"%d" % len(body))
-        await self.start(status, [kind, length, *headers])
-        await self.end(body)
+        self.start(status, [kind, length, *headers])
+        self.end(body)
 
     @contextlib.asynccontextmanager
     async def while_connected(self) -> AsyncIterator[None]:
@@ -153,6 +151,15 @@ class HttpExchange:
             raise
         finally:
             watching.cancel()
+
+    def _send_now(self, message: MutableMapping[str, Any]) -> None:
+        """Sends at once: what the client does not read stays in the connection's write buffer."""
+        self._connection.unpause()
+        try:
+            self._send(message).send(None)
+        except StopIteration:
+            return
+        raise RuntimeError("the server waits though its connection is not paused")
 
     def _time_left_s(self) -> float | None:
         text = self._headers.get(TIMEOUT_HEADER.encode())

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from msgspec import UNSET
 
+from baton.client.results import transport_name
 from baton.gateway import api
 from baton.gateway.api import ChatDelta, ChatLogprobs, ChatToken, CompletionLogprobs, FinishReason
 from baton.text import Tokenizer
@@ -19,49 +20,67 @@ _REASONS: dict[int, FinishReason | None] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
 }
+_PHASES = ("queue_ms", "ttft_ms", "transfer_ms", "tpot_ms", "e2e_ms")
 _MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
 class Output(ABC):
-    """One choice. Its pieces are written at once, or kept for the whole of it."""
+    """One choice, as a `router.frontend.Sink`: its pieces are written at once, or kept."""
 
     id_prefix: ClassVar[str]
     answer: ClassVar[type[api.Completion] | type[api.ChatCompletion]]
     chunk_object: ClassVar[Any]
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, *, logprobs: bool, token_ids: bool, echo: str
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        *,
+        logprobs: bool,
+        token_ids: bool,
+        echo: str,
+        on_start: Callable[[inference_pb2.Started], None] = lambda started: None,
+        write: Callable[[Any], None] | None = None,
     ) -> None:
+        """`write` takes the choice of a chunk; without it all is kept for `whole`."""
         self._index = index
         self._tokenizer = tokenizer
         self._with_logprobs = logprobs
         self._with_token_ids = token_ids
         self._echo = echo  # what the text begins with
+        self.start = on_start
+        self._write = write
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._positions: list[common_pb2.PositionLogprobs] = []
         self._begun = False
-        self.finish = inference_pb2.Finish()
+        self.end = inference_pb2.Finish()
 
-    def keep(self, delta: inference_pb2.Delta) -> None:
-        """Takes a piece of what `whole` returns."""
-        self._text.append(delta.text)
-        self._token_ids.extend(delta.token_ids)
-        self._positions.extend(delta.logprobs)
+    def put(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: Sequence[common_pb2.PositionLogprobs],
+        reason: common_pb2.FinishReason,
+    ) -> None:
+        if self._write is None:
+            self._text.append(text)
+            self._token_ids.extend(token_ids)
+            self._positions.extend(logprobs)
+            return
+        members = self._members(logprobs, list(token_ids), reason)
+        choice = self._choice(text if self._begun else self._echo + text, **members)
+        self._begun = True
+        self._write(choice)
+
+    async def finish(self, finish: inference_pb2.Finish) -> None:
+        self.end = finish
 
     def whole(self) -> Any:
         """The choice of an answer."""
-        text, stop_reason = self._echo + "".join(self._text), self.finish.stop or None
-        members = self._members(self._positions, self._token_ids, self.finish.reason)
+        text, stop_reason = self._echo + "".join(self._text), self.end.stop or None
+        members = self._members(self._positions, self._token_ids, self.end.reason)
         return self._choice(text, stop_reason=stop_reason, **members)
-
-    def piece(self, delta: inference_pb2.Delta) -> Any:
-        """The choice of a chunk."""
-        text = delta.text if self._begun else self._echo + delta.text
-        members = self._members(delta.logprobs, list(delta.token_ids), delta.finish_reason)
-        choice = self._choice(text, **members)
-        self._begun = True
-        return choice
 
     def _members(
         self, positions: Sequence[common_pb2.PositionLogprobs], token_ids: list[int], reason: int
@@ -145,13 +164,28 @@ class ChatOutput(Output):
         return api.ChatChoice(delta=delta, **members)
 
 
-def usage_of(outputs: Sequence[Output], n: int) -> api.Usage:
+def usage_of(outputs: Sequence[Output], n: int, *, with_routes: bool) -> api.Usage:
     """Tokens of the whole request: each prompt once, every choice's output."""
-    usages = [output.finish.usage for output in outputs]
+    usages = [output.end.usage for output in outputs]
     prompt = sum(usage.prompt_tokens for usage in usages[::n])
     output = sum(usage.completion_tokens for usage in usages)
     cached = sum(usage.cached_tokens for usage in usages[::n])
-    return api.Usage(prompt, output, prompt + output, api.PromptTokensDetails(cached))
+    details = api.PromptTokensDetails(cached)
+    served = [_served_by(output.end) for output in outputs] if with_routes else UNSET
+    return api.Usage(prompt, output, prompt + output, details, served)
+
+
+def _served_by(finish: inference_pb2.Finish) -> api.ServedBy:
+    route, timing = finish.route, finish.timing
+    return api.ServedBy(
+        prefill=route.prefill or None,
+        decode=route.decode or None,
+        transport=transport_name(route.transport),
+        attempts=route.attempts,
+        transfer_bytes=timing.transfer_bytes,
+        cached_tokens=finish.usage.cached_tokens,
+        **{name: round(getattr(timing, name), 3) for name in _PHASES},
+    )
 
 
 def shown(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:

@@ -66,15 +66,15 @@ class App:
                 raise
             failure = failure_of(error)
             headers = [*failure.headers, *exchange.id_headers()]
-            await exchange.answer(failure.status, failure.body, headers)
+            exchange.answer(failure.status, failure.body, headers)
 
     async def _answer(self, exchange: HttpExchange, method: str, path: str) -> None:
         if path not in (*self._posts, *self._gets, "/metrics") and not path.startswith(_MODEL):
             raise HttpError(404, f"{method} {path}: there is no such path")
         allowed = "POST" if path in self._posts else "GET, HEAD"
         if method == "OPTIONS":  # CORS is not offered
-            await exchange.start(204, [(b"allow", f"{allowed}, OPTIONS".encode())])
-            await exchange.end(b"")
+            exchange.start(204, [(b"allow", f"{allowed}, OPTIONS".encode())])
+            exchange.end(b"")
         elif method not in allowed.split(", "):
             allow = ((b"allow", allowed.encode()),)
             raise HttpError(405, f"{method} {path}: this path takes {allowed}", allow)
@@ -83,10 +83,10 @@ class App:
         elif path == "/metrics":
             accept = exchange.header(b"accept").decode("latin-1")
             kind, page = self._service.metrics_page(accept)
-            await exchange.answer(200, page, [], (b"content-type", kind.encode()))
+            exchange.answer(200, page, [], (b"content-type", kind.encode()))
         else:
             found = self._gets[path] if path in self._gets else partial(self._model, path)
-            await exchange.answer(200, msgspec.json.encode(found(exchange)), [])
+            exchange.answer(200, msgspec.json.encode(found(exchange)), [])
 
     def _models(self, exchange: HttpExchange) -> list[api.Model]:
         models = self._service.models(exchange.caller)
@@ -120,4 +120,4 @@ async def _tokenize(
     tokens = list(found.token_ids)
     strings = [shown(service.tokenizer, token)[0] for token in tokens] if with_strings else None
     answer = api.Tokens(len(tokens), found.max_context, tokens, strings)
-    await exchange.answer(200, msgspec.json.encode(answer), exchange.id_headers())
+    exchange.answer(200, msgspec.json.encode(answer), exchange.id_headers())

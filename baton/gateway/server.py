@@ -11,11 +11,13 @@ from collections.abc import AsyncIterator
 
 import httptools
 import uvicorn
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from baton import tls
 from baton.errors import ConfigError, Unavailable
 from baton.gateway.http_exchange import (
-    WRITE_ON,
+    CONNECTION,
     HttpError,
     HttpExchange,
     Receive,
@@ -95,13 +97,15 @@ async def serving(service: GenerationService, listener: socket.socket) -> AsyncI
         timeout_graceful_shutdown=_STOP_GRACE_S,
     )
     config.load()
+    if tls.current().serves:
+        config.ssl = tls.current().context()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
     # Not `server.serve()`: that takes the process's signals, which are the router's.
     await server.startup(sockets=[listener])
     ticking = asyncio.create_task(server.main_loop(), name="http")
     host, port = listener.getsockname()[:2]
-    log.info("HTTP at %s:%d", host, port)
+    log.info("HTTP%s at %s:%d", "S" if config.ssl else "", host, port)
     try:
         yield
     finally:
@@ -156,7 +160,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """The first byte of a request."""
         super().on_message_begin()
-        self.scope[WRITE_ON] = self._write_on  # type: ignore[literal-required]
+        self.scope[CONNECTION] = self  # type: ignore[literal-required]
         self._expected = "headers"
         self._bytes_left, self._headers_left = MAX_HEADER_BYTES, MAX_HEADERS
 
@@ -174,7 +178,8 @@ class Connection(HttpToolsProtocol):
             raise _OverLimit("pipelined requests")
         many = self.parser.get_method() == b"POST" and len(self.tasks) >= MAX_REQUESTS
         self.app = _busy if many else self.config.loaded_app
-        self._expected, self._timed = "body", ""
+        self._expect("", 0.0)
+        self._expected = "body"
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -194,6 +199,19 @@ class Connection(HttpToolsProtocol):
             self._hang_up(UNREAD_S)
         elif self._expected == "body" and self.cycle.response_complete:
             self._expect("body", LINGER_S)
+
+    @property
+    def unread_bytes(self) -> int:
+        """What was written and is not on its way to the client yet."""
+        return self.transport.get_write_buffer_size()
+
+    def unpause(self) -> None:
+        """Writes do not wait for the client: `HttpExchange` bounds what it leaves unread."""
+        self.flow.resume_writing()
+
+    def ends_answer(self) -> None:
+        """The last part of an answer comes; of the connection's last, where much is unread."""
+        self._unread = self.unread_bytes > HIGH_WATER_LIMIT
 
     def timeout_keep_alive_handler(self) -> None:
         """Nothing new has come for long."""
@@ -238,12 +256,6 @@ class Connection(HttpToolsProtocol):
             self.transport.write(STATUS_LINE[failure.status] + lines + b"\r\n" + failure.body)
         self._hang_up()
 
-    def _write_on(self) -> None:
-        """Lets this answer end though the client does not read; it is the connection's last."""
-        if self.flow.write_paused:
-            self._unread = True
-            self.flow.resume_writing()
-
     def _hang_up(self, linger_s: float = LINGER_S) -> None:
         """Closes, also when the client does not read what it was sent."""
         self.transport.close()
@@ -268,4 +280,4 @@ async def _busy(scope: Scope, receive: Receive, send: Send) -> None:
     """Answers requests for which there is no room."""
     failure = failure_of(Unavailable("too many requests at a time", _RETRY_AFTER_S))
     exchange = HttpExchange(scope, receive, send)
-    await exchange.answer(failure.status, failure.body, list(failure.headers))
+    exchange.answer(failure.status, failure.body, list(failure.headers))

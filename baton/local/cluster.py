@@ -10,17 +10,21 @@ import asyncio
 import contextlib
 import logging
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from baton import rpc
+import grpc
+
+from baton import rpc, tls
 from baton.config import ClusterConfig
 from baton.errors import DeadlineExceeded, Unavailable
-from baton.local import commands, ports, resources
+from baton.local import certs, commands, ports, resources
 from baton.local.etcd import EmbeddedEtcd
 from baton.local.model_check import check_model
 from baton.local.process import ChildProcess, cancelled
@@ -65,6 +69,8 @@ class LocalCluster:
         self.addresses: tuple[str, ...] = ()  # host:port of each router
         self.http_addresses: tuple[str, ...] = ()  # the same for HTTP; empty where it is off
         self.metrics: dict[str, str] = {}  # host:port by process name, where metrics are served
+        self.certs: Path | None = None  # folder of certificates, with `--tls`
+        self._credentials: grpc.ChannelCredentials | None = None
         self.etcd: EmbeddedEtcd | None = None  # the cluster's own; None when it uses another
         self.etcd_address = ""  # host:port
         self.membership: Membership  # the workers that etcd lists
@@ -102,7 +108,7 @@ class LocalCluster:
         await self.stop()
 
     async def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Returns once every worker is READY and every router SERVING; raises DeadlineExceeded.
+        """Returns once every router can use every worker; raises DeadlineExceeded.
 
         A process that ended and is not going to be restarted is not waited for, but while the
         cluster starts its end raises Unavailable.
@@ -112,6 +118,8 @@ class LocalCluster:
             async with asyncio.timeout(timeout_s):
                 await self._until(lambda: all(p.is_ready for p in self._wanted()))
                 await workers_ready(self.membership, self._worker_pids)
+                for address in self._routers.values():
+                    await router_sees(address, self._worker_pids(), self._credentials)
         except TimeoutError:
             waiting = [process.name for process in self._wanted() if not process.is_ready]
             missing = ", ".join(waiting) or "a worker's record in etcd"
@@ -127,7 +135,9 @@ class LocalCluster:
         name = f"{role}-{sum(process.role == role for process in self.processes.values())}"
         share = share or resources.Share((), 1)
         metrics_port = self._metrics_port(name, "127.0.0.1")
-        args = commands.worker(self.config, self.etcd_address, role, share, metrics_port)
+        args = commands.worker(
+            self.config, self.etcd_address, role, share, metrics_port, self.certs
+        )
         await self._launch(name, role, args)
         return name
 
@@ -160,7 +170,7 @@ class LocalCluster:
                     raise Unavailable(process.failure)
                 if process.role != "router":
                     for address in self._routers.values():
-                        await router_sees(address, process.pid)
+                        await router_sees(address, {process.pid}, self._credentials)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{name} is not back after {self._start_timeout_s:g} s"
@@ -199,6 +209,8 @@ class LocalCluster:
         if first := config.first_http_port:
             http_ports = ports.consecutive(config.host, first, config.routers, "--http-port")
             self.http_addresses = tuple(f"{config.host}:{port}" for port in http_ports)
+        if config.tls:
+            self._use_tls()
         await self._start_etcd()
         names = [f"prefill-{number}" for number in range(config.prefill)]
         names += [f"decode-{number}" for number in range(config.decode)]
@@ -210,12 +222,23 @@ class LocalCluster:
         for number, (port, http_port) in enumerate(zip(found, http_ports, strict=True)):
             name = "router" if config.routers == 1 else f"router-{number}"
             metrics_port = self._metrics_port(name, config.host)
-            args = commands.router(config, self.etcd_address, port, http_port, metrics_port)
+            args = commands.router(
+                config, self.etcd_address, port, http_port, metrics_port, self.certs
+            )
             await self._launch(name, "router", args)
         for name, share in zip(names, shares, strict=True):
             await self.add_worker(name.partition("-")[0], share)
         await self.wait_ready()
         self._starting = False
+
+    def _use_tls(self) -> None:
+        """Makes certificates; this process calls the others as the cluster's administrator."""
+        folder = tempfile.TemporaryDirectory(prefix="baton-tls-")
+        self._stack.callback(folder.cleanup)
+        self.certs = Path(folder.name)
+        certs.write(self.certs, [self.config.host])
+        admin, key = self.certs / "admin.pem", self.certs / "admin-key.pem"
+        self._credentials = tls.Credentials(admin, key, self.certs / "ca.pem").of_client()
 
     async def _start_etcd(self) -> None:
         if self.config.etcd is None:
@@ -269,7 +292,7 @@ class LocalCluster:
     async def _note_ready(self, process: ChildProcess) -> None:
         if process.role == "router":
             address = self._routers[process.name]
-            await router_serving(address)
+            await router_serving(address, self._credentials)
             what = f"serving after {process.age_s:.1f} s ({address}, pid {process.pid})"
         else:
             ready = await workers_ready(self.membership, lambda: {process.pid})
@@ -348,22 +371,29 @@ def restart_delay_s(failures: int) -> float:
     return min(_FIRST_DELAY_S * 2.0 ** min(failures - 1, 30), _LAST_DELAY_S)
 
 
-async def router_serving(address: str) -> None:
+async def router_serving(address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
     """Returns once the router at `address` reports SERVING, however late it starts to listen."""
-    await _router_says(address, lambda status: status.router.state == "SERVING")
+    await _router_says(address, credentials, lambda status: status.router.state == "SERVING")
 
 
-async def router_sees(address: str, pid: int) -> None:
-    """Returns once the router at `address` can place requests on the worker with this pid."""
+async def router_sees(
+    address: str, pids: Set[int], credentials: grpc.ChannelCredentials | None = None
+) -> None:
+    """Returns once the router at `address` can place requests on the workers with these pids."""
     await _router_says(
         address,
-        lambda status: any(w.record.pid == pid and w.state == "READY" for w in status.workers),
+        credentials,
+        lambda status: pids <= {w.record.pid for w in status.workers if w.state == "READY"},
     )
 
 
-async def _router_says(address: str, is_so: Callable[[fleet_pb2.GetStatusResponse], bool]) -> None:
+async def _router_says(
+    address: str,
+    credentials: grpc.ChannelCredentials | None,
+    is_so: Callable[[fleet_pb2.GetStatusResponse], bool],
+) -> None:
     backoff = Backoff(most_s=_LOOK_S)
-    async with rpc.channel(address) as channel:
+    async with rpc.channel(address, credentials, role="router") as channel:
         fleet = fleet_pb2_grpc.FleetServiceStub(channel)
         while True:
             with contextlib.suppress(Unavailable, DeadlineExceeded), rpc.translated():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from baton import options
@@ -15,9 +16,14 @@ PROGRAM = (sys.executable, "-m", "baton")
 
 
 def router(
-    config: ClusterConfig, etcd: str, port: int, http_port: int = 0, metrics_port: int | None = None
+    config: ClusterConfig,
+    etcd: str,
+    port: int,
+    http_port: int = 0,
+    metrics_port: int | None = None,
+    certs: Path | None = None,
 ) -> list[str]:
-    """A router's arguments."""
+    """A router's arguments; `certs` is a folder that `baton.local.certs.write` has filled."""
     settings = RouterConfig(
         **vars(config.limits),
         **_shared(config, RouterConfig),
@@ -28,12 +34,18 @@ def router(
         http_port=http_port,
         registry=config.registry(etcd),
         metrics_port=metrics_port,
+        **(_tls(certs, "router") if certs else {}),
     )
     return _arguments("router", settings)
 
 
 def worker(
-    config: ClusterConfig, etcd: str, role: str, share: Share, metrics_port: int | None = None
+    config: ClusterConfig,
+    etcd: str,
+    role: str,
+    share: Share,
+    metrics_port: int | None = None,
+    certs: Path | None = None,
 ) -> list[str]:
     """The arguments of a "prefill" or "decode" worker; it takes a free port by itself."""
     engine = replace(config.engine, threads=share.threads, cpus=tuple(share.cpus))
@@ -47,8 +59,16 @@ def worker(
         config.registry(etcd),
         **_shared(config, WorkerConfig),
         metrics_port=metrics_port,
+        **(_tls(certs, role) if certs else {}),
     )
     return _arguments(f"{role}-worker", settings)
+
+
+def _tls(certs: Path, role: str) -> dict[str, Any]:
+    """Files for one role. Callers of routers may come without a certificate."""
+    trust = "tls_ca" if role == "router" else "tls_client_ca"
+    own = {"tls_cert": certs / f"{role}.pem", "tls_key": certs / f"{role}-key.pem"}
+    return {**own, trust: certs / "ca.pem"}
 
 
 def _shared(config: ClusterConfig, cls: type[Any]) -> dict[str, Any]:

@@ -92,16 +92,14 @@ class SingleProcess:
                 raise InternalError(progress.abort_reason)
             if progress.seq_id != sequence.seq_id:
                 continue
-            for at, token_id in enumerate(progress.token_ids, 1):
-                last = at == len(progress.token_ids)
-                state.deliver([token_id])
-                if progress.logprobs:
-                    sampled = progress.logprobs[at - 1]
-                    logprobs.append(TokenLogprobs(sampled.token_id, sampled.logprob, sampled.top))
-                pieces.append(text.advance([token_id], progress.finish_reason if last else None))
-                on_text(pieces[-1])
-                if text.stop is not None:
-                    break  # tokens sampled after it are not output
+            piece, count = text.advance(progress.token_ids, progress.finish_reason)
+            state.deliver(progress.token_ids[:count])  # what was sampled behind a stop is no output
+            logprobs += [
+                TokenLogprobs(sampled.token_id, sampled.logprob, sampled.top)
+                for sampled in progress.logprobs[:count]
+            ]
+            pieces.append(piece)
+            on_text(piece)
             reason = "stop" if text.stop is not None else progress.finish_reason
         return Completion(
             text="".join(pieces),

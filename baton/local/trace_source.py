@@ -49,8 +49,11 @@ class KeptTraces:
         """All traces; or one, once it is whole, and none where it is not known."""
         wait_ms = int(min(_WAIT_S, timeout_s / 2) * 1000)
         request = trace_pb2.ReadTracesRequest(trace_id=trace_id, wait_ms=wait_ms)
-        credentials = grpc.ssl_channel_credentials() if self._secure else None
-        with rpc.channel(self._address, credentials, grpc) as channel:
+        with (
+            rpc.channel(self._address, grpc.ssl_channel_credentials(), grpc)
+            if self._secure
+            else grpc.insecure_channel(self._address, options=rpc.OPTIONS)
+        ) as channel:
             try:
                 answers = trace_pb2_grpc.TraceServiceStub(channel).ReadTraces(
                     request, timeout=timeout_s

@@ -128,19 +128,23 @@ async def _draw_finished(store: SpanStore) -> None:
 def _ready_text(cluster: LocalCluster, keeps_traces: bool) -> str:
     """Where the cluster serves, with commands to try."""
     target = "" if cluster.targets == "127.0.0.1:7700" else f" --target {cluster.targets}"
+    scheme, curl = "http", "curl"
+    if cluster.certs:
+        ca = cluster.certs / "ca.pem"
+        target, scheme, curl = f"{target} --tls-ca {ca}", "https", f"curl --cacert {ca}"
     commands = ["generate 'class Stack:'", "status", "top", *(["trace"] if keeps_traces else [])]
     lines = [
         f"ready: {cluster.targets}, etcd {cluster.etcd_address}. In another terminal:",
         *(f"  baton {command}{target}" for command in commands),
     ]
     if cluster.http_addresses:
-        url = f"http://{cluster.http_addresses[0]}/v1"
+        url = f"{scheme}://{cluster.http_addresses[0]}/v1"
         body = '{"prompt": "class Stack:", "max_tokens": 32}'
         lines += [
-            f"  curl {url}/completions -H 'content-type: application/json' -d '{body}'",
+            f"  {curl} {url}/completions -H 'content-type: application/json' -d '{body}'",
             f"OpenAI's clients: base_url={url}, any api_key",
         ]
     if cluster.metrics:
         served = ", ".join(f"{name} {address}" for name, address in cluster.metrics.items())
-        lines.append(f"metrics at http://HOST:PORT/metrics of {served}")
+        lines.append(f"metrics at {scheme}://HOST:PORT/metrics of {served}")
     return "\n".join([*lines, "ctrl-C stops it"])

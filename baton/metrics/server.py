@@ -18,6 +18,7 @@ from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from baton import tls
 from baton.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -63,10 +64,17 @@ async def serving(page: Page, host: str, port: int) -> AsyncGenerator[str, None]
             "--metrics-port"
         ) from error
     server.set_app(app)
+    scheme = "http"
+    if tls.current().serves:
+        scheme, context = "https", tls.current().context()
+        # The handshake is left to the connection's thread: the one that accepts must not wait.
+        server.socket = context.wrap_socket(
+            server.socket, server_side=True, do_handshake_on_connect=False
+        )
     thread = threading.Thread(target=server.serve_forever, args=(0.1,), daemon=True)
     thread.start()
     address = f"{host}:{server.server_address[1]}"
-    log.info("metrics at http://%s/metrics", address)
+    log.info("metrics at %s://%s/metrics", scheme, address)
     try:
         yield address
     finally:

@@ -102,6 +102,10 @@ TABLE: tuple[Instrument, ...] = (
     Instrument("baton.requests.refused", COUNTER, "{request}", (ROUTER,),
         "Of those, the ones that ended before any work: queue_full, too_late, tenant_limit, "
         "tenant_unknown, no_worker, draining, invalid, deadline, internal.", ("cause",)),
+    Instrument("baton.requests.served", COUNTER, "{request}", (ROUTER,),
+        "Requests that ended OK, by the way their KV came to decode: handed_over by a prefill "
+        "worker; local, computed there; cached, computed there beside what its prefix cache had; "
+        "prefill_only, where the first token was the last.", ("way",)),
     Instrument("baton.requests.running", GAUGE, "{request}", (ROUTER,),
         "Requests inside now, those that wait included."),
     Instrument("baton.requests.queued", GAUGE, "{request}", (ROUTER,),
@@ -143,9 +147,9 @@ TABLE: tuple[Instrument, ...] = (
         "Tokens computed, of prompts and outputs together."),
     Instrument("baton.engine.tokens.generated", COUNTER, "{token}", WORKERS,
         "Tokens sampled."),
-    Instrument("baton.engine.drafts", COUNTER, "{token}", (DECODE,),
-        "Tokens guessed from a sequence's own text (`--speculate`) and computed, by whether they "
-        "were right: yes or no.", ("right",)),
+    Instrument("baton.engine.draft_tokens", COUNTER, "{token}", (DECODE,),
+        "Tokens proposed from a sequence's own text (`--speculate`) and computed, by whether they "
+        "were accepted: yes or no.", ("accepted",)),
     Instrument("baton.engine.gpu.rows", COUNTER, "{row}", WORKERS,
         "Rows of decode steps on a GPU: wanted, padding up to a graph's batch size, or wasted, "
         "which were launched ahead for sequences that had ended.", ("kind",)),

@@ -118,22 +118,22 @@ class PositionLogprobs(_message.Message):
     def __init__(self, chosen: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class SequenceSpec(_message.Message):
-    __slots__ = ("handoff_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "time_left_ms", "due_ms")
+    __slots__ = ("handoff_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "time_left_ms", "virtual_finish_ms")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TIME_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
-    DUE_MS_FIELD_NUMBER: _ClassVar[int]
+    VIRTUAL_FINISH_MS_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
     sampling: SamplingParams
     cache_salt: str
     time_left_ms: int
-    due_ms: int
-    def __init__(self, handoff_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., due_ms: _Optional[int] = ...) -> None: ...
+    virtual_finish_ms: int
+    def __init__(self, handoff_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., virtual_finish_ms: _Optional[int] = ...) -> None: ...
 
 class KvDescriptor(_message.Message):
     __slots__ = ("model_fingerprint", "dtype", "num_layers", "num_kv_heads", "head_size", "block_size", "layout_version", "tensor_parallel", "compute_dtype", "quantization")

@@ -73,7 +73,7 @@ def sequence_of(
         prompt_tokens=spec.prompt_tokens,
         params=params,
         cache_salt=spec.cache_salt,
-        priority=time.monotonic() + spec.due_ms / 1000,
+        priority=time.monotonic() + spec.virtual_finish_ms / 1000,
         park_after=park_after,
         block_hashes=hash_chain(tokens, limits.block_size, spec.cache_salt),
     )

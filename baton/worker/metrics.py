@@ -199,8 +199,8 @@ class WorkerMetrics:
             )
 
     def _drafted(self, drafts: int, right: int) -> None:
-        self._recorder.count("baton.engine.drafts", right, {"right": "yes"})
-        self._recorder.count("baton.engine.drafts", drafts - right, {"right": "no"})
+        self._recorder.count("baton.engine.draft_tokens", right, {"accepted": "yes"})
+        self._recorder.count("baton.engine.draft_tokens", drafts - right, {"accepted": "no"})
 
 
 def kind_of(report: StepReport) -> str:

@@ -17,7 +17,7 @@ from baton.cli import main
 from router.fleet.snapshot import Snapshot, WorkerView
 from router.placement import placement
 from router.placement.cost_model import PlacementRequest
-from router.placement.placement import Pair, pairs_of
+from router.placement.placement import Pair, rank_all
 
 Pick = Callable[[Snapshot, PlacementRequest, Set[str], Set[str]], Pair]
 Rank = Callable[[WorkerView], int]
@@ -45,7 +45,7 @@ def picker(rank: Rank) -> Pick:
         failed: Set[str] = frozenset(),
         full: Set[str] = frozenset(),
     ) -> Pair:
-        pairs = [pair for pair in pairs_of(snapshot, request, full) if not pair.unusable]
+        pairs = [pair for pair in rank_all(snapshot, request, full) if not pair.unusable]
         roomy = [pair for pair in pairs if not pair.on_decode.no_room]
         if not roomy:
             return real(snapshot, request, failed, full)  # it says what is missing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 
 from baton.errors import Overloaded, Unavailable
 from baton.v1 import fleet_pb2
@@ -26,9 +25,9 @@ def prefill_rate(snapshot: Snapshot) -> float:
 
     A worker without a measurement counts as the mean of the others.
     """
-    rates = [worker.load.prefill_tokens_per_s for worker in snapshot.prefill if worker.ready]
-    known = [rate for rate in rates if rate > 0]
-    return statistics.fmean(known) * len(rates) if known else 0.0
+    prefill = snapshot.of_prefill
+    rates = prefill["rate"][prefill["ready"]]
+    return float(rates[rates > 0].mean() * rates.size) if rates.any() else 0.0
 
 
 def check(
@@ -56,7 +55,7 @@ def check(
     # Other tenants may yet come for their share: then it is served at its virtual finish and no
     # earlier. Virtual finish times are times only where the rate behind them is known.
     fair_s = request.virtual_finish - now if rate else 0.0
-    idle = any(worker.ready and not worker.queue_tokens for worker in snapshot.prefill)
+    idle = bool((snapshot.of_prefill["ready"] & (snapshot.queued_tokens == 0)).any())
     safety = SAFETY / DOUBT if queue.depth == 0 and idle else SAFETY
     needed_s = max(expected_s, fair_s) * safety
     slack_s = math.inf

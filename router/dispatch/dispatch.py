@@ -9,11 +9,10 @@ the same seed and positions. The caller sees a pause, never a repeated, missing 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Set
+from collections.abc import Callable, Set
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Tracer
@@ -35,7 +34,7 @@ from baton.errors import (
 from baton.log_format import about
 from baton.v1 import decode_pb2, prefill_pb2
 from router.admission.wait_queue import WaitQueue
-from router.dispatch.attempt import Attempt, Output
+from router.dispatch.attempt import Attempt, Deliver
 from router.dispatch.request_state import RequestState
 from router.fleet.fleet import Fleet
 from router.fleet.member import Member
@@ -69,24 +68,21 @@ class Dispatch:
         self.stats = RouterStats()
         self._cancels: set[asyncio.Task[None]] = set()
 
-    async def run(self, state: RequestState, parent: Context) -> AsyncGenerator[Output, None]:
-        """The request's tokens, each once, in order. Raises what ended the last attempt."""
+    async def run(self, state: RequestState, parent: Context, deliver: Deliver) -> None:
+        """Gives the request's tokens to `deliver`, each once, in order, and returns after the last.
+
+        `deliver` adds to `state.delivered` what it has given to the caller. Raises what ended the
+        last attempt.
+        """
         failures = 0  # in a row without a token
         while True:
             state.attempts += 1
+            before = len(state.delivered)
             try:
-                async with contextlib.aclosing(self._attempt(state, parent)) as outputs:
-                    async for output in outputs:
-                        failures = 0
-                        # A stop string may end among the tokens of a step: those behind it are not
-                        # to be delivered.
-                        for part in output.singly() if state.request.stop else (output,):
-                            gap_s = state.deliver(part.token_ids)
-                            self.stats.delivered(len(part.token_ids), gap_s)
-                            yield part
+                await self._attempt(state, parent, deliver)
                 return
             except BatonError as error:
-                failures += 1
+                failures = 1 if len(state.delivered) > before else failures + 1
                 if failures >= self._limits.max_attempts or not _is_retryable(error, state):
                     raise
                 trace_id, request_id = telemetry.trace_id_in(parent), state.request.request_id
@@ -111,11 +107,11 @@ class Dispatch:
         while self._cancels:
             await asyncio.gather(*self._cancels, return_exceptions=True)
 
-    async def _attempt(self, state: RequestState, parent: Context) -> AsyncGenerator[Output, None]:
+    async def _attempt(self, state: RequestState, parent: Context, deliver: Deliver) -> None:
         handoff_id = f"{state.request.request_id}-{state.attempts}"
         with telemetry.span(self._tracer, "router.attempt", parent) as span:
             trace = telemetry.context_of(span)
-            attempt = Attempt(handoff_id, state.on_unread)
+            attempt = Attempt(handoff_id, deliver)
             pair, decode, reserved = await self._reserve(state, attempt, trace)
             attempt.on_decoding = self._fleet.breakers[pair.decode.incarnation].succeeded
             _describe(span, pair, reserved, state)
@@ -129,17 +125,15 @@ class Dispatch:
                     attempt.suspects = {pair.prefill.incarnation}  # it may have left by now
                     self._assign(pair, attempt)
                     attempt.follow(self._prefill(state, pair, reserved, attempt, trace))
-                async with contextlib.aclosing(attempt.outputs()) as outputs:
-                    async for output in outputs:
-                        streams_ns = streams_ns or time.time_ns()
-                        yield output
+                await attempt.finished()
             except BatonError as error:
                 state.failed_workers |= self._fleet.breakers.failed_attempt(
                     pair.names, attempt.suspects, error
                 )
                 raise
             finally:
-                if streams_ns:  # known also where the workers' own spans died with them
+                # Known also where the workers' own spans died with them.
+                if streams_ns := streams_ns or attempt.first_output_ns:
                     telemetry.record(self._tracer, "router.stream", trace, streams_ns)
                 attempt.unassign()
                 decode.unsubscribe(handoff_id)

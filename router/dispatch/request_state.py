@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.sampling import SamplingParams
@@ -18,8 +18,10 @@ from baton.v1 import common_pb2, prefill_pb2
 from router.admission.wait_queue import QueueEntry
 from router.placement.cost_model import PlacementRequest
 
+WAYS = ("handed_over", "local", "cached", "prefill_only")
 _MOST_TIME_MS = (1 << 32) - 1  # what SequenceSpec holds: 49 days
-_DUE_S = 60.0  # added by every router: workers need the order, also of times that have passed
+# Added by every router: workers need the order, also of times that have passed.
+_VIRTUAL_FINISH_OFFSET_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,6 @@ class RequestState:
     transfer_bytes: int = 0
     transfer_ms: float = 0.0
     route: common_pb2.Route = field(default_factory=common_pb2.Route)
-    # Called when more output waits than is kept for a caller that does not read it.
-    on_unread: Callable[[], None] = field(default=lambda: None, repr=False)
     _placement: PlacementRequest | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class RequestState:
     def spec(self, handoff_id: str) -> common_pb2.SequenceSpec:
         """The failover rule: prompt and delivered tokens are the new prompt, positions go on."""
         request = self.request
-        due_s = request.virtual_finish - time.monotonic() + _DUE_S
+        virtual_finish_s = request.virtual_finish - time.monotonic() + _VIRTUAL_FINISH_OFFSET_S
         return common_pb2.SequenceSpec(
             handoff_id=handoff_id,
             token_ids=[*request.prompt, *self.delivered],
@@ -82,7 +82,7 @@ class RequestState:
             sampling=request.params.to_proto(),
             cache_salt=request.cache_salt,
             time_left_ms=min(_MOST_TIME_MS, max(1, int(request.time_left_s * 1000))),
-            due_ms=min(_MOST_TIME_MS, max(0, int(due_s * 1000))),
+            virtual_finish_ms=min(_MOST_TIME_MS, max(0, int(virtual_finish_s * 1000))),
         )
 
     def placement_request(self, local_prefill_max_tokens: int) -> PlacementRequest:
@@ -152,6 +152,13 @@ class RequestState:
         if self.cached_tokens is None:
             self.cached_tokens = num_tokens
 
+    @property
+    def way(self) -> str:
+        """How its KV came to the decode worker of the last attempt: one of WAYS."""
+        if self.route.prefill:
+            return "handed_over" if self.route.transport else "prefill_only"
+        return "cached" if self.cached_tokens else "local"
+
     def usage(self) -> common_pb2.Usage:
         """Tokens counted once, whatever was retried."""
         return common_pb2.Usage(
@@ -185,18 +192,25 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, request: TokenizedRequest) -> None:
         self._detokenizer = Detokenizer(tokenizer.pieces, request.prompt)
         self._stops = StopStrings(request.stop, request.include_stop)
+        self._singly = bool(request.stop)
         self.stop: str | None = None
         if request.resumed:
             self.advance(request.resumed, None)  # its text was sent by the stream that broke
 
-    def advance(self, token_ids: Sequence[int], finish_reason: str | None) -> str:
-        """Text that new tokens make certain; all of it when `finish_reason` says they are the last.
+    def advance(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[str, int]:
+        """Text that new tokens make certain, and how many of them it took to meet a stop string.
 
-        A token that ended the sequence by itself ("stop") is no text.
+        With a `finish_reason` they are the last, and the text is all that is left. A token that
+        ended the sequence by itself ("stop") is no text.
         """
         shown = token_ids[:-1] if finish_reason == "stop" else token_ids
-        text, self.stop = self._stops.push(self._detokenizer.push(shown))
-        if finish_reason is None or self.stop is not None:
-            return text
-        rest, self.stop = self._stops.push(self._detokenizer.flush())
-        return text + rest + ("" if self.stop is not None else self._stops.flush())
+        text, count = "", 0
+        for tokens in ([token] for token in shown) if self._singly else (shown,):
+            certain, self.stop = self._stops.push(self._detokenizer.push(tokens))
+            text, count = text + certain, count + len(tokens)
+            if self.stop is not None:
+                return text, count
+        if finish_reason is not None:
+            rest, self.stop = self._stops.push(self._detokenizer.flush())
+            text += rest + ("" if self.stop is not None else self._stops.flush())
+        return text, len(token_ids)

@@ -14,8 +14,10 @@ from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
+import numpy as np
+
 from baton.errors import BatonError, DeadlineExceeded, KvMismatch, Overloaded, TransferFailed
-from router.fleet.snapshot import EJECTED, Snapshot, WorkerView
+from router.fleet.snapshot import EJECTED, Snapshot
 
 Key = str | tuple[str, str]  # a worker's incarnation, or those of a (prefill, decode) pair
 
@@ -35,6 +37,8 @@ class CircuitBreaker:
     """Closed, open until a time, and from then on half-open until a probe has ended."""
 
     clock: Callable[[], float]
+    key: Key
+    not_closed: dict[Key, CircuitBreaker]  # of all breakers
     recent: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=RECENT_CALLS))
     open_until: float | None = None  # None: closed
     probe_until: float | None = None  # a probe is under way, and counts as one until then
@@ -58,6 +62,7 @@ class CircuitBreaker:
         elif self._probing() or now >= self.open_until:
             self.open_until = self.probe_until = None
             self.closed_at = now
+            self.not_closed.pop(self.key, None)
             self.recent.clear()
         # Else a call that began before the breaker opened: it says nothing of what came then.
 
@@ -85,6 +90,7 @@ class CircuitBreaker:
         self.cool_down_s = min(longest_s, 2 * self.cool_down_s) if grows else shortest_s
         self.cool_down_s = max(shortest_s, self.cool_down_s)
         self.open_until, self.probe_until, self.why = now + self.cool_down_s, None, why
+        self.not_closed[self.key] = self
 
     def _outlying(self, now: float) -> str:
         """Why the recent calls are too bad; empty when they are not."""
@@ -107,10 +113,11 @@ class CircuitBreakers:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._breakers: dict[Key, CircuitBreaker] = {}
+        self._not_closed: dict[Key, CircuitBreaker] = {}
 
     def __getitem__(self, key: Key) -> CircuitBreaker:
         if key not in self._breakers:
-            self._breakers[key] = CircuitBreaker(self._clock)
+            self._breakers[key] = CircuitBreaker(self._clock, key, self._not_closed)
         return self._breakers[key]
 
     def failed_attempt(
@@ -131,15 +138,15 @@ class CircuitBreakers:
 
     def all_open(self) -> dict[Key, str]:
         """All that are not usable now, and why."""
-        return {key: why for key, breaker in self._breakers.items() if (why := breaker.why_open)}
+        return {key: why for key, breaker in self._not_closed.items() if (why := breaker.why_open)}
 
     def retain(self, incarnations: Collection[str]) -> None:
         """Forgets all others and their pairs, also those that failed after they had left."""
-        self._breakers = {
-            key: breaker
-            for key, breaker in self._breakers.items()
-            if all(name in incarnations for name in ((key,) if isinstance(key, str) else key))
-        }
+        for breakers in (self._breakers, self._not_closed):
+            for key in tuple(breakers):
+                names = (key,) if isinstance(key, str) else key
+                if not all(name in incarnations for name in names):
+                    del breakers[key]
 
     def without_ejected(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot with workers EJECTED and pairs excluded whose breakers are open.
@@ -148,26 +155,38 @@ class CircuitBreakers:
         pair must not make a dead cluster.
         """
         opened = self.all_open()
-        if not opened:
-            return snapshot
-        spared = self._last_resort(snapshot, opened)
-        opened = {key: why for key, why in opened.items() if key not in spared}
-        pairs = {key: why for key, why in opened.items() if isinstance(key, tuple)}
+        judged = _without(snapshot, opened)
+        if snapshot.num_usable and not judged.num_usable:
+            for key in self._last_resort(snapshot, opened):
+                opened.pop(key, None)
+            judged = _without(snapshot, opened)
+        return judged
 
-        def judged(worker: WorkerView) -> WorkerView:
-            why = opened.get(worker.incarnation)
-            return replace(worker, state=EJECTED, reason=why) if why and worker.ready else worker
+    def _last_resort(self, snapshot: Snapshot, opened: Collection[Key]) -> tuple[Key, ...]:
+        """The keys of the pair that failed longest ago: of its workers and its own."""
+        failed_at = np.full(len(snapshot.rows), -np.inf)
+        for name, row in snapshot.rows.items():
+            if name in opened:
+                failed_at[row] = self[name].failed_at
+        latest = np.maximum.outer(*snapshot.split(failed_at))
+        for key in opened:
+            if isinstance(key, tuple) and snapshot.rows.keys() >= set(key):
+                at = snapshot.rows[key[0]], snapshot.rows[key[1]] - len(snapshot.prefill)
+                latest[at] = max(latest[at], self[key].failed_at)
+        latest[~snapshot.usable()] = np.inf
+        p, d = np.unravel_index(latest.argmin(), latest.shape)
+        names = snapshot.prefill[p].incarnation, snapshot.decode[d].incarnation
+        return *names, names
 
-        return Snapshot(
-            prefill=tuple(map(judged, snapshot.prefill)),
-            decode=tuple(map(judged, snapshot.decode)),
-            excluded_pairs={**pairs, **snapshot.excluded_pairs},
-        )
 
-    def _last_resort(self, snapshot: Snapshot, opened: Mapping[Key, str]) -> Set[Key]:
-        """The keys of the pair to use although it fails; none while another pair is left."""
-        names = [(p.incarnation, d.incarnation) for p, d in snapshot.usable_pairs()]
-        pairs: list[Set[Key]] = [frozenset({*pair, pair}) for pair in names]
-        if not pairs or any(keys.isdisjoint(opened) for keys in pairs):
-            return frozenset()
-        return min(pairs, key=lambda keys: max(self[key].failed_at for key in keys))
+def _without(snapshot: Snapshot, opened: Mapping[Key, str]) -> Snapshot:
+    if not opened:
+        return snapshot
+    views, rows = (*snapshot.prefill, *snapshot.decode), snapshot.rows
+    ejected = [
+        replace(view, state=EJECTED, reason=why)
+        for key, why in opened.items()
+        if isinstance(key, str) and key in rows and (view := views[rows[key]]).ready
+    ]
+    pairs = {key: why for key, why in opened.items() if isinstance(key, tuple)}
+    return snapshot.replaced(ejected, {**pairs, **snapshot.excluded_pairs})

@@ -7,6 +7,7 @@ its own connection, not in the registry.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Collection, Mapping, Set
 
@@ -16,11 +17,11 @@ from baton.v1 import common_pb2, worker_pb2
 from router.fleet.circuit_breaker import CircuitBreakers, Key
 from router.fleet.heartbeat import LivenessConfig
 from router.fleet.member import Member
+from router.fleet.prefix_index import PrefixIndex
 from router.fleet.snapshot import EJECTED, Snapshot
 
 log = logging.getLogger(__name__)
 
-_QUARANTINED = "QUARANTINED"
 _PREFILL = common_pb2.WORKER_ROLE_PREFILL
 # Calls to workers that never answered, of all together: a process that may write to the registry
 # can enter thousands that do not exist.
@@ -46,6 +47,12 @@ class Fleet:
         self._router_id = router_id
         self._text_fingerprint = text_fingerprint
         self._members: dict[str, Member] = {}
+        self._index = PrefixIndex()
+        self._touched: set[str] = set()  # members whose views are others than in `_seen`
+        self._seen: Snapshot | None = None  # None: members have come or left
+        self._quarantined: dict[str, list[tuple[str, str]]] = {}  # pairs, by member
+        self._judged = Snapshot((), ())
+        self._judged_by: tuple[Snapshot, dict[Key, str]] = self._judged, {}
         self._changed = asyncio.Event()
 
     @property
@@ -60,9 +67,8 @@ class Fleet:
             for member in self._members.values()
             for pair in member.pairs
         }
-        seen = self._seen()
-        judged = self.breakers.without_ejected(seen).excluded_pairs
-        for prefill, decode in sorted(judged.keys() - seen.excluded_pairs.keys()):
+        judged = self.snapshot().excluded_pairs
+        for prefill, decode in sorted(judged.keys() - self._look().excluded_pairs.keys()):
             pair = worker_pb2.PairStatus(prefill=prefill, decode=decode)
             if (reported := pairs.get((prefill, decode))) is not None:
                 pair.CopyFrom(reported)
@@ -83,12 +89,15 @@ class Fleet:
             await _close(self._members.values(), "the router is stopping")
 
     def snapshot(self) -> Snapshot:
-        return self.breakers.without_ejected(self._seen())
+        """The same object as before while nothing has changed."""
+        by = self._look(), self.breakers.all_open()
+        if by != self._judged_by:
+            self._judged, self._judged_by = self.breakers.without_ejected(by[0]), by
+        return self._judged
 
     def tokens_in_flight(self) -> int:
         """Prompt tokens that prefill workers have and did not compute yet."""
-        members = (m for m in self._members.values() if m.record.role == _PREFILL)
-        return sum(member.view.queue_tokens for member in members)
+        return int(self._look().queued_tokens.sum())
 
     def member(self, incarnation: str) -> Member:
         """A member by name; raises Unavailable when it has just left."""
@@ -104,33 +113,38 @@ class Fleet:
         """
         return self._changed
 
-    def _seen(self) -> Snapshot:
+    def _look(self) -> Snapshot:
         """All workers as they and their connections report."""
-        views = [member.view for member in self._members.values()]
-        views.sort(key=lambda view: view.incarnation)
-        return Snapshot(
-            prefill=tuple(view for view in views if view.record.role == _PREFILL),
-            decode=tuple(view for view in views if view.record.role != _PREFILL),
-            excluded_pairs={
-                (pair.prefill, pair.decode): "the prefill worker leaves it alone after a failure"
-                for member in self._members.values()
-                for pair in member.pairs
-                if pair.state == _QUARANTINED
-            },
-        )
+        touched = self._touched if self._seen is not None else self._members.keys()
+        views = [self._members[name].view for name in touched if name in self._members]
+        self._touched.clear()
+        why = "the prefill worker leaves it alone after a failure"
+        excluded = dict.fromkeys(itertools.chain(*self._quarantined.values()), why)
+        if self._seen is None:
+            views.sort(key=lambda view: view.incarnation)
+            prefill = tuple(view for view in views if view.record.role == _PREFILL)
+            decode = tuple(view for view in views if view.record.role != _PREFILL)
+            self._seen = Snapshot(prefill, decode, excluded, self._index)
+        elif views:
+            is_other = excluded != self._seen.excluded_pairs
+            self._seen = self._seen.replaced(views, excluded if is_other else None)
+        return self._seen
 
     async def _apply(self, records: Mapping[str, common_pb2.WorkerRecord]) -> None:
         gone = self._members.keys() - records.keys()
         leaving = [self._members.pop(incarnation) for incarnation in gone]
+        if leaving:
+            self._seen = None
+            self.breakers.retain(self._members)
         for incarnation, record in records.items():
             if record.state == common_pb2.WORKER_STATE_STARTING:
                 continue  # it has no server yet
             if (member := self._members.get(incarnation)) is None:
                 self._members[incarnation] = self._join(record)
+                self._seen = None
                 await asyncio.sleep(0)  # thousands may come at once
             elif member.record is not record:
                 member.update(record)
-        self.breakers.retain(self._members)
         self._announce()
         await _close(leaving, "the worker has left the cluster")
 
@@ -146,6 +160,9 @@ class Fleet:
             self._router_id,
             mismatch,
             self._liveness,
+            self._index,
+            self._touched,
+            self._quarantined,
             self._announce,
             lambda: len(self._members) / _FIRST_CALLS_PER_S,
         )

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import grpc
 
@@ -22,13 +22,16 @@ from baton.v1 import (
     worker_pb2_grpc,
 )
 from router.fleet.heartbeat import HeartbeatStream, LivenessConfig
+from router.fleet.prefix_index import PrefixIndex
 from router.fleet.snapshot import MISMATCH, READY, SILENT, STALLED, AssignedPrompt, WorkerView
 
 log = logging.getLogger(__name__)
 
+_ROLES = {common_pb2.WORKER_ROLE_PREFILL: "prefill", common_pb2.WORKER_ROLE_DECODE: "decode"}
 Event = decode_pb2.SequenceEvent | BatonError
 CANCEL_TIMEOUT_S = 2.0
 _CONNECT_TIMEOUT_S = 2.0
+_QUARANTINED = "QUARANTINED"
 _ORPHANS_ROUND_S = 1.0  # a Cancel under way has arrived by then
 MOST_ORPHANS = 1024  # remembered at a time; the others are seen again
 CANCEL_BATCH = 256  # named in one Cancel
@@ -47,14 +50,24 @@ class Member:
         router_id: str,
         mismatch: str,
         liveness: LivenessConfig,
+        index: PrefixIndex,
+        touched: set[str],
+        quarantined: dict[str, list[tuple[str, str]]],
         on_change: Callable[[], None],
-        first_pause_s: Callable[[], float] = lambda: 0.0,
+        first_pause_s: Callable[[], float],
     ) -> None:
-        """With a `mismatch` it is not followed."""
+        """With a `mismatch` it is not followed.
+
+        The fleet's `index`, `touched` (by name, when its view is another one) and `quarantined`
+        pairs are kept up to date; `on_change` is called where waiting requests may find room.
+        """
         self.load = worker_pb2.Load(blocks_total=record.blocks_total)
         self.pairs: list[worker_pb2.PairStatus] = []
-        self.assigned: dict[str, AssignedPrompt] = {}  # by handoff id
-        self.cached: set[int] = set()
+        self._assigned: dict[str, AssignedPrompt] = {}  # by handoff id
+        self._index = index
+        self._slot = index.join()
+        self._touched = touched
+        self._quarantined = quarantined
         # A secret between us and the worker: a caller that knows a stream's id can take it over.
         self.stream_id = secrets.token_hex(16)
         self._name = record.incarnation
@@ -72,7 +85,7 @@ class Member:
         self._orphans_before: set[str] = set()
         self._ticks = 0
         self._cancelling: asyncio.Task[None] | None = None
-        self._channel = rpc.channel(record.address)
+        self._channel = rpc.channel(record.address, role=_ROLES[record.role])
         self.worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
@@ -88,15 +101,30 @@ class Member:
     @property
     def view(self) -> WorkerView:
         state, reason = self._state()
-        prompts = tuple(self.assigned.values())
+        prompts = tuple(self._assigned.values())
         return WorkerView(
-            self.record, self.load, state, reason, prompts, len(self._subscribers), self.cached
+            self.record, self.load, state, reason, prompts, len(self._subscribers), self._slot
         )
+
+    @property
+    def cached(self) -> Set[int]:
+        """Hashes of the whole blocks that its prefix cache holds, as its events report."""
+        return self._index.cached(self._slot)
 
     def update(self, record: common_pb2.WorkerRecord) -> None:
         """The registry has a newer record of the same incarnation."""
         self.record = record
         self._draining |= record.state == common_pb2.WORKER_STATE_DRAINING
+        self._touched.add(self._name)
+
+    def assign(self, handoff_id: str, prompt: AssignedPrompt) -> None:
+        """Counts a prompt against the worker until `unassign`, before its load shows it."""
+        self._assigned[handoff_id] = prompt
+        self._touched.add(self._name)
+
+    def unassign(self, handoff_id: str) -> None:
+        del self._assigned[handoff_id]
+        self._touched.add(self._name)
 
     def subscribe(self, handoff_id: str, deliver: Callable[[Event], None]) -> None:
         """Sends events of a sequence to `deliver`, in order; an error is the last one.
@@ -104,10 +132,12 @@ class Member:
         A prefill worker has no events but the error when it is lost.
         """
         self._subscribers[handoff_id] = deliver
+        self._touched.add(self._name)
 
     def unsubscribe(self, handoff_id: str) -> None:
         """No request waits for this sequence any more."""
         self._subscribers.pop(handoff_id, None)
+        self._touched.add(self._name)
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -137,6 +167,8 @@ class Member:
         for stream in self._streams:
             stream.tick()
         lost_ticks, answers = self._liveness.lost_ticks, any(s.alive for s in self._streams)
+        if self._silent_ticks >= lost_ticks // 2:
+            self._touched.add(self._name)
         if self._silent_ticks >= lost_ticks:
             why = self._no_heartbeat
             for stream in self._streams:  # when it wakes, it must find them broken
@@ -156,9 +188,12 @@ class Member:
 
     async def stop_following(self, reason: str) -> None:
         """The worker is gone: all subscribers get the error."""
-        self._closed = True
+        was_closed, self._closed = self._closed, True
         self._fail_all(reason)
         await asyncio.gather(*(stream.close() for stream in self._streams))
+        if not was_closed:
+            self._index.leave(self._slot)
+            self._quarantined.pop(self._name, None)
 
     async def close(self, reason: str) -> None:
         """As `stop_following`, and ends the connection."""
@@ -194,16 +229,21 @@ class Member:
 
     async def _watch_load(self, stream: HeartbeatStream) -> None:
         await self._check_identity(stream)
-        self.cached.clear()
+        self._index.clear(self._slot)
         request = worker_pb2.WatchRequest(heartbeat_ms=self._liveness.heartbeat_ms)
         async for update in self.worker.Watch(request):
             with self._announcing_change():
                 stream.opened()
                 self.load, self.pairs = update.load, list(update.pairs)
+                self._quarantined[self._name] = [
+                    (pair.prefill, pair.decode)
+                    for pair in update.pairs
+                    if pair.state == _QUARANTINED
+                ]
                 if update.cache.cleared:
-                    self.cached.clear()
-                self.cached.difference_update(update.cache.evicted)
-                self.cached.update(update.cache.stored)
+                    self._index.clear(self._slot)
+                self._index.evict(self._slot, update.cache.evicted)
+                self._index.store(self._slot, update.cache.stored)
                 self._draining |= update.state == common_pb2.WORKER_STATE_DRAINING
                 if stalled := self._liveness.why_stalled(self.load, self.record.chunk_tokens):
                     self._fail_all(f"worker {self._name} is stalled: {stalled}")
@@ -247,6 +287,7 @@ class Member:
         before = self._state(), self.load, self.pairs
         yield
         if (self._state(), self.load, self.pairs) != before:
+            self._touched.add(self._name)
             self._on_change()
 
     def _deliver(self, event: decode_pb2.SequenceEvent) -> None:
@@ -263,6 +304,7 @@ class Member:
             self._cancelling = asyncio.create_task(self.cancel(lasting))
 
     def _watch_lost(self, changed: bool) -> None:
+        self._touched.add(self._name)
         if changed:
             self._on_change()
 
@@ -274,6 +316,7 @@ class Member:
         for deliver in list(self._subscribers.values()):
             deliver(Unavailable(reason))
         self._subscribers.clear()
+        self._touched.add(self._name)
 
 
 async def _check_listening(address: str) -> None:

@@ -1,11 +1,21 @@
-"""An immutable picture of the fleet, for decisions that must not change while they are made."""
+"""An immutable picture of the fleet, for decisions that must not change while they are made.
+
+It has each worker twice: as a view, for people, and as a row of numbers, for placement. A snapshot
+of the next moment copies the numbers and writes the rows of those workers that changed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
+from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from baton.v1 import common_pb2, worker_pb2
+from router.fleet.prefix_index import PrefixIndex
 
 # A worker reports READY, STARTING and DRAINING itself; the others are what the router sees of it.
 READY = "READY"
@@ -16,6 +26,21 @@ STALLED = "STALLED"  # it answers, but its engine makes no progress
 EJECTED = "EJECTED"  # calls to it fail
 
 _MOST_WORKERS = 8  # in one message
+
+Column = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+_ROW = np.dtype(
+    [("ready", np.bool_)]
+    + [(name, np.int64) for name in ("kv", "host", "slot")]
+    + [
+        (name, np.float64)
+        for name in (
+            "block_size", "token_bytes", "chunk_tokens", "max_batch", "max_context", "rate",
+            "step_ms", "running", "busy", "steps", "reported_tokens", "assigned_tokens",
+            "num_assigned", "blocks_available", "blocks_cached", "blocks_held", "blocks_total",
+        )
+    ]
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,9 +61,7 @@ class WorkerView:
     reason: str = ""  # why it is not READY
     assigned: tuple[AssignedPrompt, ...] = ()
     assigned_sequences: int = 0  # requests this router runs there; its load shows them later
-    # Hashes of the whole blocks that its prefix cache holds (`baton.prefix.hash_chain`), as its
-    # events report: a hint, as only the worker compares tokens. Read at once: the set changes.
-    cached: Set[int] = frozenset()
+    slot: int = 0  # in the prefix index
 
     @property
     def incarnation(self) -> str:
@@ -59,43 +82,139 @@ class WorkerView:
         """Tokens this router has sent there and not seen computed."""
         return sum(prompt.num_tokens for prompt in self.assigned)
 
-    @property
-    def queue_tokens(self) -> int:
-        """Tokens to compute: what it reports, or what this router just sent it."""
-        return max(self.load.queue_tokens, self.assigned_tokens)
 
-    def tokens_ahead(self, virtual_finish: float) -> int:
-        """Tokens computed before a prompt with that virtual finish; other routers' count fully."""
-        ours = sum(p.num_tokens for p in self.assigned if p.virtual_finish <= virtual_finish)
-        return ours + max(0, self.load.queue_tokens - self.assigned_tokens)
-
-    @property
-    def blocks_available(self) -> int:
-        """Blocks it could give to a new sequence."""
-        return self.load.blocks_free + self.load.blocks_cached
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Snapshot:
-    """All workers at one moment."""
+    """All workers at one moment, sorted by name. Treat as frozen."""
 
     prefill: tuple[WorkerView, ...]
     decode: tuple[WorkerView, ...]
     excluded_pairs: Mapping[tuple[str, str], str] = field(default_factory=dict)  # and why
+    index: PrefixIndex = field(default_factory=PrefixIndex)  # the fleet's: it changes
 
-    def usable_pairs(self) -> Iterator[tuple[WorkerView, WorkerView]]:
-        """READY workers with compatible KV caches that are not excluded from each other."""
-        ready = [worker for worker in self.decode if worker.ready]
-        for prefill in (worker for worker in self.prefill if worker.ready):
-            for decode in ready:
-                names = prefill.incarnation, decode.incarnation
-                if prefill.record.kv == decode.record.kv and names not in self.excluded_pairs:
-                    yield prefill, decode
+    def __post_init__(self) -> None:
+        views = (*self.prefill, *self.decode)
+        self.rows = {view.incarnation: row for row, view in enumerate(views)}  # prefill first
+        # KV caches that differ, and hosts, with their numbers in the columns "kv" and "host".
+        self.kvs: dict[bytes, tuple[int, int, int]] = {}  # also a block's and a token's size
+        self.hosts: dict[str, int] = {}
+        self._table = np.zeros(len(views), _ROW)
+        # Of the prompts that are assigned to each prefill worker, in any order.
+        self._tokens = np.zeros((len(self.prefill), 1))
+        self._finish = np.zeros((len(self.prefill), 1))
+        self._write(enumerate(views))
+        self._find_usable()
+
+    def replaced(
+        self,
+        views: Iterable[WorkerView],
+        excluded_pairs: Mapping[tuple[str, str], str] | None = None,
+    ) -> Snapshot:
+        """The same workers, some of them changed."""
+        every, split = [*self.prefill, *self.decode], len(self.prefill)
+        by_row = {self.rows[view.incarnation]: view for view in views}
+        for row, view in by_row.items():
+            every[row] = view
+        new = copy(self)
+        new.prefill, new.decode = tuple(every[:split]), tuple(every[split:])
+        new.excluded_pairs = self.excluded_pairs if excluded_pairs is None else excluded_pairs
+        new._table = self._table.copy()
+        new._tokens, new._finish = self._tokens.copy(), self._finish.copy()
+        new._write(by_row.items())
+        changed = ((new._table[name] != self._table[name]).any() for name in ("ready", "kv"))
+        if excluded_pairs is not None or any(changed):
+            new._find_usable()
+        return new
+
+    def _write(self, views: Iterable[tuple[int, WorkerView]]) -> None:
+        """Rows of numbers, and what follows from them."""
+        for row, view in views:
+            record, load = view.record, view.load
+            kv = record.kv.SerializeToString()
+            if kv not in self.kvs:
+                self.kvs[kv] = len(self.kvs), record.kv.block_size, _token_bytes(record.kv)
+            number, block_size, token_bytes = self.kvs[kv]
+            self._table[row] = (
+                view.ready,
+                number,
+                self.hosts.setdefault(record.host_id, len(self.hosts)),
+                view.slot,
+                max(1, block_size),
+                token_bytes,
+                record.chunk_tokens,
+                record.max_batch,
+                record.max_context,
+                load.prefill_tokens_per_s,
+                load.step_ms,
+                load.running,
+                max(load.running + load.waiting, view.assigned_sequences),
+                load.steps,
+                load.queue_tokens,
+                view.assigned_tokens,
+                len(view.assigned),
+                load.blocks_free + load.blocks_cached,
+                load.blocks_cached,
+                load.blocks_held,
+                load.blocks_total,
+            )
+            if row < len(self.prefill):
+                self._write_assigned(row, view.assigned)
+        p, _ = self.of_prefill, self.of_decode = self.split(self._table)
+        # By prefill worker, to compute: what it reports, or what this router just sent it.
+        self.queued_tokens = np.maximum(p["reported_tokens"], p["assigned_tokens"])
+
+    def _find_usable(self) -> None:
+        p, d, rows = self.of_prefill, self.of_decode, self.rows
+        # By row of a prefill worker: rows, among decode's, that it is excluded from.
+        self.excluded_rows: dict[int, list[int]] = {}
+        for names in self.excluded_pairs:
+            if rows.keys() >= set(names):
+                row, other = rows[names[0]], rows[names[1]] - len(self.prefill)
+                self.excluded_rows.setdefault(row, []).append(other)
+        by_kv = (np.bincount(w["kv"][w["ready"]], minlength=len(self.kvs)) for w in (p, d))
+        # Pairs of READY workers with equal KV caches that are not excluded from each other.
+        self.num_usable = int(np.dot(*by_kv)) - sum(
+            bool(p["ready"][row] and d["ready"][other] and p["kv"][row] == d["kv"][other])
+            for row, others in self.excluded_rows.items()
+            for other in others
+        )
+
+    def _write_assigned(self, row: int, prompts: Sequence[AssignedPrompt]) -> None:
+        if (more := len(prompts) - self._tokens.shape[1]) > 0:
+            wider = ((0, 0), (0, more + self._tokens.shape[1]))
+            self._tokens, self._finish = np.pad(self._tokens, wider), np.pad(self._finish, wider)
+        self._tokens[row] = 0.0
+        for column, prompt in enumerate(prompts):
+            self._tokens[row, column] = prompt.num_tokens
+            self._finish[row, column] = prompt.virtual_finish
+
+    def split(self, column: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Of all workers: that of prefill and of decode workers."""
+        return column[: len(self.prefill)], column[len(self.prefill) :]
+
+    def flags(self, names: Set[str]) -> tuple[Flags, Flags]:
+        """Which prefill and which decode workers these are."""
+        flags = np.zeros(len(self.rows), np.bool_)
+        flags[[self.rows[name] for name in names if name in self.rows]] = True
+        return self.split(flags)
+
+    def assigned_before(self, virtual_finish: float) -> Column:
+        """By prefill worker: tokens of its assigned prompts that are computed by then."""
+        before: Column = (self._tokens * (self._finish <= virtual_finish)).sum(1)
+        return before
+
+    def usable(self) -> Flags:
+        """[prefill workers, decode workers]: see `num_usable`. For large fleets it is large."""
+        p, d = self.of_prefill, self.of_decode
+        usable: Flags = p["ready"][:, None] & d["ready"] & (p["kv"][:, None] == d["kv"])
+        for row, others in self.excluded_rows.items():
+            usable[row, others] = False
+        return usable
 
     @property
     def why_not_ready(self) -> str:
         """What is missing to serve requests, as a sentence; empty when there is a usable pair."""
-        if any(True for _ in self.usable_pairs()):
+        if self.num_usable:
             return ""
         for role, workers in (("prefill", self.prefill), ("decode", self.decode)):
             if not any(worker.ready for worker in workers):
@@ -103,9 +222,10 @@ class Snapshot:
                 more = len(workers) - _MOST_WORKERS
                 states += f"; and {more} more" if more > 0 else ""
                 return f"no {role} worker is ready ({states or 'none is registered'})"
-        ready = [(p, d) for p in self.prefill if p.ready for d in self.decode if d.ready]
-        if not any(p.record.kv == d.record.kv for p, d in ready):
-            difference = kv_difference(*ready[0])
+        p, d = self.of_prefill, self.of_decode
+        if not set(p["kv"][p["ready"]]) & set(d["kv"][d["ready"]]):
+            one, other = (next(w for w in all_ if w.ready) for all_ in (self.prefill, self.decode))
+            difference = kv_difference(one, other)
             return f"no prefill and decode worker have compatible KV caches: {difference}"
         pairs = sorted(self.excluded_pairs.items())
         reasons = "; ".join(f"{p} to {d}: {why}" for (p, d), why in pairs)
@@ -114,7 +234,17 @@ class Snapshot:
     @property
     def max_context(self) -> int:
         """Longest sequence that every READY decode worker takes; 0 when there is none."""
-        return min((w.record.max_context for w in self.decode if w.ready), default=0)
+        longest = self.of_decode["max_context"][self.of_decode["ready"]]
+        return int(longest.min()) if longest.size else 0
+
+
+def _token_bytes(kv: common_pb2.KvDescriptor) -> int:
+    """Of one token's KV: elements, and for one-byte types a float32 scale for each head."""
+    element, scale = {"float32": (4, 0), "int8": (1, 4), "float8_e4m3fn": (1, 4)}.get(
+        kv.dtype, (2, 0)
+    )
+    token: int = 2 * kv.num_layers * kv.num_kv_heads * (kv.head_size * element + scale)
+    return token
 
 
 def kv_difference(prefill: WorkerView, decode: WorkerView) -> str:

@@ -4,45 +4,46 @@ A filter leaves out what cannot be used (`Pair.unusable`) and what has no room n
 (`Pair.no_room`: the request waits in the router). The score is the predicted time to the request's
 last token. A worker's cache counts for the time that it saves and for nothing else, so it never
 outweighs a queue that takes longer.
+
+Pairs are not walked: the least that each prefill worker costs with any decode worker follows from
+the least handoff on its host and elsewhere, and only the best one is looked at closely.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
 
 from baton.errors import Overloaded, Unavailable
-from router.fleet.snapshot import Snapshot, WorkerView, kv_difference
-from router.placement.cost_model import Estimate, PlacementRequest, chunk_tokens, estimates
+from router.fleet.snapshot import Column, Flags, Snapshot, WorkerView, kv_difference
+from router.placement.cost_model import HANDOFF_S, Costs, Estimate, PlacementRequest, costs_of
 
 RETRY_AFTER_S = 1.0
 _MOST_REASONS = 8  # in one message
-# Of a handoff on one host and over the network: its control calls (Reserve, Prefill, Offer, Ready,
-# Commit), and bytes a second. On one host a short prompt's first token comes 2 to 3 ms later than
-# from decode itself (python -m benchmarks local_prefill); shared memory moves 4 to 9 GB/s. The
-# network's are assumptions.
-_HANDOFF_S, _BYTES_PER_S = {True: 0.003, False: 0.005}, {True: 4e9, False: 1e9}
-# A decode step delays all streams of the worker, also those still to come: computing prompts there
-# counts double.
-_DECODE_PRICE = 2
-# How many tokens are expected where the request says nothing, and at most: many requests end
-# before their limit, and TPOT must not outweigh everything else.
-_NEW_TOKENS, _MOST_NEW_TOKENS = 64, 256
-# A decode pool that runs full preempts sequences, and what they had is computed again. The price
-# rises with the square of the share in use: half a pool costs little.
-_FULL_POOL_MS = 100.0
+_MOST_PAIRS = 256  # explained
+_MOST_UNREADY = 16  # workers of a role that are explained: a registry may hold thousands
+
+_Rows = npt.NDArray[np.intp]
+_Rank = tuple[float, ...]  # of a pair, the least is best; by cost, and at its end the two rows
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A prefill and a decode worker, and the request's estimates on each."""
+    """A prefill and a decode worker, and what the request would find there."""
 
     on_prefill: Estimate
     on_decode: Estimate
     request: PlacementRequest
-    excluded: str  # why nothing is handed over between the two; empty when something is
-    candidates: int = 0  # of the pair that was picked: pairs that were considered
+    unusable: str  # why it cannot be used, whatever room there is; empty when it can
+    same_host: bool
+    decode_prefills: bool
+    ttft_s: float  # predicted, from now
+    score_ms: float  # the predicted time to the last token, and what it costs others: lower wins
+    candidates: int = 0  # pairs that can be used
 
     @property
     def prefill(self) -> WorkerView:
@@ -57,111 +58,17 @@ class Pair:
         """Both incarnations, prefill first."""
         return self.prefill.incarnation, self.decode.incarnation
 
-    @cached_property
-    def unusable(self) -> str:
-        """Why the pair cannot be used, whatever room there is; empty when it can."""
-        p, d = self.prefill, self.decode
-        if not (p.ready and d.ready):
-            return "; ".join(worker.description for worker in (p, d) if not worker.ready)
-        if p.record.kv != d.record.kv:
-            return f"incompatible KV caches: {kv_difference(p, d)}"
-        if self.excluded:
-            return f"{p.incarnation} does not hand over to {d.incarnation}: {self.excluded}"
-        return ""
-
-    @property
-    def no_room(self) -> list[str]:
-        """Why the pair takes nothing now. Where decode prefills, the prefill worker may be full."""
-        reasons = [self.on_decode.no_room, "" if self.decode_prefills else self.on_prefill.no_room]
-        return [reason for reason in reasons if reason]
-
     @property
     def refused(self) -> str:
-        """Why the pair is not picked; empty when it may be."""
-        return self.unusable or "; ".join(self.no_room)
-
-    @cached_property
-    def same_host(self) -> bool:
-        """Whether KV goes through shared memory."""
-        return bool(self.prefill.record.host_id == self.decode.record.host_id)
-
-    @cached_property
-    def decode_prefills(self) -> bool:
-        """Whether decode computes what it does not cache: it is little, or that costs less."""
-        decode, most = self.on_decode, self.request.local_prefill_max_tokens
-        if decode.uncached <= most:
-            return True
-        if not most or not decode.cached or decode.uncached > chunk_tokens(self.decode):
-            return False
-        return self._local_cost_s < self._handoff_ttft_s + self._send_s
+        """Why it is not picked; empty when it may be. Decode may prefill where prefill is full."""
+        on_prefill = "" if self.decode_prefills else self.on_prefill.no_room
+        return self.unusable or "; ".join(filter(None, (self.on_decode.no_room, on_prefill)))
 
     @property
     def local_prefill_max_tokens(self) -> int:
         """For Reserve: decode starts by itself if no more than this is not cached."""
         most = self.request.local_prefill_max_tokens
         return max(most, self.on_decode.uncached) if self.decode_prefills else most
-
-    @property
-    def ttft_s(self) -> float:
-        """Predicted time to first token, from now."""
-        if self.decode_prefills:
-            return self.on_decode.wait_s + self.on_decode.compute_s
-        return self._handoff_ttft_s
-
-    @cached_property
-    def score_ms(self) -> float:
-        """The predicted time to the last token, and what the request costs others: lower wins."""
-        decode = self.on_decode
-        prompt_s = self._handoff_ttft_s + self._send_s
-        if self.decode_prefills:
-            prompt_s = self._local_cost_s
-        tokens = min(self.request.new_tokens or _NEW_TOKENS, _MOST_NEW_TOKENS)
-        return (prompt_s + decode.tpot_s * tokens) * 1e3 + _FULL_POOL_MS * decode.blocks_share**2
-
-    def rank(self, failed: Set[str] = frozenset()) -> tuple[int | float | str, ...]:
-        """The least is picked. Ties go to what has been given less, lately and ever.
-
-        Last by name, so that equal snapshots give equal picks.
-        """
-        return (
-            sum(name in failed for name in self.names),
-            round(self.score_ms, 3),
-            round(self.on_prefill.wait_s, 6),  # matters where decode prefills
-            len(self.prefill.assigned),
-            self.prefill.load.steps,
-            self.decode.load.steps,
-            *self.names,
-        )
-
-    @property
-    def _handoff_ttft_s(self) -> float:
-        prefill = self.on_prefill
-        return prefill.wait_s + prefill.compute_s + _HANDOFF_S[self.same_host]
-
-    @property
-    def _local_cost_s(self) -> float:
-        """Decode's batch waits while it computes, so that costs its time once a sequence."""
-        decode = self.on_decode
-        return _DECODE_PRICE * (decode.wait_s + decode.compute_s * (1 + decode.busy))
-
-    @property
-    def _send_s(self) -> float:
-        """For the KV that decode does not cache; hides in the gap before the second token."""
-        decode = self.on_decode
-        return decode.uncached * decode.token_bytes / _BYTES_PER_S[self.same_host]
-
-
-def pairs_of(
-    snapshot: Snapshot, request: PlacementRequest, full: Set[str] = frozenset()
-) -> list[Pair]:
-    """All pairs, usable or not; decode workers in `full` have just refused."""
-    prefill, decode = estimates(snapshot, request, full)
-    excluded = snapshot.excluded_pairs
-    return [
-        Pair(p, d, request, excluded.get((p.worker.incarnation, d.worker.incarnation), ""))
-        for p in prefill
-        for d in decode
-    ]
 
 
 def pick(
@@ -172,39 +79,176 @@ def pick(
 ) -> Pair:
     """The best pair for a request.
 
-    Workers in `failed` are taken only if there are no others, decode workers in `full` not at all.
-    Raises Unavailable when no two workers can be used, Overloaded when none of them has room now.
+    Workers in `failed` are taken only if there are no others, decode workers in `full`, which have
+    just refused, not at all. Of equal pairs the one is taken whose workers have been given less,
+    lately and ever. Raises Unavailable when no two workers can be used, Overloaded when none of
+    them has room now.
     """
-    usable = [pair for pair in pairs_of(snapshot, request, full) if not pair.unusable]
-    if not usable:
+    if snapshot.why_not_ready:
         raise Unavailable(snapshot.why_not_ready, RETRY_AFTER_S)
-    with_room = [pair for pair in usable if not pair.no_room]
-    if not with_room:
-        reasons = _joined(reason for pair in usable for reason in pair.no_room)
-        raise Overloaded(f"no room for {request.num_tokens} tokens now ({reasons})", RETRY_AFTER_S)
-    best = min(with_room, key=lambda pair: pair.rank(failed))
-    return replace(best, candidates=len(with_room))
-
-
-def rank_all(snapshot: Snapshot, request: PlacementRequest) -> list[Pair]:
-    """Every pair: best first, those that are left out last."""
-    return sorted(pairs_of(snapshot, request), key=lambda pair: (bool(pair.refused), pair.rank()))
+    costs = costs_of(snapshot, request)
+    if pair := _best(costs, frozenset(failed), frozenset(full)):
+        return replace(pair, candidates=snapshot.num_usable)
+    reasons = _why_no_room(costs, full)
+    raise Overloaded(f"no room for {request.num_tokens} tokens now ({reasons})", RETRY_AFTER_S)
 
 
 def predict(snapshot: Snapshot, request: PlacementRequest) -> tuple[float, bool]:
-    """The least seconds to a first token, without the wait queue, and whether there is room now.
+    """Seconds to a first token on the best pair, without the wait queue, and whether there is room.
 
-    0 seconds when nothing is known. Pairs without room count for the time too: waiting for it is
-    the wait queue's part of the prediction.
+    0 seconds when nothing is known. Where no pair has room, it is the best of all: waiting for room
+    is the wait queue's part of the prediction.
     """
-    usable = [pair for pair in pairs_of(snapshot, request) if not pair.unusable]
-    room = any(not pair.no_room for pair in usable)
-    measured = any(w.ready and w.load.prefill_tokens_per_s for w in snapshot.prefill)
-    return min((pair.ttft_s for pair in usable if measured), default=0.0), room
+    p, costs = snapshot.of_prefill, costs_of(snapshot, request)
+    with_room = _best(costs, frozenset(), frozenset())
+    best = with_room or _best(costs, frozenset(), frozenset(), False)
+    if best is None or not p["rate"][p["ready"]].any():
+        return 0.0, with_room is not None
+    return best.ttft_s, with_room is not None
 
 
-def _joined(reasons: Iterable[str]) -> str:
-    """Each reason once, and not more of them than can be read."""
-    distinct = list(dict.fromkeys(reasons))
-    more = len(distinct) - _MOST_REASONS
-    return "; ".join(distinct[:_MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")
+def rank_all(
+    snapshot: Snapshot, request: PlacementRequest, full: Set[str] = frozenset()
+) -> list[Pair]:
+    """The pairs, best first, those that are left out last; of many the first of these."""
+    costs, prefill, decode = costs_of(snapshot, request), snapshot.of_prefill, snapshot.of_decode
+    p, d = _explained(prefill["ready"]), _explained(decode["ready"])
+    p = p[np.lexsort([ties[p] for ties in reversed(_prefill_ties(costs))])]
+    d = d[np.argsort(decode["steps"][d], kind="stable")]
+    column = p[:, None]
+    cost, decode_prefills = costs.of(column, d)
+    refused = ~snapshot.usable()[column, d]
+    refused |= costs.no_decode_room(full)[d]
+    refused |= costs.p_full[column] & ~decode_prefills
+    order = np.lexsort((cost.ravel(), refused.ravel()))[:_MOST_PAIRS]
+    at = zip(*np.unravel_index(order, cost.shape), strict=True)
+    return [_pair(costs, p[i], d[j], full) for i, j in at]
+
+
+@lru_cache(maxsize=1)  # the prediction's pair is picked, unless the fleet changes between
+def _best(
+    costs: Costs, failed: frozenset[str], full: frozenset[str], need_room: bool = True
+) -> Pair | None:
+    snapshot = costs.snapshot
+    prefill, decode = snapshot.of_prefill, snapshot.of_decode
+    p_good, d_good = prefill["ready"], decode["ready"]
+    if need_room:
+        d_good = d_good & ~costs.no_decode_room(full)
+    p_failed, d_failed = snapshot.flags(failed)
+    for failures in range(3 if failed else 1):  # of the two workers
+        found = (
+            _least(
+                costs,
+                np.flatnonzero(p_good & (p_failed == p_fails) & (prefill["kv"] == kv)),
+                np.flatnonzero(d_good & (d_failed == failures - p_fails) & (decode["kv"] == kv)),
+                need_room,
+            )
+            for kv in range(len(snapshot.kvs))
+            for p_fails in range(failures + 1)
+        )
+        if best := min(filter(None, found), default=None):
+            return _pair(costs, int(best[-3]), int(best[-1]))
+    return None
+
+
+def _least(costs: Costs, p: _Rows, d: _Rows, need_room: bool) -> _Rank | None:
+    """Of these prefill and decode workers, which can be used with each other.
+
+    For each prefill worker there is a bound, what it costs at least with any decode worker. The
+    best is tried with all of them: that is exact, and usually equal to the bound.
+    """
+    if not (p.size and d.size):
+        return None
+    snapshot = costs.snapshot
+    local, other, same = (
+        column[d] for column in (costs.local_us, costs.handoff_us[False], costs.handoff_us[True])
+    )
+    handoff = np.full(len(snapshot.hosts), other.min())
+    np.minimum.at(handoff, snapshot.of_decode["host"][d], same)
+    prefill_us = costs.prefill_us[p]
+    bound = np.minimum(local.min(), prefill_us + handoff[snapshot.of_prefill["host"][p]])
+    full = costs.p_full[p] & need_room
+    if full.any():
+        bound[full] = _local_bound(prefill_us[full], local, other)
+    ties = [tie[p] for tie in _prefill_ties(costs)]
+    steps = snapshot.of_decode["steps"][d]
+    while (least := bound.min()) < np.inf:
+        i = _first(bound, *ties)
+        cost, decode_prefills = costs.of(p[i], d)
+        if full[i]:
+            cost[~decode_prefills] = np.inf
+        if others := snapshot.excluded_rows.get(int(p[i])):
+            cost[np.isin(d, others)] = np.inf
+        j = _first(cost, steps)
+        if cost[j] <= least:
+            return (cost[j], *(tie[i] for tie in ties), p[i], steps[j], d[j])
+        bound[i] = cost[j]
+    return None
+
+
+def _local_bound(prefill_us: Column, local: Column, other: Column) -> Column:
+    """Of prefill workers without room: the least where decode prefills because that costs less."""
+    from_us = local - other  # where prefill takes longer than this
+    order = np.argsort(from_us)
+    least: Column = np.concatenate(([np.inf], np.minimum.accumulate(local[order])))
+    return least[np.searchsorted(from_us[order], prefill_us)]
+
+
+def _prefill_ties(costs: Costs) -> tuple[Column, ...]:
+    """What decides between equal costs: the wait, which matters where decode prefills, and use."""
+    p = costs.snapshot.of_prefill
+    return costs.wait_us, p["num_assigned"], p["steps"]
+
+
+def _first(values: Column, *ties: Column) -> int:
+    """The least; of equal ones that with the least of `ties`, then the first by name."""
+    rows = np.flatnonzero(values == values.min())
+    for tie in ties:
+        if rows.size > 1:
+            rows = rows[tie[rows] == tie[rows].min()]
+    return int(rows[0])
+
+
+def _pair(costs: Costs, p: int, d: int, full: Set[str] = frozenset()) -> Pair:
+    snapshot = costs.snapshot
+    prefill, decode = snapshot.prefill[p], snapshot.decode[d]
+    cost_us, decode_prefills = costs.of(p, d)
+    same_host = bool(costs.same_host(p, d))
+    handoff_ttft_s = costs.prefill_us[p] / 1e6 + HANDOFF_S[same_host]
+    return Pair(
+        on_prefill=costs.on_prefill(p),
+        on_decode=costs.on_decode(d, full),
+        request=costs.request,
+        unusable=_why_unusable(snapshot, prefill, decode),
+        same_host=same_host,
+        decode_prefills=bool(decode_prefills),
+        ttft_s=float(costs.local_ttft_s[d] if decode_prefills else handoff_ttft_s),
+        score_ms=float(cost_us) / 1e3,
+    )
+
+
+def _why_unusable(snapshot: Snapshot, prefill: WorkerView, decode: WorkerView) -> str:
+    if not (prefill.ready and decode.ready):
+        return "; ".join(worker.description for worker in (prefill, decode) if not worker.ready)
+    if prefill.record.kv != decode.record.kv:
+        return f"incompatible KV caches: {kv_difference(prefill, decode)}"
+    names = prefill.incarnation, decode.incarnation
+    if why := snapshot.excluded_pairs.get(names):
+        return f"{names[0]} does not hand over to {names[1]}: {why}"
+    return ""
+
+
+def _why_no_room(costs: Costs, refused: Set[str]) -> str:
+    """Of each worker, but of not more of them than can be read."""
+    d = np.flatnonzero(costs.snapshot.of_decode["ready"] & costs.no_decode_room(refused))
+    p = np.flatnonzero(costs.snapshot.of_prefill["ready"] & costs.p_full)
+    found = [costs.on_decode(int(row), refused) for row in d[:_MOST_REASONS]]
+    found += [costs.on_prefill(int(row)) for row in p[: _MOST_REASONS - len(found)]]
+    more = d.size + p.size - len(found)
+    reasons = "; ".join(estimate.no_room for estimate in found)
+    return reasons + (f"; and {more} more" if more else "")
+
+
+def _explained(ready: Flags) -> _Rows:
+    """All that are ready and some that are not."""
+    return np.concatenate((np.flatnonzero(ready), np.flatnonzero(~ready)[:_MOST_UNREADY]))

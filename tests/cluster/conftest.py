@@ -168,7 +168,9 @@ async def clusters(
             else:
                 cluster = await share(shared, settings, used)
                 used.append(cluster)
-            return cluster, await stack.enter_async_context(AsyncClient(cluster.targets))
+            ca_file = cluster.certs and cluster.certs / "ca.pem"
+            client = AsyncClient(cluster.targets, ca_file=ca_file)
+            return cluster, await stack.enter_async_context(client)
 
         yield get
     for cluster in used:

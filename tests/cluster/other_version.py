@@ -26,7 +26,7 @@ _UNKNOWN = b"\xfa\x7c\x05newer"
 _OPTIONAL = {
     "WorkerRecord": ("hardware",),
     "Load": ("step_age_ms", "tokens_computed", "tokens_generated", "preemptions"),
-    "SequenceSpec": ("due_ms",),
+    "SequenceSpec": ("virtual_finish_ms",),
     "ReserveRequest": ("local_prefill_max_tokens",),
     "OfferRequest": ("reachable_gpus",),
     "PrefillStarted": ("queue_ms",),

@@ -21,7 +21,8 @@ SOURCES = (
 )
 # Options of etcd, Docker, openssl, pip, curl, guidellm, cmake, git and pytest.
 FOREIGN_OPTIONS = """
---advertise-client-urls --any-config --backend --build --build-arg --cert-file --client-cert-auth
+--advertise-client-urls --any-config --backend --build --build-arg --cacert --cert-file
+--client-cert-auth
 --constraint --data --detach --enable-feature --file --gpus --interactive --key-file
 --listen-client-urls --local-dir --migration-limit --no-binary --no-deps --no-recreate --output
 --prefix --profile --scale --strict --target --time --tokenizer --trusted-ca-file

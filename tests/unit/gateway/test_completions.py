@@ -32,6 +32,19 @@ async def test_a_completion_whole_and_streamed(gateway):
     assert all("usage" not in event for event in await gateway.events())
 
 
+async def test_an_answer_says_what_happened_to_it_when_it_is_asked(gateway):
+    asked = {"x-baton-route": "1"}
+    (served,) = (await gateway.complete(asked)).json()["usage"]["baton"]
+    phases = {name: served.pop(name) for name in list(served) if name.endswith("_ms")}
+    assert served == {
+        "prefill": "p0", "decode": "d0", "transport": "shm", "attempts": 1,
+        "transfer_bytes": 1000, "cached_tokens": 0}  # fmt: skip
+    assert set(phases) == {"queue_ms", "ttft_ms", "transfer_ms", "tpot_ms", "e2e_ms"}
+    assert 0 < phases["ttft_ms"] <= phases["e2e_ms"]
+    assert len((await gateway.complete(asked, n=2)).json()["usage"]["baton"]) == 2
+    assert "baton" not in (await gateway.complete()).json()["usage"]
+
+
 async def test_a_chat_whole_and_streamed(gateway):
     prompt = gateway.tokenizer.encode_chat([("user", "Hi")])
     answer = (await gateway.chat(max_completion_tokens=3)).json()

@@ -10,13 +10,13 @@ import time
 import pytest
 
 from baton import errors
-from baton.gateway import api
+from baton.gateway import api, generation
 from baton.gateway.generation import MAX_BODY_BYTES, max_body_bytes
 from baton.gateway.http_exchange import failure_of
 from baton.gateway.request import parse_chat, parse_completion
 from router import frontend
 from router.admission.tenants import Tenants
-from tests.unit.router.scripted_workers import TIMEOUT_S, until_stuck
+from tests.unit.router.scripted_workers import TIMEOUT_S, seen
 
 from .conftest import PROMPT, events_of
 
@@ -131,6 +131,7 @@ async def test_a_body_is_json_under_any_content_type(gateway):
     nested = b'{"x": ' + b"[" * 100_000
     for text in (b"", b"{", b"[]", b'{"prompt": "a", "temperature": NaN}', nested, b"\xff"):
         assert error_of(await post(text), 400)["param"] is None
+    assert error_of(await post(b'{"prompt": "a\xe6 f"}'), 400)["param"] == "prompt"
     error_of(await post(b'{"prompt": "' + b"a" * MAX_BODY_BYTES), 413)
     body = json.dumps({"prompt": "a", "max_tokens": 2})
     for kind in ("application/x-www-form-urlencoded", "text/plain", None):
@@ -312,6 +313,7 @@ async def test_a_client_that_does_not_read_holds_nothing_and_finds_the_reason_la
 ):
     if end == "unread":
         monkeypatch.setattr(frontend, "UNREAD_S", 0.5)
+    monkeypatch.setattr(frontend, "MAX_UNREAD_BYTES", 1 << 30)
     gateway = await gateway_of(default_timeout_s=1.0 if end == "deadline" else 600.0)
     gateway.decode.runs = [gateway.decode.flood] * n
     body = {"prompt": PROMPT, "n": n, "max_tokens": 5, "stream": True, "return_token_ids": True}
@@ -321,7 +323,8 @@ async def test_a_client_that_does_not_read_holds_nothing_and_finds_the_reason_la
         client.settimeout(TIMEOUT_S)
         client.connect(("127.0.0.1", gateway.port))
         client.sendall(raw_request(body))
-        await until_stuck(gateway.service.stats)
+        # More than the sockets hold: a token takes six bytes.
+        await seen(lambda: gateway.service.stats.counts.output_tokens > 100_000)
         if end == "drain":
             gateway.service.give_up()
         await gateway.idle()  # while nothing has been read
@@ -331,6 +334,19 @@ async def test_a_client_that_does_not_read_holds_nothing_and_finds_the_reason_la
     code = {"deadline": b"deadline_exceeded", "drain": b"unavailable", "unread": b"cancelled"}[end]
     assert b'"code":"' + code + b'"' in last
     assert done == b"[DONE]\n\n\r\n0\r\n\r\n"
+
+
+async def test_a_stream_that_waits_is_kept_alive_and_its_error_is_an_event(gateway, monkeypatch):
+    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.05)
+    await gateway.cluster.fill()
+    async with gateway.stream() as response:
+        assert response.status_code == 200 and "x-request-id" in response.headers
+        lines = response.aiter_lines()
+        assert [await anext(lines) for _ in range(4)] == [": waiting", ""] * 2
+        gateway.service.give_up()
+        error, done = [line async for line in lines if line.startswith("data: ")]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
+    assert done == "data: [DONE]"
 
 
 def raw_request(body):

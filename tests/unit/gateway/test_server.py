@@ -116,9 +116,9 @@ async def said(gateway, *parts):
     heard = b""
     with contextlib.closing(writer), contextlib.suppress(ConnectionError):
         async with asyncio.timeout(TIMEOUT_S):
-            for part in parts:
+            for number, part in enumerate(parts):
+                await asyncio.sleep(0.05 * bool(number))  # so that parts are not read as one
                 writer.write(part)
-                await asyncio.sleep(0)
             while more := await reader.read(1 << 16):
                 heard += more
     return heard
@@ -194,6 +194,22 @@ async def test_the_time_for_a_request_is_no_time_for_its_answer(gateway, monkeyp
     assert heard.count(b"HTTP/1.1") == 2
     assert heard.startswith(b"HTTP/1.1 200 ")
     assert b"HTTP/1.1 408 " in heard
+
+
+async def test_a_kept_connection_may_be_idle_for_longer_than_a_request_may_take(
+    gateway, monkeypatch
+):
+    monkeypatch.setattr(server, "HEADERS_TIMEOUT_S", 0.05)
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    async with asyncio.timeout(TIMEOUT_S):
+        for _ in range(2):
+            writer.write(GET + b"\r\n")
+            assert (await reader.readuntil(b'{"status":"ok"}')).startswith(b"HTTP/1.1 200 ")
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await reader.read(1)
+    writer.close()
+    await writer.wait_closed()
 
 
 async def test_trailers_do_not_replace_headers(gateway):

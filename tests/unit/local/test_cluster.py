@@ -138,9 +138,9 @@ async def test_a_rolling_restart_takes_one_process_after_the_other(monkeypatch):
     found: list[tuple[str, int]] = []
     seen = local_cluster.router_sees
 
-    async def router_sees(address, pid):
-        await seen(address, pid)
-        found.append((address, pid))
+    async def router_sees(address: str, pids: set[int], credentials: None) -> None:
+        await seen(address, pids, credentials)
+        found.extend((address, pid) for pid in pids)
 
     monkeypatch.setattr(local_cluster, "router_sees", router_sees)
     async with cluster(routers=2, prefill=2, say=said.append) as started:
@@ -150,6 +150,7 @@ async def test_a_rolling_restart_takes_one_process_after_the_other(monkeypatch):
         for name, address in zip(before, started.addresses, strict=False):
             assert str(settings_of(started, name)["port"]) == address.rpartition(":")[2]
         said.clear()
+        found.clear()
         assert await started.rolling_restart() == dict.fromkeys(before, 0)
         assert [p.starts for p in started.processes.values()] == [2] * 5
         assert all(p.pid != before[name] for name, p in started.processes.items())
@@ -171,7 +172,7 @@ async def test_a_rolling_restart_takes_one_process_after_the_other(monkeypatch):
         assert started.processes["router-1"].starts == 3
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
-                await seen(started.addresses[1], os.getpid())
+                await seen(started.addresses[1], {os.getpid()})
 
 
 async def test_without_restarts_a_process_comes_back_when_asked():

@@ -169,8 +169,8 @@ async def test_cancel_stops_the_chunks_before_decode_has_answered_the_abort(pair
 
 async def test_a_prompt_that_is_due_earlier_overtakes_between_chunks(pair):
     queued = asked(pair.prefill, "add", 2)
-    paced, late = await pair.start_paced(spec("late", prompt(100), due_ms=600_000))
-    early = await pair.start(spec("early", prompt(40, start=50), due_ms=1_000))
+    paced, late = await pair.start_paced(spec("late", prompt(100), virtual_finish_ms=600_000))
+    early = await pair.start(spec("early", prompt(40, start=50), virtual_finish_ms=1_000))
     await asyncio.wait_for(queued.wait(), PATIENCE_S)
     paced.allow.release(3)  # a chunk of the late one, and the two that the early one needs
     assert len(await messages(early)) == 3

@@ -7,6 +7,7 @@ right exactly when it counts up from 100 without a gap, whichever worker compute
 import asyncio
 import contextlib
 import time
+from functools import partial
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -369,6 +370,9 @@ class Cluster:
 
     async def __aexit__(self, *exc):
         await self.dispatch.close()
+        members = self.fleet._members.values()
+        kept = {view.incarnation: view for view in self._views(self.fleet._look())}
+        assert kept == {view.incarnation: view for view in (m.view for m in members)}
         self._following.cancel()
         await asyncio.gather(self._following, return_exceptions=True)
         await self._stack.aclose()
@@ -436,10 +440,23 @@ class Cluster:
         """The tokens and the reason of a whole request."""
         outputs = []
         async with asyncio.timeout(TIMEOUT_S):
-            async for output in self.dispatch.run(state, Context()):
-                outputs.append(output)
-        tokens = [token_id for output in outputs for token_id in output.token_ids]
-        return tokens, outputs[-1].finish_reason
+            await self.dispatch.run(state, Context(), partial(_deliver, state, outputs.append))
+        tokens = [token_id for token_ids, _ in outputs for token_id in token_ids]
+        return tokens, outputs[-1][1]
+
+    async def outputs(self, state):
+        """A request's token ids and finish reason as they come; raises what ends it."""
+        outputs = asyncio.Queue()
+        deliver = partial(_deliver, state, outputs.put_nowait)
+        running = asyncio.create_task(self.dispatch.run(state, Context(), deliver))
+        running.add_done_callback(lambda _: outputs.put_nowait(None))
+        try:
+            while output := await outputs.get():
+                yield output
+            await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     async def until_waiting(self, count):
         """Waits until so many wait for room."""
@@ -465,6 +482,12 @@ class Cluster:
         return (*snapshot.prefill, *snapshot.decode)
 
 
+def _deliver(state, put, token_ids, logprobs, reason):
+    state.deliver(token_ids)
+    put((list(token_ids), reason))
+    return False
+
+
 async def received(queue):
     """The next item of a queue."""
     async with asyncio.timeout(TIMEOUT_S):
@@ -476,16 +499,6 @@ async def seen(good):
     async with asyncio.timeout(TIMEOUT_S):
         while not good():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-
-
-async def until_stuck(stats):
-    """Waits until no more is taken of output that does not end."""
-    taken = still = 0
-    while still < 3:  # on a busy machine the sender, too, may pause
-        await asyncio.sleep(0.1)
-        now = stats.counts.output_tokens
-        still = still + 1 if now and now == taken else 0
-        taken = now
 
 
 def tokenized(prompt=(1, 2, 3), timeout_s=10.0, **fields):

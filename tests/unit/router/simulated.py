@@ -13,7 +13,7 @@ from router.admission.fair_queue import FairQueue, Flow
 from router.admission.feasibility import check
 from router.admission.wait_queue import QueueEntry, WaitQueue
 from router.dispatch.request_state import TokenizedRequest
-from router.fleet.snapshot import AssignedPrompt, Snapshot
+from router.fleet.snapshot import AssignedPrompt
 from router.placement import placement
 from router.placement.cost_model import PlacementRequest
 
@@ -113,7 +113,7 @@ class SimulatedFleet:
             prefill.append(replace(view, assigned=sent))
         pool = {"max_batch": self.slots, "running": self.running}
         decode = worker("d", self.rate, blocks_free=max(0, self.blocks - self.held), **pool)
-        return Snapshot(tuple(prefill), (decode,))
+        return snapshots.fleet(prefill, (decode,))
 
     def _come(self, tokens, flow):
         job = Job(self.now, tokens, flow, self.now, left=tokens)

@@ -1,13 +1,17 @@
 """Workers and snapshots made by hand, of real records, for tests of placement."""
 
+import numpy as np
+
 from baton.prefix import hash_chain
 from baton.v1 import common_pb2, worker_pb2
+from router.fleet.prefix_index import PrefixIndex
 from router.fleet.snapshot import AssignedPrompt, Snapshot, WorkerView
 from router.placement.cost_model import PlacementRequest
 
 BLOCK = 4
 _TOKEN_OF_40_000_BYTES = {"num_layers": 10, "num_kv_heads": 4, "head_size": 125}
 PROMPT = tuple(range(100, 108))
+INDEX, SLOTS = PrefixIndex(), {}
 
 
 def worker(name, state="READY", reason="", tokens=0, sequences=0, caches=(), salt="", **fields):
@@ -30,18 +34,31 @@ def worker(name, state="READY", reason="", tokens=0, sequences=0, caches=(), sal
         reason,
         (AssignedPrompt(tokens, 0.0),) if tokens else (),
         sequences,
-        cached(caches, salt),
+        caching(caches, salt),
     )
 
 
-def cached(prompt, salt=""):
-    """A prefix cache that holds the whole blocks of a prompt."""
-    return frozenset(hash_chain(tuple(prompt), BLOCK, salt))
+def caching(prompt, salt=""):
+    """The slot of workers that cache the whole blocks of a prompt."""
+    hashes = tuple(hash_chain(tuple(prompt), BLOCK, salt))
+    if hashes not in SLOTS:
+        SLOTS[hashes] = INDEX.join()
+        INDEX.store(SLOTS[hashes], hashes)
+    return SLOTS[hashes]
 
 
 def fleet(prefill, decode, excluded=None):
     """A snapshot."""
-    return Snapshot(tuple(prefill), tuple(decode), excluded or {})
+    by_name = (
+        tuple(sorted(views, key=lambda view: view.incarnation)) for views in (prefill, decode)
+    )
+    return Snapshot(*by_name, excluded or {}, INDEX)
+
+
+def usable_pairs(snapshot):
+    """Their names."""
+    pairs = np.argwhere(snapshot.usable())
+    return {(snapshot.prefill[p].incarnation, snapshot.decode[d].incarnation) for p, d in pairs}
 
 
 def needs(prompt=PROMPT, virtual_finish=1.0, **more):

@@ -3,9 +3,8 @@
 import copy
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.errors import DeadlineExceeded, InternalError, TransferFailed
 from router.fleet.circuit_breaker import (
@@ -20,7 +19,7 @@ from router.fleet.circuit_breaker import (
 from router.fleet.snapshot import SILENT
 
 from .conftest import Clock
-from .snapshots import fleet, worker
+from .snapshots import fleet, usable_pairs, worker
 
 FIRST_S, LONGEST_S = COOL_DOWN_S
 PAIR = ("p0", "d0")
@@ -161,55 +160,32 @@ def test_a_failed_attempt_counts_against_a_worker_or_the_pair(
     assert breakers.all_open().keys() == ({counted} if counted else set())
 
 
-class Calls(RuleBasedStateMachine):
-    """Any sequence of calls and pauses."""
-
-    def __init__(self):
-        super().__init__()
-        self.clock = Clock()
-        self.breaker = CircuitBreakers(self.clock)["d0"]
-
-    @property
-    def closed(self):
-        return self.breaker.open_until is None
-
-    @rule()
-    def sent(self):
-        closed = self.closed
-        self.breaker.sent()
-        assert bool(self.breaker.why_open) is not closed  # one probe at a time
-
-    @rule()
-    def succeeded(self):
-        self.breaker.succeeded()
-
-    @rule()
-    def failed(self):
-        self.breaker.failed("it broke")
-
-    @rule()
-    def failures(self):
-        closed = self.closed
-        fail(self.breaker)
-        if closed:
-            assert self.breaker.why_open
-
-    @rule(seconds=st.sampled_from([0.5, 1.0, PROBE_S, LONGEST_S]))
-    def pause(self, seconds):
-        self.clock.now += seconds
-
-    @invariant()
-    def a_closed_breaker_is_usable_and_an_open_one_will_be(self):
-        assert not (self.closed and self.breaker.why_open)
-        later = copy.deepcopy(self.breaker)
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["sent", "succeeded", "failed", "fail", 0.5, 1.0, PROBE_S, LONGEST_S]),
+        max_size=40,
+    )
+)
+def test_after_any_calls_and_pauses_a_breaker_is_usable_again_in_time(steps):
+    breaker = CircuitBreakers(Clock())["d0"]
+    for step in steps:
+        closed = breaker.open_until is None
+        if isinstance(step, float):
+            breaker.clock.now += step
+        elif step == "fail":
+            fail(breaker)
+            assert breaker.why_open or not closed
+        else:
+            getattr(breaker, step)(*["it broke"] * (step == "failed"))
+        if step == "sent":
+            assert bool(breaker.why_open) is not closed, "one probe at a time"
+        assert breaker.open_until is not None or not breaker.why_open
+        later = copy.deepcopy(breaker)
         later.clock.now += LONGEST_S + PROBE_S
         assert later.why_open == ""
         probe(later, well=True)
         assert later.why_open == ""
-
-
-Calls.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-TestCalls = Calls.TestCase
 
 
 # Outlier ejection.
@@ -221,7 +197,7 @@ def ejected(breakers, snapshot, *failed):
         breakers._clock.now += 0.01
         fail(breakers[key])
     after = breakers.without_ejected(snapshot)
-    return after, {(p.incarnation, d.incarnation) for p, d in after.usable_pairs()}
+    return after, usable_pairs(after)
 
 
 def test_a_worker_that_fails_is_ejected_and_a_pair_is_excluded(breakers):

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 
 import pytest
-from opentelemetry.context import Context
 
 from baton.errors import InternalError, InvalidRequest, Overloaded, TransferFailed, Unavailable
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
@@ -68,10 +67,10 @@ async def test_the_first_token_does_not_wait_for_the_commit(cluster):
 
     prefill.scripts = [slow_handoff]
     async with asyncio.timeout(TIMEOUT_S):
-        async with contextlib.aclosing(cluster.dispatch.run(request_state(), Context())) as outputs:
-            assert (await anext(outputs)).token_ids == [100]
+        async with contextlib.aclosing(cluster.outputs(request_state())) as outputs:
+            assert (await anext(outputs))[0] == [100]
             may_commit.set()
-            assert [o.token_ids for o in [o async for o in outputs]] == [[101], [102], [103], [104]]
+            assert [ids async for ids, _ in outputs] == [[101], [102], [103], [104]]
 
 
 @pytest.mark.parametrize("late_s", [0.05, None])
@@ -118,9 +117,6 @@ FIRST.first_token.logprobs.CopyFrom(LOGPROBS)
     [
         # Decode events wait for prefill's first token.
         ([event(101), event(102, reason=LENGTH), started(), FIRST], [[100], [101], [102]], None),
-        # What waits for a slow caller is joined.
-        ([FIRST, *map(event, range(101, 120)), event(120, reason=LENGTH)], [counting(21)], None),
-        ([FIRST, *map(event, range(101, 120)), Unavailable("broke")], [counting(20)], Unavailable),
         # Tokens before an error are delivered.
         ([FIRST, event(101), Unavailable("the stream broke")], [[100], [101]], Unavailable),
         ([event(101), event(abort="no blocks left")], [], TransferFailed),
@@ -129,7 +125,8 @@ FIRST.first_token.logprobs.CopyFrom(LOGPROBS)
     ],
 )
 async def test_two_workers_messages_become_one_stream_in_order(messages, outputs, error):
-    attempt, taken = Attempt("r-1"), []
+    taken = []
+    attempt = Attempt("r-1", lambda *output: taken.append(output))
     attempt.follow(asyncio.Event().wait())
     for message in messages:
         if isinstance(message, prefill_pb2.PrefillResponse):
@@ -138,10 +135,9 @@ async def test_two_workers_messages_become_one_stream_in_order(messages, outputs
             attempt.on_decode(message)
     with pytest.raises(error) if error else contextlib.nullcontext():
         async with asyncio.timeout(TIMEOUT_S):
-            async for output in attempt.outputs():
-                taken.append(output)
-    assert [output.token_ids for output in taken] == outputs
-    assert not taken or taken[0].logprobs == [LOGPROBS]
+            await attempt.finished()
+    assert [token_ids for token_ids, _, _ in taken] == outputs
+    assert not taken or taken[0][1] == [LOGPROBS]
     assert attempt.finished_on_decode is (error is None)
     await attempt.close()
 

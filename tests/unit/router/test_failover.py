@@ -5,7 +5,6 @@ import time
 from functools import partial
 
 import pytest
-from opentelemetry.context import Context
 
 import router.dispatch
 from baton.errors import (
@@ -51,12 +50,12 @@ async def assert_goes_on(cluster, state=None, attempts=2, after=None):
     """The stream is whole, whatever is done `after` its tokens; nothing of it is left anywhere."""
     tokens, after, state = [], dict(after or {}), state or request_state()
     async with asyncio.timeout(TIMEOUT_S):
-        async for output in cluster.dispatch.run(state, Context()):
-            tokens += output.token_ids
+        async for token_ids, finish_reason in cluster.outputs(state):
+            tokens, reason = tokens + token_ids, finish_reason
             if action := after.pop(tokens[-1], None):
                 await action()
     assert tokens == counting(state.request.params.max_tokens)
-    assert output.finish_reason == LENGTH
+    assert reason == LENGTH
     assert after == {}
     assert state.final_route().attempts == attempts
     await cluster.dispatch.close()
@@ -257,8 +256,8 @@ async def test_a_returning_decode_worker_is_waited_for_but_not_without_end(clust
 
     tokens = []
     with pytest.raises(Unavailable, match="no decode worker is ready") as caught:
-        async for output in cluster.dispatch.run(state, Context()):
-            tokens += output.token_ids
+        async for token_ids, _ in cluster.outputs(state):
+            tokens += token_ids
             if tokens[-1] == 102:
                 await restarts()
             elif tokens[-1] == 105:

@@ -209,7 +209,7 @@ async def test_a_new_watch_replaces_what_was_known_of_the_cache(cluster, worker)
         view = await cluster.until_state(worker, "UNREACHABLE")
         assert view.reason == "the watch broke"
         await cluster.until_state(worker, "READY")
-        assert cluster.member(worker).view.cached == set(worker.cached)
+        assert cluster.member(worker).cached == set(worker.cached)
         worker.cached = [3]
 
 
@@ -220,7 +220,7 @@ async def test_another_process_at_the_same_address_is_not_taken_for_the_old_one(
     old.tell(queue_tokens=7)
     await cluster.until(lambda s: s.prefill[0].load.queue_tokens or s.decode[0].load.queue_tokens)
     gone = cluster.member(old)
-    gone.assigned["h"] = AssignedPrompt(5, 0.0)
+    gone.assign("h", AssignedPrompt(5, 0.0))
     waiting = cluster.subscribe(old)
     await old.stop()
     new.record.address = old.record.address

@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import Overloaded, Unavailable
+from baton.prefix import block_hash
 from baton.v1 import common_pb2, worker_pb2
 from router.fleet.snapshot import SILENT, AssignedPrompt, WorkerView
+from router.placement.cost_model import Costs
 from router.placement.placement import pick, predict, rank_all
 
-from .snapshots import BLOCK, PROMPT, fleet, needs, worker
+from .snapshots import PROMPT, fleet, needs, usable_pairs, worker
 
 RATE = {"prefill_tokens_per_s": 1000}
 POOL = {"blocks_total": 10_000, "blocks_free": 10_000}
@@ -87,7 +89,7 @@ def test_one_usable_pair_is_enough():
     decode = [bare, worker("d2", dtype="bfloat16", max_context=8), worker("d0", max_context=32)]
     snapshot = fleet([worker("p1", SILENT), worker("p0")], decode)
     assert snapshot.why_not_ready == ""
-    assert [(p.incarnation, d.incarnation) for p, d in snapshot.usable_pairs()] == [("p0", "d0")]
+    assert usable_pairs(snapshot) == {("p0", "d0")} and snapshot.num_usable == 1
     assert pick(snapshot, needs()).names == ("p0", "d0")
     ready = fleet([], [worker("d0", max_context=32), worker("d1", "DRAINING", max_context=8)])
     assert ready.max_context == 32, "what every ready decode worker takes"
@@ -101,6 +103,30 @@ def test_thousands_of_workers_that_are_not_ready_cost_little():
     why = fleet(ghosts, ghosts).why_not_ready
     assert why.startswith("no prefill worker is ready (ghost0000 is UNREACHABLE: gone; ghost0001")
     assert why.endswith("; and 1492 more)") and len(why) < 1000
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "excluded"),
+    [
+        ({}, {}, 0),
+        ({"tokens": 5000}, {"caches": PROMPT}, 0),  # full, and decode may prefill
+        ({}, {"caches": PROMPT}, 40),
+    ],
+)
+def test_few_of_many_pairs_are_looked_at(monkeypatch, prefill, decode, excluded):
+    """Walking all pairs of 64 and 64 workers took a router's loop 130 ms for each request."""
+    looks, of = [], Costs.of
+    monkeypatch.setattr(Costs, "of", lambda *args: looks.append(args) or of(*args))
+    size = range(100, 200)
+    p = [worker(f"p{i}", host_id=f"h{i % 30}", **RATE, **prefill) for i in size]
+    d = [worker(f"d{i}", host_id=f"h{i % 40}", step_ms=i, **decode) for i in size]
+    pairs = {(f"p{100 + i}", f"d{100 + i % 7}"): "quarantined" for i in range(excluded)}
+    request = needs(local_prefill_max_tokens=1)
+    try:
+        assert pick(fleet(p, d, pairs), request).candidates == 10_000 - excluded
+    except Overloaded:
+        assert prefill
+    assert len(looks) <= 2 + excluded
 
 
 # Workers without room.
@@ -275,18 +301,20 @@ def test_a_burst_of_one_prefix_does_not_pile_up_where_it_is_cached():
     assert max(waits.values()) - min(waits.values()) <= 100, waits
 
 
-def test_a_prompt_is_hashed_once_and_only_where_a_worker_caches(monkeypatch):
+def test_a_prompt_is_hashed_once_and_as_far_as_a_worker_caches_it(monkeypatch):
     hashed = []
-    monkeypatch.setattr(
-        "router.placement.cost_model.hash_chain", lambda *given: hashed.append(given) or []
-    )
-    request = needs()
-    pick(fleet([worker("p0")], [worker("d0")]), request)
-    assert not hashed
-    caching = fleet([worker("p0", caches=PROMPT)], [worker("d0", caches=PROMPT)])
-    pick(caching, request)
-    pick(caching, request)
-    assert hashed == [(PROMPT, BLOCK, "")]
+
+    def counted(parent, tokens):
+        hashed.append(tokens)
+        return block_hash(parent, tokens)
+
+    monkeypatch.setattr("router.placement.cost_model.block_hash", counted)
+    prompt, other = tuple(range(1000, 1100)), tuple(range(2000, 2100))
+    requests = needs(prompt), needs(other)
+    for caching in (worker("d0", caches=prompt[:9]), worker("d0", caches=prompt[:4])):
+        for request in requests:
+            rank_all(fleet([worker("p0")], [caching]), request)
+    assert hashed == [prompt[:4], prompt[4:8], prompt[8:12], other[:4]]
 
 
 # Time per output token, memory and distance.
@@ -370,13 +398,13 @@ def test_ties_go_to_what_was_given_less_then_by_name():
 
 def test_pairs_are_ranked_best_first_and_refused_ones_last():
     prefill = [worker("p0", "DRAINING"), worker("p1", queue_tokens=400), worker("p2")]
-    snapshot = fleet(prefill, [worker("d0", running=3), worker("d1")])
-    pairs = rank_all(snapshot, needs())
+    snapshot, request = fleet(prefill, [worker("d0", running=3), worker("d1")]), needs()
+    pairs = rank_all(snapshot, request)
     assert [pair.names for pair in pairs[:2]] == [("p2", "d1"), ("p2", "d0")]
     assert [bool(pair.refused) for pair in pairs] == [False] * 4 + [True] * 2
     scores = [pair.score_ms for pair in pairs[:4]]
     assert scores == sorted(scores)
-    assert pick(snapshot, needs()) == replace(pairs[0], candidates=4)
+    assert pick(snapshot, request) == replace(pairs[0], candidates=4)
 
 
 # Decode computes the prompt itself.

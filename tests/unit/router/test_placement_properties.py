@@ -6,10 +6,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from baton.v1 import worker_pb2
-from router.fleet.snapshot import AssignedPrompt, Snapshot
-from router.placement.placement import pick
+from router.fleet.snapshot import AssignedPrompt
+from router.placement.placement import pick, rank_all
 
-from .snapshots import BLOCK, cached, fleet, needs, worker
+from .snapshots import BLOCK, caching, fleet, needs, worker
 
 PROMPT = tuple(range(96))
 STATES = st.sampled_from(["READY"] * 5 + ["DRAINING", "SILENT", "EJECTED"])
@@ -18,6 +18,7 @@ DTYPES = st.sampled_from(["float32"] * 4 + ["bfloat16"])
 CACHED = st.sampled_from([0, 0, 4, 32, 64, 96])
 RATES = st.sampled_from([0, 0, 500, 900, 1000, 1100, 5000])
 STEPS = st.sampled_from([0, 0, 9, 10, 11, 30])
+NAMES = st.sampled_from([f"{role}{i}" for role in "pd" for i in (0, 1, 2, 3, 9)])
 FINISH = 10.0
 
 
@@ -50,8 +51,8 @@ def fleets(draw):
     pool = {"blocks_total": 100, "blocks_free": 100, "prefill_tokens_per_s": draw(RATES)}
     prefill = [worker("p9", queue_tokens=draw(st.integers(0, 900)), **pool)]
     decode = [worker("d9", sequences=draw(st.integers(0, 14)), step_ms=draw(STEPS), **pool)]
-    prefill += [draw(workers(f"p{i}")) for i in range(draw(st.integers(0, 2)))]
-    decode += [draw(workers(f"d{i}")) for i in range(draw(st.integers(0, 2)))]
+    prefill += [draw(workers(f"p{i}")) for i in range(draw(st.integers(0, 3)))]
+    decode += [draw(workers(f"d{i}")) for i in range(draw(st.integers(0, 3)))]
     names = [(p.incarnation, d.incarnation) for p in prefill for d in decode][1:]
     excluded = draw(st.lists(st.sampled_from(names), max_size=2)) if names else ()
     return fleet(prefill, decode, dict.fromkeys(excluded, "so"))
@@ -72,14 +73,15 @@ def swapped(snapshot, old, new):
         tuple(new if view is old else view for view in views)
         for views in (snapshot.prefill, snapshot.decode)
     )
-    return Snapshot(prefill, decode, snapshot.excluded_pairs)
+    return fleet(prefill, decode, snapshot.excluded_pairs)
 
 
 @settings(deadline=None)
-@given(fleets(), REQUESTS, st.sets(st.sampled_from(["d0", "d1", "d2"]), max_size=2), st.randoms())
-def test_a_picked_pair_may_be_picked_whatever_the_order(snapshot, request_, full, shuffler):
-    """Each filter again, in the plainest words."""
-    pair = pick(snapshot, request_, full=full)
+@given(fleets(), REQUESTS, st.sets(NAMES, max_size=3), st.sets(NAMES, max_size=3))
+def test_a_picked_pair_may_be_picked_and_none_is_better(snapshot, request_, full, failed):
+    """Each filter again, in the plainest words; all pairs are scored to compare."""
+    full -= {"d9"}
+    pair = pick(snapshot, request_, failed, full)
     p, d = pair.prefill, pair.decode
     assert p.ready and d.ready and p.record.kv == d.record.kv and not pair.refused
     assert pair.names not in snapshot.excluded_pairs and d.incarnation not in full
@@ -88,11 +90,30 @@ def test_a_picked_pair_may_be_picked_whatever_the_order(snapshot, request_, full
     busy = max(d.load.running + d.load.waiting, d.assigned_sequences)
     assert not d.record.max_batch or busy < d.record.max_batch * 9 / 8
     window = max(2 * (p.record.chunk_tokens or 512), 500)
-    assert pair.decode_prefills or p.tokens_ahead(FINISH) < window
-    prefill, decode = list(snapshot.prefill), list(snapshot.decode)
-    shuffler.shuffle(prefill)
-    shuffler.shuffle(decode)
-    assert pick(fleet(prefill, decode, snapshot.excluded_pairs), request_, full=full) == pair
+    ours = sum(one.num_tokens for one in p.assigned if one.virtual_finish <= FINISH)
+    ahead = ours + max(0, p.load.queue_tokens - p.assigned_tokens)
+    assert pair.decode_prefills or ahead < window
+    pairs = rank_all(snapshot, request_, full)
+    costs = [(len({*one.names} & failed), one.score_ms) for one in pairs if not one.refused]
+    assert (len({*pair.names} & failed), pair.score_ms) == min(costs)
+    assert pick(snapshot, request_, full=full).names == pairs[0].names, "ties are decided alike"
+
+
+@settings(deadline=None)
+@given(fleets(), fleets(), REQUESTS, st.data())
+def test_a_snapshot_with_workers_replaced_is_one_made_of_them(snapshot, other, request_, data):
+    views = (*snapshot.prefill, *snapshot.decode)
+    names = {view.incarnation for view in views}
+    same = [view for view in (*other.prefill, *other.decode) if view.incarnation in names]
+    changed = data.draw(st.lists(st.sampled_from(same), unique_by=id))
+    replaced = snapshot.replaced(changed)
+    fresh = snapshot
+    for view in changed:
+        (old,) = (one for one in views if one.incarnation == view.incarnation)
+        fresh = swapped(fresh, old, view)
+    assert (replaced.prefill, replaced.decode) == (fresh.prefill, fresh.decode)
+    assert rank_all(replaced, request_) == rank_all(fresh, request_)
+    assert (replaced.num_usable, replaced.max_context) == (fresh.num_usable, fresh.max_context)
 
 
 @settings(deadline=None, max_examples=150)
@@ -128,5 +149,5 @@ def test_what_a_picked_worker_caches_makes_it_no_less_attractive(snapshot, reque
     request_ = replace(request_, local_prefill_max_tokens=0)
     before = pick(snapshot, request_)
     lucky = data.draw(st.sampled_from([before.prefill, before.decode]))
-    warmed = swapped(snapshot, lucky, replace(lucky, cached=cached(request_.token_ids)))
+    warmed = swapped(snapshot, lucky, replace(lucky, slot=caching(request_.token_ids)))
     assert lucky.incarnation in pick(warmed, request_).names

@@ -82,7 +82,7 @@ def test_text_comes_as_soon_as_it_is_certain(tokenizer, text, reason, fields, pa
     stream, said = TextStream(tokenizer, tokenized(**fields)), []
     tokens = [token for char in text for token in (tokenizer.encode(char) if char != "\0" else [0])]
     for index, token in enumerate(tokens):
-        said.append(stream.advance([token], reason if index + 1 == len(tokens) else None))
+        said.append(stream.advance([token], reason if index + 1 == len(tokens) else None)[0])
         if stream.stop is not None:
             break
     assert (said, stream.stop) == (parts, stop)
@@ -91,19 +91,20 @@ def test_text_comes_as_soon_as_it_is_certain(tokenizer, text, reason, fields, pa
 def test_half_characters_at_the_ends_of_a_stream(tokenizer):
     first, second = tokenizer.encode("é")
     begun = TextStream(tokenizer, tokenized(prompt=(first,)))  # by the prompt
-    assert begun.advance([second], "length") == "é"
+    assert begun.advance([second], "length") == ("é", 1)
     resumed = TextStream(tokenizer, tokenized(resumed=(first,)))
-    assert resumed.advance([second], "length") == "é"
+    assert resumed.advance([second], "length") == ("é", 1)
     unfinished = TextStream(tokenizer, tokenized())
-    assert [unfinished.advance([first], None), unfinished.advance([], "length")] == ["", "\ufffd"]
+    assert unfinished.advance([first], None) == ("", 1)
+    assert unfinished.advance([], "length") == ("\ufffd", 0)
     stopped = TextStream(tokenizer, tokenized(stop=("a\ufffd",)))
     stopped.advance(tokenizer.encode("a"), None)
-    assert (stopped.advance([first], "length"), stopped.stop) == ("", "a\ufffd")
+    assert (stopped.advance([first], "length")[0], stopped.stop) == ("", "a\ufffd")
 
 
 def test_after_a_stop_string_there_is_no_text_and_token_ids_alone_have_none(tokenizer, tmp_path):
     stream = TextStream(tokenizer, tokenized(stop=("b",)))
-    assert stream.advance(tokenizer.encode("abc"), None) == "a"
-    assert stream.advance(tokenizer.encode("d"), "length") == ""
+    assert stream.advance(tokenizer.encode("abc"), None) == ("a", 2)
+    assert stream.advance(tokenizer.encode("d"), "length")[0] == ""
     stream = TextStream(ids_only_tokenizer(tmp_path), tokenized())
-    assert [stream.advance([1, 2, 3], None), stream.advance([4], "length")] == ["", ""]
+    assert [stream.advance([1, 2, 3], None), stream.advance([4], "length")] == [("", 3), ("", 1)]

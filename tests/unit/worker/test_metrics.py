@@ -68,7 +68,7 @@ def cost(metrics):
 
 def test_a_decode_worker_counts_steps_drafts_reservations_and_cost():
     metrics = WorkerMetrics(WorkerConfig("decode", price_per_hour=3_600_000.0))
-    assert 'baton_engine_drafts_total{right="yes"} 0' in page(metrics)  # before the first
+    assert 'baton_engine_draft_tokens_total{accepted="yes"} 0' in page(metrics)  # before the first
     for report in (DRAFTED, DRAFTED, step(0)):
         metrics.stepped(report)
     metrics.reserved("held")
@@ -76,8 +76,8 @@ def test_a_decode_worker_counts_steps_drafts_reservations_and_cost():
     metrics.observe_engine(worker_pb2.Load, OnGpu.__new__(OnGpu))
     duration = "baton_engine_step_duration_seconds"
     expected = {
-        'baton_engine_drafts_total{right="yes"} 4',
-        'baton_engine_drafts_total{right="no"} 4',
+        'baton_engine_draft_tokens_total{accepted="yes"} 4',
+        'baton_engine_draft_tokens_total{accepted="no"} 4',
         f'{duration}_count{{kind="decode"}} 2',
         f'{duration}_bucket{{kind="decode",le="0.004"}} 0',
         f'{duration}_bucket{{kind="decode",le="0.006"}} 2',

@@ -1,0 +1,207 @@
+"""TLS on a process's ports and towards other processes of its cluster.
+
+Files are read again when they change: for a new connection, never for one that is open. Within a
+cluster a process is known by its role, which its certificate names as `ROLE.baton` (a DNS name), so
+certificates need no addresses of workers. Callers of routers check the host's name, as usual.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from baton.config import TlsConfig
+from baton.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+ROLES = ("router", "prefill", "decode", "admin")
+DOMAIN = "baton"
+_SAN = "x509_subject_alternative_name"
+_FOR_CALLERS = ("/baton.v1.InferenceService/", "/grpc.health.v1.Health/")
+_WORKERS = frozenset({"prefill", "decode"})
+_ROUTERS = frozenset({"router"})
+# Who may call what on a worker: methods, services, and everybody who has a certificate.
+_CALLERS = {
+    "/baton.v1.DecodeService/": _ROUTERS,
+    "/baton.v1.PrefillService/": _ROUTERS,
+    "/baton.v1.HandoffService/": _WORKERS,
+    "/baton.v1.WorkerService/KeepTraces": _ROUTERS,
+    "/baton.v1.WorkerService/Drain": frozenset({"admin"}),
+}
+
+
+@dataclass
+class Credentials:
+    """A process's certificate, and whom it trusts, from PEM files. Any of them may be missing."""
+
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    ca_file: Path | None = None  # of the servers that are called
+    client_ca_file: Path | None = None  # of the callers, who must have a certificate then
+    insecure: bool = False  # may serve without TLS where other machines can connect
+    server_name: str = ""  # of servers that are called without a role; empty: their host
+    _seen: tuple[Any, ...] = field(default=(), init=False)
+    _context: ssl.SSLContext | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if bool(self.cert_file) != bool(self.key_file):
+            raise ConfigError("--tls-cert and --tls-key go together")
+        if self.client_ca_file and not self.cert_file:
+            raise ConfigError("--tls-client-ca needs --tls-cert and --tls-key")
+        self.ca_file = self.ca_file or self.client_ca_file
+        if self.cert_file:
+            self._context = self._load()
+
+    @property
+    def serves(self) -> bool:
+        """Whether ports take TLS, and nothing else."""
+        return self.cert_file is not None
+
+    def port(self) -> grpc.ServerCredentials:
+        """For a gRPC server's port."""
+        seen = self._stamp()
+
+        def changed() -> Any:
+            nonlocal seen
+            if (now := self._stamp()) == seen:
+                return None
+            try:
+                fresh = self._server_configuration()
+                self._load()
+            except (OSError, ConfigError) as error:
+                log.error("the certificate stays as it is: %s", error)
+                return None
+            seen = now
+            return fresh
+
+        return grpc.dynamic_ssl_server_credentials(
+            self._server_configuration(),
+            changed,
+            require_client_authentication=self.client_ca_file is not None,
+        )
+
+    def context(self) -> ssl.SSLContext:
+        """For other servers' ports."""
+        assert self._context is not None
+        context = self._context
+
+        def hello(connection: Any, name: Any, _: ssl.SSLContext) -> None:
+            connection.context = self._current()
+
+        context.sni_callback = hello
+        return context
+
+    def of_client(self) -> grpc.ChannelCredentials | None:
+        """For calls, read from the files as they are now; None where they are not encrypted."""
+        if self.ca_file is None:
+            return None
+        try:
+            files = (self.ca_file, self.key_file, self.cert_file)
+            ca, key, cert = (path.read_bytes() if path else None for path in files)
+        except OSError as error:
+            raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+    def check_exposed(self, host: str) -> None:
+        """Raises ConfigError where others could read or forge what is sent to `host`'s ports."""
+        if not self.serves and not self.insecure and not is_loopback(host):
+            raise ConfigError(
+                f"--host {host} can be reached from other machines, and without TLS everybody "
+                "there can read and send requests: give --tls-cert and --tls-key (`baton certs` "
+                "makes some to try), or --insecure where the network is private"
+            )
+
+    def _server_configuration(self) -> Any:
+        assert self.cert_file is not None and self.key_file is not None
+        pair = (self.key_file.read_bytes(), self.cert_file.read_bytes())
+        roots = self.client_ca_file.read_bytes() if self.client_ca_file else None
+        return grpc.ssl_server_certificate_configuration([pair], roots)
+
+    def _stamp(self) -> tuple[Any, ...]:
+        """What changes with the files' contents. Links are followed: Kubernetes replaces those."""
+        files = (self.cert_file, self.key_file, self.client_ca_file)
+        try:
+            return tuple((s.st_mtime_ns, s.st_ino) for s in (p.stat() for p in files if p))
+        except OSError:
+            return self._seen  # between an old file and a new one
+
+    def _load(self) -> ssl.SSLContext:
+        assert self.cert_file is not None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            self._seen = self._stamp()
+            context.load_cert_chain(self.cert_file, self.key_file)
+            if self.client_ca_file:
+                context.load_verify_locations(self.client_ca_file)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except (OSError, ssl.SSLError) as error:
+            files = ", ".join(map(str, filter(None, (self.cert_file, self.key_file))))
+            raise ConfigError(f"{files} cannot be used for TLS: {error}") from error
+        return context
+
+    def _current(self) -> ssl.SSLContext:
+        assert self._context is not None
+        if self._stamp() != self._seen:
+            try:
+                self._context = self._load()
+            except ConfigError as error:
+                log.error("the certificate stays as it is: %s", error)
+        return self._context
+
+
+_process = Credentials()
+
+
+def use(credentials: Credentials) -> None:
+    """Makes them this process's: of all ports and channels that are opened from now on."""
+    global _process  # noqa: PLW0603 - a process has one identity
+    _process = credentials
+
+
+def use_config(config: TlsConfig, insecure: bool) -> None:
+    """Makes those of its settings this process's. Raises ConfigError where they cannot be used."""
+    ca, client_ca = config.tls_ca, config.tls_client_ca
+    use(Credentials(config.tls_cert, config.tls_key, ca, client_ca, insecure))
+
+
+def current() -> Credentials:
+    """This process's; without files until `use` was called."""
+    return _process
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine's processes can connect to a port bound to `host`."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def roles_of(auth_context: Any) -> frozenset[str]:
+    """The roles that a caller's certificate names; none without a certificate."""
+    names = (name.decode("utf-8", "replace") for name in auth_context.get(_SAN, ()))
+    suffix = f".{DOMAIN}"
+    return frozenset(n.removesuffix(suffix) for n in names if n.endswith(suffix)) & set(ROLES)
+
+
+def why_refused(method: str, auth_context: Any) -> str:
+    """Why this caller gets no answer from a method; empty where it does.
+
+    Ports that do not ask for certificates, and services for everybody, have no roles to check.
+    """
+    if _process.client_ca_file is None or method.startswith(_FOR_CALLERS):
+        return ""
+    roles = roles_of(auth_context)
+    service = method[: method.rindex("/") + 1]
+    allowed = _CALLERS.get(method) or _CALLERS.get(service) or frozenset(ROLES)
+    if roles & allowed:
+        return ""
+    who = " and ".join(sorted(roles)) or "a caller without a role of this cluster"
+    return f"{method} is for {' and '.join(sorted(allowed))} only, and this is {who}"

@@ -1,0 +1,289 @@
+"""`python -m tests.fuzz --minutes 5 [--seed N]`: almost valid inputs to everything that reads any.
+
+Parsers are called here; HTTP and every RPC go to a running cluster of simulated engines. A parser
+may raise the errors it promises, within a second; a process may refuse with any status but UNKNOWN,
+or INTERNAL for an exception that is not one of ours. At the end every process is the one that was
+started, has logged no traceback, holds no block, has not grown, and serves. The exit status is 0
+only if all that held; an input that broke it is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import secrets
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import psutil
+from baton.registry.member_table import decode
+
+from baton import rpc
+from baton.client import AsyncClient
+from baton.config import ClusterConfig, EngineConfig
+from baton.engine.models.config import ModelConfig
+from baton.engine.weights.checkpoint import stored_tensors
+from baton.errors import CheckpointError, ConfigError, InvalidRequest
+from baton.gateway.request import parse_chat, parse_completion, parse_tokenize
+from baton.local import ports
+from baton.local.cluster import LocalCluster
+from baton.text.chat_template import ChatTemplate
+from baton.v1 import (
+    common_pb2,
+    decode_pb2,
+    fleet_pb2,
+    handoff_pb2,
+    inference_pb2,
+    prefill_pb2,
+    worker_pb2,
+)
+from tests.cluster.oracle import all_blocks_free
+from tests.fuzz import inputs
+from tests.fuzz.inputs import Mutator
+
+MAX_PARSE_S = 1.0
+CALLERS = 8
+GROWTH = 64 << 20  # bytes that a process may grow by, beside a third
+SAMPLING = common_pb2.SamplingParams(max_tokens=3, temperature=0.5, seed=1, top_k=3)
+SEQUENCE = common_pb2.SequenceSpec(
+    handoff_id="h", token_ids=[1, 2, 3], prompt_tokens=3, sampling=SAMPLING, time_left_ms=500
+)
+# Every RPC but Drain, which ends a worker, by the role of who serves it: requests to begin with.
+RPCS: dict[str, dict[str, Any]] = {
+    "router": {
+        "InferenceService/Generate": inference_pb2.GenerateRequest(
+            text="def f(", sampling=SAMPLING, stop=["x"]
+        ),
+        "InferenceService/Tokenize": inference_pb2.TokenizeRequest(text="abc"),
+        "InferenceService/ListModels": inference_pb2.ListModelsRequest(),
+        "FleetService/GetStatus": fleet_pb2.GetStatusRequest(),
+        "FleetService/Explain": fleet_pb2.ExplainRequest(
+            request=inference_pb2.GenerateRequest(text="def f(", sampling=SAMPLING)
+        ),
+    },
+    "worker": {
+        "WorkerService/Describe": worker_pb2.DescribeRequest(),
+        "WorkerService/Watch": worker_pb2.WatchRequest(heartbeat_ms=50),
+        "WorkerService/KeepTraces": worker_pb2.KeepTracesRequest(trace_ids=["0" * 32]),
+    },
+    "prefill": {
+        "PrefillService/Prefill": prefill_pb2.PrefillRequest(
+            sequence=SEQUENCE,
+            target=prefill_pb2.HandoffTarget(incarnation="d", reservation_token="t"),
+        ),
+    },
+    "decode": {
+        "DecodeService/Reserve": decode_pb2.ReserveRequest(stream_id="s", sequence=SEQUENCE),
+        "DecodeService/Cancel": decode_pb2.CancelRequest(handoff_ids=["h"]),
+        "DecodeService/StreamEvents": decode_pb2.StreamEventsRequest(
+            router_id="r", stream_id="s", heartbeat_ms=50
+        ),
+        "HandoffService/Offer": handoff_pb2.OfferRequest(
+            incarnation="p", target_incarnation="d", transports=[common_pb2.TRANSPORT_SHM]
+        ),
+        "HandoffService/Ready": handoff_pb2.ReadyRequest(),
+        "HandoffService/Commit": handoff_pb2.CommitRequest(handoff_id="h"),
+        "HandoffService/Abort": handoff_pb2.AbortRequest(handoff_id="h"),
+    },
+}
+
+
+class Fuzz:
+    """One run: what was tried, by what it was sent to, and what broke a promise."""
+
+    def __init__(self, seed: int, until: float) -> None:
+        self.tried: Counter[str] = Counter()
+        self.broken: list[str] = []
+        self._seeds = itertools.count(seed)
+        self._until = until
+
+    @property
+    def goes_on(self) -> bool:
+        return time.monotonic() < self._until and len(self.broken) < 20
+
+    def mutator(self, seeds: Sequence[bytes]) -> Mutator:
+        return Mutator(next(self._seeds), seeds)
+
+    def found(self, where: str, data: bytes, what: str) -> None:
+        self.broken.append(f"{where}: {what}\n    input: {data[:2000]!r}")
+
+    def parsers(self, folder: Path) -> None:
+        """Everything that reads bytes or files of others, in this thread."""
+        config, weights = folder / "config.json", folder / "model.safetensors"
+
+        def template(data: bytes) -> None:
+            ChatTemplate(data.decode(errors="replace"), {"bos_token": "<s>"}, "t").render(
+                [("user", "hello"), ("assistant", "x")]
+            )
+
+        def model_config(data: bytes) -> None:
+            config.write_bytes(data)
+            ModelConfig.load(folder)
+
+        def checkpoint(data: bytes) -> None:
+            weights.write_bytes(data)
+            stored_tensors(folder)
+
+        cases: list[tuple[Callable[[bytes], Any], Sequence[bytes], type[Exception]]] = [
+            (parse_completion, inputs.COMPLETIONS, InvalidRequest),
+            (parse_chat, inputs.CHATS, InvalidRequest),
+            (parse_tokenize, [*inputs.CHATS, b'{"prompt":"x"}'], InvalidRequest),
+            (template, inputs.TEMPLATES, Exception),
+            (model_config, inputs.MODEL_CONFIGS, CheckpointError),
+            (checkpoint, inputs.WEIGHTS, CheckpointError),
+            (partial(decode, b"/baton/v1/c/workers/decode/w"), inputs.RECORDS, InvalidRequest),
+        ]  # fmt: skip
+        named = ("completion", "chat", "tokenize", "template", "config.json", "safetensors", "etcd")
+        mutators = [self.mutator(seeds) for _, seeds, _ in cases]
+        while self.goes_on:
+            for name, (parse, _, expected), mutator in zip(named, cases, mutators, strict=True):
+                data = mutator.next()
+                began = time.monotonic()
+                try:
+                    parse(data)
+                except expected as error:
+                    if name == "template" and not isinstance(error, (ConfigError, InvalidRequest)):
+                        self.found(name, data, f"{type(error).__name__}: {error}")
+                except Exception as error:
+                    self.found(name, data, f"{type(error).__name__}: {error}")
+                if (took_s := time.monotonic() - began) > MAX_PARSE_S:
+                    self.found(name, data, f"took {took_s:.1f} s")
+                self.tried[name] += 1
+
+    async def http(self, address: str) -> None:
+        """Bytes to the HTTP port: it answers with a status below 500, but 503, or hangs up."""
+        host, _, port = address.rpartition(":")
+        mutator = self.mutator(inputs.HTTP)
+        while self.goes_on:
+            data = mutator.next()
+            answer = b""
+            try:
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(data)
+                writer.write_eof()
+                async with asyncio.timeout(15):
+                    while part := await reader.read(1 << 16):
+                        answer += part
+                writer.close()
+            except TimeoutError:
+                self.found("http", data, f"neither an answer nor an end; so far {answer[:200]!r}")
+            except OSError:
+                pass  # it hung up while we were writing
+            for line in answer.split(b"\r\n"):
+                if line.startswith(b"HTTP/1.1 5") and not line.startswith(
+                    (b"HTTP/1.1 503", b"HTTP/1.1 504")
+                ):
+                    self.found("http", data, line.decode())
+            self.tried["http"] += 1
+
+    async def rpcs(self, address: str, methods: dict[str, Any]) -> None:
+        """Requests to each method of a process: no UNKNOWN and no INTERNAL."""
+        mutators = {m: self.mutator([r.SerializeToString()]) for m, r in methods.items()}
+        async with rpc.channel(address) as channel:
+            while self.goes_on:
+                for method, mutator in mutators.items():
+                    data = mutator.next()
+                    call = channel.unary_stream(f"/baton.v1.{method}")(data, timeout=0.5)
+                    try:
+                        async for _ in call:
+                            if method.endswith(("Watch", "StreamEvents")):
+                                call.cancel()
+                    except asyncio.CancelledError:
+                        if not call.cancelled():
+                            raise
+                    except grpc.aio.AioRpcError as error:
+                        code = error.code()
+                        text = error.details() or ""
+                        if code.name == "UNKNOWN" or text.startswith("unexpected"):
+                            self.found(method, data, f"{code.name}: {text}")
+                    self.tried[method.partition("/")[0]] += 1
+
+    async def health(self, address: str, delays_s: list[float]) -> None:
+        """How long a router takes to answer while all this goes on."""
+        async with httpx.AsyncClient(timeout=30) as client:
+            while self.goes_on:
+                began = time.monotonic()
+                await client.get(f"http://{address}/health")
+                delays_s.append(time.monotonic() - began)
+                await asyncio.sleep(0.05)
+
+
+async def run(seed: int, seconds: float) -> Fuzz:
+    """Half of the time for parsers, half for a cluster."""
+    fuzz = Fuzz(seed, time.monotonic() + seconds / 2)
+    with tempfile.TemporaryDirectory(prefix="baton-fuzz-") as folder:
+        fuzz.parsers(Path(folder))
+    print(f"parsers: {dict(fuzz.tried)}, {len(fuzz.broken)} broken promises", flush=True)
+    engine = EngineConfig(simulate="1e9,0", kv_blocks=512)
+    config = ClusterConfig(engine=engine, port=0, http_port=ports.free(), restart=False)
+    async with (
+        LocalCluster(config, say=lambda text: None) as cluster,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        client = await stack.enter_async_context(AsyncClient(cluster.address))
+        await client.generate([1, 2, 3] * 20, max_tokens=4)
+        processes = {name: psutil.Process(p.pid) for name, p in cluster.processes.items()}
+        addresses = {record.pid: record.address for record in cluster.membership.records.values()}
+        fuzz._until = time.monotonic() + min(5.0, seconds / 20)
+        sizes: dict[str, int] = {}
+        delays_s: list[float] = []
+        for _ in range(2):  # once to warm up
+            sizes = sizes or {}
+            async with asyncio.TaskGroup() as group:
+                group.create_task(fuzz.health(cluster.http_addresses[0], delays_s))
+                for _ in range(CALLERS):
+                    group.create_task(fuzz.http(cluster.http_addresses[0]))
+                group.create_task(fuzz.rpcs(cluster.address, RPCS["router"]))
+                for name, process in processes.items():
+                    if name != "router":
+                        role = name.partition("-")[0]
+                        methods = {**RPCS["worker"], **RPCS[role]}
+                        group.create_task(fuzz.rpcs(addresses[process.pid], methods))
+            if not sizes:
+                sizes = {name: p.memory_info().rss for name, p in processes.items()}
+                fuzz._until = time.monotonic() + seconds / 2
+        for name, process in processes.items():
+            if not process.is_running() or cluster.processes[name].pid != process.pid:
+                fuzz.broken.append(f"{name} has ended: {cluster.processes[name].log_tail()}")
+            elif (now := process.memory_info().rss) > sizes[name] * 4 / 3 + GROWTH:
+                fuzz.broken.append(f"{name} grew from {sizes[name] >> 20} to {now >> 20} MiB")
+            for line in cluster.processes[name].log:
+                if line.startswith("Traceback"):
+                    fuzz.broken.append(
+                        f"{name} wrote a traceback:\n{cluster.processes[name].log_tail(60)}"
+                    )
+                    break
+        await client.generate([1, 2, 3] * 20, max_tokens=4)
+        await all_blocks_free(client)
+    worst = sorted(delays_s)
+    p99 = worst[int(len(worst) * 0.99)] * 1e3
+    print(f"/health of the router beside it: p99 {p99:.0f} ms, longest {worst[-1] * 1e3:.0f} ms")
+    return fuzz
+
+
+def main() -> int:
+    """Runs it; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--minutes", type=float, default=5.0, help="(default: 5)")
+    parser.add_argument("--seed", type=int, default=None, help="(default: a new one)")
+    args = parser.parse_args()
+    seed = secrets.randbelow(1_000_000) if args.seed is None else args.seed
+    fuzz = asyncio.run(run(seed, args.minutes * 60))
+    print(f"seed {seed}: {fuzz.tried.total():,} inputs: {dict(fuzz.tried)}")
+    for one in fuzz.broken:
+        print(f"BROKEN {one}")
+    return bool(fuzz.broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

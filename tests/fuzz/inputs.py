@@ -1,0 +1,112 @@
+"""Inputs near the edge of being valid: seeds, and what is changed in them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+_WORDS = [
+    *(b"null", b"true", b"-1", b"0", b"1e999", b"NaN", b"18446744073709551616", b"[]", b"{}"),
+    *(b"\x00", b"\xff\xfe", b"\xed\xa0\x80", "\u202e😀".encode(), b"\\ud800", b"%s%n", b'""'),
+    *(b"{% for i in range(10**9) %}", b"{{ x.__class__ }}", b"{%", b"{{", b"}}", b"../passwd"),
+    *(b"Transfer-Encoding: chunked\r\n", b"Content-Length: -1\r\n", b"HTTP/9.9", b"\r\n\r\n"),
+    *(
+        b"a" * 5000,
+        b"[" * 2000,
+        b'{"a":' * 2000,
+        b"\x08" + b"\xff" * 9 + b"\x01",
+        b"\x0a\xff\xff\x03",
+    ),
+]
+
+
+class Mutator:
+    """Changes seeds and what it made of them before; the same seed makes the same inputs."""
+
+    def __init__(self, seed: int, seeds: Sequence[bytes], most_bytes: int = 20_000) -> None:
+        self._random = random.Random(seed)
+        self._seeds = list(seeds)
+        self._most_bytes = most_bytes
+
+    def next(self) -> bytes:
+        """One input: mostly a seed with one to four changes, sometimes noise."""
+        rng = self._random
+        if rng.random() < 0.02:
+            return rng.randbytes(rng.randrange(200))
+        data = bytearray(rng.choice(self._seeds))
+        for _ in range(rng.choice((1, 1, 1, 2, 4))):
+            self._change(data)
+        return bytes(data[: self._most_bytes])
+
+    def _change(self, data: bytearray) -> None:
+        rng = self._random
+        at = rng.randrange(len(data) + 1)
+        end = min(len(data), at + rng.choice((1, 2, 8, 64)))
+        match rng.randrange(7):
+            case 0:
+                data[at:at] = rng.choice(_WORDS)
+            case 1:
+                data[at:end] = rng.choice(_WORDS)
+            case 2:
+                del data[at:end]
+            case 3:
+                data[at:at] = data[at:end] * rng.choice((1, 2, 50))
+            case 4 if end > at:
+                data[at] ^= 1 << rng.randrange(8)
+            case 5:
+                other = rng.choice(self._seeds)
+                cut = rng.randrange(len(other) + 1)
+                data[at:end] = other[cut : cut + 64]
+            case _:
+                data[at:end] = str(rng.choice((0, -1, 2**31, 2**63, 2**64, 1e308))).encode()
+
+
+HTTP = [
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b'content-length: 62\r\n\r\n{"prompt":[1,2,3],"max_tokens":3,"stream":true,"temperature":0}',
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    b'3f\r\n{"messages":[{"role":"user","content":"hello"}],"max_tokens":3}\r\n0\r\n\r\n',
+    b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key\r\n\r\n",
+    b"GET /openapi.json HTTP/1.0\r\n\r\nGET /health HTTP/1.1\r\n\r\n",
+    b'POST /tokenize HTTP/1.1\r\ncontent-length: 14\r\n\r\n{"prompt":"x"}',
+]
+COMPLETIONS = [
+    b'{"prompt":"def f(x):","max_tokens":8,"temperature":0.5,"top_p":0.9,"top_k":5,"seed":1,"n":2}',
+    b'{"prompt":[[1,2],[3]],"stop":["a","b"],"logprobs":2,"stream":true,'
+    b'"stream_options":{"include_usage":true}}',
+    b'{"prompt":["a","b"],"logit_bias":{"5":-100},"priority":"high","cache_salt":"s","echo":true}',
+]
+CHATS = [
+    b'{"messages":[{"role":"system","content":"s"},{"role":"user","content":'
+    b'[{"type":"text","text":"t"}]}],"max_completion_tokens":4,"logprobs":true,"top_logprobs":1}',
+    b'{"messages":[{"role":"user","content":"x"}],"tools":[],"response_format":{"type":"text"}}',
+]
+TEMPLATES = [
+    b"{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] | trim }}{% endfor %}"
+    b"{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    b"{%- set ns = namespace(found=false) -%}{%- for m in messages[1:] -%}{%- if loop.first -%}"
+    b"{%- set ns.found = true -%}{%- endif -%}{{ m | tojson }}{%- endfor -%}{{ ns.found }}",
+    b"{{ raise_exception('roles must alternate') if messages | length > 5 else bos_token }}",
+]
+MODEL_CONFIGS = [
+    b'{"architectures":["LlamaForCausalLM"],"hidden_size":64,"intermediate_size":128,'
+    b'"num_hidden_layers":2,"num_attention_heads":4,"num_key_value_heads":2,"vocab_size":300,'
+    b'"max_position_embeddings":256,"rms_norm_eps":1e-5,"rope_theta":10000.0,"eos_token_id":[0,2],'
+    b'"torch_dtype":"bfloat16","tie_word_embeddings":false}',
+    b'{"architectures":["Qwen2ForCausalLM"],"hidden_size":64,"intermediate_size":128,'
+    b'"num_hidden_layers":2,"num_attention_heads":4,"vocab_size":300,"use_sliding_window":true,'
+    b'"sliding_window":32,"max_window_layers":1,"rope_scaling":{"rope_type":"yarn","factor":4.0}}',
+]
+WEIGHTS = [
+    (len(header)).to_bytes(8, "little") + header + bytes(64)
+    for header in (
+        b'{"a":{"dtype":"F32","shape":[4,4],"data_offsets":[0,64]},"__metadata__":{"format":"pt"}}',
+        b'{"a":{"dtype":"BF16","shape":[16],"data_offsets":[0,32]},'
+        b'"b":{"dtype":"I8","shape":[32],"data_offsets":[32,64]}}',
+    )
+]
+RECORDS = [
+    b'{"incarnation":"w","role":"WORKER_ROLE_DECODE","address":"127.0.0.1:7720","pid":7,'
+    b'"hostId":"h","state":"WORKER_STATE_READY","model":"m","blocksTotal":"9",'
+    b'"kv":{"numLayers":2}}',
+]

@@ -1,0 +1,186 @@
+"""Ports with TLS: who gets an answer, from whom, and what happens when files change."""
+
+import asyncio
+import shutil
+import ssl
+
+import httpx
+import pytest
+
+from baton import rpc, tls
+from baton.errors import ConfigError, Unauthenticated, Unavailable
+from baton.local import certs
+from baton.metrics.server import serving
+from baton.server import Health, bind
+from baton.tls import Credentials, is_loopback, why_refused
+from baton.v1 import worker_pb2, worker_pb2_grpc
+
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder of certificates."""
+    folder = tmp_path_factory.mktemp("certs")
+    certs.write(folder, ["router.example", "10.0.0.9"])
+    return folder
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    """The same, to be changed."""
+    return shutil.copytree(made, tmp_path / "certs")
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    yield
+    tls.use(Credentials())
+
+
+def of(folder, role, **more):
+    return Credentials(
+        folder / f"{role}.pem", folder / f"{role}-key.pem", folder / "ca.pem", **more
+    )
+
+
+class Worker(worker_pb2_grpc.WorkerServiceServicer):
+    async def Describe(self, request, context):
+        return worker_pb2.DescribeResponse()
+
+    async def Drain(self, request, context):
+        return worker_pb2.DrainResponse()
+
+    async def Watch(self, request, context):
+        yield worker_pb2.WatchResponse()
+
+
+@pytest.fixture
+async def worker(folder):
+    """The address of a decode worker's port that wants certificates."""
+    tls.use(of(folder, "decode", client_ca_file=folder / "ca.pem"))
+    server, address = bind("127.0.0.1", 0)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(Worker(), server)
+    health = Health()
+    health.add_to(server, ["baton.v1.WorkerService"])
+    await health.set(True)
+    await server.start()
+    yield address
+    await server.stop(0)
+
+
+async def call(address, credentials, method="Describe", role="decode"):
+    """One call with these credentials; the port's own stay as they are."""
+    served = tls.current()
+    tls.use(credentials)
+    channel = rpc.channel(address, role=role)
+    tls.use(served)
+    async with channel, asyncio.timeout(TIMEOUT_S):
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        with rpc.translated():
+            request = getattr(worker_pb2, f"{method}Request")()
+            answer = getattr(stub, method)(request, timeout=TIMEOUT_S / 2)
+            return [message async for message in answer] if method == "Watch" else await answer
+
+
+async def test_a_worker_answers_its_cluster_alone_and_each_role_what_it_may_call(worker, folder):
+    for role in tls.ROLES:
+        assert await call(worker, of(folder, role)) == worker_pb2.DescribeResponse()
+        assert len(await call(worker, of(folder, role), "Watch")) == 1
+    assert await call(worker, of(folder, "admin"), "Drain") == worker_pb2.DrainResponse()
+    with pytest.raises(Unauthenticated, match="Drain is for admin only, and this is prefill"):
+        await call(worker, of(folder, "prefill"), "Drain")
+
+
+@pytest.mark.parametrize("who", ["plain", "without a certificate", "of another authority"])
+async def test_strangers_get_no_connection(worker, folder, tmp_path, who):
+    certs.write(tmp_path / "other", [])
+    other = of(tmp_path / "other", "router")
+    stranger = {
+        "plain": Credentials(),
+        "without a certificate": Credentials(ca_file=folder / "ca.pem"),
+        "of another authority": Credentials(other.cert_file, other.key_file, folder / "ca.pem"),
+    }[who]
+    with pytest.raises(Unavailable):
+        await call(worker, stranger)
+
+
+async def test_a_process_of_another_role_is_not_taken_for_a_worker(worker, folder):
+    with pytest.raises(Unavailable, match="Verification Check failed"):
+        await call(worker, of(folder, "router"), role="prefill")
+
+
+def test_which_calls_are_for_which_roles():
+    def refused(method, *roles):
+        names = [f"{role}.baton".encode() for role in roles]
+        return why_refused(method, {"x509_subject_alternative_name": names})
+
+    tls.use(Credentials())
+    assert not refused("/baton.v1.WorkerService/Drain")  # a port without certificates
+    tls._process.client_ca_file = "ca.pem"
+    for service, allowed in (
+        ("DecodeService/Reserve", {"router"}),
+        ("DecodeService/StreamEvents", {"router"}),
+        ("PrefillService/Prefill", {"router"}),
+        ("HandoffService/Commit", {"prefill", "decode"}),
+        ("WorkerService/KeepTraces", {"router"}),
+        ("WorkerService/Describe", set(tls.ROLES)),
+        ("FleetService/GetStatus", set(tls.ROLES)),
+    ):
+        method = f"/baton.v1.{service}"
+        assert {role for role in tls.ROLES if not refused(method, role)} == allowed
+        assert "without a role" in refused(method, "guest") and "without a role" in refused(method)
+    assert not refused("/baton.v1.InferenceService/Generate")
+    assert not refused("/grpc.health.v1.Health/Check")
+
+
+async def test_new_certificates_are_taken_up_and_broken_ones_are_not(worker, folder, caplog):
+    router = of(folder, "router")
+    await call(worker, router)
+    cert = folder / "decode.pem"
+    good = cert.read_bytes()
+    cert.write_text("no certificate")
+    await call(worker, router)
+    assert "the certificate stays as it is" in caplog.text
+    shutil.copytree(folder, old := folder.parent / "old")
+    (old / "decode.pem").write_bytes(good)
+    (folder / "ca-key.pem").unlink()
+    certs.write(folder, [])  # another authority, and all certificates anew
+    await call(worker, of(folder, "router"))
+    with pytest.raises(Unavailable):
+        await call(worker, of(old, "router"))
+
+
+async def test_the_metrics_port_takes_tls_and_a_silent_client_stops_nobody(folder):
+    tls.use(of(folder, "router"))
+    async with serving(lambda accept: ("text/plain", b"page"), "127.0.0.1", 0) as address:
+        _, silent = await asyncio.open_connection(*address.split(":"))
+        context = ssl.create_default_context(cafile=folder / "ca.pem")
+        async with httpx.AsyncClient(verify=context, timeout=TIMEOUT_S) as client:
+            assert (await client.get(f"https://{address}/metrics")).text == "page"
+        certs.write(folder, [])
+        async with httpx.AsyncClient(verify=context, timeout=TIMEOUT_S) as client:
+            assert (await client.get(f"https://{address}/metrics")).text == "page"
+        silent.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.9", "example.com"])
+def test_a_port_that_others_reach_needs_tls_or_an_explicit_word(folder, host):
+    with pytest.raises(ConfigError, match=r"give --tls-cert and --tls-key .*or --insecure"):
+        Credentials().check_exposed(host)
+    Credentials(insecure=True).check_exposed(host)
+    of(folder, "router").check_exposed(host)
+    assert not is_loopback(host)
+    assert all(map(is_loopback, ("127.0.0.1", "127.0.0.2", "::1", "[::1]", "localhost")))
+
+
+def test_files_that_cannot_be_used_are_named(folder):
+    with pytest.raises(ConfigError, match="--tls-cert and --tls-key go together"):
+        Credentials(folder / "router.pem")
+    with pytest.raises(ConfigError, match="--tls-client-ca needs"):
+        Credentials(client_ca_file=folder / "ca.pem")
+    with pytest.raises(ConfigError, match=r"router\.pem.* cannot be used for TLS"):
+        Credentials(folder / "router.pem", folder / "decode-key.pem")
+    with pytest.raises(ConfigError, match=r"nothing\.pem cannot be read"):
+        Credentials(ca_file=folder / "nothing.pem").of_client()
+    assert (folder / "ca-key.pem").stat().st_mode & 0o077 == 0
