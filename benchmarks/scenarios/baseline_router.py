@@ -45,7 +45,8 @@ def picker(rank: Rank) -> Pick:
         failed: Set[str] = frozenset(),
         full: Set[str] = frozenset(),
     ) -> Pair:
-        pairs = [pair for pair in rank_all(snapshot, request, full) if not pair.unusable]
+        ranked = sorted(rank_all(snapshot, request, full), key=lambda pair: pair.names)
+        pairs = [pair for pair in ranked if not pair.unusable]
         roomy = [pair for pair in pairs if not pair.on_decode.no_room]
         if not roomy:
             return real(snapshot, request, failed, full)  # it says what is missing
