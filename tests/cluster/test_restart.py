@@ -186,18 +186,31 @@ async def test_etcd_down_for_three_leases_fails_no_request(clusters, simulated):
 @pytest_asyncio.fixture(loop_scope="session")
 async def etcd_members():
     """An etcd cluster of three members on this machine, any of which can be killed."""
-    peer_ports = ports.consecutive("127.0.0.1", 0, 3)
-    peers = {f"etcd-{i}": f"http://127.0.0.1:{port}" for i, port in enumerate(peer_ports)}
-    initial = ",".join(f"{name}={url}" for name, url in peers.items())
-    async with contextlib.AsyncExitStack() as stack:
-        started = []
-        for name, url in peers.items():
-            own = ("--name", name, "--listen-peer-urls", url, "--initial-advertise-peer-urls", url)
-            started.append(EmbeddedEtcd(args=(*own, "--initial-cluster", initial)))
-            stack.push_async_callback(started[-1].close)
-        await asyncio.gather(*(one.start() for one in started))  # none answers before a majority
-        yield started
-        await asyncio.gather(*(one.kill() for one in started))  # one alone looks for a majority
+    while True:
+        peer_ports = ports.consecutive("127.0.0.1", 0, 3)
+        peers = {f"etcd-{i}": f"http://127.0.0.1:{port}" for i, port in enumerate(peer_ports)}
+        initial = ",".join(f"{name}={url}" for name, url in peers.items())
+        async with contextlib.AsyncExitStack() as stack:
+            members = []
+            for name, url in peers.items():
+                own = (
+                    "--name",
+                    name,
+                    "--listen-peer-urls",
+                    url,
+                    "--initial-advertise-peer-urls",
+                    url,
+                )
+                members.append(EmbeddedEtcd(args=(*own, "--initial-cluster", initial)))
+                stack.push_async_callback(members[-1].close)
+            starts = [member.start() for member in members]  # none answers before a majority
+            failed = [one for one in await asyncio.gather(*starts, return_exceptions=True) if one]
+            if any("address already in use" in str(one) for one in failed):
+                continue  # another test's process has taken one of the ports
+            assert not failed
+            yield members
+            await asyncio.gather(*(one.kill() for one in members))  # one alone looks for a majority
+            return
 
 
 async def leader_of(etcds):
