@@ -26,7 +26,6 @@ from typing import Any
 import grpc
 import httpx
 import psutil
-from baton.registry.member_table import decode
 
 from baton import rpc
 from baton.client import AsyncClient
@@ -37,6 +36,7 @@ from baton.errors import CheckpointError, ConfigError, InvalidRequest
 from baton.gateway.request import parse_chat, parse_completion, parse_tokenize
 from baton.local import ports
 from baton.local.cluster import LocalCluster
+from baton.registry.membership import decode
 from baton.text.chat_template import ChatTemplate
 from baton.v1 import (
     common_pb2,
