@@ -30,7 +30,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Coroutine[Any, Any, None]]
 
 JSON_TYPE: Header = (b"content-type", b"application/json")
-CONNECTION = "baton.connection"  # where the server puts its `Connection` into the scope
+# Where the server puts its `Connection` and uvicorn's cycle of the request into the scope.
+CONNECTION, CYCLE = "baton.connection", "baton.cycle"
 EVENTS_TYPE: Header = (b"content-type", b"text/event-stream; charset=utf-8")
 NO_CACHE: Header = (b"cache-control", b"no-cache")
 TIMEOUT_HEADER = "x-request-timeout"
@@ -49,7 +50,7 @@ class HttpExchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive = receive
         self._send = send
-        self._connection = scope[CONNECTION]
+        self._connection, self._cycle = scope[CONNECTION], scope[CYCLE]
         self._unread = Unread()
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         self.started = False
@@ -155,6 +156,8 @@ class HttpExchange:
     def _send_now(self, message: MutableMapping[str, Any]) -> None:
         """Sends at once: what the client does not read stays in the connection's write buffer."""
         self._connection.unpause()
+        if self._connection.is_closing:
+            self._cycle.disconnected = True  # which uvicorn learns a moment later: it drops this
         try:
             self._send(message).send(None)
         except StopIteration:

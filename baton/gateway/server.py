@@ -18,6 +18,7 @@ from baton import tls
 from baton.errors import ConfigError, Unavailable
 from baton.gateway.http_exchange import (
     CONNECTION,
+    CYCLE,
     HttpError,
     HttpExchange,
     Receive,
@@ -181,6 +182,7 @@ class Connection(HttpToolsProtocol):
         self._expect("", 0.0)
         self._expected = "body"
         super().on_headers_complete()
+        self.scope[CYCLE] = self.cycle  # type: ignore[literal-required]
 
     def on_body(self, body: bytes) -> None:
         """A part of a body: its own limit is the endpoint's."""
@@ -199,6 +201,11 @@ class Connection(HttpToolsProtocol):
             self._hang_up(UNREAD_S)
         elif self._expected == "body" and self.cycle.response_complete:
             self._expect("body", LINGER_S)
+
+    @property
+    def is_closing(self) -> bool:
+        """Nothing can be written any more."""
+        return self.transport.is_closing()
 
     @property
     def unread_bytes(self) -> int:

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import logging
 import secrets
 import sys
 import tempfile
@@ -278,6 +279,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="(default: a new one)")
     args = parser.parse_args()
     seed = secrets.randbelow(1_000_000) if args.seed is None else args.seed
+    logging.disable(logging.WARNING)  # what the parsers here say of what they refuse
     fuzz = asyncio.run(run(seed, args.minutes * 60))
     print(f"seed {seed}: {fuzz.tried.total():,} inputs: {dict(fuzz.tried)}")
     for one in fuzz.broken:

@@ -212,6 +212,25 @@ async def test_a_kept_connection_may_be_idle_for_longer_than_a_request_may_take(
     await writer.wait_closed()
 
 
+async def test_an_answer_to_a_connection_that_closes_is_dropped(gateway, monkeypatch, caplog):
+    """Between the socket's close and the protocol's notice of it; uvloop's writes raise then."""
+
+    class Closed:
+        def write(self, data):
+            raise RuntimeError("the handler is closed")
+
+        def close(self):
+            pass
+
+    def closes(connection):
+        connection.transport.abort()
+        connection.cycle.transport = Closed()
+
+    monkeypatch.setattr(server.Connection, "unpause", closes)
+    assert await said(gateway, GET + b"\r\n") == b""
+    assert not caplog.records
+
+
 async def test_trailers_do_not_replace_headers(gateway):
     keys, generate = [], gateway.service.generate
 
