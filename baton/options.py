@@ -123,7 +123,7 @@ def declared(cls: type[Any], without: Collection[str] = ()) -> dict[str, Option]
 def check(settings: Any) -> None:
     """Raises ConfigError when a field is out of its option's bounds; parts check themselves.
 
-    A default may be out of them: 0 where it means that there is none, which nobody has to write.
+    A default may be out of them: 0 means there that none was given.
     """
     for one in _own(type(settings)):
         if (value := getattr(settings, one.field)) != one.default:

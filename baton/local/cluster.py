@@ -80,7 +80,7 @@ class LocalCluster:
         self._extra_args = extra_args
         self._env = env
         self._start_timeout_s = start_timeout_s
-        self._keepers: dict[str, asyncio.Task[None]] = {}  # what keeps each process running
+        self._supervisors: dict[str, asyncio.Task[None]] = {}  # what keeps each process running
         self._changed = asyncio.Event()  # a process became ready, or ended
         self._starting = True  # the cluster: a process that ends now is a failed start
         self._stack = AsyncExitStack()  # etcd, and the connection to it
@@ -144,10 +144,12 @@ class LocalCluster:
     async def start_again(self, name: str) -> None:
         """Starts a process that does not run, and keeps it running from now on."""
         process = self.processes[name]
-        await cancelled(self._keepers.get(name))
+        await cancelled(self._supervisors.get(name))
         process.wanted = True
         await process.start()
-        self._keepers[name] = asyncio.create_task(self._keep(process), name=f"keeper of {name}")
+        self._supervisors[name] = asyncio.create_task(
+            self._supervise(process), name=f"supervisor of {name}"
+        )
 
     async def restart(self, name: str) -> int:
         """Drains a process and starts it again; returns how the old run ended: 0 after a drain.
@@ -158,7 +160,7 @@ class LocalCluster:
         process = self.processes[name]
         ran = process.running
         self._say(f"{name} restarting…" if ran else f"{name} starting again…")
-        await cancelled(self._keepers[name])  # this end is requested
+        await cancelled(self._supervisors[name])  # this end is requested
         status = await process.stop(self.config.drain_s + _RESTART_GRACE_S)
         await self.start_again(name)
         if ran and status:
@@ -265,7 +267,7 @@ class LocalCluster:
         what = "starting…" if role == "router" else f"loading model {self.config.engine.model}…"
         self._say(f"{name} {what}")
 
-    async def _keep(self, process: ChildProcess) -> None:
+    async def _supervise(self, process: ChildProcess) -> None:
         """Starts it again whenever it ends, after a delay that doubles until it served a while."""
         failures = 0
         while True:
@@ -341,7 +343,7 @@ class LocalCluster:
         return {process.pid if process.running else 0 for process in workers}
 
     async def _stop_all(self) -> None:
-        await asyncio.gather(*map(cancelled, self._keepers.values()))
+        await asyncio.gather(*map(cancelled, self._supervisors.values()))
         timeout_s = self.config.drain_s + _STOP_GRACE_S
         try:
             for is_router in (True, False):
