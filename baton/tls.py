@@ -66,20 +66,14 @@ class Credentials:
 
     def port(self) -> grpc.ServerCredentials:
         """For a gRPC server's port."""
-        seen = self._stamp()
+        served = self._context
 
         def changed() -> Any:
-            nonlocal seen
-            if (now := self._stamp()) == seen:
+            nonlocal served
+            if (current := self._current()) is served:
                 return None
-            try:
-                fresh = self._server_configuration()
-                self._load()
-            except (OSError, ConfigError) as error:
-                log.error("the certificate stays as it is: %s", error)
-                return None
-            seen = now
-            return fresh
+            served = current
+            return self._server_configuration()
 
         return grpc.dynamic_ssl_server_credentials(
             self._server_configuration(),

@@ -80,7 +80,7 @@ class Unread:
         Raises Cancelled where that is too much, or where nothing was read for too long.
         """
         now = time.monotonic()
-        if not waiting or waiting < self._waiting:
+        if not waiting or waiting < self._waiting or not self._waiting:  # or it is the first
             self._read_at = now
         self._waiting = waiting + new
         if self._waiting > MAX_UNREAD_BYTES:

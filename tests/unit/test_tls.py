@@ -164,6 +164,19 @@ async def test_the_metrics_port_takes_tls_and_a_silent_client_stops_nobody(folde
         silent.close()
 
 
+async def test_a_new_certificate_is_taken_up_by_every_port_whichever_sees_it_first(worker, folder):
+    async with serving(lambda accept: ("text/plain", b"page"), "127.0.0.1", 0) as address:
+        await call(worker, of(folder, "router"))
+        (folder / "ca-key.pem").unlink()
+        certs.write(folder, [])  # another authority, and all certificates anew
+        await call(worker, of(folder, "router"))
+        context = ssl.create_default_context(cafile=folder / "ca.pem")
+        context.check_hostname = False  # it is a decode worker's
+        context.load_cert_chain(folder / "router.pem", folder / "router-key.pem")
+        async with httpx.AsyncClient(verify=context, timeout=TIMEOUT_S) as client:
+            assert (await client.get(f"https://{address}/metrics")).text == "page"
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.9", "example.com"])
 def test_a_port_that_others_reach_needs_tls_or_an_explicit_word(folder, host):
     with pytest.raises(ConfigError, match=r"give --tls-cert and --tls-key .*or --insecure"):

@@ -5,6 +5,7 @@ import contextlib
 import json
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -15,6 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from baton import rpc
+from baton.errors import Cancelled
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router import frontend
 from router.admission.admission import Admission
@@ -271,6 +273,18 @@ async def test_a_caller_that_does_not_read_holds_nothing_and_gets_the_reason(
     error = await failure_of(call)
     assert error.code().name == code and said in error.details()
     assert router.service.stats.counts.ended == {code: 1}
+
+
+def test_a_caller_has_its_time_from_the_first_output_on(monkeypatch):
+    """Whatever waits before it: the message that says that the request has started, or headers."""
+    clock = iter((1000.0, 1009.0, 1018.0, 1019.5))
+    monkeypatch.setattr(frontend, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    unread = frontend.Unread()
+    unread.add(100, 50)
+    unread.add(140, 50)  # some was read
+    unread.add(190, 50)  # nothing was, for 9 s
+    with pytest.raises(Cancelled, match="did not read"):
+        unread.add(240, 50)
 
 
 async def test_the_deadline_does_not_wait_for_a_stopped_worker_to_answer_cancel(router_of):
