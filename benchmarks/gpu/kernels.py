@@ -185,7 +185,7 @@ def _row_cases(part: Part) -> Iterator[KernelCase]:
     """Kernels that only move bytes, for a decode step and for a chunk."""
     shapes: dict[str, Key] = {
         "add_rms_norm": {"size": part.sized(4096, 64)},
-        "silu_mul": {"size": part.sized(14336, 64)},
+        "act_mul": {"size": part.sized(14336, 64)},
         "rope_and_write": {"heads": part.sized(32, 8), "kv_heads": 8},
         "quantize_rows": {"size": part.sized(4096, 64), "to": "fp8"},
     }

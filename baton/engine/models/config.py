@@ -1,28 +1,22 @@
-"""What a model is: the Llama family's config.json, read once, checked, and made uniform.
+"""What a model is: its config.json, read once, checked, and made uniform.
 
-Supported are LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM, as
-Hugging Face transformers writes them (before and since version 5). Whatever would change the
-computation in a way that `baton.engine.models.decoder` does not follow is refused here, by name.
-Torch-free.
+Supported are the architectures of `baton.engine.models.architectures`, as Hugging Face transformers
+writes them (before and since version 5). Whatever would change the computation in a way that
+`baton.engine.models.decoder` does not follow is refused here, by name. Torch-free.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from baton.engine.models.architectures import ARCHITECTURES, Architecture
 from baton.engine.weights.checkpoint import StoredTensor, read_json
 from baton.errors import CheckpointError, quoted
 
-LLAMA, MISTRAL, QWEN2, QWEN3 = ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
 MAX_SIZE = 1 << 24  # of anything counted; the largest in use are contexts and vocabularies
 MAX_LAYERS = 1024
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -32,23 +26,42 @@ Shapes = dict[str, tuple[int, ...]]
 """Tensors of a checkpoint: their names and shapes."""
 
 
+Activation = Literal["silu", "gelu_tanh"]
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding. What follows `factor` is for llama3 scaling only."""
+    """Rotary position embedding: frequencies, one for each pair of dimensions that is turned.
+
+    factor: of every kind but "default" and "longrope" · size: dimensions that are turned; 0: all ·
+    attention_factor: of sines and cosines · original_context: tokens; for "yarn" and "llama3".
+    """
 
     theta: float
-    scaling: Literal["none", "linear", "llama3"] = "none"
+    scaling: Literal["none", "linear", "llama3", "dynamic", "yarn", "longrope"] = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context: int = 8192
+    size: int = 0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0  # of "yarn", with what follows
+    beta_slow: float = 1.0
+    truncate: bool = True
+    factors: tuple[float, ...] = ()  # of "longrope", one for each pair
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer; sizes count elements, contexts and windows count tokens.
 
-    `windows` has, for each layer, how many tokens a token sees, itself included, or None for all.
+    `windows` has, for each layer, how many tokens a token sees, itself included, or None for all;
+    `ropes` how the layer turns queries and keys, or None where it does not.
     """
 
     architecture: str
@@ -60,16 +73,22 @@ class ModelConfig:
     head_size: int
     intermediate_size: int
     rms_eps: float
-    rope: Rope
+    ropes: tuple[Rope | None, ...]
     windows: tuple[int | None, ...]
     tie_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    qk_norm: bool
     max_context: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+    activation: Activation = "silu"
+    attention_scale: float = 0.0  # of products of queries and keys; 0: 1 / sqrt(head_size)
+    attention_softcap: float = 0.0  # scaled products s become c * tanh(s / c); 0: they stay
+    logit_softcap: float = 0.0  # the same of logits
+    logit_scale: float = 1.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
@@ -81,20 +100,30 @@ class ModelConfig:
         fields = _Fields(file, read_json(file))
         named = fields.values.get("architectures")
         architecture = named[0] if isinstance(named, list) and named else named
-        if architecture not in ARCHITECTURES:
+        if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
             raise fields.error("architectures", named, ", ".join(ARCHITECTURES))
+        differs = ARCHITECTURES[architecture]
+        fields = fields._replace(values={**differs.defaults, **fields.values})
+
+        def own(key: str, check: _Check, without: Any) -> Any:
+            """Of a key that only some architectures have."""
+            return fields.read(key, check, without) if key in differs.defaults else without
+
+        def bias(key: bool | str) -> bool:
+            return bool(fields.read(key, _BOOLEAN, False)) if isinstance(key, str) else key
+
         # What would change the computation and is followed nowhere.
-        fields.read("hidden_act", _one_of("silu", "swish"), "silu")
         fields.read("pretraining_tp", _one_of(1), 1)
-        fields.read("partial_rotary_factor", _one_of(1), 1)
+        fields.read("use_bidirectional_attention", _one_of(False), False)
         fields.read(
             "quantization_config", _Check(lambda value: value is None, "unquantized weights")
         )
+        act = "hidden_activation" if "hidden_activation" in differs.defaults else "hidden_act"
         num_heads = fields.read("num_attention_heads", _COUNT)
         hidden_size = fields.read("hidden_size", _COUNT)
         num_kv_heads = fields.read("num_key_value_heads", _COUNT, num_heads)
         head_size = fields.read(
-            "head_dim", _COUNT, 128 if architecture == QWEN3 else hidden_size // num_heads
+            "head_dim", _COUNT, differs.defaults.get("head_dim", hidden_size // num_heads)
         )
         if num_heads % num_kv_heads:
             supported = f"a divisor of {num_heads} heads"
@@ -102,8 +131,11 @@ class ModelConfig:
         if head_size % 2:
             raise fields.error("head_dim", head_size, "an even number")
         num_layers = fields.read("num_hidden_layers", _whole(1, MAX_LAYERS))
-        attention_bias = fields.read("attention_bias", _BOOLEAN, False)
-        attention_bias &= architecture in (LLAMA, QWEN3)
+        rotated = _rotated(fields, differs, num_layers)
+        windows = _windows(fields, differs, rotated)
+        rope, sliding_rope, max_context = _ropes(fields, differs, head_size)
+        of_windows = (sliding_rope if window else rope for window in windows)
+        query_scalar = own("query_pre_attn_scalar", _NUMBER, head_size)
         dtype_key = "torch_dtype" if fields.values.get("dtype") is None else "dtype"
         return cls(
             architecture=architecture,
@@ -115,30 +147,69 @@ class ModelConfig:
             head_size=head_size,
             intermediate_size=fields.read("intermediate_size", _COUNT),
             rms_eps=float(fields.read("rms_norm_eps", _NUMBER, 1e-6)),
-            rope=_rope(fields),
-            windows=_windows(fields, architecture, num_layers),
+            ropes=tuple(
+                rope if turns else None for rope, turns in zip(of_windows, rotated, strict=True)
+            ),
+            windows=windows,
             tie_embeddings=fields.read("tie_word_embeddings", _BOOLEAN, False),
-            qkv_bias=architecture == QWEN2 or attention_bias,
-            o_bias=attention_bias,
-            mlp_bias=architecture == LLAMA and fields.read("mlp_bias", _BOOLEAN, False),
-            qk_norm=architecture == QWEN3,
-            max_context=fields.read("max_position_embeddings", _COUNT),
+            qkv_bias=bias(differs.qkv_bias),
+            o_bias=bias(differs.o_bias),
+            mlp_bias=bias(differs.mlp_bias),
+            max_context=max_context,
             eos_token_ids=_eos_token_ids(fields),
             dtype=fields.read(dtype_key, _one_of("bfloat16", "float32", "float16"), "float32"),
+            activation=_ACTIVATIONS[fields.read(act, _one_of(*_ACTIVATIONS), "silu")],
+            attention_scale=float(own("attention_multiplier", _NUMBER, query_scalar**-0.5)),
+            attention_softcap=float(own("attn_logit_softcapping", _NOT_NEGATIVE, 0.0)),
+            logit_softcap=float(own("final_logit_softcapping", _NOT_NEGATIVE, 0.0)),
+            logit_scale=1 / float(own("logits_scaling", _NUMBER, 1.0)),
+            embedding_scale=hidden_size**0.5
+            if differs.scaled_embedding
+            else float(own("embedding_multiplier", _NUMBER, 1.0)),
+            residual_scale=float(own("residual_multiplier", _NUMBER, 1.0)),
         )
+
+    @property
+    def differs(self) -> Architecture:
+        """How its architecture differs from Llama's."""
+        return ARCHITECTURES[self.architecture]
+
+    @property
+    def score_scale(self) -> float:
+        """Of products of queries and keys."""
+        return self.attention_scale or self.head_size**-0.5
+
+    @property
+    def head_order(self) -> list[int] | None:
+        """Where each element of a head of queries and keys lies in the checkpoint; None: there.
+
+        Elements that turn together are put half a head apart, and those that do not turn behind the
+        turned ones of each half, so that every model is turned alike.
+        """
+        rope = next((rope for rope in self.ropes if rope is not None), None)
+        size = self.head_size if rope is None else rope.size or self.head_size
+        if size == self.head_size and not self.differs.interleaved_rope:
+            return None
+        first, second = range(size // 2), range(size // 2, size)
+        if self.differs.interleaved_rope:
+            first, second = range(0, size, 2), range(1, size, 2)
+        rest = range(size, self.head_size)
+        half = len(rest) // 2
+        return [*first, *rest[:half], *second, *rest[half:]]
 
     def layer_tensors(self, index: int) -> dict[str, Shapes]:
         """Of a layer: what each field of its `LayerWeights` is joined of; none that is absent."""
         hidden, head, inner = self.hidden_size, self.head_size, self.intermediate_size
         q, kv = self.num_heads * head, self.num_kv_heads * head
         layer, attention = f"model.layers.{index}", f"model.layers.{index}.self_attn"
-        tensors: dict[str, Shapes] = {
-            "input_norm": {f"{layer}.input_layernorm.weight": (hidden,)},
-            "post_norm": {f"{layer}.post_attention_layernorm.weight": (hidden,)},
-        }
-        if self.qk_norm:
-            tensors["q_norm"] = {f"{attention}.q_norm.weight": (head,)}
-            tensors["k_norm"] = {f"{attention}.k_norm.weight": (head,)}
+        differs, tensors = self.differs, dict[str, Shapes]()
+        for field in ("input_norm", "attention_norm", "mlp_norm", "output_norm"):
+            if name := getattr(differs, field):
+                tensors[field] = {f"{layer}.{name}.weight": (hidden,)}
+        if differs.qk_norm != "none":
+            sizes = (head, head) if differs.qk_norm == "head" else (q, kv)
+            for name, size in zip("qk", sizes, strict=True):
+                tensors[f"{name}_norm"] = {f"{attention}.{name}_norm.weight": (size,)}
         for field, outputs, inputs, biased in (
             (
                 "qkv",
@@ -151,6 +222,9 @@ class ModelConfig:
             ("down", {"mlp.down": hidden}, inner, self.mlp_bias),
         ):
             parts = {f"{layer}.{name}_proj": size for name, size in outputs.items()}
+            if field in differs.joined:
+                module = next(iter(outputs)).partition(".")[0]
+                parts = {f"{layer}.{module}.{field}_proj": sum(outputs.values())}
             tensors[field] = {f"{name}.weight": (size, inputs) for name, size in parts.items()}
             if biased:
                 tensors[f"{field}_bias"] = {f"{name}.bias": (size,) for name, size in parts.items()}
@@ -196,6 +270,9 @@ _COUNT = _whole(1, MAX_SIZE)
 _NUMBER = _Check(
     lambda value: type(value) in (int, float) and 0 < value <= 1e30, "a number above 0, up to 1e30"
 )
+_NOT_NEGATIVE = _Check(
+    lambda value: type(value) in (int, float) and 0 <= value <= 1e30, "a number from 0 to 1e30"
+)
 _BOOLEAN = _Check(lambda value: isinstance(value, bool), "true or false")
 _OBJECT = _Check(lambda value: isinstance(value, dict), "an object")
 
@@ -220,47 +297,147 @@ class _Fields(NamedTuple):
         return value
 
 
-def _rope(fields: _Fields) -> Rope:
-    """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+def _ropes(fields: _Fields, differs: Architecture, head_size: int) -> tuple[Rope, Rope, int]:
+    """Of layers that see all and of those that slide, and the longest context, in tokens.
+
+    From `rope_parameters` (transformers 5), which may have both by name, or from `rope_theta` and
+    `rope_scaling` (before).
+    """
     key = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
     inside = _Fields(fields.file, fields.read(key, _OBJECT, {}), f"{key}.")
-    inside.read("partial_rotary_factor", _one_of(1), 1)
-    theta = float(inside.read("rope_theta", _NUMBER, fields.read("rope_theta", _NUMBER, 10000.0)))
-    old_name = inside.values.get("type", "default")
-    kind = inside.read("rope_type", _one_of("default", "linear", "llama3"), old_name)
+    theta = fields.read("rope_theta", _NUMBER, 10000.0)
+    if "rope_local_base_freq" not in differs.defaults:
+        rope, context = _rope(fields, differs, inside, theta, head_size)
+        return rope, rope, context
+    full, sliding = inside, inside._replace(values={})  # the old form scales the first only
+    if FULL in inside.values or SLIDING in inside.values:
+        full, sliding = (
+            _Fields(fields.file, inside.read(kind, _OBJECT, {}), f"{inside.prefix}{kind}.")
+            for kind in (FULL, SLIDING)
+        )
+    rope, context = _rope(fields, differs, full, theta, head_size)
+    local = fields.read("rope_local_base_freq", _NUMBER)
+    return rope, _rope(fields, differs, sliding, local, head_size)[0], context
+
+
+def _rope(
+    fields: _Fields, differs: Architecture, inside: _Fields, theta: float, head_size: int
+) -> tuple[Rope, int]:
+    """One rope, as the object `inside` describes it, and the longest context."""
+    context = fields.read("max_position_embeddings", _COUNT)
+    rope = Rope(
+        float(inside.read("rope_theta", _NUMBER, theta)),
+        size=_turned(fields, differs, inside, head_size),
+    )
+    kinds = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
+    kind = inside.read("rope_type", _one_of(*kinds), inside.values.get("type", "default"))
     if kind == "default":
-        return Rope(theta)
-    factor = float(inside.read("factor", _NUMBER))
-    if kind == "linear":
-        return Rope(theta, "linear", factor)
-    low, high = (float(inside.read(f"{end}_freq_factor", _NUMBER)) for end in ("low", "high"))
+        return rope, context
     # Where the original context is not given, transformers takes the current one.
-    current = fields.read("max_position_embeddings", _COUNT)
-    original = inside.read("original_max_position_embeddings", _NUMBER, current)
-    return Rope(theta, "llama3", factor, low, high, int(original))
+    key = "original_max_position_embeddings"
+    original = int(inside.read(key, _NUMBER, fields.read(key, _NUMBER, context)))
+    stretched = context / original if kind == "longrope" else None
+    factor = float(inside.read("factor", _NUMBER, stretched))
+    rope = replace(rope, scaling=kind, factor=factor, original_context=original)
+    if kind == "llama3":
+        low, high = (float(inside.read(f"{end}_freq_factor", _NUMBER)) for end in ("low", "high"))
+        rope = replace(rope, low_freq_factor=low, high_freq_factor=high)
+    elif kind == "dynamic":
+        # For the longest context, whatever a sequence's length: what the KV cache has stays right.
+        context = int(context * factor)
+    elif kind == "yarn":
+        rope = replace(
+            rope,
+            attention_factor=_yarn_attention(inside, factor),
+            beta_fast=float(inside.read("beta_fast", _NUMBER, 32)),
+            beta_slow=float(inside.read("beta_slow", _NUMBER, 1)),
+            truncate=inside.read("truncate", _BOOLEAN, True),
+        )
+        context = max(context, int(original * factor))
+    elif kind == "longrope":
+        pairs = (rope.size or head_size) // 2
+        numbers = _Check(
+            lambda value: (
+                isinstance(value, list) and len(value) == pairs and all(map(_NUMBER.holds, value))
+            ),
+            f"{pairs} numbers above 0",
+        )
+        # By the model's context, whatever a sequence's length.
+        which = "long_factor" if context > original else "short_factor"
+        wider = math.sqrt(1 + math.log(max(1.0, factor)) / math.log(original))
+        rope = replace(
+            rope,
+            attention_factor=float(inside.read("attention_factor", _NUMBER, wider)),
+            factors=tuple(inside.read(which, numbers)),
+        )
+    return rope, context
 
 
-def _windows(fields: _Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
+def _yarn_attention(inside: _Fields, factor: float) -> float:
+    """By what sines and cosines grow."""
+
+    def wider(scale: float) -> float:
+        return 0.1 * scale * math.log(max(1.0, factor)) + 1
+
+    scales = [inside.read(key, _NOT_NEGATIVE, 0) for key in ("mscale", "mscale_all_dim")]
+    own = wider(scales[0]) / wider(scales[1]) if all(scales) else wider(1)
+    return float(inside.read("attention_factor", _NUMBER, own))
+
+
+def _turned(fields: _Fields, differs: Architecture, inside: _Fields, head_size: int) -> int:
+    """Dimensions of a head that are turned; 0: all."""
+    key, check = "partial_rotary_factor", _one_of(1)
+    if key in differs.defaults:
+        check = _Check(
+            lambda value: _NUMBER.holds(value) and value <= 1 and int(head_size * value) % 2 == 0,
+            f"a number up to 1, by which an even number of {head_size} dimensions is turned",
+        )
+    share = inside.read(key, check, fields.read(key, check, 1))
+    return 0 if share == 1 else int(head_size * share)
+
+
+def _rotated(fields: _Fields, differs: Architecture, num_layers: int) -> tuple[bool, ...]:
+    """Of each layer: whether it turns queries and keys."""
+    if "no_rope_layers" not in differs.defaults:
+        return (True,) * num_layers
+    interval = fields.read("no_rope_layer_interval", _COUNT)
+    given = fields.values["no_rope_layers"]
+    if given is None:
+        return tuple((index + 1) % interval != 0 for index in range(num_layers))
+    if not isinstance(given, list) or len(given) != num_layers or not set(given) <= {0, 1}:
+        raise fields.error("no_rope_layers", given, f"{num_layers} times 0 or 1")
+    return tuple(map(bool, given))
+
+
+def _windows(
+    fields: _Fields, differs: Architecture, rotated: tuple[bool, ...]
+) -> tuple[int | None, ...]:
     """Of each layer."""
-    if architecture == LLAMA:
-        return (None,) * num_layers
-    if architecture == MISTRAL:
-        # transformers reads an absent key as 4096, and null as no window.
-        if fields.values.get("sliding_window", 4096) is None:
-            return (None,) * num_layers
-        return (fields.read("sliding_window", _COUNT, 4096),) * num_layers
+    count, kind = len(rotated), differs.windows
+    is_off = kind in ("from", "unrotated") and not fields.read(
+        "use_sliding_window", _BOOLEAN, False
+    )
     window = None
-    if fields.read("use_sliding_window", _BOOLEAN, False):
-        window = fields.read("sliding_window", _COUNT, 4096)
+    if kind != "none" and not is_off and fields.values.get("sliding_window") is not None:
+        window = fields.read("sliding_window", _COUNT)
     kinds = fields.values.get("layer_types")
-    if kinds is None:  # then they slide from max_window_layers on
-        first = fields.read("max_window_layers", _whole(0, MAX_SIZE), 28)
-        return tuple(window if index >= first else None for index in range(num_layers))
-    known = (FULL, SLIDING) if window else (FULL,)
-    is_list = isinstance(kinds, list) and len(kinds) == num_layers
-    if not is_list or not all(kind in known for kind in kinds):
-        raise fields.error("layer_types", kinds, f"{num_layers} times {' or '.join(known)}")
-    return tuple(window if kind == SLIDING else None for kind in kinds)
+    if kinds is not None and kind not in ("none", "all"):
+        known = (FULL, SLIDING) if window else (FULL,)
+        is_list = isinstance(kinds, list) and len(kinds) == count
+        if not is_list or not all(name in known for name in kinds):
+            raise fields.error("layer_types", kinds, f"{count} times {' or '.join(known)}")
+        slides = [name == SLIDING for name in kinds]
+    elif isinstance(kind, int):
+        period = fields.read("sliding_window_pattern", _COUNT, kind)
+        slides = [(index + 1) % period != 0 for index in range(count)]
+    elif kind == "unrotated":
+        slides = [not turns for turns in rotated]
+    elif kind == "from":
+        first = fields.read("max_window_layers", _whole(0, MAX_SIZE))
+        slides = [index >= first for index in range(count)]
+    else:
+        slides = [True] * count
+    return tuple(window if slide else None for slide in slides)
 
 
 def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:

@@ -1,15 +1,11 @@
-"""The Llama family's forward pass over paged KV: Llama, Mistral, Qwen2, Qwen3.
+"""The forward pass over paged KV of every decoder-only transformer that `ModelConfig` describes.
 
 Rows of any mix of sequences go through together; only attention knows which belong together.
 Follows Hugging Face transformers' modeling files, which the tests compare it with.
-
-Rotary frequencies are those of transformers' `modeling_rope_utils`: default, linear
-(https://arxiv.org/abs/2306.15595) and llama3 (Llama 3.1's interpolation by wavelength).
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,43 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
-from baton.engine.models.config import ModelConfig, Rope
-from baton.engine.ops.torch.attention import attend, place, write_kv
-from baton.engine.ops.torch.linear import linear, silu_gate
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.rope import rope_tables
+from baton.engine.ops.torch.attention import Scoring, attend, place, softcapped, write_kv
+from baton.engine.ops.torch.linear import act_mul, linear
 from baton.engine.weights.weights import LayerWeights, Weights
-
-
-def inverse_frequencies(rope: Rope, head_size: int) -> Tensor:
-    """Radians per position for each pair of dimensions: float32 `[head_size // 2]`."""
-    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
-    frequencies = 1.0 / (rope.theta**exponents)
-    if rope.scaling == "linear":
-        return frequencies / rope.factor
-    if rope.scaling == "none":
-        return frequencies
-    # llama3: long waves slowed down by the factor, short ones kept, those between interpolated.
-    wavelengths = 2 * math.pi / frequencies
-    longest_kept = rope.original_context / rope.high_freq_factor
-    shortest_slowed = rope.original_context / rope.low_freq_factor
-    slowed = torch.where(wavelengths > shortest_slowed, frequencies / rope.factor, frequencies)
-    share = (rope.original_context / wavelengths - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    between = (wavelengths >= longest_kept) & (wavelengths <= shortest_slowed)
-    interpolated = (1 - share) * slowed / rope.factor + share * slowed
-    return torch.where(between, interpolated, slowed)
-
-
-def rope_tables(rope: Rope, head_size: int, max_context: int) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of every position's angles, float32 `[max_context, head_size]` on the CPU.
-
-    The cosine is taken in float64 and rounded: in float32 its last bit depends on how torch splits
-    the table between threads, and workers with different thread counts must agree.
-    """
-    positions = torch.arange(max_context, dtype=torch.float32)
-    angles = torch.outer(positions, inverse_frequencies(rope, head_size)).double()
-    cos, sin = angles.cos().float(), angles.sin().float()
-    return torch.cat((cos, cos), dim=1), torch.cat((sin, sin), dim=1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -63,10 +27,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x `[..., size]` scaled to unit mean square, in float32, times weight `[size]`."""
+    """x `[..., size]` scaled to unit mean square, in float32, times weight `[size]`.
+
+    It is rounded to x's type before it meets a weight of that type; after that, with a float32 one.
+    """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    return (weight * wide.to(weight.dtype)).to(x.dtype)
 
 
 class Model:
@@ -81,9 +48,13 @@ class Model:
         self.config = config
         self.dtype = dtype
         self._weights = weights
-        self._scale = config.head_size**-0.5
-        tables = rope_tables(config.rope, config.head_size, config.max_context)
-        self._cos, self._sin = (table.to(device, dtype) for table in tables)
+        tables, self._table_of = rope_tables(config)
+        self._tables = tables.to(device, dtype)  # [ropes, 2, max_context, head_size]
+        self._scoring = [
+            Scoring(config.score_scale, window, config.attention_softcap)
+            for window in config.windows
+        ]
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
@@ -99,51 +70,77 @@ class Model:
     def _forward(self, token_ids: Tensor, rows: Any, pool: Tensor) -> tuple[Tensor, Tensor]:
         """All layers: what the last one adds, and the residual that it is to be added to."""
         hidden, residual = F.embedding(token_ids, self._weights.embedding), None
+        if self._embedding_scale != 1:
+            hidden = hidden * self._embedding_scale
         for index, layer in enumerate(self._weights.layers):
             normed, residual = self._add_rms_norm(hidden, residual, layer.input_norm)
             qkv = self._linear(normed, layer.qkv, layer.qkv_bias)
             q = self._rope_and_write(qkv, rows, index, layer, pool)
-            hidden = self._linear(self._attend(q, rows, index, pool), layer.o, layer.o_bias)
-            normed, residual = self._add_rms_norm(hidden, residual, layer.post_norm)
+            mixed = self._linear(self._attend(q, rows, index, pool), layer.o, layer.o_bias)
+            hidden = self._branch(mixed, layer.attention_norm)
+            normed, residual = self._add_rms_norm(hidden, residual, layer.mlp_norm)
             gate_up = self._linear(normed, layer.gate_up, layer.gate_up_bias)
-            hidden = self._linear(self._silu_mul(gate_up), layer.down, layer.down_bias)
+            mixed = self._linear(self._act_mul(gate_up), layer.down, layer.down_bias)
+            hidden = self._branch(mixed, layer.output_norm)
         assert residual is not None, "a model has layers"
         return hidden, residual
+
+    def _branch(self, mixed: Tensor, weight: Tensor | None) -> Tensor:
+        """What attention or MLP adds to the residual stream."""
+        if weight is not None:
+            mixed, _ = self._add_rms_norm(mixed, None, weight)
+        scale = self.config.residual_scale
+        return mixed if scale == 1 else mixed * scale
 
     def _logits(self, hidden: Tensor, residual: Tensor) -> Tensor:
         """Next-token scores, float32 `[rows, vocab_size]`."""
         normed, _ = self._add_rms_norm(hidden, residual, self._weights.final_norm)
-        return self._linear(normed, self._weights.lm_head).float()
+        logits = self._linear(normed, self._weights.lm_head)
+        if self.config.logit_scale != 1:
+            logits = logits * self.config.logit_scale
+        return softcapped(logits, self.config.logit_softcap).float()
 
     _linear = staticmethod(linear)
-    _silu_mul = staticmethod(silu_gate)
+
+    def _act_mul(self, gate_up: Tensor) -> Tensor:
+        return act_mul(gate_up, self.config.activation)
 
     def _place(self, batch: StepBatch, pool: Tensor) -> Any:
         """What all layers of a step share: where its rows read and write KV."""
         positions, attention = place(batch, pool.shape[4])
-        return attention, (self._cos[positions][:, None], self._sin[positions][:, None])
+        return attention, self._tables[:, :, positions, None]
 
     def _add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream with x added, and its norm: (normed, stream)."""
+        """The residual stream with x added, and its norm, if it is normed: (normed, stream)."""
         stream = x if residual is None else residual + x
-        return rms_norm(stream, weight, self.config.rms_eps), stream
+        return stream if weight is None else rms_norm(stream, weight, self.config.rms_eps), stream
 
     def _rope_and_write(
         self, qkv: Tensor, rows: Any, index: int, layer: LayerWeights, pool: Tensor
     ) -> Tensor:
         """Queries `[rows, heads, head_size]`, normed and turned; K and V go to the pool."""
-        (attention, angles), config = rows, self.config
+        (attention, tables), config = rows, self.config
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        q, k, v = qkv.view(len(qkv), -1, config.head_size).split(heads, dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = rms_norm(q, layer.q_norm, config.rms_eps)
-            k = rms_norm(k, layer.k_norm, config.rms_eps)
-        q, k = rotate(q, *angles), rotate(k, *angles)
-        write_kv(pool, index, attention.slots, k, v)
+        q, k, v = qkv.split([count * config.head_size for count in heads], dim=1)
+        q, k = self._head_norm(q, layer.q_norm), self._head_norm(k, layer.k_norm)
+        cos, sin = tables[self._table_of[index]]
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        write_kv(pool, index, attention.slots, k, self._by_head(v))
         return q
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return x.reshape(len(x), -1, self.config.head_size)
+
+    def _head_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Queries or keys `[rows, heads, head_size]`, each head or all together normed."""
+        if weight is None:
+            return self._by_head(x)
+        if len(weight) == self.config.head_size:
+            x = self._by_head(x)
+        return self._by_head(rms_norm(x, weight, self.config.rms_eps))
 
     def _attend(self, q: Tensor, rows: Any, index: int, pool: Tensor) -> Tensor:
         """Attention of all rows: `[rows, heads * head_size]`."""
-        return attend(q, pool, index, rows[0], self._scale, self.config.windows[index])
+        return attend(q, pool, index, rows[0], self._scoring[index])

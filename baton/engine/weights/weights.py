@@ -48,18 +48,20 @@ Prepare = Callable[[Tensor], Matrix]
 class LayerWeights:
     """One decoder layer; matrices are `[out, in]`. Absent biases and norms are None."""
 
-    input_norm: Tensor
+    input_norm: Tensor | None = None
     qkv: Matrix
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     o: Matrix
     o_bias: Tensor | None = None
-    post_norm: Tensor
+    mlp_norm: Tensor | None = None
     gate_up: Matrix
     gate_up_bias: Tensor | None = None
     down: Matrix
     down_bias: Tensor | None = None
+    attention_norm: Tensor | None = None  # of what attention adds
+    output_norm: Tensor | None = None  # of what the MLP adds
 
 
 @dataclass(frozen=True)
@@ -161,20 +163,35 @@ def _assemble(config: ModelConfig, make: Make, prepare: Prepare) -> Weights:
     def tensor(name: str) -> Tensor:
         return make({name: shapes[name]})
 
-    def part(parts: Shapes) -> Any:
-        is_matrix = all(len(shape) == 2 for shape in parts.values())
-        return prepare(make(parts)) if is_matrix else make(parts)
+    def part(field: str, parts: Shapes) -> Any:
+        made = _arranged(config, field, make(parts))
+        return prepare(made) if made.ndim == 2 else made
 
     def layer(index: int) -> LayerWeights:
         tensors = config.layer_tensors(index)
-        return LayerWeights(**{field: part(parts) for field, parts in tensors.items()})
+        return LayerWeights(**{field: part(field, parts) for field, parts in tensors.items()})
 
     embedding = tensor(EMBEDDING)
     layers = tuple(layer(index) for index in range(config.num_layers))
-    norm = tensor(FINAL_NORM)
+    norm = _arranged(config, "final_norm", tensor(FINAL_NORM))
     return Weights(
         embedding, layers, norm, prepare(embedding if config.tie_embeddings else tensor(LM_HEAD))
     )
+
+
+def _arranged(config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
+    """A tensor of a checkpoint as the decoder takes it."""
+    if field.endswith("norm"):
+        if config.differs.norm_rounds_once:
+            tensor = tensor.float()
+        if config.differs.norm_plus_one:
+            tensor = tensor + 1
+    order = config.head_order
+    if order is not None and field in ("qkv", "qkv_bias", "q_norm", "k_norm"):
+        heads = tensor.view(-1, config.head_size, *tensor.shape[1:])
+        turned = heads[: config.num_heads + config.num_kv_heads]  # values come behind
+        turned.copy_(turned[:, order])
+    return tensor
 
 
 def _joined(shapes: Shapes) -> tuple[int, ...]:

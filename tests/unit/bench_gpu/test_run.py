@@ -94,15 +94,15 @@ def test_an_error_that_leaves_the_gpu_unusable_ends_the_part(text: str, fatal: b
 def test_a_wrong_kernel_is_a_failure_and_the_others_have_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    specs = {name: kernels.specs()[name] for name in ("scale_sums", "silu_mul")}
+    specs = {name: kernels.specs()[name] for name in ("scale_sums", "act_mul")}
     monkeypatch.setattr(kernels, "specs", lambda: specs)
     monkeypatch.setattr(
-        kernels, "_error", lambda part, spec, *_: 3.0 if spec.name == "silu_mul" else 0.5
+        kernels, "_error", lambda part, spec, *_: 3.0 if spec.name == "act_mul" else 0.5
     )
     part, messages = part_of(smoke=True)
     kernels.correctness(part)
     failed, row = messages
-    assert failed["name"].startswith("silu_mul") and "3.00 times" in failed["error"]
+    assert failed["name"].startswith("act_mul") and "3.00 times" in failed["error"]
     assert row["name"].startswith("scale_sums") and row["cells"] == {"of allowed error": 0.5}
 
 

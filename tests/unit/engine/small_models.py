@@ -27,13 +27,12 @@ _LLAMA = ModelConfig(
     head_size=32,
     intermediate_size=100,
     rms_eps=1e-6,
-    rope=Rope(10000.0),
+    ropes=(Rope(10000.0),) * 2,
     windows=(None, None),
     tie_embeddings=False,
     qkv_bias=False,
     o_bias=False,
     mlp_bias=False,
-    qk_norm=False,
     max_context=2048,
     eos_token_ids=(),
     dtype="float32",
@@ -71,7 +70,7 @@ class Kind:
 
 
 def qwen_config(window=None, **changes):
-    return small_config(window, architecture="Qwen2ForCausalLM", qkv_bias=True, **changes)
+    return small_config(window, **{"architecture": "Qwen2ForCausalLM", "qkv_bias": True, **changes})
 
 
 def run_of(kind, window=None, block_size=16, **sizes):

@@ -8,6 +8,7 @@ from baton.engine.ops.torch import attention
 from baton.engine.ops.torch.attention import (
     AttentionBatch,
     PrefillSegment,
+    Scoring,
     attend,
     padded_keys,
     write_kv,
@@ -84,7 +85,7 @@ def test_equals_the_textbook(block_size, kv_dtype, window, dtype):
         row[position // block_size + 1 :] = 0  # padded with a block that is no sequence's
     segments = (paged.segment(4, *chunks[0]), paged.segment(41, *chunks[1]))
     batch = AttentionBatch(NO_ROWS, len(decode), tables, torch.tensor(decode) + 1, segments)
-    got = attend(q, paged.pool, LAYER, batch, SCALE, window)
+    got = attend(q, paged.pool, LAYER, batch, Scoring(SCALE, window))
     assert got.shape == (len(positions), HEADS * HEAD_SIZE)
     assert got.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -98,7 +99,7 @@ def test_a_query_gives_the_same_bits_in_any_chunk_part_or_group(length, monkeypa
     q = paged.random(length, HEADS)
 
     def result(batch, rows=slice(None)):
-        return attend(q[rows], paged.pool, LAYER, batch, SCALE, None)
+        return attend(q[rows], paged.pool, LAYER, batch, Scoring(SCALE))
 
     whole = result(only(paged.segment(0, 0, length)))
     for start, end in ((0, 33), (0, 253), (250, 314), (400, 402), (length - 60, length)):

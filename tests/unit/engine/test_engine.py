@@ -8,7 +8,7 @@ import pytest
 from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.models import decoder
-from baton.engine.models.decoder import rope_tables
+from baton.engine.models.rope import rope_tables
 from baton.engine.ops.native import library
 from baton.engine.ops.native import model as native_model
 from baton.engine.sequence import Sequence
@@ -97,9 +97,9 @@ def test_what_is_kept_for_each_position_ends_where_sequences_do(kernels, directo
         pytest.skip("no native library can be built here")
     asked = []
 
-    def watched(rope, head_size, max_context):
-        asked.append(max_context)
-        return rope_tables(rope, head_size, max_context)
+    def watched(config):
+        asked.append(config.max_context)
+        return rope_tables(config)
 
     monkeypatch.setattr(decoder, "rope_tables", watched)
     monkeypatch.setattr(native_model, "rope_tables", watched)

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from baton.engine.models.config import ModelConfig, Rope
-from baton.engine.models.decoder import inverse_frequencies
+from baton.engine.models.rope import inverse_frequencies
 from baton.engine.weights.checkpoint import fingerprint
 from baton.errors import CheckpointError
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -27,6 +27,9 @@ BASE: dict[str, Any] = {
 
 
 QWEN = {"architectures": ["Qwen2ForCausalLM"]}
+PHI = {"architectures": ["Phi3ForCausalLM"]}
+GEMMA = {"architectures": ["Gemma3ForCausalLM"]}
+SMOL = {"architectures": ["SmolLM3ForCausalLM"]}
 
 
 def write(directory, **overrides):
@@ -42,7 +45,7 @@ def load(directory, **overrides):
 def test_defaults_are_those_of_transformers(tmp_path):
     config = load(tmp_path)
     assert config.head_size == 16
-    assert config.rope == Rope(10000.0)
+    assert config.ropes == (Rope(10000.0),) * 3
     assert config.windows == (None, None, None)
     assert (config.dtype, config.eos_token_ids, config.rms_eps) == ("float32", (), 1e-6)
     assert not (config.tie_embeddings or config.qkv_bias or config.o_bias or config.mlp_bias)
@@ -50,7 +53,7 @@ def test_defaults_are_those_of_transformers(tmp_path):
     assert load(tmp_path, architectures=["Qwen3ForCausalLM"]).head_size == 128
 
 
-LINEAR = Rope(5e5, "linear", 2.0)
+LINEAR = (Rope(5e5, "linear", 2.0, original_context=512),) * 3
 OF_LINEAR = {"rope_type": "linear", "factor": 2.0}
 WINDOW = {"use_sliding_window": True, "sliding_window": 32}
 
@@ -60,15 +63,15 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 32}
     [
         ("Llama", {"dtype": "bfloat16"}, "dtype", "bfloat16"),
         ("Llama", {"torch_dtype": "float16"}, "dtype", "float16"),
-        ("Llama", {"rope_theta": 5e5, "rope_scaling": OF_LINEAR}, "rope", LINEAR),
+        ("Llama", {"rope_theta": 5e5, "rope_scaling": OF_LINEAR}, "ropes", LINEAR),
         (
             "Llama",
             {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
-            "rope",
+            "ropes",
             LINEAR,
         ),
-        ("Llama", {"rope_parameters": {"rope_theta": 5e5, **OF_LINEAR}}, "rope", LINEAR),
-        ("Llama", {"rope_theta": 5e5, "rope_parameters": OF_LINEAR}, "rope", LINEAR),
+        ("Llama", {"rope_parameters": {"rope_theta": 5e5, **OF_LINEAR}}, "ropes", LINEAR),
+        ("Llama", {"rope_theta": 5e5, "rope_parameters": OF_LINEAR}, "ropes", LINEAR),
         ("Mistral", {}, "windows", (4096,) * 3),
         ("Mistral", {"sliding_window": None}, "windows", (None,) * 3),
         ("Mistral", {"sliding_window": 32}, "windows", (32,) * 3),
@@ -79,6 +82,22 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 32}
             {**WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
             "windows",
             (32, None, 32),
+        ),
+        # As Gemma 3's first checkpoints have it.
+        (
+            "Gemma3",
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 3},
+            "ropes",
+            (Rope(1e4), Rope(1e4), Rope(1e6, "linear", 8.0, original_context=512)),
+        ),
+        ("Gemma2", {"sliding_window": 32}, "windows", (32, None, 32)),
+        ("SmolLM3", {"no_rope_layer_interval": 2}, "ropes", (Rope(2e6), None, Rope(2e6))),
+        ("Phi3", {"partial_rotary_factor": 0.75}, "ropes", (Rope(1e4, size=12),) * 3),
+        (
+            "Llama",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
+            "max_context",
+            2048,
         ),
     ],
 )
@@ -96,7 +115,7 @@ def test_llama3_rope_frequencies_equal_transformers(tmp_path):
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    rope = load(tmp_path, rope_theta=5e5, rope_scaling=scaling).rope
+    rope, *_ = load(tmp_path, rope_theta=5e5, rope_scaling=scaling).ropes
     assert rope == Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
 
@@ -112,12 +131,13 @@ def test_biases_by_architecture(tmp_path):
         config = load(
             tmp_path, architectures=[architecture], attention_bias=True, mlp_bias=True, head_dim=16
         )
-        return config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm
+        return config.qkv_bias, config.o_bias, config.mlp_bias
 
-    assert biases("LlamaForCausalLM") == (True, True, True, False)
-    assert biases("MistralForCausalLM") == (False, False, False, False)
-    assert biases("Qwen2ForCausalLM") == (True, False, False, False)
-    assert biases("Qwen3ForCausalLM") == (True, True, False, True)
+    assert biases("LlamaForCausalLM") == (True, True, True)
+    assert biases("MistralForCausalLM") == (False, False, False)
+    assert biases("Qwen2ForCausalLM") == (True, False, False)
+    assert biases("Qwen3ForCausalLM") == (True, True, False)
+    assert biases("Glm4ForCausalLM") == (True, False, False)
 
 
 def test_stop_tokens_of_generation_config_win(tmp_path):
@@ -140,8 +160,16 @@ def test_stop_tokens_of_generation_config_win(tmp_path):
         ({"pretraining_tp": 2}, ["pretraining_tp", "2"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, ["rope_scaling.rope_type", "yarn"]),
-        ({"rope_scaling": {"type": "dynamic"}}, ["rope_scaling.rope_type", "dynamic", "llama3"]),
+        ({"rope_scaling": {"rope_type": "ntk"}}, ["rope_scaling.rope_type", "ntk", "yarn"]),
+        ({"rope_scaling": {"type": "dynamic"}}, ["rope_scaling.factor", "None"]),
+        (
+            {**PHI, "rope_scaling": {"type": "longrope", "short_factor": [1] * 7}},
+            ["rope_scaling.short_factor", "8 numbers"],
+        ),
+        ({**PHI, "partial_rotary_factor": 0.2}, ["partial_rotary_factor", "0.2"]),
+        ({**GEMMA, "attn_logit_softcapping": -1}, ["attn_logit_softcapping", "-1"]),
+        ({**GEMMA, "hidden_activation": "gelu"}, ["hidden_activation", "'gelu'"]),
+        ({**SMOL, "no_rope_layers": [1, 2, 0]}, ["no_rope_layers", "3 times 0 or 1"]),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "None"]),
         ({"rope_scaling": {"type": "llama3", "factor": 2}}, ["rope_scaling.low_freq_factor"]),
         ({"rope_scaling": "linear"}, ["rope_scaling", "'linear'"]),

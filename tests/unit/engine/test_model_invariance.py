@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from baton.engine.models.config import Rope
-from baton.engine.models.decoder import rope_tables
-from baton.engine.ops.torch.linear import linear, silu_gate
+from baton.engine.models.rope import rope_table
+from baton.engine.ops.torch.linear import act_mul, linear
 from tests.unit.engine.small_models import Kind, feed, run_of, tokens
 
 # (in, out) of products in real and in odd shapes.
@@ -41,14 +41,15 @@ def test_rows_of_a_product_do_not_depend_on_their_neighbours(shape, threads):
         assert torch.equal(linear(x[11 : 11 + rows], weight, bias), whole[11 : 11 + rows])
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("size", [100, 1000, 1536, 4864])
-def test_silu_does_not_depend_on_threads_or_rows(size, threads):
+def test_a_gate_does_not_depend_on_threads_or_rows(size, activation, threads):
     gate_up = torch.randn(300, 2 * size, generator=torch.Generator().manual_seed(0))
-    alone = torch.cat([silu_gate(row[None]) for row in gate_up])
+    alone = torch.cat([act_mul(row[None], activation) for row in gate_up])
     for many in (threads, 2 * threads + 1):
         torch.set_num_threads(many)
         for rows in (1, 2, 16, 23, 101, 300):
-            assert torch.equal(silu_gate(gate_up[:rows]), alone[:rows])
+            assert torch.equal(act_mul(gate_up[:rows], activation), alone[:rows])
 
 
 @pytest.mark.parametrize(
@@ -100,10 +101,34 @@ def test_neighbours_far_longer_and_long_contexts_in_chunks_change_nothing(kind, 
 
 def test_a_positions_angles_are_the_same_whatever_the_longest_context():
     """Workers with other limits take over each other's KV."""
-    long = rope_tables(Rope(theta=10_000.0), 96, 4096)
+    long = rope_table(Rope(theta=10_000.0), 96, 4096)
     for size in (1, 2, 63, 64, 100, 1023, 4000):
-        short = rope_tables(Rope(theta=10_000.0), 96, size)
+        short = rope_table(Rope(theta=10_000.0), 96, size)
         assert all(torch.equal(s, table[:size]) for s, table in zip(short, long, strict=True))
+
+
+@by_plain_kind
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "architecture": "Gemma2ForCausalLM",
+            "activation": "gelu_tanh",
+            "attention_softcap": 5.0,
+            "logit_softcap": 3.0,
+        },
+        {"architecture": "Olmo2ForCausalLM", "ropes": (Rope(1e4, size=16), None)},
+        {"architecture": "GraniteForCausalLM", "residual_scale": 0.3, "logit_scale": 0.1},
+    ],
+    ids=lambda changes: changes["architecture"],
+)
+def test_other_architectures_tokens_do_not_depend_on_their_batch(kind, changes):
+    run = run_of(kind, 50, qkv_bias=False, **changes)
+    mine = tokens(150, seed=1)
+    whole = feed(run, run.add(mine), 150)
+    assert whole.isfinite().all()
+    for chunk in (1, 7, 64):
+        assert torch.equal(feed(run, run.add(mine), chunk), whole), f"chunks of {chunk}"
 
 
 @pytest.mark.parametrize("kind", INT8, ids=str)

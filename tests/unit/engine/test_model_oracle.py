@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from baton.engine.models.architectures import ARCHITECTURES
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.ops.native.model import NativeModel
 from baton.engine.weights.weights import load_weights
 from tests.unit.engine import small_models
-from tests.unit.engine.checkpoints import ARCHITECTURES, load_reference, make_checkpoint
+from tests.unit.engine.checkpoints import load_reference, make_checkpoint
 from tests.unit.engine.paged import PagedRun
 
 CPU = torch.device("cpu")
@@ -24,6 +25,21 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [1.0 + 0.5 * i for i in range(8)],
+    "original_max_position_embeddings": 32,
+}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "llama one kv head": ("LlamaForCausalLM", {"num_key_value_heads": 1}),
@@ -56,6 +72,63 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_sliding_window": True,
             "sliding_window": 17,
             "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "llama yarn": ("LlamaForCausalLM", {"rope_parameters": YARN}),
+    "llama yarn with mscale": (
+        "LlamaForCausalLM",
+        {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False}},
+    ),
+    # As transformers turns a prompt of the longest context: 25 tokens times 3.
+    "llama dynamic": (
+        "LlamaForCausalLM",
+        {
+            "max_position_embeddings": 25,
+            "rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0},
+        },
+    ),
+    "gemma2": ("Gemma2ForCausalLM", {**GEMMA, "sliding_window": 20, "query_pre_attn_scalar": 24}),
+    "gemma2 other caps": (
+        "Gemma2ForCausalLM",
+        {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": None},
+    ),
+    "gemma3": ("Gemma3ForCausalLM", {**GEMMA, "sliding_window": 20, "num_hidden_layers": 7}),
+    "gemma3 scaled": (
+        "Gemma3ForCausalLM",
+        {
+            **GEMMA,
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi3": ("Phi3ForCausalLM", {"sliding_window": 24}),
+    "phi3 partly turned": ("Phi3ForCausalLM", {"rope_parameters": PARTIAL}),
+    "phi3 longrope": ("Phi3ForCausalLM", {"rope_parameters": LONG}),
+    "phi3 longrope, short": (
+        "Phi3ForCausalLM",
+        {
+            "max_position_embeddings": 80,
+            "rope_parameters": {**LONG, "original_max_position_embeddings": 80},
+        },
+    ),
+    "olmo2": ("Olmo2ForCausalLM", {}),
+    "smollm3": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4}),
+    "smollm3 windows": (
+        "SmolLM3ForCausalLM",
+        {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 20},
+    ),
+    "glm4": ("Glm4ForCausalLM", {}),
+    "granite": (
+        "GraniteForCausalLM",
+        {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 4.0,
         },
     ),
 }

@@ -19,7 +19,7 @@ from baton.engine.models.decoder import Model
 from baton.engine.ops.triton.attention import decode_attention, plan_tiles, prefill_attention
 from baton.engine.ops.triton.placement import Placement, place_rows
 from baton.engine.ops.triton.rope_kv import rope_and_write
-from baton.engine.ops.triton.rows import add_rms_norm, silu_mul
+from baton.engine.ops.triton.rows import act_mul, add_rms_norm
 from baton.engine.weights.weights import LayerWeights
 
 
@@ -53,7 +53,9 @@ class GpuModel(Model):
         return self._logits(*self._forward(token_ids, rows, pool))
 
     _linear = staticmethod(linear)
-    _silu_mul = staticmethod(silu_mul)
+
+    def _act_mul(self, gate_up: Tensor) -> Tensor:
+        return act_mul(gate_up, self.config.activation)
 
     def _place(self, batch: StepBatch, pool: Tensor) -> _Rows:
         rows, num_decodes = len(batch.token_ids), batch.num_decodes
@@ -68,28 +70,45 @@ class GpuModel(Model):
         return _Rows(placed, num_decodes, tables, context_lens, query_lens, tiles)
 
     def _add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        if weight is None:
+            return super()._add_rms_norm(x, residual, None)
         return add_rms_norm(x, residual, weight, self.config.rms_eps)
 
     def _rope_and_write(
         self, qkv: Tensor, rows: _Rows, index: int, layer: LayerWeights, pool: Tensor
     ) -> Tensor:
         config, placed = self.config, rows.placed
+        cos, sin = self._tables[self._table_of[index]]
+        norms = (layer.q_norm, layer.k_norm)
+        if config.differs.qk_norm == "row":  # the kernel norms heads
+            qkv, norms = self._rows_normed(qkv, *norms), (None, None)
         return rope_and_write(
-            qkv, placed.positions, placed.slots, self._cos, self._sin, pool, index,
-            config.num_heads, config.num_kv_heads, layer.q_norm, layer.k_norm, config.rms_eps,
+            qkv, placed.positions, placed.slots, cos, sin, pool, index, config.num_heads,
+            config.num_kv_heads, *norms, config.rms_eps,
         )  # fmt: skip
 
+    def _rows_normed(self, qkv: Tensor, *norms: Tensor | None) -> Tensor:
+        """Queries and keys with all heads of a row normed together."""
+        size, parts = self.config.head_size, []
+        counts = (self.config.num_heads, self.config.num_kv_heads, self.config.num_kv_heads)
+        for x, norm in zip(
+            qkv.split([size * n for n in counts], dim=1), (*norms, None), strict=True
+        ):
+            parts.append(x if norm is None else add_rms_norm(x, None, norm, self.config.rms_eps)[0])
+        return torch.cat(parts, dim=1)
+
     def _attend(self, q: Tensor, rows: _Rows, index: int, pool: Tensor) -> Tensor:
-        own, window, parts = rows.num_decodes, self.config.windows[index], []
+        own, scoring, parts = rows.num_decodes, self._scoring[index], list[Tensor]()
         if own:
             lengths = rows.placed.lengths[:own]
-            decode = (rows.block_tables[:own], lengths, self._scale, window)
+            decode = (rows.block_tables[:own], lengths, scoring.scale, scoring.window)
             parts.append(decode_attention(q[:own], pool, index, *decode))
         if rows.tiles is not None:
             assert rows.query_lens is not None, "chunks have lengths"
             tables, context_lens = rows.block_tables[own:], rows.context_lens[own:]
-            chunks = (tables, context_lens, rows.query_lens, rows.tiles, self._scale, window)
+            scored = (scoring.scale, scoring.window)
+            chunks = (tables, context_lens, rows.query_lens, rows.tiles, *scored)
             parts.append(prefill_attention(q[own:], pool, index, *chunks))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(len(q), -1)

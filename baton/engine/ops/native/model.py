@@ -1,4 +1,4 @@
-"""The Llama family's forward pass on a CPU, as one native call a step.
+"""The forward pass on a CPU, as one native call a step.
 
 Computes what `baton.engine.models.decoder.Model` computes, which is its reference. In every
 precision a row's result is the same to the bit whatever shares its batch or chunk: the kernels add
@@ -15,12 +15,13 @@ from torch import Tensor
 
 from baton.engine.batch import StepBatch
 from baton.engine.models.config import ModelConfig
-from baton.engine.models.decoder import rope_tables
+from baton.engine.models.rope import rope_tables
 from baton.engine.ops.native import library
 from baton.engine.ops.native.packing import Matrix, PackedWeight
 from baton.engine.weights.weights import LayerWeights, Weights
 
-_NORMS, _MATRICES = "input_norm post_norm q_norm k_norm", "qkv o gate_up down"
+_NORMS = "input_norm mlp_norm attention_norm output_norm q_norm k_norm"
+_MATRICES = "qkv o gate_up down"
 
 
 def _fields(*kinds: tuple[str, Any]) -> list[tuple[str, Any]]:
@@ -36,6 +37,12 @@ class Linear(Structure):
     _fields_ = _fields(("packed scales offsets bias", c_void_p), ("inputs outputs", c_int32))
 
 
+class Norm(Structure):
+    """A norm's weight, or null; a wide one is float32 whatever the activations are."""
+
+    _fields_ = _fields(("weight", c_void_p), ("wide", c_int32))
+
+
 class Pool(Structure):
     """The KV pool."""
 
@@ -45,18 +52,21 @@ class Pool(Structure):
 class Layer(Structure):
     """One decoder layer's weights."""
 
-    _fields_ = _fields((_NORMS, c_void_p), (_MATRICES, Linear), ("window", c_int32))
+    _fields_ = _fields((_NORMS, Norm), (_MATRICES, Linear), ("window table", c_int32))
 
 
 class ModelWeights(Structure):
     """A whole model."""
 
     _fields_ = _fields(
-        ("embedding final_norm cos sin", c_void_p),
+        ("embedding tables", c_void_p),
+        ("final_norm", Norm),
         ("layers", POINTER(Layer)),
         ("lm_head", Linear),
-        ("num_layers hidden heads kv_heads head_size inner", c_int32),
-        ("eps attention_scale", c_float),
+        ("num_layers hidden heads kv_heads head_size inner max_context", c_int32),
+        ("gelu row_norms", c_int32),
+        ("eps attention_scale attention_cap logit_scale logit_cap", c_float),
+        ("embedding_scale residual_scale", c_float),
     )
 
 
@@ -112,24 +122,32 @@ class NativeModel:
 
     def _whole(self, weights: Weights) -> ModelWeights:
         config = self.config
-        layers = map(self._layer, weights.layers, config.windows)
-        tables = rope_tables(config.rope, config.head_size, config.max_context)
+        tables, table_of = rope_tables(config)
+        layers = map(self._layer, weights.layers, config.windows, table_of)
         return ModelWeights(
-            *map(self._keep, (weights.embedding, weights.final_norm, *tables)),
+            *map(self._keep, (weights.embedding, tables)),
+            self._norm(weights.final_norm),
             (Layer * config.num_layers)(*layers),
             self._linear(weights.lm_head, None),
             *(config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads),
-            *(config.head_size, config.intermediate_size),
-            *(config.rms_eps, config.head_size**-0.5),
+            *(config.head_size, config.intermediate_size, config.max_context),
+            *(config.activation == "gelu_tanh", config.differs.qk_norm == "row"),
+            *(config.rms_eps, config.score_scale, config.attention_softcap),
+            *(config.logit_scale, config.logit_softcap),
+            torch.tensor(config.embedding_scale, dtype=self.dtype).item(),
+            config.residual_scale,
         )
 
-    def _layer(self, layer: LayerWeights, window: int | None) -> Layer:
-        norms = (self._keep(getattr(layer, name)) for name in _NORMS.split())
+    def _layer(self, layer: LayerWeights, window: int | None, table: int) -> Layer:
+        norms = (self._norm(getattr(layer, name)) for name in _NORMS.split())
         products = (
             self._linear(getattr(layer, name), getattr(layer, f"{name}_bias"))
             for name in _MATRICES.split()
         )
-        return Layer(*norms, *products, window or 0)
+        return Layer(*norms, *products, window or 0, table)
+
+    def _norm(self, weight: Tensor | None) -> Norm:
+        return Norm(self._keep(weight), weight is not None and weight.dtype != self.dtype)
 
     def _linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
         packed = weight if isinstance(weight, PackedWeight) else PackedWeight.of(weight)

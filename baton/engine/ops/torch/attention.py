@@ -85,25 +85,39 @@ def _storage(rows: Tensor) -> Tensor:
     return rows.view(torch.int8) if is_quantized(rows.dtype) else rows
 
 
-def attend(
-    q: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scale: float, window: int | None
-) -> Tensor:
+@dataclass(frozen=True)
+class Scoring:
+    """How a layer's queries score keys: products times `scale`, softcapped, within a window.
+
+    window: tokens that a row sees, itself included; None: all · softcap: see `softcapped`.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float = 0.0
+
+
+def softcapped(x: Tensor, cap: float) -> Tensor:
+    """`cap * tanh(x / cap)`, and x itself where the cap is 0."""
+    return torch.tanh(x / cap) * cap if cap else x
+
+
+def attend(q: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scoring: Scoring) -> Tensor:
     """Attention of every row over its sequence, whose KV is in the pool already.
 
-    q `[rows, heads, head_size]` → `[rows, heads * head_size]`. `window` is the number of tokens a
-    row sees, itself included; None is all of them.
+    q `[rows, heads, head_size]` → `[rows, heads * head_size]`.
     """
     outputs = []
     if batch.num_decode:
-        outputs.append(_attend_decode(q[: batch.num_decode], pool, layer, batch, scale, window))
+        outputs.append(_attend_decode(q[: batch.num_decode], pool, layer, batch, scoring))
     for segment in batch.segments:
         rows = q[segment.first_row : segment.first_row + segment.num_rows]
-        outputs.append(_attend_segment(rows, pool, layer, segment, scale, window))
+        outputs.append(_attend_segment(rows, pool, layer, segment, scoring))
     return torch.cat(outputs).view(q.shape[0], -1)
 
 
 def _attend_decode(
-    q: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scale: float, window: int | None
+    q: Tensor, pool: Tensor, layer: int, batch: AttentionBatch, scoring: Scoring
 ) -> Tensor:
     """One query a sequence, several sequences at once: `[num_decode, heads, head_size]`."""
     lengths, block_tables = batch.decode_lengths, batch.decode_tables
@@ -115,28 +129,28 @@ def _attend_decode(
     parts = []
     for queries, some, visible_tokens in groups:
         k, v = _gather(pool, layer, some, q)
-        visible = _visible(visible_tokens[:, None] - 1, k.shape[2], window)
-        parts.append(_weigh(queries[:, :, None], k, v, visible, scale).squeeze(2))
+        visible = _visible(visible_tokens[:, None] - 1, k.shape[2], scoring.window)
+        parts.append(_weigh(queries[:, :, None], k, v, visible, scoring).squeeze(2))
     return torch.cat(parts)
 
 
 def _attend_segment(
-    q: Tensor, pool: Tensor, layer: int, segment: PrefillSegment, scale: float, window: int | None
+    q: Tensor, pool: Tensor, layer: int, segment: PrefillSegment, scoring: Scoring
 ) -> Tensor:
     """Many queries of one sequence: `[num_rows, heads, head_size]`."""
     k, v = _gather(pool, layer, segment.block_ids[None], q)
     keys = k.shape[2]
     positions = torch.arange(segment.context, segment.context + len(q), device=q.device)
     queries = q.transpose(0, 1)[None]
-    if not is_exact(q):
-        visible = _visible(positions, keys, window)
+    if not (is_exact(q) or scoring.softcap):
+        visible = _visible(positions, keys, scoring.window)
         out = F.scaled_dot_product_attention(
-            queries, k, v, attn_mask=visible, scale=scale, enable_gqa=True
+            queries, k, v, attn_mask=visible, scale=scoring.scale, enable_gqa=True
         )
         return out[0].transpose(0, 1)
     step = max(MIN_QUERIES, SCORES_AT_ONCE // (q.shape[1] * keys))
     parts = [
-        _weigh(some, k, v, _visible(at[None], keys, window), scale)
+        _weigh(some, k, v, _visible(at[None], keys, scoring.window), scoring)
         for some, at in zip(queries.split(step, dim=2), positions.split(step), strict=True)
     ]
     return torch.cat(parts, dim=2)[0].transpose(0, 1)
@@ -176,7 +190,7 @@ def _visible(positions: Tensor, keys: int, window: int | None) -> Tensor:
     return visible
 
 
-def _weigh(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+def _weigh(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:
     """Softmax attention with float32 weights, one product for each sequence and KV head.
 
     q `[sequences, heads, queries, head_size]`, k and v `[sequences, kv_heads, keys, head_size]`,
@@ -186,10 +200,11 @@ def _weigh(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Te
     sequences, heads, queries, head_size = q.shape
     kv_heads, keys = k.shape[1:3]
     groups, rows = sequences * kv_heads, heads // kv_heads * queries
-    grouped = q.reshape(groups, rows, head_size) * scale
+    grouped = q.reshape(groups, rows, head_size) * scoring.scale
     if is_exact(q) and rows < MIN_QUERIES:
         grouped = F.pad(grouped, (0, 0, 0, MIN_QUERIES - rows))
     scores = torch.bmm(grouped, k.reshape(groups, keys, head_size).transpose(1, 2))
+    scores = softcapped(scores, scoring.softcap)
     by_query = scores[:, :rows].view(sequences, kv_heads, -1, queries, keys)
     by_query.masked_fill_(~visible[:, None, None], -torch.inf)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)

@@ -5,10 +5,14 @@ Knows neither layers nor batches.
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.models.config import Activation
 from baton.engine.ops.native.packing import Matrix, PackedWeight
 from baton.engine.weights.quantize import Fp8Weight, Int8Weight, quantize_rows
 
@@ -49,8 +53,8 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     return F.linear(padded, weight, bias)[:rows]
 
 
-def silu_gate(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of gate_up `[rows, 2 * size]` (gate first) → `[rows, size]`.
+def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:
+    """`activation(gate) * up` of gate_up `[rows, 2 * size]` (gate first) → `[rows, size]`.
 
     torch splits large elementwise work between threads at any element, and takes a scalar path with
     other last bits beside the split. To keep the promise of `is_exact`, float32 rows on the CPU are
@@ -59,9 +63,27 @@ def silu_gate(gate_up: Tensor) -> Tensor:
     size = gate_up.shape[1] // 2
     gate, up = gate_up.split(size, dim=1)
     if not is_exact(gate_up):
-        return torch.mul(F.silu(gate), up)
+        return torch.mul(F.silu(gate) if activation == "silu" else _gelu(gate), up)
+    function = F.silu if activation == "silu" else _gelu_by_silu
     group = max(1, (SERIAL_ELEMENTS - 1) // size)
-    return torch.cat([F.silu(rows) for rows in gate.split(group)]).mul_(up)
+    return torch.cat([function(rows) for rows in gate.split(group)]).mul_(up)
+
+
+_gelu = partial(F.gelu, approximate="tanh")
+
+
+def _gelu_by_silu(x: Tensor) -> Tensor:
+    """The same: torch's own takes another path for what is last of all rows, silu of each row.
+
+    That is, unless rows lie one behind the other. (1 + tanh(y)) / 2 is the sigmoid of 2y, here of
+    x * slope.
+    """
+    slope = x * x * (0.044715 * _TWICE) + _TWICE
+    apart = x.new_empty(len(x), 2 * x.shape[1])[:, : x.shape[1]]
+    return F.silu(torch.mul(x, slope, out=apart)) / slope
+
+
+_TWICE = 2 * math.sqrt(2 / math.pi)
 
 
 # So deep a product of int8 has only whole numbers below 2 ** 24 as sums, which float32 adds up

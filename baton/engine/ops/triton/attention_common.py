@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.torch.attention import AttentionBatch, PrefillSegment, attend
+from baton.engine.ops.torch.attention import AttentionBatch, PrefillSegment, Scoring, attend
 from baton.engine.weights.quantize import SCALE_BYTES, is_quantized, unpack_rows
 
 LOG2_E = math.log2(math.e)
@@ -90,7 +90,7 @@ def attention_reference(
         row += count
     nothing = torch.empty(0, device=q.device)
     batch = AttentionBatch(nothing, 0, nothing, nothing, tuple(segments))
-    found = attend(q.double(), values.double().nan_to_num(), layer, batch, scale, window)
+    found = attend(q.double(), values.double().nan_to_num(), layer, batch, Scoring(scale, window))
     return found.view(q.shape).to(q.dtype)
 
 

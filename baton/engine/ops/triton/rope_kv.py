@@ -1,6 +1,6 @@
 """What lies between the projection of queries, keys and values and attention, in one launch.
 
-Per-head norms (Qwen3), rotary embedding, quantisation and the write to the pool of KV: the fused
+Norms of heads, rotary embedding, quantisation and the write to the pool of KV: the fused
 projection is read once, queries are written once, and K and V go straight to their slots.
 """
 
@@ -32,9 +32,10 @@ def _turned(
         inverse = tl.rsqrt(squares / HEAD_SIZE + eps)[:, None]
         left = tl.load(weights + columns, mask=inside, other=0.0).to(tl.float32)
         right = tl.load(weights + HEAD_SIZE // 2 + columns, mask=inside, other=0.0).to(tl.float32)
-        # Rounded where the model's own arithmetic rounds.
-        first = ((first * inverse).to(element).to(tl.float32) * left[None, :]).to(element)
-        second = ((second * inverse).to(element).to(tl.float32) * right[None, :]).to(element)
+        # Rounded where `rms_norm` of the decoder rounds.
+        kept = weights.dtype.element_ty
+        first = ((first * inverse).to(kept).to(tl.float32) * left[None, :]).to(element)
+        second = ((second * inverse).to(kept).to(tl.float32) * right[None, :]).to(element)
         first = first.to(tl.float32)
         second = second.to(tl.float32)
     # To the model's type before it is quantised, as if it had been written whole.
@@ -126,7 +127,7 @@ def rope_and_write(
 
     qkv: `[rows, (num_heads + 2 * num_kv_heads) * head_size]` · positions: int32 `[rows]` · slots:
     int32 `[rows]`, block * block_size + offset; -1 writes nothing · cos, sin: tables of
-    `baton.engine.models.decoder`, `[max_context, head_size]` · pool: `[num_blocks, num_layers, 2,
+    `baton.engine.models.rope`, `[max_context, head_size]` · pool: `[num_blocks, num_layers, 2,
     num_kv_heads, block_size, row_size]` of qkv's type, int8 or float8_e4m3fn · q_norm, k_norm:
     `[head_size]`, weights of an RMS norm of each head with eps · config: of the launch; None is
     that of `tuning`. Two rows of a launch have different slots.

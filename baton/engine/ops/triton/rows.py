@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.engine.models.config import Activation
 from baton.engine.models.decoder import rms_norm
-from baton.engine.ops.torch.linear import silu_gate
+from baton.engine.ops.torch.linear import act_mul as reference_act_mul
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
 from baton.engine.ops.triton.tuning import choose
 from baton.engine.weights import quantize
@@ -41,8 +42,8 @@ def _add_rms_norm_kernel(x, residual, weight, normed, size, row_stride, eps, BLO
         tl.store(residual, values, mask=inside)
     wide = values.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    # Rounded where the model's own arithmetic rounds.
-    unit = (wide * inverse).to(element).to(tl.float32)
+    # Rounded where `rms_norm` of the decoder rounds.
+    unit = (wide * inverse).to(weight.dtype.element_ty).to(tl.float32)
     tl.store(normed + row * size + columns, (unit * weights).to(element), mask=inside)
 
 
@@ -51,8 +52,9 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """The residual stream with x added in place, and its RMS norm times weight: (normed, stream).
 
-    x, residual: `[rows, size]` of one type · weight: `[size]`. Without a residual x itself is the
-    stream, and nothing is added. config: of the launch; None is that of `tuning`.
+    x, residual: `[rows, size]` of one type · weight: `[size]`, of that type or float32.
+    Without a residual x itself is the stream, and nothing is added. config: of the launch; None is
+    that of `tuning`.
     """
     rows, size = x.shape
     assert size <= LARGEST_ROW, "no model's rows are as long"
@@ -68,30 +70,39 @@ def add_rms_norm(
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, size, row_stride, BLOCK: tl.constexpr):
+def _act_mul_kernel(
+    gate_up, out, size, row_stride, GELU: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     element = out.dtype.element_ty
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     gate = tl.load(gate_up + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_stride + size + columns, mask=inside, other=0.0)
+    slope = gate
+    if GELU:  # by tanh: (1 + tanh(y)) / 2 is the sigmoid of 2y
+        slope = gate * (1.5957691216 + 0.0713548163 * gate * gate)
     # Rounded where torch rounds, which multiplies in a second step.
-    gated = (gate / (1.0 + tl.exp(-gate))).to(element).to(tl.float32)
-    tl.store(out + row * size + columns, (gated * up.to(tl.float32)).to(element), mask=inside)
+    act = (gate / (1.0 + tl.exp(-slope))).to(element).to(tl.float32)
+    tl.store(out + row * size + columns, (act * up.to(tl.float32)).to(element), mask=inside)
 
 
-def silu_mul(gate_up: Tensor, config: Config | None = None) -> Tensor:
-    """`silu(gate) * up` of gate_up `[rows, 2 * size]`, gate first → `[rows, size]`.
+def act_mul(
+    gate_up: Tensor, activation: Activation = "silu", config: Config | None = None
+) -> Tensor:
+    """`activation(gate) * up` of gate_up `[rows, 2 * size]`, gate first → `[rows, size]`.
 
     config: of the launch; None is that of `tuning`.
     """
     rows, width = gate_up.shape
     size = width // 2
-    config = config or choose("silu_mul", {"rows": rows, "size": size}, gate_up.device)
+    config = config or choose("act_mul", {"rows": rows, "size": size}, gate_up.device)
     assert gate_up.stride(1) == 1 and width == 2 * size
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     grid = (rows, triton.cdiv(size, config["BLOCK"]))
-    _silu_mul_kernel[grid](gate_up, out, size, gate_up.stride(0), **config)
+    _act_mul_kernel[grid](
+        gate_up, out, size, gate_up.stride(0), GELU=activation == "gelu_tanh", **config
+    )
     return out
 
 
@@ -192,13 +203,14 @@ def _norm_trial(shape: Key, device: torch.device) -> Trial:
     )
 
 
-def _silu_trial(shape: Key, device: torch.device) -> Trial:
+def _act_mul_trial(shape: Key, device: torch.device) -> Trial:
     rows, size = int(shape["rows"]), int(shape["size"])
     gate_up = torch.randn(rows, 2 * size, device=device).to(dtype_of(shape))
+    activation: Activation = "gelu_tanh" if "gelu" in shape else "silu"
     return Trial(
         {"rows": rows, "size": size},
-        lambda config: (silu_mul(gate_up, config),),
-        lambda: (silu_gate(gate_up),),
+        lambda config: (act_mul(gate_up, activation, config),),
+        lambda: (reference_act_mul(gate_up, activation),),
         moved_bytes=3 * rows * size * gate_up.itemsize,
     )
 
@@ -231,12 +243,13 @@ SPECS = (
         shapes=product_of(size=(2048, 4096, 8192), rows=_ROWS),
     ),
     KernelSpec(
-        "silu_mul",
-        _silu_trial,
+        "act_mul",
+        _act_mul_trial,
         cases=(
             {"rows": 5, "size": 4096},
             {"rows": 7, "size": 1000, "dtype": "fp16"},
             {"rows": 3, "size": 2048, "dtype": "fp32"},
+            {"rows": 3, "size": 2048, "gelu": 1},
         ),
         # 8 elements of two bytes are one load of a thread.
         configs=lambda key: [

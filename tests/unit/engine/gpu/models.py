@@ -8,6 +8,7 @@ from torch import Tensor
 
 from baton.engine.backends.gpu import linear
 from baton.engine.backends.gpu.model import GpuModel
+from baton.engine.models.config import Rope
 from baton.engine.models.decoder import Model
 from baton.engine.weights.weights import Weights, random_weights
 from tests.unit.engine.small_models import CPU, MATRICES, qwen_config
@@ -22,12 +23,25 @@ TINY = replace(
     max_context=256,
 )
 ODD = replace(TINY, num_heads=3, num_kv_heads=1, head_size=48)
+QWEN3 = replace(TINY, architecture="Qwen3ForCausalLM")
 CONFIGS = {
     "llama": TINY,
     "llama biases, odd heads": replace(ODD, qkv_bias=True, o_bias=True, mlp_bias=True),
     "mistral window, no gqa": replace(TINY, num_kv_heads=4, windows=(12, 12)),
     "qwen2 tied": replace(TINY, qkv_bias=True, tie_embeddings=True),
-    "qwen3 window in one layer": replace(TINY, qk_norm=True, head_size=32, windows=(None, 9)),
+    "qwen3 window in one layer": replace(QWEN3, head_size=32, windows=(None, 9)),
+    "gemma3": replace(
+        TINY,
+        architecture="Gemma3ForCausalLM",
+        windows=(9, None),
+        ropes=(Rope(1e4), Rope(1e6, "linear", 8.0)),
+        activation="gelu_tanh",
+        embedding_scale=2.0,
+        logit_softcap=30.0,
+    ),
+    "olmo2, partly turned": replace(
+        TINY, architecture="Olmo2ForCausalLM", ropes=(Rope(1e4, size=8), None)
+    ),
 }
 
 

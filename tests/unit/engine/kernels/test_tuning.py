@@ -66,8 +66,8 @@ def test_an_unknown_gpu_gets_the_nearest_older_ones(
     pretend(monkeypatch, capability)
     expected, key = tuning.SHIPPED / f"sm_{file}.json", {"rows": 8192, "size": 4096}
     assert tuning.in_effect(GPU)[0] == expected
-    assert choose("silu_mul", key, GPU) == tuning.read(expected).nearest("silu_mul", key)
-    assert choose("silu_mul", key, CPU)["BLOCK"] <= 64, "the interpreter has sizes of its own"
+    assert choose("act_mul", key, GPU) == tuning.read(expected).nearest("act_mul", key)
+    assert choose("act_mul", key, CPU)["BLOCK"] <= 64, "the interpreter has sizes of its own"
     with pytest.raises(LookupError, match="no configuration of nothing"):
         choose("nothing", {}, CPU)
 
@@ -89,16 +89,16 @@ def test_what_a_user_measured_goes_first_near_its_shape(monkeypatch: pytest.Monk
     pretend(monkeypatch, (9, 0))
     measured = {"num_warps": 8, "num_stages": 7, "BLOCK": 99}
     near, far = {"rows": 100, "size": 4096}, {"rows": 8192, "size": 4096}
-    shipped = choose("silu_mul", far, GPU)
-    assert choose("silu_mul", near, GPU) != measured
+    shipped = choose("act_mul", far, GPU)
+    assert choose("act_mul", near, GPU) != measured
     file = tuning.user_file("Some GPU (80 GB)/x")
     assert file.name == f"Some-GPU-80-GB-x-{triton.__version__}.json"
-    configs = Configs(measured=True, kernels={"silu_mul": [({"rows": 64, "size": 4096}, measured)]})
+    configs = Configs(measured=True, kernels={"act_mul": [({"rows": 64, "size": 4096}, measured)]})
     tuning.write(file, configs)
 
     assert tuning.read(file) == configs and list(file.parent.iterdir()) == [file]
-    assert choose("silu_mul", near, GPU) == measured
-    assert choose("silu_mul", far, GPU) == shipped
+    assert choose("act_mul", near, GPU) == measured
+    assert choose("act_mul", far, GPU) == shipped
     assert "BLOCK" not in choose("add_rms_norm", near, GPU)
 
 
@@ -114,7 +114,7 @@ def test_a_file_of_another_form_is_named(tmp_path: Path, text: str) -> None:
 
 def test_tuning_keeps_the_fastest_of_each_shape(tmp_path: Path) -> None:
     """Three configurations are launched for real; the first fails, the second is the fastest."""
-    spec, key, ran = SPECS["silu_mul"], {"rows": 2, "size": 32}, list[Config]()
+    spec, key, ran = SPECS["act_mul"], {"rows": 2, "size": 32}, list[Config]()
     assert spec.configs
     few = [{**config, "num_stages": stage} for stage, config in enumerate(spec.configs(key)[:3], 1)]
 
@@ -131,13 +131,13 @@ def test_tuning_keeps_the_fastest_of_each_shape(tmp_path: Path) -> None:
     file = tmp_path / "own.json"
     other: list[tuple[Key, Config]] = [({}, {"num_warps": 1})]
     tuning.write(file, Configs(measured=True, kernels={"k": other}))
-    tried = KernelSpec("silu_mul", trial, (), lambda key: few, (key,))
+    tried = KernelSpec("act_mul", trial, (), lambda key: few, (key,))
     assert not list(tune([(tried, key)], CPU, file, 0.0, measure)), "its time is over"
     for _ in range(2):  # the second time in place of the first
         (line,) = tune([(tried, key)], CPU, file, 60.0, measure)
-    assert line.startswith(f"silu_mul rows=2 size=32: {text_of(few[1])}  1.0000 ms")
+    assert line.startswith(f"act_mul rows=2 size=32: {text_of(few[1])}  1.0000 ms")
     assert line.endswith("(3 tried, 1 failed)")
-    kept = {"k": other, "silu_mul": [(key, few[1])]}
+    kept = {"k": other, "act_mul": [(key, few[1])]}
     assert tuning.read(file) == Configs(measured=True, kernels=kept)
 
 
@@ -154,10 +154,10 @@ def test_commands_say_what_they_need(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_show_prints_where_values_come_from(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["show", "--arch", "89,90", "--kernel", "silu_mul"]) == 0
+    assert command.main(["show", "--arch", "89,90", "--kernel", "act_mul"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "reasoned, not measured" in line] == [
         f"{tuning.SHIPPED / name} (reasoned, not measured)" for name in ("sm_80.json", "sm_90.json")
     ]
-    entries = tuning.read(tuning.SHIPPED / "sm_90.json").kernels["silu_mul"]
-    assert len([line for line in lines if re.match("  silu_mul  ", line)]) == 2 * len(entries)
+    entries = tuning.read(tuning.SHIPPED / "sm_90.json").kernels["act_mul"]
+    assert len([line for line in lines if re.match("  act_mul  ", line)]) == 2 * len(entries)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from baton.engine.batch import StepBatch
 from baton.engine.ops.native import library
-from baton.engine.ops.native.model import Pool
-from baton.engine.ops.torch.attention import AttentionBatch, attend, place
+from baton.engine.ops.native.model import Norm, Pool
+from baton.engine.ops.torch.attention import AttentionBatch, Scoring, attend, place
 from baton.engine.weights.quantize import pack_rows, unpack_rows
 
 native = library.load()
@@ -35,8 +35,10 @@ class CShape(Structure):
 
     _fields_ = (
         *((name, c_int32) for name in ("heads", "layer", "window")),
-        *((name, c_float) for name in ("scale", "eps")),
-        *((name, c_void_p) for name in ("cos", "sin", "q_norm", "k_norm")),
+        *((name, c_float) for name in ("scale", "cap", "eps")),
+        *((name, c_void_p) for name in ("cos", "sin")),
+        *((name, Norm) for name in ("q_norm", "k_norm")),
+        ("row_norms", c_int32),
     )
 
 
@@ -49,6 +51,7 @@ class Heads:
     head_size: int = 64
     block_size: int = 16
     window: int = 0
+    softcap: float = 0.0
     dtype: torch.dtype = torch.float32
     int8: bool = False
 
@@ -111,7 +114,8 @@ class PagedRows:
         spans, qkv = spans or self.spans, self.qkv if qkv is None else qkv
         out = torch.full((len(qkv), self.heads.heads * self.heads.head_size), torch.nan)
         out = out.to(self.heads.dtype)
-        shape = CShape(heads=self.heads.heads, scale=self.heads.scale, window=self.heads.window)
+        heads = self.heads
+        shape = CShape(heads=heads.heads, scale=heads.scale, cap=heads.softcap, window=heads.window)
         self._call("attend", threads, qkv, spans, shape, out)
         return out
 
@@ -121,7 +125,7 @@ class PagedRows:
         """Turns q of qkv in place and writes K and V to the pool, natively."""
         shape = CShape(heads=self.heads.heads, eps=EPS, cos=cos.data_ptr(), sin=sin.data_ptr())
         if norms is not None:
-            shape.q_norm, shape.k_norm = (weight.data_ptr() for weight in norms)
+            shape.q_norm, shape.k_norm = (Norm(weight.data_ptr()) for weight in norms)
         self._call("rotate", threads, self.qkv, self.spans, shape)
 
     def reference(self) -> Tensor:
@@ -132,7 +136,8 @@ class PagedRows:
         q = q.view(len(q), heads.heads, heads.head_size)
         pool = pool.nan_to_num()  # the reference pads block_tables with block 0
         _, attention = self.placed()
-        return attend(q, pool, LAYER, attention, heads.scale, heads.window or None)
+        scoring = Scoring(heads.scale, heads.window or None, heads.softcap)
+        return attend(q, pool, LAYER, attention, scoring)
 
     def placed(self) -> tuple[Tensor, AttentionBatch]:
         """Where the torch path finds the rows; sequences of one row come first."""

@@ -33,7 +33,6 @@ CONFIG = small_config(
     tie_embeddings=True,
     qkv_bias=True,
     o_bias=True,
-    qk_norm=True,
     max_context=512,
     dtype="bfloat16",
 )

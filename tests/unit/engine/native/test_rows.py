@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from baton.engine.models.config import Rope
-from baton.engine.models.decoder import rms_norm, rope_tables, rotate
+from baton.engine.models.decoder import rms_norm, rotate
+from baton.engine.models.rope import rope_table
 from baton.engine.ops.torch.attention import write_kv
 from tests.unit.engine.native.paged_rows import EPS, LAYER, Heads, PagedRows, native, random_tensor
 
@@ -20,7 +21,8 @@ DTYPES = tuple(ROUNDING)
 
 
 def tables(head_size: int) -> tuple[Tensor, Tensor]:
-    return rope_tables(Rope(theta=10_000.0), head_size, 512)
+    cos, sin = rope_table(Rope(theta=10_000.0), head_size, 512)
+    return cos, sin
 
 
 def random_norms(heads: Heads) -> tuple[Tensor, Tensor]:

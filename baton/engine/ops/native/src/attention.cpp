@@ -48,10 +48,11 @@ typedef float TileScores[TILE_KEYS];
 // Scales and hides a query's scores, in place; returns the largest. Like `weigh` it is not inlined
 // for each number of rows: that would be two thirds of the compiler's time, and no faster.
 [[gnu::noinline]] inline float finish_scores(TileScores& scores, const float* scales,
-                                             Visible visible) {
+                                             float cap, Visible visible) {
     f32x16 best = splat(NEVER);
     for (int i = 0; i < TILE_KEYS; i += LANES) {
         f32x16 score = load<f32x16>(scores + i) * load<f32x16>(scales + i);
+        if (cap != 0.0f) score = softcapped(score, cap);
         if (!visible.all()) score = hide(score, visible, i);
         store(scores + i, score);
         best = larger(best, score);
@@ -73,13 +74,13 @@ typedef float TileScores[TILE_KEYS];
 
 // Scores of some queries -> their weights, and what their earlier sums are to be multiplied by.
 template <int ROWS>
-inline void softmax(TileScores (&scores)[ROWS], const Visible (&visible)[ROWS],
+inline void softmax(TileScores (&scores)[ROWS], float cap, const Visible (&visible)[ROWS],
                     const KeyTile& tile, Softmax* states, float* corrections,
                     Activation (&weights)[ROWS][TILE_KEYS]) {
     static_assert(ROWS <= LANES);
     float lag[LANES] = {};
     for (int i = 0; i < ROWS; i++) {
-        const float peak = finish_scores(scores[i], tile.key_scales, visible[i]);
+        const float peak = finish_scores(scores[i], tile.key_scales, cap, visible[i]);
         lag[i] = states[i].peak;
         states[i].peak = peak > lag[i] ? peak : lag[i];
         lag[i] -= states[i].peak;
@@ -99,6 +100,7 @@ class PieceAttention {
           pool_(pool),
           group_(shape.heads / pool.kv_heads),
           size_(pool.head_size),
+          cap_(shape.cap * LOG2_E),
           tile_(pool.head_size, pool.int8, shape.scale * LOG2_E) {}
 
     // Computes a piece; meanwhile fetches the first keys of the one that comes next.
@@ -169,7 +171,7 @@ class PieceAttention {
         }
         accumulate<ROWS>(queries_ + query * size_, size_, tile_.keys, TILE_KEYS, nullptr,
                          scores[0]);
-        softmax(scores, visible, tile_, states_ + query, corrections, weights);
+        softmax(scores, cap_, visible, tile_, states_ + query, corrections, weights);
         accumulate<ROWS>(weights[0], TILE_KEYS, tile_.values, size_, corrections,
                          sums_ + query * size_);
     }
@@ -211,6 +213,7 @@ class PieceAttention {
     const AttentionShape& shape_;
     const Pool& pool_;
     const int group_, size_;
+    const float cap_;
     int first_, count_;  // positions of the piece's rows
     // The queries that share a KV head, and what attention has made of them so far.
     alignas(64) Activation queries_[MAX_QUERIES * MAX_HEAD_SIZE];

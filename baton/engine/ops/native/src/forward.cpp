@@ -11,20 +11,23 @@ namespace baton {
 // The structures are mirrored in baton/engine/ops/native/model.py.
 
 struct Layer {
-    const Activation *input_norm, *post_norm;
-    const Activation *q_norm, *k_norm;  // or null
+    // Before attention and MLP, and of what they add; of queries and keys.
+    Norm input_norm, mlp_norm, attention_norm, output_norm, q_norm, k_norm;
     Linear qkv, o, gate_up, down;
     int32_t window;  // tokens a row sees; 0: all
+    int32_t table;   // of cosines and sines
 };
 
 struct Model {
     const Activation* embedding;  // [vocab][hidden]
-    const Activation* final_norm;
-    const float *cos, *sin;  // [max_context][head_size]
+    const float* tables;  // [tables][cosines, sines][max_context][head_size]
+    Norm final_norm;
     const Layer* layers;
     Linear lm_head;
-    int32_t num_layers, hidden, heads, kv_heads, head_size, inner;
-    float eps, attention_scale;
+    int32_t num_layers, hidden, heads, kv_heads, head_size, inner, max_context;
+    int32_t gelu, row_norms;  // 1: gelu in place of silu; q_norm and k_norm of all heads together
+    float eps, attention_scale, attention_cap, logit_scale, logit_cap;
+    float embedding_scale, residual_scale;
 };
 
 struct Step {
@@ -118,8 +121,18 @@ struct Forward {
     const Step& step;
     const Buffers& at;
 
-    void norm(const Activation* added, const Activation* weight, int rows) {
-        add_rms_norm(team, at.hidden, added, weight, model.eps, rows, model.hidden, at.normed);
+    // Adds a branch to the residual stream; returns what comes next reads.
+    const Activation* norm(const Activation* added, Norm norm, int rows) {
+        add_rms_norm(team, at.hidden, added, model.residual_scale, norm, model.eps, rows,
+                     model.hidden, at.normed);
+        return norm.weight ? at.normed : at.hidden;
+    }
+
+    // Norms what a branch adds, where the model does.
+    void norm_branch(Norm norm, int rows) {
+        if (norm.weight)
+            add_rms_norm(team, at.branch, nullptr, 1.0f, norm, model.eps, rows, model.hidden,
+                         at.branch);
     }
 
     template <class Output>
@@ -129,15 +142,18 @@ struct Forward {
 
     AttentionShape shape(int index) const {
         const Layer& layer = model.layers[index];
-        return {model.heads, index,     layer.window, model.attention_scale, model.eps,
-                model.cos,   model.sin, layer.q_norm, layer.k_norm};
+        const size_t table_size = size_t(model.max_context) * model.head_size;
+        const float* cos = model.tables + 2 * layer.table * table_size;
+        return {model.heads,         index,     layer.window, model.attention_scale,
+                model.attention_cap, model.eps, cos,          cos + table_size,
+                layer.q_norm,        layer.k_norm, model.row_norms};
     }
 
     // A layer up to the point where all its K and V are in the pool.
     void store_keys(int index, const std::vector<Span>& spans) {
         const Layer& layer = model.layers[index];
-        norm(index ? at.branch : nullptr, layer.input_norm, step.rows);
-        product(at.normed, step.rows, layer.qkv, at.qkv);
+        const Activation* x = norm(index ? at.branch : nullptr, layer.input_norm, step.rows);
+        product(x, step.rows, layer.qkv, at.qkv);
         rotate_and_store(team, at.qkv, spans.data(), int(spans.size()), shape(index), step.pool);
     }
 
@@ -146,15 +162,18 @@ struct Forward {
         const Layer& layer = model.layers[index];
         attend(team, at.qkv, spans.data(), int(spans.size()), shape(index), step.pool, at.mixed);
         product(at.mixed, rows, layer.o, at.branch);
-        norm(at.branch, layer.post_norm, rows);
-        product(at.normed, rows, layer.gate_up, at.gate_up);
-        silu_mul(team, at.gate_up, rows, model.inner, at.inner);
+        norm_branch(layer.attention_norm, rows);
+        const Activation* x = norm(at.branch, layer.mlp_norm, rows);
+        product(x, rows, layer.gate_up, at.gate_up);
+        act_mul(team, at.gate_up, rows, model.inner, model.gelu, at.inner);
         product(at.inner, rows, layer.down, at.branch);
+        norm_branch(layer.output_norm, rows);
     }
 
     void run(const std::vector<Span>& spans, const std::vector<Span>& wanted) {
         const int last = model.num_layers - 1;
-        embed(team, model.embedding, step.token_ids, step.rows, model.hidden, at.hidden);
+        embed(team, model.embedding, step.token_ids, step.rows, model.hidden,
+              model.embedding_scale, at.hidden);
         for (int i = 0; i < last; i++) {
             store_keys(i, spans);
             attend_and_mix(i, step.rows, spans);
@@ -168,8 +187,11 @@ struct Forward {
         }
         team.barrier();
         attend_and_mix(last, step.num_logits, wanted);
-        norm(at.branch, model.final_norm, step.num_logits);
-        product(at.normed, step.num_logits, model.lm_head, step.logits);
+        const Activation* x = norm(at.branch, model.final_norm, step.num_logits);
+        product(x, step.num_logits, model.lm_head, step.logits);
+        if (model.logit_scale != 1.0f || model.logit_cap != 0.0f)
+            scale_logits(team, step.logits, step.num_logits, model.lm_head.out, model.logit_scale,
+                         model.logit_cap);
     }
 };
 

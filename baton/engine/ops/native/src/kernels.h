@@ -29,16 +29,28 @@ template <class Output>
 void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
             void* scratch);
 
-// hidden[row] = table[token_ids[row]], rows of `size` elements.
-void embed(Team& team, const Activation* table, const int32_t* token_ids, int rows, int size,
-           Activation* hidden);
+// A norm's weight, or null. A wide one is of floats: rows are rounded after it, and not before.
+// Mirrored by a ctypes structure in Python.
+struct Norm {
+    const void* weight;
+    int32_t wide;
+};
 
-// hidden += added (unless null); out = hidden scaled to unit mean square, times weight.
-void add_rms_norm(Team& team, Activation* hidden, const Activation* added, const Activation* weight,
+// hidden[row] = table[token_ids[row]] * scale, rows of `size` elements.
+void embed(Team& team, const Activation* table, const int32_t* token_ids, int rows, int size,
+           float scale, Activation* hidden);
+
+// hidden += added * scale (unless null); out = hidden scaled to unit mean square, times the norm's
+// weight (unless null), which may be hidden itself.
+void add_rms_norm(Team& team, Activation* hidden, const Activation* added, float scale, Norm norm,
                   float eps, int rows, int size, Activation* out);
 
-// out = silu(gate) * up, of gate_up [rows][2 * size], gate first.
-void silu_mul(Team& team, const Activation* gate_up, int rows, int size, Activation* out);
+// out = activation(gate) * up, of gate_up [rows][2 * size], gate first. The activation is silu, or
+// gelu by tanh.
+void act_mul(Team& team, const Activation* gate_up, int rows, int size, bool gelu, Activation* out);
+
+// logits [rows][size] *= scale, and softcapped to cap * tanh(logit / cap) unless the cap is 0.
+void scale_logits(Team& team, float* logits, int rows, int size, float scale, float cap);
 
 constexpr int MAX_HEAD_SIZE = 256;
 constexpr int MAX_QUERIES = 128;  // query heads that share a KV head
@@ -63,10 +75,11 @@ struct Span {
 
 struct AttentionShape {
     int32_t heads, layer;
-    int32_t window;                     // tokens a row sees, its own included; 0: all
-    float scale, eps;                   // of scores; of q_norm and k_norm
-    const float *cos, *sin;             // [max_context][head_size]
-    const Activation *q_norm, *k_norm;  // [head_size], or null
+    int32_t window;          // tokens a row sees, its own included; 0: all
+    float scale, cap, eps;   // of scores, and their softcap or 0; of q_norm and k_norm
+    const float *cos, *sin;  // [max_context][head_size]
+    Norm q_norm, k_norm;     // of each head, or of all heads of a row together
+    int32_t row_norms;       // 1: of all heads together
 };
 
 // qkv [rows][(heads + 2 * kv_heads) * head_size]: normalises and turns q in place, and writes k

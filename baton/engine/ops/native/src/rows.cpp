@@ -12,20 +12,20 @@ inline f32x16 rounded(f32x16 value, const float*) { return value; }
 
 inline f32x16 rounded(f32x16 value, const bf16*) { return widen_bf16(round_bf16(value)); }
 
-// 1 / (1 + e^-x), by the power of the negative magnitude alone, which cannot overflow.
-inline f32x16 sigmoid(f32x16 x) {
-    const f32x16 power = power_of_two((x < 0 ? x : -x) * LOG2_E);
-    return (x < 0 ? power : splat(1.0f)) / (power + 1.0f);
-}
-
 // A row scaled to unit mean square, times weight; rounded where `rms_norm` of decoder.py does.
-inline void normalise(const Activation* row, f32x16 squares, const Activation* weight, float eps,
-                      int size, Activation* out) {
+inline void normalise(const Activation* row, f32x16 squares, Norm norm, float eps, int size,
+                      Activation* out) {
     const float factor = 1.0f / std::sqrt(sum(squares) / float(size) + eps);
-    for (int i = 0; i < size; i += LANES) {
-        const f32x16 unit = rounded(load_floats(row + i, size - i) * factor, row);
-        store_floats(out + i, unit * load_floats(weight + i, size - i), size - i);
-    }
+    const auto weigh = [&](const auto* weight, const auto* like) {
+        for (int i = 0; i < size; i += LANES) {
+            const f32x16 unit = rounded(load_floats(row + i, size - i) * factor, like);
+            store_floats(out + i, unit * load_floats(weight + i, size - i), size - i);
+        }
+    };
+    if (norm.wide)
+        weigh((const float*)norm.weight, (const float*)nullptr);
+    else
+        weigh((const Activation*)norm.weight, row);
 }
 
 // Turns each pair (d, d + size / 2) of a head by its angle.
@@ -51,25 +51,29 @@ void quantise(const Activation* head, int size, char* row) {
     std::memcpy(row + size, &scale, sizeof scale);
 }
 
+// Queries or keys of a row, each head or all of them together, in place.
+void norm_heads(Activation* heads, int count, int size, Norm norm, const AttentionShape& shape) {
+    if (!norm.weight) return;
+    const int width = shape.row_norms ? count * size : size;
+    for (Activation* part = heads; part < heads + count * size; part += width) {
+        f32x16 squares{};
+        for (int i = 0; i < width; i += LANES) {
+            const f32x16 value = load_floats(part + i);
+            squares += value * value;
+        }
+        normalise(part, squares, norm, shape.eps, width, part);
+    }
+}
+
 // One row of the batch: `heads` [q of all heads, k, v], at a position of the sequence of `table`.
 void rotate_row(Activation* heads, int position, const int32_t* table, const AttentionShape& shape,
                 const Pool& pool) {
     const int size = pool.head_size, turned = shape.heads + pool.kv_heads;
     const float* cos = shape.cos + size_t(position) * size;
     const float* sin = shape.sin + size_t(position) * size;
-    for (int i = 0; i < turned; i++) {
-        const Activation* weight = i < shape.heads ? shape.q_norm : shape.k_norm;
-        Activation* head = heads + i * size;
-        if (weight) {
-            f32x16 squares{};
-            for (int j = 0; j < size; j += LANES) {
-                const f32x16 value = load_floats(head + j);
-                squares += value * value;
-            }
-            normalise(head, squares, weight, shape.eps, size, head);
-        }
-        turn(head, cos, sin, size);
-    }
+    norm_heads(heads, shape.heads, size, shape.q_norm, shape);
+    norm_heads(heads + shape.heads * size, pool.kv_heads, size, shape.k_norm, shape);
+    for (int i = 0; i < turned; i++) turn(heads + i * size, cos, sin, size);
     const Activation* kv[] = {heads + shape.heads * size, heads + turned * size};
     for (int i = 0; i < pool.kv_heads; i++)
         for (Part part : {KEYS, VALUES}) {
@@ -85,14 +89,19 @@ void rotate_row(Activation* heads, int position, const int32_t* table, const Att
 }  // namespace
 
 void embed(Team& team, const Activation* table, const int32_t* token_ids, int rows, int size,
-           Activation* hidden) {
+           float scale, Activation* hidden) {
     team.share(rows, [&](int row) {
-        std::memcpy(hidden + size_t(row) * size, table + size_t(token_ids[row]) * size,
-                    size * sizeof(Activation));
+        const Activation* from = table + size_t(token_ids[row]) * size;
+        Activation* to = hidden + size_t(row) * size;
+        if (scale == 1.0f)
+            std::memcpy(to, from, size * sizeof(Activation));
+        else
+            for (int i = 0; i < size; i += LANES)
+                store_floats(to + i, load_floats(from + i, size - i) * scale, size - i);
     });
 }
 
-void add_rms_norm(Team& team, Activation* hidden, const Activation* added, const Activation* weight,
+void add_rms_norm(Team& team, Activation* hidden, const Activation* added, float scale, Norm norm,
                   float eps, int rows, int size, Activation* out) {
     team.share(rows, [&](int row) {
         const size_t begin = size_t(row) * size;
@@ -100,23 +109,41 @@ void add_rms_norm(Team& team, Activation* hidden, const Activation* added, const
         for (int i = 0; i < size; i += LANES) {
             f32x16 value = load_floats(hidden + begin + i, size - i);
             if (added) {
-                value = rounded(value + load_floats(added + begin + i, size - i), hidden);
+                f32x16 more = load_floats(added + begin + i, size - i);
+                if (scale != 1.0f) more = rounded(more * scale, hidden);
+                value = rounded(value + more, hidden);
                 store_floats(hidden + begin + i, value, size - i);
             }
             squares += value * value;
         }
-        normalise(hidden + begin, squares, weight, eps, size, out + begin);
+        if (norm.weight) normalise(hidden + begin, squares, norm, eps, size, out + begin);
     });
 }
 
-void silu_mul(Team& team, const Activation* gate_up, int rows, int size, Activation* out) {
+void act_mul(Team& team, const Activation* gate_up, int rows, int size, bool gelu, Activation* out) {
     team.share(rows, [&](int row) {
         const Activation* gate = gate_up + size_t(row) * 2 * size;
         const Activation* up = gate + size;
         for (int i = 0; i < size; i += LANES) {
             const f32x16 x = load_floats(gate + i, size - i);
-            const f32x16 silu = rounded(x * sigmoid(x), out);
-            store_floats(out + size_t(row) * size + i, silu * load_floats(up + i, size - i), size - i);
+            // (1 + tanh(y)) / 2 is the sigmoid of 2y, here of sqrt(2 / pi) * (x + 0.044715 * x^3).
+            const f32x16 slope = gelu ? x * (1.5957691216f + 0.0713548163f * x * x) : x;
+            const f32x16 open = rounded(x * sigmoid(slope), out);
+            store_floats(out + size_t(row) * size + i, open * load_floats(up + i, size - i), size - i);
+        }
+    });
+}
+
+void scale_logits(Team& team, float* logits, int rows, int size, float scale, float cap) {
+    constexpr int PART = 4096;
+    const size_t total = size_t(rows) * size;
+    team.share(int((total + PART - 1) / PART), [&](int part) {
+        const size_t end = std::min(total, size_t(part + 1) * PART);
+        for (size_t i = size_t(part) * PART; i < end; i += LANES) {
+            const int count = int(std::min(size_t(LANES), end - i));
+            f32x16 value = load_floats(logits + i, count) * scale;
+            if (cap != 0.0f) value = softcapped(value, cap);
+            store_floats(logits + i, value, count);
         }
     });
 }

@@ -303,4 +303,15 @@ inline f32x16 power_of_two(f32x16 x) {
     return x < -126.0f ? f32x16{} : (f32x16)((i32x16)p + power);
 }
 
+// 1 / (1 + e^-x), by the power of the negative magnitude alone, which cannot overflow.
+inline f32x16 sigmoid(f32x16 x) {
+    const f32x16 power = power_of_two((x < 0 ? x : -x) * LOG2_E);
+    return (x < 0 ? power : splat(1.0f)) / (power + 1.0f);
+}
+
+// c * tanh(x / c) of a cap c, as 2 / (1 + e^(-2x / c)) - 1.
+inline f32x16 softcapped(f32x16 x, float cap) {
+    return (sigmoid(x * (2.0f / cap)) * 2.0f - 1.0f) * cap;
+}
+
 }  // namespace baton

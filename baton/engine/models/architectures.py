@@ -1,0 +1,138 @@
+"""What each architecture has that Llama has not: a model is data, and this is the table of it.
+
+Keys and defaults are those of transformers' configurations. A supported architecture's decoder is
+`baton.engine.models.decoder` with these options; `ModelConfig.load` reads the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+QkNorm = Literal["none", "head", "row"]
+"""Norms of queries and keys: of each head, or of all heads of a row together."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How an architecture differs from Llama's; these defaults are Llama's.
+
+    `defaults` are of keys that config.json lacks; most of them are read of such architectures only.
+    A bias is there, is not, or is as a key of config.json says. `windows` says which layers slide
+    where config.json has no `layer_types`: none, all, those from `max_window_layers` on, those
+    without rotation (both if `use_sliding_window` says so), or all but each n-th.
+    """
+
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: QkNorm = "none"
+    input_norm: str = "input_layernorm"  # before attention; empty: there is none
+    attention_norm: str = ""  # of attention's output
+    mlp_norm: str = "post_attention_layernorm"  # before the MLP
+    output_norm: str = ""  # of the MLP's output
+    norm_plus_one: bool = False  # norms' weights are stored less 1
+    norm_rounds_once: bool = False  # after the weight, and not before it, too
+    scaled_embedding: bool = False  # by the square root of the hidden size
+    joined: tuple[str, ...] = ()  # fields that checkpoints have as one tensor
+    windows: Literal["none", "all", "from", "unrotated"] | int = "none"
+    interleaved_rope: bool = False  # pairs are neighbours
+
+
+_GEMMA: dict[str, Any] = {
+    "qkv_bias": "attention_bias",
+    "o_bias": "attention_bias",
+    "attention_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "output_norm": "post_feedforward_layernorm",
+    "norm_plus_one": True,
+    "norm_rounds_once": True,
+    "scaled_embedding": True,
+}
+_GEMMA_DEFAULTS = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_QWEN_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
+_OF_KEYS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_ALL_OF_KEYS: dict[str, Any] = {**_OF_KEYS, "mlp_bias": "mlp_bias"}
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(**_ALL_OF_KEYS),
+    # transformers reads an absent window as 4096, and null as none.
+    "MistralForCausalLM": Architecture({"sliding_window": 4096}, windows="all"),
+    "Qwen2ForCausalLM": Architecture(_QWEN_DEFAULTS, qkv_bias=True, windows="from"),
+    "Qwen3ForCausalLM": Architecture(
+        {**_QWEN_DEFAULTS, "head_dim": 128}, **_OF_KEYS, qk_norm="head", windows="from"
+    ),
+    "Gemma2ForCausalLM": Architecture(
+        {**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        **_GEMMA,
+        windows=2,
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        {
+            **_GEMMA_DEFAULTS,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
+        **_GEMMA,
+        qk_norm="head",
+        windows=6,
+    ),
+    "Phi3ForCausalLM": Architecture(
+        {"rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": 1.0},
+        windows="all",
+        joined=("qkv", "gate_up"),
+    ),
+    "Olmo2ForCausalLM": Architecture(
+        {"rms_norm_eps": 1e-5},
+        **_OF_KEYS,
+        qk_norm="row",
+        input_norm="",
+        attention_norm="post_attention_layernorm",
+        mlp_norm="",
+        output_norm="post_feedforward_layernorm",
+        norm_rounds_once=True,
+    ),
+    "SmolLM3ForCausalLM": Architecture(
+        {
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+        },
+        **_ALL_OF_KEYS,
+        windows="unrotated",
+    ),
+    "Glm4ForCausalLM": Architecture(
+        {
+            "head_dim": 128,
+            "rms_norm_eps": 1.5625e-7,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+            "eos_token_id": [151329, 151336, 151338],
+        },
+        qkv_bias="attention_bias",
+        attention_norm="post_self_attn_layernorm",
+        output_norm="post_mlp_layernorm",
+        joined=("gate_up",),
+        interleaved_rope=True,
+    ),
+    "GraniteForCausalLM": Architecture(
+        {
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+        **_ALL_OF_KEYS,
+    ),
+}
