@@ -15,6 +15,17 @@ QkNorm = Literal["none", "head", "row"]
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """What a mixture of experts is called in config.json, and in checkpoints within a layer."""
+
+    count: str = "num_experts"
+    size: str = "moe_intermediate_size"
+    module: str = "mlp"
+    gate_up: tuple[str, str] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
 class Architecture:
     """How an architecture differs from Llama's; these defaults are Llama's.
 
@@ -39,6 +50,7 @@ class Architecture:
     joined: tuple[str, ...] = ()  # fields that checkpoints have as one tensor
     windows: Literal["none", "all", "from", "unrotated"] | int = "none"
     interleaved_rope: bool = False  # pairs are neighbours
+    experts: ExpertNames | None = None  # of a mixture of experts
 
 
 _GEMMA: dict[str, Any] = {
@@ -58,6 +70,7 @@ _GEMMA_DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
+_SPARSE = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
 _QWEN_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
 _OF_KEYS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _ALL_OF_KEYS: dict[str, Any] = {**_OF_KEYS, "mlp_bias": "mlp_bias"}
@@ -125,6 +138,37 @@ ARCHITECTURES: dict[str, Architecture] = {
         output_norm="post_mlp_layernorm",
         joined=("gate_up",),
         interleaved_rope=True,
+    ),
+    "MixtralForCausalLM": Architecture(
+        {"sliding_window": None, "norm_topk_prob": True, "num_experts_per_tok": 2},
+        windows="all",
+        experts=ExpertNames(
+            "num_local_experts", "intermediate_size", "block_sparse_moe", ("w1", "w3"), "w2"
+        ),
+    ),
+    "Qwen2MoeForCausalLM": Architecture(
+        {
+            **_QWEN_DEFAULTS,
+            **_SPARSE,
+            "num_experts_per_tok": 4,
+            "shared_expert_intermediate_size": 0,
+        },
+        qkv_bias=True,
+        windows="from",
+        experts=ExpertNames(),
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        {**_QWEN_DEFAULTS, **_SPARSE, "num_experts_per_tok": 8},
+        **_OF_KEYS,
+        qk_norm="head",
+        windows="from",
+        experts=ExpertNames(),
+    ),
+    "OlmoeForCausalLM": Architecture(
+        {"rms_norm_eps": 1e-5, "norm_topk_prob": False, "num_experts_per_tok": 8},
+        **_OF_KEYS,
+        qk_norm="row",
+        experts=ExpertNames(size="intermediate_size"),
     ),
     "GraniteForCausalLM": Architecture(
         {

@@ -19,6 +19,7 @@ from baton.errors import CheckpointError, quoted
 
 MAX_SIZE = 1 << 24  # of anything counted; the largest in use are contexts and vocabularies
 MAX_LAYERS = 1024
+MAX_EXPERTS, MAX_PER_TOKEN = 4096, 64
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -57,6 +58,23 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP.
+
+    count: experts, of which each token takes `per_token` · size: of an expert's inner layer ·
+    normed: the taken ones' weights add up to 1 · layers: which have experts, others an MLP ·
+    shared_size: of the inner layer of an expert that all tokens take besides; 0: there is none.
+    """
+
+    count: int
+    per_token: int
+    size: int
+    normed: bool
+    layers: tuple[bool, ...]
+    shared_size: int = 0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer; sizes count elements, contexts and windows count tokens.
 
@@ -89,6 +107,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add
+    experts: ExpertsConfig | None = None
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
@@ -101,7 +120,8 @@ class ModelConfig:
         named = fields.values.get("architectures")
         architecture = named[0] if isinstance(named, list) and named else named
         if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-            raise fields.error("architectures", named, ", ".join(ARCHITECTURES))
+            families = ", ".join(name.removesuffix("ForCausalLM") for name in ARCHITECTURES)
+            raise fields.error("architectures", named, f"ForCausalLM of {families}")
         differs = ARCHITECTURES[architecture]
         fields = fields._replace(values={**differs.defaults, **fields.values})
 
@@ -167,6 +187,7 @@ class ModelConfig:
             if differs.scaled_embedding
             else float(own("embedding_multiplier", _NUMBER, 1.0)),
             residual_scale=float(own("residual_multiplier", _NUMBER, 1.0)),
+            experts=_experts(fields, differs, num_layers),
         )
 
     @property
@@ -199,7 +220,7 @@ class ModelConfig:
 
     def layer_tensors(self, index: int) -> dict[str, Shapes]:
         """Of a layer: what each field of its `LayerWeights` is joined of; none that is absent."""
-        hidden, head, inner = self.hidden_size, self.head_size, self.intermediate_size
+        hidden, head = self.hidden_size, self.head_size
         q, kv = self.num_heads * head, self.num_kv_heads * head
         layer, attention = f"model.layers.{index}", f"model.layers.{index}.self_attn"
         differs, tensors = self.differs, dict[str, Shapes]()
@@ -218,8 +239,7 @@ class ModelConfig:
                 self.qkv_bias,
             ),
             ("o", {"self_attn.o": hidden}, q, self.o_bias),
-            ("gate_up", {"mlp.gate": inner, "mlp.up": inner}, hidden, self.mlp_bias),
-            ("down", {"mlp.down": hidden}, inner, self.mlp_bias),
+            *((field, *matrix) for field, matrix in self._mlp(index).items()),
         ):
             parts = {f"{layer}.{name}_proj": size for name, size in outputs.items()}
             if field in differs.joined:
@@ -230,13 +250,46 @@ class ModelConfig:
                 tensors[f"{field}_bias"] = {f"{name}.bias": (size,) for name, size in parts.items()}
         return tensors
 
+    def _mlp(self, index: int) -> dict[str, tuple[dict[str, int], int, bool]]:
+        """The matrices of a layer's MLP, or of the expert that all tokens take."""
+        hidden, inner, module = self.hidden_size, self.intermediate_size, "mlp"
+        if self.experts is not None and self.experts.layers[index]:
+            inner, module = self.experts.shared_size, "mlp.shared_expert"
+        if not inner:
+            return {}
+        return {
+            "gate_up": ({f"{module}.gate": inner, f"{module}.up": inner}, hidden, self.mlp_bias),
+            "down": ({f"{module}.down": hidden}, inner, self.mlp_bias),
+        }
+
+    def expert_tensors(self, index: int) -> tuple[dict[str, Shapes], list[dict[str, Shapes]]]:
+        """Of a layer with experts: what `ExpertWeights` has once, and what it has of each."""
+        names, experts = self.differs.experts, self.experts
+        if names is None or experts is None or not experts.layers[index]:
+            return {}, []
+        module, hidden = f"model.layers.{index}.{names.module}", self.hidden_size
+        once: dict[str, Shapes] = {"router": {f"{module}.gate.weight": (experts.count, hidden)}}
+        if experts.shared_size:
+            once["shared_gate"] = {f"{module}.shared_expert_gate.weight": (1, hidden)}
+        each: list[dict[str, Shapes]] = []
+        for number in range(experts.count):
+            of = f"{module}.experts.{number}"
+            gate_up: Shapes = {
+                f"{of}.{name}.weight": (experts.size, hidden) for name in names.gate_up
+            }
+            down: Shapes = {f"{of}.{names.down}.weight": (hidden, experts.size)}
+            each.append({"gate_up": gate_up, "down": down})
+        return once, each
+
     @property
     def tensor_shapes(self) -> Shapes:
         """Every tensor of the checkpoint, and its shape; a tied `lm_head` has none."""
         shapes: Shapes = {EMBEDDING: (self.vocab_size, self.hidden_size)}
         for index in range(self.num_layers):
-            for parts in self.layer_tensors(index).values():
-                shapes |= parts
+            once, each = self.expert_tensors(index)
+            for fields in (self.layer_tensors(index), once, *each):
+                for parts in fields.values():
+                    shapes |= parts
         shapes[FINAL_NORM] = (self.hidden_size,)
         if not self.tie_embeddings:
             shapes[LM_HEAD] = (self.vocab_size, self.hidden_size)
@@ -274,6 +327,10 @@ _NOT_NEGATIVE = _Check(
     lambda value: type(value) in (int, float) and 0 <= value <= 1e30, "a number from 0 to 1e30"
 )
 _BOOLEAN = _Check(lambda value: isinstance(value, bool), "true or false")
+_NUMBERS = _Check(
+    lambda value: isinstance(value, list) and all(type(item) is int for item in value),
+    "a list of whole numbers",
+)
 _OBJECT = _Check(lambda value: isinstance(value, dict), "an object")
 
 
@@ -438,6 +495,28 @@ def _windows(
     else:
         slides = [True] * count
     return tuple(window if slide else None for slide in slides)
+
+
+def _experts(fields: _Fields, differs: Architecture, num_layers: int) -> ExpertsConfig | None:
+    if differs.experts is None:
+        return None
+    # transformers 5 writes one name of their number for all.
+    given = [key for key in (differs.experts.count, "num_local_experts") if key in fields.values]
+    count = fields.read(given[0] if given else differs.experts.count, _whole(1, MAX_EXPERTS))
+    layers = [True] * num_layers
+    if "decoder_sparse_step" in differs.defaults:
+        step = fields.read("decoder_sparse_step", _COUNT)
+        dense = fields.read("mlp_only_layers", _NUMBERS, [])
+        layers = [(index + 1) % step == 0 and index not in dense for index in range(num_layers)]
+    shared = "shared_expert_intermediate_size"
+    return ExpertsConfig(
+        count=count,
+        per_token=fields.read("num_experts_per_tok", _whole(1, min(count, MAX_PER_TOKEN))),
+        size=fields.read(differs.experts.size, _COUNT),
+        normed=fields.read("norm_topk_prob", _BOOLEAN, False),
+        layers=tuple(layers),
+        shared_size=fields.read(shared, _COUNT) if shared in differs.defaults else 0,
+    )
 
 
 def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ Follows Hugging Face transformers' modeling files, which the tests compare it wi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from baton.engine.models.config import ModelConfig
 from baton.engine.models.rope import rope_tables
 from baton.engine.ops.torch.attention import Scoring, attend, place, softcapped, write_kv
 from baton.engine.ops.torch.linear import act_mul, linear
-from baton.engine.weights.weights import LayerWeights, Weights
+from baton.engine.weights.weights import ExpertWeights, LayerWeights, Weights
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -79,11 +80,39 @@ class Model:
             mixed = self._linear(self._attend(q, rows, index, pool), layer.o, layer.o_bias)
             hidden = self._branch(mixed, layer.attention_norm)
             normed, residual = self._add_rms_norm(hidden, residual, layer.mlp_norm)
-            gate_up = self._linear(normed, layer.gate_up, layer.gate_up_bias)
-            mixed = self._linear(self._act_mul(gate_up), layer.down, layer.down_bias)
-            hidden = self._branch(mixed, layer.output_norm)
+            hidden = self._branch(self._mlp(normed, layer), layer.output_norm)
         assert residual is not None, "a model has layers"
         return hidden, residual
+
+    def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        """The MLP, or the experts that each row takes: `[rows, hidden_size]`."""
+        if layer.experts is not None:
+            return self._experts(x, layer, layer.experts)
+        assert layer.gate_up is not None and layer.down is not None
+        gate_up = self._linear(x, layer.gate_up, layer.gate_up_bias)
+        return self._linear(self._act_mul(gate_up), layer.down, layer.down_bias)
+
+    def _experts(self, x: Tensor, layer: LayerWeights, experts: ExpertWeights) -> Tensor:
+        """The outputs of the experts that rows take, weighed and added in a row's own order."""
+        config = self.config.experts
+        assert config is not None
+        shares = torch.softmax(self._linear(x, experts.router).float(), dim=-1)
+        shares, taken = torch.topk(shares, config.per_token)  # [rows, per_token]
+        if config.normed:
+            shares /= shares.sum(dim=-1, keepdim=True)
+        outputs = x.new_empty(*taken.shape, x.shape[1])
+        for number in taken.unique().tolist():
+            expert, (rows, places) = experts.experts[number], torch.where(taken == number)
+            gate_up = self._linear(x[rows], expert.gate_up)
+            outputs[rows, places] = self._linear(self._act_mul(gate_up), expert.down)
+        mixed = (outputs[:, 0] * shares[:, :1]).to(x.dtype)
+        for at in range(1, config.per_token):
+            mixed += (outputs[:, at] * shares[:, at : at + 1]).to(x.dtype)
+        if experts.shared_gate is not None:
+            # Not one behind the other: torch's last bits would depend on the number of rows.
+            gates = x.new_empty(len(x), 2)[:, :1].copy_(self._linear(x, experts.shared_gate))
+            mixed += torch.sigmoid(gates) * self._mlp(x, replace(layer, experts=None))
+        return mixed
 
     def _branch(self, mixed: Tensor, weight: Tensor | None) -> Tensor:
         """What attention or MLP adds to the residual stream."""

@@ -44,6 +44,25 @@ Prepare = Callable[[Tensor], Matrix]
 """What is done to each matrix as soon as it is read; what it was read into is then given up."""
 
 
+@dataclass(frozen=True)
+class Expert:
+    """One of a mixture: an MLP of its own."""
+
+    gate_up: Matrix
+    down: Matrix
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """A mixture of experts: `router` `[experts, in]` scores them, `shared_gate` `[1, in]` weighs
+    the one that all tokens take.
+    """
+
+    router: Matrix
+    experts: tuple[Expert, ...]
+    shared_gate: Matrix | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
     """One decoder layer; matrices are `[out, in]`. Absent biases and norms are None."""
@@ -56,12 +75,13 @@ class LayerWeights:
     o: Matrix
     o_bias: Tensor | None = None
     mlp_norm: Tensor | None = None
-    gate_up: Matrix
+    gate_up: Matrix | None = None  # with experts, of the one that all tokens take
     gate_up_bias: Tensor | None = None
-    down: Matrix
+    down: Matrix | None = None
     down_bias: Tensor | None = None
     attention_norm: Tensor | None = None  # of what attention adds
     output_norm: Tensor | None = None  # of what the MLP adds
+    experts: ExpertWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -168,8 +188,18 @@ def _assemble(config: ModelConfig, make: Make, prepare: Prepare) -> Weights:
         return prepare(made) if made.ndim == 2 else made
 
     def layer(index: int) -> LayerWeights:
-        tensors = config.layer_tensors(index)
-        return LayerWeights(**{field: part(field, parts) for field, parts in tensors.items()})
+        once, each = config.expert_tensors(index)
+        return LayerWeights(
+            **parts_of(config.layer_tensors(index)),
+            experts=ExpertWeights(
+                experts=tuple(Expert(**parts_of(tensors)) for tensors in each), **parts_of(once)
+            )
+            if each
+            else None,
+        )
+
+    def parts_of(tensors: dict[str, Shapes]) -> dict[str, Any]:
+        return {field: part(field, parts) for field, parts in tensors.items()}
 
     embedding = tensor(EMBEDDING)
     layers = tuple(layer(index) for index in range(config.num_layers))

@@ -81,9 +81,17 @@ def run_of(kind, window=None, block_size=16, **sizes):
     def held(weight):
         return Int8Weight.of(weight * 8) if kind.weights else weight * 8
 
+    def held_all(matrices, names=MATRICES):
+        return replace(matrices, **{name: held(getattr(matrices, name)) for name in names})
+
+    def held_experts(experts):
+        if experts is None:
+            return None
+        each = tuple(held_all(one, ("gate_up", "down")) for one in experts.experts)
+        return replace(experts, experts=each, router=held(experts.router))
+
     layers = tuple(
-        replace(layer, **{name: held(getattr(layer, name)) for name in MATRICES})
-        for layer in weights.layers
+        replace(held_all(layer), experts=held_experts(layer.experts)) for layer in weights.layers
     )
     weights = replace(weights, layers=layers, lm_head=held(weights.lm_head))
     model = make(kind.kernels, config, weights, kind.dtype)

@@ -7,7 +7,7 @@ makes greedy and seeded output independent of batching, chunking, workers and fa
 import pytest
 import torch
 
-from baton.engine.models.config import Rope
+from baton.engine.models.config import ExpertsConfig, Rope
 from baton.engine.models.rope import rope_table
 from baton.engine.ops.torch.linear import act_mul, linear
 from tests.unit.engine.small_models import Kind, feed, run_of, tokens
@@ -119,6 +119,10 @@ def test_a_positions_angles_are_the_same_whatever_the_longest_context():
         },
         {"architecture": "Olmo2ForCausalLM", "ropes": (Rope(1e4, size=16), None)},
         {"architecture": "GraniteForCausalLM", "residual_scale": 0.3, "logit_scale": 0.1},
+        {
+            "architecture": "Qwen2MoeForCausalLM",
+            "experts": ExpertsConfig(6, 3, 48, normed=True, layers=(True, False), shared_size=32),
+        },
     ],
     ids=lambda changes: changes["architecture"],
 )

@@ -140,6 +140,8 @@ def refused(config: ModelConfig, block_size: int, capability: Capability) -> str
         )
     if config.attention_softcap:
         return "scores of attention are softcapped, which Triton's kernels do not do"
+    if config.experts is not None:
+        return "a mixture of experts, which Triton's kernels do not multiply"
     return unsupported(config, block_size, "Triton's")
 
 

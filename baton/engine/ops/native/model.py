@@ -22,6 +22,7 @@ from baton.engine.weights.weights import LayerWeights, Weights
 
 _NORMS = "input_norm mlp_norm attention_norm output_norm q_norm k_norm"
 _MATRICES = "qkv o gate_up down"
+_OF_EXPERTS = "router shared_gate"
 
 
 def _fields(*kinds: tuple[str, Any]) -> list[tuple[str, Any]]:
@@ -49,10 +50,21 @@ class Pool(Structure):
     _fields_ = _fields(("data", c_void_p), ("layers kv_heads block_size head_size int8", c_int32))
 
 
+class CExpert(Structure):
+    """One of a mixture."""
+
+    _fields_ = _fields(("gate_up down", Linear))
+
+
 class Layer(Structure):
     """One decoder layer's weights."""
 
-    _fields_ = _fields((_NORMS, Norm), (_MATRICES, Linear), ("window table", c_int32))
+    _fields_ = _fields(
+        (_NORMS, Norm),
+        (f"{_MATRICES} {_OF_EXPERTS}", Linear),
+        ("experts", POINTER(CExpert)),
+        ("window table", c_int32),
+    )
 
 
 class ModelWeights(Structure):
@@ -63,8 +75,8 @@ class ModelWeights(Structure):
         ("final_norm", Norm),
         ("layers", POINTER(Layer)),
         ("lm_head", Linear),
-        ("num_layers hidden heads kv_heads head_size inner max_context", c_int32),
-        ("gelu row_norms", c_int32),
+        ("num_layers hidden heads kv_heads head_size max_context", c_int32),
+        ("num_experts per_token normed gelu row_norms", c_int32),
         ("eps attention_scale attention_cap logit_scale logit_cap", c_float),
         ("embedding_scale residual_scale", c_float),
     )
@@ -121,16 +133,17 @@ class NativeModel:
         return self._logits[:wanted]
 
     def _whole(self, weights: Weights) -> ModelWeights:
-        config = self.config
+        config, experts = self.config, self.config.experts
         tables, table_of = rope_tables(config)
         layers = map(self._layer, weights.layers, config.windows, table_of)
         return ModelWeights(
             *map(self._keep, (weights.embedding, tables)),
             self._norm(weights.final_norm),
             (Layer * config.num_layers)(*layers),
-            self._linear(weights.lm_head, None),
+            self._linear(weights.lm_head),
             *(config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads),
-            *(config.head_size, config.intermediate_size, config.max_context),
+            *(config.head_size, config.max_context),
+            *((experts.count, experts.per_token, experts.normed) if experts else (0, 0, 0)),
             *(config.activation == "gelu_tanh", config.differs.qk_norm == "row"),
             *(config.rms_eps, config.score_scale, config.attention_softcap),
             *(config.logit_scale, config.logit_softcap),
@@ -140,16 +153,26 @@ class NativeModel:
 
     def _layer(self, layer: LayerWeights, window: int | None, table: int) -> Layer:
         norms = (self._norm(getattr(layer, name)) for name in _NORMS.split())
-        products = (
+        products = [
             self._linear(getattr(layer, name), getattr(layer, f"{name}_bias"))
             for name in _MATRICES.split()
-        )
-        return Layer(*norms, *products, window or 0, table)
+        ]
+        if layer.experts is None:
+            return Layer(*norms, *products, Linear(), Linear(), None, window or 0, table)
+        products += [self._linear(getattr(layer.experts, name)) for name in _OF_EXPERTS.split()]
+        experts = [
+            CExpert(self._linear(one.gate_up), self._linear(one.down))
+            for one in layer.experts.experts
+        ]
+        kept = (CExpert * len(experts))(*experts)
+        return Layer(*norms, *products, kept, window or 0, table)
 
     def _norm(self, weight: Tensor | None) -> Norm:
         return Norm(self._keep(weight), weight is not None and weight.dtype != self.dtype)
 
-    def _linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
+    def _linear(self, weight: Matrix | None, bias: Tensor | None = None) -> Linear:
+        if weight is None:
+            return Linear()
         packed = weight if isinstance(weight, PackedWeight) else PackedWeight.of(weight)
         pointers = map(self._keep, (packed.packed, packed.scales, packed.offsets, bias))
         return Linear(*pointers, packed.inputs, packed.outputs)

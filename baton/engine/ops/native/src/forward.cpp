@@ -10,10 +10,15 @@ namespace baton {
 
 // The structures are mirrored in baton/engine/ops/native/model.py.
 
+struct Expert {
+    Linear gate_up, down;
+};
+
 struct Layer {
     // Before attention and MLP, and of what they add; of queries and keys.
     Norm input_norm, mlp_norm, attention_norm, output_norm, q_norm, k_norm;
-    Linear qkv, o, gate_up, down;
+    Linear qkv, o, gate_up, down, router, shared_gate;
+    const Expert* experts;  // or null; then gate_up and down are of one that all rows take, or null
     int32_t window;  // tokens a row sees; 0: all
     int32_t table;   // of cosines and sines
 };
@@ -24,7 +29,8 @@ struct Model {
     Norm final_norm;
     const Layer* layers;
     Linear lm_head;
-    int32_t num_layers, hidden, heads, kv_heads, head_size, inner, max_context;
+    int32_t num_layers, hidden, heads, kv_heads, head_size, max_context;
+    int32_t num_experts, per_token, normed;  // the taken ones' shares add up to 1
     int32_t gelu, row_norms;  // 1: gelu in place of silu; q_norm and k_norm of all heads together
     float eps, attention_scale, attention_cap, logit_scale, logit_cap;
     float embedding_scale, residual_scale;
@@ -61,6 +67,9 @@ struct Workspace {
 
 struct Buffers {
     Activation *hidden, *normed, *branch, *qkv, *mixed, *gate_up, *inner;
+    Activation *gathered, *outputs;  // of experts
+    float *scores, *shared_gate;
+    Routing routing;
     void* scratch;
 
     Buffers(Workspace& space, const Model& model, size_t rows) {
@@ -70,15 +79,31 @@ struct Buffers {
         branch = space.take<Activation>(rows * model.hidden);
         qkv = space.take<Activation>(rows * (q_size + 2 * size_t(model.kv_heads) * model.head_size));
         mixed = space.take<Activation>(rows * q_size);
-        gate_up = space.take<Activation>(rows * 2 * model.inner);
-        inner = space.take<Activation>(rows * model.inner);
-        size_t scratch_size = linear_scratch(model.lm_head, int(rows));
+        size_t scratch_size = linear_scratch(model.lm_head, int(rows)), inner_size = 0;
+        const auto fit = [&](const Linear& weights) {
+            scratch_size = std::max(scratch_size, linear_scratch(weights, int(rows)));
+        };
+        const auto fit_mlp = [&](const Linear& up, const Linear& down) {
+            fit(up), fit(down);
+            inner_size = std::max(inner_size, size_t(down.in));
+        };
         for (int i = 0; i < model.num_layers; i++) {
             const Layer& layer = model.layers[i];
-            for (const Linear* weights : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down})
-                scratch_size = std::max(scratch_size, linear_scratch(*weights, int(rows)));
+            fit(layer.qkv), fit(layer.o), fit(layer.router), fit(layer.shared_gate);
+            fit_mlp(layer.gate_up, layer.down);
+            for (int j = 0; layer.experts && j < model.num_experts; j++)
+                fit_mlp(layer.experts[j].gate_up, layer.experts[j].down);
         }
+        gate_up = space.take<Activation>(rows * 2 * inner_size);
+        inner = space.take<Activation>(rows * inner_size);
         scratch = space.take<char>(scratch_size);
+        const size_t slots = rows * model.per_token;
+        gathered = space.take<Activation>(slots * model.hidden);
+        outputs = space.take<Activation>(slots * model.hidden);
+        scores = space.take<float>(rows * model.num_experts);
+        shared_gate = space.take<float>(rows);
+        routing = {space.take<float>(slots), space.take<int32_t>(slots), space.take<int32_t>(slots),
+                   space.take<int32_t>(model.num_experts + 1)};
     }
 };
 
@@ -140,6 +165,33 @@ struct Forward {
         linear(team, x, rows, weights, y, at.scratch);
     }
 
+    void mlp(const Activation* x, int rows, const Linear& up, const Linear& down, Activation* y) {
+        product(x, rows, up, at.gate_up);
+        act_mul(team, at.gate_up, rows, down.in, model.gelu, at.inner);
+        product(at.inner, rows, down, y);
+    }
+
+    void mix_experts(const Layer& layer, const Activation* x, int rows) {
+        const Routing& routing = at.routing;
+        product(x, rows, layer.router, at.scores);
+        route(team, at.scores, rows, model.num_experts, model.per_token, model.normed, routing);
+        gather(team, x, rows, model.per_token, model.hidden, routing, at.gathered);
+        for (int i = 0; i < model.num_experts; i++) {
+            const int first = routing.first[i], count = routing.first[i + 1] - first;
+            const size_t begin = size_t(first) * model.hidden;
+            if (count)
+                mlp(at.gathered + begin, count, layer.experts[i].gate_up, layer.experts[i].down,
+                    at.outputs + begin);
+        }
+        const bool shared = layer.shared_gate.packed;
+        if (shared) {
+            product(x, rows, layer.shared_gate, at.shared_gate);
+            mlp(x, rows, layer.gate_up, layer.down, at.branch);
+        }
+        mix(team, at.outputs, rows, model.per_token, model.hidden, routing,
+            shared ? at.shared_gate : nullptr, at.branch);
+    }
+
     AttentionShape shape(int index) const {
         const Layer& layer = model.layers[index];
         const size_t table_size = size_t(model.max_context) * model.head_size;
@@ -164,9 +216,10 @@ struct Forward {
         product(at.mixed, rows, layer.o, at.branch);
         norm_branch(layer.attention_norm, rows);
         const Activation* x = norm(at.branch, layer.mlp_norm, rows);
-        product(x, rows, layer.gate_up, at.gate_up);
-        act_mul(team, at.gate_up, rows, model.inner, model.gelu, at.inner);
-        product(at.inner, rows, layer.down, at.branch);
+        if (layer.experts)
+            mix_experts(layer, x, rows);
+        else
+            mlp(x, rows, layer.gate_up, layer.down, at.branch);
         norm_branch(layer.output_norm, rows);
     }
 

@@ -52,6 +52,28 @@ void act_mul(Team& team, const Activation* gate_up, int rows, int size, bool gel
 // logits [rows][size] *= scale, and softcapped to cap * tanh(logit / cap) unless the cap is 0.
 void scale_logits(Team& team, float* logits, int rows, int size, float scale, float cap);
 
+// What rows take of a mixture of experts. A slot is one of the experts of one row.
+struct Routing {
+    float* shares;   // [rows][per_token]
+    int32_t* taken;  // [rows][per_token], experts
+    int32_t* place;  // [rows][per_token], of the slot among all, which lie by expert
+    int32_t* first;  // [experts + 1], each one's first place
+};
+
+// The `per_token` experts with the best scores [rows][experts], and their shares by softmax over
+// all; normed, they add up to 1.
+void route(Team& team, const float* scores, int rows, int experts, int per_token, bool normed,
+           const Routing& to);
+
+// x [rows][size] -> to [places][size].
+void gather(Team& team, const Activation* x, int rows, int per_token, int size,
+            const Routing& routing, Activation* to);
+
+// out [rows][size] = the outputs [places][size] of each row's slots times their shares; plus, where
+// there is a gate [rows], what is in out times its sigmoid. Added up in the row's own order.
+void mix(Team& team, const Activation* outputs, int rows, int per_token, int size,
+         const Routing& routing, const float* gate, Activation* out);
+
 constexpr int MAX_HEAD_SIZE = 256;
 constexpr int MAX_QUERIES = 128;  // query heads that share a KV head
 
