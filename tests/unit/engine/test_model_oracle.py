@@ -186,6 +186,18 @@ def test_equals_transformers_however_the_prompt_is_fed(name, tmp_path, load):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_64_greedy_tokens_are_those_of_transformers(architecture, tmp_path, load):
+    reference = make_checkpoint(tmp_path, architecture, sliding_window=24)
+    run = PagedRun(load(tmp_path))
+    sequence, count = run.add(prompt(40), room=64), 40
+    for _ in range(64):
+        scores, count = run.step((sequence, count))[0][-1], 1
+        sequence.tokens.append(int(scores.argmax()))
+    expected = expected_logits(reference, sequence.tokens).argmax(dim=1)
+    assert sequence.tokens[40:] == expected[39:-1].tolist()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(architecture, tmp_path, load):
     reference = make_checkpoint(tmp_path, architecture, dtype=torch.bfloat16)
     bf16 = expected_logits(reference, prompt())
