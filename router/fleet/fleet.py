@@ -97,7 +97,7 @@ class Fleet:
 
     def tokens_in_flight(self) -> int:
         """Prompt tokens that prefill workers have and did not compute yet."""
-        return int(self._look().queued_tokens.sum())
+        return self._look().tokens_in_flight
 
     def member(self, incarnation: str) -> Member:
         """A member by name; raises Unavailable when it has just left."""

@@ -9,7 +9,7 @@ from baton.errors import Overloaded, Unavailable
 from baton.prefix import block_hash
 from baton.v1 import common_pb2, worker_pb2
 from router.fleet.snapshot import SILENT, AssignedPrompt, WorkerView
-from router.placement.cost_model import Costs
+from router.placement.cost_model import ColumnCosts
 from router.placement.placement import pick, predict, rank_all
 
 from .snapshots import PROMPT, fleet, needs, usable_pairs, worker
@@ -115,8 +115,8 @@ def test_thousands_of_workers_that_are_not_ready_cost_little():
 )
 def test_few_of_many_pairs_are_looked_at(monkeypatch, prefill, decode, excluded):
     """Walking all pairs of 64 and 64 workers took a router's loop 130 ms for each request."""
-    looks, of = [], Costs.of
-    monkeypatch.setattr(Costs, "of", lambda *args: looks.append(args) or of(*args))
+    looks, of = [], ColumnCosts.of
+    monkeypatch.setattr(ColumnCosts, "of", lambda *args: looks.append(args) or of(*args))
     size = range(100, 200)
     p = [worker(f"p{i}", host_id=f"h{i % 30}", **RATE, **prefill) for i in size]
     d = [worker(f"d{i}", host_id=f"h{i % 40}", step_ms=i, **decode) for i in size]
