@@ -299,6 +299,8 @@ def _describe(
     prefill = "" if reserved.started else pair.prefill.incarnation
     state.route.prefill = prefill
     state.route.decode = pair.decode.incarnation
+    if not span.is_recording():
+        return
     attributes: dict[str, str | int | float | bool] = {
         "attempt": state.attempts,
         "prefill": prefill or "(decode prefills)",

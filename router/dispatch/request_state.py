@@ -203,6 +203,8 @@ class TextStream:
         With a `finish_reason` they are the last, and the text is all that is left. A token that
         ended the sequence by itself ("stop") is no text.
         """
+        if finish_reason is None and not self._singly:
+            return self._detokenizer.push(token_ids), len(token_ids)
         shown = token_ids[:-1] if finish_reason == "stop" else token_ids
         text, count = "", 0
         for tokens in ([token] for token in shown) if self._singly else (shown,):

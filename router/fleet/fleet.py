@@ -115,6 +115,8 @@ class Fleet:
 
     def _look(self) -> Snapshot:
         """All workers as they and their connections report."""
+        if self._seen is not None and not self._touched:
+            return self._seen
         touched = self._touched if self._seen is not None else self._members.keys()
         views = [self._members[name].view for name in touched if name in self._members]
         self._touched.clear()
