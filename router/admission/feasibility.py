@@ -103,6 +103,8 @@ def _candidate(pair: Pair) -> fleet_pb2.Candidate:
         decode=decode,
         refused=pair.refused,
         ttft_ms=pair.ttft_s * 1e3,
+        handed_over_ttft_ms=pair.handed_over_ttft_s * 1e3,
+        decode_prefills=pair.decode_prefills,
         tpot_ms=pair.on_decode.tpot_s * 1e3,
         queue_tokens=pair.on_prefill.queue_tokens,
         prefill_cached_tokens=pair.on_prefill.cached,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from baton.config import RouterLimits
+from baton.config import DEFAULT_MAX_ITL_S, RouterLimits
 from baton.prefix import block_hash, root_hash
 from router.fleet.prefix_index import leading_of
 from router.fleet.snapshot import Column, Flags, Row, Snapshot, WorkerView
@@ -54,7 +54,8 @@ class PlacementRequest:
     """What a request needs of a pair of workers, in tokens.
 
     Made once for an attempt: its prompt is hashed once, as far as any worker caches it. Decode
-    computes up to `local_prefill_max_tokens` by itself; 0 is never.
+    always computes up to `local_prefill_max_tokens` by itself, and more where that costs less and
+    delays no token of the streams there by more than `max_itl_s`; with 0 it never does.
     """
 
     token_ids: Sequence[int]  # prompt, then what earlier attempts delivered
@@ -62,6 +63,7 @@ class PlacementRequest:
     cache_salt: str = ""
     new_tokens: int = 0  # at most so many outputs; 0: not known
     local_prefill_max_tokens: int = RouterLimits.local_prefill_max_tokens
+    max_itl_s: float = DEFAULT_MAX_ITL_S
     _chains: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -174,7 +176,7 @@ class Costs(ABC):
         elif found.full:
             no_room = _blocks_missing(d, found.blocks)
         tpot_s = float(found.tpot_s)
-        return self._estimate(worker, no_room, found.cached, d.reported_tokens, tpot_s)
+        return self._estimate(worker, no_room, found.cached, d.queued_tokens, tpot_s)
 
     def _estimate(
         self, worker: WorkerView, no_room: str, cached: float, queued: int, tpot_s: float = 0.0
@@ -301,7 +303,7 @@ def _on_decode(
     most_busy = xp.where(most, most + xp.maximum(1, most // _SPARE_SHARE), np.inf)
     blocks = _blocks(xp, d, request, cached)
     full = (d.busy >= most_busy) | (blocks > d.blocks_available)
-    wait_s = d.reported_tokens / rate + tpot_s / 2  # the step that runs, on average
+    wait_s = d.queued_tokens / rate + tpot_s / 2  # the step that runs, on average
     compute_s = uncached / rate
     free = d.blocks_available - (request.num_tokens // d.block_size + 1)
     used = xp.maximum(0, xp.minimum(1, 1 - free / xp.maximum(1, d.blocks_total)))
@@ -312,7 +314,10 @@ def _on_decode(
     most_local = request.local_prefill_max_tokens
     always = uncached <= most_local
     chunk = xp.where(d.chunk_tokens, d.chunk_tokens, _CHUNK_TOKENS)
-    may = (cached > 0) & (uncached <= chunk) & (most_local > 0)
+    # One step computes it and what waits there, and lasts no longer than streams can bear.
+    step_tokens = d.queued_tokens + uncached
+    is_short = (step_tokens <= chunk) & (tpot_s + step_tokens / rate <= request.max_itl_s)
+    may = is_short & (most_local > 0)
 
     def handoff_us(same_host: bool) -> Any:
         """What decode does not cache is sent, in the gap before the second token."""

@@ -52,6 +52,7 @@ class Pair:
     same_host: bool
     decode_prefills: bool
     ttft_s: float  # predicted, from now
+    handed_over_ttft_s: float  # the same if the prefill worker computes the prompt
     score_ms: float  # the predicted time to the last token, and what it costs others: lower wins
     candidates: int = 0  # pairs that can be used
 
@@ -265,6 +266,7 @@ def _pair(costs: Costs, p: int, d: int, full: Set[str] = frozenset(), candidates
         same_host=same_host,
         decode_prefills=bool(decode_prefills),
         ttft_s=float(on_decode.local_ttft_s if decode_prefills else handoff_ttft_s),
+        handed_over_ttft_s=float(handoff_ttft_s),
         score_ms=float(cost_us) / 1e3,
         candidates=candidates,
     )

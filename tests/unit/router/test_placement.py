@@ -209,7 +209,7 @@ def test_where_decode_prefills_a_full_prefill_worker_does_not_matter():
     """A prompt that decode caches does not wait behind long ones."""
     full, decode = worker("p0", tokens=5000), worker("d0", caches=PROMPT)
     assert pick(fleet([full], [decode]), needs(local_prefill_max_tokens=4)).decode_prefills
-    assert refusal(full, request=needs(local_prefill_max_tokens=4))
+    assert refusal(full), "where it may not"
 
 
 def test_workers_that_failed_this_request_are_avoided_while_there_are_others():
@@ -443,6 +443,41 @@ def test_decode_computes_what_costs_less_there_than_elsewhere(case, local_tokens
     assert pair.local_prefill_max_tokens == (local_tokens or case.get("most", 16))
     if case == {}:
         assert pair.ttft_s == pytest.approx(0.04, abs=0.002)
+
+
+def short(*, tokens=40, ahead=500, running=2, queued=0, chunk=512, most=16, **more):
+    """Nothing of it is cached; 1000 tokens a second, and a step with one sequence takes 1 ms."""
+    prefill = worker("p0", queue_tokens=ahead, **RATE, **POOL)
+    load = {"step_ms": (8 + running) / 9, "chunk_tokens": chunk, "queue_tokens": queued}
+    decode = worker("d0", running=running, **load, **RATE, **POOL)
+    return only(prefill, decode, needs(tokens, local_prefill_max_tokens=most, **more))
+
+
+@pytest.mark.parametrize(
+    ("case", "local"),
+    [
+        ({}, True),
+        ({"ahead": 0}, False),
+        ({"ahead": 190}, False),  # three sequences wait 40 ms each, and that counts double
+        ({"ahead": 210}, True),
+        ({"running": 12}, False),
+        # No token of a stream comes more than 50 ms after the one before: 48 and a step of 1.2 ms.
+        ({"tokens": 48}, True),
+        ({"tokens": 49}, False),
+        ({"queued": 8}, True),
+        ({"queued": 9}, False),
+        ({"tokens": 130, "ahead": 1000}, False),
+        ({"tokens": 130, "ahead": 1000, "max_itl_s": 0.14}, True),
+        ({"tokens": 130, "ahead": 1000, "max_itl_s": 0.14, "chunk": 128}, False),
+        ({"most": 0}, False),
+    ],
+)
+def test_a_short_prompt_is_computed_on_decode_while_prefill_is_busy(case, local):
+    pair = short(**case)
+    assert pair.decode_prefills is local
+    assert (
+        pair.ttft_s < pair.handed_over_ttft_s if local else pair.ttft_s == pair.handed_over_ttft_s
+    )
 
 
 def test_what_the_other_streams_wait_is_part_of_the_cost():
