@@ -6,6 +6,7 @@ nothing else reads options or the environment.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import uuid
@@ -384,6 +385,9 @@ class WorkerConfig(TlsConfig, WorkerServiceConfig):
         return self.model_name or default_model_name(self.engine.model)
 
 
+DEFAULT_MAX_ITL_S = 0.05
+
+
 @dataclass(frozen=True)
 class RouterLimits:
     """What a router accepts and how long it waits: the same for every router of a cluster."""
@@ -434,12 +438,22 @@ class RouterLimits:
     # sooner and the streams beside it do not notice; from 80 on they do. Half of that, because
     # models whose prompts take longer, next to their steps, disturb streams sooner.
     local_prefill_max_tokens: int = option(
-        32, "--local-prefill-max TOKENS", "at most, left of a prompt, that decode computes"
+        32,
+        "--local-prefill-max TOKENS",
+        "left of a prompt, that decode always computes; it computes more while prefill is busy, "
+        "but nothing with 0",
     )
 
     def __post_init__(self) -> None:
         options.check(self)
         slo.parse_all(self.slos)
+
+    @property
+    def max_itl_s(self) -> float:
+        """Between two tokens of a stream while decode computes a prompt beside it: the shortest
+        TPOT that an SLO promises, or what a fast reader does not notice."""
+        promised = (one.tpot_s for one in slo.parse_all(self.slos) if one.tpot_s < math.inf)
+        return min(promised, default=DEFAULT_MAX_ITL_S)
 
 
 @dataclass(frozen=True)

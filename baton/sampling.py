@@ -76,7 +76,7 @@ class SamplingParams:
                 )
 
     def to_proto(self) -> common_pb2.SamplingParams:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {name: getattr(self, name) for name in _NAMES}
         values["logit_bias"] = dict(self.logit_bias)
         values["stop_token_ids"] = sorted(self.stop_token_ids)
         return common_pb2.SamplingParams(**values)
@@ -94,10 +94,13 @@ class SamplingParams:
                     f"{name} may have {most} entries at most, not {count}", f"sampling.{name}"
                 )
         values = {
-            field.name: getattr(message, field.name)
-            for field in fields(cls)
-            if field.name not in _OPTIONAL or message.HasField(field.name)
+            name: getattr(message, name)
+            for name in _NAMES
+            if name not in _OPTIONAL or message.HasField(name)
         }
         values["logit_bias"] = MappingProxyType(dict(message.logit_bias))
         values["stop_token_ids"] = frozenset(message.stop_token_ids)
         return cls(**values)
+
+
+_NAMES = tuple(field.name for field in fields(SamplingParams))

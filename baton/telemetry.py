@@ -11,6 +11,7 @@ import contextlib
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,10 +113,12 @@ def is_held(span: Span) -> bool:
     return span.is_recording() and not span.get_span_context().trace_flags.sampled
 
 
-def example(span: Span, kept: bool = False) -> Context:
+def example(span: Span, kept: bool = False) -> Context | None:
     """A context by which a measurement can lead to its trace, if that trace is exported."""
     context = span.get_span_context()
-    if kept and context.is_valid and not context.trace_flags.sampled:
+    if not (context.is_valid and (kept or context.trace_flags.sampled)):
+        return None
+    if not context.trace_flags.sampled:
         sampled = TraceFlags(TraceFlags.SAMPLED)
         context = SpanContext(context.trace_id, context.span_id, False, sampled)
     # The span itself would be kept alive by the context.
@@ -133,18 +136,27 @@ def trace_id_in(context: Context | None) -> str:
     return trace_id_of(trace.get_current_span(context)) if context is not None else ""
 
 
-@contextlib.contextmanager
 def span(
     tracer: Tracer,
     name: str,
     parent: Context,
     attributes: Attributes | None = None,
     kind: SpanKind = SpanKind.INTERNAL,
-) -> Iterator[Span]:
+) -> AbstractContextManager[Span]:
     """A span around what runs inside; it marks failures and cancellation.
 
-    It is not made current: in a generator, "current" would leak to its consumer.
+    It is not made current: in a generator, "current" would leak to its consumer. Where nothing is
+    recorded it is the caller's, if there is one: traces go through.
     """
+    if isinstance(tracer, trace.NoOpTracer):
+        return contextlib.nullcontext(tracer.start_span(name, parent))
+    return _recorded(tracer, name, parent, attributes, kind)
+
+
+@contextlib.contextmanager
+def _recorded(
+    tracer: Tracer, name: str, parent: Context, attributes: Attributes | None, kind: SpanKind
+) -> Iterator[Span]:
     entered = tracer.start_span(name, context=parent, attributes=dict(attributes or {}), kind=kind)
     try:
         yield entered
@@ -167,6 +179,8 @@ def record(
     attributes: Attributes | None = None,
 ) -> None:
     """Records a span after the fact from wall-clock nanoseconds (`time.time_ns`)."""
+    if isinstance(tracer, trace.NoOpTracer):
+        return
     known = dict(attributes or {})
     span = tracer.start_span(name, parent, attributes=known, start_time=start_ns)
     span.end(end_ns if end_ns is not None else time.time_ns())

@@ -143,11 +143,7 @@ class Reservations:
         self._idle.clear()
         self._renew(entry)
         try:
-            blocks = await self._hold(entry)
-            started = entry.num_tokens - blocks.cached_tokens <= request.local_prefill_max_tokens
-            if started:
-                self._start_decoding(entry)
-                await asyncio.wrap_future(self._engine.start_reserved(spec.handoff_id))
+            blocks, started = await self._hold(entry, request.local_prefill_max_tokens)
         except BaseException:  # also a caller that hung up: the engine may have reserved by now
             if self._entries.get(spec.handoff_id) is entry:
                 self._forget(spec.handoff_id)
@@ -236,6 +232,8 @@ class Reservations:
             entry = self._entries.get(progress.seq_id)
             if entry is None:
                 continue
+            if not entry.decoding:
+                self._start_decoding(entry)
             entry.spans.step(report.started_ns, report.ended_ns, progress)
             if event := _event(progress):
                 events.setdefault(entry.stream_id, []).append(event)
@@ -245,19 +243,26 @@ class Reservations:
         for stream_id, stream_events in events.items():
             self._send(stream_id, stream_events)
 
-    async def _hold(self, entry: Entry) -> ReservedBlocks:
-        """Takes blocks. Raises Overloaded, or Stale when the entry was ended meanwhile."""
+    async def _hold(self, entry: Entry, start_tokens: int) -> tuple[ReservedBlocks, bool]:
+        """Takes blocks; true where the sequence has started, and may have finished.
+
+        Raises Overloaded, or Stale when the entry was ended meanwhile.
+        """
         sequence = entry.sequence
-        reserved = await asyncio.wrap_future(self._engine.reserve(sequence))
-        if self._entries.get(entry.handoff_id) is not entry:
-            raise Stale("the request was cancelled while it was being reserved")
+        digest = token_digest(sequence.tokens, sequence.cache_salt)
+        reserved = await asyncio.wrap_future(self._engine.reserve(sequence, start_tokens))
+        if not entry.decoding:  # no step's report has come before this
+            if self._entries.get(entry.handoff_id) is not entry:
+                raise Stale("the request was cancelled while it was being reserved")
+            if reserved.started:
+                self._start_decoding(entry)
         entry.blocks = ReservedBlocks(
             reserved.block_ids,
             entry.num_tokens,
             reserved.num_cached,
-            token_digest(sequence.tokens, sequence.cache_salt),
+            digest,
         )
-        return entry.blocks
+        return entry.blocks, reserved.started
 
     def _renew(self, entry: Entry) -> None:
         lease_end = asyncio.get_running_loop().time() + self._lease_s

@@ -89,6 +89,8 @@ class DecodeWorker(Node, DecodeServiceServicer):
 
 async def _next(messages: Messages, heartbeat_s: float) -> decode_pb2.StreamEventsResponse | None:
     """The next message; an empty one as a heartbeat after `heartbeat_s` without any (0: never)."""
+    if not messages.empty():
+        return messages.get_nowait()
     try:
         async with asyncio.timeout(max(heartbeat_s, MIN_HEARTBEAT_S) if heartbeat_s else None):
             return await messages.get()

@@ -21,7 +21,6 @@ from baton.registry import EtcdRegistry
 from baton.server import EventLoop, Health, bind, settle
 from baton.text import load_tokenizer
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
-from router.admission import feasibility
 from router.admission.admission import Admission
 from router.admission.tenants import Tenants
 from router.admission.wait_queue import WaitQueue
@@ -75,7 +74,7 @@ async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
             config.default_timeout_s,
             ttft_target_s=config.ttft_target_s,
             max_prompt_tokens=config.max_prompt_tokens,
-            prefill_rate=lambda: feasibility.prefill_rate(fleet.snapshot()),
+            prefill_rate=lambda: fleet.snapshot().prefill_rate,
             tenants=tenants,
         )
         queue = WaitQueue(config.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)

@@ -50,8 +50,9 @@ class _Writer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._writing.cancel()
-        await asyncio.wait([self._writing])
+        if not self._writing.done():
+            self._writing.cancel()
+            await asyncio.wait([self._writing])
 
     def start(self, started: inference_pb2.Started) -> None:
         self._add(inference_pb2.GenerateResponse(started=started))

@@ -156,7 +156,11 @@ def render_explanation(explanation: Mapping[str, Any]) -> str:
     if explanation["refused"]:
         verdict = f"would be refused or wait: {explanation['refused']}"
     elif explanation["decode_prefills"]:
-        verdict = f"would run on {rows[0]['decode']}, which would compute the prompt itself"
+        best = rows[0]
+        verdict = (
+            f"would run on {best['decode']}, which would compute the prompt itself: first token in "
+            f"{best['ttft_ms']} ms, handed over in {best['handed_over_ttft_ms']:.1f} ms"
+        )
     else:
         verdict = f"would run on {rows[0]['prefill']} and {rows[0]['decode']}"
     lines = [

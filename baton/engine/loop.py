@@ -79,6 +79,7 @@ class Reserved:
 
     num_cached: int
     block_ids: tuple[int, ...]
+    started: bool
 
 
 @dataclass(frozen=True)
@@ -214,10 +215,11 @@ class Engine:
         self._planner.add(sequence)
 
     @_command
-    def reserve(self, sequence: Sequence) -> Reserved:
-        """Holds blocks for a sequence that `resume` or `start_reserved` starts later.
+    def reserve(self, sequence: Sequence, start_tokens: int = 0) -> Reserved:
+        """Holds blocks for a sequence that `resume` starts later.
 
-        Fails with Overloaded when there is no room now.
+        One with no more than `start_tokens` to compute starts at once, by itself. Fails with
+        Overloaded when there is no room now.
         """
         most = SEQUENCES_PER_PLACE * self._planner.max_batch
         if len(self._sequences) >= most:
@@ -232,17 +234,15 @@ class Engine:
                 f"{self._blocks.num_blocks} KV blocks are available",
                 RETRY_S,
             )
-        # Others write there, and know nothing of steps that run here.
-        self._runner.wait_for_writes(sequence.block_ids)
-        sequence.awaits_kv = True
-        return Reserved(sequence.num_computed, tuple(sequence.block_ids))
-
-    @_command
-    def start_reserved(self, seq_id: str) -> None:
-        """Lets a reserved sequence compute what is not cached by itself."""
-        sequence = self._find(seq_id)
-        sequence.awaits_kv = False
-        self._planner.add(sequence)
+        starts = sequence.num_tokens - sequence.num_computed <= start_tokens
+        reserved = Reserved(sequence.num_computed, tuple(sequence.block_ids), starts)
+        if starts:
+            self._planner.add(sequence)
+        else:
+            # Others write there, and know nothing of steps that run here.
+            self._runner.wait_for_writes(sequence.block_ids)
+            sequence.awaits_kv = True
+        return reserved
 
     @_command
     def resume(self, seq_id: str, num_computed: int, token_id: int) -> None:

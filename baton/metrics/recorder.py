@@ -86,6 +86,7 @@ class Recorder(Collector):
         resource = {"service.name": f"baton-{process}", **resource}
         self._target.info({name.replace(".", "_"): value for name, value in resource.items()})
         self._metrics = {name: _made(one) for name, one in self._instruments.items()}
+        self._children: dict[tuple[object, ...], Any] = {}  # by name and attributes, once used
         self.observe("process.cpu.time", _cpu_s)
         if _STATM.exists():
             self.observe("process.memory.usage", _memory_bytes)
@@ -102,9 +103,11 @@ class Recorder(Collector):
         context: Context | None = None,
     ) -> None:
         """Puts a value into a histogram; the sampled span of `context` becomes its exemplar."""
-        exemplar, span = None, trace.get_current_span(context or Context()).get_span_context()
-        if span.trace_flags.sampled:
-            exemplar = {"trace_id": f"{span.trace_id:032x}", "span_id": f"{span.span_id:016x}"}
+        exemplar = None
+        if context is not None:
+            span = trace.get_current_span(context).get_span_context()
+            if span.trace_flags.sampled:
+                exemplar = {"trace_id": f"{span.trace_id:032x}", "span_id": f"{span.span_id:016x}"}
         self._child(name, Histogram, attributes).observe(value, exemplar)
 
     def gaps(self, name: str) -> Gaps:
@@ -129,9 +132,13 @@ class Recorder(Collector):
         return kind, encode(self)
 
     def _child(self, name: str, kind: type[Any], attributes: Attributes) -> Any:
-        one, metric = self._instruments[name], self._metrics[name]
-        assert isinstance(metric, kind), f"{name} is a {one.kind}"
-        return metric.labels(*one.values(attributes)) if one.labels else metric
+        key = (name, *attributes.items())
+        if (child := self._children.get(key)) is None:
+            one, metric = self._instruments[name], self._metrics[name]
+            assert isinstance(metric, kind), f"{name} is a {one.kind}"
+            child = metric.labels(*one.values(attributes)) if one.labels else metric
+            self._children[key] = child
+        return child
 
 
 def _cpu_s() -> Iterator[tuple[float, Attributes]]:

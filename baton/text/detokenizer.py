@@ -40,6 +40,7 @@ class TokenPieces:
         added = library.get_added_tokens_decoder()
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._known: dict[int, bytes | None] = {}
+        self._texts: dict[int, str] = {}
 
     def piece(self, token: int) -> bytes | None:
         """The token's bytes, b"" for one that is no text, None where only `decode` knows."""
@@ -60,7 +61,12 @@ class TokenPieces:
 
     def decode(self, tokens: list[int]) -> str:
         """The library's text of `tokens`, special tokens and unknown ids left out."""
-        return str(self._library.decode(tokens, skip_special_tokens=True))
+        if len(tokens) != 1:
+            return str(self._library.decode(tokens, skip_special_tokens=True))
+        (token,) = tokens
+        if token not in self._texts:
+            self._texts[token] = str(self._library.decode(tokens, skip_special_tokens=True))
+        return self._texts[token]
 
     def _find(self, token: int) -> bytes | None:
         name = self._library.id_to_token(token)

@@ -139,7 +139,7 @@ class ExplainRequest(_message.Message):
     def __init__(self, request: _Optional[_Union[_inference_pb2.GenerateRequest, _Mapping]] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("prefill", "decode", "refused", "ttft_ms", "tpot_ms", "queue_tokens", "prefill_cached_tokens", "decode_cached_tokens", "same_host", "score")
+    __slots__ = ("prefill", "decode", "refused", "ttft_ms", "tpot_ms", "queue_tokens", "prefill_cached_tokens", "decode_cached_tokens", "same_host", "score", "decode_prefills", "handed_over_ttft_ms")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +150,8 @@ class Candidate(_message.Message):
     DECODE_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAME_HOST_FIELD_NUMBER: _ClassVar[int]
     SCORE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_PREFILLS_FIELD_NUMBER: _ClassVar[int]
+    HANDED_OVER_TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     prefill: str
     decode: str
     refused: str
@@ -160,7 +162,9 @@ class Candidate(_message.Message):
     decode_cached_tokens: int
     same_host: bool
     score: float
-    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., refused: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., queue_tokens: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., same_host: bool = ..., score: _Optional[float] = ...) -> None: ...
+    decode_prefills: bool
+    handed_over_ttft_ms: float
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., refused: _Optional[str] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., queue_tokens: _Optional[int] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., same_host: bool = ..., score: _Optional[float] = ..., decode_prefills: bool = ..., handed_over_ttft_ms: _Optional[float] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
     __slots__ = ("candidates", "refused", "decode_prefills", "prompt_tokens", "tenant", "queued")

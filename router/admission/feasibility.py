@@ -20,16 +20,6 @@ SAFETY = 1.25
 DOUBT = 4.0
 
 
-def prefill_rate(snapshot: Snapshot) -> float:
-    """Tokens a second that the ready prefill workers compute together; 0 when not measured yet.
-
-    A worker without a measurement counts as the mean of the others.
-    """
-    prefill = snapshot.of_prefill
-    rates = prefill["rate"][prefill["ready"]]
-    return float(rates[rates > 0].mean() * rates.size) if rates.any() else 0.0
-
-
 def check(
     request: TokenizedRequest,
     needs: PlacementRequest,
@@ -46,7 +36,7 @@ def check(
     # One that resumes another stream has had its first token: only its deadline counts.
     target_s = 0.0 if request.resumed else request.ttft_target_s
     limit_s = min(request.deadline - now, target_s or math.inf)
-    rate = prefill_rate(snapshot)
+    rate = snapshot.prefill_rate
     drain_rate, before = queue.drain_rate(rate), queue.tokens_before(request.virtual_finish)
     own_s, has_room = placement.predict(snapshot, needs)
     expected_s = (before / drain_rate if drain_rate else 0.0) + own_s
@@ -55,7 +45,7 @@ def check(
     # Other tenants may yet come for their share: then it is served at its virtual finish and no
     # earlier. Virtual finish times are times only where the rate behind them is known.
     fair_s = request.virtual_finish - now if rate else 0.0
-    idle = bool((snapshot.of_prefill["ready"] & (snapshot.queued_tokens == 0)).any())
+    idle = any(row.ready and not row.queued_tokens for row in snapshot.prefill_rows)
     safety = SAFETY / DOUBT if queue.depth == 0 and idle else SAFETY
     needed_s = max(expected_s, fair_s) * safety
     slack_s = math.inf
@@ -113,6 +103,8 @@ def _candidate(pair: Pair) -> fleet_pb2.Candidate:
         decode=decode,
         refused=pair.refused,
         ttft_ms=pair.ttft_s * 1e3,
+        handed_over_ttft_ms=pair.handed_over_ttft_s * 1e3,
+        decode_prefills=pair.decode_prefills,
         tpot_ms=pair.on_decode.tpot_s * 1e3,
         queue_tokens=pair.on_prefill.queue_tokens,
         prefill_cached_tokens=pair.on_prefill.cached,

@@ -184,7 +184,8 @@ class AdmissionLease:
         if not self._began:
             self._began = True
             self._tenant.fair_queue.remove(self._prompt)
-        self._tenant.charge(0, max(0, count - self._reserved))
+        if count > self._reserved:
+            self._tenant.charge(0, count - self._reserved)
         self._reserved = max(0, self._reserved - count)
 
     def __enter__(self) -> Self:

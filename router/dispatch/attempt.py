@@ -42,11 +42,11 @@ class Attempt:
         self._over = asyncio.Event()
         self._error: Exception | None = None
 
-    def assign(self, prefill: Member, prompt: AssignedPrompt) -> None:
-        """Counts the prompt against a prefill worker, so that a burst sees its own beginning."""
+    def assign(self, worker: Member, prompt: AssignedPrompt) -> None:
+        """Counts the prompt against the one that computes it: a burst sees its own beginning."""
         self.unassign()
-        prefill.assign(self.handoff_id, prompt)
-        self._assigned = prefill
+        worker.assign(self.handoff_id, prompt)
+        self._assigned = worker
 
     def unassign(self) -> None:
         """The prompt is computed, or is not going to be; may be called again."""
@@ -97,6 +97,7 @@ class Attempt:
         else:
             if not self._decoding:
                 self._decoding = True
+                self.unassign()
                 self.on_decoding()
             self._handed_over = True
             self.suspects.clear()

@@ -40,7 +40,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.member import Member
 from router.fleet.snapshot import AssignedPrompt
 from router.placement import placement
-from router.placement.cost_model import PlacementRequest
+from router.placement.cost_model import Estimate, PlacementRequest
 from router.placement.placement import Pair
 from router.telemetry.stats import RouterStats
 
@@ -64,6 +64,7 @@ class Dispatch:
         self._fleet = fleet
         self._wait_queue = wait_queue
         self._limits = limits
+        self._local_prefill = limits.local_prefill_max_tokens, limits.max_itl_s
         self._tracer = tracer
         self.stats = RouterStats()
         self._cancels: set[asyncio.Task[None]] = set()
@@ -100,7 +101,7 @@ class Dispatch:
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
 
     def placement_request(self, state: RequestState) -> PlacementRequest:
-        return state.placement_request(self._limits.local_prefill_max_tokens)
+        return state.placement_request(*self._local_prefill)
 
     async def close(self) -> None:
         """Waits for the cancellations that are still under way."""
@@ -118,12 +119,13 @@ class Dispatch:
             streams_ns = time.time_ns() if reserved.started else 0
             try:
                 if reserved.started:
-                    attempt.unassign()
+                    if not pair.decode_prefills:
+                        attempt.unassign()
                     attempt.first_token_seen()
                     state.note_cached(reserved.cached_tokens)
                 else:
                     attempt.suspects = {pair.prefill.incarnation}  # it may have left by now
-                    self._assign(pair, attempt)
+                    self._assign(attempt, pair.on_prefill, pair)
                     attempt.follow(self._prefill(state, pair, reserved, attempt, trace))
                 await attempt.finished()
             except BatonError as error:
@@ -186,8 +188,7 @@ class Dispatch:
         while True:
             pair = pick(full)
             decode = self._fleet.member(pair.decode.incarnation)
-            if not pair.decode_prefills:
-                self._assign(pair, attempt)
+            self._assign(attempt, pair.on_decode if pair.decode_prefills else pair.on_prefill, pair)
             decode.subscribe(attempt.handoff_id, attempt.on_decode)
             try:
                 reserved = await self._call_reserve(state, attempt, pair, decode, trace)
@@ -208,9 +209,9 @@ class Dispatch:
             state.placed_at = state.placed_at or time.monotonic()
             return pair, decode, reserved
 
-    def _assign(self, pair: Pair, attempt: Attempt) -> None:
-        prompt = AssignedPrompt(pair.on_prefill.uncached, pair.request.virtual_finish)
-        attempt.assign(self._fleet.member(pair.prefill.incarnation), prompt)
+    def _assign(self, attempt: Attempt, by: Estimate, pair: Pair) -> None:
+        prompt = AssignedPrompt(by.uncached, pair.request.virtual_finish)
+        attempt.assign(self._fleet.member(by.worker.incarnation), prompt)
 
     async def _call_reserve(
         self, state: RequestState, attempt: Attempt, pair: Pair, decode: Member, trace: Context
@@ -299,6 +300,8 @@ def _describe(
     prefill = "" if reserved.started else pair.prefill.incarnation
     state.route.prefill = prefill
     state.route.decode = pair.decode.incarnation
+    if not span.is_recording():
+        return
     attributes: dict[str, str | int | float | bool] = {
         "attempt": state.attempts,
         "prefill": prefill or "(decode prefills)",

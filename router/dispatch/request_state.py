@@ -85,7 +85,9 @@ class RequestState:
             virtual_finish_ms=min(_MOST_TIME_MS, max(0, int(virtual_finish_s * 1000))),
         )
 
-    def placement_request(self, local_prefill_max_tokens: int) -> PlacementRequest:
+    def placement_request(
+        self, local_prefill_max_tokens: int, max_itl_s: float
+    ) -> PlacementRequest:
         """What placement has to find room for; the same one until more is delivered."""
         request, kept = self.request, self._placement
         if kept is None or kept.num_tokens != len(request.prompt) + len(self.delivered):
@@ -95,6 +97,7 @@ class RequestState:
                 cache_salt=request.cache_salt,
                 new_tokens=request.params.max_tokens - len(self.delivered),
                 local_prefill_max_tokens=local_prefill_max_tokens,
+                max_itl_s=max_itl_s,
             )
         return kept
 
@@ -203,6 +206,8 @@ class TextStream:
         With a `finish_reason` they are the last, and the text is all that is left. A token that
         ended the sequence by itself ("stop") is no text.
         """
+        if finish_reason is None and not self._singly:
+            return self._detokenizer.push(token_ids), len(token_ids)
         shown = token_ids[:-1] if finish_reason == "stop" else token_ids
         text, count = "", 0
         for tokens in ([token] for token in shown) if self._singly else (shown,):

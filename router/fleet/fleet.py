@@ -97,7 +97,7 @@ class Fleet:
 
     def tokens_in_flight(self) -> int:
         """Prompt tokens that prefill workers have and did not compute yet."""
-        return int(self._look().queued_tokens.sum())
+        return self._look().tokens_in_flight
 
     def member(self, incarnation: str) -> Member:
         """A member by name; raises Unavailable when it has just left."""
@@ -115,6 +115,8 @@ class Fleet:
 
     def _look(self) -> Snapshot:
         """All workers as they and their connections report."""
+        if self._seen is not None and not self._touched:
+            return self._seen
         touched = self._touched if self._seen is not None else self._members.keys()
         views = [self._members[name].view for name in touched if name in self._members]
         self._touched.clear()

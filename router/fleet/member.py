@@ -263,8 +263,9 @@ class Member:
             with self._announcing_change():
                 stream.opened()
             async for step in call:
-                with self._announcing_change():
-                    stream.heard()
+                if stream.silent_ticks:
+                    with self._announcing_change():
+                        stream.heard()
                 for event in step.events:
                     self._deliver(event)
         finally:

@@ -56,22 +56,33 @@ class PrefixIndex:
     def clear(self, slot: int) -> None:
         self.evict(slot, tuple(self._cached[slot]))
 
-    def leading(self, hashes: Iterable[int]) -> npt.NDArray[np.float64]:
-        """By slot: how many of a prompt's first blocks the worker caches."""
-        num_bytes = self._num_slots // 8 + 1
-        masks: list[bytes] = []  # of the workers that cache all blocks so far, and
-        lengths: list[int] = []  # for how many blocks these stay the same
+    def holders(self, hashes: Iterable[int]) -> list[tuple[int, int]]:
+        """Masks of the workers that cache all of a prompt's blocks so far, and for how many more
+        blocks each stays the same."""
+        found: list[tuple[int, int]] = []
         holding = (1 << self._num_slots) - 1
         for block in hashes if self._holders else ():
             still = holding & self._holders.get(block, 0)
             if not still:
                 break
-            if not masks or still != holding:
-                masks.append(still.to_bytes(num_bytes, "little"))
-                lengths.append(0)
-            lengths[-1] += 1
+            if found and still == holding:
+                found[-1] = still, found[-1][1] + 1
+            else:
+                found.append((still, 1))
             holding = still
-        packed = np.frombuffer(b"".join(masks), np.uint8).reshape(-1, num_bytes)
+        return found
+
+    def leading(self, hashes: Iterable[int]) -> npt.NDArray[np.float64]:
+        """By slot: how many of a prompt's first blocks the worker caches."""
+        num_bytes = self._num_slots // 8 + 1
+        found = self.holders(hashes)
+        masks = b"".join(mask.to_bytes(num_bytes, "little") for mask, _ in found)
+        packed = np.frombuffer(masks, np.uint8).reshape(-1, num_bytes)
         bits = np.unpackbits(packed, axis=1, bitorder="little")
-        blocks: npt.NDArray[np.float64] = np.array(lengths, np.float64) @ bits
+        blocks: npt.NDArray[np.float64] = np.array([n for _, n in found], np.float64) @ bits
         return blocks
+
+
+def leading_of(holders: Iterable[tuple[int, int]], slot: int) -> int:
+    """As `PrefixIndex.leading`, of one worker."""
+    return sum(blocks for mask, blocks in holders if mask >> slot & 1)

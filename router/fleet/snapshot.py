@@ -1,15 +1,19 @@
 """An immutable picture of the fleet, for decisions that must not change while they are made.
 
-It has each worker twice: as a view, for people, and as a row of numbers, for placement. A snapshot
-of the next moment copies the numbers and writes the rows of those workers that changed.
+It has each worker twice: as a view, for people, and as a row of numbers, for placement. Of many
+workers the rows are also columns. A snapshot of the next moment copies the numbers and writes the
+rows of those workers that changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,18 +33,39 @@ _MOST_WORKERS = 8  # in one message
 
 Column = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
+
+
+class Row(NamedTuple):
+    """The numbers of one worker, or of many: then each is a column."""
+
+    ready: Any
+    kv: Any  # the number of its KV cache's kind
+    host: Any  # its number
+    slot: Any  # in the prefix index
+    block_size: Any
+    token_bytes: Any
+    chunk_tokens: Any
+    max_batch: Any
+    rate: Any  # prefill, tokens a second; 0: not measured
+    step_ms: Any
+    running: Any
+    busy: Any  # sequences, also those its load does not show yet
+    steps: Any
+    reported_tokens: Any  # to compute, as it reports, and
+    assigned_tokens: Any  # as this router has sent it
+    queued_tokens: Any  # the larger of both
+    num_assigned: Any
+    blocks_available: Any
+    blocks_cached: Any
+    blocks_held: Any
+    blocks_total: Any
+
+
 _ROW = np.dtype(
     [("ready", np.bool_)]
     + [(name, np.int64) for name in ("kv", "host", "slot")]
-    + [
-        (name, np.float64)
-        for name in (
-            "block_size", "token_bytes", "chunk_tokens", "max_batch", "max_context", "rate",
-            "step_ms", "running", "busy", "steps", "reported_tokens", "assigned_tokens",
-            "num_assigned", "blocks_available", "blocks_cached", "blocks_held", "blocks_total",
-        )
-    ]
-)  # fmt: skip
+    + [(name, np.float64) for name in Row._fields[4:]]
+)
 
 
 @dataclass(frozen=True)
@@ -98,11 +123,7 @@ class Snapshot:
         # KV caches that differ, and hosts, with their numbers in the columns "kv" and "host".
         self.kvs: dict[bytes, tuple[int, int, int]] = {}  # also a block's and a token's size
         self.hosts: dict[str, int] = {}
-        self._table = np.zeros(len(views), _ROW)
-        # Of the prompts that are assigned to each prefill worker, in any order.
-        self._tokens = np.zeros((len(self.prefill), 1))
-        self._finish = np.zeros((len(self.prefill), 1))
-        self._write(enumerate(views))
+        self.numbers = [self._row(view) for view in views]
         self._find_usable()
 
     def replaced(
@@ -111,82 +132,108 @@ class Snapshot:
         excluded_pairs: Mapping[tuple[str, str], str] | None = None,
     ) -> Snapshot:
         """The same workers, some of them changed."""
+        new = Snapshot.__new__(Snapshot)  # `copy` takes several times as long
+        new.__dict__.update(self.__dict__)
         every, split = [*self.prefill, *self.decode], len(self.prefill)
-        by_row = {self.rows[view.incarnation]: view for view in views}
-        for row, view in by_row.items():
-            every[row] = view
-        new = copy(self)
+        new.numbers, changed = self.numbers.copy(), {}
+        is_other = excluded_pairs is not None
+        for view in views:
+            row = self.rows[view.incarnation]
+            is_other |= view.ready is not every[row].ready or view.record is not every[row].record
+            every[row] = changed[row] = view
+            new.numbers[row] = self._row(view)
         new.prefill, new.decode = tuple(every[:split]), tuple(every[split:])
-        new.excluded_pairs = self.excluded_pairs if excluded_pairs is None else excluded_pairs
-        new._table = self._table.copy()
-        new._tokens, new._finish = self._tokens.copy(), self._finish.copy()
-        new._write(by_row.items())
-        changed = ((new._table[name] != self._table[name]).any() for name in ("ready", "kv"))
-        if excluded_pairs is not None or any(changed):
+        new.__dict__.pop("prefill_rate", None)
+        if columns := new.__dict__.pop("columns", None):
+            new.columns = columns.replaced(changed, new.numbers)
+        if excluded_pairs is not None:
+            new.excluded_pairs = excluded_pairs
+        if is_other:
             new._find_usable()
         return new
 
-    def _write(self, views: Iterable[tuple[int, WorkerView]]) -> None:
-        """Rows of numbers, and what follows from them."""
-        for row, view in views:
-            record, load = view.record, view.load
-            kv = record.kv.SerializeToString()
-            if kv not in self.kvs:
-                self.kvs[kv] = len(self.kvs), record.kv.block_size, _token_bytes(record.kv)
-            number, block_size, token_bytes = self.kvs[kv]
-            self._table[row] = (
-                view.ready,
-                number,
-                self.hosts.setdefault(record.host_id, len(self.hosts)),
-                view.slot,
-                max(1, block_size),
-                token_bytes,
-                record.chunk_tokens,
-                record.max_batch,
-                record.max_context,
-                load.prefill_tokens_per_s,
-                load.step_ms,
-                load.running,
-                max(load.running + load.waiting, view.assigned_sequences),
-                load.steps,
-                load.queue_tokens,
-                view.assigned_tokens,
-                len(view.assigned),
-                load.blocks_free + load.blocks_cached,
-                load.blocks_cached,
-                load.blocks_held,
-                load.blocks_total,
-            )
-            if row < len(self.prefill):
-                self._write_assigned(row, view.assigned)
-        p, _ = self.of_prefill, self.of_decode = self.split(self._table)
-        # By prefill worker, to compute: what it reports, or what this router just sent it.
-        self.queued_tokens = np.maximum(p["reported_tokens"], p["assigned_tokens"])
+    @cached_property
+    def columns(self) -> Columns:
+        """The numbers of all workers."""
+        return Columns(self.numbers, self.prefill)
+
+    def _row(self, view: WorkerView) -> Row:
+        record, load = view.record, view.load
+        kv = record.kv.SerializeToString()
+        if kv not in self.kvs:
+            self.kvs[kv] = len(self.kvs), record.kv.block_size, _token_bytes(record.kv)
+        number, block_size, token_bytes = self.kvs[kv]
+        cached = load.blocks_cached
+        return Row(
+            view.ready,
+            number,
+            self.hosts.setdefault(record.host_id, len(self.hosts)),
+            view.slot,
+            max(1, block_size),
+            token_bytes,
+            record.chunk_tokens,
+            record.max_batch,
+            load.prefill_tokens_per_s,
+            load.step_ms,
+            load.running,
+            max(load.running + load.waiting, view.assigned_sequences),
+            load.steps,
+            load.queue_tokens,
+            assigned := view.assigned_tokens,
+            max(load.queue_tokens, assigned),
+            len(view.assigned),
+            load.blocks_free + cached,
+            cached,
+            load.blocks_held,
+            load.blocks_total,
+        )
 
     def _find_usable(self) -> None:
-        p, d, rows = self.of_prefill, self.of_decode, self.rows
+        numbers, split, rows = self.numbers, len(self.prefill), self.rows
         # By row of a prefill worker: rows, among decode's, that it is excluded from.
         self.excluded_rows: dict[int, list[int]] = {}
         for names in self.excluded_pairs:
             if rows.keys() >= set(names):
-                row, other = rows[names[0]], rows[names[1]] - len(self.prefill)
+                row, other = rows[names[0]], rows[names[1]] - split
                 self.excluded_rows.setdefault(row, []).append(other)
-        by_kv = (np.bincount(w["kv"][w["ready"]], minlength=len(self.kvs)) for w in (p, d))
+        p, d = (
+            Counter(row.kv for row in role if row.ready)
+            for role in (numbers[:split], numbers[split:])
+        )
         # Pairs of READY workers with equal KV caches that are not excluded from each other.
-        self.num_usable = int(np.dot(*by_kv)) - sum(
-            bool(p["ready"][row] and d["ready"][other] and p["kv"][row] == d["kv"][other])
+        self.num_usable = sum(count * d[kv] for kv, count in p.items()) - sum(
+            self.fits(numbers[row], numbers[split + other])
             for row, others in self.excluded_rows.items()
             for other in others
         )
+        contexts = [view.record.max_context for view in self.decode if view.ready]
+        # Longest sequence that every READY decode worker takes; 0 when there is none.
+        self.max_context: int = min(contexts, default=0)
 
-    def _write_assigned(self, row: int, prompts: Sequence[AssignedPrompt]) -> None:
-        if (more := len(prompts) - self._tokens.shape[1]) > 0:
-            wider = ((0, 0), (0, more + self._tokens.shape[1]))
-            self._tokens, self._finish = np.pad(self._tokens, wider), np.pad(self._finish, wider)
-        self._tokens[row] = 0.0
-        for column, prompt in enumerate(prompts):
-            self._tokens[row, column] = prompt.num_tokens
-            self._finish[row, column] = prompt.virtual_finish
+    @staticmethod
+    def fits(prefill: Row, decode: Row) -> bool:
+        """Whether both are READY and have equal KV caches."""
+        return bool(prefill.ready and decode.ready and prefill.kv == decode.kv)
+
+    @property
+    def prefill_rows(self) -> Iterator[Row]:
+        """The numbers of prefill workers."""
+        return islice(self.numbers, len(self.prefill))
+
+    @cached_property
+    def prefill_rate(self) -> float:
+        """Tokens a second that the READY prefill workers compute together; 0 if not measured yet.
+
+        A worker without a measurement counts as the mean of the others.
+        """
+        rates = [row.rate for row in self.prefill_rows if row.ready]
+        known = [rate for rate in rates if rate]
+        return sum(known) / len(known) * len(rates) if known else 0.0
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Prompt tokens that prefill workers have and did not compute yet."""
+        return sum(row.queued_tokens for row in self.prefill_rows)
 
     def split(self, column: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Of all workers: that of prefill and of decode workers."""
@@ -198,15 +245,10 @@ class Snapshot:
         flags[[self.rows[name] for name in names if name in self.rows]] = True
         return self.split(flags)
 
-    def assigned_before(self, virtual_finish: float) -> Column:
-        """By prefill worker: tokens of its assigned prompts that are computed by then."""
-        before: Column = (self._tokens * (self._finish <= virtual_finish)).sum(1)
-        return before
-
     def usable(self) -> Flags:
         """[prefill workers, decode workers]: see `num_usable`. For large fleets it is large."""
-        p, d = self.of_prefill, self.of_decode
-        usable: Flags = p["ready"][:, None] & d["ready"] & (p["kv"][:, None] == d["kv"])
+        p, d = self.columns.prefill, self.columns.decode
+        usable: Flags = p.ready[:, None] & d.ready & (p.kv[:, None] == d.kv)
         for row, others in self.excluded_rows.items():
             usable[row, others] = False
         return usable
@@ -222,8 +264,12 @@ class Snapshot:
                 more = len(workers) - _MOST_WORKERS
                 states += f"; and {more} more" if more > 0 else ""
                 return f"no {role} worker is ready ({states or 'none is registered'})"
-        p, d = self.of_prefill, self.of_decode
-        if not set(p["kv"][p["ready"]]) & set(d["kv"][d["ready"]]):
+        split = len(self.prefill)
+        ready = [
+            {row.kv for row in role if row.ready}
+            for role in (self.numbers[:split], self.numbers[split:])
+        ]
+        if not ready[0] & ready[1]:
             one, other = (next(w for w in all_ if w.ready) for all_ in (self.prefill, self.decode))
             difference = kv_difference(one, other)
             return f"no prefill and decode worker have compatible KV caches: {difference}"
@@ -231,11 +277,50 @@ class Snapshot:
         reasons = "; ".join(f"{p} to {d}: {why}" for (p, d), why in pairs)
         return f"no prefill worker that is ready can hand over to a decode worker ({reasons})"
 
-    @property
-    def max_context(self) -> int:
-        """Longest sequence that every READY decode worker takes; 0 when there is none."""
-        longest = self.of_decode["max_context"][self.of_decode["ready"]]
-        return int(longest.min()) if longest.size else 0
+
+class Columns:
+    """The numbers of all workers of a snapshot by role, quicker for many than row by row."""
+
+    def __init__(self, numbers: Sequence[Row], prefill: Sequence[WorkerView]) -> None:
+        self._table = np.array(numbers, _ROW)
+        self._num_prefill = len(prefill)
+        # Of the prompts that are assigned to each prefill worker, in any order.
+        self._tokens = np.zeros((len(prefill), 1))
+        self._finish = np.zeros((len(prefill), 1))
+        for row, view in enumerate(prefill):
+            self._write_assigned(row, view.assigned)
+        self._split()
+
+    def replaced(self, views: Mapping[int, WorkerView], numbers: Sequence[Row]) -> Columns:
+        """The same workers, some of them, by row, changed."""
+        new = copy(self)
+        new._table = self._table.copy()
+        new._tokens, new._finish = self._tokens.copy(), self._finish.copy()
+        for row, view in views.items():
+            new._table[row] = numbers[row]
+            if row < self._num_prefill:
+                new._write_assigned(row, view.assigned)
+        new._split()
+        return new
+
+    def assigned_before(self, virtual_finish: float) -> Column:
+        """By prefill worker: tokens of its assigned prompts that are computed by then."""
+        before: Column = (self._tokens * (self._finish <= virtual_finish)).sum(1)
+        return before
+
+    def _split(self) -> None:
+        columns = [self._table[name] for name in Row._fields]
+        self.prefill = Row(*(column[: self._num_prefill] for column in columns))
+        self.decode = Row(*(column[self._num_prefill :] for column in columns))
+
+    def _write_assigned(self, row: int, prompts: Sequence[AssignedPrompt]) -> None:
+        if (more := len(prompts) - self._tokens.shape[1]) > 0:
+            wider = ((0, 0), (0, more + self._tokens.shape[1]))
+            self._tokens, self._finish = np.pad(self._tokens, wider), np.pad(self._finish, wider)
+        self._tokens[row] = 0.0
+        for column, prompt in enumerate(prompts):
+            self._tokens[row, column] = prompt.num_tokens
+            self._finish[row, column] = prompt.virtual_finish
 
 
 def _token_bytes(kv: common_pb2.KvDescriptor) -> int:

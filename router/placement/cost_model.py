@@ -1,21 +1,25 @@
 """The cost model: what one request would find on each worker, and how long it takes there.
 
-Computed for all workers at once, in columns, so that a pair only adds up a number of each. Rates
-are what workers measured of themselves; the median of its kind stands in for a worker without one.
+A pair only adds up a number of each of its workers. The formulas are those of single numbers and of
+columns: few workers are computed one by one, because a numpy call takes as long as a worker, many
+at once. Rates are what workers measured of themselves; the median of its kind stands in for a
+worker without one.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from baton.config import RouterLimits
+from baton.config import DEFAULT_MAX_ITL_S, RouterLimits
 from baton.prefix import block_hash, root_hash
-from router.fleet.snapshot import Column, Flags, Snapshot, WorkerView
+from router.fleet.prefix_index import leading_of
+from router.fleet.snapshot import Column, Flags, Row, Snapshot, WorkerView
 
 _CHUNK_TOKENS = 512  # of a worker that does not report it
 _WINDOW_CHUNKS = 2  # queued on a prefill worker: one that runs and one to go on with
@@ -42,7 +46,7 @@ _NEW_TOKENS, _MOST_NEW_TOKENS = 64, 256
 # rises with the square of the share in use: half a pool costs little.
 _FULL_POOL_MS = 100.0
 
-Rows = Any  # the index of one worker, or of many
+_FEW = 12  # workers: so many take as long one by one as in columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +54,8 @@ class PlacementRequest:
     """What a request needs of a pair of workers, in tokens.
 
     Made once for an attempt: its prompt is hashed once, as far as any worker caches it. Decode
-    computes up to `local_prefill_max_tokens` by itself; 0 is never.
+    always computes up to `local_prefill_max_tokens` by itself, and more where that costs less and
+    delays no token of the streams there by more than `max_itl_s`; with 0 it never does.
     """
 
     token_ids: Sequence[int]  # prompt, then what earlier attempts delivered
@@ -58,6 +63,7 @@ class PlacementRequest:
     cache_salt: str = ""
     new_tokens: int = 0  # at most so many outputs; 0: not known
     local_prefill_max_tokens: int = RouterLimits.local_prefill_max_tokens
+    max_itl_s: float = DEFAULT_MAX_ITL_S
     _chains: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -87,61 +93,90 @@ class Estimate:
     tpot_s: float = 0.0  # of a decode worker, with the request in its batch
 
 
-class Costs:
-    """One request on all workers of a snapshot: columns by prefill or by decode worker.
+class OnPrefill(NamedTuple):
+    """The request on a prefill worker, or on many: then each is a column.
 
-    Costs are whole microseconds, so that sums compare exactly: a pair costs `prefill_us` and
-    `handoff_us`, or `local_us` where that is less, as decode then computes the prompt itself.
-    Either is infinite where it is out of the question.
+    Costs are whole microseconds, so that sums compare exactly.
     """
+
+    cached: Any  # leading tokens
+    ahead: Any  # tokens to compute before its first
+    window: Any  # at so many the worker is full
+    blocks: Any  # that it needs of those available
+    full: Any
+    wait_us: Any
+    us: Any  # until the prompt is computed, with the wait
+
+
+class OnDecode(NamedTuple):
+    """The request on a decode worker, or on many.
+
+    A pair costs `OnPrefill.us` and the handoff's, or `local_us` where that is less, as decode then
+    computes the prompt itself. Either is infinite where it is out of the question.
+    """
+
+    cached: Any
+    blocks: Any
+    most_busy: Any
+    full: Any
+    tpot_s: Any
+    local_ttft_s: Any
+    local_us: Any
+    near_us: Any  # of a handoff on one host, and of what follows
+    far_us: Any
+
+
+class _Numbers:
+    """What the formulas need of numpy, for single numbers."""
+
+    maximum, minimum, rint = staticmethod(max), staticmethod(min), staticmethod(round)
+
+    @staticmethod
+    def where(condition: Any, one: Any, other: Any) -> Any:
+        return one if condition else other
+
+
+class Costs(ABC):
+    """One request on the workers of a snapshot."""
 
     def __init__(self, snapshot: Snapshot, request: PlacementRequest) -> None:
         self.snapshot, self.request = snapshot, request
-        p, d = snapshot.of_prefill, snapshot.of_decode
-        cached = self._cached_tokens()
-        self.p_cached, self.d_cached = cached[p["slot"]], cached[d["slot"]]
-        usual_rate = _median(p["rate"][p["ready"]], _TOKENS_PER_S)
-        self._on_prefill(p, usual_rate)
-        self._on_decode(d, usual_rate)
 
-    def of(self, p: Rows, d: Rows) -> tuple[Any, Any]:
-        """What pairs cost, and whether decode prefills: it is little, or that costs less."""
-        same_host = self.same_host(p, d)
-        handoff = self.handoff_us[True][d], self.handoff_us[False][d]
-        handed_over = self.prefill_us[p] + np.where(same_host, *handoff)
-        local = self.local_us[d]
-        return np.minimum(local, handed_over), local < handed_over
+    @abstractmethod
+    def prefill_at(self, row: int) -> OnPrefill:
+        """Single numbers, as of `decode_at`."""
 
-    def same_host(self, p: Rows, d: Rows) -> Any:
-        """Whether KV goes through shared memory."""
-        return self.snapshot.of_prefill["host"][p] == self.snapshot.of_decode["host"][d]
+    @abstractmethod
+    def decode_at(self, row: int) -> OnDecode: ...
 
-    def no_decode_room(self, refused: Set[str]) -> Flags:
-        """Decode workers that take nothing now; `refused` are those that have just done so."""
-        return self.d_full | self.snapshot.flags(refused)[1] if refused else self.d_full
+    @abstractmethod
+    def full(self, refused: Set[str]) -> tuple[Any, Any]:
+        """By prefill and by decode worker: whether it takes nothing now. Those in `refused` have
+        just said so."""
 
     def on_prefill(self, row: int) -> Estimate:
-        queued, no_room = int(self.ahead[row]), ""
-        if queued >= self.window[row]:
+        worker, found = self.snapshot.prefill[row], self.prefill_at(row)
+        queued, no_room = int(found.ahead), ""
+        if queued >= found.window:
             no_room = (
                 f"has {queued} tokens to compute first and is given no more than "
-                f"{self.window[row]:.0f} ahead"
+                f"{found.window:.0f} ahead"
             )
-        elif self.p_full[row]:
-            available = self.snapshot.of_prefill["blocks_available"][row]
-            no_room = _blocks_missing(available, self.p_blocks[row])
-        return self._estimate(self.snapshot.prefill[row], no_room, self.p_cached[row], queued)
+        elif found.full:
+            no_room = _blocks_missing(self.snapshot.numbers[row], found.blocks)
+        return self._estimate(worker, no_room, found.cached, queued)
 
     def on_decode(self, row: int, refused: Set[str] = frozenset()) -> Estimate:
-        worker, d, no_room = self.snapshot.decode[row], self.snapshot.of_decode[row], ""
+        worker, found, no_room = self.snapshot.decode[row], self.decode_at(row), ""
+        d = self.snapshot.numbers[len(self.snapshot.prefill) + row]
         if worker.incarnation in refused:
             no_room = "refused just now"
-        elif d["busy"] >= self.most_busy[row]:
-            no_room = f"has {d['busy']:.0f} sequences for a batch of {d['max_batch']:.0f}"
-        elif self.d_full[row]:
-            no_room = _blocks_missing(d["blocks_available"], self.d_blocks[row])
-        queued, tpot_s = int(d["reported_tokens"]), float(self.tpot_s[row])
-        return self._estimate(worker, no_room, self.d_cached[row], queued, tpot_s)
+        elif d.busy >= found.most_busy:
+            no_room = f"has {d.busy} sequences for a batch of {d.max_batch}"
+        elif found.full:
+            no_room = _blocks_missing(d, found.blocks)
+        tpot_s = float(found.tpot_s)
+        return self._estimate(worker, no_room, found.cached, d.queued_tokens, tpot_s)
 
     def _estimate(
         self, worker: WorkerView, no_room: str, cached: float, queued: int, tpot_s: float = 0.0
@@ -150,99 +185,194 @@ class Costs:
         uncached = self.request.num_tokens - int(cached)
         return Estimate(worker, no_room, int(cached), uncached, queued, tpot_s)
 
-    def _cached_tokens(self) -> Column:
-        """By slot: leading tokens whose KV the worker seems to cache."""
-        index, tokens = self.snapshot.index, np.zeros(1)
-        for size in {block_size for _, block_size, _ in self.snapshot.kvs.values()} - {0}:
-            tokens = np.maximum(tokens, index.leading(self.request.hashes(size)) * size)
-        return tokens
+    def _block_sizes(self) -> set[int]:
+        return {block_size for _, block_size, _ in self.snapshot.kvs.values()} - {0}
 
-    def _on_prefill(self, p: Any, usual_rate: float) -> None:
-        rate = _settled(p["rate"], usual_rate)
-        chunk = np.where(p["chunk_tokens"], p["chunk_tokens"], _CHUNK_TOKENS)
-        ours = self.snapshot.assigned_before(self.request.virtual_finish)
-        # Other routers' prompts count fully: their virtual finish times are not known.
-        self.ahead = ours + np.maximum(0, p["reported_tokens"] - p["assigned_tokens"])
-        # A chunk of what goes later may be running: on average half of it is still to come.
-        later = self.snapshot.queued_tokens - self.ahead
-        before = self.ahead + np.maximum(0, np.minimum(later, chunk // 2))
-        # The queue is kept in the router, where it can be ordered, and not on the worker.
-        self.window = np.maximum(_WINDOW_CHUNKS * chunk, rate * _WINDOW_S // 1)
-        self.p_blocks = self._blocks(p, self.p_cached)
-        # An idle pool is as free as it ever gets.
-        held = (p["blocks_held"] > 0) & (self.p_blocks > p["blocks_available"])
-        self.p_full: Flags = held | (self.ahead >= self.window)
-        self.wait_us = np.rint(before / rate * 1e6)
-        self.prefill_us = np.rint((before + self.request.num_tokens - self.p_cached) / rate * 1e6)
 
-    def _on_decode(self, d: Any, usual_rate: float) -> None:
-        request = self.request
-        uncached = request.num_tokens - self.d_cached
-        rate = _settled(d["rate"], usual_rate)
-        # What its measured step would be with one sequence; 0 when there is none measured.
-        lone_ms = d["step_ms"] / _relative_step(np.maximum(1, d["running"]))
-        usual_ms = _median(lone_ms[d["ready"]], _STEP_MS)
-        outdated = (lone_ms > usual_ms) & (d["running"] == 0)  # of a batch long gone
-        lone_ms = np.where(outdated, usual_ms, _settled(lone_ms, usual_ms))
-        self.tpot_s = lone_ms / 1e3 * _relative_step(d["busy"] + 1)
-        most = d["max_batch"]
-        self.most_busy = np.where(most, most + np.maximum(1, most // _SPARE_SHARE), np.inf)
-        self.d_blocks = self._blocks(d, self.d_cached)
-        self.d_full: Flags = (d["busy"] >= self.most_busy) | (self.d_blocks > d["blocks_available"])
-        wait_s = d["reported_tokens"] / rate + self.tpot_s / 2  # the step that runs, on average
-        compute_s = uncached / rate
-        self.local_ttft_s = wait_s + compute_s
-        free = d["blocks_available"] - (request.num_tokens // d["block_size"] + 1)
-        used = np.maximum(0, np.minimum(1, 1 - free / np.maximum(1, d["blocks_total"])))
-        tokens = min(request.new_tokens or _NEW_TOKENS, _MOST_NEW_TOKENS)
-        rest_us = self.tpot_s * tokens * 1e6 + _FULL_POOL_MS * used**2 * 1e3
-        # Decode's batch waits while it computes, so that costs its time once a sequence.
-        local_us = _DECODE_PRICE * (wait_s + compute_s * (1 + d["busy"])) * 1e6 + rest_us
-        most_local = request.local_prefill_max_tokens
-        always = uncached <= most_local
-        chunk = np.where(d["chunk_tokens"], d["chunk_tokens"], _CHUNK_TOKENS)
-        may = (self.d_cached > 0) & (uncached <= chunk) & (most_local > 0)
-        self.local_us = np.where(always | may, np.rint(local_us), np.inf)
-        # What decode does not cache is sent, in the gap before the second token.
-        self.handoff_us = {}
-        for same_host, handoff_s in HANDOFF_S.items():
-            send_s = uncached * d["token_bytes"] / _BYTES_PER_S[same_host]
-            handoff_us = np.rint((handoff_s + send_s) * 1e6 + rest_us)
-            self.handoff_us[same_host] = np.where(always, np.inf, handoff_us)
+class RowCosts(Costs):
+    """Worker by worker."""
 
-    def _blocks(self, rows: Any, cached: Column) -> Column:
-        """What the sequence and its next token need of the blocks that are available.
+    def __init__(self, snapshot: Snapshot, request: PlacementRequest) -> None:
+        super().__init__(snapshot, request)
+        index, finish = snapshot.index, request.virtual_finish
+        found = [(index.holders(request.hashes(size)), size) for size in self._block_sizes()]
+        cached = [
+            max((leading_of(held, row.slot) * size for held, size in found), default=0)
+            for row in snapshot.numbers
+        ]
+        split = len(snapshot.prefill)
+        prefill, decode = snapshot.numbers[:split], snapshot.numbers[split:]
+        rate = _middle(sorted(p.rate for p in prefill if p.ready and p.rate), _TOKENS_PER_S)
+        lone = [_lone_ms(_Numbers, d) for d in decode]
+        known = (ms for ms, d in zip(lone, decode, strict=True) if d.ready and ms)
+        usual_ms = _middle(sorted(known), _STEP_MS)
+        self.prefill, self.decode = [], []
+        for p, view, has in zip(prefill, snapshot.prefill, cached, strict=False):
+            ours = sum(one.num_tokens for one in view.assigned if one.virtual_finish <= finish)
+            self.prefill.append(_on_prefill(_Numbers, p, request, rate, has, ours))
+        for d, lone_ms, has in zip(decode, lone, cached[split:], strict=True):
+            self.decode.append(_on_decode(_Numbers, d, request, rate, has, lone_ms, usual_ms))
 
-        Blocks that are shared with a running sequence are not needed again. Of those that match, as
-        many as the pool keeps unheld may be among the available ones and are counted there.
-        """
-        shared = np.maximum(0, cached // rows["block_size"] - rows["blocks_cached"])
-        needed: Column = self.request.num_tokens // rows["block_size"] + 1 - shared
-        return needed
+    def prefill_at(self, row: int) -> OnPrefill:
+        return self.prefill[row]
+
+    def decode_at(self, row: int) -> OnDecode:
+        return self.decode[row]
+
+    def full(self, refused: Set[str]) -> tuple[list[bool], list[bool]]:
+        decode = zip(self.snapshot.decode, self.decode, strict=True)
+        return (
+            [found.full for found in self.prefill],
+            [found.full or worker.incarnation in refused for worker, found in decode],
+        )
+
+
+class ColumnCosts(Costs):
+    """All workers at once."""
+
+    def __init__(self, snapshot: Snapshot, request: PlacementRequest) -> None:
+        super().__init__(snapshot, request)
+        p, d = snapshot.columns.prefill, snapshot.columns.decode
+        cached = np.zeros(1)
+        for size in self._block_sizes():
+            cached = np.maximum(cached, snapshot.index.leading(request.hashes(size)) * size)
+        rate = _middle(np.sort(p.rate[p.ready & (p.rate > 0)]), _TOKENS_PER_S)
+        lone_ms = _lone_ms(np, d)
+        usual_ms = _middle(np.sort(lone_ms[d.ready & (lone_ms > 0)]), _STEP_MS)
+        ours = snapshot.columns.assigned_before(request.virtual_finish)
+        self.prefill = _on_prefill(np, p, request, rate, cached[p.slot], ours)
+        self.decode = _on_decode(np, d, request, rate, cached[d.slot], lone_ms, usual_ms)
+
+    def prefill_at(self, row: int) -> OnPrefill:
+        return OnPrefill(*(column[row] for column in self.prefill))
+
+    def decode_at(self, row: int) -> OnDecode:
+        return OnDecode(*(column[row] for column in self.decode))
+
+    def full(self, refused: Set[str]) -> tuple[Flags, Flags]:
+        full = self.decode.full
+        return self.prefill.full, full | self.snapshot.flags(refused)[1] if refused else full
+
+    def of(self, p: Any, d: Any) -> tuple[Any, Any]:
+        """What pairs cost, and whether decode prefills: see `pair_cost`."""
+        columns, on_decode = self.snapshot.columns, self.decode
+        same_host = columns.prefill.host[p] == columns.decode.host[d]
+        handoff = np.where(same_host, on_decode.near_us[d], on_decode.far_us[d])
+        handed_over, local = self.prefill.us[p] + handoff, on_decode.local_us[d]
+        return np.minimum(local, handed_over), local < handed_over
+
+
+def pair_cost(p: OnPrefill, d: OnDecode, same_host: bool) -> tuple[float, bool]:
+    """What a pair costs, and whether decode prefills: it is little, or that costs less."""
+    handed_over = p.us + (d.near_us if same_host else d.far_us)
+    return min(d.local_us, handed_over), d.local_us < handed_over
+
+
+def _on_prefill(
+    xp: Any, p: Row, request: PlacementRequest, usual_rate: float, cached: Any, ours: Any
+) -> OnPrefill:
+    """`ours` are the tokens of assigned prompts that go first."""
+    rate = _settled(xp, p.rate, usual_rate)
+    chunk = xp.where(p.chunk_tokens, p.chunk_tokens, _CHUNK_TOKENS)
+    # Other routers' prompts count fully: their virtual finish times are not known.
+    ahead = ours + xp.maximum(0, p.reported_tokens - p.assigned_tokens)
+    # A chunk of what goes later may be running: on average half of it is still to come.
+    later = p.queued_tokens - ahead
+    before = ahead + xp.maximum(0, xp.minimum(later, chunk // 2))
+    # The queue is kept in the router, where it can be ordered, and not on the worker.
+    window = xp.maximum(_WINDOW_CHUNKS * chunk, rate * _WINDOW_S // 1)
+    blocks = _blocks(xp, p, request, cached)
+    # An idle pool is as free as it ever gets.
+    held = (p.blocks_held > 0) & (blocks > p.blocks_available)
+    wait_us = xp.rint(before / rate * 1e6)
+    us = xp.rint((before + request.num_tokens - cached) / rate * 1e6)
+    return OnPrefill(cached, ahead, window, blocks, held | (ahead >= window), wait_us, us)
+
+
+def _on_decode(
+    xp: Any, d: Row, request: PlacementRequest, usual_rate: float, cached: Any, lone_ms: Any,
+    usual_ms: float,
+) -> OnDecode:  # fmt: skip
+    """`lone_ms` is what its measured step would be with one sequence; 0 when there is none."""
+    uncached = request.num_tokens - cached
+    rate = _settled(xp, d.rate, usual_rate)
+    outdated = (lone_ms > usual_ms) & (d.running == 0)  # of a batch long gone
+    lone_ms = xp.where(outdated, usual_ms, _settled(xp, lone_ms, usual_ms))
+    tpot_s = lone_ms / 1e3 * _relative_step(d.busy + 1)
+    most = d.max_batch
+    most_busy = xp.where(most, most + xp.maximum(1, most // _SPARE_SHARE), np.inf)
+    blocks = _blocks(xp, d, request, cached)
+    full = (d.busy >= most_busy) | (blocks > d.blocks_available)
+    wait_s = d.queued_tokens / rate + tpot_s / 2  # the step that runs, on average
+    compute_s = uncached / rate
+    free = d.blocks_available - (request.num_tokens // d.block_size + 1)
+    used = xp.maximum(0, xp.minimum(1, 1 - free / xp.maximum(1, d.blocks_total)))
+    tokens = min(request.new_tokens or _NEW_TOKENS, _MOST_NEW_TOKENS)
+    rest_us = tpot_s * tokens * 1e6 + _FULL_POOL_MS * used * used * 1e3
+    # Decode's batch waits while it computes, so that costs its time once a sequence.
+    local_us = xp.rint(_DECODE_PRICE * (wait_s + compute_s * (1 + d.busy)) * 1e6 + rest_us)
+    most_local = request.local_prefill_max_tokens
+    always = uncached <= most_local
+    chunk = xp.where(d.chunk_tokens, d.chunk_tokens, _CHUNK_TOKENS)
+    # One step computes it and what waits there, and lasts no longer than streams can bear.
+    step_tokens = d.queued_tokens + uncached
+    is_short = (step_tokens <= chunk) & (tpot_s + step_tokens / rate <= request.max_itl_s)
+    may = is_short & (most_local > 0)
+
+    def handoff_us(same_host: bool) -> Any:
+        """What decode does not cache is sent, in the gap before the second token."""
+        send_s = uncached * d.token_bytes / _BYTES_PER_S[same_host]
+        us = xp.rint((HANDOFF_S[same_host] + send_s) * 1e6 + rest_us)
+        return xp.where(always, np.inf, us)
+
+    return OnDecode(
+        cached,
+        blocks,
+        most_busy,
+        full,
+        tpot_s,
+        wait_s + compute_s,
+        xp.where(always | may, local_us, np.inf),
+        handoff_us(True),
+        handoff_us(False),
+    )
+
+
+def _blocks(xp: Any, workers: Row, request: PlacementRequest, cached: Any) -> Any:
+    """What the sequence and its next token need of the blocks that are available.
+
+    Blocks that are shared with a running sequence are not needed again. Of those that match, as
+    many as the pool keeps unheld may be among the available ones and are counted there.
+    """
+    shared = xp.maximum(0, cached // workers.block_size - workers.blocks_cached)
+    return request.num_tokens // workers.block_size + 1 - shared
 
 
 @lru_cache(maxsize=1)
-def costs_of(snapshot: Snapshot, request: PlacementRequest) -> Costs:
+def costs_of(snapshot: Snapshot, request: PlacementRequest) -> RowCosts | ColumnCosts:
     """Admission predicts, and placement picks, by the same, unless the fleet changes between."""
-    return Costs(snapshot, request)
+    return (RowCosts if len(snapshot.numbers) <= _FEW else ColumnCosts)(snapshot, request)
 
 
-def _blocks_missing(available: float, needed: float) -> str:
-    return f"has {available:.0f} KV blocks available and {needed:.0f} are needed"
+def _blocks_missing(worker: Row, needed: float) -> str:
+    return f"has {worker.blocks_available} KV blocks available and {needed:.0f} are needed"
 
 
-def _relative_step(sequences: Column) -> Column:
+def _lone_ms(xp: Any, d: Row) -> Any:
+    return d.step_ms / _relative_step(xp.maximum(1, d.running))
+
+
+def _relative_step(sequences: Any) -> Any:
     """Time of a step by that of a step with one sequence."""
     return (_STEP_BASE_SEQUENCES + sequences) / (_STEP_BASE_SEQUENCES + 1)
 
 
-def _settled(own: Column, usual: float) -> Column:
+def _settled(xp: Any, own: Any, usual: float) -> Any:
     """A worker's own rate, unless it has none or it differs from the usual one by noise only."""
-    is_usual = (own == 0) | (np.abs(own - usual) <= _NOISE * np.maximum(own, usual))
-    return np.where(is_usual, usual, own)
+    is_usual = (own == 0) | (abs(own - usual) <= _NOISE * xp.maximum(own, usual))
+    return xp.where(is_usual, usual, own)
 
 
-def _median(values: Column, otherwise: float) -> float:
-    """The lower one of two."""
-    known = np.sort(values[values > 0])
-    return float(known[(known.size - 1) // 2]) if known.size else otherwise
+def _middle(ordered: Sequence[float] | Column, otherwise: float) -> float:
+    """The median, or the lower one of two."""
+    return float(ordered[(len(ordered) - 1) // 2]) if len(ordered) else otherwise

@@ -5,14 +5,15 @@ A filter leaves out what cannot be used (`Pair.unusable`) and what has no room n
 last token. A worker's cache counts for the time that it saves and for nothing else, so it never
 outweighs a queue that takes longer.
 
-Pairs are not walked: the least that each prefill worker costs with any decode worker follows from
-the least handoff on its host and elsewhere, and only the best one is looked at closely.
+Pairs of many workers are not walked: the least that each prefill worker costs with any decode
+worker follows from the least handoff on its host and elsewhere, and only the best one is looked at
+closely.
 """
 
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -20,7 +21,16 @@ import numpy.typing as npt
 
 from baton.errors import Overloaded, Unavailable
 from router.fleet.snapshot import Column, Flags, Snapshot, WorkerView, kv_difference
-from router.placement.cost_model import HANDOFF_S, Costs, Estimate, PlacementRequest, costs_of
+from router.placement.cost_model import (
+    HANDOFF_S,
+    ColumnCosts,
+    Costs,
+    Estimate,
+    PlacementRequest,
+    RowCosts,
+    costs_of,
+    pair_cost,
+)
 
 RETRY_AFTER_S = 1.0
 _MOST_REASONS = 8  # in one message
@@ -42,6 +52,7 @@ class Pair:
     same_host: bool
     decode_prefills: bool
     ttft_s: float  # predicted, from now
+    handed_over_ttft_s: float  # the same if the prefill worker computes the prompt
     score_ms: float  # the predicted time to the last token, and what it costs others: lower wins
     candidates: int = 0  # pairs that can be used
 
@@ -88,7 +99,7 @@ def pick(
         raise Unavailable(snapshot.why_not_ready, RETRY_AFTER_S)
     costs = costs_of(snapshot, request)
     if pair := _best(costs, frozenset(failed), frozenset(full)):
-        return replace(pair, candidates=snapshot.num_usable)
+        return pair
     reasons = _why_no_room(costs, full)
     raise Overloaded(f"no room for {request.num_tokens} tokens now ({reasons})", RETRY_AFTER_S)
 
@@ -99,10 +110,10 @@ def predict(snapshot: Snapshot, request: PlacementRequest) -> tuple[float, bool]
     0 seconds when nothing is known. Where no pair has room, it is the best of all: waiting for room
     is the wait queue's part of the prediction.
     """
-    p, costs = snapshot.of_prefill, costs_of(snapshot, request)
+    costs = costs_of(snapshot, request)
     with_room = _best(costs, frozenset(), frozenset())
     best = with_room or _best(costs, frozenset(), frozenset(), False)
-    if best is None or not p["rate"][p["ready"]].any():
+    if best is None or not snapshot.prefill_rate:
         return 0.0, with_room is not None
     return best.ttft_s, with_room is not None
 
@@ -111,47 +122,80 @@ def rank_all(
     snapshot: Snapshot, request: PlacementRequest, full: Set[str] = frozenset()
 ) -> list[Pair]:
     """The pairs, best first, those that are left out last; of many the first of these."""
-    costs, prefill, decode = costs_of(snapshot, request), snapshot.of_prefill, snapshot.of_decode
-    p, d = _explained(prefill["ready"]), _explained(decode["ready"])
+    costs, columns = ColumnCosts(snapshot, request), snapshot.columns
+    p, d = _explained(columns.prefill.ready), _explained(columns.decode.ready)
     p = p[np.lexsort([ties[p] for ties in reversed(_prefill_ties(costs))])]
-    d = d[np.argsort(decode["steps"][d], kind="stable")]
+    d = d[np.argsort(columns.decode.steps[d], kind="stable")]
     column = p[:, None]
     cost, decode_prefills = costs.of(column, d)
-    refused = ~snapshot.usable()[column, d]
-    refused |= costs.no_decode_room(full)[d]
-    refused |= costs.p_full[column] & ~decode_prefills
+    no_room = costs.full(full)
+    refused = ~snapshot.usable()[column, d] | no_room[1][d] | no_room[0][column] & ~decode_prefills
     order = np.lexsort((cost.ravel(), refused.ravel()))[:_MOST_PAIRS]
     at = zip(*np.unravel_index(order, cost.shape), strict=True)
-    return [_pair(costs, p[i], d[j], full) for i, j in at]
+    return [_pair(costs, int(p[i]), int(d[j]), full) for i, j in at]
 
 
 @lru_cache(maxsize=1)  # the prediction's pair is picked, unless the fleet changes between
 def _best(
-    costs: Costs, failed: frozenset[str], full: frozenset[str], need_room: bool = True
+    costs: RowCosts | ColumnCosts,
+    failed: frozenset[str],
+    full: frozenset[str],
+    need_room: bool = True,
 ) -> Pair | None:
+    least = _least_row if isinstance(costs, RowCosts) else _least_column
+    found = least(costs, failed, full, need_room)  # type: ignore[arg-type]
+    if found is None:
+        return None
+    return _pair(costs, int(found[-3]), int(found[-1]), candidates=costs.snapshot.num_usable)
+
+
+def _least_row(costs: RowCosts, failed: Set[str], full: Set[str], need_room: bool) -> _Rank | None:
+    """The best of all pairs, one after the other."""
+    snapshot, best = costs.snapshot, None
+    p_full, d_full = costs.full(full)
+    numbers, split = snapshot.numbers, len(snapshot.prefill)
+    for i, (p, on_prefill) in enumerate(zip(numbers, costs.prefill, strict=False)):
+        excluded = snapshot.excluded_rows.get(i, ())
+        for j, (d, on_decode) in enumerate(zip(numbers[split:], costs.decode, strict=True)):
+            if not snapshot.fits(p, d) or j in excluded or (need_room and d_full[j]):
+                continue
+            cost, decode_prefills = pair_cost(on_prefill, on_decode, p.host == d.host)
+            if need_room and p_full[i] and not decode_prefills:
+                continue
+            failures = (snapshot.prefill[i].incarnation in failed) + (
+                snapshot.decode[j].incarnation in failed
+            )
+            rank = (failures, cost, on_prefill.wait_us, p.num_assigned, p.steps, i, d.steps, j)
+            if best is None or rank < best:
+                best = rank
+    return best
+
+
+def _least_column(
+    costs: ColumnCosts, failed: Set[str], full: Set[str], need_room: bool
+) -> _Rank | None:
+    """The best pair, by workers that have failed and by kind of KV cache."""
     snapshot = costs.snapshot
-    prefill, decode = snapshot.of_prefill, snapshot.of_decode
-    p_good, d_good = prefill["ready"], decode["ready"]
-    if need_room:
-        d_good = d_good & ~costs.no_decode_room(full)
+    prefill, decode = snapshot.columns.prefill, snapshot.columns.decode
+    d_good = decode.ready & ~costs.full(full)[1] if need_room else decode.ready
     p_failed, d_failed = snapshot.flags(failed)
     for failures in range(3 if failed else 1):  # of the two workers
         found = (
             _least(
                 costs,
-                np.flatnonzero(p_good & (p_failed == p_fails) & (prefill["kv"] == kv)),
-                np.flatnonzero(d_good & (d_failed == failures - p_fails) & (decode["kv"] == kv)),
+                np.flatnonzero(prefill.ready & (p_failed == p_fails) & (prefill.kv == kv)),
+                np.flatnonzero(d_good & (d_failed == failures - p_fails) & (decode.kv == kv)),
                 need_room,
             )
             for kv in range(len(snapshot.kvs))
             for p_fails in range(failures + 1)
         )
         if best := min(filter(None, found), default=None):
-            return _pair(costs, int(best[-3]), int(best[-1]))
+            return best
     return None
 
 
-def _least(costs: Costs, p: _Rows, d: _Rows, need_room: bool) -> _Rank | None:
+def _least(costs: ColumnCosts, p: _Rows, d: _Rows, need_room: bool) -> _Rank | None:
     """Of these prefill and decode workers, which can be used with each other.
 
     For each prefill worker there is a bound, what it costs at least with any decode worker. The
@@ -159,19 +203,17 @@ def _least(costs: Costs, p: _Rows, d: _Rows, need_room: bool) -> _Rank | None:
     """
     if not (p.size and d.size):
         return None
-    snapshot = costs.snapshot
-    local, other, same = (
-        column[d] for column in (costs.local_us, costs.handoff_us[False], costs.handoff_us[True])
-    )
+    snapshot, columns, on_decode = costs.snapshot, costs.snapshot.columns, costs.decode
+    local, other, same = on_decode.local_us[d], on_decode.far_us[d], on_decode.near_us[d]
     handoff = np.full(len(snapshot.hosts), other.min())
-    np.minimum.at(handoff, snapshot.of_decode["host"][d], same)
-    prefill_us = costs.prefill_us[p]
-    bound = np.minimum(local.min(), prefill_us + handoff[snapshot.of_prefill["host"][p]])
-    full = costs.p_full[p] & need_room
+    np.minimum.at(handoff, columns.decode.host[d], same)
+    prefill_us = costs.prefill.us[p]
+    bound = np.minimum(local.min(), prefill_us + handoff[columns.prefill.host[p]])
+    full = costs.prefill.full[p] & need_room
     if full.any():
         bound[full] = _local_bound(prefill_us[full], local, other)
     ties = [tie[p] for tie in _prefill_ties(costs)]
-    steps = snapshot.of_decode["steps"][d]
+    steps = columns.decode.steps[d]
     while (least := bound.min()) < np.inf:
         i = _first(bound, *ties)
         cost, decode_prefills = costs.of(p[i], d)
@@ -194,10 +236,10 @@ def _local_bound(prefill_us: Column, local: Column, other: Column) -> Column:
     return least[np.searchsorted(from_us[order], prefill_us)]
 
 
-def _prefill_ties(costs: Costs) -> tuple[Column, ...]:
+def _prefill_ties(costs: ColumnCosts) -> tuple[Column, ...]:
     """What decides between equal costs: the wait, which matters where decode prefills, and use."""
-    p = costs.snapshot.of_prefill
-    return costs.wait_us, p["num_assigned"], p["steps"]
+    p = costs.snapshot.columns.prefill
+    return costs.prefill.wait_us, p.num_assigned, p.steps
 
 
 def _first(values: Column, *ties: Column) -> int:
@@ -209,12 +251,13 @@ def _first(values: Column, *ties: Column) -> int:
     return int(rows[0])
 
 
-def _pair(costs: Costs, p: int, d: int, full: Set[str] = frozenset()) -> Pair:
+def _pair(costs: Costs, p: int, d: int, full: Set[str] = frozenset(), candidates: int = 0) -> Pair:
     snapshot = costs.snapshot
     prefill, decode = snapshot.prefill[p], snapshot.decode[d]
-    cost_us, decode_prefills = costs.of(p, d)
-    same_host = bool(costs.same_host(p, d))
-    handoff_ttft_s = costs.prefill_us[p] / 1e6 + HANDOFF_S[same_host]
+    on_prefill, on_decode = costs.prefill_at(p), costs.decode_at(d)
+    same_host = prefill.record.host_id == decode.record.host_id
+    cost_us, decode_prefills = pair_cost(on_prefill, on_decode, same_host)
+    handoff_ttft_s = on_prefill.us / 1e6 + HANDOFF_S[same_host]
     return Pair(
         on_prefill=costs.on_prefill(p),
         on_decode=costs.on_decode(d, full),
@@ -222,8 +265,10 @@ def _pair(costs: Costs, p: int, d: int, full: Set[str] = frozenset()) -> Pair:
         unusable=_why_unusable(snapshot, prefill, decode),
         same_host=same_host,
         decode_prefills=bool(decode_prefills),
-        ttft_s=float(costs.local_ttft_s[d] if decode_prefills else handoff_ttft_s),
+        ttft_s=float(on_decode.local_ttft_s if decode_prefills else handoff_ttft_s),
+        handed_over_ttft_s=float(handoff_ttft_s),
         score_ms=float(cost_us) / 1e3,
+        candidates=candidates,
     )
 
 
@@ -240,11 +285,16 @@ def _why_unusable(snapshot: Snapshot, prefill: WorkerView, decode: WorkerView) -
 
 def _why_no_room(costs: Costs, refused: Set[str]) -> str:
     """Of each worker, but of not more of them than can be read."""
-    d = np.flatnonzero(costs.snapshot.of_decode["ready"] & costs.no_decode_room(refused))
-    p = np.flatnonzero(costs.snapshot.of_prefill["ready"] & costs.p_full)
-    found = [costs.on_decode(int(row), refused) for row in d[:_MOST_REASONS]]
-    found += [costs.on_prefill(int(row)) for row in p[: _MOST_REASONS - len(found)]]
-    more = d.size + p.size - len(found)
+    snapshot = costs.snapshot
+    p, d = (
+        [row for row, worker in enumerate(workers) if full[row] and worker.ready]
+        for full, workers in zip(
+            costs.full(refused), (snapshot.prefill, snapshot.decode), strict=True
+        )
+    )
+    found = [costs.on_decode(row, refused) for row in d[:_MOST_REASONS]]
+    found += [costs.on_prefill(row) for row in p[: _MOST_REASONS - len(found)]]
+    more = len(d) + len(p) - len(found)
     reasons = "; ".join(estimate.no_room for estimate in found)
     return reasons + (f"; and {more} more" if more else "")
 

@@ -37,7 +37,8 @@ async def test_the_clients_explain(connect, serve):
             {
                 "prefill": "p0", "decode": "d0", "refused": "", "ttft_ms": 12.34, "tpot_ms": 5.5,
                 "queue_tokens": 70, "prefill_cached_tokens": 32, "decode_cached_tokens": 16,
-                "same_host": True, "score": 364.36,
+                "same_host": True, "score": 364.36, "decode_prefills": False,
+                "handed_over_ttft_ms": 0.0,
             }
         ],
     }  # fmt: skip
@@ -64,7 +65,7 @@ async def test_the_command(serve, capsys):
     _, out = await explain(router_that_says(LEFT_OUT, refused="no room", tenant="us"), "x")
     assert "of tenant us" in out and "would be refused or wait: no room" in out
     _, out = await explain(router_that_says(BEST, decode_prefills=True), "--token-ids", "1,2")
-    assert "would run on d0, which would compute the prompt itself" in out
+    assert "on d0, which would compute the prompt itself: first token in 12.3 ms, handed ov" in out
     assert "left out" not in out
     _, out = await explain(router_that_says(refused="no worker"), "x", "--chat")
     assert "no worker" in out and "no workers" in out

@@ -132,7 +132,7 @@ def test_a_full_pool_refuses_at_once_and_keeps_nothing(directory):
             bench.engine.add(Sequence("c", [7] * 100, 100, GREEDY)).result(WAIT_S)
         bench.engine.release("a").result(WAIT_S)
         with pytest.raises(Stale):
-            bench.engine.start_reserved("a").result(WAIT_S)
+            bench.engine.resume("a", 40, 5).result(WAIT_S)
         assert bench.engine.load().result(WAIT_S).blocks_held == 0
     with pytest.raises(ConfigError, match="--kv-blocks"):
         load(directory, kv_blocks=1, block_size=1)

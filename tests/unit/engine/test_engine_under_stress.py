@@ -139,12 +139,22 @@ def test_more_sequences_than_the_batch_can_soon_take_are_refused(bench):
     bench.engine.reserve(sequence("late", 3)).result(WAIT_S)
 
 
+def test_a_reserved_sequence_with_little_to_compute_is_in_the_next_step():
+    with GatedBench() as bench:
+        bench.engine.add(sequence("runs", 3, max_tokens=9)).result(WAIT_S)
+        assert bench.runner.begun.wait(WAIT_S)
+        little = bench.engine.reserve(sequence("little", 4), 4)
+        much = bench.engine.reserve(sequence("much", 5), 4)
+        bench.runner.open()
+        assert (little.result(WAIT_S).started, much.result(WAIT_S).started) == (True, False)
+        steps = [{one.seq_id for one in bench.next_report().progress} for _ in range(3)]
+        assert steps[1] == {"runs", "little"} and "much" not in steps[2]
+
+
 def test_newcomers_do_not_take_the_blocks_that_preempted_ones_wait_for():
     with GatedBench(num_blocks=8) as bench:
         for name in ("a", "b"):  # room for 11 tokens each, and not for the 23 that they become
-            bench.engine.reserve(sequence(name, 11, max_tokens=12)).result(WAIT_S)
-        for name in ("a", "b"):
-            bench.engine.start_reserved(name)
+            bench.engine.reserve(sequence(name, 11, max_tokens=12), 11)
         bench.runner.allow.release()
         while bench.next_report().load.preemptions == 0:
             bench.runner.allow.release()

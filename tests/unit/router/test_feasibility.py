@@ -10,7 +10,7 @@ import pytest
 
 from baton.errors import Overloaded
 from router.admission.fair_queue import Flow
-from router.admission.feasibility import DOUBT, SAFETY, check, explain, prefill_rate
+from router.admission.feasibility import DOUBT, SAFETY, check, explain
 from router.admission.wait_queue import RETRY_AFTER_S, QueueEntry, WaitQueue
 from router.placement.placement import rank_all
 
@@ -73,7 +73,7 @@ HUGE = QueueEntry(NOW - 1, 10**9)
     ],
 )
 def test_the_prefill_rate_is_that_of_all_ready_workers(workers, rate):
-    assert prefill_rate(fleet(workers, [worker("d")])) == rate
+    assert fleet(workers, [worker("d")]).prefill_rate == rate
 
 
 @pytest.mark.parametrize(

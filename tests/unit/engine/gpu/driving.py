@@ -85,11 +85,9 @@ class Driven:
         """Starts a sequence with blocks of its own, if there are any for it now."""
         self.tokens[sequence.seq_id], self.logprobs[sequence.seq_id] = [], []
         try:
-            self.do(self.engine.reserve(sequence))
+            self.do(self.engine.reserve(sequence, sequence.num_tokens))
         except Overloaded:
             self.do(self.engine.add(sequence))
-        else:
-            self.do(self.engine.start_reserved(sequence.seq_id))
 
     def cancel(self, seq_id):
         self.do(self.engine.release(seq_id))
