@@ -12,8 +12,8 @@ import pytest
 from baton import errors
 from baton.gateway import api, generation
 from baton.gateway.generation import MAX_BODY_BYTES, max_body_bytes
-from baton.gateway.http_exchange import failure_of
 from baton.gateway.request import parse_chat, parse_completion
+from baton.http_errors import failure_of
 from router import frontend
 from router.admission.tenants import Tenants
 from tests.unit.router.scripted_workers import TIMEOUT_S, seen

@@ -7,12 +7,12 @@ import socket
 import msgspec
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from baton import http_server
 from baton.errors import ConfigError
-from baton.gateway import frontend, server
+from baton.gateway import frontend, routes
 from baton.gateway.output import ChatOutput, CompletionOutput
-from baton.gateway.server import listen
+from baton.http_server import listen
 from baton.v1 import common_pb2
 from tests.unit.router.scripted_workers import TIMEOUT_S
 from tests.unit.router.small_tokenizers import byte_tokenizer, ids_only_tokenizer
@@ -78,14 +78,14 @@ async def test_one_connection_serves_many_requests_and_sends_small_writes_at_onc
     gateway, monkeypatch
 ):
     """Without TCP_NODELAY a stream's second chunk waits for the client's delayed ACK."""
-    connections, made = [], HttpToolsProtocol.connection_made
+    connections, made = [], http_server.Connection.connection_made
 
     def connection_made(self, transport):
         made(self, transport)
         sock = transport.get_extra_info("socket")
         connections.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
-    monkeypatch.setattr(HttpToolsProtocol, "connection_made", connection_made)
+    monkeypatch.setattr(http_server.Connection, "connection_made", connection_made)
     for stream in (False, True, False, True):
         response = await gateway.complete(stream=stream)
         assert response.status_code == 200
@@ -139,14 +139,14 @@ async def said(gateway, *parts):
     ids=["header", "headers", "url", "trailers", "trailer", "extension", "chunks", "empty lines"],
 )
 async def test_what_is_not_a_body_is_limited(gateway_of, monkeypatch, sent):
-    parsed, feed = [], server.Connection.on_header
+    parsed, feed = [], http_server.Connection.on_header
     monkeypatch.setattr(
-        server.Connection, "on_header", lambda *args: (parsed.append(1), feed(*args))
+        http_server.Connection, "on_header", lambda *args: (parsed.append(1), feed(*args))
     )
     heard = await said(await gateway_of(), sent)
     assert heard.startswith(b"HTTP/1.1 431 ")
     assert b'"message":"too many ' in heard
-    assert len(parsed) <= server.MAX_HEADERS + 1
+    assert len(parsed) <= http_server.MAX_HEADERS + 1
 
 
 async def test_a_large_body_in_chunks_is_within_the_limits(gateway):
@@ -172,7 +172,7 @@ async def test_a_large_body_in_chunks_is_within_the_limits(gateway):
 )
 async def test_half_a_request_ends_the_connection(gateway_of, monkeypatch, sent, status):
     for name in ("HEADERS_TIMEOUT_S", "BODY_TIMEOUT_S", "LINGER_S"):
-        monkeypatch.setattr(server, name, 0.4)
+        monkeypatch.setattr(http_server, name, 0.4)
     monkeypatch.setattr("tests.unit.gateway.test_server.TIMEOUT_S", 5.0)
     heard = await said(await gateway_of(), *sent)
     assert heard.startswith(status)
@@ -181,7 +181,7 @@ async def test_half_a_request_ends_the_connection(gateway_of, monkeypatch, sent,
 
 async def test_the_time_for_a_request_is_no_time_for_its_answer(gateway, monkeypatch):
     for name in ("HEADERS_TIMEOUT_S", "BODY_TIMEOUT_S", "LINGER_S"):
-        monkeypatch.setattr(server, name, 0.05)
+        monkeypatch.setattr(http_server, name, 0.05)
 
     def later(*run):
         asyncio.get_running_loop().call_later(0.3, gateway.decode.run_to_end, *run)
@@ -199,7 +199,7 @@ async def test_the_time_for_a_request_is_no_time_for_its_answer(gateway, monkeyp
 async def test_a_kept_connection_may_be_idle_for_longer_than_a_request_may_take(
     gateway, monkeypatch
 ):
-    monkeypatch.setattr(server, "HEADERS_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(http_server, "HEADERS_TIMEOUT_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     async with asyncio.timeout(TIMEOUT_S):
         for _ in range(2):
@@ -210,25 +210,6 @@ async def test_a_kept_connection_may_be_idle_for_longer_than_a_request_may_take(
                     await reader.read(1)
     writer.close()
     await writer.wait_closed()
-
-
-async def test_an_answer_to_a_connection_that_closes_is_dropped(gateway, monkeypatch, caplog):
-    """Between the socket's close and the protocol's notice of it; uvloop's writes raise then."""
-
-    class Closed:
-        def write(self, data):
-            raise RuntimeError("the handler is closed")
-
-        def close(self):
-            pass
-
-    def closes(connection):
-        connection.transport.abort()
-        connection.cycle.transport = Closed()
-
-    monkeypatch.setattr(server.Connection, "unpause", closes)
-    assert await said(gateway, GET + b"\r\n") == b""
-    assert not caplog.records
 
 
 async def test_trailers_do_not_replace_headers(gateway):
@@ -250,9 +231,10 @@ async def test_trailers_do_not_replace_headers(gateway):
     assert keys == [b"Bearer mine"]
 
 
-async def test_connections_and_requests_at_a_time_are_limited(gateway, monkeypatch):
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 1)
-    monkeypatch.setattr(server, "MAX_REQUESTS", 0)
+async def test_connections_and_requests_at_a_time_are_limited(gateway_of, monkeypatch):
+    monkeypatch.setattr(routes, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(routes, "MAX_REQUESTS", 0)
+    gateway = await gateway_of()
     assert (await gateway.client.get("/health")).status_code == 200
     busy = await gateway.complete()
     assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
@@ -271,12 +253,12 @@ async def test_pipelined_requests_are_limited(gateway_of, requests, answers):
 
 
 def test_a_port_in_use_is_an_error_before_anything_starts():
-    with listen("127.0.0.1", 0) as taken:
+    with listen("127.0.0.1", 0, "HTTP", "--http-port") as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} for HTTP.*--http-port"):
             frontend("127.0.0.1", port)
     with pytest.raises(ConfigError, match="--http-port"):
-        listen("no.such.host.invalid", 0)
+        listen("no.such.host.invalid", 0, "HTTP", "--http-port")
 
 
 def positions(*tokens, top=()):
