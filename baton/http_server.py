@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from email.utils import formatdate
-from http import HTTPStatus
 from http.client import responses
 from typing import Any
 from urllib.parse import unquote
@@ -114,7 +113,7 @@ class HttpExchange:
         self, status: int, body: bytes, headers: Sequence[Header] = (), kind: Header = JSON_TYPE
     ) -> None:
         """Sends all of an answer."""
-        if status != HTTPStatus.NO_CONTENT:
+        if status != 204:
             headers = [kind, (b"content-length", b"%d" % len(body)), *headers]
         head = self._begin(status, headers)
         self._end(head if self.method == "HEAD" else head + body)
@@ -211,16 +210,12 @@ async def serving(
     finally:
         server.close()
         listener.close()
-        connections, tasks = tuple(port.connections), tuple(port.tasks)
-        for connection in connections:
+        for connection in tuple(port.connections):
             connection.finish()
-        ends = [*tasks, *(connection.closed for connection in connections)]
-        if ends:
-            await asyncio.wait(ends, timeout=_STOP_GRACE_S)
+        await port.ended()
         for connection in tuple(port.connections):
             connection.transport.abort()  # which cancels its task
-        if ends:
-            await asyncio.wait(ends, timeout=_STOP_GRACE_S)
+        await port.ended()
 
 
 @dataclass
@@ -231,6 +226,11 @@ class _Port:
     max_connections: int
     connections: set[Connection] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def ended(self) -> None:
+        """Returns once all that is open now has ended, or after a moment."""
+        if ends := [*self.tasks, *(connection.closed for connection in self.connections)]:
+            await asyncio.wait(ends, timeout=_STOP_GRACE_S)
 
 
 class Connection(asyncio.Protocol):

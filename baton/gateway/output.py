@@ -54,7 +54,9 @@ class Output(ABC):
         self.start = on_start
         self._event = event
         self._send = send
-        self._around_text: list[bytes] | None = None  # of events that differ in their text alone
+        self._around_text: tuple[bytes, bytes] | None = (
+            None  # of events that differ in their text alone
+        )
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._positions: list[common_pb2.PositionLogprobs] = []
@@ -82,7 +84,8 @@ class Output(ABC):
         if not self._begun:
             self._begun = True
             if not (reason or self._with_logprobs or self._with_token_ids):
-                self._around_text = self._event(self._choice("", **members)).split(b'""')
+                before, after = self._event(self._choice("", **members)).split(b':""')
+                self._around_text = before + b":", after
 
     async def finish(self, finish: inference_pb2.Finish) -> None:
         self.end = finish

@@ -9,12 +9,18 @@ import pytest
 
 from baton.gateway.routes import serving
 from baton.http_server import listen
+from baton.server import EventLoop
 from router.admission.admission import Admission
 from router.frontend import GenerationService
 from tests.unit.router.scripted_workers import TIMEOUT_S, Cluster
 from tests.unit.router.small_tokenizers import byte_tokenizer
 
 PROMPT = [1, 2, 3]
+
+
+def pytest_asyncio_loop_factories(config, item):
+    """The loop that routers run on."""
+    return {"uvloop": EventLoop}
 
 
 class Gateway:

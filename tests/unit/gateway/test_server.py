@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import socket
 
 import msgspec
@@ -14,7 +15,7 @@ from baton.gateway import frontend, routes
 from baton.gateway.output import ChatOutput, CompletionOutput
 from baton.http_server import listen
 from baton.v1 import common_pb2
-from tests.unit.router.scripted_workers import TIMEOUT_S
+from tests.unit.router.scripted_workers import TIMEOUT_S, seen
 from tests.unit.router.small_tokenizers import byte_tokenizer, ids_only_tokenizer
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -212,6 +213,119 @@ async def test_a_kept_connection_may_be_idle_for_longer_than_a_request_may_take(
     await writer.wait_closed()
 
 
+BODY = b'{"prompt":[1,2,3],"max_tokens":3,"ignore_eos":true,"stream":true}'
+
+
+def request(*headers, body=BODY, version=b"1.1"):
+    lines = (b"content-length: %d" % len(body), *headers)
+    first = b"POST /v1/completions HTTP/%b\r\n" % version
+    return first + b"".join(b"%b\r\n" % line for line in lines) + b"\r\n" + body
+
+
+async def test_http_1_0_gets_no_chunks_and_the_end_of_the_connection(gateway):
+    heard = await said(gateway, request(b"connection: keep-alive", version=b"1.0"))
+    head, _, body = heard.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ") and b"transfer-encoding" not in head
+    assert b"\r\nconnection: close" in head
+    assert body.startswith(b'data: {"id"') and body.endswith(b"}\n\ndata: [DONE]\n\n")
+
+
+async def test_what_follows_the_last_request_is_not_answered(gateway):
+    heard = await said(gateway, request(b"connection: close") + GET + b"\r\n")
+    assert heard.count(b"HTTP/1.1 ") == 1
+    assert heard.startswith(b"HTTP/1.1 200 ") and heard.endswith(b"\r\n0\r\n\r\n")
+
+
+async def test_requests_that_come_together_are_answered_in_order(gateway):
+    last = request(b"connection: close", body=b"{}")
+    heard = await said(gateway, GET + b"\r\n" + request() + GET + b"\r\n" + last)
+    assert re.findall(rb"HTTP/1.1 (\d+)", heard) == [b"200", b"200", b"200", b"400"]
+    assert heard.index(b'"ok"') < heard.index(b"[DONE]") < heard.rindex(b'"ok"')
+
+
+async def test_a_body_is_asked_for_when_it_is_wanted(gateway):
+    asked = request(b"expect: 100-continue", b"connection: close")
+    heard = await said(gateway, asked.removesuffix(BODY), BODY)
+    assert heard.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
+    heard = await said(gateway, asked.replace(b"/v1/", b"/v0/"))
+    assert heard.startswith(b"HTTP/1.1 404 ")
+
+
+@contextlib.asynccontextmanager
+async def asking(answer, times=1):
+    """A server that answers so; gives the readers of connections that have asked something."""
+    listener, readers = listen("127.0.0.1", 0, "HTTP", "--http-port"), []
+    address = listener.getsockname()
+    async with contextlib.AsyncExitStack() as clients:
+        clients.push_async_callback(asyncio.sleep, 0)  # their ends are seen
+        async with asyncio.timeout(TIMEOUT_S), http_server.serving(answer, listener, 9):
+            for _ in range(times):
+                reader, writer = await asyncio.open_connection(*address)
+                clients.callback(writer.close)
+                writer.write(GET + b"\r\n")
+                readers.append(reader)
+            yield readers
+
+
+async def test_an_answer_that_breaks_off_ends_its_connection(caplog):
+    async def broken(exchange):
+        exchange.start(200, [])
+        exchange.write(b"a part")
+        raise ValueError("no more")
+
+    async with asking(broken) as (reader,):
+        heard = await reader.read()
+    assert heard.startswith(b"HTTP/1.1 200 ") and heard.endswith(b"6\r\na part\r\n")
+    assert "GET /health: the answer broke off" in caplog.text and "no more" in caplog.text
+
+
+async def test_what_is_sent_to_a_connection_that_closes_is_dropped(caplog):
+    """Between the socket's close and the protocol's notice of it; uvloop's writes raise then."""
+    answered = asyncio.Event()
+
+    async def late(exchange):
+        exchange._transport.abort()
+        exchange.start(200, [])
+        exchange.write(b"a part")
+        exchange.end(b"the last")
+        answered.set()
+
+    async with asking(late) as (reader,):
+        await answered.wait()
+        assert await reader.read() == b""
+    assert not caplog.records
+
+
+async def test_the_end_of_a_server_waits_a_moment_for_answers_and_for_nobody_else(monkeypatch):
+    monkeypatch.setattr(http_server, "_STOP_GRACE_S", 0.3)
+    begun, cancelled = [], []
+
+    async def answer(exchange):
+        exchange.start(200, [])
+        exchange.write(b"a part")
+        begun.append(exchange)
+        if len(begun) == 1:
+            await ends.wait()
+        else:
+            try:
+                await asyncio.sleep(TIMEOUT_S)
+            except asyncio.CancelledError:
+                cancelled.append(exchange)
+                raise
+        exchange.end(b"the last")
+
+    ends = asyncio.Event()
+    async with asking(answer, 2) as readers:
+        await seen(lambda: len(begun) == 2)
+        asyncio.get_running_loop().call_later(0.1, ends.set)
+    assert cancelled == begun[1:]
+    heard = []
+    for reader in readers:
+        with contextlib.suppress(ConnectionResetError):
+            heard.append(await reader.read())
+    assert heard[0].endswith(b"a part\r\n8\r\nthe last\r\n0\r\n\r\n")
+
+
 async def test_trailers_do_not_replace_headers(gateway):
     keys, generate = [], gateway.service.generate
 
@@ -259,6 +373,38 @@ def test_a_port_in_use_is_an_error_before_anything_starts():
             frontend("127.0.0.1", port)
     with pytest.raises(ConfigError, match="--http-port"):
         listen("no.such.host.invalid", 0, "HTTP", "--http-port")
+
+
+TEXTS = ["a", '"quoted"\\\n', "\u2028 é 🙂", "", "\x00\x7f", "<|end|>"]
+
+
+@pytest.mark.parametrize("kind", [CompletionOutput, ChatOutput])
+@pytest.mark.parametrize("usage", [{}, {"usage": None}])
+def test_events_that_differ_in_their_text_alone_are_those_that_are_encoded(kind, usage):
+    def events(token_ids):
+        def event(choice):
+            return msgspec.json.encode(
+                kind.answer(
+                    id='"":""', created=1, model='"m""', object=kind.chunk_object,
+                    choices=[choice], **usage,
+                )
+            )  # fmt: skip
+
+        sent = []
+        output = kind(
+            3, None, logprobs=False, token_ids=token_ids, echo="", event=event, send=sent.append
+        )
+        for text in TEXTS:
+            output.put(text, [7], (), common_pb2.FINISH_REASON_UNSPECIFIED)
+        output.put("end", [7], (), common_pb2.FINISH_REASON_STOP)
+        return sent, output
+
+    fast, with_fast = events(False)
+    slow, with_slow = events(True)
+    assert with_fast._around_text is not None and with_slow._around_text is None
+    for event in (decoded := [msgspec.json.decode(event) for event in slow]):
+        assert event["choices"][0].pop("token_ids") == [7]
+    assert [msgspec.json.decode(event) for event in fast] == decoded
 
 
 def positions(*tokens, top=()):
