@@ -376,17 +376,17 @@ def decode(kind: type[T], body: bytes) -> T:
     """
     try:
         request: T = _decoder(kind).decode(body)
+        for name, neutral in kind.unsupported.items():
+            given = getattr(request, name)
+            if given is not _ABSENT and not _is_neutral(given, neutral):
+                raise InvalidRequest(f"{name} is not supported here: leave it out", name)
+        return request
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
     except RecursionError as error:
         raise InvalidRequest("the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not JSON in UTF-8: {error}") from error
-    for name, neutral in kind.unsupported.items():
-        given = getattr(request, name)
-        if given is not _ABSENT and not _is_neutral(given, neutral):
-            raise InvalidRequest(f"{name} is not supported here: leave it out", name)
-    return request
 
 
 def prompts_of(raw: Raw) -> list[str] | list[list[int]]:

@@ -129,7 +129,8 @@ async def test_a_body_is_json_under_any_content_type(gateway):
         return await gateway.client.post("/v1/completions", content=text, headers=headers)
 
     nested = b'{"x": ' + b"[" * 100_000
-    for text in (b"", b"{", b"[]", b'{"prompt": "a", "temperature": NaN}', nested, b"\xff"):
+    bad = b'{"prompt": "a", "suffix": "\xff"}'
+    for text in (b"", b"{", b"[]", b'{"prompt": "a", "temperature": NaN}', nested, b"\xff", bad):
         assert error_of(await post(text), 400)["param"] is None
     assert error_of(await post(b'{"prompt": "a\xe6 f"}'), 400)["param"] == "prompt"
     error_of(await post(b'{"prompt": "' + b"a" * MAX_BODY_BYTES), 413)
