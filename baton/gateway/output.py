@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import msgspec
 from msgspec import UNSET
 
 from baton.client.results import transport_name
@@ -20,6 +21,7 @@ _REASONS: dict[int, FinishReason | None] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
 }
+_encode = msgspec.json.Encoder().encode
 _PHASES = ("queue_ms", "ttft_ms", "transfer_ms", "tpot_ms", "e2e_ms")
 _MIN_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -40,16 +42,21 @@ class Output(ABC):
         token_ids: bool,
         echo: str,
         on_start: Callable[[inference_pb2.Started], None] = lambda started: None,
-        write: Callable[[Any], None] | None = None,
+        event: Callable[[Any], bytes] = msgspec.json.encode,
+        send: Callable[[bytes], None] | None = None,
     ) -> None:
-        """`write` takes the choice of a chunk; without it all is kept for `whole`."""
+        """`event` encodes a chunk's choice for `send`; without that all is kept for `whole`."""
         self._index = index
         self._tokenizer = tokenizer
         self._with_logprobs = logprobs
         self._with_token_ids = token_ids
         self._echo = echo  # what the text begins with
         self.start = on_start
-        self._write = write
+        self._event = event
+        self._send = send
+        self._around_text: tuple[bytes, bytes] | None = (
+            None  # of events that differ in their text alone
+        )
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._positions: list[common_pb2.PositionLogprobs] = []
@@ -63,15 +70,22 @@ class Output(ABC):
         logprobs: Sequence[common_pb2.PositionLogprobs],
         reason: common_pb2.FinishReason,
     ) -> None:
-        if self._write is None:
+        if self._send is None:
             self._text.append(text)
             self._token_ids.extend(token_ids)
             self._positions.extend(logprobs)
             return
+        if self._around_text is not None and not reason:
+            before, after = self._around_text
+            self._send(before + _encode(text) + after)
+            return
         members = self._members(logprobs, list(token_ids), reason)
-        choice = self._choice(text if self._begun else self._echo + text, **members)
-        self._begun = True
-        self._write(choice)
+        self._send(self._event(self._choice(text if self._begun else self._echo + text, **members)))
+        if not self._begun:
+            self._begun = True
+            if not (reason or self._with_logprobs or self._with_token_ids):
+                before, after = self._event(self._choice("", **members)).split(b':""')
+                self._around_text = before + b":", after
 
     async def finish(self, finish: inference_pb2.Finish) -> None:
         self.end = finish

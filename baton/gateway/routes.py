@@ -1,44 +1,59 @@
-"""The application: paths and methods, and errors as answers."""
+"""The application: paths and methods."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from importlib import metadata
 from typing import Any
 
 import msgspec
 
+from baton import http_server
 from baton.errors import InvalidRequest, ModelNotFound, Unavailable, quoted
 from baton.gateway import api
 from baton.gateway.generation import Endpoint, generate
-from baton.gateway.http_exchange import (
-    ClientGone,
-    HttpError,
-    HttpExchange,
-    Receive,
-    Scope,
-    Send,
-    failure_of,
-)
+from baton.gateway.headers import caller_of, id_headers
 from baton.gateway.openapi import document
 from baton.gateway.output import ChatOutput, CompletionOutput, shown
 from baton.gateway.request import parse_chat, parse_completion, parse_tokenize
+from baton.http_errors import HttpError
+from baton.http_server import HttpExchange
 from baton.v1 import inference_pb2
 from router.frontend import Caller, GenerationService
+from router.main import Frontend
 
 log = logging.getLogger(__name__)
 
+MAX_CONNECTIONS = 4096
+MAX_REQUESTS = 2048  # that generate, waiting or running
 _RETRY_AFTER_S = 1.0
 _MODEL = "/v1/models/"  # and a name
 
 
+def frontend(host: str, port: int) -> Frontend:
+    """HTTP at `host`:`port` for `router.main.run`. Raises ConfigError for a port in use."""
+    listener = http_server.listen(host, port, "HTTP", "--http-port")
+    return lambda service: serving(service, listener)
+
+
+@contextlib.asynccontextmanager
+async def serving(service: GenerationService, listener: socket.socket) -> AsyncIterator[None]:
+    """The API over one service, while inside."""
+    async with http_server.serving(App(service), listener, MAX_CONNECTIONS) as url:
+        log.info("HTTP at %s", url)
+        yield
+
+
 class App:
-    """The API over one service, an ASGI application."""
+    """The API over one service."""
 
     def __init__(self, service: GenerationService) -> None:
         self._service = service
+        self._num_posts = 0  # being answered
         self._posts: dict[str, Callable[[HttpExchange], Awaitable[None]]] = {
             "/v1/completions": Endpoint(
                 service, parse_completion, partial(generate, CompletionOutput)
@@ -55,41 +70,38 @@ class App:
             "/openapi.json": lambda exchange: openapi,
         }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = HttpExchange(scope, receive, send)
-        try:
-            await self._answer(exchange, scope["method"], scope["path"])
-        except ClientGone as error:
-            log.debug("%s: %s", scope["path"], error)
-        except Exception as error:
-            if exchange.started:
-                raise
-            failure = failure_of(error)
-            headers = [*failure.headers, *exchange.id_headers()]
-            exchange.answer(failure.status, failure.body, headers)
-
-    async def _answer(self, exchange: HttpExchange, method: str, path: str) -> None:
+    async def __call__(self, exchange: HttpExchange) -> None:
+        exchange.answer_headers = id_headers(exchange)
+        method, path = exchange.method, exchange.path
         if path not in (*self._posts, *self._gets, "/metrics") and not path.startswith(_MODEL):
             raise HttpError(404, f"{method} {path}: there is no such path")
         allowed = "POST" if path in self._posts else "GET, HEAD"
         if method == "OPTIONS":  # CORS is not offered
-            exchange.start(204, [(b"allow", f"{allowed}, OPTIONS".encode())])
-            exchange.end(b"")
+            exchange.answer(204, b"", [(b"allow", f"{allowed}, OPTIONS".encode())])
         elif method not in allowed.split(", "):
             allow = ((b"allow", allowed.encode()),)
             raise HttpError(405, f"{method} {path}: this path takes {allowed}", allow)
         elif path in self._posts:
-            await self._posts[path](exchange)
+            await self._post(path, exchange)
         elif path == "/metrics":
-            accept = exchange.header(b"accept").decode("latin-1")
+            accept = exchange.headers.get(b"accept", b"").decode("latin-1")
             kind, page = self._service.metrics_page(accept)
-            exchange.answer(200, page, [], (b"content-type", kind.encode()))
+            exchange.answer(200, page, kind=(b"content-type", kind.encode()))
         else:
             found = self._gets[path] if path in self._gets else partial(self._model, path)
-            exchange.answer(200, msgspec.json.encode(found(exchange)), [])
+            exchange.answer(200, msgspec.json.encode(found(exchange)))
+
+    async def _post(self, path: str, exchange: HttpExchange) -> None:
+        if self._num_posts >= MAX_REQUESTS:
+            raise Unavailable("too many requests at a time", _RETRY_AFTER_S)
+        self._num_posts += 1
+        try:
+            await self._posts[path](exchange)
+        finally:
+            self._num_posts -= 1
 
     def _models(self, exchange: HttpExchange) -> list[api.Model]:
-        models = self._service.models(exchange.caller)
+        models = self._service.models(caller_of(exchange))
         return [api.Model(model.name, model.max_context) for model in models]
 
     def _model(self, path: str, exchange: HttpExchange) -> api.Model:
@@ -120,4 +132,4 @@ async def _tokenize(
     tokens = list(found.token_ids)
     strings = [shown(service.tokenizer, token)[0] for token in tokens] if with_strings else None
     answer = api.Tokens(len(tokens), found.max_context, tokens, strings)
-    exchange.answer(200, msgspec.json.encode(answer), exchange.id_headers())
+    exchange.answer(200, msgspec.json.encode(answer))

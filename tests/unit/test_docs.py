@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from baton import cli, errors
-from baton.gateway.http_exchange import failure_of
+from baton.http_errors import failure_of
 from baton.metrics.table import TABLE
 from baton.rpc import code_of
 from benchmarks.__main__ import COMMANDS

@@ -153,19 +153,19 @@ async def test_new_certificates_are_taken_up_and_broken_ones_are_not(worker, fol
 
 async def test_the_metrics_port_takes_tls_and_a_silent_client_stops_nobody(folder):
     tls.use(of(folder, "router"))
-    async with serving(lambda accept: ("text/plain", b"page"), "127.0.0.1", 0) as address:
-        _, silent = await asyncio.open_connection(*address.split(":"))
+    async with serving(lambda accept: ("text/plain", b"page"), "127.0.0.1", 0) as url:
+        _, silent = await asyncio.open_connection(*url.removeprefix("https://").split(":"))
         context = ssl.create_default_context(cafile=folder / "ca.pem")
         async with httpx.AsyncClient(verify=context, timeout=TIMEOUT_S) as client:
-            assert (await client.get(f"https://{address}/metrics")).text == "page"
+            assert (await client.get(f"{url}/metrics")).text == "page"
         certs.write(folder, [])
         async with httpx.AsyncClient(verify=context, timeout=TIMEOUT_S) as client:
-            assert (await client.get(f"https://{address}/metrics")).text == "page"
+            assert (await client.get(f"{url}/metrics")).text == "page"
         silent.close()
 
 
 async def test_a_new_certificate_is_taken_up_by_every_port_whichever_sees_it_first(worker, folder):
-    async with serving(lambda accept: ("text/plain", b"page"), "127.0.0.1", 0) as address:
+    async with serving(lambda accept: ("text/plain", b"page"), "127.0.0.1", 0) as url:
         await call(worker, of(folder, "router"))
         (folder / "ca-key.pem").unlink()
         certs.write(folder, [])  # another authority, and all certificates anew
@@ -174,7 +174,7 @@ async def test_a_new_certificate_is_taken_up_by_every_port_whichever_sees_it_fir
         context.check_hostname = False  # it is a decode worker's
         context.load_cert_chain(folder / "router.pem", folder / "router-key.pem")
         async with httpx.AsyncClient(verify=context, timeout=TIMEOUT_S) as client:
-            assert (await client.get(f"https://{address}/metrics")).text == "page"
+            assert (await client.get(f"{url}/metrics")).text == "page"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.9", "example.com"])

@@ -7,13 +7,20 @@ import json
 import httpx
 import pytest
 
-from baton.gateway.server import listen, serving
+from baton.gateway.routes import serving
+from baton.http_server import listen
+from baton.server import EventLoop
 from router.admission.admission import Admission
 from router.frontend import GenerationService
 from tests.unit.router.scripted_workers import TIMEOUT_S, Cluster
 from tests.unit.router.small_tokenizers import byte_tokenizer
 
 PROMPT = [1, 2, 3]
+
+
+def pytest_asyncio_loop_factories(config, item):
+    """The loop that routers run on."""
+    return {"uvloop": EventLoop}
 
 
 class Gateway:
@@ -33,7 +40,7 @@ class Gateway:
         return self.cluster.decodes[0]
 
     async def __aenter__(self):
-        self.listener = listener = listen("127.0.0.1", 0)
+        self.listener = listener = listen("127.0.0.1", 0, "HTTP", "--http-port")
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         await self._stack.enter_async_context(serving(self.service, listener))

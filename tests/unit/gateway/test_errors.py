@@ -12,8 +12,8 @@ import pytest
 from baton import errors
 from baton.gateway import api, generation
 from baton.gateway.generation import MAX_BODY_BYTES, max_body_bytes
-from baton.gateway.http_exchange import failure_of
 from baton.gateway.request import parse_chat, parse_completion
+from baton.http_errors import failure_of
 from router import frontend
 from router.admission.tenants import Tenants
 from tests.unit.router.scripted_workers import TIMEOUT_S, seen
@@ -129,7 +129,8 @@ async def test_a_body_is_json_under_any_content_type(gateway):
         return await gateway.client.post("/v1/completions", content=text, headers=headers)
 
     nested = b'{"x": ' + b"[" * 100_000
-    for text in (b"", b"{", b"[]", b'{"prompt": "a", "temperature": NaN}', nested, b"\xff"):
+    bad = b'{"prompt": "a", "suffix": "\xff"}'
+    for text in (b"", b"{", b"[]", b'{"prompt": "a", "temperature": NaN}', nested, b"\xff", bad):
         assert error_of(await post(text), 400)["param"] is None
     assert error_of(await post(b'{"prompt": "a\xe6 f"}'), 400)["param"] == "prompt"
     error_of(await post(b'{"prompt": "' + b"a" * MAX_BODY_BYTES), 413)

@@ -2,19 +2,20 @@
 
 import asyncio
 import contextlib
+import re
 import socket
 
 import msgspec
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from baton import http_server
 from baton.errors import ConfigError
-from baton.gateway import frontend, server
+from baton.gateway import frontend, routes
 from baton.gateway.output import ChatOutput, CompletionOutput
-from baton.gateway.server import listen
+from baton.http_server import listen
 from baton.v1 import common_pb2
-from tests.unit.router.scripted_workers import TIMEOUT_S
+from tests.unit.router.scripted_workers import TIMEOUT_S, seen
 from tests.unit.router.small_tokenizers import byte_tokenizer, ids_only_tokenizer
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -78,14 +79,14 @@ async def test_one_connection_serves_many_requests_and_sends_small_writes_at_onc
     gateway, monkeypatch
 ):
     """Without TCP_NODELAY a stream's second chunk waits for the client's delayed ACK."""
-    connections, made = [], HttpToolsProtocol.connection_made
+    connections, made = [], http_server.Connection.connection_made
 
     def connection_made(self, transport):
         made(self, transport)
         sock = transport.get_extra_info("socket")
         connections.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
 
-    monkeypatch.setattr(HttpToolsProtocol, "connection_made", connection_made)
+    monkeypatch.setattr(http_server.Connection, "connection_made", connection_made)
     for stream in (False, True, False, True):
         response = await gateway.complete(stream=stream)
         assert response.status_code == 200
@@ -139,14 +140,14 @@ async def said(gateway, *parts):
     ids=["header", "headers", "url", "trailers", "trailer", "extension", "chunks", "empty lines"],
 )
 async def test_what_is_not_a_body_is_limited(gateway_of, monkeypatch, sent):
-    parsed, feed = [], server.Connection.on_header
+    parsed, feed = [], http_server.Connection.on_header
     monkeypatch.setattr(
-        server.Connection, "on_header", lambda *args: (parsed.append(1), feed(*args))
+        http_server.Connection, "on_header", lambda *args: (parsed.append(1), feed(*args))
     )
     heard = await said(await gateway_of(), sent)
     assert heard.startswith(b"HTTP/1.1 431 ")
     assert b'"message":"too many ' in heard
-    assert len(parsed) <= server.MAX_HEADERS + 1
+    assert len(parsed) <= http_server.MAX_HEADERS + 1
 
 
 async def test_a_large_body_in_chunks_is_within_the_limits(gateway):
@@ -172,7 +173,7 @@ async def test_a_large_body_in_chunks_is_within_the_limits(gateway):
 )
 async def test_half_a_request_ends_the_connection(gateway_of, monkeypatch, sent, status):
     for name in ("HEADERS_TIMEOUT_S", "BODY_TIMEOUT_S", "LINGER_S"):
-        monkeypatch.setattr(server, name, 0.4)
+        monkeypatch.setattr(http_server, name, 0.4)
     monkeypatch.setattr("tests.unit.gateway.test_server.TIMEOUT_S", 5.0)
     heard = await said(await gateway_of(), *sent)
     assert heard.startswith(status)
@@ -181,7 +182,7 @@ async def test_half_a_request_ends_the_connection(gateway_of, monkeypatch, sent,
 
 async def test_the_time_for_a_request_is_no_time_for_its_answer(gateway, monkeypatch):
     for name in ("HEADERS_TIMEOUT_S", "BODY_TIMEOUT_S", "LINGER_S"):
-        monkeypatch.setattr(server, name, 0.05)
+        monkeypatch.setattr(http_server, name, 0.05)
 
     def later(*run):
         asyncio.get_running_loop().call_later(0.3, gateway.decode.run_to_end, *run)
@@ -199,7 +200,7 @@ async def test_the_time_for_a_request_is_no_time_for_its_answer(gateway, monkeyp
 async def test_a_kept_connection_may_be_idle_for_longer_than_a_request_may_take(
     gateway, monkeypatch
 ):
-    monkeypatch.setattr(server, "HEADERS_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(http_server, "HEADERS_TIMEOUT_S", 0.05)
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     async with asyncio.timeout(TIMEOUT_S):
         for _ in range(2):
@@ -212,23 +213,117 @@ async def test_a_kept_connection_may_be_idle_for_longer_than_a_request_may_take(
     await writer.wait_closed()
 
 
-async def test_an_answer_to_a_connection_that_closes_is_dropped(gateway, monkeypatch, caplog):
-    """Between the socket's close and the protocol's notice of it; uvloop's writes raise then."""
+BODY = b'{"prompt":[1,2,3],"max_tokens":3,"ignore_eos":true,"stream":true}'
 
-    class Closed:
-        def write(self, data):
-            raise RuntimeError("the handler is closed")
 
-        def close(self):
-            pass
+def request(*headers, body=BODY, version=b"1.1"):
+    lines = (b"content-length: %d" % len(body), *headers)
+    first = b"POST /v1/completions HTTP/%b\r\n" % version
+    return first + b"".join(b"%b\r\n" % line for line in lines) + b"\r\n" + body
 
-    def closes(connection):
-        connection.transport.abort()
-        connection.cycle.transport = Closed()
 
-    monkeypatch.setattr(server.Connection, "unpause", closes)
-    assert await said(gateway, GET + b"\r\n") == b""
+async def test_http_1_0_gets_no_chunks_and_the_end_of_the_connection(gateway):
+    heard = await said(gateway, request(b"connection: keep-alive", version=b"1.0"))
+    head, _, body = heard.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ") and b"transfer-encoding" not in head
+    assert b"\r\nconnection: close" in head
+    assert body.startswith(b'data: {"id"') and body.endswith(b"}\n\ndata: [DONE]\n\n")
+
+
+async def test_what_follows_the_last_request_is_not_answered(gateway):
+    heard = await said(gateway, request(b"connection: close") + GET + b"\r\n")
+    assert heard.count(b"HTTP/1.1 ") == 1
+    assert heard.startswith(b"HTTP/1.1 200 ") and heard.endswith(b"\r\n0\r\n\r\n")
+
+
+async def test_requests_that_come_together_are_answered_in_order(gateway):
+    last = request(b"connection: close", body=b"{}")
+    heard = await said(gateway, GET + b"\r\n" + request() + GET + b"\r\n", last)
+    assert re.findall(rb"HTTP/1.1 (\d+)", heard) == [b"200", b"200", b"200", b"400"]
+    assert heard.index(b'"ok"') < heard.index(b"[DONE]") < heard.rindex(b'"ok"')
+
+
+async def test_a_body_is_asked_for_when_it_is_wanted(gateway):
+    asked = request(b"expect: 100-continue", b"connection: close")
+    heard = await said(gateway, asked.removesuffix(BODY), BODY)
+    assert heard.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
+    heard = await said(gateway, asked.replace(b"/v1/", b"/v0/"))
+    assert heard.startswith(b"HTTP/1.1 404 ")
+
+
+@contextlib.asynccontextmanager
+async def asking(answer, times=1):
+    """A server that answers so; gives the readers of connections that have asked something."""
+    listener, readers = listen("127.0.0.1", 0, "HTTP", "--http-port"), []
+    address = listener.getsockname()
+    async with contextlib.AsyncExitStack() as clients:
+        clients.push_async_callback(asyncio.sleep, 0)  # their ends are seen
+        async with asyncio.timeout(TIMEOUT_S), http_server.serving(answer, listener, 9):
+            for _ in range(times):
+                reader, writer = await asyncio.open_connection(*address)
+                clients.callback(writer.close)
+                writer.write(GET + b"\r\n")
+                readers.append(reader)
+            yield readers
+
+
+async def test_an_answer_that_breaks_off_ends_its_connection(caplog):
+    async def broken(exchange):
+        exchange.start(200, [])
+        exchange.write(b"a part")
+        raise ValueError("no more")
+
+    async with asking(broken) as (reader,):
+        heard = await reader.read()
+    assert heard.startswith(b"HTTP/1.1 200 ") and heard.endswith(b"6\r\na part\r\n")
+    assert "GET /health: the answer broke off" in caplog.text and "no more" in caplog.text
+
+
+async def test_what_is_sent_to_a_connection_that_has_closed_is_dropped(caplog):
+    """A worker's event may come before the request's task sees its end; uvloop raises then."""
+    begun = []
+
+    async def answer(exchange):
+        begun.append(exchange)
+        exchange.start(200, [])
+        exchange._transport.abort()
+        await asyncio.sleep(TIMEOUT_S)
+
+    async with asking(answer) as (reader,):
+        assert await reader.read() == b""
+        begun[0].write(b"a part")
+        begun[0].end(b"the last")
     assert not caplog.records
+
+
+async def test_the_end_of_a_server_waits_a_moment_for_answers_and_for_nobody_else(monkeypatch):
+    monkeypatch.setattr(http_server, "_STOP_GRACE_S", 0.3)
+    begun, cancelled = [], []
+
+    async def answer(exchange):
+        exchange.start(200, [])
+        exchange.write(b"a part")
+        begun.append(exchange)
+        if len(begun) == 1:
+            await ends.wait()
+        else:
+            try:
+                await asyncio.sleep(TIMEOUT_S)
+            except asyncio.CancelledError:
+                cancelled.append(exchange)
+                raise
+        exchange.end(b"the last")
+
+    ends = asyncio.Event()
+    async with asking(answer, 2) as readers:
+        await seen(lambda: len(begun) == 2)
+        asyncio.get_running_loop().call_later(0.1, ends.set)
+    assert cancelled == begun[1:]
+    heard = []
+    for reader in readers:
+        with contextlib.suppress(ConnectionResetError):
+            heard.append(await reader.read())
+    assert heard[0].endswith(b"a part\r\n8\r\nthe last\r\n0\r\n\r\n")
 
 
 async def test_trailers_do_not_replace_headers(gateway):
@@ -250,9 +345,10 @@ async def test_trailers_do_not_replace_headers(gateway):
     assert keys == [b"Bearer mine"]
 
 
-async def test_connections_and_requests_at_a_time_are_limited(gateway, monkeypatch):
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 1)
-    monkeypatch.setattr(server, "MAX_REQUESTS", 0)
+async def test_connections_and_requests_at_a_time_are_limited(gateway_of, monkeypatch):
+    monkeypatch.setattr(routes, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(routes, "MAX_REQUESTS", 0)
+    gateway = await gateway_of()
     assert (await gateway.client.get("/health")).status_code == 200
     busy = await gateway.complete()
     assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
@@ -271,12 +367,44 @@ async def test_pipelined_requests_are_limited(gateway_of, requests, answers):
 
 
 def test_a_port_in_use_is_an_error_before_anything_starts():
-    with listen("127.0.0.1", 0) as taken:
+    with listen("127.0.0.1", 0, "HTTP", "--http-port") as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} for HTTP.*--http-port"):
             frontend("127.0.0.1", port)
     with pytest.raises(ConfigError, match="--http-port"):
-        listen("no.such.host.invalid", 0)
+        listen("no.such.host.invalid", 0, "HTTP", "--http-port")
+
+
+TEXTS = ["a", '"quoted"\\\n', "\u2028 é 🙂", "", "\x00\x7f", "<|end|>"]
+
+
+@pytest.mark.parametrize("kind", [CompletionOutput, ChatOutput])
+@pytest.mark.parametrize("usage", [{}, {"usage": None}])
+def test_events_that_differ_in_their_text_alone_are_those_that_are_encoded(kind, usage):
+    def events(token_ids):
+        def event(choice):
+            return msgspec.json.encode(
+                kind.answer(
+                    id='"":""', created=1, model='"m""', object=kind.chunk_object,
+                    choices=[choice], **usage,
+                )
+            )  # fmt: skip
+
+        sent = []
+        output = kind(
+            3, None, logprobs=False, token_ids=token_ids, echo="", event=event, send=sent.append
+        )
+        for text in TEXTS:
+            output.put(text, [7], (), common_pb2.FINISH_REASON_UNSPECIFIED)
+        output.put("end", [7], (), common_pb2.FINISH_REASON_STOP)
+        return sent, output
+
+    fast, with_fast = events(False)
+    slow, with_slow = events(True)
+    assert with_fast._around_text is not None and with_slow._around_text is None
+    for event in (decoded := [msgspec.json.decode(event) for event in slow]):
+        assert event["choices"][0].pop("token_ids") == [7]
+    assert [msgspec.json.decode(event) for event in fast] == decoded
 
 
 def positions(*tokens, top=()):

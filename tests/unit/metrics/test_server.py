@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from baton import http_server
 from baton.errors import ConfigError
 from baton.local import ports
 from baton.metrics import server
@@ -13,15 +14,21 @@ from tests.waiting import eventually
 GET = "GET /metrics?x=1 HTTP/1.1\r\nHost: h\r\naccept: text/a;q=1\r\n\r\n"
 
 
+def parts(url):
+    host, _, port = url.removeprefix("http://").partition(":")
+    return host, int(port)
+
+
 def page(accept):
     return "text/plain", f"accept={accept}".encode()
 
 
 async def ask(address, request):
     """(status, body) of the answer, read until the server hangs up; ("", "") without one."""
-    host, _, port = address.partition(":")
+    host, port = parts(address)
+    request = request.replace("\r\n\r\n", "\r\nconnection: close\r\n\r\n")
     async with asyncio.timeout(30):
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(host, port)
         try:
             writer.write(request.encode())
             answer = await reader.read()
@@ -41,20 +48,20 @@ async def test_only_the_page_is_served(caplog):
         assert await ask(address, GET.replace("GET", "HEAD")) == ("200", "")
         assert (await ask(address, "GET / HTTP/1.1\r\n\r\n"))[0] == "404"
         assert (await ask(address, GET.replace("GET", "POST")))[0] == "405"
-        assert (await ask(address, "x" * 100_000 + "\r\n\r\n"))[0] in ("", "414")
+        assert (await ask(address, "x" * 100_000 + "\r\n\r\n"))[0] in ("400", "431")
     async with serving(broken, "127.0.0.1", 0) as address:
         assert (await ask(address, GET))[0] == "500"
-        assert "metrics could not be shown" in caplog.text
+        assert "no page" in caplog.text
         assert (await ask(address, "GET /x HTTP/1.1\r\n\r\n"))[0] == "404"
 
 
 async def test_connections_are_bounded_in_number_and_time(monkeypatch):
-    monkeypatch.setattr(server, "_MAX_CONNECTIONS", 2)
-    monkeypatch.setattr(server._Handler, "timeout", 0.5)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(http_server, "HEADERS_TIMEOUT_S", 0.5)
     async with serving(page, "127.0.0.1", 0) as address:
-        host, _, port = address.partition(":")
-        silent = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
-        assert await ask(address, GET) == ("", "")
+        host, port = parts(address)
+        silent = [await asyncio.open_connection(host, port) for _ in range(2)]
+        assert (await ask(address, GET))[0] == "503"
         for reader, writer in silent:
             async with asyncio.timeout(30):
                 assert await reader.read() == b""  # cut after its silence
@@ -62,18 +69,18 @@ async def test_connections_are_bounded_in_number_and_time(monkeypatch):
         await eventually(
             lambda: ask(address, GET), lambda answer: answer[0] == "200", "not let go", 30.0
         )
-        monkeypatch.setattr(server, "_SILENCE_S", 1e6)
-        reader, writer = await asyncio.open_connection(host, int(port))
+        monkeypatch.setattr(http_server, "HEADERS_TIMEOUT_S", 1e6)
+        reader, writer = await asyncio.open_connection(host, port)
         await asyncio.sleep(0.1)
     async with asyncio.timeout(30):  # the end waits for no connection, and closes it
         assert await reader.read() == b""
     writer.close()
-    ports.check_free(host, int(port))
+    ports.check_free(host, port)
 
 
 async def test_a_taken_port_is_named():
     async with serving(page, "127.0.0.1", 0) as address:
-        port = int(address.partition(":")[2])
-        with pytest.raises(ConfigError, match=f"metrics on 127.0.0.1:{port}.*--metrics-port"):
+        port = parts(address)[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} for metrics.*--metrics-port"):
             async with serving(page, "127.0.0.1", port):
                 pass

@@ -1,0 +1,53 @@
+"""The headers of OpenAI's API and its traces: who calls and until when, and what is told back."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from baton.errors import InvalidRequest
+from baton.http_errors import Header
+from baton.http_server import HttpExchange
+from router.frontend import Caller
+
+TIMEOUT_HEADER = "x-request-timeout"
+MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86400.0
+_TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+def caller_of(exchange: HttpExchange) -> Caller:
+    """Key, trace and deadline. Raises InvalidRequest for a time that is none."""
+    headers = exchange.headers
+    metadata: list[tuple[str, str | bytes]] = [
+        (name.decode(), headers[name].decode("latin-1"))
+        for name in (b"traceparent", b"tracestate")
+        if name in headers
+    ]
+    if (key := headers.get(b"authorization")) is not None:
+        metadata.append(("authorization", key))
+    return Caller(tuple(metadata), _time_left_s(headers.get(TIMEOUT_HEADER.encode())))
+
+
+def id_headers(exchange: HttpExchange, request_id: str = "", trace_id: str = "") -> list[Header]:
+    """Response headers that name the request and its trace."""
+    headers = [(b"x-request-id", request_id.encode())] if request_id else []
+    if found := _TRACEPARENT.fullmatch(exchange.headers.get(b"traceparent", b"")):
+        headers += [(b"x-trace-id", found[1]), (b"traceparent", found[0])]
+    elif trace_id:
+        headers.append((b"x-trace-id", trace_id.encode()))
+    return headers
+
+
+def _time_left_s(text: bytes | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not MIN_TIMEOUT_S <= seconds <= MAX_TIMEOUT_S:
+        raise InvalidRequest(
+            f"{TIMEOUT_HEADER} must be seconds between {MIN_TIMEOUT_S} and {MAX_TIMEOUT_S:.0f}",
+            TIMEOUT_HEADER,
+        )
+    return seconds

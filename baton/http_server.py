@@ -1,0 +1,448 @@
+"""An HTTP/1.1 server on the process's event loop: one protocol object for each connection.
+
+`serving` gives each request, as an `HttpExchange`, to a coroutine function that answers it, and
+limits what clients may send and how long that may take. It knows nothing of what is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import resource
+import socket
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http.client import responses
+from typing import Any
+from urllib.parse import unquote
+
+import httptools
+
+from baton import tls
+from baton.errors import ConfigError, Unavailable
+from baton.http_errors import JSON_TYPE, Header, HttpError, failure_of
+
+log = logging.getLogger(__name__)
+
+MAX_PIPELINED = 16  # requests behind the one that is being answered
+MAX_HEADERS = 128
+MAX_HEADER_BYTES = 64 << 10  # of a request, and everything else of it that is not its body
+HEADERS_TIMEOUT_S = 10.0  # of a request, a new connection's first one, and of the TLS handshake
+BODY_TIMEOUT_S = 60.0
+KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections: they, not we, should hang up
+LINGER_S = 5.0  # for what comes after the answer, or is not read by the client
+UNREAD_S = 60.0  # for the end of an answer that was cut because the client did not read
+_STOP_GRACE_S = 2.0  # for the last bytes of answers that ended before the server does
+_BACKLOG = 2048
+_MAX_KEPT_UNREAD_BYTES = 64 << 10  # a connection with more at an answer's end is not kept
+_CHUNK = 512  # body chunks of that size or more have their framing for free
+_CLOSE: Header = (b"connection", b"close")
+
+
+class HttpExchange:
+    """A request and the way to answer it. Event-loop thread only.
+
+    Nothing that is sent waits for the client to read it: `unread_bytes` tells how much it leaves.
+    """
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        method: str,
+        path: str,
+        headers: dict[bytes, bytes],
+        *,
+        chunked: bool,
+        keep_alive: bool,
+        on_end: Callable[[], None],
+    ) -> None:
+        """`chunked` is whether the client knows chunks, which HTTP/1.0 has not."""
+        self.method = method
+        self.path = path
+        self.keep_alive = keep_alive
+        self.started = False  # to be answered
+        self.answer_headers: Sequence[Header] = ()  # of its answer, whatever that will be
+        self._transport = transport
+        self.headers = headers  # of the request, by their names in lower case
+        self._chunked = chunked
+        self._on_end = on_end
+        self._head = b""  # of an answer in parts, until the first one is sent
+        self._parts: list[bytes] = []  # of the request's body
+        self._size = 0
+        self._max_bytes = self._max_dropped_bytes = 1 << 62
+        self._body_ended = asyncio.Event()
+
+    async def body(self, max_bytes: int, max_dropped_bytes: int) -> bytes | None:
+        """The request's body; None when it is larger.
+
+        Of a larger one so much is read all the same, and dropped: a client that still sends when
+        its connection is closed does not see the answer.
+        """
+        self._max_bytes, self._max_dropped_bytes = max_bytes, max_dropped_bytes
+        if not self._body_ended.is_set():
+            if self._chunked and self.headers.get(b"expect", b"").lower() == b"100-continue":
+                self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
+            await self._body_ended.wait()
+        return b"".join(self._parts) if self._size <= max_bytes else None
+
+    def feed(self, part: bytes) -> None:
+        """Takes a part of the body."""
+        self._size += len(part)
+        if self._size <= self._max_bytes:
+            self._parts.append(part)
+        else:
+            self._parts.clear()
+            if self._size > self._max_dropped_bytes:
+                self._body_ended.set()
+
+    def feed_end(self) -> None:
+        """All of the body has come."""
+        self._body_ended.set()
+
+    @property
+    def unread_bytes(self) -> int:
+        """What was sent and is not on its way to the client yet."""
+        return self._transport.get_write_buffer_size()
+
+    def answer(
+        self, status: int, body: bytes, headers: Sequence[Header] = (), kind: Header = JSON_TYPE
+    ) -> None:
+        """Sends all of an answer."""
+        if status != 204:
+            headers = [kind, (b"content-length", b"%d" % len(body)), *headers]
+        head = self._begin(status, headers)
+        self._end(head if self.method == "HEAD" else head + body)
+
+    def start(self, status: int, headers: Sequence[Header]) -> None:
+        """Begins an answer in parts: status and headers leave with the first of them."""
+        if self._chunked:
+            headers = [*headers, (b"transfer-encoding", b"chunked")]
+        self._head = self._begin(status, headers)
+
+    def write(self, part: bytes) -> None:
+        """Sends a part, which must not be empty."""
+        if self._chunked:
+            part = b"%x\r\n%b\r\n" % (len(part), part)
+        if self._head:
+            part, self._head = self._head + part, b""
+        self._send(part)
+
+    def end(self, part: bytes) -> None:
+        """Sends the last part, which must not be empty."""
+        if self._chunked:
+            part = b"%x\r\n%b\r\n0\r\n\r\n" % (len(part), part)
+        self._end(self._head + part)
+
+    def _begin(self, status: int, headers: Sequence[Header]) -> bytes:
+        self.started = True
+        headers = [*headers, *self.answer_headers]
+        if _CLOSE in headers:
+            self.keep_alive = False
+        elif not self.keep_alive:
+            headers.append(_CLOSE)
+        return _head(status, headers)
+
+    def _end(self, data: bytes) -> None:
+        if self.unread_bytes > _MAX_KEPT_UNREAD_BYTES:
+            self.keep_alive = False
+        self._send(data)
+        self._on_end()
+
+    def _send(self, data: bytes) -> None:
+        if not self._transport.is_closing():  # uvloop's transport raises then
+            self._transport.write(data)
+
+
+Answer = Callable[[HttpExchange], Coroutine[Any, Any, None]]
+
+
+def listen(host: str, port: int, purpose: str, option: str) -> socket.socket:
+    """A socket for `serving`; port 0 takes a free one.
+
+    It listens at once, so that a port in use is a ConfigError, which names `option`, before
+    anything has begun.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        both = family == socket.AF_INET6  # "::" takes IPv4 too
+        listener = socket.create_server(
+            address, family=family, backlog=_BACKLOG, dualstack_ipv6=both
+        )
+        # Connections inherit it: without, a stream's second chunk waits for a delayed ACK.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]
+        raise ConfigError(
+            f"cannot listen on {host}:{port} for {purpose}: {reason}; "
+            f"stop what uses it or choose another port with {option}"
+        ) from error
+    return listener
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    answer: Answer, listener: socket.socket, max_connections: int
+) -> AsyncIterator[str]:
+    """Has every request answered while inside; at the end what is being answered may finish.
+
+    Gives the server's URL. A client that hangs up cancels its answer. Connections are at most so
+    many, and at most half of the files that the process may open.
+    """
+    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    port = _Port(answer, min(max_connections, max_files // 2))
+    credentials = tls.current()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Connection(port),
+        sock=listener,
+        backlog=_BACKLOG,
+        ssl=credentials.context() if credentials.serves else None,
+        ssl_handshake_timeout=HEADERS_TIMEOUT_S if credentials.serves else None,
+    )
+    host, number = listener.getsockname()[:2]
+    address = f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
+    try:
+        yield f"{'https' if credentials.serves else 'http'}://{address}"
+    finally:
+        server.close()
+        listener.close()
+        for connection in tuple(port.connections):
+            connection.finish()
+        await port.ended()
+        for connection in tuple(port.connections):
+            connection.transport.abort()  # which cancels its task
+        await port.ended()
+
+
+@dataclass
+class _Port:
+    """What the connections to one port share."""
+
+    answer: Answer
+    max_connections: int
+    connections: set[Connection] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def ended(self) -> None:
+        """Returns once all that is open now has ended, or after a moment."""
+        if ends := [*self.tasks, *(connection.closed for connection in self.connections)]:
+            await asyncio.wait(ends, timeout=_STOP_GRACE_S)
+
+
+class Connection(asyncio.Protocol):
+    """A client's connection: parses its requests, and has them answered one after the other."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, port: _Port) -> None:
+        self._port = port
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+        self._url = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._exchanges: deque[HttpExchange] = deque()  # the first one is being answered
+        self._answering: asyncio.Task[None] | None = None
+        self._expected = "request"  # what comes next, or headers or body
+        self._timed = ""  # what the timer is for
+        self._timer: asyncio.TimerHandle | None = None
+        self._bytes_left, self._headers_left = MAX_HEADER_BYTES, MAX_HEADERS
+        self._ends = False  # with what has been asked: what else comes is not read
+        self.closed = self._loop.create_future()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Takes it, or refuses one too many."""
+        self.transport = transport
+        self._port.connections.add(self)
+        if len(self._port.connections) > self._port.max_connections:
+            self._refuse(Unavailable("too many connections", 1.0))
+        else:
+            self._expect("request", HEADERS_TIMEOUT_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody reads an answer any more."""
+        self.closed.set_result(None)
+        self._expect("", 0.0)
+        self._port.connections.discard(self)
+        if self._exchanges and self._answering:
+            self._answering.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        """Parses what has come, a quarter MiB at most, and looks at the limits."""
+        if self._ends:
+            return
+        try:
+            self._bytes_left -= len(data)
+            self._parser.feed_data(data)
+            if self._bytes_left < 0:
+                raise _OverLimit("bytes")
+        except httptools.HttpParserUpgrade:
+            pass  # to nothing: it is answered as any other
+        except (httptools.HttpParserError, _OverLimit) as error:
+            if not self._ends:
+                self._refuse(_parse_error(error))
+            return
+        expected = "" if self._expected == "request" and self._exchanges else self._expected
+        if expected != self._timed:
+            self._expect(expected, BODY_TIMEOUT_S if expected == "body" else HEADERS_TIMEOUT_S)
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        self._url, self._headers = b"", {}
+        self._expected = "headers"
+        self._bytes_left, self._headers_left = MAX_HEADER_BYTES, MAX_HEADERS
+
+    def on_url(self, part: bytes) -> None:
+        """A part of what is asked for."""
+        self._url += part
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header; trailers, which would replace those that were acted on, are dropped."""
+        self._headers_left -= 1
+        if self._headers_left < 0:
+            raise _OverLimit("headers")
+        if self._expected == "headers":
+            self._headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        """The request can be answered, or waits for those before it."""
+        if len(self._exchanges) > MAX_PIPELINED:
+            raise _OverLimit("pipelined requests")
+        self._expect("", 0.0)
+        self._expected = "body"
+        is_1_1 = self._parser.get_http_version() == "1.1"
+        exchange = HttpExchange(
+            self.transport,
+            self._parser.get_method().decode(),
+            unquote(httptools.parse_url(self._url).path.decode("ascii")),
+            self._headers,
+            chunked=is_1_1,
+            keep_alive=is_1_1 and self._parser.should_keep_alive(),
+            on_end=self._on_answered,
+        )
+        self._exchanges.append(exchange)
+        if len(self._exchanges) == 1:
+            self._start()
+        else:
+            self.transport.pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of a body: its own limit is the application's."""
+        self._bytes_left += len(body) + len(body) // _CHUNK * 8
+        if self._exchanges:  # else it has been answered
+            self._exchanges[-1].feed(body)
+
+    def on_message_complete(self) -> None:
+        """All of a request has come."""
+        self._expected, self._bytes_left = "request", MAX_HEADER_BYTES
+        if self._exchanges:
+            self._exchanges[-1].feed_end()
+            self._ends = not self._exchanges[-1].keep_alive
+
+    def finish(self) -> None:
+        """Closes it once what has been asked is answered."""
+        if self._exchanges:
+            self._exchanges[-1].keep_alive = False
+        else:
+            self._hang_up()
+
+    def _start(self) -> None:
+        self._answering = self._loop.create_task(self._answer(self._exchanges[0]))
+        self._port.tasks.add(self._answering)
+        self._answering.add_done_callback(self._port.tasks.discard)
+
+    async def _answer(self, exchange: HttpExchange) -> None:
+        try:
+            await self._port.answer(exchange)
+        except Exception as error:
+            if exchange.started:
+                log.exception("%s %s: the answer broke off", exchange.method, exchange.path)
+                self._hang_up()
+            else:
+                failure = failure_of(error)
+                exchange.answer(failure.status, failure.body, failure.headers)
+
+    def _on_answered(self) -> None:
+        """An answer is out; what is left of its request is not waited for."""
+        exchange = self._exchanges.popleft()
+        if not exchange.keep_alive:
+            self._hang_up(UNREAD_S)
+        elif self.transport.is_closing():
+            return
+        elif self._exchanges:
+            self._start()
+            if len(self._exchanges) == 1:
+                self.transport.resume_reading()
+        elif self._expected == "request":
+            self._expect("next request", KEEP_ALIVE_S)
+        elif self._expected == "body":
+            self._expect("body", LINGER_S)
+
+    @property
+    def _waits_for_us(self) -> bool:
+        """Whether the client waits for an answer that does not wait for its request's body."""
+        if self._expected == "body" and len(self._exchanges) == 1:
+            return self._exchanges[0].started
+        return bool(self._exchanges)
+
+    def _expect(self, what: str, seconds: float) -> None:
+        """Starts the time that is left for what is to come next."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timed = "" if self.closed.done() else what
+        later = self._loop.call_later
+        self._timer = later(seconds, self._too_late, seconds) if self._timed else None
+
+    def _too_late(self, seconds: float) -> None:
+        if self.transport.is_closing():
+            self.transport.abort()  # the client does not read the end
+        elif self._waits_for_us:
+            self._expect(self._timed, seconds)
+        elif self._expected == "request":
+            self._hang_up()
+        else:
+            self._refuse(HttpError(408, f"the {self._expected} took more than {seconds:.0f} s"))
+
+    def _refuse(self, error: Exception) -> None:
+        """Sends the reason, unless that would land within or behind an answer, and hangs up."""
+        answered = self._expected == "body" and not self._exchanges
+        if not answered and not self._waits_for_us:
+            failure = failure_of(error)
+            length = (b"content-length", b"%d" % len(failure.body))
+            head = _head(failure.status, [*failure.headers, JSON_TYPE, length, _CLOSE])
+            self.transport.write(head + failure.body)
+        self._hang_up()
+
+    def _hang_up(self, linger_s: float = LINGER_S) -> None:
+        """Closes; abruptly if the client does not read what it was sent."""
+        self._ends = True
+        self.transport.close()
+        self._expect("close", linger_s)
+
+
+class _OverLimit(Exception):
+    """A request is over a limit."""
+
+
+def _parse_error(error: Exception) -> HttpError:
+    """The answer to a request that cannot be parsed, or has too much of something."""
+    cause = error if isinstance(error, _OverLimit) else error.__context__
+    if isinstance(cause, _OverLimit):
+        limits = f"{MAX_HEADERS} headers, {MAX_HEADER_BYTES >> 10} KiB without its body"
+        return HttpError(431, f"too many {cause} in the request: at most {limits}")
+    return HttpError(400, f"the request is not HTTP: {error}")
+
+
+def _head(status: int, headers: Iterable[Header]) -> bytes:
+    lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+    return b"%b%b\r\n" % (_status_line(status, int(time.time())), lines)
+
+
+@functools.lru_cache(maxsize=64)
+def _status_line(status: int, now: int) -> bytes:
+    """The first line of an answer, and its date."""
+    date = formatdate(now, usegmt=True)
+    return f"HTTP/1.1 {status} {responses.get(status, '')}\r\ndate: {date}\r\n".encode()
