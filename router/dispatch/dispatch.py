@@ -209,7 +209,7 @@ class Dispatch:
             return pair, decode, reserved
 
     def _assign(self, pair: Pair, attempt: Attempt) -> None:
-        prompt = AssignedPrompt(pair.on_prefill.uncached, pair.request.virtual_finish)
+        prompt = AssignedPrompt(pair.on_prefill.uncached, pair.request.pending.virtual_finish)
         attempt.assign(self._fleet.member(pair.prefill.incarnation), prompt)
 
     async def _call_reserve(

@@ -15,6 +15,7 @@ import numpy as np
 
 from baton.config import RouterLimits
 from baton.prefix import block_hash, root_hash
+from router.admission.fair_queue import PendingPrompt
 from router.fleet.snapshot import Column, Flags, Snapshot, WorkerView
 
 _CHUNK_TOKENS = 512  # of a worker that does not report it
@@ -54,7 +55,7 @@ class PlacementRequest:
     """
 
     token_ids: Sequence[int]  # prompt, then what earlier attempts delivered
-    virtual_finish: float  # time.monotonic()
+    pending: PendingPrompt
     cache_salt: str = ""
     new_tokens: int = 0  # at most so many outputs; 0: not known
     local_prefill_max_tokens: int = RouterLimits.local_prefill_max_tokens
@@ -160,7 +161,7 @@ class Costs:
     def _on_prefill(self, p: Any, usual_rate: float) -> None:
         rate = _settled(p["rate"], usual_rate)
         chunk = np.where(p["chunk_tokens"], p["chunk_tokens"], _CHUNK_TOKENS)
-        ours = self.snapshot.assigned_before(self.request.virtual_finish)
+        ours = self.snapshot.assigned_before(self.request.pending.virtual_finish)
         # Other routers' prompts count fully: their virtual finish times are not known.
         self.ahead = ours + np.maximum(0, p["reported_tokens"] - p["assigned_tokens"])
         # A chunk of what goes later may be running: on average half of it is still to come.
