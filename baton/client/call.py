@@ -145,7 +145,7 @@ class Attempts:
         self._count = 1
         self._address = client._preferred
         self._begun = False
-        self._broken_at: float | None = None  # time.monotonic()
+        self._failing_since: float | None = None  # time.monotonic()
 
     @property
     def address(self) -> str:
@@ -163,7 +163,7 @@ class Attempts:
         """A message came, with or without output: if the stream breaks, it is worth going on."""
         self._begun = True
         if output:
-            self._count, self._broken_at = 1, None
+            self._count, self._failing_since = 1, None
 
     def failed(self, error: BatonError) -> float:
         """Moves on to the next attempt and says how many seconds to wait before it.
@@ -173,15 +173,16 @@ class Attempts:
         if self._client._closed:
             raise Cancelled("the client was closed while the call ran") from error
         now = time.monotonic()
-        if self._begun and self._broken_at is None:
-            self._broken_at = now
+        if self._failing_since is None:
+            self._failing_since = now
         wait_s = self._client._retry.wait_s(
             error,
             attempts=self._count,
             addresses=len(self._client._addresses),
             time_left_s=self.time_left_s,
             jitter=random.random(),  # noqa: S311 - spreads load, guards nothing
-            broken_s=None if self._broken_at is None else now - self._broken_at,
+            failing_s=now - self._failing_since,
+            begun=self._begun,
         )
         if wait_s is None:
             raise error

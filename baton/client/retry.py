@@ -16,15 +16,17 @@ class RetryPolicy:
     A server's advice is the shortest wait, and is stretched by chance, so that clients that were
     refused together do not come back together. What one router has no room for another has not
     either, as they share the workers; but one that is not available says nothing of the others.
-    `max_attempts` counts the first one; every address gets at least one. A stream that has begun
-    and broke goes on as soon as a router is back, however many attempts that takes, until its
-    deadline, or for `reconnect_s` if it has none.
+    `max_attempts` counts the first one; every address gets at least one. However many attempts that
+    takes, a request is sent again where a router said when it may work, and a stream that has begun
+    goes on as soon as a router is back: until the deadline, or without one as long as no more than
+    `keep_trying_s` have passed since the first failure or the last output. `max_attempts=1` turns
+    all of it off.
     """
 
     max_attempts: int = 4
     first_delay_s: float = 0.1
     max_delay_s: float = 2.0
-    reconnect_s: float = 10.0
+    keep_trying_s: float = 10.0
 
     def wait_s(
         self,
@@ -34,21 +36,22 @@ class RetryPolicy:
         addresses: int,
         time_left_s: float | None,
         jitter: float,
-        broken_s: float | None = None,
+        failing_s: float = 0.0,
+        begun: bool = False,
     ) -> float | None:
         """Seconds until the next attempt, after `attempts` of them, at the next router address.
 
-        `jitter` in [0, 1) is random, `broken_s` how long ago a stream broke that had begun (None:
-        it had not). None means that the error is final: it cannot pass, there were enough attempts,
-        or the wait would outlast `time_left_s` (None: unlimited).
+        `jitter` in [0, 1) is random, `failing_s` how long it has failed, `begun` whether messages
+        had come before. None means that the error is final: it cannot pass, there were enough
+        attempts, or the wait would outlast `time_left_s` (None: unlimited).
         """
         if not isinstance(error, RetryableError):
             return None
         if attempts >= max(self.max_attempts, addresses):
-            reconnects = broken_s is not None and self.max_attempts > 1
-            if not reconnects or not isinstance(error, Unavailable):
+            has_hope = error.retry_after_s > 0 or (begun and isinstance(error, Unavailable))
+            if self.max_attempts == 1 or not has_hope:
                 return None
-            if time_left_s is None and (broken_s or 0) >= self.reconnect_s:
+            if time_left_s is None and failing_s >= self.keep_trying_s:
                 return None
         wait_s = error.retry_after_s * (1 + _ADVICE_JITTER * jitter)
         if isinstance(error, Unavailable) and attempts < addresses:

@@ -133,7 +133,7 @@ class Admission:
         choices: Choices,
         number: int = 0,
     ) -> tuple[TokenizedRequest, AdmissionLease]:
-        """Charges the request to its tenant and sets its virtual finish; `with lease:` ends that.
+        """Charges the request to its tenant and gives it its place; `with lease:` ends that.
 
         Its further choices are charged their output alone. Raises Overloaded at one of the tenant's
         limits, InvalidRequest where it could never fit.
@@ -145,14 +145,14 @@ class Admission:
             priority,
             choices=choices.charged(number),
         )
-        return replace(request, virtual_finish=lease.virtual_finish), lease
+        return replace(request, pending=lease.prompt), lease
 
     def preview(
         self, request: TokenizedRequest, tenant: Tenant, priority: common_pb2.Priority
     ) -> TokenizedRequest:
         """The request as `enter` would return it; nothing is charged."""
         prompt = tenant.fair_queue.preview(tenant.flow, self._work_s(request), priority)
-        return replace(request, virtual_finish=prompt.virtual_finish)
+        return replace(request, pending=prompt)
 
     def check_model(self, model: str) -> None:
         """Raises ModelNotFound unless the request means the model that is served."""

@@ -1,35 +1,37 @@
 """Weighted fair queueing by tokens, over tenants and within each tenant.
 
-A request i gets a virtual finish time: when its prompt would be computed if the fleet's prefill
-served all tenants at once by weight, and the requests of a tenant at once by priority. Before i is
-done, request j of the same tenant takes min(w_j, w_i * p_j / p_i) seconds of prefill; with `ahead`
-the sum of these,
+A tenant's virtual time is the prefill it was given, in seconds of the fleet, by its share. The
+prompt that would end at the earliest virtual time goes first; after the tenant's prompts before it:
 
-    virtual_finish_i = base + (w_i + ahead) / share
+    virtual_finish_i = virtual time of its tenant + (sum of their w_j + w_i) / share
 
-So a short prompt goes before its tenant's own long ones that came earlier. `base` is now, or the
-earliest virtual finish of all that wait where even that has passed: a virtual clock, so that a
-newcomer never queues behind a flood that is late. A tenant that comes while only others wait may
-begin up to LEAD_S before it, as far as it has not done so already: a light tenant goes first, one
-that comes again and again alternates with the others. A virtual finish is fixed at admission and
-the clock advances with the work, so no request starves; a tenant that used idle capacity pays
-nothing later, and one that was away has saved up no more than LEAD_S.
+No other tenant is part of that, so those that wait get prefill by their shares, to within two of
+the largest prompts, whoever came first and with however much. A tenant that comes while others wait
+begins at the mean of their virtual times, less its own prompt or LEAD_S, so that a light tenant
+goes first; or where it stood, if that is later, so that leaving is no gain. Idle capacity is free.
+
+The prompts of one tenant go by rank, which is fixed at admission: the virtual time at which i would
+end if all of them ran at once by priority. Until then, j takes min(w_j, w_i * p_j / p_i):
+
+    rank_i = virtual time of its tenant + (w_i + sum of these) / share
+
+So a short prompt passes long ones that came earlier; as what passes advances the virtual time, none
+starves. (Golestani's self-clocked fair queueing, 1994; the mean is that of EEVDF, Stoica and
+Abdel-Wahab, 1995.)
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 import time
+from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.v1 import common_pb2
 
-LEAD_S = 2.0  # more than most prompts take, less than others notice once
-# A tenant that sent something so lately counts as active. If a light tenant counted only while it
-# waits, a flood's virtual finish times would be computed without it and lie before its next one.
+LEAD_S = 1.0  # more than most prompts take, less than others notice once
+# A tenant that sent something so lately may send again before a prompt that waits is computed.
 ACTIVE_S = 60.0
 _FACTORS = {
     common_pb2.PRIORITY_LOW: 0.25,
@@ -52,30 +54,49 @@ class Flow:
         return self.weight * _FACTORS[self.priority]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PendingPrompt:
     """A request whose prompt is not computed yet."""
 
-    virtual_finish: float  # on the clock that FairQueue was given
+    _queue: FairQueue = field(repr=False)
     flow: Flow
     seconds: float  # of the fleet's prefill
     factor: float  # of its priority
-    share: float  # of the fleet, for its tenant
-    base: float  # where its time begins
-    lead_s: float  # by which that is before the virtual clock
+    share: float  # of its tenant, for this request
+    rank: float  # among its tenant's
+    virtual_finish: float = 0.0  # among all; later with each of its tenant's that passes it
+
+    @property
+    def cost(self) -> float:
+        """By how much it advances its tenant's virtual time."""
+        return self.seconds / self.share
+
+    @property
+    def fair_s(self) -> float:
+        """Seconds from now until it is computed, if every active tenant takes its share."""
+        return self._queue.seconds_until(self)
+
+
+@dataclass(eq=False)
+class _Tenant:
+    share: float
+    virtual_time: float = -math.inf
+    seen: float = -math.inf  # when it sent something last
+    pending: list[PendingPrompt] = field(default_factory=list)  # by rank, then by arrival
+
+    def set_finishes(self) -> None:
+        at = self.virtual_time
+        for prompt in self.pending:
+            at += prompt.cost
+            prompt.virtual_finish = at
 
 
 class FairQueue:
-    """The virtual finish times of all tenants' pending prompts. Event-loop thread only."""
+    """All tenants' pending prompts and their order. Event-loop thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._pending: dict[str, dict[PendingPrompt, None]] = {}  # by tenant; ordered
-        self._active: dict[str, tuple[Flow, float]] = {}  # tenants that came of late, and when
-        self._served: dict[str, float] = {}  # how far an active tenant's time has been used
-        # A heap; prompts that were removed stay in it until they come to its top.
-        self._by_finish: list[tuple[float, int, PendingPrompt]] = []
-        self._count = itertools.count()
+        self._tenants: dict[str, _Tenant] = {}
 
     def add(
         self,
@@ -84,12 +105,11 @@ class FairQueue:
         priority: common_pb2.Priority = common_pb2.PRIORITY_UNSPECIFIED,
     ) -> PendingPrompt:
         """A prompt of `seconds` of the fleet's prefill; the caller must `remove` it."""
-        prompt = self.preview(flow, seconds, priority)
-        self._active[flow.tenant] = flow, self._clock()
-        self._served[flow.tenant] = prompt.base + seconds / prompt.share
-        self._pending.setdefault(flow.tenant, {})[prompt] = None
-        key = prompt.virtual_finish + prompt.lead_s
-        heapq.heappush(self._by_finish, (key, next(self._count), prompt))
+        tenant = self._tenants.setdefault(flow.tenant, _Tenant(flow.share))
+        prompt, tenant.virtual_time = self._prompt(flow, seconds, priority)
+        tenant.seen = self._clock()
+        insort(tenant.pending, prompt, key=_rank)
+        tenant.set_finishes()
         return prompt
 
     def preview(
@@ -99,43 +119,54 @@ class FairQueue:
         priority: common_pb2.Priority = common_pb2.PRIORITY_UNSPECIFIED,
     ) -> PendingPrompt:
         """What `add` would return now; nothing is added."""
-        now = self._clock()
+        prompt, start = self._prompt(flow, seconds, priority)
+        tenant = self._tenants.get(flow.tenant)
+        before = [other for other in tenant.pending if other.rank <= prompt.rank] if tenant else []
+        prompt.virtual_finish = start + sum(other.cost for other in (*before, prompt))
+        return prompt
+
+    def remove(self, prompt: PendingPrompt, *, computed: bool = False) -> None:
+        """It is computed, or is not going to be and costs nothing; may be called again."""
+        tenant = self._tenants[prompt.flow.tenant]
+        if prompt in tenant.pending:
+            tenant.pending.remove(prompt)
+            tenant.virtual_time += prompt.cost * computed
+            tenant.set_finishes()
+
+    def seconds_until(self, prompt: PendingPrompt) -> float:
+        """From now to its virtual finish, if all tenants that came of late take their shares."""
+        since, shares = self._clock() - ACTIVE_S, prompt.share
+        for name, tenant in self._tenants.items():
+            if name != prompt.flow.tenant and (tenant.pending or tenant.seen >= since):
+                shares += tenant.share
+        return (prompt.virtual_finish - self._virtual_time()) * shares
+
+    def _prompt(
+        self, flow: Flow, seconds: float, priority: common_pb2.Priority
+    ) -> tuple[PendingPrompt, float]:
+        """It, and the virtual time of its tenant with it."""
         factor = _FACTORS[priority or flow.priority]
-        own = self._pending.get(flow.tenant, ())
-        per_factor = seconds / factor
-        ahead = sum(min(prompt.seconds, per_factor * prompt.factor) for prompt in own)
-        share = self._share(flow, min(factor, _FACTORS[flow.priority]), now)
-        base = clock = self._virtual_clock(now)
-        # A lead is over other tenants that wait. Without any it would only put a long prompt
-        # before its own tenant's next short ones.
-        if not own and self._pending:
-            base = min(clock, max(clock - LEAD_S, self._served.get(flow.tenant, -math.inf)))
-        finish = base + (seconds + ahead) / share
-        return PendingPrompt(finish, flow, seconds, factor, share, base, clock - base)
+        # A request below its tenant's priority yields to other tenants, too; one above it goes
+        # before its own tenant's other requests only.
+        share = flow.weight * min(factor, _FACTORS[flow.priority])
+        tenant = self._tenants.get(flow.tenant) or _Tenant(flow.share)
+        start = tenant.virtual_time
+        if not tenant.pending:
+            start = self._virtual_time()
+            if any(other.pending for other in self._tenants.values()):
+                start = max(tenant.virtual_time, start - min(LEAD_S, seconds) / share)
+        shared = sum(min(p.seconds, seconds / factor * p.factor) for p in tenant.pending)
+        rank = start + (seconds + shared) / share
+        return PendingPrompt(self, flow, seconds, factor, share, rank), start
 
-    def remove(self, prompt: PendingPrompt) -> None:
-        """The prompt is computed, or is not going to be; may be called again."""
-        own = self._pending.get(prompt.flow.tenant, {})
-        own.pop(prompt, None)
-        if not own:
-            self._pending.pop(prompt.flow.tenant, None)
+    def _virtual_time(self) -> float:
+        """The mean over tenants that wait, by share; where none does, the latest of all."""
+        waiting = [tenant for tenant in self._tenants.values() if tenant.pending]
+        if not waiting:
+            return max([0.0, *(tenant.virtual_time for tenant in self._tenants.values())])
+        total = sum(tenant.share * tenant.virtual_time for tenant in waiting)
+        return total / sum(tenant.share for tenant in waiting)
 
-    def _virtual_clock(self, now: float) -> float:
-        """Now, or the earliest virtual finish (without leads) that is pending, if it has passed."""
-        heap = self._by_finish
-        while heap and heap[0][2] not in self._pending.get(heap[0][2].flow.tenant, ()):
-            heapq.heappop(heap)
-        return min(now, heap[0][0]) if heap else now
 
-    def _share(self, flow: Flow, factor: float, now: float) -> float:
-        """The flow's part of the fleet next to those tenants that are active.
-
-        A request below its tenant's priority yields to other tenants too; one above it goes
-        before its own tenant's other requests only.
-        """
-        for tenant, (_, came) in tuple(self._active.items()):
-            if came < now - ACTIVE_S and tenant not in self._pending:
-                del self._active[tenant], self._served[tenant]
-        mine = flow.weight * factor
-        others = (other.share for other, _ in self._active.values() if other != flow)
-        return mine / (mine + sum(others))
+def _rank(prompt: PendingPrompt) -> float:
+    return prompt.rank

@@ -37,20 +37,20 @@ def check(
     target_s = 0.0 if request.resumed else request.ttft_target_s
     limit_s = min(request.deadline - now, target_s or math.inf)
     rate = snapshot.prefill_rate
-    drain_rate, before = queue.drain_rate(rate), queue.tokens_before(request.virtual_finish)
+    drain_rate, before = queue.drain_rate(rate), queue.tokens_before(request.pending)
     own_s, has_room = placement.predict(snapshot, needs)
     expected_s = (before / drain_rate if drain_rate else 0.0) + own_s
     if drain_rate and (queue.depth or not has_room):  # it waits for room of its own, too
         expected_s = max(expected_s, (before + needs.num_tokens) / drain_rate)
     # Other tenants may yet come for their share: then it is served at its virtual finish and no
-    # earlier. Virtual finish times are times only where the rate behind them is known.
-    fair_s = request.virtual_finish - now if rate else 0.0
+    # earlier. When that is can be said only where the rate behind it is known.
+    fair_s = request.pending.fair_s if rate else 0.0
     idle = any(row.ready and not row.queued_tokens for row in snapshot.prefill_rows)
     safety = SAFETY / DOUBT if queue.depth == 0 and idle else SAFETY
     needed_s = max(expected_s, fair_s) * safety
     slack_s = math.inf
     if not request.resumed:
-        slack_s = queue.slack_s(request.virtual_finish, request.tenant, rate, SAFETY)
+        slack_s = queue.slack_s(request.pending, rate, SAFETY)
     late_s = max(needed_s - limit_s, own_s * SAFETY - slack_s)
     if late_s <= 0:
         return expected_s

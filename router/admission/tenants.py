@@ -168,22 +168,17 @@ class AdmissionLease:
     """
 
     _tenant: Tenant
-    _prompt: PendingPrompt
+    prompt: PendingPrompt
     _requests: int
     _prompt_tokens: int
     _reserved: int  # output tokens, charged and not delivered yet
     _began: bool = False
 
-    @property
-    def virtual_finish(self) -> float:
-        """time.monotonic()"""
-        return self._prompt.virtual_finish
-
     def delivered(self, count: int) -> None:
         """So many more tokens went to the caller; later requests wait if they were not there."""
         if not self._began:
             self._began = True
-            self._tenant.fair_queue.remove(self._prompt)
+            self._tenant.fair_queue.remove(self.prompt, computed=True)
         if count > self._reserved:
             self._tenant.charge(0, count - self._reserved)
         self._reserved = max(0, self._reserved - count)
@@ -194,7 +189,7 @@ class AdmissionLease:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         tenant = self._tenant
         tenant.running -= 1
-        tenant.fair_queue.remove(self._prompt)
+        tenant.fair_queue.remove(self.prompt)
         refused = isinstance(error, RetryableError) and not self._began
         tenant.charge(-self._requests * refused, -self._reserved - self._prompt_tokens * refused)
 

@@ -8,7 +8,6 @@ that none passes, so that room gathers until it fits. So neither long nor short 
 from __future__ import annotations
 
 import asyncio
-import bisect
 import contextlib
 import math
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from baton.errors import Overloaded
+from router.admission.fair_queue import PendingPrompt
 
 PASSING_S = 1.0  # how long the first may be passed, from when it first found no room
 MOST_REFUSED = 4  # tries without success at one change: bounds the load on a full fleet
@@ -37,9 +37,8 @@ Clock = Callable[[], float]
 class QueueEntry:
     """A request that waits for room."""
 
-    virtual_finish: float  # time.monotonic(): the earliest goes first
+    pending: PendingPrompt  # the earliest virtual finish goes first
     num_tokens: int
-    tenant: str = ""
     first_token_by: float = math.inf  # time.monotonic(): its TTFT target
 
 
@@ -130,7 +129,7 @@ class WaitQueue:
         self._capacity = capacity
         self._changed = changed
         self._clock = clock
-        self._waiting: list[_Waiter] = []  # by virtual finish, then by arrival
+        self._waiting: list[_Waiter] = []
         self._stirred = asyncio.Event()  # an entry came or went
         self._waking: asyncio.Task[None] | None = None  # runs while anything waits
         self._rate = DrainRate(clock, in_flight)
@@ -139,37 +138,38 @@ class WaitQueue:
     def depth(self) -> int:
         return len(self._waiting)
 
-    def tokens_before(self, virtual_finish: float) -> int:
-        """Tokens of entries that go before one with that virtual finish."""
-        end = bisect.bisect_right(self._waiting, virtual_finish, key=_virtual_finish)
-        return sum(waiter.entry.num_tokens for waiter in self._waiting[:end])
+    def tokens_before(self, pending: PendingPrompt) -> int:
+        """Tokens of entries that go before that prompt."""
+        finish, entries = pending.virtual_finish, (waiter.entry for waiter in self._waiting)
+        return sum(e.num_tokens for e in entries if e.pending.virtual_finish <= finish)
 
     def drain_rate(self, assumed: float = 0.0) -> float:
         """Tokens a second that leave the queue for a worker; `assumed` until that is measured.
 
         0 where nothing is known: then no time can be predicted either.
         """
-        first = self._waiting[0].entry.num_tokens if self._waiting else 0
-        return self._rate.value(first, assumed)
+        first = min(self._waiting, key=_virtual_finish, default=None)
+        return self._rate.value(first.entry.num_tokens if first else 0, assumed)
 
     def slack_s(
-        self, virtual_finish: float, tenant: str, assumed_rate: float = 0.0, safety: float = 1.0
+        self, pending: PendingPrompt, assumed_rate: float = 0.0, safety: float = 1.0
     ) -> float:
-        """Seconds by which later entries can be put back and still meet their TTFT targets.
+        """Seconds by which entries after it can be put back and still meet their TTFT targets.
 
         Infinite where none of them depends on it. Those that are too late already do not count,
         and a tenant with nothing waiting may go first: that is its share. `safety` is the factor
         by which things may take longer than expected.
         """
         rate = self.drain_rate(assumed_rate)
-        waiting = [waiter.entry for waiter in self._waiting]
-        if rate <= 0 or all(entry.tenant != tenant for entry in waiting):
+        waiting = [waiter.entry for waiter in self._in_order()]
+        tenant, finish = pending.flow.tenant, pending.virtual_finish
+        if rate <= 0 or all(entry.pending.flow.tenant != tenant for entry in waiting):
             return math.inf
         now, needed_s, slack = self._clock(), 0.0, math.inf
         for entry in waiting:
             needed_s += entry.num_tokens / rate
             left_s = entry.first_token_by - now
-            if entry.virtual_finish > virtual_finish and needed_s <= left_s:
+            if entry.pending.virtual_finish > finish and needed_s <= left_s:
                 slack = min(slack, left_s - needed_s * safety)
         return slack
 
@@ -179,7 +179,8 @@ class WaitQueue:
             return
         shortest, longest = RETRY_AFTER_S
         rate = self.drain_rate()
-        half_s = self.tokens_before(math.inf) / rate / 2 if rate else 0.0
+        tokens = sum(waiter.entry.num_tokens for waiter in self._waiting)
+        half_s = tokens / rate / 2 if rate else 0.0
         retry_after_s = min(longest, max(shortest, half_s))
         raise Overloaded(f"{self._capacity} requests are waiting already", retry_after_s)
 
@@ -215,15 +216,20 @@ class WaitQueue:
         finally:
             self._leave(waiter)
 
+    def _in_order(self) -> list[_Waiter]:
+        """By virtual finish, which changes while they wait; of equals, by arrival."""
+        self._waiting.sort(key=_virtual_finish)
+        return self._waiting
+
     def _join(self, waiter: _Waiter) -> None:
-        bisect.insort(self._waiting, waiter, key=_virtual_finish)
+        self._waiting.append(waiter)
         self._rate.waiting(True)
         self._stirred.set()
         if self._waking is None or self._waking.done():
             self._waking = asyncio.create_task(self._wake(), name="wait queue")
 
     def _refused(self, waiter: _Waiter) -> None:
-        if self._waiting[0] is waiter:
+        if min(self._waiting, key=_virtual_finish) is waiter:
             waiter.refused_first = min(waiter.refused_first, self._clock())
         waiter.trying = False
         waiter.tried.set()
@@ -249,7 +255,7 @@ class WaitQueue:
     async def _round(self, changed: asyncio.Event) -> None:
         """Lets entries try in order, each once for one change, until enough have found no room."""
         refused = trying = 0
-        for waiter in tuple(self._waiting):
+        for waiter in tuple(self._in_order()):
             if waiter.left:
                 continue
             if waiter.tried_at is not changed and not waiter.trying:
@@ -286,4 +292,4 @@ async def _either(one: asyncio.Event, other: asyncio.Event) -> None:
 
 
 def _virtual_finish(waiter: _Waiter) -> float:
-    return waiter.entry.virtual_finish
+    return waiter.entry.pending.virtual_finish

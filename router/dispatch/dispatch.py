@@ -210,7 +210,7 @@ class Dispatch:
             return pair, decode, reserved
 
     def _assign(self, attempt: Attempt, by: Estimate, pair: Pair) -> None:
-        prompt = AssignedPrompt(by.uncached, pair.request.virtual_finish)
+        prompt = AssignedPrompt(by.uncached, pair.request.pending.virtual_finish)
         attempt.assign(self._fleet.member(by.worker.incarnation), prompt)
 
     async def _call_reserve(

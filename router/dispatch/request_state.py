@@ -15,6 +15,7 @@ from baton.sampling import SamplingParams
 from baton.slo import Slo
 from baton.text import Detokenizer, StopStrings, Tokenizer
 from baton.v1 import common_pb2, prefill_pb2
+from router.admission.fair_queue import FairQueue, Flow, PendingPrompt
 from router.admission.wait_queue import QueueEntry
 from router.placement.cost_model import PlacementRequest
 
@@ -36,9 +37,10 @@ class TokenizedRequest:
     cache_salt: str
     deadline: float  # time.monotonic()
     tenant: str = ""
-    virtual_finish: float = 0.0  # time.monotonic(), by fair queueing; the earliest goes first
     ttft_target_s: float = 0.0  # 0: none
     resumed: tuple[int, ...] = ()  # output tokens that another stream has delivered
+    # Its place in the fair queue; before it enters that, the first one.
+    pending: PendingPrompt = field(default_factory=lambda: FairQueue().preview(Flow(""), 0.0))
 
     @property
     def time_left_s(self) -> float:
@@ -74,7 +76,7 @@ class RequestState:
     def spec(self, handoff_id: str) -> common_pb2.SequenceSpec:
         """The failover rule: prompt and delivered tokens are the new prompt, positions go on."""
         request = self.request
-        virtual_finish_s = request.virtual_finish - time.monotonic() + _VIRTUAL_FINISH_OFFSET_S
+        virtual_finish_s = request.pending.fair_s + _VIRTUAL_FINISH_OFFSET_S
         return common_pb2.SequenceSpec(
             handoff_id=handoff_id,
             token_ids=[*request.prompt, *self.delivered],
@@ -93,7 +95,7 @@ class RequestState:
         if kept is None or kept.num_tokens != len(request.prompt) + len(self.delivered):
             kept = self._placement = PlacementRequest(
                 token_ids=(*request.prompt, *self.delivered),
-                virtual_finish=request.virtual_finish,
+                pending=request.pending,
                 cache_salt=request.cache_salt,
                 new_tokens=request.params.max_tokens - len(self.delivered),
                 local_prefill_max_tokens=local_prefill_max_tokens,
@@ -106,9 +108,8 @@ class RequestState:
         request = self.request
         has_target = request.ttft_target_s > 0 and not self.delivered
         return QueueEntry(
-            virtual_finish=request.virtual_finish,
+            pending=request.pending,
             num_tokens=len(request.prompt) + len(self.delivered),
-            tenant=request.tenant,
             first_token_by=self.started + request.ttft_target_s if has_target else math.inf,
         )
 

@@ -73,7 +73,7 @@ class AssignedPrompt:
     """A prompt that this router has sent to a prefill worker and not seen computed."""
 
     num_tokens: int  # left to compute, as far as the router knows
-    virtual_finish: float  # time.monotonic(): workers compute the earliest first
+    virtual_finish: float  # by fair queueing: workers compute the earliest first
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from baton.config import DEFAULT_MAX_ITL_S, RouterLimits
 from baton.prefix import block_hash, root_hash
 from router.fleet.prefix_index import leading_of
 from router.fleet.snapshot import Column, Flags, Row, Snapshot, WorkerView
+from router.admission.fair_queue import PendingPrompt
 
 _CHUNK_TOKENS = 512  # of a worker that does not report it
 _WINDOW_CHUNKS = 2  # queued on a prefill worker: one that runs and one to go on with
@@ -59,7 +60,7 @@ class PlacementRequest:
     """
 
     token_ids: Sequence[int]  # prompt, then what earlier attempts delivered
-    virtual_finish: float  # time.monotonic()
+    pending: PendingPrompt
     cache_salt: str = ""
     new_tokens: int = 0  # at most so many outputs; 0: not known
     local_prefill_max_tokens: int = RouterLimits.local_prefill_max_tokens
@@ -194,7 +195,7 @@ class RowCosts(Costs):
 
     def __init__(self, snapshot: Snapshot, request: PlacementRequest) -> None:
         super().__init__(snapshot, request)
-        index, finish = snapshot.index, request.virtual_finish
+        index, finish = snapshot.index, request.pending.virtual_finish
         found = [(index.holders(request.hashes(size)), size) for size in self._block_sizes()]
         cached = [
             max((leading_of(held, row.slot) * size for held, size in found), default=0)
@@ -239,7 +240,7 @@ class ColumnCosts(Costs):
         rate = _middle(np.sort(p.rate[p.ready & (p.rate > 0)]), _TOKENS_PER_S)
         lone_ms = _lone_ms(np, d)
         usual_ms = _middle(np.sort(lone_ms[d.ready & (lone_ms > 0)]), _STEP_MS)
-        ours = snapshot.columns.assigned_before(request.virtual_finish)
+        ours = snapshot.columns.assigned_before(request.pending.virtual_finish)
         self.prefill = _on_prefill(np, p, request, rate, cached[p.slot], ours)
         self.decode = _on_decode(np, d, request, rate, cached[d.slot], lone_ms, usual_ms)
 

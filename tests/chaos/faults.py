@@ -152,7 +152,7 @@ class Injector:
     log: Callable[[str], None]
     done: Counter[str] = field(default_factory=Counter)
     skipped: int = 0
-    _busy: dict[str, Fault] = field(default_factory=dict)
+    _busy: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.outages = Outages({p.name: p.role for p in self.cluster.processes.values()})
@@ -174,7 +174,7 @@ class Injector:
             return
         self.log(str(fault))
         self.done[fault.kind] += 1
-        self._busy[key] = fault
+        self._busy.add(key)
         clock = asyncio.get_running_loop().time
         outage = Outage(fault.target, fault.kind, clock())
         if fault.kind not in HARMLESS:
@@ -183,7 +183,7 @@ class Injector:
             await self._inject(fault)
         finally:
             outage.until_s = clock()
-            del self._busy[key]
+            self._busy.discard(key)
 
     async def _inject(self, fault: Fault) -> None:
         """Does it, takes it back, and returns when others should have seen that."""
@@ -239,20 +239,11 @@ class Injector:
                 await workers_ready(self.cluster.membership, lambda: {process.pid})
 
     def _spares(self, fault: Fault) -> bool:
-        """Whether the target is what is left of a role, and the fault is not meant for the last.
-
-        Where half of all transfers fail, every pair of the workers that are left may rest at once.
-        """
+        """Whether the target is what is left of a role, and the fault is not meant for the last."""
         role = self.outages.roles.get(fault.target)
-        now = asyncio.get_running_loop().time()
-        if fault.target == "fail":
-            workers = [name for name, its in self.outages.roles.items() if its != "router"]
-            return self.outages.any_down(workers, now, now)
-        failing = "kv" in self._busy and self._busy["kv"].target == "fail"
-        if failing and role in ("prefill", "decode"):
-            return True
         if role is None or fault.may_hit_last:
             return False
         others = [name for name in self.outages.names(role) if name != fault.target]
+        now = asyncio.get_running_loop().time()
         down = [name for name in others if self.outages.any_down((name,), now, now)]
         return len(others) == len(down) > 0  # where there never is another one, it is hit

@@ -132,17 +132,19 @@ async def test_nothing_is_retried_behind_the_last_tokens(connect, serve, behind)
 
 
 async def test_going_on_is_bounded(connect, serve):
-    for bound, timeout in (({"reconnect_s": 0.3}, None), ({}, 0.3)):
+    for bound, timeout in (({"keep_trying_s": 0.3}, None), ({}, 0.3)):
         policy = RetryPolicy(first_delay_s=0.01, max_delay_s=0.02, **bound)
-        router = ScriptedRouter([started(), GONE], [GONE])
-        async with connect(await serve(router), retry=policy) as client, asyncio.timeout(5):
-            with pytest.raises((errors.Unavailable, errors.DeadlineExceeded)):
-                await client.generate("x", timeout=timeout)
+        for scripts in (([started(), GONE], [GONE]), ([errors.Unavailable("no pair", 0.001)],)):
+            router = ScriptedRouter(*scripts)
+            async with connect(await serve(router), retry=policy) as client, asyncio.timeout(5):
+                with pytest.raises((errors.Unavailable, errors.DeadlineExceeded)):
+                    await client.generate("x", timeout=timeout)
+            assert len(router.requests) > policy.max_attempts
 
 
 async def test_a_lost_router_mid_stream(connect):
     async with serving(ScriptedRouter([started(), delta("Hel", 1), asyncio.Event()])) as address:
-        client = connect(address, retry=RetryPolicy(reconnect_s=0.2))
+        client = connect(address, retry=RetryPolicy(keep_trying_s=0.2))
         stream = client.stream("x")
         assert (await anext(stream)).text == "Hel"
     async with client:

@@ -14,7 +14,8 @@ from baton.errors import (
     Unavailable,
 )
 
-GONE = Unavailable("gone")
+GONE, REST = Unavailable("gone"), Unavailable("every pair rests", 3.0)
+BEGUN = {"begun": True}
 POLICY = RetryPolicy(max_attempts=4, first_delay_s=0.1, max_delay_s=1.0)
 MANY = replace(POLICY, max_attempts=99)
 
@@ -43,18 +44,25 @@ def decide(error=None, policy=POLICY, **changes):
         (GONE, {"attempts": 4}, None),
         (GONE, {"addresses": 6, "attempts": 4}, 0.0),
         (GONE, {"addresses": 6, "attempts": 6}, None),
-        # A stream that had begun is tried until its deadline, or for `reconnect_s`.
-        (GONE, {"attempts": 400, "broken_s": 9.9}, 0.5),
-        (GONE, {"attempts": 400, "broken_s": 10.0}, None),
-        (GONE, {"attempts": 400, "broken_s": 50.0, "time_left_s": 20.0}, 0.5),
-        (GONE, {"attempts": 400, "broken_s": 50.0, "time_left_s": 0.1}, None),
-        (Overloaded("full"), {"attempts": 4, "broken_s": 1.0}, None),
+        # A stream that had begun is tried until its deadline, or for `keep_trying_s`.
+        (GONE, {"attempts": 400, **BEGUN, "failing_s": 9.9}, 0.5),
+        (GONE, {"attempts": 400, **BEGUN, "failing_s": 10.0}, None),
+        (GONE, {"attempts": 400, **BEGUN, "failing_s": 50.0, "time_left_s": 20.0}, 0.5),
+        (GONE, {"attempts": 400, **BEGUN, "failing_s": 50.0, "time_left_s": 0.1}, None),
+        (Overloaded("full"), {"attempts": 4, **BEGUN}, None),
+        # So is what a router refuses with a time to come back.
+        (REST, {"attempts": 400, "failing_s": 9.9}, 3.0),
+        (REST, {"attempts": 400, "failing_s": 10.0}, None),
+        (REST, {"attempts": 400, "failing_s": 50.0, "time_left_s": 3.1}, 3.0),
+        (REST, {"attempts": 400, "failing_s": 50.0, "time_left_s": 3.0}, None),
+        (Overloaded("full", 3.0), {"attempts": 4}, 3.0),
+        (REST, {"policy": RetryPolicy(max_attempts=1)}, None),
         # Backoff doubles up to its limit.
         *(
             (GONE, {"policy": MANY, "attempts": n}, wait_s)
             for n, wait_s in enumerate((0.05, 0.1, 0.2, 0.4, 0.5, 0.5), 1)
         ),
-        (GONE, {"policy": RetryPolicy(max_attempts=1), "broken_s": 1.0}, None),
+        (GONE, {"policy": RetryPolicy(max_attempts=1), **BEGUN}, None),
         # A wait that outlasts the deadline is not begun.
         (Overloaded("full", 3.0), {"time_left_s": 3.0}, None),
         (Overloaded("full", 3.0), {"time_left_s": 3.1}, 3.0),

@@ -31,7 +31,9 @@ def worker(name, rate=RATE, queue=0, state="READY", **fields):
 
 
 def tokenized(tokens=100, target_s=0.0, timeout_s=600.0, now=NOW, **fields):
-    values = {"tenant": "t", "virtual_finish": now, **fields}
+    finish = fields.pop("virtual_finish", now)
+    tenant = fields.setdefault("tenant", "t")
+    values = {"pending": snapshots.pending(finish, finish - now, tenant), **fields}
     return TokenizedRequest(
         "r", (1,) * tokens, SamplingParams(max_tokens=16), (), False, "", now + timeout_s,
         ttft_target_s=target_s, **values,
@@ -40,7 +42,7 @@ def tokenized(tokens=100, target_s=0.0, timeout_s=600.0, now=NOW, **fields):
 
 def placement_request(request):
     tokens = (*request.prompt, *request.resumed)
-    return PlacementRequest(tokens, request.virtual_finish, new_tokens=16)
+    return PlacementRequest(tokens, request.pending, new_tokens=16)
 
 
 def poisson(rate, until, size=lambda dice: 100, seed=5):
@@ -55,7 +57,7 @@ class Job:
     at: float
     tokens: int
     flow: Flow
-    virtual_finish: float = 0.0
+    computed_by: float = 0.0  # as its worker has it
     predicted: float = 0.0
     refused: float | None = None  # seconds of its retry advice
     left: int = 0
@@ -109,7 +111,7 @@ class SimulatedFleet:
         prefill = []
         for number, queue in enumerate(self.queues):
             view = worker(str(number), self.rate, queue_tokens=sum(job.left for job in queue))
-            sent = tuple(AssignedPrompt(job.tokens, job.virtual_finish) for job in queue)
+            sent = tuple(AssignedPrompt(job.tokens, job.assigned_finish) for job in queue)
             prefill.append(replace(view, assigned=sent))
         pool = {"max_batch": self.slots, "running": self.running}
         decode = worker("d", self.rate, blocks_free=max(0, self.blocks - self.held), **pool)
@@ -118,19 +120,18 @@ class SimulatedFleet:
     def _come(self, tokens, flow):
         job = Job(self.now, tokens, flow, self.now, left=tokens)
         self.jobs.append(job)
+        job.pending = snapshots.pending(self.now)
         if self.fair_queue:
-            job.prompt = self.fair_queue.add(flow, tokens / self.rate / len(self.queues))
-            job.virtual_finish = job.prompt.virtual_finish
+            job.pending = self.fair_queue.add(flow, tokens / self.rate / len(self.queues))
         request = tokenized(
-            tokens, self.target_s, 1e7, self.now, tenant=flow.tenant,
-            virtual_finish=job.virtual_finish,
-        )  # fmt: skip
+            tokens, self.target_s, 1e7, self.now, tenant=flow.tenant, pending=job.pending
+        )
         needs = placement_request(request)
         try:
             job.predicted = check(request, needs, self.snapshot(), self.wait_queue, self.now)
         except Overloaded as error:
             job.refused = error.retry_after_s
-            self._computed(job)
+            self._remove(job, computed=False)
             return
 
         async def attempt():
@@ -140,19 +141,21 @@ class SimulatedFleet:
                 self._later(tokens / self.rate, self._first_token, job)
                 return
             queue = self.queues[int(pair.prefill.incarnation)]
+            job.assigned_finish = job.pending.virtual_finish
+            job.computed_by = self.now + job.pending.fair_s
             queue.append(job)
             if len(queue) == 1:
                 self._compute(queue)
 
         first_token_by = self.now + (self.target_s or math.inf)
-        entry = QueueEntry(job.virtual_finish, tokens, flow.tenant, first_token_by)
+        entry = QueueEntry(job.pending, tokens, first_token_by)
         self._tasks.append(asyncio.create_task(self.wait_queue.place(entry, attempt)))
 
     def _later(self, seconds, act, *args):
         self.at(self.now - NOW + seconds, act, *args)
 
     def _compute(self, queue):
-        job = min(queue, key=lambda job: job.virtual_finish)
+        job = min(queue, key=lambda job: job.computed_by)
         chunk = min(256, job.left)
 
         def computed():
@@ -166,13 +169,13 @@ class SimulatedFleet:
 
         self._later(chunk / self.rate / self.dice.uniform(1 - self.noise, 1 + self.noise), computed)
 
-    def _computed(self, job):
+    def _remove(self, job, computed):
         if self.fair_queue:
-            self.fair_queue.remove(job.prompt)
+            self.fair_queue.remove(job.pending, computed=computed)
 
     def _first_token(self, job):
         job.first_token_at = self.now
-        self._computed(job)
+        self._remove(job, computed=True)
         self._later(self.hold_s * self.dice.uniform(0.7, 1.3), self._leave, job)
 
     def _leave(self, job):

@@ -4,6 +4,7 @@ import numpy as np
 
 from baton.prefix import hash_chain
 from baton.v1 import common_pb2, worker_pb2
+from router.admission.fair_queue import FairQueue, Flow
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.snapshot import AssignedPrompt, Snapshot, WorkerView
 from router.placement.cost_model import PlacementRequest
@@ -47,6 +48,13 @@ def caching(prompt, salt=""):
     return SLOTS[hashes]
 
 
+def pending(virtual_finish, fair_s=0.0, tenant="t"):
+    """A prompt with that virtual finish, of a tenant that is alone; in so many seconds."""
+    fair_queue, flow = FairQueue(lambda: 0.0), Flow(tenant)
+    fair_queue.remove(fair_queue.add(flow, virtual_finish - fair_s), computed=True)
+    return fair_queue.add(flow, fair_s)
+
+
 def fleet(prefill, decode, excluded=None):
     """A snapshot."""
     by_name = (
@@ -64,4 +72,6 @@ def usable_pairs(snapshot):
 def needs(prompt=PROMPT, virtual_finish=1.0, **more):
     """A request whose prompt is `prompt`, or so many tokens; decode never computes it by itself."""
     tokens = tuple(range(100, 100 + prompt)) if isinstance(prompt, int) else prompt
-    return PlacementRequest(tokens, virtual_finish, **{"local_prefill_max_tokens": 0, **more})
+    return PlacementRequest(
+        tokens, pending(virtual_finish), **{"local_prefill_max_tokens": 0, **more}
+    )

@@ -19,6 +19,7 @@ from .scripted_workers import (
     request_state,
     started,
 )
+from .snapshots import pending
 
 LOGPROBS = common_pb2.PositionLogprobs(chosen=common_pb2.TokenLogprob(token_id=100))
 
@@ -238,7 +239,7 @@ async def test_waiting_requests_get_room_in_order_of_virtual_finish(cluster):
     decode = cluster.decodes[0]
     await cluster.fill()
     finishes = [3.0, 1.0, 2.0, 5.0, 4.0]
-    states = [request_state(request_id=f"{at:g}", virtual_finish=at) for at in finishes]
+    states = [request_state(request_id=f"{at:g}", pending=pending(at)) for at in finishes]
     waiting = [asyncio.create_task(cluster.run(state)) for state in states]
     async with asyncio.timeout(TIMEOUT_S):
         await cluster.until_waiting(len(finishes))

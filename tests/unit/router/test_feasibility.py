@@ -15,7 +15,7 @@ from router.admission.wait_queue import RETRY_AFTER_S, QueueEntry, WaitQueue
 from router.placement.placement import rank_all
 
 from .simulated import NOW, RATE, SimulatedFleet, placement_request, poisson, tokenized, worker
-from .snapshots import fleet, needs
+from .snapshots import fleet, needs, pending
 from .snapshots import worker as view
 
 
@@ -57,9 +57,9 @@ def retry_after_s(queue, *prefill, **fields):
 
 
 BUSY, UNKNOWN = worker("p", queue=1), worker("p", 0)
-BEFORE, AFTER = QueueEntry(NOW - 1, 2000), QueueEntry(NOW + 1, 50_000)
-OWN = QueueEntry(NOW + 1, 1000, "t", first_token_by=NOW + 1.05)  # of the same tenant, and urgent
-HUGE = QueueEntry(NOW - 1, 10**9)
+EARLY, LATE = pending(NOW - 1, tenant="other"), pending(NOW + 1, tenant="other")
+BEFORE, AFTER, HUGE = QueueEntry(EARLY, 2000), QueueEntry(LATE, 50_000), QueueEntry(EARLY, 10**9)
+OWN = QueueEntry(pending(NOW + 1), 1000, first_token_by=NOW + 1.05)  # of its tenant, and urgent
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_the_prefill_rate_is_that_of_all_ready_workers(workers, rate):
     [
         ([], worker("p", queue=10), {"target_s": 0.2}, None),
         # Without a target only the deadline counts.
-        ([QueueEntry(NOW - 1, 10_000)], worker("p"), {}, None),
-        ([QueueEntry(NOW - 1, 10_000)], worker("p"), {"timeout_s": 5.0}, "wanted in 5.00 s"),
+        ([QueueEntry(EARLY, 10_000)], worker("p"), {}, None),
+        ([QueueEntry(EARLY, 10_000)], worker("p"), {"timeout_s": 5.0}, "wanted in 5.00 s"),
         ([], BUSY, {"tokens": 1000, "target_s": 9.0, "timeout_s": 1.1}, "wanted in 1.10 s"),
         # What is before it in the queue counts, and what is behind does not.
         ([BEFORE, AFTER], worker("p"), {"target_s": 3.0}, None),
@@ -159,20 +159,22 @@ async def test_at_five_times_the_capacity_admitted_requests_meet_their_target(si
 
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
-async def test_a_flood_gets_no_more_than_its_share_while_another_tenant_waits(weight):
-    """One sends five times what the fleet computes, the other twice its own share."""
+async def test_a_flood_gets_its_share_as_soon_as_another_tenant_comes_and_waits(weight):
+    """One sends five times what the fleet computes, later the other twice its own share."""
     flood, other = Flow("flood"), Flow("other", weight)
-    share, until = 1 / (1 + weight), 30
+    share, came, until = 1 / (1 + weight), 10, 40
     one = SimulatedFleet(fair=True)
     one.send(poisson(5 * RATE / 200, until, lambda dice: 200), flood)
-    one.send(poisson(2 * (1 - share) * RATE / 100, until, seed=6), other)
+    later = poisson(2 * (1 - share) * RATE / 100, until - came, seed=6)
+    one.send(((came + at, tokens) for at, tokens in later), other)
     await one.run()
     computed = dict.fromkeys((flood, other), 0)
     for job in one.jobs:
-        if job.first_token_at < NOW + until:
+        if came <= job.first_token_at - NOW < until:
             computed[job.flow] += job.tokens
-    assert computed[flood] + computed[other] > 0.9 * RATE * until  # capacity is not wasted
-    assert computed[flood] <= 1.1 * share * RATE * until
+    total = RATE * (until - came)
+    assert computed[flood] + computed[other] > 0.9 * total  # capacity is not wasted
+    assert computed[flood] / total == pytest.approx(share, abs=0.03)
 
 
 def bursts(number, size, every_s):
@@ -238,7 +240,7 @@ PROMPT = tuple(islice(cycle(range(20)), 20))
 def explained(snapshot, queue, local=0, **fields):
     request = replace(tokenized(20, **fields), prompt=PROMPT)
     more = {"cache_salt": "s", "new_tokens": 7, "local_prefill_max_tokens": local}
-    needed = needs(PROMPT, request.virtual_finish, **more)
+    needed = needs(PROMPT, request.pending.virtual_finish, **more)
     return explain(request, needed, snapshot, queue, NOW), rank_all(snapshot, needed)
 
 

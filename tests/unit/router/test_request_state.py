@@ -9,6 +9,7 @@ from router.dispatch.request_state import RequestState, TextStream
 
 from .scripted_workers import request_state, tokenized
 from .small_tokenizers import byte_tokenizer, ids_only_tokenizer
+from .snapshots import pending
 
 
 def test_a_later_attempt_continues_where_the_caller_is():
@@ -24,6 +25,12 @@ def test_a_later_attempt_continues_where_the_caller_is():
     assert (later.prompt_tokens, later.sampling) == (3, first.sampling)
     resumed = request_state(resumed=(7,)).spec("r-1")
     assert (list(resumed.token_ids), resumed.prompt_tokens) == ([1, 2, 3, 7], 3)
+
+
+def test_workers_get_the_virtual_finish_as_a_time_from_now_in_order_also_once_it_has_passed():
+    finishes = [(9.0, 2.0), (9.0, 0.0), (9.0, -2.0), (9.0, -100.0)]
+    specs = [request_state(pending=pending(*one)).spec("r") for one in finishes]
+    assert [spec.virtual_finish_ms for spec in specs] == [62_000, 60_000, 58_000, 0]
 
 
 @pytest.mark.parametrize(

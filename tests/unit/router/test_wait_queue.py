@@ -17,6 +17,8 @@ from router.admission.wait_queue import (
     WaitQueue,
 )
 
+from .snapshots import pending
+
 
 class Room:
     """Room for so many tokens, and a queue for it; knows which requests tried, and when."""
@@ -27,7 +29,7 @@ class Room:
         self.tried, self.placed, self.tasks = [], [], []
         self.queue = WaitQueue(capacity, lambda: self.changed, clock=clock)
 
-    async def place(self, finish, tokens=1, name=None, *, accepted=False, **fields):
+    async def place(self, finish, tokens=1, name=None, *, accepted=False, tenant="t", **fields):
         name = name or finish
 
         async def attempt():
@@ -39,12 +41,12 @@ class Room:
             self.placed.append(name)
             return name
 
-        entry = QueueEntry(finish, tokens, **fields)
+        entry = QueueEntry(pending(finish, tenant=tenant), tokens, **fields)
         return await self.queue.place(entry, attempt, accepted=accepted)
 
     async def attempt(self, finish, attempt):
         """A request with an attempt of its own."""
-        return await self.queue.place(QueueEntry(finish, 1), attempt)
+        return await self.queue.place(QueueEntry(pending(finish), 1), attempt)
 
     async def add(self, placing):
         """Starts a request."""
@@ -255,7 +257,7 @@ async def test_with_random_cancels_all_others_are_placed(room_of, seed):
 async def test_tokens_before_a_virtual_finish(room):
     for finish, tokens in ((1.0, 100), (2.0, 10), (3.0, 1)):
         await room.add(room.place(finish, tokens))
-    before = [room.queue.tokens_before(finish) for finish in (0.5, 1.0, 2.5, 9.0)]
+    before = [room.queue.tokens_before(pending(finish)) for finish in (0.5, 1.0, 2.5, 9.0)]
     assert before == [0, 100, 110, 111]
     assert room.queue.drain_rate() == 0.0  # nothing is measured
     assert room.queue.drain_rate(assumed=111.0) == 111.0
@@ -284,8 +286,12 @@ async def test_slack_is_the_least_of_later_targets_unless_the_tenant_is_new(room
         by = room.clock.now + left_s
         await room.add(room.place(finish, 100, tenant=tenant, first_token_by=by))
     slack_s = room.queue.slack_s
-    slack = [slack_s(finish, tenant, 100.0) for finish, tenant in ((0, "a"), (0, "b"), (2.5, "a"))]
+    first, last, other, new = (
+        pending(finish, tenant=tenant)
+        for finish, tenant in ((0, "a"), (3.5, "a"), (0, "b"), (0, "c"))
+    )
+    slack = [slack_s(one, 100.0) for one in (first, other, pending(2.5, tenant="a"))]
     assert slack == pytest.approx([2.0, 2.0, 4.0])
-    assert slack_s(0, "a", 100.0, safety=1.5) == pytest.approx(1.0)
-    assert slack_s(0, "a") == math.inf  # no rate is known
-    assert slack_s(3.5, "a", 100.0) == slack_s(0, "c", 100.0) == math.inf
+    assert slack_s(first, 100.0, safety=1.5) == pytest.approx(1.0)
+    assert slack_s(first) == math.inf  # no rate is known
+    assert slack_s(last, 100.0) == slack_s(new, 100.0) == math.inf
