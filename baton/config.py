@@ -452,6 +452,13 @@ class RouterConfig(RouterLimits, ServedModel, TlsConfig, ServiceConfig):
     http_port: int = option(
         0, "--http-port PORT", "serve OpenAI's HTTP API at this port too (default: 0, no)"
     )
+    admin_keys: tuple[str, ...] = option(
+        (),
+        "--admin-key sha256:DIGEST",
+        "with --tenants: of one more operator's key, beside those of its [admin]",
+        str,
+        many=True,
+    )
     name: str = option("", "--name NAME", NAME_TEXT)
     incarnation: str = field(default_factory=lambda: new_incarnation("router"))
 

@@ -81,6 +81,7 @@ class App:
         elif path in self._posts:
             await self._posts[path](exchange)
         elif path == "/metrics":
+            self._service.check_operator(exchange.caller)
             accept = exchange.header(b"accept").decode("latin-1")
             kind, page = self._service.metrics_page(accept)
             exchange.answer(200, page, [], (b"content-type", kind.encode()))

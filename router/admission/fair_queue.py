@@ -137,5 +137,6 @@ class FairQueue:
             if came < now - ACTIVE_S and tenant not in self._pending:
                 del self._active[tenant], self._served[tenant]
         mine = flow.weight * factor
-        others = (other.share for other, _ in self._active.values() if other != flow)
+        active = self._active.items()
+        others = (other.share for name, (other, _) in active if name != flow.tenant)
         return mine / (mine + sum(others))
