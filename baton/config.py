@@ -365,6 +365,12 @@ class WorkerConfig(TlsConfig, WorkerServiceConfig):
     advertise: str = option(
         "", "--advertise HOST:PORT", "what others reach it at (default: --host and the port)"
     )
+    kv_host: str = option(
+        "",
+        "--kv-host ADDRESS",
+        "ours on the network for KV over Gloo, and where links over NCCL are set up, whose data go "
+        "by NCCL_SOCKET_IFNAME (default: --advertise's host)",
+    )
     lease_s: float = option(
         30.0, "--reservation-lease SECONDS", "for a handoff; then its blocks are freed", least=0.01
     )
