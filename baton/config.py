@@ -366,6 +366,12 @@ class WorkerConfig(TlsConfig, WorkerServiceConfig):
     advertise: str = option(
         "", "--advertise HOST:PORT", "what others reach it at (default: --host and the port)"
     )
+    kv_host: str = option(
+        "",
+        "--kv-host ADDRESS",
+        "ours on the network for KV over Gloo, and where links over NCCL are set up, whose data go "
+        "by NCCL_SOCKET_IFNAME (default: --advertise's host)",
+    )
     lease_s: float = option(
         30.0, "--reservation-lease SECONDS", "for a handoff; then its blocks are freed", least=0.01
     )
@@ -465,6 +471,13 @@ class RouterConfig(RouterLimits, ServedModel, TlsConfig, ServiceConfig):
     port: int = option(7700, "--port PORT", "port to listen on")
     http_port: int = option(
         0, "--http-port PORT", "serve OpenAI's HTTP API at this port too (default: 0, no)"
+    )
+    admin_keys: tuple[str, ...] = option(
+        (),
+        "--admin-key sha256:DIGEST",
+        "with --tenants: of one more operator's key, beside those of its [admin]",
+        str,
+        many=True,
     )
     name: str = option("", "--name NAME", NAME_TEXT)
     incarnation: str = field(default_factory=lambda: new_incarnation("router"))

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import grpc
@@ -20,6 +20,8 @@ from google.rpc import error_details_pb2, status_pb2
 from baton import errors, tls
 
 log = logging.getLogger(__name__)
+
+Authorize = Callable[[str, Any], None]  # of a method and a call's context
 
 MAX_MESSAGE_BYTES = 16 << 20
 
@@ -97,13 +99,19 @@ def translated() -> Iterator[None]:
         raise error_of(rpc_error) from rpc_error
 
 
-def server() -> grpc.aio.Server:
+def authorize_role(method: str, context: Any) -> None:
+    """Raises Unauthenticated where the caller's certificate is not of a role that may call it."""
+    if why := tls.why_refused(method, context.auth_context()):
+        raise errors.Unauthenticated(why)
+
+
+def server(authorize: Authorize = authorize_role) -> grpc.aio.Server:
     """An asyncio server with our options, for which no port is open yet.
 
     What a handler of it raises becomes the call's status; malformed requests are refused, and those
-    of callers who may not call the method.
+    of callers for whom `authorize(method, context)` raises.
     """
-    return grpc.aio.server(options=SERVER_OPTIONS, interceptors=(_Translator(),))
+    return grpc.aio.server(options=SERVER_OPTIONS, interceptors=(_Translator(authorize),))
 
 
 def _set_status(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> None:
@@ -136,7 +144,8 @@ class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     logged now and then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, authorize: Authorize) -> None:
+        self._authorize = authorize
         self._handlers: dict[str, Any] = {}
         self._log_after = 0.0
         self._unlogged = 0
@@ -166,8 +175,7 @@ class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 yield parsed(raw)
 
         def take(raw: Any, context: Any) -> Any:
-            if why := tls.why_refused(method, context.auth_context()):
-                raise errors.Unauthenticated(why)
+            self._authorize(method, context)
             return all_parsed(raw) if handler.request_streaming else parsed(raw)
 
         async def respond(raw: Any, context: Any) -> Any:
@@ -218,6 +226,11 @@ def channel(
     name = f"{role}.{tls.DOMAIN}" if role else tls.current().server_name
     named = [("grpc.ssl_target_name_override", name)] if name else []
     return kind.secure_channel(address, credentials, options=[*OPTIONS, *named])
+
+
+def bearer(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """The metadata of a call that shows this key; none without one."""
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
 def _write_details(

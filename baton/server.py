@@ -19,7 +19,9 @@ from baton import rpc, tls
 from baton.errors import ConfigError
 
 
-def bind(host: str, port: int) -> tuple[grpc.aio.Server, str]:
+def bind(
+    host: str, port: int, authorize: rpc.Authorize = rpc.authorize_role
+) -> tuple[grpc.aio.Server, str]:
     """A server, not started, and its host:port; port 0 takes a free one.
 
     It takes TLS where this process has a certificate. Raises ConfigError when the port is taken, or
@@ -27,7 +29,7 @@ def bind(host: str, port: int) -> tuple[grpc.aio.Server, str]:
     """
     credentials = tls.current()
     credentials.check_exposed(host)
-    server = rpc.server()
+    server = rpc.server(authorize)
     wanted = f"{host}:{port}"
     try:
         if credentials.serves:

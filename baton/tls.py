@@ -1,8 +1,10 @@
 """TLS on a process's ports and towards other processes of its cluster.
 
-Files are read again when they change: for a new connection, never for one that is open. Within a
-cluster a process is known by its role, which its certificate names as `ROLE.baton` (a DNS name), so
-certificates need no addresses of workers. Callers of routers check the host's name, as usual.
+Files are read again when they change: for a new connection, never for one that is open. A gRPC
+channel keeps the credentials that it was made with: who connects again makes another one where
+`of_client` gives other credentials by then. Within a cluster a process is known by its role, which
+its certificate names as `ROLE.baton` (a DNS name), so certificates need no addresses of workers.
+Callers of routers check the host's name, as usual.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import grpc
 
 from baton.config import TlsConfig
 from baton.errors import ConfigError
+from baton.watched_files import WatchedFiles
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +50,14 @@ class Credentials:
     client_ca_file: Path | None = None  # of the callers, who must have a certificate then
     insecure: bool = False  # may serve without TLS where other machines can connect
     server_name: str = ""  # of servers that are called without a role; empty: their host
-    _seen: tuple[Any, ...] = field(default=(), init=False)
+    _served: WatchedFiles = field(default_factory=WatchedFiles, init=False)
     _context: ssl.SSLContext | None = field(default=None, init=False)
+    _called: WatchedFiles = field(default_factory=WatchedFiles, init=False)
+    _client: grpc.ChannelCredentials | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if bool(self.cert_file) != bool(self.key_file):
-            raise ConfigError("--tls-cert and --tls-key go together")
+            raise ConfigError("--tls-cert and --tls-key (cert_file, key_file) go together")
         if self.client_ca_file and not self.cert_file:
             raise ConfigError("--tls-client-ca needs --tls-cert and --tls-key")
         self.ca_file = self.ca_file or self.client_ca_file
@@ -93,15 +98,33 @@ class Credentials:
         return context
 
     def of_client(self) -> grpc.ChannelCredentials | None:
-        """For calls, read from the files as they are now; None where they are not encrypted."""
-        if self.ca_file is None:
-            return None
+        """For calls: the same object until a file changes; None where they are not encrypted.
+
+        Raises ConfigError where a file cannot be used at first; later the old ones stay.
+        """
+        if self.ca_file is None or (self._client and not self._called.changed):
+            return self._client
         try:
             files = (self.ca_file, self.key_file, self.cert_file)
-            ca, key, cert = (path.read_bytes() if path else None for path in files)
+            ca, key, cert = (self._called.read(path) if path else None for path in files)
+            self.client_context()  # the certificate may have been replaced, and its key not yet
         except OSError as error:
-            raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
-        return grpc.ssl_channel_credentials(ca, key, cert)
+            text = f"{error.filename} cannot be read: {error.strerror}"
+            if isinstance(error, ssl.SSLError):
+                text = f"{', '.join(map(str, filter(None, files)))} cannot be used for TLS: {error}"
+            if self._client is None:
+                raise ConfigError(text) from error
+            log.error("calls go on with the old certificate: %s", text)
+        else:
+            self._client = grpc.ssl_channel_credentials(ca, key, cert)
+        return self._client
+
+    def client_context(self) -> ssl.SSLContext:
+        """For calls of other protocols; without an authority it trusts those of this machine."""
+        context = ssl.create_default_context(cafile=self.ca_file)
+        if self.cert_file:
+            context.load_cert_chain(self.cert_file, self.key_file)
+        return context
 
     def check_exposed(self, host: str) -> None:
         """Raises ConfigError where others could read or forge what is sent to `host`'s ports."""
@@ -118,19 +141,12 @@ class Credentials:
         roots = self.client_ca_file.read_bytes() if self.client_ca_file else None
         return grpc.ssl_server_certificate_configuration([pair], roots)
 
-    def _stamp(self) -> tuple[Any, ...]:
-        """What changes with the files' contents. Links are followed: Kubernetes replaces those."""
-        files = (self.cert_file, self.key_file, self.client_ca_file)
-        try:
-            return tuple((s.st_mtime_ns, s.st_ino) for s in (p.stat() for p in files if p))
-        except OSError:
-            return self._seen  # between an old file and a new one
-
     def _load(self) -> ssl.SSLContext:
         assert self.cert_file is not None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         try:
-            self._seen = self._stamp()
+            for path in filter(None, (self.cert_file, self.key_file, self.client_ca_file)):
+                self._served.read(path)
             context.load_cert_chain(self.cert_file, self.key_file)
             if self.client_ca_file:
                 context.load_verify_locations(self.client_ca_file)
@@ -142,7 +158,7 @@ class Credentials:
 
     def _current(self) -> ssl.SSLContext:
         assert self._context is not None
-        if self._stamp() != self._seen:
+        if self._served.changed:
             try:
                 self._context = self._load()
             except ConfigError as error:

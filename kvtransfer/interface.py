@@ -75,9 +75,8 @@ class Transport(ABC):
     max_links: int = 1 << 16
 
     @abstractmethod
-    def listen(self, pool: KvPool, name: str) -> Listener:
-        """The receiving end of `pool` for one new link; `name` is of no other. Raises OSError,
-        RuntimeError."""
+    def listen(self, pool: KvPool) -> Listener:
+        """The receiving end of `pool` for one new link. Raises OSError, RuntimeError."""
 
     @abstractmethod
     def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:

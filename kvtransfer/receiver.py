@@ -407,8 +407,7 @@ class HandoffReceiver(HandoffServiceServicer):
         epoch = next(self._epochs)
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-receive-{incarnation}")
         try:
-            name = f"{incarnation}/{epoch}"
-            listener = await run(thread, transport.listen, self.pool, name)
+            listener = await run(thread, transport.listen, self.pool)
         except BaseException as error:
             thread.shutdown(wait=False)
             if isinstance(error, (OSError, RuntimeError)):

@@ -219,6 +219,10 @@ class GenerationService:
         """Raises Unauthenticated unless the caller has a tenant."""
         self.admission.tenants.of(caller.metadata)
 
+    def check_operator(self, caller: Caller) -> None:
+        """Raises Unauthenticated unless the caller has an operator's key, or none is needed."""
+        self.admission.tenants.check_admin(caller.metadata)
+
     async def generate(
         self,
         request: inference_pb2.GenerateRequest,
@@ -288,7 +292,7 @@ class GenerationService:
     ) -> fleet_pb2.ExplainResponse:
         """Where a request would run now; nothing is charged and nothing is run."""
         snapshot = self.fleet.snapshot()
-        tenant = self.admission.tenants.of(caller.metadata)
+        tenant = self.admission.tenants.of_operator(caller.metadata)
         admitted = await self.admission.admit(
             request, caller.time_left_s, snapshot.max_context, "explained", tenant, Choices()
         )

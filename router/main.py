@@ -28,7 +28,7 @@ from router.dispatch.dispatch import Dispatch
 from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
 from router.frontend import GenerationService
-from router.service import FleetServicer, InferenceServicer
+from router.service import FleetServicer, InferenceServicer, authorize
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.tail_sampling import SamplingPolicy
 
@@ -54,8 +54,8 @@ async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
     path = model_path(config.model)
     # Only a model with made-up weights may have no tokenizer.
     tokenizer = load_tokenizer(path, required=not config.random_weights)
-    tenants = Tenants.load(config.tenants_file)
-    server, address = bind(config.host, config.port)
+    tenants = Tenants(config.tenants_file, admin_keys=config.admin_keys)
+    server, address = bind(config.host, config.port, partial(authorize, tenants))
     name = {"service.instance.id": config.incarnation}
     trace = telemetry.setup("baton-router", config.otlp, name, config.trace_sample)
     async with contextlib.AsyncExitStack() as stack:
@@ -63,6 +63,8 @@ async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
         registry = EtcdRegistry(config.registry)
         stack.push_async_callback(registry.close)
         membership = await stack.enter_async_context(registry.watch())
+        reloading = asyncio.create_task(tenants.follow(), name="tenants")
+        stack.push_async_callback(_cancelled, reloading)
         liveness = LivenessConfig(config.silence_s, config.stall_s)
         fleet = Fleet(membership, config.incarnation, tokenizer.fingerprint, liveness)
         following = asyncio.create_task(fleet.follow(), name="fleet")

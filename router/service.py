@@ -7,9 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Self
 
+from baton import rpc, tls
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+from router.admission.tenants import Tenants
 from router.frontend import Caller, GenerationService, Unread
 
+_FOR_OPERATORS = ("/baton.v1.FleetService/", "/baton.v1.TraceService/", "/grpc.reflection.")
 _MOST_JOINED = 64  # tokens in a message of output that waited
 
 
@@ -134,6 +137,20 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     ) -> fleet_pb2.ExplainResponse:
         """Where a request would run now; nothing is charged and nothing is run."""
         return await self._service.explain(request.request, caller_of(context))
+
+
+def authorize(tenants: Tenants, method: str, context: Any) -> None:
+    """Raises Unauthenticated where a caller may not call a method of a router.
+
+    What is for operators takes an operator's key, or a certificate with a role where the port asks
+    for certificates; without either of these settings it is for everybody.
+    """
+    keys = context.invocation_metadata()
+    by_key = tls.current().client_ca_file is None or tenants.is_admin(keys)
+    if method.startswith(_FOR_OPERATORS) and by_key:
+        tenants.check_admin(keys)
+    else:
+        rpc.authorize_role(method, context)
 
 
 def caller_of(context: Any) -> Caller:

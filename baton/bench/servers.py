@@ -17,7 +17,7 @@ import aiohttp
 import grpc
 from aiohttp.http_exceptions import LineTooLong
 
-from baton import config, rpc
+from baton import config, rpc, tls
 from baton.bench.request import Demand, Outcome, RequestOptions, text_of
 from baton.errors import ConfigError, DeadlineExceeded, RetryableError, Unavailable
 from baton.v1 import inference_pb2, inference_pb2_grpc
@@ -83,8 +83,7 @@ class GrpcServer(Server):
     def __init__(self, address: str, options: RequestOptions) -> None:
         super().__init__(f"grpc://{address}", options)
         self._channel = rpc.channel(address)
-        key = (("authorization", f"Bearer {options.api_key}"),)
-        self._metadata = key if options.api_key else None
+        self._metadata = rpc.bearer(options.api_key)
         self._generate: Any = self._channel.unary_stream(
             _GENERATE,
             request_serializer=None,  # bodies are bytes already
@@ -157,6 +156,8 @@ class HttpServer(Server):
         path = "chat/completions" if options.prompt_form == "chat" else "completions"
         self._models, self._completions = f"{base}/models", f"{base}/{path}"
         self._timeout = aiohttp.ClientTimeout(total=options.timeout_s)
+        called = tls.current()
+        self._name = called.server_name or None  # in its certificate; None: its host
         key = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         kept: Any = (
             {"keepalive_timeout": _KEEP_ALIVE_S} if options.keep_alive else {"force_close": True}
@@ -164,7 +165,7 @@ class HttpServer(Server):
         trace = aiohttp.TraceConfig()
         trace.on_connection_create_start.append(_note_connection)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, **kept),
+            connector=aiohttp.TCPConnector(limit=0, ssl=called.client_context(), **kept),
             headers={"Content-Type": "application/json", **key},
             trace_configs=[trace],
             auto_decompress=False,
@@ -174,10 +175,17 @@ class HttpServer(Server):
     async def connect(self) -> None:
         try:
             timeout = aiohttp.ClientTimeout(total=_MODELS_TIMEOUT_S)
-            async with self._session.get(self._models, timeout=timeout) as response:
+            async with self._session.get(
+                self._models, timeout=timeout, server_hostname=self._name
+            ) as response:
                 text = await response.text()
                 response.raise_for_status()
             self.model = self.model or json.loads(text)["data"][0]["id"]
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise Unavailable(
+                f"{self._models}: name its certificate's authority with --tls-ca, and its name, if "
+                f"that is not its host, with --tls-name ({error.certificate_error})"
+            ) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Unavailable(f"{self._models} does not answer: {error or 'too slow'}") from error
         except (ValueError, LookupError, TypeError) as error:
@@ -206,7 +214,11 @@ class HttpServer(Server):
     async def send(self, body: bytes, outcome: Outcome, began: float) -> None:
         try:
             async with self._session.post(
-                self._completions, data=body, timeout=self._timeout, trace_request_ctx=outcome
+                self._completions,
+                data=body,
+                timeout=self._timeout,
+                trace_request_ctx=outcome,
+                server_hostname=self._name,
             ) as response:
                 if response.status != 200:
                     text = (await response.text(errors="replace"))[:_MESSAGE_CHARS]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 from dataclasses import replace
@@ -14,7 +13,6 @@ from typing import Any
 from baton.bench.request import RequestOptions
 from baton.bench.workload import Interference, Lengths, Settings
 from baton.cli import options
-from baton.cli.generate import api_key_of
 from baton.options import build
 
 _TEXT = """\
@@ -55,7 +53,7 @@ def add_commands(commands: options.Commands) -> None:
     )
     kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
     serve = options.add_command(kinds, "serve", "load a server and report", _TEXT, _EXAMPLES)
-    _add_server_options(serve.add_argument_group("servers").add_argument)
+    _add_server_options(serve.add_argument_group("servers"))
     options.add_declared(serve, Settings)
     options.add_declared(serve, RequestOptions)
     text = (
@@ -75,17 +73,18 @@ def add_commands(commands: options.Commands) -> None:
     serve.set_defaults(run=_run, extra="bench", usage_error=serve.error)
 
 
-def _add_server_options(add: Any) -> None:
+def _add_server_options(group: options.Options) -> None:
+    add = group.add_argument
     text = "HOST:PORT of a Baton router, or http://HOST:PORT of an OpenAI-compatible server"
     add("--target", default=options.DEFAULT_TARGET, metavar="URL", help=text)
     text = "a second server: both get the same requests, in turns"
     add("--against", metavar="URL", help=text)
     add("--model", default="", metavar="NAME", help="of --target (default: its first)")
     add("--against-model", default="", metavar="NAME", help="of --against (default: its first)")
-    text = "key for --target (default: the variable BATON_API_KEY, if set)"
-    add("--api-key-file", type=Path, metavar="FILE", help=text)
+    options.add_key_option(group)
     text = "key for --against (default: none)"
     add("--against-api-key-file", type=Path, metavar="FILE", help=text)
+    options.add_tls_options(group)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -130,10 +129,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
     elif not (given.get("trace") or given.get("count") or given.get("duration")):
         given = given | {"duration": _DEFAULT_DURATION_S}
     values |= given
-    key = api_key_of(args.api_key_file, os.environ.get("BATON_API_KEY"))
+    key = options.api_key(args)
     made = build(RequestOptions, values, model=args.model, api_key=key)
     targets = [(args.target, made)]
     if args.against:
-        key = api_key_of(args.against_api_key_file, None)
+        key = options.api_key_of(args.against_api_key_file, None)
         targets.append((args.against, replace(made, model=args.against_model, api_key=key)))
     return build(Settings, values, targets=targets, interference=interference)

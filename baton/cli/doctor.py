@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from baton.cli import options
 from baton.cli.options import seconds
 from baton.cli.status import table
-from baton.errors import BatonError, Unavailable
+from baton.errors import BatonError, Unauthenticated, Unavailable
 
 if TYPE_CHECKING:
     from baton.v1.fleet_pb2 import GetStatusResponse
@@ -43,25 +43,26 @@ def add_commands(commands: options.Commands) -> None:
     text = f"the router's address (default: {options.DEFAULT_TARGET}, if one answers there)"
     add("--target", metavar="HOST:PORT", help=text)
     options.add_tls_options(parser)
+    options.add_key_option(parser)
     add("--timeout", type=seconds, default=3.0, metavar="SECONDS", help="for the router's answer")
     add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    report = look(args.target, args.timeout)
+    report = look(args.target, options.api_key(args), args.timeout)
     print(json.dumps(report) if args.json else render(report))
     return 1 if report["status"] == "fail" else 0
 
 
-def look(target: str | None, timeout_s: float) -> dict[str, Any]:
+def look(target: str | None, api_key: str | None, timeout_s: float) -> dict[str, Any]:
     """The object of `baton doctor --json`.
 
-    Raises BatonError when `target` names routers and none answers.
+    Raises BatonError when `target` names routers and none answers, or one wants another key.
     """
     from baton.local import doctor, doctor_cluster
 
-    status = _router_status(target, timeout_s)
+    status = _router_status(target, api_key, timeout_s)
     addresses = target or options.DEFAULT_TARGET
     hosts = {address.strip().rpartition(":")[0] for address in addresses.split(",")}
     router_here = status is not None and bool(hosts & {"127.0.0.1", "localhost", "[::1]"})
@@ -81,7 +82,9 @@ def look(target: str | None, timeout_s: float) -> dict[str, Any]:
     }
 
 
-def _router_status(target: str | None, timeout_s: float) -> GetStatusResponse | None:
+def _router_status(
+    target: str | None, api_key: str | None, timeout_s: float
+) -> GetStatusResponse | None:
     """A router's view; None when none answers at the default address, where none need be."""
     import grpc
 
@@ -97,12 +100,13 @@ def _router_status(target: str | None, timeout_s: float) -> GetStatusResponse | 
                 rpc.channel(address, kind=grpc) as channel,
             ):
                 fleet: Any = fleet_pb2_grpc.FleetServiceStub(channel)
-                request = fleet_pb2.GetStatusRequest()
-                status: GetStatusResponse = fleet.GetStatus(request, timeout=timeout_s)
+                status: GetStatusResponse = fleet.GetStatus(
+                    fleet_pb2.GetStatusRequest(), timeout=timeout_s, metadata=rpc.bearer(api_key)
+                )
                 return status
         except BatonError as error:
             problem = error
-    if target is not None:
+    if target is not None or isinstance(problem, Unauthenticated):
         raise problem
     return None
 

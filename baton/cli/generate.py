@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.cli import options
 from baton.cli.services import limit_cpu, with_threads
 from baton.config import EngineConfig
-from baton.errors import ConfigError, InvalidRequest
+from baton.errors import InvalidRequest
 from baton.options import numbers
 from baton.sampling import SamplingParams
 
@@ -43,8 +41,6 @@ _CLUSTER_OPTIONS = (
     ("--timeout", options.seconds, "SECONDS", "for the whole request (default: none)"),
     ("--ttft-target", options.ttft_target, "SECONDS",
      "until the first token, else it is refused at once (default: the router's)"),
-    ("--api-key-file", Path, "FILE",
-     "with the key to show the router (default: the variable BATON_API_KEY, if set)"),
 )  # fmt: skip
 # By these names in both the SDK's options and SamplingParams.
 _SAMPLING = (*(flag[2:].replace("-", "_") for flag, *_ in _SAMPLING_OPTIONS), "ignore_eos")
@@ -69,6 +65,7 @@ def add_commands(commands: options.Commands) -> None:
     where = parser.add_argument_group("where")
     options.add_target_option(where)
     _add_options(where, _CLUSTER_OPTIONS)
+    options.add_key_option(where)
     text = "next to other requests that wait (default: the tenant's)"
     where.add_argument("--priority", choices=("low", "normal", "high"), help=text)
     where.add_argument("--local", action="store_true", help="run the engine in this process")
@@ -158,28 +155,14 @@ def _run_remote(args: argparse.Namespace, prompt: Any, show: Callable[[str], Non
 
     asked = {"model": getattr(args, "model", None), "stop": args.stop, **_sampling(args)}
     asked |= {name: getattr(args, name) for name in _OF_A_CLUSTER}
-    key = api_key_of(args.api_key_file, os.environ.get("BATON_API_KEY"))
     with (
         options.calling(args.target, args.timeout),
-        Client(args.target, api_key=key) as client,
+        Client(args.target, api_key=options.api_key(args)) as client,
         client.stream(prompt, **asked) as stream,
     ):
         for delta in stream:
             show(delta.text)
         return stream.completion
-
-
-def api_key_of(path: Path | None, default: str | None) -> str | None:
-    """The key in the file, else the default, if it is not empty; never shown in messages."""
-    if path is None:
-        return default or None
-    try:
-        key = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {path} cannot be read") from error
-    if not key.isascii() or not key.isprintable() or not key:
-        raise ConfigError(f"--api-key-file {path} must hold one key, in ASCII")
-    return key
 
 
 def _run_local(args: argparse.Namespace, prompt: Any, show: Callable[[str], None]) -> Completion:

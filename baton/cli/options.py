@@ -181,6 +181,30 @@ def add_tls_options(group: Options) -> None:
         group.add_argument(flag, default=os.environ.get(variable, ""), metavar=metavar, help=text)
 
 
+def add_key_option(group: Options) -> None:
+    """Which key to show; see `api_key`."""
+    text = "with the key to show the router (default: the variable BATON_API_KEY, if set)"
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help=text)
+
+
+def api_key(args: argparse.Namespace) -> str | None:
+    """Of a command with `add_key_option`. Raises ConfigError."""
+    return api_key_of(args.api_key_file, os.environ.get("BATON_API_KEY"))
+
+
+def api_key_of(path: Path | None, default: str | None) -> str | None:
+    """The key in the file, else the default, if it is not empty; never shown in messages."""
+    if path is None:
+        return default or None
+    try:
+        key = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {path} cannot be read") from error
+    if not key.isascii() or not key.isprintable() or not key:
+        raise ConfigError(f"--api-key-file {path} must hold one key, in ASCII")
+    return key
+
+
 def use_tls(args: argparse.Namespace) -> None:
     """Makes the files that a command names this process's. Raises ConfigError."""
     if not getattr(args, "tls_ca", ""):

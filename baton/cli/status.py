@@ -65,6 +65,7 @@ def add_commands(commands: options.Commands) -> None:
     summary = "show the cluster's state"
     parser = options.add_command(commands, "status", summary, _STATUS_TEXT, _STATUS_EXAMPLES)
     options.add_question_options(parser)
+    options.add_key_option(parser)
     parser.set_defaults(run=_run_status)
 
     summary = "show where a request would run, and why"
@@ -74,6 +75,7 @@ def add_commands(commands: options.Commands) -> None:
     add("--max-tokens", type=int, metavar="TOKENS", help="in the completion (default: 64)")
     add("--cache-salt", metavar="TEXT", help="of the prefix cache it would use (default: none)")
     options.add_question_options(parser)
+    options.add_key_option(parser)
     parser.set_defaults(run=_run_explain)
 
     summary = "ask whether a process takes work"
@@ -85,7 +87,8 @@ def add_commands(commands: options.Commands) -> None:
 def _run_status(args: argparse.Namespace) -> int:
     from baton import Client
 
-    with options.calling(args.target, args.timeout), Client(args.target) as client:
+    key = options.api_key(args)
+    with options.calling(args.target, args.timeout), Client(args.target, api_key=key) as client:
         status = client.status(timeout=args.timeout)
     print(json.dumps(status) if args.json else render(status))
     return 0
@@ -140,7 +143,8 @@ def _run_explain(args: argparse.Namespace) -> int:
     asked = {"max_tokens": args.max_tokens, "cache_salt": args.cache_salt}
     from baton import Client
 
-    with options.calling(args.target, args.timeout), Client(args.target) as client:
+    key = options.api_key(args)
+    with options.calling(args.target, args.timeout), Client(args.target, api_key=key) as client:
         explanation = client.explain(prompt, timeout=args.timeout, **asked)
     print(json.dumps(explanation) if args.json else render_explanation(explanation))
     return 0

@@ -26,6 +26,7 @@ def add_commands(commands: options.Commands) -> None:
     text = "the router's address; of several, separated by commas, all are shown"
     add("--target", default=options.DEFAULT_TARGET, metavar="HOST:PORT", help=text)
     options.add_tls_options(parser)
+    options.add_key_option(parser)
     add("--interval", type=seconds, default=1.0, metavar="SECONDS", help="between two looks")
     add("--once", action="store_true", help="print one frame, with rates over one interval")
     add("--width", type=count, metavar="COLUMNS", help="of --once's frame (default: 160)")
@@ -36,7 +37,8 @@ def _run(args: argparse.Namespace) -> int:
     from baton.local import top
 
     addresses = [address for address in args.target.split(",") if address.strip()]
+    polling = addresses, args.interval, options.api_key(args)
     if args.once:
-        print(asyncio.run(top.once(addresses, args.interval, args.width)))
+        print(asyncio.run(top.once(*polling, args.width)))
         return 0
-    return asyncio.run(top.watch(addresses, args.interval))
+    return asyncio.run(top.watch(*polling))

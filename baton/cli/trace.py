@@ -46,6 +46,7 @@ def add_commands(commands: options.Commands) -> None:
     which.add_argument("--slowest", type=count, metavar="N", help=text)
     source = parser.add_argument_group("where the traces are")
     options.add_target_option(source)
+    options.add_key_option(source)
     other = source.add_mutually_exclusive_group()
     text = "where `baton up` keeps traces (default: where the router exports to)"
     other.add_argument("--from", dest="source", metavar="HOST:PORT", help=text)
@@ -103,10 +104,11 @@ def _source(args: argparse.Namespace) -> Jaeger | KeptTraces:
 
     if args.jaeger:
         return trace_source.Jaeger(args.jaeger, args.slowest or 0)
+    key = options.api_key(args)
     if args.source:
-        return trace_source.KeptTraces(args.source)
+        return trace_source.KeptTraces(args.source, key)
     with options.calling(args.target, args.timeout):
-        return trace_source.kept_by(args.target, args.timeout)
+        return trace_source.kept_by(args.target, key, args.timeout)
 
 
 def _row(summary: TraceSummary) -> dict[str, Any]:

@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import grpc
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
-from baton import config, rpc, telemetry
+from baton import config, rpc, telemetry, tls
 from baton.client.request import Options, Prompt, generate_request, timeout_of
 from baton.client.results import (
     REASONS,
@@ -58,16 +57,6 @@ def _addresses(target: str | Sequence[str]) -> tuple[str, ...]:
     return addresses
 
 
-def _credentials(*files: str | Path | None) -> grpc.ChannelCredentials | None:
-    """Of an authority's file, a key's and a certificate's; None without the first."""
-    if files[0] is None:
-        return None
-    try:
-        return grpc.ssl_channel_credentials(*(Path(f).read_bytes() if f else None for f in files))
-    except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
-
-
 class BaseStream:
     """What both clients' streams have in common; `send` starts an attempt of `call`."""
 
@@ -106,17 +95,22 @@ class BaseClient:
         self._preferred = 0  # index of the address to try first
         self._retry = retry or RetryPolicy()
         self._closed = False
-        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-        self._credentials = _credentials(ca_file, key_file, cert_file)
-        self._channels: dict[str, Any] = {}
+        self._metadata = rpc.bearer(api_key)
+        cert, key, ca = (Path(f) if f else None for f in (cert_file, key_file, ca_file))
+        self._tls = tls.Credentials(cert, key, ca) if ca else tls.current()
+        self._tls.of_client()  # a mistake is raised here
+        # By address and credentials. Calls that run on one with old ones end there, and gRPC ends
+        # the connection of a channel that has been without calls for long.
+        self._channels: dict[tuple[str, Any], Any] = {}
         self._calls: weakref.WeakSet[Any] = weakref.WeakSet()  # that `close` has to cancel
 
     def _channel(self, address: str) -> Any:
         """Made when it is first used: one of asyncio belongs to the loop that runs then."""
-        if address not in self._channels:
-            channel = rpc.channel(address, self._credentials, self._grpc)
-            self._channels.setdefault(address, channel)  # another thread may have been faster
-        return self._channels[address]
+        key = address, (credentials := self._tls.of_client())
+        if key not in self._channels:
+            channel = rpc.channel(address, credentials, self._grpc)
+            self._channels.setdefault(key, channel)  # another thread may have been faster
+        return self._channels[key]
 
     def _send(self, call: GenerateCall) -> Any:
         responses = _INFERENCE(self._channel(call.address)).Generate(

@@ -84,6 +84,7 @@ class App:
         elif path in self._posts:
             await self._post(path, exchange)
         elif path == "/metrics":
+            self._service.check_operator(caller_of(exchange))
             accept = exchange.headers.get(b"accept", b"").decode("latin-1")
             kind, page = self._service.metrics_page(accept)
             exchange.answer(200, page, kind=(b"content-type", kind.encode()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import signal
 import tempfile
 import time
@@ -70,6 +71,8 @@ class LocalCluster:
         self.http_addresses: tuple[str, ...] = ()  # the same for HTTP; empty where it is off
         self.metrics: dict[str, str] = {}  # host:port by process name, where metrics are served
         self.certs: Path | None = None  # folder of certificates, with `--tls`
+        # With which this process asks routers: those with a tenants file answer operators alone.
+        self._api_key = secrets.token_urlsafe()
         self._credentials: grpc.ChannelCredentials | None = None
         self.etcd: EmbeddedEtcd | None = None  # the cluster's own; None when it uses another
         self.etcd_address = ""  # host:port
@@ -90,6 +93,10 @@ class LocalCluster:
     def address(self) -> str:
         """host:port of the first router."""
         return self.addresses[0]
+
+    @property
+    def _access(self) -> tuple[grpc.ChannelCredentials | None, str]:
+        return self._credentials, self._api_key
 
     @property
     def targets(self) -> str:
@@ -119,7 +126,7 @@ class LocalCluster:
                 await self._until(lambda: all(p.is_ready for p in self._wanted()))
                 await workers_ready(self.membership, self._worker_pids)
                 for address in self._routers.values():
-                    await router_sees(address, self._worker_pids(), self._credentials)
+                    await router_sees(address, self._worker_pids(), *self._access)
         except TimeoutError:
             waiting = [process.name for process in self._wanted() if not process.is_ready]
             missing = ", ".join(waiting) or "a worker's record in etcd"
@@ -172,7 +179,7 @@ class LocalCluster:
                     raise Unavailable(process.failure)
                 if process.role != "router":
                     for address in self._routers.values():
-                        await router_sees(address, {process.pid}, self._credentials)
+                        await router_sees(address, {process.pid}, *self._access)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{name} is not back after {self._start_timeout_s:g} s"
@@ -225,7 +232,13 @@ class LocalCluster:
             name = "router" if config.routers == 1 else f"router-{number}"
             metrics_port = self._metrics_port(name, config.host)
             args = commands.router(
-                config, self.etcd_address, port, http_port, metrics_port, self.certs
+                config,
+                self.etcd_address,
+                port,
+                http_port,
+                metrics_port,
+                self.certs,
+                self._api_key,
             )
             await self._launch(name, "router", args)
         for name, share in zip(names, shares, strict=True):
@@ -294,7 +307,7 @@ class LocalCluster:
     async def _note_ready(self, process: ChildProcess) -> None:
         if process.role == "router":
             address = self._routers[process.name]
-            await router_serving(address, self._credentials)
+            await router_serving(address, *self._access)
             what = f"serving after {process.age_s:.1f} s ({address}, pid {process.pid})"
         else:
             ready = await workers_ready(self.membership, lambda: {process.pid})
@@ -373,18 +386,27 @@ def restart_delay_s(failures: int) -> float:
     return min(_FIRST_DELAY_S * 2.0 ** min(failures - 1, 30), _LAST_DELAY_S)
 
 
-async def router_serving(address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
+async def router_serving(
+    address: str,
+    credentials: grpc.ChannelCredentials | None = None,
+    api_key: str | None = None,
+) -> None:
     """Returns once the router at `address` reports SERVING, however late it starts to listen."""
-    await _router_says(address, credentials, lambda status: status.router.state == "SERVING")
+    access = credentials, api_key
+    await _router_says(address, *access, lambda status: status.router.state == "SERVING")
 
 
 async def router_sees(
-    address: str, pids: Set[int], credentials: grpc.ChannelCredentials | None = None
+    address: str,
+    pids: Set[int],
+    credentials: grpc.ChannelCredentials | None = None,
+    api_key: str | None = None,
 ) -> None:
     """Returns once the router at `address` can place requests on the workers with these pids."""
     await _router_says(
         address,
         credentials,
+        api_key,
         lambda status: pids <= {w.record.pid for w in status.workers if w.state == "READY"},
     )
 
@@ -392,6 +414,7 @@ async def router_sees(
 async def _router_says(
     address: str,
     credentials: grpc.ChannelCredentials | None,
+    api_key: str | None,
     is_so: Callable[[fleet_pb2.GetStatusResponse], bool],
 ) -> None:
     backoff = Backoff(most_s=_LOOK_S)
@@ -399,7 +422,7 @@ async def _router_says(
         fleet = fleet_pb2_grpc.FleetServiceStub(channel)
         while True:
             with contextlib.suppress(Unavailable, DeadlineExceeded), rpc.translated():
-                request = fleet_pb2.GetStatusRequest()
-                if is_so(await fleet.GetStatus(request, timeout=_STATUS_S)):
+                request, key = fleet_pb2.GetStatusRequest(), rpc.bearer(api_key)
+                if is_so(await fleet.GetStatus(request, timeout=_STATUS_S, metadata=key)):
                     return
             await backoff.wait()

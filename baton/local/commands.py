@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from dataclasses import fields, replace
@@ -22,8 +23,13 @@ def router(
     http_port: int = 0,
     metrics_port: int | None = None,
     certs: Path | None = None,
+    admin_key: str = "",
 ) -> list[str]:
-    """A router's arguments; `certs` is a folder that `baton.local.certs.write` has filled."""
+    """A router's arguments; `certs` is a folder that `baton.local.certs.write` has filled.
+
+    Of an operator's key it gets the digest: other users of this machine see command lines.
+    """
+    digest = hashlib.sha256(admin_key.encode()).hexdigest() if admin_key else ""
     settings = RouterConfig(
         **vars(config.limits),
         **_shared(config, RouterConfig),
@@ -34,6 +40,7 @@ def router(
         http_port=http_port,
         registry=config.registry(etcd),
         metrics_port=metrics_port,
+        admin_keys=(f"sha256:{digest}",) if digest else (),
         **(_tls(certs, "router") if certs else {}),
     )
     return _arguments("router", settings)

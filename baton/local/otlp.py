@@ -34,15 +34,23 @@ class OtlpReceiver(
 ):
     """Listens on a loopback port between `async with` and its end; `address` is its URL."""
 
-    def __init__(self, store: SpanStore, port: int = 0, quiet_s: float = _QUIET_S) -> None:
+    def __init__(
+        self,
+        store: SpanStore,
+        port: int = 0,
+        quiet_s: float = _QUIET_S,
+        authorize: rpc.Authorize = rpc.authorize_role,
+    ) -> None:
+        """`quiet_s`: a trace is whole when so long nothing of it has come."""
         self.store = store
+        self._authorize = authorize
         self.address = ""
         self._port = port
         self._quiet_s = quiet_s
         self._server: grpc.aio.Server
 
     async def __aenter__(self) -> Self:
-        self._server = rpc.server()
+        self._server = rpc.server(self._authorize)
         register: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
         register(self, self._server)
         trace_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)

@@ -96,10 +96,12 @@ class Moment(NamedTuple):
     unix_s: float
 
 
-async def once(addresses: Sequence[str], interval_s: float, width: int | None) -> str:
+async def once(
+    addresses: Sequence[str], interval_s: float, api_key: str | None, width: int | None
+) -> str:
     """One frame as text, with rates over one interval. Raises Unavailable when none answers."""
     answered = asyncio.Event()
-    async with polling(addresses, interval_s, answered.set) as routers:
+    async with polling(addresses, interval_s, api_key, answered.set) as routers:
         while any(router.polls < 2 for router in routers):
             answered.clear()
             await answered.wait()
@@ -113,13 +115,13 @@ async def once(addresses: Sequence[str], interval_s: float, width: int | None) -
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-async def watch(addresses: Sequence[str], interval_s: float) -> int:
+async def watch(addresses: Sequence[str], interval_s: float, api_key: str | None) -> int:
     """The live screen until q; the exit status. Raises ConfigError without a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("`baton top` draws on a terminal: --once prints one frame anywhere")
     view, changed, console = View(), asyncio.Event(), Console()
     frozen: Moment | None = None
-    async with polling(addresses, interval_s, changed.set) as routers:
+    async with polling(addresses, interval_s, api_key, changed.set) as routers:
         with _keys(view, changed), Live(console=console, screen=True, auto_refresh=False) as live:
             while not view.left:
                 changed.clear()

@@ -48,7 +48,9 @@ class PolledRouter:
         before, after = read(old), read(new)
         return None if before is None or after is None else (after - before) / (ended - began)
 
-    async def poll(self, interval_s: float, on_answer: Callable[[], None]) -> None:
+    async def poll(
+        self, interval_s: float, api_key: str | None, on_answer: Callable[[], None]
+    ) -> None:
         """Polls every interval until cancelled; `on_answer` follows each answer and failure."""
         async with rpc.channel(self.address) as channel:
             stub = fleet_pb2_grpc.FleetServiceStub(channel)
@@ -58,7 +60,8 @@ class PolledRouter:
                     with rpc.translated():
                         timeout_s = max(_MIN_TIMEOUT_S, interval_s)
                         request = fleet_pb2.GetStatusRequest()
-                        self.take(await stub.GetStatus(request, timeout=timeout_s))
+                        more = {"timeout": timeout_s, "metadata": rpc.bearer(api_key)}
+                        self.take(await stub.GetStatus(request, **more))
                 except BatonError as error:
                     self.failure = str(error) or type(error).__name__
                 self.polls += 1
@@ -78,11 +81,15 @@ class PolledRouter:
 
 @contextlib.asynccontextmanager
 async def polling(
-    addresses: Sequence[str], interval_s: float, on_answer: Callable[[], None]
+    addresses: Sequence[str],
+    interval_s: float,
+    api_key: str | None,
+    on_answer: Callable[[], None],
 ) -> AsyncIterator[Sequence[PolledRouter]]:
     """Routers that are polled until the block is left."""
     routers = [PolledRouter(address) for address in addresses]
-    tasks = [asyncio.create_task(router.poll(interval_s, on_answer)) for router in routers]
+    polls = [router.poll(interval_s, api_key, on_answer) for router in routers]
+    tasks = [asyncio.create_task(poll) for poll in polls]
     try:
         yield routers
     finally:

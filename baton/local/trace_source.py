@@ -39,8 +39,9 @@ _PARSERS: Mapping[str, Callable[[str], AttributeValue]] = {
 class KeptTraces:
     """The traces that `baton up` keeps, at the address its processes export to."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, api_key: str | None = None) -> None:
         """`address` is HOST:PORT or a URL."""
+        self._metadata = rpc.bearer(api_key)
         self.name = address
         url = urllib.parse.urlsplit(address if "//" in address else f"//{address}")
         self._address, self._secure = url.netloc, url.scheme == "https"
@@ -56,7 +57,7 @@ class KeptTraces:
         ) as channel:
             try:
                 answers = trace_pb2_grpc.TraceServiceStub(channel).ReadTraces(
-                    request, timeout=timeout_s
+                    request, timeout=timeout_s, metadata=self._metadata
                 )
                 return [[_span_of(text) for text in answer.spans] for answer in answers]
             except grpc.RpcError as error:
@@ -71,19 +72,19 @@ def _span_of(text: str) -> Span:
     return Span(**{key: value for key, value in json.loads(text).items() if key in known})
 
 
-def kept_by(target: str, timeout_s: float) -> KeptTraces:
+def kept_by(target: str, api_key: str | None, timeout_s: float) -> KeptTraces:
     """Where the cluster of the router at `target` sends its spans. Raises Unavailable.
 
     Of several addresses it is the first: `baton up` puts its own there.
     """
-    with Client(target) as client:
+    with Client(target, api_key=api_key) as client:
         router = client.status(timeout=timeout_s)["router"]
     if not router["otlp"]:
         raise Unavailable(
             f"the router at {router['address']} exports no traces: "
             "`baton up` keeps them, and --otlp URL sends them to a collector"
         )
-    return KeptTraces(router["otlp"].split(",")[0])
+    return KeptTraces(router["otlp"].split(",")[0], api_key)
 
 
 class Jaeger:

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 
 from baton.config import ClusterConfig
 from baton.errors import BatonError
@@ -20,6 +21,8 @@ from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore
 from baton.local.trace_tree import entry_of
+from router.admission.tenants import Tenants
+from router.service import authorize
 
 INTERRUPTED = 130
 _QUIET_S = 1.0  # exporters flush several times a second: a trace this quiet has all its spans
@@ -105,7 +108,11 @@ async def _with_receiver(config: ClusterConfig, stack: AsyncExitStack) -> Cluste
     if config.trace:
         drawing = asyncio.create_task(_draw_finished(store))
         stack.callback(drawing.cancel)
-    receiver = await stack.enter_async_context(OtlpReceiver(store))
+    tenants = Tenants(config.limits.tenants_file)  # who may read traces, as at the routers
+    reloading = asyncio.create_task(tenants.follow())
+    stack.callback(reloading.cancel)
+    receiver = OtlpReceiver(store, authorize=partial(authorize, tenants))
+    await stack.enter_async_context(receiver)
     otlp = ",".join(filter(None, (receiver.address, config.otlp)))  # the first is `baton trace`'s
     return dataclasses.replace(config, otlp=otlp)
 

@@ -7,6 +7,7 @@ endpoint is tried on the next. Every operation here may be repeated without harm
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from baton.errors import (
 )
 from baton.registry.backoff import Backoff
 from baton.v1 import etcd_pb2, etcd_pb2_grpc
+from baton.watched_files import WatchedFiles
+
+log = logging.getLogger(__name__)
 
 CALL_S = 2.0  # one attempt at one endpoint
 START_S = 10.0  # until the first answer, at start
@@ -97,11 +101,15 @@ class EtcdClient:
     """Calls raise Unavailable while no endpoint answers and ConfigError when etcd refuses us."""
 
     def __init__(self, config: RegistryConfig) -> None:
-        """Reads the files named in `config` (ConfigError); connects with the first call."""
+        """Reads the files named in `config` (ConfigError); connects with the first call.
+
+        Certificates are read again when they change.
+        """
         self.names = config.etcd
         self._user = config.user
         self._password = _password(config)
-        self._addresses = _addresses(config)
+        self._config, self._files = config, WatchedFiles()
+        self._addresses = _addresses(config, self._files)
         self._endpoints: list[_Endpoint] = []  # made in the running loop, by the first call
         self._current = 0
         self._token: str | None = None  # "": etcd has authentication switched off
@@ -259,6 +267,11 @@ class EtcdClient:
         return (("token", self._token),) if self._token else ()
 
     def _endpoint(self) -> _Endpoint:
+        if self._files.changed:
+            try:  # calls that run on an earlier channel go on
+                self._addresses, self._endpoints = _addresses(self._config, self._files), []
+            except ConfigError as error:
+                log.error("calls to etcd go on with the old certificate: %s", error)
         if not self._endpoints:
             self._endpoints = [_Endpoint(*address) for address in self._addresses]
         return self._endpoints[self._current]
@@ -272,10 +285,13 @@ def _end_of(prefix: str) -> bytes:
 def _password(config: RegistryConfig) -> str:
     if config.user and config.password_file is None:
         raise ConfigError("--etcd-user needs --etcd-password-file")
-    return (_read(config.password_file, "--etcd-password-file") or b"").decode().rstrip("\r\n")
+    password = _read(config.password_file, "--etcd-password-file", WatchedFiles())
+    return (password or b"").decode().rstrip("\r\n")
 
 
-def _addresses(config: RegistryConfig) -> list[tuple[str, grpc.ChannelCredentials | None]]:
+def _addresses(
+    config: RegistryConfig, files: WatchedFiles
+) -> list[tuple[str, grpc.ChannelCredentials | None]]:
     """(host:port, credentials) of each endpoint; TLS with https:// or a CA or certificate."""
     has_files = bool(config.ca_file or config.cert_file)
     found: list[tuple[str, grpc.ChannelCredentials | None]] = []
@@ -285,19 +301,19 @@ def _addresses(config: RegistryConfig) -> list[tuple[str, grpc.ChannelCredential
         credentials = None
         if has_files or text.startswith("https://"):
             credentials = grpc.ssl_channel_credentials(
-                _read(config.ca_file, "--etcd-ca"),
-                _read(config.key_file, "--etcd-key"),
-                _read(config.cert_file, "--etcd-cert"),
+                _read(config.ca_file, "--etcd-ca", files),
+                _read(config.key_file, "--etcd-key", files),
+                _read(config.cert_file, "--etcd-cert", files),
             )
         found.append((text.removeprefix("http://").removeprefix("https://"), credentials))
     return found
 
 
-def _read(path: Path | None, option: str) -> bytes | None:
+def _read(path: Path | None, option: str, files: WatchedFiles) -> bytes | None:
     if path is None:
         return None
     try:
-        return path.read_bytes()
+        return files.read(path)
     except OSError as error:
         raise ConfigError(f"{option} {path} cannot be read: {error.strerror}") from error
 

@@ -130,7 +130,8 @@ class Node(WorkerServiceServicer, ABC):
             self.metrics.observe_engine(self.load, loaded.runner)
             self.limits = ModelLimits.of(loaded)
             host, _ = split_address(self.record.address)
-            usable = transports.usable(pool, host, self.config.transport)
+            wanted = self.config.transport, self.config.kv_host
+            usable = transports.usable(pool, host, *wanted)
             self.begin(loaded, pool, usable)
             self.engine.start()
             async with contextlib.AsyncExitStack() as ending:  # whatever happens, in reverse

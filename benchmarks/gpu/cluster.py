@@ -156,7 +156,7 @@ def main() -> None:
         if end.device != "cpu":
             torch.cuda.set_device(end.device)
         pool, transport = end.opened()
-        listener = transport.listen(pool, "bench/1")
+        listener = transport.listen(pool)
         send({"endpoint": listener.endpoint.hex()})
         listener.accept(_TIMEOUT_S)
         send({"accepted": True})

@@ -9,16 +9,29 @@ from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
 from kvtransfer.transports.cuda import CudaArea
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.process_group import GlooTransport, NcclTransport
+from kvtransfer.transports.process_group import (
+    GlooTransport,
+    NcclTransport,
+    listening_socket,
+)
 from kvtransfer.transports.shm import SharedMemoryArea, ShmTransport
 
 
-def usable(pool: KvPool, host: str, choice: str = "auto") -> list[Transport]:
+def usable(pool: KvPool, host: str, choice: str = "auto", kv_host: str = "") -> list[Transport]:
     """The transports this worker can use, fastest first; only `choice` if that names one.
 
-    `host` is the address at which peers reach this worker. Raises ConfigError when `choice` cannot
-    be used with this pool.
+    `host` is the address at which peers reach this worker, `kv_host` that for KV where it is
+    another one. Raises ConfigError when it is not this machine's, or `choice` cannot be used with
+    this pool.
     """
+    if kv_host:
+        try:
+            listening_socket(kv_host).close()
+        except OSError as error:
+            raise ConfigError(
+                f"--kv-host {kv_host} is no address of this machine: {error}"
+            ) from error
+        host = kv_host
     transports: list[Transport] = []
     if isinstance(pool.area, CudaArea):
         transports.append(CudaIpcTransport(pool.area.driver))

@@ -39,7 +39,7 @@ class CudaIpcTransport(Transport):
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
 
-    def listen(self, pool: KvPool, name: str) -> Listener:
+    def listen(self, pool: KvPool) -> Listener:
         area = pool.area
         assert isinstance(area, CudaArea), "the pool does not lie in a CudaArea"
         place = {

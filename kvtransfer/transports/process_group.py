@@ -2,17 +2,26 @@
 
 The receiver opens a store on a free port, both ends build the group on it, and a hello in both
 directions proves that both have it before either may drop it (dropping a group while the other end
-still builds it breaks that end). Gloo's waits have a time-out. NCCL's calls only queue work on the
-GPU, and the host waits once, at the end of a transfer; a timer aborts the communicator at the
-deadline, which ends its kernels and so that wait.
+still builds it breaks that end).
+
+The ends know each other by a secret, which the receiver makes for one link and which the sender
+gets with the answer to its Offer, over the control channel. Who reaches the ports without it can
+make a link fail, within its time, but not join it: what is in the store carries a MAC, each hello
+proves the secret, and then the store is closed. What travels is not encrypted.
+
+Gloo's waits have a time-out. NCCL's calls only queue work on the GPU, and the host waits once, at
+the end of a transfer; a timer aborts the communicator at the deadline, which ends its kernels and
+so that wait.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import os
 import queue
+import secrets
 import socket
 import threading
 import time
@@ -25,7 +34,7 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from baton.errors import TransferFailed
 from baton.v1 import common_pb2
@@ -39,6 +48,7 @@ from kvtransfer.transports.cuda import nccl_version
 log = logging.getLogger(__name__)
 
 _SENDER, _RECEIVER = 0, 1
+_MAC_BYTES = 32
 
 # A communicator's channels: each costs GPU memory and, while bytes travel, a multiprocessor.
 NCCL_MIN_CTAS, NCCL_MAX_CTAS = 1, 8
@@ -77,7 +87,7 @@ class ProcessGroupTransport(Transport):
         self.staging = Staging()
 
     @abstractmethod
-    def build(self, store: PrefixStore, rank: int, timeout_s: float) -> Any:
+    def build(self, store: Rendezvous, rank: int, timeout_s: float) -> Any:
         """A process group of two."""
 
     @abstractmethod
@@ -88,11 +98,12 @@ class ProcessGroupTransport(Transport):
         """Around waits without a time-out: a thread calls `abort` at the deadline."""
         return nullcontext()
 
-    def listen(self, pool: KvPool, name: str) -> Listener:
-        store, port = _listening_store(self.host)
-        place = {"host": self.host, "port": port, "name": name, "message_bytes": self.message_bytes}
-        endpoint = json.dumps(place).encode()
-        return _End(self, pool, _RECEIVER, PrefixStore(name, store), self.message_bytes, endpoint)
+    def listen(self, pool: KvPool) -> Listener:
+        (store, port), secret = _listening_store(self.host), secrets.token_bytes()
+        place = {"host": self.host, "port": port, "message_bytes": self.message_bytes}
+        endpoint = json.dumps({**place, "secret": secret.hex()}).encode()
+        meeting = Rendezvous(store, secret)
+        return _End(self, pool, _RECEIVER, meeting, self.message_bytes, endpoint)
 
     def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         try:
@@ -100,8 +111,8 @@ class ProcessGroupTransport(Transport):
             address = str(place["host"]), int(place["port"])
             within = _at_least_1ms(timeout_s)
             store = TCPStore(*address, None, False, within, wait_for_workers=False)
-            named, message_bytes = PrefixStore(str(place["name"]), store), place["message_bytes"]
-            end = _End(self, pool, _SENDER, named, int(message_bytes), endpoint)
+            meeting = Rendezvous(store, bytes.fromhex(place["secret"]))
+            end = _End(self, pool, _SENDER, meeting, int(place["message_bytes"]), endpoint)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise TransferFailed(f"{self.name}: cannot reach the receiver: {error}") from error
         end.accept(timeout_s)
@@ -114,7 +125,7 @@ class GlooTransport(ProcessGroupTransport):
     name = "gloo"
     kind = common_pb2.TRANSPORT_GLOO
 
-    def build(self, store: PrefixStore, rank: int, timeout_s: float) -> Any:
+    def build(self, store: Rendezvous, rank: int, timeout_s: float) -> Any:
         options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname=self.host)]
         options._timeout = timedelta(seconds=timeout_s)
@@ -144,7 +155,7 @@ class NcclTransport(ProcessGroupTransport):
         if shares_gpu(nccl_version()):
             os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
 
-    def build(self, store: PrefixStore, rank: int, timeout_s: float) -> Any:
+    def build(self, store: Rendezvous, rank: int, timeout_s: float) -> Any:
         # The receiver reads the communicator's id from it, and no abort ends that wait.
         store.set_timeout(_at_least_1ms(timeout_s))
         # Ahead of the engine's kernels: a message behind a step would wait for milliseconds.
@@ -166,6 +177,51 @@ class NcclTransport(ProcessGroupTransport):
             yield
         finally:
             timer.cancel()
+
+
+class Rendezvous(Store):
+    """What the ends tell each other to build their group: a TCPStore, until it is closed.
+
+    Whoever reaches its port can list its keys, and write: values carry an HMAC-SHA256.
+    """
+
+    def __init__(self, store: TCPStore, secret: bytes) -> None:
+        super().__init__()
+        self._store: TCPStore | None = store
+        self._secret = secret
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._opened().set(key, self._mac(key, value) + value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        """Waits for it. Raises RuntimeError where that takes too long or a stranger wrote it."""
+        sealed: bytes = self._opened().get(key)
+        mac, value = sealed[:_MAC_BYTES], sealed[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(key, value)):
+            raise RuntimeError(f"a stranger wrote {key!r} into the link's store")
+        return value
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._opened().wait(keys, *timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._opened().set_timeout(timeout)
+
+    def close(self) -> None:
+        """Frees its port; the group does not need it once it is built."""
+        self._store = None
+
+    def hello(self, rank: int) -> torch.Tensor:
+        """What proves that this rank knows the secret, uint8 `[32]`."""
+        return torch.frombuffer(bytearray(self._mac("hello", bytes([rank]))), dtype=torch.uint8)
+
+    def _opened(self) -> TCPStore:
+        if self._store is None:
+            raise RuntimeError("the link's store is closed")
+        return self._store
+
+    def _mac(self, key: str, value: bytes) -> bytes:
+        return hmac.digest(self._secret, key.encode() + b"\0" + value, "sha256")
 
 
 class Staging:
@@ -205,7 +261,7 @@ class _End(Link, Listener):
     _transport: ProcessGroupTransport
     _pool: KvPool
     _rank: int
-    _store: PrefixStore
+    _meeting: Rendezvous
     _message_bytes: int
     endpoint: bytes
     _group: Any = None
@@ -222,18 +278,26 @@ class _End(Link, Listener):
                 self._transport.watch(deadline, self.abort),
                 copying.transfer(self._pool.new_digest()),
             ):
-                group = self._transport.build(self._store, self._rank, timeout_s)
+                group = self._transport.build(self._meeting, self._rank, timeout_s)
                 with self._guard:
                     self._group = group
                 self._check()
-                hello = torch.zeros(1, dtype=torch.uint8, device=self._pool.device)
                 for sender in (_SENDER, _RECEIVER):
-                    begin = self._send if self._rank == sender else self._receive
-                    self._wait(begin(hello), deadline)
+                    hello = self._meeting.hello(sender).to(self._pool.device)
+                    if self._rank == sender:
+                        self._wait(self._send(hello), deadline)
+                        continue
+                    arrived = torch.zeros_like(hello)
+                    self._wait(self._receive(arrived), deadline)
+                    self._finish(copying)
+                    if not torch.equal(arrived, hello):
+                        raise RuntimeError("the peer is not the one that this link was offered to")
                 self._finish(copying)
             self._copier = copying
         except RuntimeError as error:
             raise TransferFailed(f"{self._transport.name}: no connection: {error}") from error
+        finally:
+            self._meeting.close()
 
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -276,6 +340,7 @@ class _End(Link, Listener):
 
     def close(self) -> None:
         self.abort()
+        self._meeting.close()
         self._group = None
 
     @contextmanager
@@ -323,10 +388,15 @@ class _End(Link, Listener):
             raise RuntimeError("the link was aborted, or its time was over")
 
 
+def listening_socket(host: str) -> socket.socket:
+    """On a free port of `host`, which must be this machine's. Raises OSError."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family)
+
+
 def _listening_store(host: str) -> tuple[TCPStore, int]:
     """A store on a free port of `host`, on which both ends meet, and the port. Raises OSError."""
-    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with socket.create_server(address, family=family) as listening:
+    with listening_socket(host) as listening:
         port, within = listening.getsockname()[1], timedelta(seconds=30)
         store = TCPStore(
             host, port, None, True, within, wait_for_workers=False,

@@ -72,7 +72,7 @@ class ShmTransport(Transport):
     kind = common_pb2.TRANSPORT_SHM
     one_sided = True
 
-    def listen(self, pool: KvPool, name: str) -> Listener:
+    def listen(self, pool: KvPool) -> Listener:
         area = pool.area
         assert isinstance(area, SharedMemoryArea), "the pool does not lie in shared memory"
         place = {"fd": area.fd, "name": area.name, "blocks": pool.num_blocks}

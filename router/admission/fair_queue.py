@@ -107,7 +107,7 @@ class FairQueue:
         """A prompt of `seconds` of the fleet's prefill; the caller must `remove` it."""
         tenant = self._tenants.setdefault(flow.tenant, _Tenant(flow.share))
         prompt, tenant.virtual_time = self._prompt(flow, seconds, priority)
-        tenant.seen = self._clock()
+        tenant.share, tenant.seen = flow.share, self._clock()
         insort(tenant.pending, prompt, key=_rank)
         tenant.set_finishes()
         return prompt

@@ -1,7 +1,7 @@
 """Tenants: API keys, limits, share of the fleet and cache isolation.
 
-Tenants come from a TOML file, read once at start; docs/security.md lists its fields. Without a file
-there is one tenant, "default", without limits, and keys are ignored.
+Tenants come from a TOML file, read again when it or a key's file changes; docs/security.md lists
+its fields. Without a file there is one tenant, "default", without limits, and keys are ignored.
 
 A body with several prompts or choices is one request. Its tokens are charged as they are used:
 each prompt once, and every choice's output, of which a little is reserved beforehand.
@@ -9,21 +9,25 @@ each prompt once, and every choice's output, of which a little is reserved befor
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-import hmac
+import logging
 import math
 import re
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded, RetryableError, Unauthenticated
 from baton.v1 import common_pb2
+from baton.watched_files import WatchedFiles
 from router.admission.fair_queue import FairQueue, Flow, PendingPrompt
+
+log = logging.getLogger(__name__)
 
 PRIORITIES = {
     "low": common_pb2.PRIORITY_LOW,
@@ -33,6 +37,7 @@ PRIORITIES = {
 DEFAULT = "default"  # the tenant of callers without a key
 _RESERVED_OUTPUT = 256  # tokens charged at the start of a choice; more are charged as they come
 _BUSY_RETRY_S = 1.0  # at max_running: when a request will end is not known
+_RELOAD_S = 1.0  # between two looks at the files
 _ROUNDING = 1e-6  # a caller that comes back at the given time must not lack a millionth
 
 Clock = Callable[[], float]
@@ -65,6 +70,13 @@ class TokenBucket:
         self._level = self.size
         self._at = clock()
 
+    def set_rate(self, per_minute: float, burst_s: float) -> None:
+        """From now on; what it holds stays, as far as it fits."""
+        level = self._refilled()
+        self._per_s = per_minute / 60
+        self.size = self._per_s * burst_s
+        self._level = min(self.size, level)
+
     def wait_s(self, amount: float) -> float:
         """Seconds until `amount` fits, 0 if it does now; it must not exceed the bucket's size."""
         missing = amount - self._refilled()
@@ -89,13 +101,19 @@ class Tenant:
         self, config: TenantConfig, fair_queue: FairQueue, clock: Clock, *, salted: bool = True
     ) -> None:
         self.name = config.name
-        self.config = config
         self.fair_queue = fair_queue
-        self.flow = Flow(config.name, config.weight, PRIORITIES[config.priority])
         self._salted = salted
         self.running = 0
         self._requests = TokenBucket(config.requests_per_minute, config.burst_seconds, clock)
         self._tokens = TokenBucket(config.tokens_per_minute, config.burst_seconds, clock)
+        self.configure(config)
+
+    def configure(self, config: TenantConfig) -> None:
+        """New limits and a new share, for what comes from now on."""
+        self.config = config
+        self.flow = Flow(config.name, config.weight, PRIORITIES[config.priority])
+        self._requests.set_rate(config.requests_per_minute, config.burst_seconds)
+        self._tokens.set_rate(config.tokens_per_minute, config.burst_seconds)
 
     def salt(self, cache_salt: str) -> str:
         """Isolates the tenant's cached prefixes, whatever salt the request has."""
@@ -195,26 +213,59 @@ class AdmissionLease:
 
 
 class Tenants:
-    """All tenants, by API key."""
+    """All tenants and operators, by API key. Event-loop thread only."""
 
     def __init__(
-        self, configs: Iterable[TenantConfig] | None = None, clock: Clock = time.monotonic
+        self,
+        path: Path | None = None,
+        clock: Clock = time.monotonic,
+        admin_keys: Iterable[str] = (),
     ) -> None:
-        """None is the one tenant that a router without a file has."""
-        fair_queue = FairQueue(clock)
-        self._open = configs is None
+        """From the file, or without one. Raises ConfigError naming file, tenant and field.
+
+        `admin_keys`, as the file has them, are those of operators whom the file does not name.
+        """
+        self._clock = clock
+        self._fair_queue = FairQueue(clock)
+        self._file = _TenantsFile(path) if path else None
+        self._more_admins = _digests(admin_keys, "--admin-key")
+        self._unlimited = Tenant(TenantConfig(""), self._fair_queue, clock)
+        self._known: dict[str, Tenant] = {}  # by name, also those that the file has no more
+        self._configure(self._file.read() if self._file else _WITHOUT_FILE)
+
+    @property
+    def _open(self) -> bool:
+        return self._file is None
+
+    async def follow(self) -> None:
+        """Takes up the files' changes until cancelled; with a mistake in them nothing changes."""
+        while self._file:
+            await asyncio.sleep(_RELOAD_S)
+            try:
+                if changed := await asyncio.to_thread(self._file.read_changed):
+                    self._configure(changed)
+                    log.info("%s: tenants are %s", self._file.path, ", ".join(self._names))
+            except ConfigError as error:
+                log.error("tenants stay as they were: %s", error)
+
+    def _configure(self, content: _Content) -> None:
+        """A tenant of the same name goes on with its running requests, charges and pending prompts.
+
+        One that is gone takes no requests; those that run end as usual.
+        """
         self._keyless: Tenant | None = None
-        self._by_digest: list[tuple[bytes, Tenant]] = []
-        for config in (TenantConfig(DEFAULT, keyless=True),) if configs is None else configs:
-            tenant = Tenant(config, fair_queue, clock, salted=not self._open)
+        self._by_digest: dict[bytes, Tenant] = {}
+        self._admins = {*content.admin_digests, *self._more_admins}
+        self._names = [config.name for config in content.tenants]
+        for config in content.tenants:
+            if (tenant := self._known.get(config.name)) is None:
+                tenant = Tenant(config, self._fair_queue, self._clock, salted=not self._open)
+                self._known[config.name] = tenant
+            elif config != tenant.config:
+                tenant.configure(config)
             if config.keyless:
                 self._keyless = tenant
-            self._by_digest += [(digest, tenant) for digest in config.key_digests]
-
-    @classmethod
-    def load(cls, path: Path | None, clock: Clock = time.monotonic) -> Tenants:
-        """From the file, or without one. Raises ConfigError naming file, tenant and field."""
-        return cls(None if path is None else _read(path), clock)
+            self._by_digest |= dict.fromkeys(config.key_digests, tenant)
 
     def of(self, metadata: Metadata | None) -> Tenant:
         """The tenant whose key the call carries. Raises Unauthenticated."""
@@ -223,14 +274,35 @@ class Tenants:
             if self._keyless is None:
                 raise Unauthenticated("this router needs an API key: authorization: Bearer KEY")
             return self._keyless
-        found = None
-        digest = hashlib.sha256(key).digest()
-        for known, tenant in self._by_digest:  # all of them: constant time
-            if hmac.compare_digest(digest, known):
-                found = tenant
-        if found is None:
+        # How long a look-up takes may depend on the digest: who does not know a key cannot choose
+        # its digest's bits, so that nothing is learnt from that.
+        if (tenant := self._by_digest.get(digest := hashlib.sha256(key).digest())) is None:
+            if digest in self._admins:
+                raise Unauthenticated("the API key is an operator's: requests need a tenant's")
             raise Unauthenticated("the API key is unknown")
-        return found
+        return tenant
+
+    def of_operator(self, metadata: Metadata | None) -> Tenant:
+        """As whom an operator asks: the key's tenant, the keyless one, or one without limits."""
+        try:
+            return self.of(metadata)
+        except Unauthenticated:
+            return self._keyless or self._unlimited
+
+    def is_admin(self, metadata: Metadata | None) -> bool:
+        """Whether the call carries an operator's key. Raises Unauthenticated if malformed."""
+        key = _key(metadata or ()) if self._admins else None  # else keys are ignored
+        return key is not None and hashlib.sha256(key).digest() in self._admins
+
+    def check_admin(self, metadata: Metadata | None) -> None:
+        """Raises Unauthenticated for a call without an operator's key, where there is a file."""
+        if self._open or self.is_admin(metadata):
+            return
+        missing = "" if self._admins else ", which has none yet"
+        raise Unauthenticated(
+            f"this is for operators: send a key of [admin] in the tenants file{missing} "
+            "(BATON_API_KEY or --api-key-file; authorization: Bearer KEY)"
+        )
 
 
 def _key(metadata: Metadata) -> bytes | None:
@@ -263,7 +335,7 @@ _PRIORITY: _Rule = (
     lambda value: isinstance(value, str) and value in PRIORITIES,
 )
 _TABLE: _Rule = ("a table", lambda value: isinstance(value, dict))
-_FILE = {"tenants": _TABLE, "default": _TABLE}
+_FILE = {"tenants": _TABLE, "default": _TABLE, "admin": _TABLE}
 _KEYS = {"keys": _TEXTS, "key_files": _TEXTS}
 _LIMITS = {
     "weight": _ABOVE_0, "priority": _PRIORITY, "requests_per_minute": _ABOVE_0,
@@ -274,18 +346,45 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
-def _read(path: Path) -> list[TenantConfig]:
-    try:
-        content = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"tenants file {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"tenants file {path} is not TOML: {error}") from error
-    try:
+@dataclass(frozen=True)
+class _Content:
+    tenants: Sequence[TenantConfig]
+    admin_digests: Sequence[bytes] = ()
+
+
+_WITHOUT_FILE = _Content([TenantConfig(DEFAULT, keyless=True)])
+
+
+class _TenantsFile:
+    """The file and those of keys that it names."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._watched = WatchedFiles()
+
+    def read_changed(self) -> _Content | None:
+        """The content if a file has changed. Raises ConfigError, once for each change."""
+        return self.read() if self._watched.changed else None
+
+    def read(self) -> _Content:
+        """Raises ConfigError naming file, tenant and field."""
+        self._watched, path = WatchedFiles(), self.path
+        try:
+            content = tomllib.loads(self._watched.read(path).decode())
+        except OSError as error:
+            raise ConfigError(f"tenants file {path} cannot be read: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(f"tenants file {path} is not TOML: {error}") from error
+        try:
+            return self._parsed(content)
+        except ConfigError as error:
+            raise ConfigError(f"tenants file {path}: {error}") from None
+
+    def _parsed(self, content: dict[str, Any]) -> _Content:
         _check(content, "the file", _FILE)
         tables = content.get("tenants", {})
         _check(tables, "tenants", dict.fromkeys(tables, _TABLE))
-        configs = [_tenant(path.parent, name, table) for name, table in tables.items()]
+        configs = [self._tenant(name, table) for name, table in tables.items()]
         if "default" in content:
             if DEFAULT in tables:
                 raise ConfigError("give [default] or [tenants.default], not both")
@@ -299,9 +398,45 @@ def _read(path: Path) -> list[TenantConfig]:
                     raise ConfigError(
                         f"keys of [tenants.{other}] and [tenants.{config.name}] must differ"
                     )
-    except ConfigError as error:
-        raise ConfigError(f"tenants file {path}: {error}") from None
-    return configs
+        admins: tuple[bytes, ...] = ()
+        if "admin" in content:
+            _check(content["admin"], "[admin]", _KEYS)
+            admins = self._keys(content["admin"], "[admin]")
+        return _Content(configs, admins)
+
+    def _tenant(self, name: str, table: dict[str, Any]) -> TenantConfig:
+        where = f"[tenants.{name}]"
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"the name of {where} must be letters, digits and . _ -, no sign first"
+            )
+        _check(table, where, {**_KEYS, **_LIMITS})
+        return _limited(where, table, name, key_digests=self._keys(table, where))
+
+    def _keys(self, table: dict[str, Any], where: str) -> tuple[bytes, ...]:
+        """Takes the keys out of a table; their digests."""
+        digests = list(_digests(table.pop("keys", ()), f"keys of {where}"))
+        for file in table.pop("key_files", ()):
+            try:
+                key = self._watched.read(self.path.parent / Path(file).expanduser()).strip()
+            except (OSError, ValueError, RuntimeError) as error:
+                why = getattr(error, "strerror", error)
+                raise ConfigError(
+                    f"key_files of {where} must be readable: {file}: {why}"
+                ) from error
+            if not key or b"\n" in key:
+                raise ConfigError(f"key_files of {where} must have one key each; {file} has not")
+            digests.append(hashlib.sha256(key).digest())
+        if not digests:
+            raise ConfigError(f"keys of {where} must be given, or key_files")
+        return tuple(digests)
+
+
+def _digests(keys: Iterable[str], where: str) -> tuple[bytes, ...]:
+    matches = [_DIGEST.fullmatch(key) for key in keys]
+    if not all(matches):
+        raise ConfigError(f'{where} must be "sha256:" and 64 hexadecimal digits each')
+    return tuple(bytes.fromhex(match[1]) for match in matches if match)
 
 
 def _check(table: Mapping[str, Any], where: str, rules: Mapping[str, _Rule]) -> None:
@@ -311,31 +446,6 @@ def _check(table: Mapping[str, Any], where: str, rules: Mapping[str, _Rule]) -> 
         wanted, is_valid = rules[name]
         if not is_valid(value):
             raise ConfigError(f"{name} of {where} must be {wanted}")
-
-
-def _tenant(directory: Path, name: str, table: dict[str, Any]) -> TenantConfig:
-    where = f"[tenants.{name}]"
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"the name of {where} must be letters, digits and . _ -, no sign first")
-    _check(table, where, {**_KEYS, **_LIMITS})
-    digests = []
-    for key in table.pop("keys", ()):
-        if not (match := _DIGEST.fullmatch(key)):
-            raise ConfigError(f'keys of {where} must be "sha256:" and 64 hexadecimal digits each')
-        digests.append(bytes.fromhex(match[1]))
-    for file in table.pop("key_files", ()):
-        try:
-            content = (directory / Path(file).expanduser()).read_bytes().strip()
-        except OSError as error:
-            raise ConfigError(
-                f"key_files of {where} must be readable: {file}: {error.strerror}"
-            ) from error
-        if not content or b"\n" in content:
-            raise ConfigError(f"key_files of {where} must have one key each; {file} has not")
-        digests.append(hashlib.sha256(content).digest())
-    if not digests:
-        raise ConfigError(f"keys of {where} must be given, or key_files")
-    return _limited(where, table, name, key_digests=tuple(digests))
 
 
 def _limited(where: str, table: Mapping[str, Any], name: str, **more: Any) -> TenantConfig:

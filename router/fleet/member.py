@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 
 import grpc
 
-from baton import rpc
+from baton import rpc, tls
 from baton.config import split_address
 from baton.errors import BatonError, Stale, Unavailable
 from baton.v1 import (
@@ -85,11 +85,8 @@ class Member:
         self._orphans_before: set[str] = set()
         self._ticks = 0
         self._cancelling: asyncio.Task[None] | None = None
-        self._channel = rpc.channel(record.address, role=_ROLES[record.role])
-        self.worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
-        self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
-        self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
         self.update(record)
+        self._connect()
         followed = [("watch", self._watch_load, self._watch_lost)]
         if record.role == common_pb2.WORKER_ROLE_DECODE:
             followed.append(("events", self._stream_events, self._events_lost))
@@ -116,6 +113,16 @@ class Member:
         self.record = record
         self._draining |= record.state == common_pb2.WORKER_STATE_DRAINING
         self._touched.add(self._name)
+
+    def _connect(self) -> None:
+        """A channel with the certificate as it is now; calls that run on an earlier one go on."""
+        self._credentials = tls.current().of_client()
+        self._channel = rpc.channel(
+            self.record.address, self._credentials, role=_ROLES[self.record.role]
+        )
+        self.worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        self.prefill = prefill_pb2_grpc.PrefillServiceStub(self._channel)
+        self.decode = decode_pb2_grpc.DecodeServiceStub(self._channel)
 
     def assign(self, handoff_id: str, prompt: AssignedPrompt) -> None:
         """Counts a prompt against the worker until `unassign`, before its load shows it."""
@@ -275,6 +282,8 @@ class Member:
         """Raises Stale when another process has taken the worker's address."""
         if not stream.answered:
             await _check_listening(self.record.address)
+        if tls.current().of_client() is not self._credentials:
+            self._connect()
         described = await self.worker.Describe(worker_pb2.DescribeRequest())
         stream.heard()
         if (found := described.record.incarnation) != self._name:

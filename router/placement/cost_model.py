@@ -18,9 +18,9 @@ import numpy as np
 
 from baton.config import DEFAULT_MAX_ITL_S, RouterLimits
 from baton.prefix import block_hash, root_hash
+from router.admission.fair_queue import PendingPrompt
 from router.fleet.prefix_index import leading_of
 from router.fleet.snapshot import Column, Flags, Row, Snapshot, WorkerView
-from router.admission.fair_queue import PendingPrompt
 
 _CHUNK_TOKENS = 512  # of a worker that does not report it
 _WINDOW_CHUNKS = 2  # queued on a prefill worker: one that runs and one to go on with

@@ -59,8 +59,8 @@ class FaultyTransport(Transport):
         self.name, self.kind, self.one_sided = inner.name, inner.kind, inner.one_sided
         self._inner, self._control = inner, control
 
-    def listen(self, pool: KvPool, name: str) -> Listener:
-        return self._inner.listen(pool, name)
+    def listen(self, pool: KvPool) -> Listener:
+        return self._inner.listen(pool)
 
     def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         sent = KvPool(torch.empty_like(pool.tensor))
@@ -107,7 +107,7 @@ def install(path: Path) -> None:
     """From now on the transports of a worker in this process fail as `path` says."""
     usable, control = transports.usable, Control(path)
 
-    def faulty(pool: KvPool, host: str, choice: str = "auto") -> list[Transport]:
-        return [FaultyTransport(one, control) for one in usable(pool, host, choice)]
+    def faulty(*given: Any) -> list[Transport]:
+        return [FaultyTransport(one, control) for one in usable(*given)]
 
     transports.usable = faulty

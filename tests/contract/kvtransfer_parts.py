@@ -40,7 +40,7 @@ class MemoryTransport(Transport):
     def __init__(self):
         self.pools = {}
 
-    def listen(self, pool, name):
+    def listen(self, pool):
         listener = Listener(uuid.uuid4().bytes)
         self.pools[listener.endpoint] = pool
         listener.close = lambda: self.pools.pop(listener.endpoint, None)
@@ -104,12 +104,12 @@ def expect_only(source, local, target, remote, before):
 class Pair:
     """Both ends of one link in this process, without any control."""
 
-    def __init__(self, transport, epoch=1, source=None, target=None):
+    def __init__(self, transport, source=None, target=None):
         self.transport = transport
         where = POOLS.get(transport.name, "host")
         self.source, self.target = source or make_pool(1, where), target or make_pool(2, where)
         self.thread = ThreadPoolExecutor(1)
-        self.listener = transport.listen(self.target, f"p/{epoch}")
+        self.listener = transport.listen(self.target)
         accepted = self.thread.submit(self.listener.accept, 5.0)
         self.link = transport.connect(self.source, self.listener.endpoint, os.getpid(), 5.0)
         accepted.result(5)

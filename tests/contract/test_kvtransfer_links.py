@@ -1,15 +1,23 @@
 """The contract of a transport, both ends in one process."""
 
 import contextlib
+import json
+import os
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from baton.errors import TransferFailed
 from kvtransfer.digest import WordDigest
 from kvtransfer.pool import Digest
+from kvtransfer.transports.process_group import Rendezvous
 
 from .kvtransfer_parts import BLOCKS, POOLS, TRANSPORTS, Pair, expect_only, make_pool, slots
 
@@ -92,7 +100,7 @@ def test_silence_fails_both_ends_on_time_and_a_new_epoch_works(gloo_pair):
     with pytest.raises(TransferFailed):
         receive.result(5)
     assert 0.15 < time.monotonic() - start < 1.5
-    again = Pair(gloo_pair.transport, 2, gloo_pair.source, gloo_pair.target)
+    again = Pair(gloo_pair.transport, gloo_pair.source, gloo_pair.target)
     sent, arrived = again.move(slots(4, 1), slots(4, 1))
     assert sent.value == arrived.value
     start = time.monotonic()
@@ -113,6 +121,89 @@ def test_a_closed_listener_and_a_link_without_a_peer_fail(gloo_pair):
     gloo_pair.listener.close()
     with pytest.raises(TransferFailed):
         gloo_pair.listener.receive(slots(4, 1), Digest(), 1.0, threading.Event().set)
-    late = gloo_pair.transport.listen(gloo_pair.target, "late/7")
+    late = gloo_pair.transport.listen(gloo_pair.target)
     with pytest.raises(TransferFailed):
         late.accept(0.2)
+
+
+def stranger_with(endpoint):
+    """A client of a link's store that knows all of the endpoint but its secret."""
+    place = json.loads(endpoint)
+    within = timedelta(seconds=5)
+    return TCPStore(place["host"], place["port"], None, False, within, wait_for_workers=False)
+
+
+def fails_in_time(end, *, within_s):
+    begun = time.monotonic()
+    with pytest.raises(TransferFailed) as caught:
+        end()
+    assert time.monotonic() - begun < within_s + 1.5
+    return str(caught.value)
+
+
+def test_a_stranger_that_reaches_the_port_cannot_join_and_a_new_link_opens(gloo_pair):
+    """It can write what it likes, and take the sender's place as far as it gets."""
+    transport, pool = gloo_pair.transport, gloo_pair.target
+    with ThreadPoolExecutor(1) as thread:
+        for secret, says in (("00" * 32, "a stranger wrote '0/0'"), (None, "a stranger wrote")):
+            listener = transport.listen(pool)
+            accepted = thread.submit(listener.accept, 2.0)
+            place = json.loads(listener.endpoint)
+            if secret:
+                guessed = json.dumps({**place, "secret": secret}).encode()
+                connect = partial(transport.connect, gloo_pair.source, guessed, os.getpid(), 2.0)
+                fails_in_time(connect, within_s=2.0)
+            else:
+                store = stranger_with(listener.endpoint)
+                assert "secret" not in str(store.list_keys())
+                store.set("0/0", b"x" * 170)  # where the sender would say who it is
+            assert says in fails_in_time(partial(accepted.result, 5), within_s=2.0)
+            listener.close()
+    again = Pair(transport, gloo_pair.source, pool)
+    sent, arrived = again.move(slots(4, 1), slots(4, 1))
+    assert sent.value == arrived.value
+    again.link.close()
+    again.listener.close()
+    again.thread.shutdown()
+
+
+@pytest.mark.parametrize("stranger", ["sender", "receiver"])
+def test_who_has_the_connection_but_not_the_secret_is_found_out_by_its_hello(
+    gloo_pair, monkeypatch, stranger
+):
+    transport, hello, main = gloo_pair.transport, Rendezvous.hello, threading.current_thread()
+
+    def guessed(meeting, rank):
+        """Zeros where an end would send its own hello, if it is the stranger."""
+        end = "sender" if threading.current_thread() is main else "receiver"
+        sends = end == ("sender", "receiver")[rank]
+        if end == stranger and sends:
+            return torch.zeros(32, dtype=torch.uint8)
+        return hello(meeting, rank)
+
+    monkeypatch.setattr(Rendezvous, "hello", guessed)
+    listener = transport.listen(gloo_pair.target)
+    with ThreadPoolExecutor(1) as thread:
+        accepted = thread.submit(listener.accept, 2.0)
+        connect = partial(transport.connect, gloo_pair.source, listener.endpoint, os.getpid(), 2.0)
+        found = {"receiver": fails_in_time(connect, within_s=2.0)}
+        if stranger == "sender":
+            found["sender"] = fails_in_time(partial(accepted.result, 5), within_s=2.0)
+    assert "not the one that this link was offered to" in found[stranger]
+    listener.close()
+
+
+def test_the_port_of_a_link_is_closed_once_it_is_open_or_has_failed(gloo_pair):
+    def port_of(listener):
+        place = json.loads(listener.endpoint)
+        return place["host"], place["port"]
+
+    late = gloo_pair.transport.listen(gloo_pair.target)
+    with socket.create_connection(port_of(late), 5) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with pytest.raises(TransferFailed):
+            late.accept(0.2)
+    for listener in (gloo_pair.listener, late):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(port_of(listener), 5)
+    gloo_pair.move(slots(4, 1), slots(4, 1))

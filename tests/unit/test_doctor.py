@@ -180,7 +180,7 @@ def test_a_report_is_shown_and_only_failures_exit_with_1(worst, exit_status, mon
         ],
         "cluster": [finding("ok", "p → d", "many words")],
     }
-    monkeypatch.setattr(command, "look", lambda target, timeout_s: report)
+    monkeypatch.setattr(command, "look", lambda *asked: report)
     assert cli.main(["doctor"]) == exit_status
     shown = capsys.readouterr().out
     assert f"  {worst:<4}  it  is so\n            → do that\n" in shown

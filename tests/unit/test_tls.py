@@ -1,6 +1,7 @@
 """Ports with TLS: who gets an answer, from whom, and what happens when files change."""
 
 import asyncio
+import gc
 import shutil
 import ssl
 
@@ -53,6 +54,9 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Watch(self, request, context):
         yield worker_pb2.WatchResponse()
+        while request.heartbeat_ms:
+            await asyncio.sleep(request.heartbeat_ms / 1000)
+            yield worker_pb2.WatchResponse()
 
 
 @pytest.fixture
@@ -177,6 +181,33 @@ async def test_a_new_certificate_is_taken_up_by_every_port_whichever_sees_it_fir
             assert (await client.get(f"{url}/metrics")).text == "page"
 
 
+async def test_calls_take_a_new_certificate_and_those_that_run_go_on_with_the_old(
+    worker, folder, caplog
+):
+    ours = shutil.copytree(folder, folder.parent / "ours")
+    router = of(ours, "router")
+    old = router.of_client()
+    assert router.of_client() is old
+    held = rpc.channel(worker, old, role="decode")
+    stub = worker_pb2_grpc.WorkerServiceStub(held)
+    async with asyncio.timeout(TIMEOUT_S):
+        watching = stub.Watch(worker_pb2.WatchRequest(heartbeat_ms=1))
+        await watching.read()
+        (folder / "ca-key.pem").unlink()
+        certs.write(folder, [])  # another authority: the worker's, and that of its callers
+        await call(worker, of(folder, "router"))
+        shutil.copy(folder / "router.pem", ours)
+        assert router.of_client() is old and "cannot be used for TLS" in caplog.text  # its key?
+        for name in ("router-key.pem", "ca.pem"):
+            shutil.copy(folder / name, ours)
+        assert router.of_client() is not old
+        await call(worker, router)
+        del held, stub
+        gc.collect()
+        assert await watching.read()
+        watching.cancel()
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.9", "example.com"])
 def test_a_port_that_others_reach_needs_tls_or_an_explicit_word(folder, host):
     with pytest.raises(ConfigError, match=r"give --tls-cert and --tls-key .*or --insecure"):
@@ -188,7 +219,7 @@ def test_a_port_that_others_reach_needs_tls_or_an_explicit_word(folder, host):
 
 
 def test_files_that_cannot_be_used_are_named(folder):
-    with pytest.raises(ConfigError, match="--tls-cert and --tls-key go together"):
+    with pytest.raises(ConfigError, match=r"--tls-cert and --tls-key .*go together"):
         Credentials(folder / "router.pem")
     with pytest.raises(ConfigError, match="--tls-client-ca needs"):
         Credentials(client_ca_file=folder / "ca.pem")

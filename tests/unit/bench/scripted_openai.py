@@ -67,15 +67,15 @@ class ScriptedOpenAI:
 
 
 @contextlib.asynccontextmanager
-async def serving(server):
-    """Serves it; gives the base URL."""
+async def serving(server, context=None):
+    """Serves it, with TLS where there is a context; gives the base URL."""
     app = web.Application()
     app.router.add_get("/v1/models", server.models)
     for kind in ("completions", "chat/completions"):
         app.router.add_post(f"/v1/{kind}", server.complete)
     test_server = TestServer(app)
-    await test_server.start_server(shutdown_timeout=0.1)
+    await test_server.start_server(shutdown_timeout=0.1, ssl=context)
     try:
-        yield f"http://127.0.0.1:{test_server.port}"
+        yield f"http{'s' if context else ''}://127.0.0.1:{test_server.port}"
     finally:
         await test_server.close()

@@ -3,13 +3,16 @@
 import asyncio
 import contextlib
 import json
+import ssl
 import time
 
 import pytest
 
-from baton import errors
+from baton import cli, errors, tls
 from baton.bench.request import Demand, Outcome, RequestOptions
 from baton.bench.servers import GrpcServer, HttpServer, connected
+from baton.cli.options import use_tls
+from baton.local import certs
 from baton.v1 import common_pb2
 from tests.unit.bench import scripted_openai
 from tests.unit.bench.outcomes import NO_SERVER
@@ -35,6 +38,29 @@ async def ask(client):
     async with asyncio.timeout(30):
         await client.send(client.body(DEMAND), outcome, time.monotonic())
     return outcome
+
+
+async def test_servers_with_tls_are_called_with_the_authority_and_certificate_of_the_options(
+    tmp_path, monkeypatch
+):
+    certs.write(tmp_path, ["127.0.0.1"])
+    file = lambda name: str(tmp_path / f"{name}.pem")  # noqa: E731
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tmp_path / "ca.pem")
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(file("router"), file("router-key"))
+    monkeypatch.setattr(tls, "_process", tls.Credentials())
+    async with scripted_openai.serving(ScriptedOpenAI(HELLO), context) as url:
+        trusting = ["--tls-ca", file("ca")]
+        named = [*trusting, "--tls-cert", file("admin"), "--tls-key", file("admin-key")]
+        misnamed = [*named, "--tls-name", "decode.baton"]
+        for given, why in (
+            ([], "its certificate's authority with --tls-ca"), (trusting, "does not answer"),
+            (misnamed, "its name, if that is not its host, with --tls-name"), (named, ""),
+        ):  # fmt: skip
+            use_tls(cli.parser().parse_args(["bench", "serve", *given]))
+            with pytest.raises(errors.Unavailable, match=why) if why else contextlib.nullcontext():
+                async with connected(url, RequestOptions()) as client:
+                    assert (await ask(client)).ok
 
 
 async def test_a_completion_over_http():

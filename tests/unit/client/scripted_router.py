@@ -82,15 +82,15 @@ class ScriptedRouter(
 
 
 @contextlib.asynccontextmanager
-async def serving(router, credentials=None):
+async def serving(router, credentials=None, address="127.0.0.1:0"):
     """Serves `router`; gives "host:port"."""
     server = rpc.server()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(router, server)
     fleet_pb2_grpc.add_FleetServiceServicer_to_server(router, server)
     if credentials is None:
-        port = server.add_insecure_port("127.0.0.1:0")
+        port = server.add_insecure_port(address)
     else:
-        port = server.add_secure_port("127.0.0.1:0", credentials)
+        port = server.add_secure_port(address, credentials)
     await server.start()
     try:
         yield f"127.0.0.1:{port}"

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import shutil
-import subprocess
 import threading
 
 import grpc
@@ -16,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 import baton
 from baton import errors
 from baton.client import Model, RetryPolicy
+from baton.local import certs, ports
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 from tests.unit.client.scripted_router import HELLO, ScriptedRouter, delta, finish, serving, started
 
@@ -147,28 +146,27 @@ def test_addresses_and_certificates_are_checked_at_once(connect, target, ca_file
         connect(target, ca_file=ca_file)
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    """A self-signed certificate for 127.0.0.1 and its key: (path, path)."""
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    command = ["openssl", "req", "-x509", "-nodes", "-newkey", "rsa:2048", "-days", "1"]
-    command += ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
-    command += ["-keyout", str(key), "-out", str(cert)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    return cert, key
+async def test_tls(connect, tmp_path):
+    """And a client that lives on takes up other certificates."""
 
+    def pair():
+        certs.write(tmp_path, ["127.0.0.1"])
+        names = ("router-key.pem", "router.pem")
+        pairs = [tuple((tmp_path / name).read_bytes() for name in names)]
+        return grpc.ssl_server_credentials(pairs)
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
-async def test_tls(connect, certificate):
-    cert, key = certificate
-    pair = [(key.read_bytes(), cert.read_bytes())]
-    async with serving(ScriptedRouter(HELLO), grpc.ssl_server_credentials(pair)) as address:
-        async with connect(address, ca_file=cert, api_key="secret") as client:
+    addresses, router = [f"127.0.0.1:{ports.free()}" for _ in range(2)], ScriptedRouter(HELLO)
+    first = serving(router, pair(), addresses[0])
+    impatient = RetryPolicy(max_attempts=1)
+    async with connect(addresses, ca_file=tmp_path / "ca.pem", api_key="secret") as client:
+        async with first:
             assert (await client.generate("x")).text == "Hello"
-        async with connect(address, retry=RetryPolicy(max_attempts=1)) as client:
-            with pytest.raises(errors.Unavailable):
-                await client.generate("x")
+        (tmp_path / "ca-key.pem").unlink()  # another authority
+        async with serving(router, pair(), addresses[1]):
+            assert (await client.generate("x")).text == "Hello"
+            async with connect(addresses[1], retry=impatient) as plain:
+                with pytest.raises(errors.Unavailable):
+                    await plain.generate("x")
 
 
 async def test_a_closed_client_leaves_no_thread(serve):

@@ -182,7 +182,7 @@ async def test_a_full_queue_is_429_with_retry_after(gateway_of):
 def tenants(folder, text):
     (folder / "key").write_text("secret")
     (folder / "tenants.toml").write_text(text + "\n")
-    return Tenants.load(folder / "tenants.toml")
+    return Tenants(folder / "tenants.toml")
 
 
 async def test_keys_are_the_tenants(gateway_of, tmp_path):
@@ -198,6 +198,8 @@ async def test_keys_are_the_tenants(gateway_of, tmp_path):
             if status == 401:
                 assert error_of(response, 401)["code"] == "invalid_api_key"
                 assert response.headers["www-authenticate"] == "Bearer"
+    response = await gateway.client.get("/metrics", headers=good)
+    assert "is for operators" in error_of(response, 401)["message"]
     # Without a key, nothing of a body is read.
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999999\r\n\r\n{")

@@ -40,7 +40,7 @@ def pools(driver):
 def connect(driver, pools):
     """Connects to the receiver's endpoint with some fields changed, or to another endpoint."""
     transport = CudaIpcTransport(driver)
-    place = json.loads(transport.listen(pools[1], "p/1").endpoint)
+    place = json.loads(transport.listen(pools[1]).endpoint)
 
     def connected(change, pid=None):
         raw = isinstance(change, bytes)

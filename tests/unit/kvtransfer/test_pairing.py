@@ -39,6 +39,11 @@ def test_what_a_pool_can_use_depends_on_where_it_lies(where, first):
         assert [one.name for one in usable(pool, "127.0.0.1", name)] == [name]
     with pytest.raises(ConfigError, match=f"nccl cannot be used here; usable: {', '.join(names)}"):
         usable(pool, "127.0.0.1", "nccl")
+    for name in names:
+        (one,) = usable(pool, "127.0.0.1", name, "127.0.0.2")
+        assert getattr(one, "host", "127.0.0.2") == "127.0.0.2"
+    with pytest.raises(ConfigError, match=r"--kv-host 192\.0\.2\.1 is no address of this machine"):
+        usable(pool, "127.0.0.1", "auto", "192.0.2.1")
     if pool.area is not None:
         pool.area.close()
 

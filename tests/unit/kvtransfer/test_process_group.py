@@ -7,12 +7,12 @@ import types
 
 import pytest
 import torch
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore
 
 from baton.errors import TransferFailed
 from kvtransfer.pool import Slots
 from kvtransfer.transports import process_group
-from kvtransfer.transports.process_group import NcclTransport, Staging
+from kvtransfer.transports.process_group import NcclTransport, Rendezvous, Staging
 from tests.contract.kvtransfer_parts import make_pool, slots
 
 
@@ -24,7 +24,7 @@ class ProcessGroupNCCL:
         return types.SimpleNamespace(**chosen, config=types.SimpleNamespace())
 
     def __init__(self, store, rank, size, options):
-        assert isinstance(store, PrefixStore)
+        self.store = store
         self.rank, self.size, self.options = rank, size, options
         self.journal, self.aborted = [], threading.Event()
 
@@ -34,6 +34,8 @@ class ProcessGroupNCCL:
 
     def recv(self, tensors, peer, tag):
         self.journal.append(("recv", tensors[0].numel()))
+        if len(self.journal) < 4:
+            tensors[0].copy_(self.store.hello(peer))
         return types.SimpleNamespace(wait=lambda: self.journal.append("wait"))
 
     def abort(self):
@@ -53,7 +55,7 @@ def nccl(monkeypatch):
 
 def test_a_group_is_non_blocking_narrow_and_ahead_of_the_engine(nccl):
     store = HashStore()
-    group = nccl.build(PrefixStore("p/1", store), 1, 0.05)
+    group = nccl.build(Rendezvous(store, b"secret"), 1, 0.05)
     config = group.options.config
     assert (group.rank, group.size, config.blocking, config.min_ctas) == (1, 2, 0, 1)
     assert config.max_ctas == process_group.NCCL_MAX_CTAS
@@ -82,9 +84,9 @@ def pool():
 def link(nccl, pool, monkeypatch):
     """A sender's link, connected; its group's journal is empty."""
     monkeypatch.setattr(process_group, "TCPStore", lambda *place, **options: HashStore())
-    endpoint = b'{"host": "h", "port": 1, "name": "p/1", "message_bytes": 2048}'
+    endpoint = b'{"host": "h", "port": 1, "secret": "00", "message_bytes": 2048}'
     link = nccl.connect(pool, endpoint, 0, 5.0)
-    assert link._group.journal == [("send", 1), "wait", ("recv", 1), "wait"]
+    assert link._group.journal == [("send", 32), "wait", ("recv", 32), "wait"]
     link._group.journal.clear()
     yield link
     link.close()

@@ -31,7 +31,7 @@ def descriptors():
 
 
 def place_of(pool):
-    return json.loads(shm.ShmTransport().listen(pool, "p/1").endpoint)
+    return json.loads(shm.ShmTransport().listen(pool).endpoint)
 
 
 def connect(pool, endpoint, pid=None):

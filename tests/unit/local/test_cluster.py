@@ -138,8 +138,8 @@ async def test_a_rolling_restart_takes_one_process_after_the_other(monkeypatch):
     found: list[tuple[str, int]] = []
     seen = local_cluster.router_sees
 
-    async def router_sees(address: str, pids: set[int], credentials: None) -> None:
-        await seen(address, pids, credentials)
+    async def router_sees(address: str, pids: set[int], *access: object) -> None:
+        await seen(address, pids, *access)
         found.extend((address, pid) for pid in pids)
 
     monkeypatch.setattr(local_cluster, "router_sees", router_sees)

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from baton.config import RegistryConfig
 from baton.errors import ConfigError, Unavailable
 from baton.local.etcd import EmbeddedEtcd, etcd_binary
 from baton.registry.etcd import EtcdRegistry
+from baton.registry.etcd_client import EtcdClient
 from baton.v1.common_pb2 import WorkerRecord, WorkerRole
 from tests.documents import DOCS, blocks
 
@@ -144,6 +146,13 @@ async def test_mutual_tls_and_what_wrong_certificates_say(tmp_path, monkeypatch)
         await register_and_see(RegistryConfig(etcd=address, ca_file=ca, **ours))
         await register_and_see(RegistryConfig(etcd=f"https://{address}", ca_file=ca, **ours))
         await refused(RegistryConfig(etcd=address, ca_file=stranger_ca, **ours), "did not sign")
+        changing = Path(shutil.copy(stranger_ca, tmp_path / "changing.pem"))
+        client = EtcdClient(RegistryConfig(etcd=address, ca_file=changing, **ours))
+        with pytest.raises(ConfigError, match="did not sign"):
+            await client.get("x")
+        shutil.copy(ca, changing)
+        assert await client.get("x") is None
+        await client.close()
         await refused(RegistryConfig(etcd=address, ca_file=ca), "client certificate")
         await refused(
             RegistryConfig(etcd=f"127.0.0.2:{secret}", ca_file=ca, **ours), "another name"

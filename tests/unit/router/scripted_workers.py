@@ -12,10 +12,10 @@ from functools import partial
 from opentelemetry import trace
 from opentelemetry.context import Context
 
-from baton import rpc
 from baton.config import RouterLimits
 from baton.errors import Unavailable
 from baton.sampling import SamplingParams
+from baton.server import bind
 from baton.v1 import (
     common_pb2,
     decode_pb2,
@@ -98,9 +98,8 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def start(self):
         """Serves, at the same port as before if there was one."""
-        self.server = rpc.server()
-        port = self.server.add_insecure_port(self.record.address or "127.0.0.1:0")
-        self.record.address = f"127.0.0.1:{port}"
+        port = int(self.record.address.rpartition(":")[2] or 0)
+        self.server, self.record.address = bind("127.0.0.1", port)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self.server)
         self.add_own_service(self.server)
         await self.server.start()

@@ -24,7 +24,7 @@ def admission_of(tmp_path):
         if tenant is not None:
             path = tmp_path / "tenants.toml"
             path.write_text(f"[default]\n{tenant}")
-            settings["tenants"] = Tenants.load(path)
+            settings["tenants"] = Tenants(path)
         tokenizer = byte_tokenizer(tmp_path, max_position_embeddings=max_context)
         return Admission("tiny", tokenizer, 60.0, **settings)
 

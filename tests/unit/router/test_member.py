@@ -7,7 +7,9 @@ import asyncio
 
 import pytest
 
+from baton import tls
 from baton.errors import Stale, Unavailable
+from baton.local import certs
 from baton.v1 import decode_pb2, worker_pb2
 from router.fleet.heartbeat import HeartbeatStream, LivenessConfig
 from router.fleet.member import CANCEL_BATCH, MOST_ORPHANS
@@ -287,3 +289,20 @@ async def test_orphans_are_of_two_rounds_bounded_and_cancelled_once_at_a_time(cl
     assert len(member._orphans_before) == MOST_ORPHANS
     (batch,) = await cancelled_after(*many)
     assert len(batch) == CANCEL_BATCH
+
+
+async def test_a_worker_is_connected_to_again_with_the_certificates_of_that_time(
+    cluster_of, tmp_path, monkeypatch
+):
+    certs.write(tmp_path, [])
+    ours = (tmp_path / name for name in ("decode.pem", "decode-key.pem", "ca.pem"))
+    monkeypatch.setattr(tls, "_process", tls.Credentials(*ours))
+    cluster = await cluster_of(0, 1)
+    (worker,) = cluster.decodes
+    await cluster.until_state(worker, "READY")
+    (tmp_path / "ca-key.pem").unlink()
+    certs.write(tmp_path, [])  # another authority, and all certificates anew
+    await worker.stop()
+    await cluster.until_state(worker, "UNREACHABLE")
+    await worker.start()
+    await cluster.until_state(worker, "READY")

@@ -10,18 +10,26 @@ from types import SimpleNamespace
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+from grpc_reflection.v1alpha.reflection_pb2 import (
+    ServerReflectionRequest,
+    ServerReflectionResponse,
+)
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from baton import rpc
-from baton.errors import Cancelled
+from baton import cli, rpc, tls
+from baton.errors import Cancelled, Unauthenticated
+from baton.local.otlp import OtlpReceiver
+from baton.local.span_store import SpanStore
+from baton.server import Health
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router import frontend
 from router.admission.admission import Admission
+from router.admission.tenants import Tenants
 from router.frontend import GenerationService
-from router.service import FleetServicer, InferenceServicer
+from router.service import FleetServicer, InferenceServicer, authorize
 
 from .scripted_workers import (
     TIMEOUT_S,
@@ -50,33 +58,36 @@ def request_of(max_tokens=5, prompt=PROMPT, **fields):
 class Router:
     """A router's servicers on a real server, and a client's stubs."""
 
-    def __init__(self, cluster, tokenizer, default_timeout_s=10.0):
-        self.admission = Admission("tiny", tokenizer, default_timeout_s)
+    def __init__(self, cluster, tokenizer, default_timeout_s=10.0, tenants=None):
+        tenants = tenants or Tenants()
+        self.admission = Admission("tiny", tokenizer, default_timeout_s, tenants=tenants)
         self.cluster, self.decode = cluster, (*cluster.decodes, None)[0]
         self.service = GenerationService(
             self.admission, cluster.wait_queue, cluster.dispatch, cluster.fleet, cluster.tracer
         )
-        self._server = rpc.server()
+        self._server = rpc.server(partial(authorize, tenants))
 
     async def __aenter__(self):
         status = fleet_pb2.RouterStatus(incarnation="router", model="tiny", otlp="http://o:1")
+        self.status_of_router = status
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(self.service), self._server
         )
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(
             FleetServicer(self.service, status), self._server
         )
-        port = self._server.add_insecure_port("127.0.0.1:0")
+        Health().add_to(self._server, ["baton.v1.FleetService"])
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
-        self._channel = rpc.channel(f"127.0.0.1:{port}")
-        self.stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self.fleet_stub = fleet_pb2_grpc.FleetServiceStub(self._channel)
+        self.channel = rpc.channel(self.address)
+        self.stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
+        self.fleet_stub = fleet_pb2_grpc.FleetServiceStub(self.channel)
         return self
 
     async def __aexit__(self, *exc):
         async with asyncio.timeout(TIMEOUT_S):
             await self.service.idle()
-        await self._channel.close()
+        await self.channel.close()
         await self._server.stop(0)
 
     def generate(self, **fields):
@@ -173,6 +184,83 @@ async def test_a_stream_is_started_deltas_and_a_finish(router_of):
     assert (answer.refused, answer.prompt_tokens, answer.tenant) == ("", len(PROMPT), "default")
     assert [(c.prefill, c.decode) for c in answer.candidates] == [("p0", "d0")]
     assert len(router.decode.requests) == 1, "explaining runs nothing"
+
+
+@pytest.fixture
+def tenants(tmp_path):
+    """Of a file with the tenant and operator keys "t" and "o"."""
+    tables = "[tenants.t]\nkey_files = ['t.key']\n[admin]\nkey_files = ['o.key']"
+    for name, text in (("t.key", "t"), ("o.key", "o"), ("tenants.toml", tables)):
+        (tmp_path / name).write_text(text)
+    return Tenants(tmp_path / "tenants.toml")
+
+
+async def test_with_tenants_operators_questions_need_an_operators_key(
+    router_of, tenants, monkeypatch, capsys
+):
+    router = await router_of(tenants=tenants)
+    reflection = router.channel.stream_stream(
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        ServerReflectionRequest.SerializeToString, ServerReflectionResponse.FromString,
+    )  # fmt: skip
+    ask = ServerReflectionRequest(list_services="*")
+
+    async def run(*argv):
+        """A command's exit status, output and error."""
+        status = await asyncio.to_thread(cli.main, [*argv, "--target", router.address])
+        return status, *capsys.readouterr()
+
+    allowed = partial(authorize, tenants)
+    async with OtlpReceiver(SpanStore(), authorize=allowed) as receiver:
+        router.status_of_router.otlp = receiver.address
+        commands = (
+            ("status",), ("explain", "x"), ("top", "--once", "--interval", "0.1"), ("doctor",),
+            ("trace",), ("trace", "--from", receiver.address),
+        )  # fmt: skip
+        for key, answers in (("", False), ("t", False), ("wrong", False), ("o", True)):
+            monkeypatch.setenv("BATON_API_KEY", key)
+            for command in commands:
+                status, _, err = await run(*command)
+                refused = "send a key of [admin] in the tenants file" in err
+                assert refused != answers, (key, command, err)
+                if command[0] in ("status", "explain", "top"):
+                    assert status == (not answers), (key, command, err)
+            call = reflection(iter([ask]), metadata=rpc.bearer(key), timeout=TIMEOUT_S)
+            if answers:
+                assert (await call.read()).HasField("list_services_response")
+            else:
+                assert (await failure_of(call)).code() is grpc.StatusCode.UNAUTHENTICATED
+    call = router.stub.Generate(request_of(), metadata=rpc.bearer("t"))
+    assert (await finish_of(call)).usage.completion_tokens == 5
+    error = await failure_of(router.stub.Generate(request_of(), metadata=rpc.bearer("o")))
+    assert "an operator's: requests need a tenant's" in error.details()
+
+
+@pytest.mark.parametrize(
+    ("has_file", "asks_certificates", "roles", "key", "answered"),
+    [
+        (False, False, (), "", True),
+        (False, True, (), "", False),
+        (False, True, ("router",), "x", True),
+        (True, True, (), "t", False),
+        (True, True, (), "o", True),
+        (True, True, ("admin",), "", True),
+        (True, False, ("admin",), "", False),  # such a port has verified no certificate
+    ],
+)
+def test_an_operator_has_a_key_or_where_the_port_asks_for_it_a_certificate_with_a_role(
+    tenants, monkeypatch, has_file, asks_certificates, roles, key, answered
+):
+    monkeypatch.setattr(tls._process, "client_ca_file", asks_certificates or None)
+    names = [f"{role}.baton".encode() for role in roles]
+    context = SimpleNamespace(
+        invocation_metadata=lambda: rpc.bearer(key),
+        auth_context=lambda: {"x509_subject_alternative_name": names},
+    )
+    for method in ("/baton.v1.FleetService/GetStatus", "/grpc.reflection.v1alpha.X/Y"):
+        with contextlib.nullcontext() if answered else pytest.raises(Unauthenticated):
+            authorize(tenants if has_file else Tenants(), method, context)
+    authorize(tenants, "/baton.v1.InferenceService/Generate", context)
 
 
 @pytest.mark.parametrize(

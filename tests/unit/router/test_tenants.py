@@ -1,5 +1,7 @@
 """Tenants: their file and its mistakes, keys, limits that refuse with a time, salts, refunds."""
 
+import asyncio
+import contextlib
 import hashlib
 
 import pytest
@@ -7,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated
+from router.admission import tenants as module
 from router.admission.tenants import Tenants, TokenBucket
+from tests.waiting import eventually
 
 from .conftest import Clock
 
@@ -28,7 +32,7 @@ def tenants_of(tmp_path, clock):
     def load(text):
         path = tmp_path / "tenants.toml"
         path.write_text(text)
-        return Tenants.load(path, clock)
+        return Tenants(path, clock)
 
     return load
 
@@ -40,7 +44,7 @@ def tenant_with(tenants_of):
 
 
 def test_without_a_file_all_callers_are_one_unlimited_tenant():
-    tenants = Tenants.load(None)
+    tenants = Tenants(None)
     tenant = tenants.of(())
     assert tenant.name == "default"
     assert tenants.of(bearer("whatever")) is tenants.of((("authorization", "odd"),)) is tenant
@@ -103,6 +107,9 @@ def test_without_a_known_key_a_caller_is_refused(tenants_of, metadata):
         (f"[tenants.a]\n{KEYS}\nmax_prompt_tokens = 1.5", "max_prompt_tokens of [tenants.a] must"),
         (f"[tenants.a]\n{KEYS}\nrequests_per_minute = 0.5", "burst_seconds bring at least one"),
         ("[default]\nburst_seconds = -1", "burst_seconds of [default] must be a number above 0"),
+        ("[default]\n[admin]", "keys of [admin] must be given, or key_files"),
+        ("[default]\n[admin]\nweight = 1", "[admin] has an unknown field 'weight'"),
+        (f"[admin]\n{KEYS}", "there is no tenant"),
         ("[default]\nkeys = []", "[default] has an unknown field 'keys'"),
         (f"[tenants.default]\n{KEYS}\n[default]", "give [default] or [tenants.default]"),
         (f"[tenants.a]\n{KEYS}\n[tenants.b]\n{KEYS}", "[tenants.a] and [tenants.b] must differ"),
@@ -118,9 +125,113 @@ def test_a_mistake_names_file_tenant_and_field(tenants_of, tmp_path, text, said)
     assert "secret" not in str(caught.value)
 
 
+async def until(is_so):
+    async def look():
+        return is_so()
+
+    await eventually(look, bool, "not taken up")
+
+
+@contextlib.asynccontextmanager
+async def followed(tenants, monkeypatch):
+    """While `tenants` follow their files, ten times a second."""
+    monkeypatch.setattr(module, "_RELOAD_S", 0.1)
+    following = asyncio.create_task(tenants.follow())
+    yield
+    assert not following.done()
+    following.cancel()
+
+
+async def test_a_changed_file_keeps_what_its_tenants_use(tenants_of, tmp_path, clock, monkeypatch):
+    file, limits = tmp_path / "tenants.toml", "tokens_per_minute = 600\nmax_running = 2"
+    tenants = tenants_of(f"[tenants.a]\n{KEYS}\n{limits}\n[tenants.b]\nkeys = ['{digest('b')}']")
+    a, b = tenants.of(bearer("k")), tenants.of(bearer("b"))
+    async with followed(tenants, monkeypatch):
+        with a.enter(300, 100, 1.0) as lease, b.enter(10, 10, 1.0) as of_b:
+            less = "tokens_per_minute = 360\nmax_running = 1"
+            file.write_text(f"[tenants.a]\n{KEYS}\n{less}\n[default]")
+            await until(lambda: a.config.max_running == 1)
+            assert tenants.of(bearer("k")) is a and tenants.of(()).name == "default"
+            with pytest.raises(Overloaded, match="1 requests of this tenant run already"):
+                a.enter(1, 1, 0.0)
+            with pytest.raises(Unauthenticated, match="unknown"):
+                tenants.of(bearer("b"))
+            of_b.delivered(10)  # what runs ends as if nothing had happened
+            lease.delivered(100)
+        assert (a.running, b.running) == (0, 0)
+        assert level(a)[0] == pytest.approx(200)  # of 600; charges are not forgotten
+        with pytest.raises(Overloaded) as caught:
+            a.enter(300, 1, 0.0)
+        assert caught.value.retry_after_s == pytest.approx((301 - 200) / 6)  # at the new rate
+        file.write_text(f"[tenants.a]\n{KEYS}\n[tenants.b]\nkeys = ['{digest('b')}']")
+        await until(lambda: a.config.max_running > 1)
+        assert tenants.of(bearer("b")) is b, "it came back"
+        a.enter(10**9, 10**9, 0.0)
+
+
+async def test_a_file_with_a_mistake_is_logged_once_and_the_old_one_stays(
+    tenants_of, tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "b.key").write_text("old")
+    good = f"[tenants.a]\n{KEYS}\n[tenants.b]\nkey_files = ['b.key']"
+    tenants, file = tenants_of(good), tmp_path / "tenants.toml"
+
+    def name_of(key):
+        with contextlib.suppress(Unauthenticated):
+            return tenants.of(bearer(key)).name
+
+    async with followed(tenants, monkeypatch):
+        for text, cause in (
+            ("[tenants.a", "is not TOML"),
+            (f"[tenants.a]\n{KEYS}\nweight = 0", "weight of [tenants.a] must be a number above 0"),
+            ("[tenants.a]\nkey_files = ['c.key']", "key_files of [tenants.a] must be readable: c"),
+            ('[tenants.a]\nkey_files = ["\\u0000"]', "embedded null byte"),
+        ):
+            file.write_text(text)
+            await until(lambda cause=cause: cause in caplog.text)
+        file.unlink()
+        await until(lambda: "No such file" in caplog.messages[-1])
+        await asyncio.sleep(0.3)
+        assert (
+            [text.partition(":")[0] for text in caplog.messages].count("tenants stay as they were")
+            == len(caplog.messages)
+            == 5
+        )
+        assert (name_of("k"), name_of("old")) == ("a", "b")
+        file.write_text(good)
+        (tmp_path / "b.key").write_text("new")
+        await until(lambda: name_of("new") == "b" and not name_of("old"))
+        (tmp_path / "b.key").write_text("newer")  # the file itself is as it was
+        await until(lambda: name_of("newer") == "b" and not name_of("new"))
+
+
+def test_operators_have_keys_of_their_own(tenants_of, tmp_path):
+    Tenants().check_admin(())  # without tenants everybody is an operator
+    tenants = tenants_of(f"[tenants.a]\n{KEYS}")
+    with pytest.raises(Unauthenticated, match=r"a key of \[admin\] .* which has none yet"):
+        tenants.check_admin(bearer("k"))
+    assert Tenants(tmp_path / "tenants.toml", admin_keys=[digest("o")]).is_admin(bearer("o"))
+    with pytest.raises(ConfigError, match="--admin-key must be"):
+        Tenants(admin_keys=["o"])
+    (tmp_path / "o.key").write_text("p")
+    tenants = tenants_of(
+        f"[tenants.a]\n{KEYS}\n[admin]\nkeys = ['{digest('o')}']\nkey_files = ['o.key']"
+    )
+    for key in ("o", "p"):
+        tenants.check_admin(bearer(key))
+        assert tenants.of_operator(bearer(key)).name == ""
+        with pytest.raises(Unauthenticated, match="an operator's: requests need a tenant's"):
+            tenants.of(bearer(key))
+    for metadata in ((), bearer("k"), bearer("x")):
+        assert not tenants.is_admin(metadata)
+        with pytest.raises(Unauthenticated, match=r"\[admin\] .*BATON_API_KEY or --api-key-file"):
+            tenants.check_admin(metadata)
+    assert tenants.of_operator(bearer("k")).name == "a"
+
+
 def test_a_file_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nothing\.toml cannot be read: No such file"):
-        Tenants.load(tmp_path / "nothing.toml")
+        Tenants(tmp_path / "nothing.toml")
 
 
 @pytest.mark.parametrize(
