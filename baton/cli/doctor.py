@@ -30,7 +30,7 @@ _WORKER_COLUMNS = {
 }  # fmt: skip
 _PAIR_COLUMNS = {
     "prefill": "prefill", "decode": "decode", "transport": "transport", "in_use": "in use",
-    "why": "why none that is faster",
+    "gb_per_s": "GB/s", "why": "why none that is faster",
 }  # fmt: skip
 _MAX_SUBJECT = 28  # what names pairs can be longer, and alone is
 

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from baton.client.results import device_of, fields_of
+from baton.client.results import device_of, fields_of, gb_per_s
 from baton.local.doctor import Finding, fail, ok, warn
 from baton.v1 import common_pb2
 from baton.v1.common_pb2 import WorkerRecord
 from baton.v1.fleet_pb2 import GetStatusResponse, WorkerStatus
+from baton.v1.worker_pb2 import PairStatus
 from kvtransfer import pairing
 from kvtransfer.pairing import Kind, name_of
 
@@ -51,16 +52,17 @@ def check_cluster(status: GetStatusResponse) -> tuple[list[dict[str, Any]], list
     """Every pair of workers in the object of `--json`, and what is wrong in the cluster.
 
     A pair's `transport` is what the two would agree on now, None where their handoffs fail; `link`
-    connects their GPUs by the driver ("NV18", "SYS"); `in_use` is the transport of their open link;
-    `not_possible` says why each faster one cannot be used.
+    connects their GPUs by the driver ("NV18", "SYS"); `in_use` is the transport of their open link,
+    `gb_per_s` how fast it has moved KV so far, and `sent_bytes` how much; `not_possible` says why
+    each faster one cannot be used.
     """
     found = list(_check_workers(status))
-    used = {(p.prefill, p.decode): p.transport for p in status.pairs if p.state == "OPEN"}
+    links = {(pair.prefill, pair.decode): pair for pair in status.pairs}
     pairs: list[dict[str, Any]] = []
     grouped: dict[Problem, list[str]] = {}  # pairs with the same problem
     for prefill, decode in product(*(_workers(status, role) for role in _ROLES)):
         names = prefill.incarnation, decode.incarnation
-        pair, problems = _check_pair(prefill, decode, used.get(names))
+        pair, problems = _check_pair(prefill, decode, links.get(names, PairStatus()))
         pairs.append(pair)
         for problem in problems:
             grouped.setdefault(problem, []).append(" → ".join(names))
@@ -95,7 +97,7 @@ def _on_gpu(record: WorkerRecord) -> bool:
 
 
 def _check_pair(
-    prefill: WorkerRecord, decode: WorkerRecord, used: Kind | None
+    prefill: WorkerRecord, decode: WorkerRecord, link: PairStatus
 ) -> tuple[dict[str, Any], list[Problem]]:
     different = pairing.differences(prefill.kv, decode.kv)
     chosen = None if different else pairing.fastest(prefill, decode)
@@ -106,15 +108,22 @@ def _check_pair(
     there = decode.hardware.gpu.uuid
     links = (link.partition(" ") for link in prefill.hardware.gpu_links)
     problems = list(_problems(prefill, decode, chosen, different))
+    used = link.transport if link.state == "OPEN" else None
     if chosen and used and used != chosen:
-        text = f"the open link uses {name_of(used)}, and {name_of(chosen)} is faster"
-        problems.append((text, "restart the workers of this pair if it stays so"))
+        why = link.fallback or f"and {name_of(chosen)} is faster"
+        fix = "remove the reason, then restart the workers of this pair"
+        problems.append((f"the open link uses {name_of(used)}, {why}", fix))
+    if link.state not in ("", "OPEN"):
+        text = f"{link.state}: handoffs between them failed, and for a while none is tried"
+        problems.append((text, "the logs of both workers say why; `baton top` shows failovers"))
     pair = {
         "prefill": prefill.incarnation,
         "decode": decode.incarnation,
         "transport": name_of(chosen) if chosen else None,
         "link": next((kind for kind, _, uuid in links if there and uuid == there), None),
         "in_use": name_of(used) if used else None,
+        "gb_per_s": gb_per_s(link),
+        "sent_bytes": link.sent_bytes,
         "not_possible": {name_of(kind): pairing.obstacle(kind, prefill, decode) for kind in faster},
         "problems": [text for text, _ in problems],
     }
@@ -142,16 +151,13 @@ def _problems(
         )
     elif chosen == common_pb2.TRANSPORT_NCCL:
         yield from _nccl_problems(prefill, decode)
-    elif chosen == common_pb2.TRANSPORT_GLOO:
-        shm = common_pb2.TRANSPORT_SHM
-        both = shm in prefill.transports and shm in decode.transports
-        if both and pairing.ends_between(prefill, decode).same_machine:
-            why = pairing.apart(prefill.host_id, decode.host_id)
-            yield (
-                f"KV travels over the network within one machine: {why}",
-                "run both as one user in one process namespace (in containers pid: host), or leave "
-                "it: gloo works",
-            )
+    elif expected := pairing.fallback(chosen, prefill, decode):
+        kind, why = expected
+        yield (
+            f"KV travels over the network within one machine, not by {name_of(kind)}: {why}",
+            "start both with --transport auto, as one user in one process namespace (in containers "
+            "pid: host), or leave it: gloo works",
+        )
 
 
 def _nccl_problems(prefill: WorkerRecord, decode: WorkerRecord) -> Iterator[Problem]:

@@ -159,6 +159,7 @@ def finding(level, subject, text, fix=""):
 
 
 PAIR = {"prefill": "p", "decode": "d", "transport": None, "link": None, "in_use": "gloo",
+        "gb_per_s": None,
         "problems": ["nothing fits"], "not_possible": {}}  # fmt: skip
 WORKER = {"role": "prefill", "incarnation": "p", "address": "h:1", "state": "READY",
           "device": "H100", "gpu": "GPU-a", "visible_gpus": ["GPU-a", "GPU-b"], "peer_gpus": [],
@@ -176,7 +177,7 @@ def test_a_report_is_shown_and_only_failures_exit_with_1(worst, exit_status, mon
         "pairs": [
             PAIR,
             {**PAIR, "not_possible": obstacles},
-            {**PAIR, "transport": "cuda_ipc", "link": "NV18"},
+            {**PAIR, "transport": "cuda_ipc", "link": "NV18", "gb_per_s": 12.5},
         ],
         "cluster": [finding("ok", "p → d", "many words")],
     }
@@ -188,9 +189,9 @@ def test_a_report_is_shown_and_only_failures_exit_with_1(worst, exit_status, mon
     counted = {"ok": "nothing is missing", "warn": "0 failed, 1 warning", "fail": "1 failed"}
     assert counted[worst] in shown.splitlines()[-1]
     assert "READY  H100         0 of 1  mlx5_0  nccl" in shown
-    assert "NONE                gloo    nothing fits" in shown
-    assert "NONE                gloo    cuda_ipc: they are apart; nccl: none offers it" in shown
-    assert "cuda_ipc over NV18  gloo    -" in shown
+    assert "NONE                gloo    -     nothing fits" in shown
+    assert "NONE                gloo    -     cuda_ipc: they are apart; nccl: none offers" in shown
+    assert "cuda_ipc over NV18  gloo    12.5  -" in shown
     assert "\n  ok    p → d  many words\n" in shown
 
 
@@ -225,14 +226,14 @@ def gpu(name, own, others="", host=HOST, *, peers=None, nccl="2.27.5", rdma=(), 
     return cpu(name, host, **{"transports": [CUDA_IPC, NCCL], "hardware": hardware, **fields})
 
 
-def check(*records, state="READY", used=None, registry=True):
-    """The pairs of a cluster of these workers, and what is found."""
-    link = worker_pb2.PairStatus(prefill="p", decode="d", transport=used or 0, state="OPEN")
+def check(*records, state="READY", registry=True, link=None):
+    """The pairs of a cluster of these workers, and what is found; `link` is that of p and d."""
+    link = link and worker_pb2.PairStatus(**{"prefill": "p", "decode": "d", "state": "OPEN"} | link)
     return check_cluster(
         fleet_pb2.GetStatusResponse(
             router=fleet_pb2.RouterStatus(registry_connected=registry),
             workers=[fleet_pb2.WorkerStatus(record=one, state=state) for one in records],
-            pairs=[link] if used else [],
+            pairs=[link] if link else [],
         )
     )
 
@@ -249,7 +250,7 @@ UNKNOWN: dict[str, Any] = {
     ("prefill", "decode", "transport", "finding"),
     [
         (cpu("p"), cpu("d"), "shm", ""),
-        (cpu("p", transports=[GLOO]), cpu("d"), "gloo", ""),
+        (cpu("p", transports=[GLOO]), cpu("d", transports=[GLOO]), "gloo", ""),
         (cpu("p"), cpu("d", ELSEWHERE), "gloo", ""),
         (gpu("p", "A", "B"), gpu("d", "B", "A"), "cuda_ipc", ""),
         (gpu("p", "A"), gpu("d", "A"), "cuda_ipc", ""),
@@ -268,9 +269,11 @@ UNKNOWN: dict[str, Any] = {
            "NCCL will use TCP sockets … → … /dev/infiniband") for rdma in ((), ("mlx5_0",))),
         # CPUs of one machine that use the network.
         (cpu("p"), cpu("d", CONTAINER), "gloo",
-         "within one machine: their process namespaces differ → run both as one user"),
+         "within one machine, not by shm: their process namespaces differ → … as one user"),
         (cpu("p"), cpu("d", OTHER_USER), "gloo",
-         "within one machine: they run as different users → run both as one user"),
+         "within one machine, not by shm: they run as different users → … as one user"),
+        (cpu("p", transports=[GLOO]), cpu("d"), "gloo",
+         "not by shm: the prefill worker does not offer it → start both with --transport auto"),
         (gpu("p", "A", **IB), gpu("d", "B", host=ELSEWHERE, nccl="2.26.2", **IB), "nccl",
          "NCCL 2.27.5 and 2.26.2 … → … one image"),
         (gpu("p", "A", **UNKNOWN), gpu("d", "B"), "nccl",
@@ -325,9 +328,15 @@ def test_problems_of_several_pairs():
 
 
 def test_links_that_could_be_faster_and_clusters_that_cannot_serve():
-    (pair,), (found,) = check(cpu("p"), cpu("d"), used=GLOO)
-    assert pair["in_use"] == "gloo" and "uses gloo, and shm is faster" in found.text
-    _, (found,) = check(cpu("p"), cpu("d"), used=SHM)
+    moved = {"transport": GLOO, "sent_bytes": 3_000_000, "sent_ms": 2.0}
+    (pair,), (found,) = check(cpu("p"), cpu("d"), link=moved)
+    assert (pair["in_use"], pair["gb_per_s"], pair["sent_bytes"]) == ("gloo", 1.5, 3_000_000)
+    assert "uses gloo, and shm is faster" in found.text
+    _, (found,) = check(cpu("p"), cpu("d"), link={**moved, "fallback": "not shm: it is full"})
+    assert (found.level, found.text) == ("warn", "the open link uses gloo, not shm: it is full")
+    (pair,), (found,) = check(cpu("p"), cpu("d"), link={"state": "EJECTED"})
+    assert pair["in_use"] is pair["gb_per_s"] is None and found.text.startswith("EJECTED: handoffs")
+    _, (found,) = check(cpu("p"), cpu("d"), link={**moved, "transport": SHM})
     assert found.level == "ok"
     missing = Finding("fail", "cluster", "has no decode worker", "start one: baton decode-worker")
     assert check(cpu("p")) == ([], [missing])
