@@ -1,16 +1,21 @@
-"""The checks of `baton doctor` on a cluster: its workers, and every pair of them.
+"""The checks of `baton doctor` on a cluster: its workers, every pair of them, and its requests.
 
 A pair's transport follows from the two records by `kvtransfer.pairing`, as the workers decide it
-themselves; here it is explained, with what it costs and how to do better.
+themselves; here it is explained, with what it costs and how to do better. How fast it is comes from
+real handoffs, each of which was verified at its Commit.
 """
 
 from __future__ import annotations
 
+import random
+import secrets
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+from baton.client import Client
 from baton.client.results import device_of, fields_of, gb_per_s
+from baton.errors import BatonError
 from baton.local.doctor import Finding, fail, ok, warn
 from baton.v1 import common_pb2
 from baton.v1.common_pb2 import WorkerRecord
@@ -20,6 +25,9 @@ from kvtransfer import pairing
 from kvtransfer.pairing import Kind, name_of
 
 _MAX_PAIRS_NAMED = 4
+_TEST_TOKENS = 1024  # in the prompt of a test
+_MOST_TESTS = 64
+_TEST_S = 60.0
 # Fastest first.
 _ON_CPU = (common_pb2.TRANSPORT_SHM, common_pb2.TRANSPORT_GLOO)
 _ON_GPU = (common_pb2.TRANSPORT_CUDA_IPC, common_pb2.TRANSPORT_NCCL)
@@ -69,14 +77,82 @@ def check_cluster(status: GetStatusResponse) -> tuple[list[dict[str, Any]], list
     if pairs and not any(pair["transport"] for pair in pairs):
         found.append(fail("pairs", "none can hand a prompt's KV over", "see the reasons below"))
     for (text, fix), named in grouped.items():
-        more = len(named) - _MAX_PAIRS_NAMED
-        listed = ", ".join(named[:_MAX_PAIRS_NAMED]) + (f" and {more} more" if more > 0 else "")
-        found.append(warn(listed, text, fix))
+        found.append(warn(_listed(named), text, fix))
     return pairs, found or [ok("cluster", "every worker is READY, every pair does its best")]
 
 
-def _workers(status: GetStatusResponse, role: common_pb2.WorkerRole) -> list[WorkerRecord]:
-    return [worker.record for worker in status.workers if worker.record.role == role]
+def check_handoffs(client: Client, status: GetStatusResponse) -> Iterator[Finding]:
+    """Has KV handed over once between each pair of READY workers, or between the first of many.
+
+    The prompts are random tokens, which no worker caches; what arrives is verified at Commit.
+    """
+    pairs = list(product(*(_workers(status, role, "READY") for role in _ROLES)))
+    verified = 0
+    for prefill, decode in pairs[:_MOST_TESTS]:
+        names = prefill.incarnation, decode.incarnation
+        try:
+            # The first token is prefill's, the second one decode's.
+            done = client.generate(
+                _test_prompt(client),
+                workers=names,
+                max_tokens=2,
+                ignore_eos=True,
+                cache_salt=secrets.token_hex(8),
+                timeout=_TEST_S,
+            )
+            if done.route.transport:
+                verified += 1
+                continue
+            why = "a request was served there without a handoff"
+        except BatonError as error:
+            why = f"a request fails there: {error}"
+        yield fail(" → ".join(names), why, "see the pair above, and the logs of both workers")
+    if verified:
+        text = f"{verified} of {len(pairs)} pairs handed a prompt's KV over, and it was verified"
+        yield (ok if verified == len(pairs) else warn)("handoff test", text)
+
+
+def check_requests(client: Client, status: GetStatusResponse) -> Finding:
+    """Whether the router's requests were handed over to decode workers; where none was, why."""
+    counts = status.router.counts
+    served = {way: number for way, number in counts.served.items() if number}
+    total = sum(served.values())
+    shown = ", ".join(f"{number} {way}" for way, number in sorted(served.items()))
+    if not total:
+        return ok("requests", "none has ended OK yet: `baton doctor --test` sends some")
+    if "handed_over" in served or total == served.get("prefill_only"):
+        return ok("requests", f"{total} ended OK: {shown}")
+    text = f"{total} ended OK, and for none was KV handed over: {shown}"
+    try:
+        explained = client.explain(_test_prompt(client), max_tokens=2, timeout=_TEST_S)
+    except BatonError as error:
+        return warn("requests", f"{text}; why cannot be asked: {error}", "use --api-key-file")
+    size = f"a new prompt of {explained['prompt_tokens']} tokens"
+    if explained["refused"]:
+        return warn("requests", f"{text}; {size} would wait or be refused: {explained['refused']}")
+    if explained["decode_prefills"]:
+        fix = "the router's --local-prefill-max says how much decode may compute"
+        return warn("requests", f"{text}; decode would compute {size}, too", fix)
+    return ok("requests", f"{text}; they were short or cached: {size} would be handed over")
+
+
+def _test_prompt(client: Client) -> list[int]:
+    """Tokens that were never sent before."""
+    model = client.models(timeout=_TEST_S)[0]
+    length = min(_TEST_TOKENS, model.max_context // 2)
+    return [random.randrange(model.vocab_size) for _ in range(length)]  # noqa: S311 - no secret
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MAX_PAIRS_NAMED
+    return ", ".join(names[:_MAX_PAIRS_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _workers(
+    status: GetStatusResponse, role: common_pb2.WorkerRole, state: str = ""
+) -> list[WorkerRecord]:
+    mine = (one for one in status.workers if one.record.role == role)
+    return [worker.record for worker in mine if not state or worker.state == state]
 
 
 def _check_workers(status: GetStatusResponse) -> Iterator[Finding]:

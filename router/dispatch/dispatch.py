@@ -38,7 +38,7 @@ from router.dispatch.attempt import Attempt, Deliver
 from router.dispatch.request_state import RequestState
 from router.fleet.fleet import Fleet
 from router.fleet.member import Member
-from router.fleet.snapshot import AssignedPrompt
+from router.fleet.snapshot import AssignedPrompt, Snapshot
 from router.placement import placement
 from router.placement.cost_model import PlacementRequest
 from router.placement.placement import Pair
@@ -155,6 +155,8 @@ class Dispatch:
         def pick(full: Set[str]) -> Pair:
             nonlocal missing
             snapshot = self._fleet.snapshot()
+            if state.request.workers:
+                return _pick_among(snapshot.only(state.request.workers), request)
             missing = snapshot.why_not_ready
             if not missing:
                 limit.reschedule(None)
@@ -284,6 +286,15 @@ class Dispatch:
         task = asyncio.create_task(decode.cancel([handoff_id]))
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
+
+
+def _pick_among(snapshot: Snapshot, request: PlacementRequest) -> Pair:
+    """Of the few workers that a request names; it waits for none of them, as others would wait
+    behind it. Raises Unavailable."""
+    try:
+        return placement.pick(snapshot, request)
+    except Overloaded as error:
+        raise Unavailable(str(error), error.retry_after_s) from error
 
 
 def _is_retryable(error: BatonError, state: RequestState) -> bool:

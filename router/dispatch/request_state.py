@@ -39,6 +39,7 @@ class TokenizedRequest:
     virtual_finish: float = 0.0  # time.monotonic(), by fair queueing; the earliest goes first
     ttft_target_s: float = 0.0  # 0: none
     resumed: tuple[int, ...] = ()  # output tokens that another stream has delivered
+    workers: frozenset[str] = frozenset()  # that alone may serve it; empty: any
 
     @property
     def time_left_s(self) -> float:

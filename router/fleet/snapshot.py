@@ -126,6 +126,14 @@ class Snapshot:
             new._find_usable()
         return new
 
+    def only(self, names: Set[str]) -> Snapshot:
+        """Of these workers alone."""
+        prefill, decode = (
+            tuple(view for view in views if view.incarnation in names)
+            for views in (self.prefill, self.decode)
+        )
+        return Snapshot(prefill, decode, self.excluded_pairs, self.index)
+
     def _write(self, views: Iterable[tuple[int, WorkerView]]) -> None:
         """Rows of numbers, and what follows from them."""
         for row, view in views:
