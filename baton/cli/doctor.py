@@ -83,9 +83,10 @@ def look(target: str | None, timeout_s: float, api_key: str | None, test: bool) 
     pairs: list[dict[str, Any]] = []
     cluster: list[Finding] = []
     if status:
-        from baton.client import Client
+        from baton.client import Client, RetryPolicy
 
-        with Client(addresses, api_key=api_key) as client:
+        once = RetryPolicy(max_attempts=1)  # at each address
+        with Client(addresses, api_key=api_key, retry=once) as client:
             tested = list(doctor_cluster.check_handoffs(client, status)) if test else []
             if test:
                 status = _reported(addresses, timeout_s) or status

@@ -156,7 +156,7 @@ class Dispatch:
             nonlocal missing
             snapshot = self._fleet.snapshot()
             if state.request.workers:
-                return _pick_among(snapshot.only(state.request.workers), request)
+                return _pick_among(snapshot.only(state.request.workers), request, full)
             missing = snapshot.why_not_ready
             if not missing:
                 limit.reschedule(None)
@@ -288,13 +288,14 @@ class Dispatch:
         task.add_done_callback(self._cancels.discard)
 
 
-def _pick_among(snapshot: Snapshot, request: PlacementRequest) -> Pair:
+def _pick_among(snapshot: Snapshot, request: PlacementRequest, full: Set[str]) -> Pair:
     """Of the few workers that a request names; it waits for none of them, as others would wait
     behind it. Raises Unavailable."""
     try:
-        return placement.pick(snapshot, request)
-    except Overloaded as error:
-        raise Unavailable(str(error), error.retry_after_s) from error
+        return placement.pick(snapshot, request, full=full)
+    except (Overloaded, Unavailable) as error:
+        text = f"of the workers that the request names: {error}"
+        raise Unavailable(text, placement.RETRY_AFTER_S) from error
 
 
 def _is_retryable(error: BatonError, state: RequestState) -> bool:

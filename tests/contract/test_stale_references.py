@@ -27,6 +27,7 @@ from tests.unit.worker.running import (
     Paced,
     Router,
     Worker,
+    asked,
     directory,
     granted,
     prompt,
@@ -129,7 +130,7 @@ class HeldWrite:
         assert await asyncio.to_thread(self._begun.wait, PATIENCE_S)
 
     async def go_on(self):
-        """Returns when its bytes are written."""
+        """Returns when that put has ended; those of later chunks follow."""
         self._go.set()
         assert await asyncio.to_thread(self._ended.wait, PATIENCE_S)
 
@@ -197,18 +198,18 @@ async def test_decode_preempts_while_a_write_is_under_way(directory, alone, tran
     vllm#52360: preempted blocks were read and written by transfers that had them by number alone.
     vllm#53250: a preempted request asked again for KV that had been sent.
     """
-    written, growing = prompt(40), {"a": prompt(60, start=21), "b": prompt(60, start=23)}
+    written, growing = prompt(90), {"a": prompt(60, start=21), "b": prompt(60, start=23)}
     async with cluster(directory, transport, prefix_cache=False) as c:
         wanted = spec("written", written, 20)
         write, call = await c.held_write(wanted)
         await write.reached()
         before = metric(c.prefill, "baton_kv_transfer_duration_seconds_count")
-        streams = {name: c.compute(name, ids, 60) for name, ids in growing.items()}
-        made = await asyncio.gather(*streams.values())
+        gate, both = c.decode.hold_engine(), asked(c.decode, "reserve", 2)
+        streams = [asyncio.create_task(c.compute(n, ids, 60)) for n, ids in growing.items()]
+        await asyncio.wait_for(both.wait(), PATIENCE_S)
+        gate.set()  # they run side by side
+        assert await asyncio.gather(*streams) == [alone(ids, 60) for ids in growing.values()]
         assert metric(c.decode, "baton_engine_preemptions_total") > 0
-        assert dict(zip(streams, made, strict=True)) == {
-            name: alone(ids, 60) for name, ids in growing.items()
-        }
         await write.go_on()
         tokens = [await first_token(call), *await c.router.tokens("written")]
         assert tokens == alone(written, 20)
@@ -220,8 +221,8 @@ async def test_decode_preempts_while_a_write_is_under_way(directory, alone, tran
 async def test_a_request_id_is_used_again_while_the_old_one_is_being_sent(
     directory, alone, transport
 ):
-    """A reservation has a token of its own: what was granted to the old one does nothing to the
-    new one, be it its bytes, its Commit or its Abort.
+    """A reservation has a token of its own: what the old one's sender does is nothing to the new
+    one, be it its bytes, its Commit or its Abort.
 
     vllm#51637: completions of an earlier life were counted for the later one of the same id.
     """
@@ -230,14 +231,15 @@ async def test_a_request_id_is_used_again_while_the_old_one_is_being_sent(
         write, call = await c.held_write(spec("same", old))
         await write.reached()
         await c.router.cancel("same")
-        rest = await c.begun("same", new, 30)
+        wanted = spec("same", new, 30)
+        reserved = await c.router.reserve(wanted)
         await write.go_on()
-        assert await rest() == alone(new, 30)
         with pytest.raises(Stale):
             await first_token(call)
-        assert metric(c.prefill, STALE) == 1
         await c.written()
-        assert await c.hand_over("same", old, 8) == alone(old, 8)  # and once more, by its sender
+        tokens = [await first_token(c.send(wanted, reserved)), *await c.router.tokens("same")]
+        assert tokens == alone(new, 30)
+        assert metric(c.prefill, STALE) == 1
 
 
 async def test_a_restarted_prefill_worker_cannot_answer_for_the_one_before_it(directory, alone):

@@ -15,10 +15,11 @@ import pytest
 
 from baton import cli
 from baton.cli import doctor as command
-from baton.errors import ConfigError, KvMismatch
+from baton.client import Completion, Model, Route
+from baton.errors import BatonError, ConfigError, KvMismatch, TransferFailed, Unauthenticated
 from baton.local import doctor, etcd
 from baton.local.doctor import Finding
-from baton.local.doctor_cluster import check_cluster
+from baton.local.doctor_cluster import check_cluster, check_handoffs, check_requests
 from baton.local.ports import free
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 from baton.worker import nvidia_smi
@@ -181,7 +182,7 @@ def test_a_report_is_shown_and_only_failures_exit_with_1(worst, exit_status, mon
         ],
         "cluster": [finding("ok", "p → d", "many words")],
     }
-    monkeypatch.setattr(command, "look", lambda target, timeout_s: report)
+    monkeypatch.setattr(command, "look", lambda *asked: report)
     assert cli.main(["doctor"]) == exit_status
     shown = capsys.readouterr().out
     assert f"  {worst:<4}  it  is so\n            → do that\n" in shown
@@ -343,6 +344,73 @@ def test_links_that_could_be_faster_and_clusters_that_cannot_serve():
     _, findings = check(cpu("p"), cpu("d"), state="STALLED", registry=False)
     subjects = [(found.level, found.subject) for found in findings]
     assert subjects == [("warn", "registry"), ("warn", "p"), ("warn", "d")]
+
+
+class Cluster:
+    """What `baton.Client` answers: an explanation, and by pair a transport or an error."""
+
+    def __init__(self, explained=None, pairs=()):
+        self.explained, self.pairs = explained, dict(pairs)
+
+    def models(self, timeout):
+        return [Model("demo", 600, 300, False)]
+
+    def explain(self, prompt, **options):
+        if isinstance(self.explained, BatonError):
+            raise self.explained
+        plain = {"refused": "", "decode_prefills": False, "prompt_tokens": len(prompt)}
+        return {**plain, **self.explained}
+
+    def generate(self, prompt, workers, **options):
+        assert len(prompt) == 300 and max(prompt) < 300
+        if isinstance(found := self.pairs[workers], BatonError):
+            raise found
+        return Completion("", (5, 6), "length", route=Route(*workers, found, 1))
+
+
+@pytest.mark.parametrize(
+    ("served", "explained", "level", "text"),
+    [
+        ({}, None, "ok", "none has ended OK yet: `baton doctor --test`"),
+        ({"handed_over": 3, "local": 40}, None, "ok", "43 ended OK: 3 handed_over, 40 local"),
+        ({"prefill_only": 2}, None, "ok", "2 ended OK: 2 prefill_only"),
+        ({"local": 7}, {}, "ok",
+         "7 ended OK, and for none was KV handed over: 7 local; they were short or cached: a new "
+         "prompt of 300 tokens would be handed over"),
+        ({"cached": 1, "local": 7}, {"decode_prefills": True}, "warn",
+         "8 ended OK, and for none .*; decode would compute a new prompt of 300 tokens, too"),
+        ({"local": 7}, {"refused": "no prefill worker is ready"}, "warn",
+         ".* would wait or be refused: no prefill worker is ready"),
+        ({"local": 7}, Unauthenticated("no key"), "warn", ".*; why cannot be asked: no key"),
+    ],
+)  # fmt: skip
+def test_requests_that_are_not_handed_over_are_said_and_why(served, explained, level, text):
+    counts = fleet_pb2.RouterCounts(served={"handed_over": 0, **served})
+    status = fleet_pb2.GetStatusResponse(router=fleet_pb2.RouterStatus(counts=counts))
+    found = check_requests(Cluster(explained), status)
+    assert (found.level, found.subject) == (level, "requests")
+    assert re.match(text, found.text), found.text
+
+
+def test_a_handoff_between_each_pair_that_fails_is_a_failure():
+    """Workers that are not READY are left out."""
+    workers = [
+        fleet_pb2.WorkerStatus(record=one, state="STARTING" if one.incarnation == "p2" else "READY")
+        for one in (cpu("p1"), cpu("p2"), cpu("d1"), cpu("d2"), cpu("d3"))
+    ]
+    status = fleet_pb2.GetStatusResponse(workers=workers)
+    pairs: dict[tuple[str, str], Any] = {("p1", name): "shm" for name in ("d1", "d2", "d3")}
+    assert [(one.level, one.text) for one in check_handoffs(Cluster(pairs=pairs), status)] == [
+        ("ok", "3 of 3 pairs handed a prompt's KV over, and it was verified")
+    ]
+    pairs |= {("p1", "d2"): None, ("p1", "d3"): TransferFailed("the link was lost")}
+    assert [
+        (one.level, one.subject, one.text) for one in check_handoffs(Cluster(pairs=pairs), status)
+    ] == [
+        ("fail", "p1 → d2", "a request was served there without a handoff"),
+        ("fail", "p1 → d3", "a request fails there: the link was lost"),
+        ("warn", "handoff test", "1 of 3 pairs handed a prompt's KV over, and it was verified"),
+    ]
 
 
 OFFERS = [(CUDA_IPC, NCCL), (NCCL,), (CUDA_IPC,), (SHM, GLOO), (GLOO,)]
