@@ -32,7 +32,7 @@ from baton.errors import (
     Unavailable,
 )
 from baton.log_format import about
-from baton.v1 import decode_pb2, prefill_pb2
+from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.admission.wait_queue import WaitQueue
 from router.dispatch.attempt import Attempt, Deliver
 from router.dispatch.request_state import RequestState
@@ -309,8 +309,7 @@ def _describe(
     span: Span, pair: Pair, reserved: decode_pb2.ReserveResponse, state: RequestState
 ) -> None:
     prefill = "" if reserved.started else pair.prefill.incarnation
-    state.route.prefill = prefill
-    state.route.decode = pair.decode.incarnation
+    state.route = common_pb2.Route(prefill=prefill, decode=pair.decode.incarnation)
     attributes: dict[str, str | int | float | bool] = {
         "attempt": state.attempts,
         "prefill": prefill or "(decode prefills)",
