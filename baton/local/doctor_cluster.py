@@ -109,6 +109,8 @@ def check_handoffs(client: Client, status: GetStatusResponse) -> Iterator[Findin
             break
     for why, named in failed.items():
         yield fail(_listed(named), why, "see these pairs above, and the logs of both workers")
+    if not pairs:
+        yield fail("handoff test", "there is no pair of READY workers", "see the workers above")
     if verified:
         text = f"{verified} of {len(pairs)} pairs handed a prompt's KV over, and it was verified"
         yield (ok if verified == len(pairs) else warn)("handoff test", text)

@@ -398,6 +398,8 @@ def test_a_handoff_between_each_pair_that_fails_is_a_failure():
         fleet_pb2.WorkerStatus(record=one, state="STARTING" if one.incarnation == "p2" else "READY")
         for one in (cpu("p1"), cpu("p2"), cpu("d1"), cpu("d2"), cpu("d3"))
     ]
+    (none,) = check_handoffs(Cluster(), fleet_pb2.GetStatusResponse(workers=workers[1:]))
+    assert (none.level, none.text) == ("fail", "there is no pair of READY workers")
     status = fleet_pb2.GetStatusResponse(workers=workers)
     pairs: dict[tuple[str, str], Any] = {("p1", name): "shm" for name in ("d1", "d2", "d3")}
     assert [(one.level, one.text) for one in check_handoffs(Cluster(pairs=pairs), status)] == [
