@@ -34,6 +34,7 @@ from baton.errors import (
 from baton.log_format import about
 from baton.registry.backoff import Backoff
 from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, worker_pb2
+from kvtransfer import pairing
 from kvtransfer.deadline import Deadline, in_background
 from kvtransfer.digest import Digest
 from kvtransfer.interface import FindWorker, Link, Transport
@@ -70,6 +71,7 @@ class PairLink:
     _thread: ThreadPoolExecutor
     channel: grpc.aio.Channel
     stub: handoff_pb2_grpc.HandoffServiceStub
+    fallback: str = ""  # the faster transport that was to be expected, and why it is not used
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0  # handoffs
     aborts: int = 0  # that are not answered yet
@@ -134,7 +136,8 @@ class LinkPool:
         self._links: dict[str, PairLink] = {}  # least recently used first
         self._opening: dict[str, asyncio.Task[PairLink]] = {}
         self._refused_until: dict[str, float] = {}
-        self._unusable: set[tuple[str, Kind]] = set()  # by peer
+        self._unusable: dict[tuple[str, Kind], str] = {}  # by peer; why
+        self._warned: set[tuple[str, str]] = set()  # of which peer's fallback
         self._aborts: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -229,6 +232,7 @@ class LinkPool:
                 epoch=link.epoch,
                 sent_bytes=link.sent_bytes,
                 sent_ms=link.sent_s * 1e3,
+                fallback=link.fallback,
             )
             for link in self._links.values()
         ]
@@ -306,15 +310,28 @@ class LinkPool:
                         raise
                     if len(self._unusable) == _REMEMBERED:
                         self._unusable.clear()  # those that live are tried again
-                    self._unusable.add((peer, transport.kind))
-                    names = transport.name, ", ".join(one.name for one in usable)
-                    falls = "link to decode %s falls from %s to %s, because %s"
-                    log.warning(falls, peer, *names, error)
+                    self._unusable[peer, transport.kind] = str(error)
         except BaseException:
             thread.shutdown(wait=False)
             await channel.close(None)
             raise
-        return PairLink(peer, offer.epoch, transport, link, thread, channel, stub)
+        fallback = self._fallback(transport, decode)
+        return PairLink(peer, offer.epoch, transport, link, thread, channel, stub, fallback)
+
+    def _fallback(self, used: Transport, decode: common_pb2.WorkerRecord) -> str:
+        """The faster transport that this pair should have, and why not; warns once of each."""
+        peer = decode.incarnation
+        failed = ((k, self._unusable[peer, k]) for k in ONE_HOST if (peer, k) in self._unusable)
+        expected = next(failed, None) or pairing.fallback(used.kind, self.record, decode)
+        if expected is None:
+            return ""
+        text = f"not {pairing.name_of(expected[0])}: {expected[1]}"
+        if (peer, text) not in self._warned:
+            if len(self._warned) == _REMEMBERED:
+                self._warned.clear()
+            self._warned.add((peer, text))
+            log.warning("link to decode %s uses %s, %s", peer, used.name, text)
+        return text
 
     def _make_room(self) -> None:
         while len(self._links) + len(self._opening) > self.cap:

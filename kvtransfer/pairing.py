@@ -6,7 +6,6 @@ at an Offer; `baton doctor` explains by it why a faster transport is not used.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -14,8 +13,6 @@ from typing import TypeAlias
 from baton.errors import KvMismatch
 from baton.v1 import common_pb2
 from baton.v1.common_pb2 import WorkerRecord
-
-log = logging.getLogger(__name__)
 
 Kind: TypeAlias = common_pb2.Transport
 
@@ -31,11 +28,6 @@ _APART = (  # by the part of a host id that differs
     "they are on different machines",
     "their process namespaces differ",
     "they run as different users",
-)
-_SLOW = (
-    "nccl to %s goes through the host's memory or sockets: the sender's GPU cannot write to it; if"
-    " there is NVLink or PCIe between the two, show every GPU to every worker, and run them with"
-    " pid: host and ipc: host"
 )
 
 
@@ -97,6 +89,24 @@ def fastest(prefill: WorkerRecord, decode: WorkerRecord) -> Kind | None:
     return next((kind for kind in FASTEST_FIRST if not obstacle(kind, prefill, decode)), None)
 
 
+def fallback(used: Kind, prefill: WorkerRecord, decode: WorkerRecord) -> tuple[Kind, str] | None:
+    """The faster transport that was to be expected of a pair that uses `used`, and why it does not
+    use that; None where `used` is what was to be expected.
+
+    To be expected, within one machine, is the transport that writes straight into the other's
+    memory, if at least one of the two offers it; and it is where NCCL has to go through the host's
+    memory or sockets, of which NCCL itself does not warn.
+    """
+    ends = ends_between(prefill, decode)
+    for kind in ONE_HOST if ends.same_machine else ():
+        offered = kind in prefill.transports or kind in decode.transports
+        if used == common_pb2.TRANSPORT_NCCL and kind == common_pb2.TRANSPORT_CUDA_IPC:
+            offered = offered or bool(ends.forbids(kind))
+        if offered and FASTEST_FIRST.index(kind) < FASTEST_FIRST.index(used):
+            return kind, ends.forbids(kind) or obstacle(kind, prefill, decode)
+    return None
+
+
 def apart(one: str, other: str) -> str:
     """What keeps two processes with these host ids (`baton.config.host_id`) from mapping each
     other's memory; empty when nothing does."""
@@ -119,9 +129,6 @@ def choose(offered: Collection[Kind], mine: Collection[Kind], ends: Ends) -> Kin
             if reason := ends.forbids(kind):
                 forbidden += f"; not {name_of(kind)}: {reason}"
                 continue
-            direct = not ends.apart and ends.gpu in ends.reachable
-            if kind == common_pb2.TRANSPORT_NCCL and ends.same_machine and not direct:
-                log.warning(_SLOW, ends.gpu)  # NCCL itself does not warn
             return kind
     theirs, ours = (", ".join(map(name_of, sorted(kinds))) or "none" for kinds in (offered, mine))
     where = "different hosts" if ends.apart else "one host"

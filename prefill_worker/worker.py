@@ -54,6 +54,7 @@ class PrefillWorker(Node, PrefillServiceServicer):
 
     def begin(self, loaded: Loaded, pool: KvPool, usable: list[Transport]) -> None:
         self._links = LinkPool(pool, self.record, usable, self.find)
+        self.metrics.observe_links(self._links.status)
         self._prompts: dict[str, Prompt] = {}
         self._idle = asyncio.Event()
         self._idle.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +15,18 @@ from baton.cli.status import table
 from baton.errors import BatonError, Unauthenticated, Unavailable
 
 if TYPE_CHECKING:
+    from baton.local.doctor import Finding
     from baton.v1.fleet_pb2 import GetStatusResponse
 
 _TEXT = """\
 Looks at this machine: Python, torch, compilers, memory, GPUs and what connects them, etcd, ports.
 Where a router answers, also at its cluster: what each worker computes on, which transport every
-pair of workers takes, why not a faster one, and whether KV quietly goes over sockets. Exit status 0
-if nothing failed; warnings are allowed."""
+pair of workers takes and how fast KV has gone over it, why not a faster one, whether KV quietly
+goes over sockets, and whether requests are handed over at all. Exit status 0 if nothing failed;
+warnings are allowed."""
 _EXAMPLES = """\
   baton doctor
+  baton doctor --test
   baton doctor --target 10.0.0.9:7700 --json"""
 _WORKER_COLUMNS = {
     "role": "role", "incarnation": "worker", "address": "address", "state": "state",
@@ -30,8 +34,9 @@ _WORKER_COLUMNS = {
 }  # fmt: skip
 _PAIR_COLUMNS = {
     "prefill": "prefill", "decode": "decode", "transport": "transport", "in_use": "in use",
-    "why": "why none that is faster",
+    "gb_per_s": "GB/s", "why": "why none that is faster",
 }  # fmt: skip
+_REPORT_S, _HEARTBEAT_S = 2.0, 0.2  # workers report to routers five times a second
 _MAX_SUBJECT = 28  # what names pairs can be longer, and alone is
 
 
@@ -45,31 +50,45 @@ def add_commands(commands: options.Commands) -> None:
     options.add_tls_options(parser)
     options.add_key_option(parser)
     add("--timeout", type=seconds, default=3.0, metavar="SECONDS", help="for the router's answer")
+    text = "first have a prompt of up to 1,024 random tokens handed over between each pair (of 64)"
+    add("--test", action="store_true", help=text)
     add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    report = look(args.target, options.api_key(args), args.timeout)
+    report = look(args.target, args.timeout, options.api_key(args), args.test)
     print(json.dumps(report) if args.json else render(report))
     return 1 if report["status"] == "fail" else 0
 
 
-def look(target: str | None, api_key: str | None, timeout_s: float) -> dict[str, Any]:
-    """The object of `baton doctor --json`.
+def look(target: str | None, timeout_s: float, api_key: str | None, test: bool) -> dict[str, Any]:
+    """The object of `baton doctor --json`; `test`: after requests of its own.
 
-    Raises BatonError when `target` names routers and none answers, or one wants another key.
+    Raises BatonError when none of the routers answers that `target` names, or `test` needs, or one
+    wants another key.
     """
     from baton.local import doctor, doctor_cluster
 
-    status = _router_status(target, api_key, timeout_s)
     addresses = target or options.DEFAULT_TARGET
+    status = _router_status(addresses if test else target, api_key, timeout_s)
     hosts = {address.strip().rpartition(":")[0] for address in addresses.split(",")}
     router_here = status is not None and bool(hosts & {"127.0.0.1", "localhost", "[::1]"})
     machine = [*doctor.check_machine(router_here), *doctor.check_gpus()]
     router: dict[str, Any] = {"target": addresses, "answers": status is not None}
-    pairs, cluster = doctor_cluster.check_cluster(status) if status else ([], [])
+    pairs: list[dict[str, Any]] = []
+    cluster: list[Finding] = []
     if status:
+        from baton.client import Client, RetryPolicy
+
+        once = RetryPolicy(max_attempts=1)  # at each address
+        with Client(addresses, api_key=api_key, retry=once) as client:
+            tested = list(doctor_cluster.check_handoffs(client, status)) if test else []
+            if test:
+                status = _reported(addresses, api_key, timeout_s) or status
+            requests = doctor_cluster.check_requests(client, status)
+        pairs, cluster = doctor_cluster.check_cluster(status)
+        cluster += [*tested, requests]
         router |= {f: getattr(status.router, f) for f in ("address", "state", "model", "cluster")}
     levels = {finding.level for finding in (*machine, *cluster)}
     return {
@@ -109,6 +128,17 @@ def _router_status(
     if target is not None or isinstance(problem, Unauthenticated):
         raise problem
     return None
+
+
+def _reported(addresses: str, api_key: str | None, timeout_s: float) -> GetStatusResponse | None:
+    """A router's view once every open link has told what it has sent, or soon."""
+    deadline = time.monotonic() + _REPORT_S
+    while True:
+        status = _router_status(addresses, api_key, timeout_s)
+        told = status and all(one.sent_bytes for one in status.pairs if one.state == "OPEN")
+        if told or time.monotonic() > deadline:
+            return status
+        time.sleep(_HEARTBEAT_S)
 
 
 def render(report: dict[str, Any]) -> str:

@@ -38,7 +38,10 @@ _WORKER_COLUMNS = {
     "blocks_free": "blocks: free", "blocks_cached": "cached", "blocks_held": "held",
     "blocks_quarantined": "quarantined", "blocks_total": "all",
 }  # fmt: skip
-_PAIR_COLUMNS = {name: name for name in ("prefill", "decode", "transport", "state")}
+_PAIR_COLUMNS = {
+    **{name: name for name in ("prefill", "decode", "transport", "state")},
+    "gb_per_s": "GB/s",
+}  # fmt: skip
 _EXPLAIN_TEXT = """\
 Shows every pair of workers with what the router expects of it (time to first token, time per output
 token, tokens to compute first, tokens cached), the best first, and why others are left out. Nothing
@@ -106,7 +109,8 @@ def render(status: Mapping[str, Any]) -> str:
         *(table(_worker_columns(workers), workers) or ["no workers"]),
     ]
     if pairs:
-        lines += ["", *table(_PAIR_COLUMNS, pairs)]
+        slow = {"fallback": "a slow fallback"} if any(pair["fallback"] for pair in pairs) else {}
+        lines += ["", *table({**_PAIR_COLUMNS, **slow}, pairs)]
     shown = {row["state"] for row in (router, *workers, *pairs)}
     legend = [f"{state}: {meaning}" for state, meaning in _STATES.items() if state in shown]
     return "\n".join([*lines, "", *legend] if legend else lines)

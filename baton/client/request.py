@@ -41,11 +41,12 @@ class Options(TypedDict, total=False):
     cache_salt: str | None  # shares the prefix cache
     priority: str | None  # "low", "normal", "high" next to others that wait; the tenant's own
     ttft_target: float | None  # refused at once unless it can begin in so many seconds; no target
+    workers: Sequence[str] | None  # incarnations that alone may serve it, to test a pair; any
     timeout: float | None  # seconds for everything, retries included; the server's
 
 
 _SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
-_PLAIN = ("model", "include_stop", "cache_salt")
+_PLAIN = ("model", "include_stop", "cache_salt", "workers")
 _PRIORITIES = {
     "low": common_pb2.PRIORITY_LOW,
     "normal": common_pb2.PRIORITY_NORMAL,

@@ -163,8 +163,17 @@ def _worker(worker: fleet_pb2.WorkerStatus) -> dict[str, Any]:
 
 
 def _pair(pair: worker_pb2.PairStatus) -> dict[str, Any]:
-    names = {name: getattr(pair, name) for name in ("prefill", "decode", "state")}
-    return {**names, "transport": transport_name(pair.transport)}
+    names = ("prefill", "decode", "state", "sent_bytes", "fallback")
+    return {
+        **{name: getattr(pair, name) for name in names},
+        "transport": transport_name(pair.transport),
+        "gb_per_s": gb_per_s(pair),
+    }
+
+
+def gb_per_s(pair: worker_pb2.PairStatus) -> float | None:
+    """How fast a link has moved KV so far, while it did; None before the first handoff."""
+    return round(pair.sent_bytes / pair.sent_ms / 1e6, 3) if pair.sent_ms else None
 
 
 def fields_of(message: Message) -> dict[str, Any]:

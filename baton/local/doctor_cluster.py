@@ -1,24 +1,32 @@
-"""The checks of `baton doctor` on a cluster: its workers, and every pair of them.
+"""The checks of `baton doctor` on a cluster: its workers, every pair of them, and its requests.
 
 A pair's transport follows from the two records by `kvtransfer.pairing`, as the workers decide it
-themselves; here it is explained, with what it costs and how to do better.
+themselves; here it is explained, with what it costs and how to do better. How fast it is comes from
+real handoffs, each of which was verified at its Commit.
 """
 
 from __future__ import annotations
 
+import random
+import secrets
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from baton.client.results import device_of, fields_of
+from baton.client import Client
+from baton.client.results import device_of, fields_of, gb_per_s
+from baton.errors import BatonError
 from baton.local.doctor import Finding, fail, ok, warn
 from baton.v1 import common_pb2
 from baton.v1.common_pb2 import WorkerRecord
 from baton.v1.fleet_pb2 import GetStatusResponse, WorkerStatus
+from baton.v1.worker_pb2 import PairStatus
 from kvtransfer import pairing
 from kvtransfer.pairing import Kind, name_of
 
 _MAX_PAIRS_NAMED = 4
+_TEST_TOKENS = 1024  # in the prompt of a test
+_MOST_TESTS, _MOST_FAILURES, _TEST_S = 64, 8, 30.0
 # Fastest first.
 _ON_CPU = (common_pb2.TRANSPORT_SHM, common_pb2.TRANSPORT_GLOO)
 _ON_GPU = (common_pb2.TRANSPORT_CUDA_IPC, common_pb2.TRANSPORT_NCCL)
@@ -51,30 +59,104 @@ def check_cluster(status: GetStatusResponse) -> tuple[list[dict[str, Any]], list
     """Every pair of workers in the object of `--json`, and what is wrong in the cluster.
 
     A pair's `transport` is what the two would agree on now, None where their handoffs fail; `link`
-    connects their GPUs by the driver ("NV18", "SYS"); `in_use` is the transport of their open link;
-    `not_possible` says why each faster one cannot be used.
+    connects their GPUs by the driver ("NV18", "SYS"); `in_use` is the transport of their open link,
+    `gb_per_s` how fast it has moved KV so far, and `sent_bytes` how much; `not_possible` says why
+    each faster one cannot be used.
     """
     found = list(_check_workers(status))
-    used = {(p.prefill, p.decode): p.transport for p in status.pairs if p.state == "OPEN"}
+    links = {(pair.prefill, pair.decode): pair for pair in status.pairs}
     pairs: list[dict[str, Any]] = []
     grouped: dict[Problem, list[str]] = {}  # pairs with the same problem
     for prefill, decode in product(*(_workers(status, role) for role in _ROLES)):
         names = prefill.incarnation, decode.incarnation
-        pair, problems = _check_pair(prefill, decode, used.get(names))
+        pair, problems = _check_pair(prefill, decode, links.get(names, PairStatus()))
         pairs.append(pair)
         for problem in problems:
             grouped.setdefault(problem, []).append(" → ".join(names))
     if pairs and not any(pair["transport"] for pair in pairs):
         found.append(fail("pairs", "none can hand a prompt's KV over", "see the reasons below"))
     for (text, fix), named in grouped.items():
-        more = len(named) - _MAX_PAIRS_NAMED
-        listed = ", ".join(named[:_MAX_PAIRS_NAMED]) + (f" and {more} more" if more > 0 else "")
-        found.append(warn(listed, text, fix))
+        found.append(warn(_listed(named), text, fix))
     return pairs, found or [ok("cluster", "every worker is READY, every pair does its best")]
 
 
-def _workers(status: GetStatusResponse, role: common_pb2.WorkerRole) -> list[WorkerRecord]:
-    return [worker.record for worker in status.workers if worker.record.role == role]
+def check_handoffs(client: Client, status: GetStatusResponse) -> Iterator[Finding]:
+    """Has KV handed over once between each pair of READY workers, or between the first of many.
+
+    The prompts are random tokens, which no worker caches; what arrives is verified at Commit.
+    """
+    pairs = list(product(*(_workers(status, role, "READY") for role in _ROLES)))
+    verified, failed = 0, dict[str, list[str]]()  # pairs by why
+    for prefill, decode in pairs[:_MOST_TESTS]:
+        names = prefill.incarnation, decode.incarnation
+        try:
+            # The first token is prefill's, the second one decode's.
+            done = client.generate(
+                _test_prompt(client),
+                workers=names,
+                max_tokens=2,
+                ignore_eos=True,
+                cache_salt=secrets.token_hex(8),
+                timeout=_TEST_S,
+            )
+            why = "" if done.route.transport else "a request was served there without a handoff"
+        except BatonError as error:
+            why = f"a request fails there: {error}"
+        if why:
+            failed.setdefault(why, []).append(" → ".join(names))
+        verified += not why
+        if sum(map(len, failed.values())) == _MOST_FAILURES:
+            break
+    for why, named in failed.items():
+        yield fail(_listed(named), why, "see these pairs above, and the logs of both workers")
+    if not pairs:
+        yield fail("handoff test", "there is no pair of READY workers", "see the workers above")
+    if verified:
+        text = f"{verified} of {len(pairs)} pairs handed a prompt's KV over, and it was verified"
+        yield (ok if verified == len(pairs) else warn)("handoff test", text)
+
+
+def check_requests(client: Client, status: GetStatusResponse) -> Finding:
+    """Whether the router's requests were handed over to decode workers; where none was, why."""
+    counts = status.router.counts
+    served = {way: number for way, number in counts.served.items() if number}
+    total = sum(served.values())
+    shown = ", ".join(f"{number} {way}" for way, number in sorted(served.items()))
+    if not total:
+        return ok("requests", "none has ended OK yet: `baton doctor --test` sends some")
+    if "handed_over" in served or total == served.get("prefill_only"):
+        return ok("requests", f"{total} ended OK: {shown}")
+    text = f"{total} ended OK, and for none was KV handed over: {shown}"
+    try:
+        explained = client.explain(_test_prompt(client), max_tokens=2, timeout=_TEST_S)
+    except BatonError as error:
+        return warn("requests", f"{text}; why cannot be asked: {error}", "use --api-key-file")
+    size = f"a new prompt of {explained['prompt_tokens']} tokens"
+    if explained["refused"]:
+        return warn("requests", f"{text}; {size} would wait or be refused: {explained['refused']}")
+    if explained["decode_prefills"]:
+        fix = "the router's --local-prefill-max says how much decode may compute"
+        return warn("requests", f"{text}; decode would compute {size}, too", fix)
+    return ok("requests", f"{text}; they were short or cached: {size} would be handed over")
+
+
+def _test_prompt(client: Client) -> list[int]:
+    """Tokens that were never sent before."""
+    model = client.models(timeout=_TEST_S)[0]
+    length = min(_TEST_TOKENS, model.max_context // 2)
+    return [random.randrange(model.vocab_size) for _ in range(length)]  # noqa: S311 - no secret
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MAX_PAIRS_NAMED
+    return ", ".join(names[:_MAX_PAIRS_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _workers(
+    status: GetStatusResponse, role: common_pb2.WorkerRole, state: str = ""
+) -> list[WorkerRecord]:
+    mine = (one for one in status.workers if one.record.role == role)
+    return [worker.record for worker in mine if not state or worker.state == state]
 
 
 def _check_workers(status: GetStatusResponse) -> Iterator[Finding]:
@@ -95,7 +177,7 @@ def _on_gpu(record: WorkerRecord) -> bool:
 
 
 def _check_pair(
-    prefill: WorkerRecord, decode: WorkerRecord, used: Kind | None
+    prefill: WorkerRecord, decode: WorkerRecord, link: PairStatus
 ) -> tuple[dict[str, Any], list[Problem]]:
     different = pairing.differences(prefill.kv, decode.kv)
     chosen = None if different else pairing.fastest(prefill, decode)
@@ -106,15 +188,22 @@ def _check_pair(
     there = decode.hardware.gpu.uuid
     links = (link.partition(" ") for link in prefill.hardware.gpu_links)
     problems = list(_problems(prefill, decode, chosen, different))
+    used = link.transport if link.state == "OPEN" else None
     if chosen and used and used != chosen:
-        text = f"the open link uses {name_of(used)}, and {name_of(chosen)} is faster"
-        problems.append((text, "restart the workers of this pair if it stays so"))
+        why = link.fallback or f"and {name_of(chosen)} is faster"
+        fix = "remove the reason, then restart the workers of this pair"
+        problems.append((f"the open link uses {name_of(used)}, {why}", fix))
+    if link.state not in ("", "OPEN"):
+        text = f"{link.state}: handoffs between them failed, and for a while none is tried"
+        problems.append((text, "the logs of both workers say why; `baton top` shows failovers"))
     pair = {
         "prefill": prefill.incarnation,
         "decode": decode.incarnation,
         "transport": name_of(chosen) if chosen else None,
         "link": next((kind for kind, _, uuid in links if there and uuid == there), None),
         "in_use": name_of(used) if used else None,
+        "gb_per_s": gb_per_s(link),
+        "sent_bytes": link.sent_bytes,
         "not_possible": {name_of(kind): pairing.obstacle(kind, prefill, decode) for kind in faster},
         "problems": [text for text, _ in problems],
     }
@@ -142,16 +231,13 @@ def _problems(
         )
     elif chosen == common_pb2.TRANSPORT_NCCL:
         yield from _nccl_problems(prefill, decode)
-    elif chosen == common_pb2.TRANSPORT_GLOO:
-        shm = common_pb2.TRANSPORT_SHM
-        both = shm in prefill.transports and shm in decode.transports
-        if both and pairing.ends_between(prefill, decode).same_machine:
-            why = pairing.apart(prefill.host_id, decode.host_id)
-            yield (
-                f"KV travels over the network within one machine: {why}",
-                "run both as one user in one process namespace (in containers pid: host), or leave "
-                "it: gloo works",
-            )
+    elif expected := pairing.fallback(chosen, prefill, decode):
+        kind, why = expected
+        yield (
+            f"KV travels over the network within one machine, not by {name_of(kind)}: {why}",
+            "start both with --transport auto, as one user in one process namespace (in containers "
+            "pid: host), or leave it: gloo works",
+        )
 
 
 def _nccl_problems(prefill: WorkerRecord, decode: WorkerRecord) -> Iterator[Problem]:

@@ -393,10 +393,16 @@ def _shown(value: float | None, text: Callable[[float], str]) -> str | None:
     return None if value is None else text(value)
 
 
+def _transport(pair: top_view.PairLine) -> str | Text | None:
+    """What the link uses; a fallback with the transport that was to be expected."""
+    name, fallback = transport_name(pair.status.transport), pair.status.fallback
+    return Text(f"{name} ({fallback.partition(':')[0]})", "yellow") if fallback else name
+
+
 _PAIR_COLUMNS = (
     Column("prefill", lambda p: p.status.prefill, left=True),
     Column("decode", lambda p: p.status.decode, left=True),
-    Column("over", lambda p: transport_name(p.status.transport), left=True),
+    Column("over", _transport, left=True),
     Column("link", lambda p: _state_text(p.status.state), left=True),
     Column("KV/s", lambda p: _shown(p.rate("sent_bytes"), bytes_text), 1),
     Column("wire GB/s", lambda p: _shown(p.wire_gb_per_s, "{:.2f}".format), 3),

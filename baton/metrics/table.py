@@ -171,6 +171,10 @@ TABLE: tuple[Instrument, ...] = (
     Instrument("baton.kv.transfer.resends", COUNTER, "{transfer}", (PREFILL,),
         "Transfers that were done again from the start, of handoffs that arrived in the end.",
         ("transport",)),
+    Instrument("baton.kv.link.throughput", GAUGE, "By/s", (PREFILL,),
+        "Of each open link to a decode worker: the KV bytes it has sent by the time they were "
+        "moving; 0 before the first. fallback: yes where a faster transport was to be expected.",
+        ("peer", "transport", "fallback")),
     Instrument("baton.kv.transfer.failures", COUNTER, "{transfer}", (PREFILL,),
         "Handoffs that were not committed though their prompt was computed, by the error's name.",
         ("reason",)),

@@ -27,7 +27,7 @@ from baton.v1 import inference_pb2 as baton_dot_v1_dot_inference__pb2
 from baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/fleet.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\x12\n\x10GetStatusRequest\"\xae\x02\n\x0cRouterStatus\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\r\n\x05state\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0e\n\x06queued\x18\x06 \x01(\r\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x1a\n\x12registry_connected\x18\x08 \x01(\x08\x12\x0f\n\x07\x63luster\x18\t \x01(\t\x12\x0c\n\x04otlp\x18\n \x01(\t\x12&\n\x06\x63ounts\x18\x0b \x01(\x0b\x32\x16.baton.v1.RouterCounts\x12\"\n\x07latency\x18\x0c \x01(\x0b\x32\x11.baton.v1.Latency\x12%\n\x06\x65vents\x18\r \x03(\x0b\x32\x15.baton.v1.RouterEvent\"\xe5\x01\n\x0cRouterCounts\x12\x30\n\x05\x65nded\x18\x01 \x03(\x0b\x32!.baton.v1.RouterCounts.EndedEntry\x12\x0f\n\x07refused\x18\x02 \x01(\x04\x12\x0c\n\x04late\x18\x03 \x01(\x04\x12\x11\n\tfailovers\x18\x04 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x15\n\rcached_tokens\x18\x06 \x01(\x04\x12\x15\n\routput_tokens\x18\x07 \x01(\x04\x1a,\n\nEndedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"o\n\x07Latency\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x13\n\x0bttft_p50_ms\x18\x02 \x01(\x01\x12\x13\n\x0bttft_p95_ms\x18\x03 \x01(\x01\x12\x13\n\x0btpot_p50_ms\x18\x04 \x01(\x01\x12\x13\n\x0btpot_p95_ms\x18\x05 \x01(\x01\"\x84\x01\n\x0bRouterEvent\x12\x0f\n\x07time_ms\x18\x01 \x01(\x04\x12!\n\x04kind\x18\x02 \x01(\x0e\x32\x13.baton.v1.EventKind\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\r\n\x05times\x18\x04 \x01(\r\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x10\n\x08trace_id\x18\x06 \x01(\t\"s\n\x0cWorkerStatus\x12&\n\x06record\x18\x01 \x01(\x0b\x32\x16.baton.v1.WorkerRecord\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.baton.v1.Load\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x89\x01\n\x11GetStatusResponse\x12&\n\x06router\x18\x01 \x01(\x0b\x32\x16.baton.v1.RouterStatus\x12\'\n\x07workers\x18\x02 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12#\n\x05pairs\x18\x03 \x03(\x0b\x32\x14.baton.v1.PairStatus\"<\n\x0e\x45xplainRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.baton.v1.GenerateRequest\"\x8a\x02\n\tCandidate\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07refused\x18\x03 \x01(\t\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x05 \x01(\x01\x12\x14\n\x0cqueue_tokens\x18\x06 \x01(\x04\x12\x1d\n\x15prefill_cached_tokens\x18\x07 \x01(\r\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x08 \x01(\r\x12\x11\n\tsame_host\x18\t \x01(\x08\x12\r\n\x05score\x18\n \x01(\x01\x12\x17\n\x0f\x64\x65\x63ode_prefills\x18\x0b \x01(\x08\x12\x1b\n\x13handed_over_ttft_ms\x18\x0c \x01(\x01\"\x9b\x01\n\x0f\x45xplainResponse\x12\'\n\ncandidates\x18\x01 \x03(\x0b\x32\x13.baton.v1.Candidate\x12\x0f\n\x07refused\x18\x02 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_prefills\x18\x03 \x01(\x08\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x0e\n\x06queued\x18\x06 \x01(\r*p\n\tEventKind\x12\x1a\n\x16\x45VENT_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45VENT_KIND_FAILOVER\x10\x01\x12\x16\n\x12\x45VENT_KIND_REFUSAL\x10\x02\x12\x16\n\x12\x45VENT_KIND_FAILURE\x10\x03\x32\x94\x01\n\x0c\x46leetService\x12\x44\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x1b.baton.v1.GetStatusResponse\x12>\n\x07\x45xplain\x12\x18.baton.v1.ExplainRequest\x1a\x19.baton.v1.ExplainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/fleet.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x18\x62\x61ton/v1/inference.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\x12\n\x10GetStatusRequest\"\xae\x02\n\x0cRouterStatus\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\r\n\x05state\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x0e\n\x06queued\x18\x06 \x01(\r\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x1a\n\x12registry_connected\x18\x08 \x01(\x08\x12\x0f\n\x07\x63luster\x18\t \x01(\t\x12\x0c\n\x04otlp\x18\n \x01(\t\x12&\n\x06\x63ounts\x18\x0b \x01(\x0b\x32\x16.baton.v1.RouterCounts\x12\"\n\x07latency\x18\x0c \x01(\x0b\x32\x11.baton.v1.Latency\x12%\n\x06\x65vents\x18\r \x03(\x0b\x32\x15.baton.v1.RouterEvent\"\xc8\x02\n\x0cRouterCounts\x12\x30\n\x05\x65nded\x18\x01 \x03(\x0b\x32!.baton.v1.RouterCounts.EndedEntry\x12\x0f\n\x07refused\x18\x02 \x01(\x04\x12\x0c\n\x04late\x18\x03 \x01(\x04\x12\x11\n\tfailovers\x18\x04 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x05 \x01(\x04\x12\x15\n\rcached_tokens\x18\x06 \x01(\x04\x12\x15\n\routput_tokens\x18\x07 \x01(\x04\x12\x32\n\x06served\x18\x08 \x03(\x0b\x32\".baton.v1.RouterCounts.ServedEntry\x1a,\n\nEndedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0bServedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"o\n\x07Latency\x12\x10\n\x08requests\x18\x01 \x01(\r\x12\x13\n\x0bttft_p50_ms\x18\x02 \x01(\x01\x12\x13\n\x0bttft_p95_ms\x18\x03 \x01(\x01\x12\x13\n\x0btpot_p50_ms\x18\x04 \x01(\x01\x12\x13\n\x0btpot_p95_ms\x18\x05 \x01(\x01\"\x84\x01\n\x0bRouterEvent\x12\x0f\n\x07time_ms\x18\x01 \x01(\x04\x12!\n\x04kind\x18\x02 \x01(\x0e\x32\x13.baton.v1.EventKind\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\r\n\x05times\x18\x04 \x01(\r\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x10\n\x08trace_id\x18\x06 \x01(\t\"s\n\x0cWorkerStatus\x12&\n\x06record\x18\x01 \x01(\x0b\x32\x16.baton.v1.WorkerRecord\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.baton.v1.Load\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\"\x89\x01\n\x11GetStatusResponse\x12&\n\x06router\x18\x01 \x01(\x0b\x32\x16.baton.v1.RouterStatus\x12\'\n\x07workers\x18\x02 \x03(\x0b\x32\x16.baton.v1.WorkerStatus\x12#\n\x05pairs\x18\x03 \x03(\x0b\x32\x14.baton.v1.PairStatus\"<\n\x0e\x45xplainRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.baton.v1.GenerateRequest\"\x8a\x02\n\tCandidate\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\x12\x0f\n\x07refused\x18\x03 \x01(\t\x12\x0f\n\x07ttft_ms\x18\x04 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x05 \x01(\x01\x12\x14\n\x0cqueue_tokens\x18\x06 \x01(\x04\x12\x1d\n\x15prefill_cached_tokens\x18\x07 \x01(\r\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x08 \x01(\r\x12\x11\n\tsame_host\x18\t \x01(\x08\x12\r\n\x05score\x18\n \x01(\x01\x12\x17\n\x0f\x64\x65\x63ode_prefills\x18\x0b \x01(\x08\x12\x1b\n\x13handed_over_ttft_ms\x18\x0c \x01(\x01\"\x9b\x01\n\x0f\x45xplainResponse\x12\'\n\ncandidates\x18\x01 \x03(\x0b\x32\x13.baton.v1.Candidate\x12\x0f\n\x07refused\x18\x02 \x01(\t\x12\x17\n\x0f\x64\x65\x63ode_prefills\x18\x03 \x01(\x08\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x0e\n\x06queued\x18\x06 \x01(\r*p\n\tEventKind\x12\x1a\n\x16\x45VENT_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45VENT_KIND_FAILOVER\x10\x01\x12\x16\n\x12\x45VENT_KIND_REFUSAL\x10\x02\x12\x16\n\x12\x45VENT_KIND_FAILURE\x10\x03\x32\x94\x01\n\x0c\x46leetService\x12\x44\n\tGetStatus\x12\x1a.baton.v1.GetStatusRequest\x1a\x1b.baton.v1.GetStatusResponse\x12>\n\x07\x45xplain\x12\x18.baton.v1.ExplainRequest\x1a\x19.baton.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,30 +36,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ROUTERCOUNTS_ENDEDENTRY']._loaded_options = None
   _globals['_ROUTERCOUNTS_ENDEDENTRY']._serialized_options = b'8\001'
-  _globals['_EVENTKIND']._serialized_start=1657
-  _globals['_EVENTKIND']._serialized_end=1769
+  _globals['_ROUTERCOUNTS_SERVEDENTRY']._loaded_options = None
+  _globals['_ROUTERCOUNTS_SERVEDENTRY']._serialized_options = b'8\001'
+  _globals['_EVENTKIND']._serialized_start=1756
+  _globals['_EVENTKIND']._serialized_end=1868
   _globals['_GETSTATUSREQUEST']._serialized_start=106
   _globals['_GETSTATUSREQUEST']._serialized_end=124
   _globals['_ROUTERSTATUS']._serialized_start=127
   _globals['_ROUTERSTATUS']._serialized_end=429
   _globals['_ROUTERCOUNTS']._serialized_start=432
-  _globals['_ROUTERCOUNTS']._serialized_end=661
-  _globals['_ROUTERCOUNTS_ENDEDENTRY']._serialized_start=617
-  _globals['_ROUTERCOUNTS_ENDEDENTRY']._serialized_end=661
-  _globals['_LATENCY']._serialized_start=663
-  _globals['_LATENCY']._serialized_end=774
-  _globals['_ROUTEREVENT']._serialized_start=777
-  _globals['_ROUTEREVENT']._serialized_end=909
-  _globals['_WORKERSTATUS']._serialized_start=911
-  _globals['_WORKERSTATUS']._serialized_end=1026
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1029
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1166
-  _globals['_EXPLAINREQUEST']._serialized_start=1168
-  _globals['_EXPLAINREQUEST']._serialized_end=1228
-  _globals['_CANDIDATE']._serialized_start=1231
-  _globals['_CANDIDATE']._serialized_end=1497
-  _globals['_EXPLAINRESPONSE']._serialized_start=1500
-  _globals['_EXPLAINRESPONSE']._serialized_end=1655
-  _globals['_FLEETSERVICE']._serialized_start=1772
-  _globals['_FLEETSERVICE']._serialized_end=1920
+  _globals['_ROUTERCOUNTS']._serialized_end=760
+  _globals['_ROUTERCOUNTS_ENDEDENTRY']._serialized_start=669
+  _globals['_ROUTERCOUNTS_ENDEDENTRY']._serialized_end=713
+  _globals['_ROUTERCOUNTS_SERVEDENTRY']._serialized_start=715
+  _globals['_ROUTERCOUNTS_SERVEDENTRY']._serialized_end=760
+  _globals['_LATENCY']._serialized_start=762
+  _globals['_LATENCY']._serialized_end=873
+  _globals['_ROUTEREVENT']._serialized_start=876
+  _globals['_ROUTEREVENT']._serialized_end=1008
+  _globals['_WORKERSTATUS']._serialized_start=1010
+  _globals['_WORKERSTATUS']._serialized_end=1125
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1128
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1265
+  _globals['_EXPLAINREQUEST']._serialized_start=1267
+  _globals['_EXPLAINREQUEST']._serialized_end=1327
+  _globals['_CANDIDATE']._serialized_start=1330
+  _globals['_CANDIDATE']._serialized_end=1596
+  _globals['_EXPLAINRESPONSE']._serialized_start=1599
+  _globals['_EXPLAINRESPONSE']._serialized_end=1754
+  _globals['_FLEETSERVICE']._serialized_start=1871
+  _globals['_FLEETSERVICE']._serialized_end=2019
 # @@protoc_insertion_point(module_scope)

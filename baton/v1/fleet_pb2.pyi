@@ -56,8 +56,15 @@ class RouterStatus(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., registry_connected: bool = ..., cluster: _Optional[str] = ..., otlp: _Optional[str] = ..., counts: _Optional[_Union[RouterCounts, _Mapping]] = ..., latency: _Optional[_Union[Latency, _Mapping]] = ..., events: _Optional[_Iterable[_Union[RouterEvent, _Mapping]]] = ...) -> None: ...
 
 class RouterCounts(_message.Message):
-    __slots__ = ("ended", "refused", "late", "failovers", "prompt_tokens", "cached_tokens", "output_tokens")
+    __slots__ = ("ended", "refused", "late", "failovers", "prompt_tokens", "cached_tokens", "output_tokens", "served")
     class EndedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class ServedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +78,7 @@ class RouterCounts(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SERVED_FIELD_NUMBER: _ClassVar[int]
     ended: _containers.ScalarMap[str, int]
     refused: int
     late: int
@@ -78,7 +86,8 @@ class RouterCounts(_message.Message):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    def __init__(self, ended: _Optional[_Mapping[str, int]] = ..., refused: _Optional[int] = ..., late: _Optional[int] = ..., failovers: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
+    served: _containers.ScalarMap[str, int]
+    def __init__(self, ended: _Optional[_Mapping[str, int]] = ..., refused: _Optional[int] = ..., late: _Optional[int] = ..., failovers: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., served: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Latency(_message.Message):
     __slots__ = ("requests", "ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms", "tpot_p95_ms")

@@ -72,7 +72,7 @@ class CacheEvent(_message.Message):
     def __init__(self, stored: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ..., cleared: bool = ...) -> None: ...
 
 class PairStatus(_message.Message):
-    __slots__ = ("prefill", "decode", "transport", "state", "epoch", "sent_bytes", "sent_ms")
+    __slots__ = ("prefill", "decode", "transport", "state", "epoch", "sent_bytes", "sent_ms", "fallback")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class PairStatus(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     SENT_MS_FIELD_NUMBER: _ClassVar[int]
+    FALLBACK_FIELD_NUMBER: _ClassVar[int]
     prefill: str
     decode: str
     transport: _common_pb2.Transport
@@ -87,7 +88,8 @@ class PairStatus(_message.Message):
     epoch: int
     sent_bytes: int
     sent_ms: float
-    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., transport: _Optional[_Union[_common_pb2.Transport, str]] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., sent_ms: _Optional[float] = ...) -> None: ...
+    fallback: str
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., transport: _Optional[_Union[_common_pb2.Transport, str]] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., sent_ms: _Optional[float] = ..., fallback: _Optional[str] = ...) -> None: ...
 
 class WatchResponse(_message.Message):
     __slots__ = ("load", "state", "cache", "pairs")

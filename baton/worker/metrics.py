@@ -19,6 +19,7 @@ from baton.engine.runner import StepRunner
 from baton.errors import BatonError
 from baton.metrics.recorder import Attributes, Recorder
 from baton.v1 import worker_pb2
+from kvtransfer.pairing import name_of
 from kvtransfer.sender import TransferStats
 
 _RESERVATIONS = ("held", "started", "refused", "failed")
@@ -197,6 +198,23 @@ class WorkerMetrics:
                 "baton.engine.gpu.rows",
                 lambda: [(rows, {"kind": kind}) for kind, rows in runner.decode_rows.items()],
             )
+
+    def observe_links(self, pairs: Callable[[], Iterable[worker_pb2.PairStatus]]) -> None:
+        """Reads how fast each open link has been at every scrape from now on."""
+
+        def speeds() -> Iterator[tuple[float, Attributes]]:
+            for pair in pairs():
+                if pair.state == "OPEN":
+                    yield (
+                        pair.sent_bytes / pair.sent_ms * 1e3 if pair.sent_ms else 0.0,
+                        {
+                            "peer": pair.decode,
+                            "transport": name_of(pair.transport),
+                            "fallback": "yes" if pair.fallback else "no",
+                        },
+                    )
+
+        self._recorder.observe("baton.kv.link.throughput", speeds)
 
     def _drafted(self, drafts: int, right: int) -> None:
         self._recorder.count("baton.engine.draft_tokens", right, {"accepted": "yes"})

@@ -123,6 +123,7 @@ class Admission:
             tenant=tenant.name,
             ttft_target_s=request.ttft_target_ms / 1000 or self.ttft_target_s,
             resumed=resumed,
+            workers=frozenset(request.workers),
         )
 
     def enter(

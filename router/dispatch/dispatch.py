@@ -32,13 +32,13 @@ from baton.errors import (
     Unavailable,
 )
 from baton.log_format import about
-from baton.v1 import decode_pb2, prefill_pb2
+from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.admission.wait_queue import WaitQueue
 from router.dispatch.attempt import Attempt, Deliver
 from router.dispatch.request_state import RequestState
 from router.fleet.fleet import Fleet
 from router.fleet.member import Member
-from router.fleet.snapshot import AssignedPrompt
+from router.fleet.snapshot import AssignedPrompt, Snapshot
 from router.placement import placement
 from router.placement.cost_model import Estimate, PlacementRequest
 from router.placement.placement import Pair
@@ -157,6 +157,8 @@ class Dispatch:
         def pick(full: Set[str]) -> Pair:
             nonlocal missing
             snapshot = self._fleet.snapshot()
+            if state.request.workers:
+                return _pick_among(snapshot.only(state.request.workers), request, full)
             missing = snapshot.why_not_ready
             if not missing:
                 limit.reschedule(None)
@@ -287,6 +289,16 @@ class Dispatch:
         task.add_done_callback(self._cancels.discard)
 
 
+def _pick_among(snapshot: Snapshot, request: PlacementRequest, full: Set[str]) -> Pair:
+    """Of the few workers that a request names; it waits for none of them, as others would wait
+    behind it. Raises Unavailable."""
+    try:
+        return placement.pick(snapshot, request, full=full)
+    except (Overloaded, Unavailable) as error:
+        text = f"of the workers that the request names: {error}"
+        raise Unavailable(text, placement.RETRY_AFTER_S) from error
+
+
 def _is_retryable(error: BatonError, state: RequestState) -> bool:
     """Whether another attempt may succeed. A limit of a call or a worker is not the deadline."""
     if isinstance(error, DeadlineExceeded):
@@ -298,8 +310,7 @@ def _describe(
     span: Span, pair: Pair, reserved: decode_pb2.ReserveResponse, state: RequestState
 ) -> None:
     prefill = "" if reserved.started else pair.prefill.incarnation
-    state.route.prefill = prefill
-    state.route.decode = pair.decode.incarnation
+    state.route = common_pb2.Route(prefill=prefill, decode=pair.decode.incarnation)
     if not span.is_recording():
         return
     attributes: dict[str, str | int | float | bool] = {

@@ -41,6 +41,7 @@ class TokenizedRequest:
     resumed: tuple[int, ...] = ()  # output tokens that another stream has delivered
     # Its place in the fair queue; before it enters that, the first one.
     pending: PendingPrompt = field(default_factory=lambda: FairQueue().preview(Flow(""), 0.0))
+    workers: frozenset[str] = frozenset()  # that alone may serve it; empty: any
 
     @property
     def time_left_s(self) -> float:

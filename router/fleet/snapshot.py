@@ -188,6 +188,14 @@ class Snapshot:
             load.blocks_total,
         )
 
+    def only(self, names: Set[str]) -> Snapshot:
+        """Of these workers alone."""
+        prefill, decode = (
+            tuple(view for view in views if view.incarnation in names)
+            for views in (self.prefill, self.decode)
+        )
+        return Snapshot(prefill, decode, self.excluded_pairs, self.index)
+
     def _find_usable(self) -> None:
         numbers, split, rows = self.numbers, len(self.prefill), self.rows
         # By row of a prefill worker: rows, among decode's, that it is excluded from.

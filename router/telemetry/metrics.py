@@ -20,7 +20,6 @@ from baton.errors import (
 from baton.metrics.recorder import Attributes, Recorder
 from baton.slo import Slo
 from baton.v1 import common_pb2
-from router.dispatch.request_state import WAYS
 from router.fleet.circuit_breaker import Key
 from router.fleet.fleet import Fleet
 from router.frontend import GenerationService
@@ -51,7 +50,6 @@ class RouterMetrics(RequestListener):
         for name, label, values in (
             ("baton.breaker.ejections", "kind", ("worker", "pair")),
             ("baton.requests.refused", "cause", CAUSES),
-            ("baton.requests.served", "way", WAYS),
             ("baton.failovers", "reason", (Unavailable.__name__, DeadlineExceeded.__name__)),
         ):
             for value in values:
@@ -66,6 +64,11 @@ class RouterMetrics(RequestListener):
         observe("baton.requests.running", lambda: service.running)
         observe("baton.requests.queued", lambda: service.wait_queue.depth)
         observe("baton.tokens.output", lambda: service.stats.counts.output_tokens)
+        served = service.stats.counts.served
+        observe(
+            "baton.requests.served",
+            lambda: [(number, {"way": way}) for way, number in served.items()],
+        )
         observe("baton.workers", lambda: _workers(service.fleet))
         service.fleet.on_ejected = self._ejected
 
@@ -98,7 +101,6 @@ class RouterMetrics(RequestListener):
         elif outcome.error is not None:
             count("baton.requests.refused", 1, {"cause": _cause_of(record, outcome.error)})
         if outcome.status == OK and state is not None:
-            count("baton.requests.served", 1, {"way": state.way})
             self._record("gen_ai.server.request.duration", record, state.e2e_s)
             new_tokens = len(state.delivered) - len(state.request.resumed)
             if new_tokens > 1:

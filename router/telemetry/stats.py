@@ -20,7 +20,7 @@ from baton import rpc
 from baton.errors import BatonError, DeadlineExceeded
 from baton.log_format import about
 from baton.v1 import fleet_pb2
-from router.dispatch.request_state import RequestState
+from router.dispatch.request_state import WAYS, RequestState
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class RouterStats:
     """Counts of one router. Event-loop thread only."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.counts = fleet_pb2.RouterCounts()
+        self.counts = fleet_pb2.RouterCounts(served=dict.fromkeys(WAYS, 0))
         # What went wrong, oldest first; the same thing in a row is one event.
         self.events: deque[fleet_pb2.RouterEvent] = deque(maxlen=_MOST_EVENTS)
         self.listeners: tuple[RequestListener, ...] = ()
@@ -158,6 +158,7 @@ class RouterStats:
         if outcome.error is not None:
             self._failed(record, outcome)
         elif outcome.status == OK and state is not None:
+            counts.served[state.way] += 1
             timing, target_s = state.timing(), state.request.ttft_target_s
             counts.late += bool(target_s) and timing.ttft_ms > target_s * 1e3
             self._latencies.append((self._clock(), timing.ttft_ms, timing.tpot_ms))

@@ -82,17 +82,22 @@ async def test_health_and_reflection(clusters):
 
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 async def test_a_pair_uses_the_transport_the_doctor_reports(clusters, transport):
-    """And the doctor reports the workers' hardware: on a CPU torch's version and no GPU."""
+    """It hands KV over between the pair first, and says how fast that was. And it reports the
+    workers' hardware: on a CPU torch's version and no GPU."""
     cluster, _ = await clusters(**({"transport": "gloo"} if transport == "gloo" else {}))
     used = await as_json("generate", "x = [" * 40, "--target", cluster.address, "--max-tokens", "2")
     assert used["route"]["transport"] == transport
     closed = f"127.0.0.1:{ports.free()}"
-    report = await as_json("doctor", "--target", f"{closed},{cluster.address}")
+    report = await as_json("doctor", "--test", "--target", f"{closed},{cluster.address}")
     (pair,) = report["pairs"]
     assert (pair["transport"], pair["in_use"], pair["problems"]) == (transport, transport, [])
     assert bool(pair["not_possible"]) == (transport == "gloo")
-    (all_well,) = report["cluster"]
-    assert all_well["level"] == "ok"
+    assert pair["gb_per_s"] > 0 and pair["sent_bytes"] > 0
+    assert [(one["level"], one["subject"]) for one in report["cluster"]] == [
+        ("ok", "cluster"), ("ok", "handoff test"), ("ok", "requests")
+    ]  # fmt: skip
+    _, tested, requests = report["cluster"]
+    assert tested["text"].startswith("1 of 1 pairs") and "handed_over" in requests["text"]
     assert report["router"]["answers"] and report["router"]["state"] == "SERVING"
     assert [worker["role"] for worker in report["workers"]] == ["prefill", "decode"]
     for worker in report["workers"]:

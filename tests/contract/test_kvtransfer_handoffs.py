@@ -266,15 +266,17 @@ async def test_memory_that_cannot_be_opened_is_left_out_and_the_pair_uses_the_ne
         stats = await prefill.hand_over(decode.reserve("h", 4, 9), "h", slots(4, 1))
         assert (stats.transport, stats.resends) == ("gloo", 0)
         [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
-        assert warning.getMessage() == (
-            "link to decode d falls from cuda_ipc to gloo, because cuda_ipc: cannot open the"
-            " receiver's memory on no GPU: cuIpcOpenMemHandle_v2 failed with CUDA error 101,"
-            " invalid device ordinal (show every GPU of the machine to every worker)"
+        fallback = (
+            "not cuda_ipc: cuda_ipc: cannot open the receiver's memory on no GPU:"
+            " cuIpcOpenMemHandle_v2 failed with CUDA error 101, invalid device ordinal (show every"
+            " GPU of the machine to every worker)"
         )
+        assert warning.getMessage() == f"link to decode d uses gloo, {fallback}"
         prefill.links.remove(prefill.links._links["d"], quarantine=False)
         again = await prefill.hand_over(decode.reserve("i", 4, 9), "i", slots(4, 1))
         assert again.transport == "gloo"
         assert pairs(prefill) == [(3, "OPEN")]
+        assert [pair.fallback for pair in prefill.links.status()] == [fallback]
         assert sum(record.levelname == "WARNING" for record in caplog.records) == 1
     async with unopenable() as (prefill, decode):  # nothing else is left
         with pytest.raises(errors.TransferFailed, match="invalid device ordinal"):

@@ -426,7 +426,10 @@ STATUS = {
         }
         for role in ("prefill", "decode")
     ],
-    "pairs": [{"prefill": "prefill1", "decode": "decode1", "transport": None, "state": "OPEN"}],
+    "pairs": [{
+        "prefill": "prefill1", "decode": "decode1", "transport": None, "state": "OPEN",
+        "gb_per_s": None, "sent_bytes": 0, "fallback": "",
+    }],
 }  # fmt: skip
 HEAD = "role incarnation address pid state running queued tokens blocks: free cached held"
 
@@ -441,7 +444,7 @@ def test_status_as_table_and_json(client, capsys):
         "router r1 at h:7700 (pid 3): SERVING, model demo, cluster default",
         "requests: 2 running, 1 queued", "", f"{HEAD} quarantined all",
         "prefill prefill1 h:1 7 READY 0 0 0 0 0 0 0", "decode decode1 h:1 7 READY 0 0 0 0 0 0 0",
-        "", "prefill decode transport state", "prefill1 decode1 - OPEN",
+        "", "prefill decode transport state GB/s", "prefill1 decode1 - OPEN -",
     ]  # fmt: skip
     # Devices are shown where there is a GPU, reasons where a worker is not ready.
     changed["router"]["registry_connected"] = False
@@ -453,6 +456,8 @@ def test_status_as_table_and_json(client, capsys):
         (5, "  0  cpu          no heartbeat for 1.6 s"),
     ):  # fmt: skip
         assert lines[number].endswith(end)
+    changed["pairs"][0] |= {"transport": "gloo", "gb_per_s": 1.5, "fallback": "not shm: reason"}
+    assert "gloo       OPEN    1.5  not shm: reason" in status.render(changed)
     assert lines[-1].startswith("SILENT: is connected, but without a heartbeat")
     assert "no workers" in status.render({**STATUS, "workers": [], "pairs": []})
 

@@ -15,10 +15,11 @@ import pytest
 
 from baton import cli
 from baton.cli import doctor as command
-from baton.errors import ConfigError, KvMismatch
+from baton.client import Completion, Model, Route
+from baton.errors import BatonError, ConfigError, KvMismatch, TransferFailed, Unauthenticated
 from baton.local import doctor, etcd
 from baton.local.doctor import Finding
-from baton.local.doctor_cluster import check_cluster
+from baton.local.doctor_cluster import check_cluster, check_handoffs, check_requests
 from baton.local.ports import free
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 from baton.worker import nvidia_smi
@@ -159,6 +160,7 @@ def finding(level, subject, text, fix=""):
 
 
 PAIR = {"prefill": "p", "decode": "d", "transport": None, "link": None, "in_use": "gloo",
+        "gb_per_s": None,
         "problems": ["nothing fits"], "not_possible": {}}  # fmt: skip
 WORKER = {"role": "prefill", "incarnation": "p", "address": "h:1", "state": "READY",
           "device": "H100", "gpu": "GPU-a", "visible_gpus": ["GPU-a", "GPU-b"], "peer_gpus": [],
@@ -176,7 +178,7 @@ def test_a_report_is_shown_and_only_failures_exit_with_1(worst, exit_status, mon
         "pairs": [
             PAIR,
             {**PAIR, "not_possible": obstacles},
-            {**PAIR, "transport": "cuda_ipc", "link": "NV18"},
+            {**PAIR, "transport": "cuda_ipc", "link": "NV18", "gb_per_s": 12.5},
         ],
         "cluster": [finding("ok", "p → d", "many words")],
     }
@@ -188,9 +190,9 @@ def test_a_report_is_shown_and_only_failures_exit_with_1(worst, exit_status, mon
     counted = {"ok": "nothing is missing", "warn": "0 failed, 1 warning", "fail": "1 failed"}
     assert counted[worst] in shown.splitlines()[-1]
     assert "READY  H100         0 of 1  mlx5_0  nccl" in shown
-    assert "NONE                gloo    nothing fits" in shown
-    assert "NONE                gloo    cuda_ipc: they are apart; nccl: none offers it" in shown
-    assert "cuda_ipc over NV18  gloo    -" in shown
+    assert "NONE                gloo    -     nothing fits" in shown
+    assert "NONE                gloo    -     cuda_ipc: they are apart; nccl: none offers" in shown
+    assert "cuda_ipc over NV18  gloo    12.5  -" in shown
     assert "\n  ok    p → d  many words\n" in shown
 
 
@@ -225,14 +227,14 @@ def gpu(name, own, others="", host=HOST, *, peers=None, nccl="2.27.5", rdma=(), 
     return cpu(name, host, **{"transports": [CUDA_IPC, NCCL], "hardware": hardware, **fields})
 
 
-def check(*records, state="READY", used=None, registry=True):
-    """The pairs of a cluster of these workers, and what is found."""
-    link = worker_pb2.PairStatus(prefill="p", decode="d", transport=used or 0, state="OPEN")
+def check(*records, state="READY", registry=True, link=None):
+    """The pairs of a cluster of these workers, and what is found; `link` is that of p and d."""
+    link = link and worker_pb2.PairStatus(**{"prefill": "p", "decode": "d", "state": "OPEN"} | link)
     return check_cluster(
         fleet_pb2.GetStatusResponse(
             router=fleet_pb2.RouterStatus(registry_connected=registry),
             workers=[fleet_pb2.WorkerStatus(record=one, state=state) for one in records],
-            pairs=[link] if used else [],
+            pairs=[link] if link else [],
         )
     )
 
@@ -249,7 +251,7 @@ UNKNOWN: dict[str, Any] = {
     ("prefill", "decode", "transport", "finding"),
     [
         (cpu("p"), cpu("d"), "shm", ""),
-        (cpu("p", transports=[GLOO]), cpu("d"), "gloo", ""),
+        (cpu("p", transports=[GLOO]), cpu("d", transports=[GLOO]), "gloo", ""),
         (cpu("p"), cpu("d", ELSEWHERE), "gloo", ""),
         (gpu("p", "A", "B"), gpu("d", "B", "A"), "cuda_ipc", ""),
         (gpu("p", "A"), gpu("d", "A"), "cuda_ipc", ""),
@@ -268,9 +270,11 @@ UNKNOWN: dict[str, Any] = {
            "NCCL will use TCP sockets … → … /dev/infiniband") for rdma in ((), ("mlx5_0",))),
         # CPUs of one machine that use the network.
         (cpu("p"), cpu("d", CONTAINER), "gloo",
-         "within one machine: their process namespaces differ → run both as one user"),
+         "within one machine, not by shm: their process namespaces differ → … as one user"),
         (cpu("p"), cpu("d", OTHER_USER), "gloo",
-         "within one machine: they run as different users → run both as one user"),
+         "within one machine, not by shm: they run as different users → … as one user"),
+        (cpu("p", transports=[GLOO]), cpu("d"), "gloo",
+         "not by shm: the prefill worker does not offer it → start both with --transport auto"),
         (gpu("p", "A", **IB), gpu("d", "B", host=ELSEWHERE, nccl="2.26.2", **IB), "nccl",
          "NCCL 2.27.5 and 2.26.2 … → … one image"),
         (gpu("p", "A", **UNKNOWN), gpu("d", "B"), "nccl",
@@ -325,15 +329,90 @@ def test_problems_of_several_pairs():
 
 
 def test_links_that_could_be_faster_and_clusters_that_cannot_serve():
-    (pair,), (found,) = check(cpu("p"), cpu("d"), used=GLOO)
-    assert pair["in_use"] == "gloo" and "uses gloo, and shm is faster" in found.text
-    _, (found,) = check(cpu("p"), cpu("d"), used=SHM)
+    moved = {"transport": GLOO, "sent_bytes": 3_000_000, "sent_ms": 2.0}
+    (pair,), (found,) = check(cpu("p"), cpu("d"), link=moved)
+    assert (pair["in_use"], pair["gb_per_s"], pair["sent_bytes"]) == ("gloo", 1.5, 3_000_000)
+    assert "uses gloo, and shm is faster" in found.text
+    _, (found,) = check(cpu("p"), cpu("d"), link={**moved, "fallback": "not shm: it is full"})
+    assert (found.level, found.text) == ("warn", "the open link uses gloo, not shm: it is full")
+    (pair,), (found,) = check(cpu("p"), cpu("d"), link={"state": "EJECTED"})
+    assert pair["in_use"] is pair["gb_per_s"] is None and found.text.startswith("EJECTED: handoffs")
+    _, (found,) = check(cpu("p"), cpu("d"), link={**moved, "transport": SHM})
     assert found.level == "ok"
     missing = Finding("fail", "cluster", "has no decode worker", "start one: baton decode-worker")
     assert check(cpu("p")) == ([], [missing])
     _, findings = check(cpu("p"), cpu("d"), state="STALLED", registry=False)
     subjects = [(found.level, found.subject) for found in findings]
     assert subjects == [("warn", "registry"), ("warn", "p"), ("warn", "d")]
+
+
+class Cluster:
+    """What `baton.Client` answers: an explanation, and by pair a transport or an error."""
+
+    def __init__(self, explained=None, pairs=()):
+        self.explained, self.pairs = explained, dict(pairs)
+
+    def models(self, timeout):
+        return [Model("demo", 600, 300, False)]
+
+    def explain(self, prompt, **options):
+        if isinstance(self.explained, BatonError):
+            raise self.explained
+        plain = {"refused": "", "decode_prefills": False, "prompt_tokens": len(prompt)}
+        return {**plain, **self.explained}
+
+    def generate(self, prompt, workers, **options):
+        assert len(prompt) == 300 and max(prompt) < 300
+        if isinstance(found := self.pairs[workers], BatonError):
+            raise found
+        return Completion("", (5, 6), "length", route=Route(*workers, found, 1))
+
+
+@pytest.mark.parametrize(
+    ("served", "explained", "level", "text"),
+    [
+        ({}, None, "ok", "none has ended OK yet: `baton doctor --test`"),
+        ({"handed_over": 3, "local": 40}, None, "ok", "43 ended OK: 3 handed_over, 40 local"),
+        ({"prefill_only": 2}, None, "ok", "2 ended OK: 2 prefill_only"),
+        ({"local": 7}, {}, "ok",
+         "7 ended OK, and for none was KV handed over: 7 local; they were short or cached: a new "
+         "prompt of 300 tokens would be handed over"),
+        ({"cached": 1, "local": 7}, {"decode_prefills": True}, "warn",
+         "8 ended OK, and for none .*; decode would compute a new prompt of 300 tokens, too"),
+        ({"local": 7}, {"refused": "no prefill worker is ready"}, "warn",
+         ".* would wait or be refused: no prefill worker is ready"),
+        ({"local": 7}, Unauthenticated("no key"), "warn", ".*; why cannot be asked: no key"),
+    ],
+)  # fmt: skip
+def test_requests_that_are_not_handed_over_are_said_and_why(served, explained, level, text):
+    counts = fleet_pb2.RouterCounts(served={"handed_over": 0, **served})
+    status = fleet_pb2.GetStatusResponse(router=fleet_pb2.RouterStatus(counts=counts))
+    found = check_requests(Cluster(explained), status)
+    assert (found.level, found.subject) == (level, "requests")
+    assert re.match(text, found.text), found.text
+
+
+def test_a_handoff_between_each_pair_that_fails_is_a_failure():
+    """Workers that are not READY are left out."""
+    workers = [
+        fleet_pb2.WorkerStatus(record=one, state="STARTING" if one.incarnation == "p2" else "READY")
+        for one in (cpu("p1"), cpu("p2"), cpu("d1"), cpu("d2"), cpu("d3"))
+    ]
+    (none,) = check_handoffs(Cluster(), fleet_pb2.GetStatusResponse(workers=workers[1:]))
+    assert (none.level, none.text) == ("fail", "there is no pair of READY workers")
+    status = fleet_pb2.GetStatusResponse(workers=workers)
+    pairs: dict[tuple[str, str], Any] = {("p1", name): "shm" for name in ("d1", "d2", "d3")}
+    assert [(one.level, one.text) for one in check_handoffs(Cluster(pairs=pairs), status)] == [
+        ("ok", "3 of 3 pairs handed a prompt's KV over, and it was verified")
+    ]
+    pairs |= {("p1", "d2"): None, ("p1", "d3"): TransferFailed("the link was lost")}
+    assert [
+        (one.level, one.subject, one.text) for one in check_handoffs(Cluster(pairs=pairs), status)
+    ] == [
+        ("fail", "p1 → d2", "a request was served there without a handoff"),
+        ("fail", "p1 → d3", "a request fails there: the link was lost"),
+        ("warn", "handoff test", "1 of 3 pairs handed a prompt's KV over, and it was verified"),
+    ]
 
 
 OFFERS = [(CUDA_IPC, NCCL), (NCCL,), (CUDA_IPC,), (SHM, GLOO), (GLOO,)]

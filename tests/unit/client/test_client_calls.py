@@ -59,7 +59,7 @@ async def test_status(connect, serve):
     }  # fmt: skip
     # What only a newer version has a name for is shown as its number.
     newer = common_pb2.WorkerRecord(role=77, incarnation="n", blocks_total=50)
-    pair = {"prefill": "p", "decode": "d", "state": "OPEN"}
+    pair = {"prefill": "p", "decode": "d", "state": "OPEN", "fallback": "not so fast"}
     router = ScriptedRouter(HELLO)
     router.status = fleet_pb2.GetStatusResponse(
         router=fleet_pb2.RouterStatus(
@@ -74,7 +74,13 @@ async def test_status(connect, serve):
             fleet_pb2.WorkerStatus(record=newer, state="SILENT", reason="asleep"),
         ],
         pairs=[
-            worker_pb2.PairStatus(transport=common_pb2.TRANSPORT_SHM, epoch=1, **pair),
+            worker_pb2.PairStatus(
+                transport=common_pb2.TRANSPORT_SHM,
+                epoch=1,
+                sent_bytes=9_000_000,
+                sent_ms=4.0,
+                **pair,
+            ),
             worker_pb2.PairStatus(transport=80, **pair),
         ],
     )
@@ -92,7 +98,10 @@ async def test_status(connect, serve):
         "state": "READY", "reason": "", **load,
     }  # fmt: skip
     assert (unknown["role"], unknown["blocks_total"], unknown["reason"]) == ("77", 50, "asleep")
-    assert status["pairs"] == [{**pair, "transport": "shm"}, {**pair, "transport": "80"}]
+    assert status["pairs"] == [
+        {**pair, "transport": "shm", "sent_bytes": 9_000_000, "gb_per_s": 2.25},
+        {**pair, "transport": "80", "sent_bytes": 0, "gb_per_s": None},
+    ]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 
 from baton.errors import ConfigError, KvMismatch
 from baton.v1 import common_pb2
-from kvtransfer.pairing import Ends, apart, choose, differences
+from kvtransfer.pairing import Ends, apart, choose, differences, fallback
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import usable
 from tests.contract.kvtransfer_parts import make_pool
@@ -77,18 +77,39 @@ def test_the_fastest_common_one_is_chosen_or_the_refusal_says_why(offered, mine,
         assert choose(offered, mine, where) == chosen
 
 
+def worker(transports, host="a/1/0", gpu="", peers=()):
+    """A worker's record: what it offers, where it runs, its GPU and those that this one writes."""
+    hardware = common_pb2.Hardware(gpu=common_pb2.Gpu(uuid=gpu), peer_gpus=peers)
+    return common_pb2.WorkerRecord(transports=transports, host_id=host, hardware=hardware)
+
+
+ON_CPU, CONTAINER, ELSEWHERE = [SHM, GLOO], "a/2/0", "b/1/0"
+GPU_A, GPU_B = worker(ON_GPUS, gpu="GPU-a", peers=["GPU-b"]), worker(ON_GPUS, gpu="GPU-b")
+BLIND = worker(ON_GPUS, gpu="GPU-a")
+
+
 @pytest.mark.parametrize(
-    "where, warned",
+    "used, prefill, decode, expected",
     [
-        (NO_PEERS, True),
-        (OTHER_HOST, True),
-        (NEIGHBOURS, False),
-        (ends(apart=MACHINE, reachable=()), False),
+        (SHM, worker(ON_CPU), worker(ON_CPU), None),
+        (GLOO, worker(ON_CPU), worker([GLOO]), (SHM, "the decode worker does not offer it")),
+        (GLOO, worker([GLOO]), worker(ON_CPU), (SHM, "the prefill worker does not offer it")),
+        (GLOO, worker([GLOO]), worker([GLOO]), None),  # as both were told
+        (GLOO, worker(ON_CPU), worker(ON_CPU, CONTAINER), (SHM, NAMESPACE)),
+        (GLOO, worker(ON_CPU), worker(ON_CPU, ELSEWHERE), None),
+        (CUDA_IPC, GPU_A, GPU_B, None),
+        (NCCL, BLIND, GPU_B, (CUDA_IPC, "the sender's GPU cannot write to GPU-b")),
+        (NCCL, worker([NCCL], gpu="GPU-a"), worker([NCCL], gpu="GPU-b"),
+         (CUDA_IPC, "the sender's GPU cannot write to GPU-b")),
+        (NCCL, worker([NCCL], gpu="GPU-a", peers=["GPU-b"]), worker([NCCL], gpu="GPU-b"), None),
+        (NCCL, GPU_A, worker(ON_GPUS, CONTAINER, "GPU-b"), (CUDA_IPC, NAMESPACE)),
+        (NCCL, BLIND, worker(ON_GPUS, ELSEWHERE, "GPU-b"), None),
     ],
-)
-def test_nccl_without_a_direct_way_is_warned_of(where, warned, caplog):
-    assert choose([NCCL], ON_GPUS, where) == NCCL
-    assert ("show every GPU to every worker" in caplog.text) == warned
+)  # fmt: skip
+def test_a_slower_transport_than_two_workers_of_one_machine_should_have_is_a_fallback(
+    used, prefill, decode, expected
+):
+    assert fallback(used, prefill, decode) == expected
 
 
 def test_equal_descriptors_pass_and_every_difference_is_named():

@@ -21,7 +21,7 @@ from rich.console import Console
 from baton.local import top_view
 from baton.local.top import SORTS, Moment, View, blocks_bar, frame
 from baton.local.top_view import PolledRouter, WorkerLine
-from baton.v1 import fleet_pb2
+from baton.v1 import common_pb2, fleet_pb2
 from tests.waiting import eventually
 
 from .statuses import DECODE, Router, pair, polled, status, worker
@@ -103,6 +103,11 @@ def test_a_large_fleet_is_cut_to_the_terminals_height(height):
     assert f"… and {60 - shown} more workers" in drawn
     assert any("more pairs" in line for line in drawn)
     assert "event 8" in drawn[-6] and "event 3" in drawn[-1]
+
+
+def test_a_link_that_uses_a_slow_fallback_shows_what_was_to_be_expected():
+    link = pair(transport=common_pb2.TRANSPORT_GLOO, fallback="not shm: they run as other users")
+    assert lines(polled(status(link)))[-1].startswith("p0       d0      gloo (not shm)  OPEN")
 
 
 def test_routers_that_do_not_answer_are_named():

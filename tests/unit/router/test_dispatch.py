@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 
 import pytest
 
@@ -46,6 +47,20 @@ async def test_a_request_is_reserved_prefilled_and_decoded(cluster):
     assert (state.prefill_queue_ms, state.cached_tokens) == (3.0, 0)
     await cluster.dispatch.close()
     assert cluster.decodes[0].cancelled.empty(), "it has finished there"
+
+
+async def test_a_request_that_names_its_workers_runs_there_and_waits_for_no_room(cluster_of):
+    cluster = await cluster_of(prefill=2, decode=2, max_attempts=2)
+    for names in itertools.product(("p0", "p1"), ("d0", "d1")):
+        state = request_state(request_id="-".join(names), workers=frozenset(names))
+        assert await cluster.run(state) == (counting(5), LENGTH)
+        assert (state.route.prefill, state.route.decode) == names
+    cluster.decodes[0].reserves = [refuse] * 2
+    with pytest.raises(Unavailable, match=r"request names: no room .*d0"):
+        await cluster.run(request_state(workers=frozenset(("p0", "d0"))))
+    assert cluster.wait_queue.depth == 0
+    with pytest.raises(Unavailable, match="no decode worker is ready"):
+        await cluster.run(request_state(workers=frozenset(("p0", "gone"))))
 
 
 async def test_decode_that_started_by_itself_needs_no_prefill_worker(cluster):

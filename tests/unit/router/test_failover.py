@@ -15,6 +15,7 @@ from baton.errors import (
     TransferFailed,
     Unavailable,
 )
+from baton.v1 import common_pb2
 from router.fleet.heartbeat import LivenessConfig
 
 from .scripted_workers import (
@@ -199,6 +200,16 @@ async def test_a_stream_goes_on_at_another_decode_worker(cluster_of, fault):
     assert (state.failed_workers, state.final_route().decode) == ({"d0"}, "d1")
     assert_continued(cluster.decodes[1].requests[0], 3)
     decode.wake()
+
+
+async def test_the_route_tells_of_the_last_attempt_alone(cluster_of):
+    """Where that one needed no handoff, none is told of, though the one before it had one."""
+    cluster = await cluster_of(decode=2)
+    first, second = cluster.decodes
+    first.runs, second.reserves = [pauses(first, 2)], [second.accept_and_start]
+    state = await assert_goes_on(cluster, after={102: partial(aborts, cluster, first)})
+    assert state.final_route() == common_pb2.Route(decode="d1", attempts=2)
+    assert state.way == "local"
 
 
 async def silent(cluster, decode, request):

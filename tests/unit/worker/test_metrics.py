@@ -11,7 +11,7 @@ from baton.engine.blocks import CacheChanges
 from baton.engine.loop import Load, Progress, StepReport
 from baton.engine.runner import StepRunner
 from baton.errors import Stale
-from baton.v1 import worker_pb2
+from baton.v1 import common_pb2, worker_pb2
 from baton.worker.metrics import LoadTracker, WorkerMetrics, kind_of
 
 LOAD = Load(0, 0, 0, 8, 8, 0, 0, 0, 1, 0)
@@ -104,6 +104,21 @@ def test_a_prefill_worker_counts_transfers_and_without_a_price_no_cost():
     with pytest.raises(RuntimeError), metrics.transferring():
         raise RuntimeError("not a transfer's")
     metrics.observe_engine(worker_pb2.Load, StepRunner(None, None))
+    moved = {"sent_bytes": 3_000_000, "sent_ms": 2.0, "fallback": "not shm: it is full"}
+    metrics.observe_links(
+        lambda: [
+            worker_pb2.PairStatus(
+                decode="d0", transport=common_pb2.TRANSPORT_GLOO, state="OPEN", **moved
+            ),
+            worker_pb2.PairStatus(decode="d1", transport=common_pb2.TRANSPORT_SHM, state="OPEN"),
+            worker_pb2.PairStatus(decode="d2", state="QUARANTINED"),
+        ]
+    )
+    link = "baton_kv_link_throughput_bytes_per_second"
+    assert [line for line in page(metrics) if line.startswith(link)] == [
+        f'{link}{{fallback="yes",peer="d0",transport="gloo"}} 1.5e+09',
+        f'{link}{{fallback="no",peer="d1",transport="shm"}} 0',
+    ]
     throughput = "baton_kv_transfer_throughput_bytes_per_second"
     expected = {
         'baton_kv_transfer_io_bytes_total{transport="shm"} 3e+06',
