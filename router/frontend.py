@@ -267,10 +267,9 @@ class GenerationService:
     ) -> inference_pb2.TokenizeResponse:
         tenant = self.admission.tenants.of(caller.metadata)
         self.admission.check_model(request.model)
-        tenant.check(tokens=0)
-        tenant.charge(1, 0)
+        tenant.charge_request()
         token_ids = await self.admission.tokenize(request, self.fleet.snapshot().max_context)
-        tenant.charge(0, len(token_ids))
+        tenant.charge_tokens(len(token_ids))
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_context=self.max_context)
 
     def models(self, caller: Caller) -> list[inference_pb2.Model]:

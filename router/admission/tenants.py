@@ -24,6 +24,7 @@ from typing import Any, Self
 from baton.errors import ConfigError, InvalidRequest, Overloaded, RetryableError, Unauthenticated
 from baton.v1 import common_pb2
 from router.admission.fair_queue import FairQueue, Flow, PendingPrompt
+from router.shared_state import SharedState, Usage
 
 PRIORITIES = {
     "low": common_pb2.PRIORITY_LOW,
@@ -56,46 +57,68 @@ class TenantConfig:
 
 
 class TokenBucket:
-    """Refills at `per_minute` up to what `burst_s` seconds bring; infinite rates limit nothing."""
+    """Refills at `per_minute` up to what `burst_s` seconds bring; infinite rates limit nothing.
 
-    def __init__(self, per_minute: float, burst_s: float, clock: Clock = time.monotonic) -> None:
+    `state` holds what was spent and has not come back, and the time of that: zeros are a full
+    bucket. Buckets of several processes may have it in common.
+    """
+
+    def __init__(
+        self,
+        per_minute: float,
+        burst_s: float,
+        clock: Clock = time.monotonic,
+        state: memoryview | None = None,
+    ) -> None:
         self._per_s = per_minute / 60
         self.size = self._per_s * burst_s
         self._clock = clock
-        self._level = self.size
-        self._at = clock()
+        self._state = Usage().requests if state is None else state
+
+    @property
+    def level(self) -> float:
+        """What may be taken now; below 0 where more was taken than there was."""
+        return self.size - self._spent(self._clock())
 
     def wait_s(self, amount: float) -> float:
         """Seconds until `amount` fits, 0 if it does now; it must not exceed the bucket's size."""
-        missing = amount - self._refilled()
+        missing = amount - self.level
         return missing / self._per_s if missing > _ROUNDING else 0.0
 
     def take(self, amount: float) -> None:
-        """Charges; the level may become negative. A negative amount is given back."""
-        self._level = min(self.size, self._refilled() - amount)
-
-    def _refilled(self) -> float:
+        """Charges; more may be spent than fits. A negative amount is given back."""
         now = self._clock()
-        if now > self._at and self._level < self.size:
-            self._level = min(self.size, self._level + (now - self._at) * self._per_s)
-        self._at = now
-        return self._level
+        self._state[0], self._state[1] = max(0.0, self._spent(now) + amount), now
+
+    def _spent(self, now: float) -> float:
+        spent, at = self._state
+        return max(0.0, spent - (now - at) * self._per_s) if spent > 0 and now > at else spent
 
 
 class Tenant:
     """One tenant's limits and what of them is in use. Event-loop thread only."""
 
     def __init__(
-        self, config: TenantConfig, fair_queue: FairQueue, clock: Clock, *, salted: bool = True
+        self,
+        config: TenantConfig,
+        fair_queue: FairQueue,
+        clock: Clock,
+        usage: Usage,
+        *,
+        salted: bool = True,
     ) -> None:
         self.name = config.name
         self.config = config
         self.fair_queue = fair_queue
         self.flow = Flow(config.name, config.weight, PRIORITIES[config.priority])
         self._salted = salted
-        self.running = 0
-        self._requests = TokenBucket(config.requests_per_minute, config.burst_seconds, clock)
-        self._tokens = TokenBucket(config.tokens_per_minute, config.burst_seconds, clock)
+        self._usage = usage
+        self._requests = TokenBucket(
+            config.requests_per_minute, config.burst_seconds, clock, usage.requests
+        )
+        self._tokens = TokenBucket(
+            config.tokens_per_minute, config.burst_seconds, clock, usage.tokens
+        )
 
     def salt(self, cache_salt: str) -> str:
         """Isolates the tenant's cached prefixes, whatever salt the request has."""
@@ -124,10 +147,11 @@ class Tenant:
                 "sampling.max_tokens",
             )
         reserved = min(max_tokens, _RESERVED_OUTPUT)
-        self.check(choices, prompt_tokens + reserved * max(1, choices))
         requests = min(1, choices)
-        self.charge(requests, prompt_tokens + reserved)
-        self.running += 1
+        with self._usage.lock:
+            self._check(choices, prompt_tokens + reserved * max(1, choices))
+            self._charge(requests, prompt_tokens + reserved)
+            self._usage.add_running(1)
         prompt = self.fair_queue.add(self.flow, seconds_of_work, priority)
         return AdmissionLease(self, prompt, requests, prompt_tokens, reserved)
 
@@ -136,7 +160,29 @@ class Tenant:
 
         InvalidRequest where so many choices may never run at once.
         """
-        most, running = self.config.max_running, self.running
+        with self._usage.lock:
+            self._check(choices, tokens)
+
+    def charge_request(self) -> None:
+        """Takes a request that is not going to run; raises Overloaded at a limit."""
+        with self._usage.lock:
+            self._check(1, 0)
+            self._charge(1, 0)
+
+    def charge_tokens(self, tokens: int) -> None:
+        """Takes tokens, whether or not they are there."""
+        if tokens:
+            with self._usage.lock:
+                self._charge(0, tokens)
+
+    def leave(self, requests: int, tokens: int) -> None:
+        """A request has ended; so many requests and tokens are given back."""
+        with self._usage.lock:
+            self._usage.add_running(-1)
+            self._charge(-requests, -tokens)
+
+    def _check(self, choices: int, tokens: int | None) -> None:
+        most, running = self.config.max_running, self._usage.running
         if choices > most:
             raise InvalidRequest(
                 f"{choices} choices run at once and this tenant may run {most}: ask for fewer", "n"
@@ -148,8 +194,7 @@ class Tenant:
         if tokens is not None and (wait_s := self._tokens.wait_s(tokens)) > 0:
             raise Overloaded("this tenant's tokens a minute are used up", wait_s)
 
-    def charge(self, requests: int, tokens: int) -> None:
-        """Takes from both buckets, or gives back what is negative."""
+    def _charge(self, requests: int, tokens: int) -> None:
         self._requests.take(requests)
         self._tokens.take(tokens)
 
@@ -184,7 +229,7 @@ class AdmissionLease:
         if not self._began:
             self._began = True
             self._tenant.fair_queue.remove(self._prompt)
-        self._tenant.charge(0, max(0, count - self._reserved))
+        self._tenant.charge_tokens(max(0, count - self._reserved))
         self._reserved = max(0, self._reserved - count)
 
     def __enter__(self) -> Self:
@@ -192,17 +237,19 @@ class AdmissionLease:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         tenant = self._tenant
-        tenant.running -= 1
         tenant.fair_queue.remove(self._prompt)
         refused = isinstance(error, RetryableError) and not self._began
-        tenant.charge(-self._requests * refused, -self._reserved - self._prompt_tokens * refused)
+        tenant.leave(self._requests * refused, self._reserved + self._prompt_tokens * refused)
 
 
 class Tenants:
     """All tenants, by API key."""
 
     def __init__(
-        self, configs: Iterable[TenantConfig] | None = None, clock: Clock = time.monotonic
+        self,
+        configs: Iterable[TenantConfig] | None = None,
+        clock: Clock = time.monotonic,
+        shared: SharedState | None = None,
     ) -> None:
         """None is the one tenant that a router without a file has."""
         fair_queue = FairQueue(clock)
@@ -210,15 +257,24 @@ class Tenants:
         self._keyless: Tenant | None = None
         self._by_digest: list[tuple[bytes, Tenant]] = []
         for config in (TenantConfig(DEFAULT, keyless=True),) if configs is None else configs:
-            tenant = Tenant(config, fair_queue, clock, salted=not self._open)
+            usage = shared.usage(config.name) if shared and not self._open else Usage()
+            tenant = Tenant(config, fair_queue, clock, usage, salted=not self._open)
             if config.keyless:
                 self._keyless = tenant
             self._by_digest += [(digest, tenant) for digest in config.key_digests]
 
     @classmethod
-    def load(cls, path: Path | None, clock: Clock = time.monotonic) -> Tenants:
-        """From the file, or without one. Raises ConfigError naming file, tenant and field."""
-        return cls(None if path is None else _read(path), clock)
+    def load(
+        cls,
+        path: Path | None,
+        clock: Clock = time.monotonic,
+        shared: SharedState | None = None,
+    ) -> Tenants:
+        """From the file, or without one. Raises ConfigError naming file, tenant and field.
+
+        With `shared`, limits hold over all processes of this router together.
+        """
+        return cls(None if path is None else _read(path), clock, shared)
 
     def of(self, metadata: Metadata | None) -> Tenant:
         """The tenant whose key the call carries. Raises Unauthenticated."""
