@@ -34,8 +34,6 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
-# Without SO_REUSEPORT a second server on the same port fails at once instead of sharing it.
-SERVER_OPTIONS = [*OPTIONS, ("grpc.so_reuseport", 0)]
 
 _STATUS_DETAILS = "grpc-status-details-bin"
 _MAX_TEXT_BYTES = 1000  # of a status: metadata of more than 8 KiB may be refused by its receiver
@@ -97,13 +95,15 @@ def translated() -> Iterator[None]:
         raise error_of(rpc_error) from rpc_error
 
 
-def server() -> grpc.aio.Server:
+def server(shared: bool = False) -> grpc.aio.Server:
     """An asyncio server with our options, for which no port is open yet.
 
+    Unless its port is `shared` with other processes, one that is in use is an error at once.
     What a handler of it raises becomes the call's status; malformed requests are refused, and those
     of callers who may not call the method.
     """
-    return grpc.aio.server(options=SERVER_OPTIONS, interceptors=(_Translator(),))
+    options = [*OPTIONS, ("grpc.so_reuseport", int(shared))]
+    return grpc.aio.server(options=options, interceptors=(_Translator(),))
 
 
 def _set_status(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> None:

@@ -193,6 +193,8 @@ class GenerationService:
         self._deliveries: set[_Delivery] = set()  # of requests that run
         self.running = 0
         self.draining = False
+        # Calls that end the taking of connections, where a sibling takes them.
+        self.on_leave: list[Callable[[], None]] = []
         # Of an HTTP Accept header: (content type, body). For servers of /metrics beside us.
         self.metrics_page: Callable[[str], tuple[str, bytes]] = lambda accept: ("text/plain", b"")
 

@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 
+import grpc
 import uvloop
 
 from baton import slo, telemetry
 from baton.config import RouterConfig, model_path
+from baton.errors import InvalidRequest
 from baton.metrics.recorder import Recorder
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistry
@@ -30,6 +32,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
 from router.frontend import GenerationService
 from router.service import FleetServicer, InferenceServicer
+from router.shared_state import SharedState
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.tail_sampling import SamplingPolicy
 
@@ -43,20 +46,27 @@ _SERVICES = ("baton.v1.InferenceService", "baton.v1.FleetService")
 Frontend = Callable[[GenerationService], AbstractAsyncContextManager[None]]
 
 
-def run(config: RouterConfig, frontends: Sequence[Frontend] = ()) -> int:
-    """Runs one router until SIGTERM or SIGINT; 0. Raises ConfigError when it cannot begin."""
-    return uvloop.run(_run(config, frontends), loop_factory=EventLoop)
+def run(
+    config: RouterConfig, frontends: Sequence[Frontend] = (), shared: SharedState | None = None
+) -> int:
+    """Runs one router until SIGTERM or SIGINT; 0. Raises ConfigError when it cannot begin.
+
+    With `shared` it is one of several processes at the same ports.
+    """
+    return uvloop.run(_run(config, frontends, shared), loop_factory=EventLoop)
 
 
-async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
+async def _run(
+    config: RouterConfig, frontends: Sequence[Frontend], shared: SharedState | None
+) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     path = model_path(config.model)
     # Only a model with made-up weights may have no tokenizer.
     tokenizer = load_tokenizer(path, required=not config.random_weights)
-    tenants = Tenants.load(config.tenants_file)
-    server, address = bind(config.host, config.port)
+    tenants = Tenants.load(config.tenants_file, shared=shared)
+    server, address = bind(config.host, config.port, shared=shared is not None)
     name = {"service.instance.id": config.incarnation}
     trace = telemetry.setup("baton-router", config.otlp, name, config.trace_sample)
     async with contextlib.AsyncExitStack() as stack:
@@ -88,7 +98,7 @@ async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
         sampler = SamplingPolicy(trace, fleet, config.trace_slow_s, slos)
         # In this order: a trace that is kept may be an exemplar of a metric.
         dispatch.stats.listeners = (sampler, metrics)
-        service.metrics_page = recorder.render
+        service.metrics_page = recorder.render if shared is None else _no_page
         status = fleet_pb2.RouterStatus(
             incarnation=config.incarnation,
             address=address,
@@ -101,7 +111,8 @@ async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(service), server
         )
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(service, status), server)
+        operators = FleetServicer(service, status, shared)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(operators, server)
         health.add_to(server, _SERVICES)
         for ended in (sampler.close, dispatch.close, partial(server.stop, STOP_GRACE_S)):
             stack.push_async_callback(ended)
@@ -115,11 +126,19 @@ async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
         for frontend in frontends:
             await stack.enter_async_context(frontend(service))
         log.info("router %s at %s serves %s", config.incarnation, address, admission.model)
+        stack.push_async_callback(_cancelled, asyncio.create_task(operators.publish()))
         await stop.wait()
         readiness.cancel()
         await health.set(False)
-        await _drain(config.drain_s, service)
+        await _drain(config.drain_s, service, server if shared else None)
     return 0
+
+
+def _no_page(accept: str) -> tuple[str, bytes]:
+    raise InvalidRequest(
+        "several processes serve at this port, and a page would be one of theirs: scrape each "
+        "at its own port, from --metrics-port on"
+    )
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:
@@ -140,9 +159,19 @@ async def _follow_readiness(fleet: Fleet, health: Health) -> None:
         await changed.wait()
 
 
-async def _drain(drain_s: float, service: GenerationService) -> None:
-    """Takes nothing new; what runs may finish."""
+async def _drain(
+    drain_s: float, service: GenerationService, shared: grpc.aio.Server | None
+) -> None:
+    """Takes nothing new; what runs may finish.
+
+    Callers of a server that is `shared` are told to connect again: a sibling takes them.
+    """
     log.info("draining %d requests for at most %.0f s", service.running, drain_s)
+    if shared is not None:
+        for leave in service.on_leave:
+            leave()
+        leaving = asyncio.create_task(shared.stop(drain_s + STOP_GRACE_S), name="leave")
+        await asyncio.wait([leaving], timeout=0)
     service.draining = True
     try:
         async with asyncio.timeout(drain_s):

@@ -38,7 +38,7 @@ class Usage:
 
     def __init__(
         self,
-        values: memoryview | None = None,
+        values: memoryview[float] | None = None,
         process: int = 0,
         lock: AbstractContextManager[object] | None = None,
     ) -> None:

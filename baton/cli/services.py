@@ -78,6 +78,9 @@ def add_commands(commands: options.Commands) -> None:
             options.add_config_option(parser)
         if name in ("router", "prefill-worker", "decode-worker"):  # for the process that starts it
             parser.add_argument("--die-with-parent", type=int, help=argparse.SUPPRESS)
+        if name == "router":  # for one of several processes, from what starts them
+            parser.add_argument("--process-of", default="", help=argparse.SUPPRESS)
+            parser.add_argument("--process", type=int, default=0, help=argparse.SUPPRESS)
 
 
 def router_config(args: argparse.Namespace) -> RouterConfig:
@@ -153,6 +156,16 @@ def _run_router(args: argparse.Namespace) -> int:
     _follow_parent(args.die_with_parent)
     config = router_config(args)
     _log_to_stderr(config.log_level, config.log_format)
+    shared = None
+    if args.process_of:
+        from router.shared_state import SharedState
+
+        shared = SharedState(args.process_of, config.router_processes, args.process)
+    elif config.router_processes > 1:
+        require("router", *(("gateway",) if config.http_port else ()))
+        from baton.local import router_processes
+
+        return asyncio.run(router_processes.run(config))
     from baton import tls
     from router import main
 
@@ -162,8 +175,8 @@ def _run_router(args: argparse.Namespace) -> int:
     if config.http_port:
         from baton import gateway
 
-        frontends.append(gateway.frontend(config.host, config.http_port))
-    return main.run(config, frontends)
+        frontends.append(gateway.frontend(config.host, config.http_port, shared is not None))
+    return main.run(config, frontends, shared)
 
 
 def _run_worker(args: argparse.Namespace) -> int:

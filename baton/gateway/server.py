@@ -50,22 +50,22 @@ _CHUNK = 512  # body chunks of that size or more have their framing for free
 _RETRY_AFTER_S = 1.0
 
 
-def frontend(host: str, port: int) -> Frontend:
-    """HTTP at `host`:`port` for `router.main.run`.
+def frontend(host: str, port: int, shared: bool = False) -> Frontend:
+    """HTTP at `host`:`port`, perhaps `shared` with other processes, for `router.main.run`.
 
     Listens at once, so that a port in use is a ConfigError before anything has begun.
     """
-    listener = listen(host, port)
+    listener = listen(host, port, shared)
     return lambda service: serving(service, listener)
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, shared: bool = False) -> socket.socket:
     """A socket for `serving`; port 0 takes a free one. Raises ConfigError when it is taken."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         both = family == socket.AF_INET6  # "::" takes IPv4 too
         listener = socket.create_server(
-            address, family=family, backlog=_BACKLOG, dualstack_ipv6=both
+            address, family=family, backlog=_BACKLOG, dualstack_ipv6=both, reuse_port=shared
         )
         # Connections inherit it: without, a stream's second chunk waits for a delayed ACK.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -104,6 +104,7 @@ async def serving(service: GenerationService, listener: socket.socket) -> AsyncI
     server.lifespan = config.lifespan_class(config)
     # Not `server.serve()`: that takes the process's signals, which are the router's.
     await server.startup(sockets=[listener])
+    service.on_leave.extend(one.close for one in server.servers)
     ticking = asyncio.create_task(server.main_loop(), name="http")
     host, port = listener.getsockname()[:2]
     log.info("HTTP%s at %s:%d", "S" if config.ssl else "", host, port)

@@ -68,7 +68,7 @@ class TokenBucket:
         per_minute: float,
         burst_s: float,
         clock: Clock = time.monotonic,
-        state: memoryview | None = None,
+        state: memoryview[float] | None = None,
     ) -> None:
         self._per_s = per_minute / 60
         self.size = self._per_s * burst_s
