@@ -39,6 +39,7 @@ from router.telemetry.tail_sampling import SamplingPolicy
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
+_JOIN_S = 10.0
 _SERVICES = ("baton.v1.InferenceService", "baton.v1.FleetService")
 
 
@@ -66,7 +67,7 @@ async def _run(
     # Only a model with made-up weights may have no tokenizer.
     tokenizer = load_tokenizer(path, required=not config.random_weights)
     tenants = Tenants.load(config.tenants_file, shared=shared)
-    server, address = bind(config.host, config.port, shared=shared is not None)
+    bound = None if shared else bind(config.host, config.port)
     name = {"service.instance.id": config.incarnation}
     trace = telemetry.setup("baton-router", config.otlp, name, config.trace_sample)
     async with contextlib.AsyncExitStack() as stack:
@@ -99,19 +100,12 @@ async def _run(
         # In this order: a trace that is kept may be an exemplar of a metric.
         dispatch.stats.listeners = (sampler, metrics)
         service.metrics_page = recorder.render if shared is None else _no_page
-        status = fleet_pb2.RouterStatus(
-            incarnation=config.incarnation,
-            address=address,
-            pid=os.getpid(),
-            model=admission.model,
-            cluster=config.registry.cluster,
-            otlp=config.otlp or "",
-        )
+        server, address = bound or await _join(config, fleet, shared)
         health = Health()
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(service), server
         )
-        operators = FleetServicer(service, status, shared)
+        operators = FleetServicer(service, _what_stays(config, address, admission.model), shared)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(operators, server)
         health.add_to(server, _SERVICES)
         for ended in (sampler.close, dispatch.close, partial(server.stop, STOP_GRACE_S)):
@@ -132,6 +126,32 @@ async def _run(
         await health.set(False)
         await _drain(config.drain_s, service, server if shared else None)
     return 0
+
+
+async def _join(
+    config: RouterConfig, fleet: Fleet, shared: SharedState | None
+) -> tuple[grpc.aio.Server, str]:
+    """Listens beside siblings: while one of them can place requests, not before this process can.
+
+    Connections would come at once, and their requests would find no worker.
+    """
+    if shared and any(sibling.state == "SERVING" for sibling in shared.siblings()):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_JOIN_S):
+                while fleet.snapshot().why_not_ready:
+                    await fleet.changed.wait()
+    return bind(config.host, config.port, shared=True)
+
+
+def _what_stays(config: RouterConfig, address: str, model: str) -> fleet_pb2.RouterStatus:
+    return fleet_pb2.RouterStatus(
+        incarnation=config.incarnation,
+        address=address,
+        pid=os.getpid(),
+        model=model,
+        cluster=config.registry.cluster,
+        otlp=config.otlp or "",
+    )
 
 
 def _no_page(accept: str) -> tuple[str, bytes]:

@@ -53,10 +53,11 @@ _RETRY_AFTER_S = 1.0
 def frontend(host: str, port: int, shared: bool = False) -> Frontend:
     """HTTP at `host`:`port`, perhaps `shared` with other processes, for `router.main.run`.
 
-    Listens at once, so that a port in use is a ConfigError before anything has begun.
+    Listens at once, so that a port in use is a ConfigError before anything has begun; where it is
+    `shared` only once it serves: siblings take connections until then.
     """
-    listener = listen(host, port, shared)
-    return lambda service: serving(service, listener)
+    listener = None if shared else listen(host, port)
+    return lambda service: serving(service, listener or listen(host, port, shared))
 
 
 def listen(host: str, port: int, shared: bool = False) -> socket.socket:
@@ -104,7 +105,14 @@ async def serving(service: GenerationService, listener: socket.socket) -> AsyncI
     server.lifespan = config.lifespan_class(config)
     # Not `server.serve()`: that takes the process's signals, which are the router's.
     await server.startup(sockets=[listener])
-    service.on_leave.extend(one.close for one in server.servers)
+
+    def leave() -> None:
+        for one in server.servers:
+            one.close()
+        for connection in list(server.server_state.connections):
+            connection.shutdown()
+
+    service.on_leave.append(leave)
     ticking = asyncio.create_task(server.main_loop(), name="http")
     host, port = listener.getsockname()[:2]
     log.info("HTTP%s at %s:%d", "S" if config.ssl else "", host, port)
