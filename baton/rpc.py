@@ -33,6 +33,8 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A channel has its own connection: those of one process reach several processes at one port.
+    ("grpc.use_local_subchannel_pool", 1),
 ]
 
 _STATUS_DETAILS = "grpc-status-details-bin"
