@@ -151,7 +151,7 @@ async def test_processes_of_one_router_share_its_port_and_limits_and_one_is_kill
         await cluster.wait_ready(timeout_s=30.0)
         assert [cluster.processes[name].starts for name in sorted(each)] == [2, 1]
 
-        each = await of_each_process(cluster, stack)
+        each = await of_each_process(cluster, stack, retry=RetryPolicy(1))
         checks = (check(one, simulated, case) for one in each.values() for _ in "123")
         await asyncio.gather(*checks)
         await all_blocks_free(client)
