@@ -42,10 +42,14 @@ Starts a cluster of the built-in demo model, streams one completion, shows where
 cache moved and its trace, then stops everything. Exit status 0 only if all of it worked."""
 _ROUTER_TEXT = """\
 Takes requests (gRPC: baton.v1.InferenceService), places each on a prefill and a decode worker that
-it finds in etcd, and streams the answer. It keeps nothing: run as many as you like."""
+it finds in etcd, and streams the answer. It keeps nothing: run as many as you like. With
+--router-processes N it is N processes at the same ports, which are restarted when they end and hold
+tenants' limits together; their metrics are at N ports from --metrics-port on, and SIGHUP restarts
+them in turn."""
 _ROUTER_EXAMPLES = """\
   baton router --model /models/llama --etcd 10.0.0.5:2379 --host 0.0.0.0
-  baton router --etcd 10.0.0.5:2379 --http-port 7780    with OpenAI's HTTP API"""
+  baton router --etcd 10.0.0.5:2379 --http-port 7780    with OpenAI's HTTP API
+  baton router --etcd 10.0.0.5:2379 --router-processes 4 --metrics-port 9400    on four cores"""
 _PREFILL_TEXT = """\
 Runs prompts in chunks and hands their KV blocks to decode workers. Registers in etcd when the model
 is loaded and warmed up. SIGTERM drains: no new work, what runs is finished, exit status 0."""
