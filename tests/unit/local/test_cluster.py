@@ -133,6 +133,31 @@ def test_ports_follow_the_first_and_are_checked():
     assert len(set(ports.consecutive(host, 0, 50))) == 50
 
 
+def test_a_held_port_is_for_those_who_share_it_and_for_nobody_else():
+    def bound(shared):
+        socket_ = socket.socket()
+        socket_.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        socket_.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
+        socket_.bind((host, port))
+        socket_.listen()
+        return socket_
+
+    host = "127.7.7.7"
+    with ports.hold(host, 0) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"{host}:{port}: Address already in use"):
+            ports.hold(host, port)
+        with pytest.raises(OSError, match="Address already in use"):
+            bound(shared=False)
+        with bound(shared=True) as first, bound(shared=True) as second:
+            for _ in range(20):  # the held socket takes no connection
+                socket.create_connection((host, port), timeout=5.0).close()
+            first.accept()[0].close()
+            second.accept()[0].close()
+    with bound(shared=True), pytest.raises(ConfigError, match="already in use"):
+        ports.hold(host, port)  # another server shares it: it would take connections
+
+
 async def test_a_rolling_restart_takes_one_process_after_the_other(monkeypatch):
     """Each leaves by itself and is found again before the next has to go."""
     said: list[str] = []
