@@ -113,7 +113,7 @@ class ChildProcess:
         if self._process is not None and self._process.returncode is None:
             self._killed = self._killed or signum == signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signum)
+                os.kill(self._process.pid, signum)  # asyncio's own may reap it, unseen by `wait`
 
     async def stop(self, timeout_s: float) -> int:
         """SIGTERM, then after `timeout_s` SIGKILL for its whole process group; the exit status."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from baton import tls
 from baton.config import RouterConfig
 from baton.local import commands, ports
 from baton.local.process import ChildProcess
@@ -78,6 +79,8 @@ async def run(config: RouterConfig) -> int:
     SIGHUP restarts them one after the other. The exit status is 0 once all served. Raises
     ConfigError or Unavailable when they cannot start.
     """
+    tls.use_config(config, config.insecure)
+    tls.current().check_exposed(config.host)
     cancel_on_signals(log.info)
     hangup = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)

@@ -135,12 +135,7 @@ def test_ports_follow_the_first_and_are_checked():
 
 def test_a_held_port_is_for_those_who_share_it_and_for_nobody_else():
     def bound(shared):
-        socket_ = socket.socket()
-        socket_.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        socket_.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
-        socket_.bind((host, port))
-        socket_.listen()
-        return socket_
+        return socket.create_server((host, port), reuse_port=shared)
 
     host = "127.7.7.7"
     with ports.hold(host, 0) as held:
