@@ -44,8 +44,9 @@ class PolledRouter:
     @property
     def name(self) -> str:
         """Its address, and which process it is of several."""
-        several = self.last and self.siblings
-        return f"{self.address} {self.last.router.incarnation}" if several else self.address
+        if self.last is None or not self.siblings:
+            return self.address
+        return f"{self.address} {self.last.router.incarnation}"
 
     def rate(self, read: Callable[[Status], float | None]) -> float | None:
         """How fast a count grows, per second; None when it cannot be known now.
