@@ -33,8 +33,6 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # A channel has its own connection: those of one process reach several processes at one port.
-    ("grpc.use_local_subchannel_pool", 1),
 ]
 
 _STATUS_DETAILS = "grpc-status-details-bin"
@@ -213,13 +211,15 @@ def channel(
     """A channel with our options, of asyncio or `kind` grpc, with this process's credentials.
 
     What is called must be the cluster's process of that `role`; without one, the address's host.
+    Such a channel has a connection of its own, which any process at that address may get.
     """
     credentials = credentials or tls.current().of_client()
+    options = OPTIONS if role else [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
     if credentials is None:
-        return kind.insecure_channel(address, options=OPTIONS)
+        return kind.insecure_channel(address, options=options)
     name = f"{role}.{tls.DOMAIN}" if role else tls.current().server_name
     named = [("grpc.ssl_target_name_override", name)] if name else []
-    return kind.secure_channel(address, credentials, options=[*OPTIONS, *named])
+    return kind.secure_channel(address, credentials, options=[*options, *named])
 
 
 def _write_details(
