@@ -34,6 +34,8 @@ TTFT_HINT = "it is in seconds, 0.5 for 500 ms"
 # Helps of options that two processes declare.
 LOG_LEVEL_TEXT = "of log lines on stderr"
 DRAIN_TEXT = "for running requests to end after SIGTERM"
+ROUTER_PROCESSES_TEXT = "processes of each router, at the same ports: one for each core it may use"
+MAX_ROUTER_PROCESSES = 64
 NAME_TEXT = (
     "of this process in status, traces and logs, which append an id of its run to it "
     "(default: its role)"
@@ -479,6 +481,9 @@ class RouterConfig(RouterLimits, ServedModel, TlsConfig, ServiceConfig):
         str,
         many=True,
     )
+    router_processes: int = option(
+        1, "--router-processes N", ROUTER_PROCESSES_TEXT, least=1, most=MAX_ROUTER_PROCESSES
+    )
     name: str = option("", "--name NAME", NAME_TEXT)
     incarnation: str = field(default_factory=lambda: new_incarnation("router"))
 
@@ -507,6 +512,9 @@ class ClusterConfig(WorkerServiceConfig):
         most=19,
     )
     routers: int = option(1, "--routers N", "routers", least=1)
+    router_processes: int = option(
+        1, "--router-processes N", ROUTER_PROCESSES_TEXT, least=1, most=MAX_ROUTER_PROCESSES
+    )
     host: str = option("127.0.0.1", "--host", "address routers listen on", group="service")
     port: int = option(
         7700, "--port PORT", "the first router's port, others follow; 0 takes free ones"

@@ -161,8 +161,10 @@ class HttpExchange:
 Answer = Callable[[HttpExchange], Coroutine[Any, Any, None]]
 
 
-def listen(host: str, port: int, purpose: str, option: str) -> socket.socket:
-    """A socket for `serving`; port 0 takes a free one.
+def listen(
+    host: str, port: int, purpose: str, option: str, *, shared: bool = False
+) -> socket.socket:
+    """A socket for `serving`, perhaps of a port `shared` with processes; port 0 takes a free one.
 
     It listens at once, so that a port in use is a ConfigError, which names `option`, before
     anything has begun.
@@ -171,7 +173,7 @@ def listen(host: str, port: int, purpose: str, option: str) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         both = family == socket.AF_INET6  # "::" takes IPv4 too
         listener = socket.create_server(
-            address, family=family, backlog=_BACKLOG, dualstack_ipv6=both
+            address, family=family, backlog=_BACKLOG, dualstack_ipv6=both, reuse_port=shared
         )
         # Connections inherit it: without, a stream's second chunk waits for a delayed ACK.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -187,15 +189,18 @@ def listen(host: str, port: int, purpose: str, option: str) -> socket.socket:
 @contextlib.asynccontextmanager
 async def serving(
     answer: Answer, listener: socket.socket, max_connections: int
-) -> AsyncIterator[str]:
+) -> AsyncIterator[Port]:
     """Has every request answered while inside; at the end what is being answered may finish.
 
-    Gives the server's URL. A client that hangs up cancels its answer. Connections are at most so
-    many, and at most half of the files that the process may open.
+    A client that hangs up cancels its answer. Connections are at most so many, and at most half of
+    the files that the process may open.
     """
     max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    port = _Port(answer, min(max_connections, max_files // 2))
     credentials = tls.current()
+    host, number = listener.getsockname()[:2]
+    address = f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
+    url = f"{'https' if credentials.serves else 'http'}://{address}"
+    port = Port(url, answer, min(max_connections, max_files // 2))
     server = await asyncio.get_running_loop().create_server(
         lambda: Connection(port),
         sock=listener,
@@ -203,15 +208,12 @@ async def serving(
         ssl=credentials.context() if credentials.serves else None,
         ssl_handshake_timeout=HEADERS_TIMEOUT_S if credentials.serves else None,
     )
-    host, number = listener.getsockname()[:2]
-    address = f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
+    port.on_leave = server.close
     try:
-        yield f"{'https' if credentials.serves else 'http'}://{address}"
+        yield port
     finally:
-        server.close()
+        port.leave()
         listener.close()
-        for connection in tuple(port.connections):
-            connection.finish()
         await port.ended()
         for connection in tuple(port.connections):
             connection.transport.abort()  # which cancels its task
@@ -219,13 +221,21 @@ async def serving(
 
 
 @dataclass
-class _Port:
+class Port:
     """What the connections to one port share."""
 
+    url: str
     answer: Answer
     max_connections: int
     connections: set[Connection] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    on_leave: Callable[[], None] = lambda: None
+
+    def leave(self) -> None:
+        """Takes no connections any more, and closes each once what it asked is answered."""
+        self.on_leave()
+        for connection in tuple(self.connections):
+            connection.finish()
 
     async def ended(self) -> None:
         """Returns once all that is open now has ended, or after a moment."""
@@ -238,7 +248,7 @@ class Connection(asyncio.Protocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, port: _Port) -> None:
+    def __init__(self, port: Port) -> None:
         self._port = port
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)

@@ -36,8 +36,6 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
-# Without SO_REUSEPORT a second server on the same port fails at once instead of sharing it.
-SERVER_OPTIONS = [*OPTIONS, ("grpc.so_reuseport", 0)]
 
 _STATUS_DETAILS = "grpc-status-details-bin"
 _MAX_TEXT_BYTES = 1000  # of a status: metadata of more than 8 KiB may be refused by its receiver
@@ -105,13 +103,15 @@ def authorize_role(method: str, context: Any) -> None:
         raise errors.Unauthenticated(why)
 
 
-def server(authorize: Authorize = authorize_role) -> grpc.aio.Server:
+def server(authorize: Authorize = authorize_role, shared: bool = False) -> grpc.aio.Server:
     """An asyncio server with our options, for which no port is open yet.
 
+    Unless its port is `shared` with other processes, one that is in use is an error at once.
     What a handler of it raises becomes the call's status; malformed requests are refused, and those
     of callers for whom `authorize(method, context)` raises.
     """
-    return grpc.aio.server(options=SERVER_OPTIONS, interceptors=(_Translator(authorize),))
+    options = [*OPTIONS, ("grpc.so_reuseport", int(shared))]
+    return grpc.aio.server(options=options, interceptors=(_Translator(authorize),))
 
 
 def _set_status(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> None:
@@ -219,13 +219,15 @@ def channel(
     """A channel with our options, of asyncio or `kind` grpc, with this process's credentials.
 
     What is called must be the cluster's process of that `role`; without one, the address's host.
+    Such a channel has a connection of its own, which any process at that address may get.
     """
     credentials = credentials or tls.current().of_client()
+    options = OPTIONS if role else [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
     if credentials is None:
-        return kind.insecure_channel(address, options=OPTIONS)
+        return kind.insecure_channel(address, options=options)
     name = f"{role}.{tls.DOMAIN}" if role else tls.current().server_name
     named = [("grpc.ssl_target_name_override", name)] if name else []
-    return kind.secure_channel(address, credentials, options=[*OPTIONS, *named])
+    return kind.secure_channel(address, credentials, options=[*options, *named])
 
 
 def bearer(api_key: str | None) -> tuple[tuple[str, str], ...]:

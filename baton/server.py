@@ -20,16 +20,20 @@ from baton.errors import ConfigError
 
 
 def bind(
-    host: str, port: int, authorize: rpc.Authorize = rpc.authorize_role
+    host: str,
+    port: int,
+    authorize: rpc.Authorize = rpc.authorize_role,
+    shared: bool = False,
 ) -> tuple[grpc.aio.Server, str]:
     """A server, not started, and its host:port; port 0 takes a free one.
 
-    It takes TLS where this process has a certificate. Raises ConfigError when the port is taken, or
-    would be open to others without TLS.
+    It takes TLS where this process has a certificate. The port may be `shared` with processes of
+    the same user that share it, too. Raises ConfigError when it is taken, or would be open to
+    others without TLS.
     """
     credentials = tls.current()
     credentials.check_exposed(host)
-    server = rpc.server(authorize)
+    server = rpc.server(authorize, shared)
     wanted = f"{host}:{port}"
     try:
         if credentials.serves:

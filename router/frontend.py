@@ -193,6 +193,8 @@ class GenerationService:
         self._deliveries: set[_Delivery] = set()  # of requests that run
         self.running = 0
         self.draining = False
+        # Calls that end the taking of connections, where a sibling takes them.
+        self.on_leave: list[Callable[[], None]] = []
         # Of an HTTP Accept header: (content type, body). For servers of /metrics beside us.
         self.metrics_page: Callable[[str], tuple[str, bytes]] = lambda accept: ("text/plain", b"")
 
@@ -271,10 +273,9 @@ class GenerationService:
     ) -> inference_pb2.TokenizeResponse:
         tenant = self.admission.tenants.of(caller.metadata)
         self.admission.check_model(request.model)
-        tenant.check(tokens=0)
-        tenant.charge(1, 0)
+        tenant.charge_request()
         token_ids = await self.admission.tokenize(request, self.fleet.snapshot().max_context)
-        tenant.charge(0, len(token_ids))
+        tenant.charge_tokens(len(token_ids))
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_context=self.max_context)
 
     def models(self, caller: Caller) -> list[inference_pb2.Model]:

@@ -7,14 +7,17 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from typing import Any
 
+import grpc
 import uvloop
 
 from baton import slo, telemetry
 from baton.config import RouterConfig, model_path
+from baton.errors import InvalidRequest
 from baton.metrics.recorder import Recorder
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistry
@@ -29,12 +32,14 @@ from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
 from router.frontend import GenerationService
 from router.service import FleetServicer, InferenceServicer, authorize
+from router.shared_state import SharedState
 from router.telemetry.metrics import RouterMetrics
 from router.telemetry.tail_sampling import SamplingPolicy
 
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
+_JOIN_S = 10.0
 _SERVICES = ("baton.v1.InferenceService", "baton.v1.FleetService")
 
 
@@ -42,20 +47,28 @@ _SERVICES = ("baton.v1.InferenceService", "baton.v1.FleetService")
 Frontend = Callable[[GenerationService], AbstractAsyncContextManager[None]]
 
 
-def run(config: RouterConfig, frontends: Sequence[Frontend] = ()) -> int:
-    """Runs one router until SIGTERM or SIGINT; 0. Raises ConfigError when it cannot begin."""
-    return uvloop.run(_run(config, frontends), loop_factory=EventLoop)
+def run(
+    config: RouterConfig, frontends: Sequence[Frontend] = (), shared: SharedState | None = None
+) -> int:
+    """Runs one router until SIGTERM or SIGINT; 0. Raises ConfigError when it cannot begin.
+
+    With `shared` it is one of several processes at the same ports.
+    """
+    return uvloop.run(_run(config, frontends, shared), loop_factory=EventLoop)
 
 
-async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
+async def _run(
+    config: RouterConfig, frontends: Sequence[Frontend], shared: SharedState | None
+) -> int:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     path = model_path(config.model)
     # Only a model with made-up weights may have no tokenizer.
     tokenizer = load_tokenizer(path, required=not config.random_weights)
-    tenants = Tenants(config.tenants_file, admin_keys=config.admin_keys)
-    server, address = bind(config.host, config.port, partial(authorize, tenants))
+    tenants = Tenants(config.tenants_file, admin_keys=config.admin_keys, shared=shared)
+    listen = partial(bind, config.host, config.port, partial(authorize, tenants))
+    bound = None if shared else listen()
     name = {"service.instance.id": config.incarnation}
     trace = telemetry.setup("baton-router", config.otlp, name, config.trace_sample)
     async with contextlib.AsyncExitStack() as stack:
@@ -63,13 +76,11 @@ async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
         registry = EtcdRegistry(config.registry)
         stack.push_async_callback(registry.close)
         membership = await stack.enter_async_context(registry.watch())
-        reloading = asyncio.create_task(tenants.follow(), name="tenants")
-        stack.push_async_callback(_cancelled, reloading)
+        _run_within(stack, tenants.follow(), "tenants")
         liveness = LivenessConfig(config.silence_s, config.stall_s)
         fleet = Fleet(membership, config.incarnation, tokenizer.fingerprint, liveness)
-        following = asyncio.create_task(fleet.follow(), name="fleet")
+        following = _run_within(stack, fleet.follow(), "fleet")
         following.add_done_callback(lambda _: stop.set())  # a router is nothing without it
-        stack.push_async_callback(_cancelled, following)
         admission = Admission(
             config.served_name,
             tokenizer,
@@ -89,25 +100,18 @@ async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
         sampler = SamplingPolicy(trace, fleet, config.trace_slow_s, slos)
         # In this order: a trace that is kept may be an exemplar of a metric.
         dispatch.stats.listeners = (sampler, metrics)
-        service.metrics_page = recorder.render
-        status = fleet_pb2.RouterStatus(
-            incarnation=config.incarnation,
-            address=address,
-            pid=os.getpid(),
-            model=admission.model,
-            cluster=config.registry.cluster,
-            otlp=config.otlp or "",
-        )
+        service.metrics_page = recorder.render if shared is None else _no_page
+        server, address = bound or await _join(listen, fleet, shared)
         health = Health()
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(service), server
         )
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(service, status), server)
+        operators = FleetServicer(service, _what_stays(config, address, admission.model), shared)
+        fleet_pb2_grpc.add_FleetServiceServicer_to_server(operators, server)
         health.add_to(server, _SERVICES)
         for ended in (sampler.close, dispatch.close, partial(server.stop, STOP_GRACE_S)):
             stack.push_async_callback(ended)
-        readiness = asyncio.create_task(_follow_readiness(fleet, health), name="readiness")
-        stack.push_async_callback(_cancelled, readiness)
+        readiness = _run_within(stack, _follow_readiness(fleet, health), "readiness")
         await server.start()
         settle()
         if config.metrics_port is not None:
@@ -116,11 +120,54 @@ async def _run(config: RouterConfig, frontends: Sequence[Frontend]) -> int:
         for frontend in frontends:
             await stack.enter_async_context(frontend(service))
         log.info("router %s at %s serves %s", config.incarnation, address, admission.model)
+        _run_within(stack, operators.publish(), "status")
         await stop.wait()
         readiness.cancel()
         await health.set(False)
-        await _drain(config.drain_s, service)
+        await _drain(config.drain_s, service, server if shared else None)
     return 0
+
+
+async def _join(
+    listen: Callable[..., tuple[grpc.aio.Server, str]], fleet: Fleet, shared: SharedState | None
+) -> tuple[grpc.aio.Server, str]:
+    """Listens beside siblings: while one of them can place requests, not before this process can.
+
+    Connections would come at once, and their requests would find no worker.
+    """
+    if shared and any(sibling.state == "SERVING" for sibling in shared.siblings()):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_JOIN_S):
+                while fleet.snapshot().why_not_ready:
+                    await fleet.changed.wait()
+    return listen(shared=True)
+
+
+def _what_stays(config: RouterConfig, address: str, model: str) -> fleet_pb2.RouterStatus:
+    return fleet_pb2.RouterStatus(
+        incarnation=config.incarnation,
+        address=address,
+        pid=os.getpid(),
+        model=model,
+        cluster=config.registry.cluster,
+        otlp=config.otlp or "",
+    )
+
+
+def _no_page(accept: str) -> tuple[str, bytes]:
+    raise InvalidRequest(
+        "several processes serve at this port, and a page would be one of theirs: scrape each "
+        "at its own port, from --metrics-port on"
+    )
+
+
+def _run_within(
+    stack: contextlib.AsyncExitStack, work: Coroutine[Any, Any, None], name: str
+) -> asyncio.Task[None]:
+    """A task that ends with the stack."""
+    task = asyncio.create_task(work, name=name)
+    stack.push_async_callback(_cancelled, task)
+    return task
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:
@@ -141,9 +188,19 @@ async def _follow_readiness(fleet: Fleet, health: Health) -> None:
         await changed.wait()
 
 
-async def _drain(drain_s: float, service: GenerationService) -> None:
-    """Takes nothing new; what runs may finish."""
+async def _drain(
+    drain_s: float, service: GenerationService, shared: grpc.aio.Server | None
+) -> None:
+    """Takes nothing new; what runs may finish.
+
+    Callers of a server that is `shared` are told to connect again: a sibling takes them.
+    """
     log.info("draining %d requests for at most %.0f s", service.running, drain_s)
+    if shared is not None:
+        for leave in service.on_leave:
+            leave()
+        leaving = asyncio.create_task(shared.stop(drain_s + STOP_GRACE_S), name="leave")
+        await asyncio.wait([leaving], timeout=0)
     service.draining = True
     try:
         async with asyncio.timeout(drain_s):

@@ -9,10 +9,13 @@ from typing import Any, Self
 
 from baton import rpc, tls
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
+from baton.v1.common_pb2 import WorkerRecord
 from router.admission.tenants import Tenants
 from router.frontend import Caller, GenerationService, Unread
+from router.shared_state import SharedState
 
 _FOR_OPERATORS = ("/baton.v1.FleetService/", "/baton.v1.TraceService/", "/grpc.reflection.")
+_PUBLISH_S = 0.5
 _MOST_JOINED = 64  # tokens in a message of output that waited
 
 
@@ -106,17 +109,48 @@ class _Writer:
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     """The cluster as this router sees it."""
 
-    def __init__(self, service: GenerationService, router: fleet_pb2.RouterStatus) -> None:
-        """`router` has what does not change."""
+    def __init__(
+        self,
+        service: GenerationService,
+        router: fleet_pb2.RouterStatus,
+        shared: SharedState | None = None,
+    ) -> None:
+        """`router` has what does not change; `shared` is of a router of several processes."""
         self._service = service
         self._router = router
+        self._shared = shared
 
     async def GetStatus(
         self, request: fleet_pb2.GetStatusRequest, context: Any
     ) -> fleet_pb2.GetStatusResponse:
         """Workers, load and pairs as seen now."""
-        service, fleet = self._service, self._service.fleet
-        snapshot, stats = fleet.snapshot(), service.stats
+        snapshot = self._service.fleet.snapshot()
+        workers = [
+            fleet_pb2.WorkerStatus(record=w.record, load=w.load, state=w.state, reason=w.reason)
+            for w in (*snapshot.prefill, *snapshot.decode)
+        ]
+        return fleet_pb2.GetStatusResponse(
+            router=self._status(),
+            workers=workers,
+            pairs=self._service.fleet.pairs,
+            siblings=self._shared.siblings() if self._shared else (),
+        )
+
+    async def publish(self) -> None:
+        """Shows siblings and parent this process, where it has some, until cancelled."""
+        while self._shared is not None:
+            snapshot = self._service.fleet.snapshot()
+            workers = [
+                fleet_pb2.WorkerStatus(record=WorkerRecord(pid=w.record.pid), state=w.state)
+                for w in (*snapshot.prefill, *snapshot.decode)
+            ]
+            self._shared.publish(
+                fleet_pb2.GetStatusResponse(router=self._status(), workers=workers)
+            )
+            await asyncio.sleep(_PUBLISH_S)
+
+    def _status(self) -> fleet_pb2.RouterStatus:
+        service, fleet, stats = self._service, self._service.fleet, self._service.stats
         router = fleet_pb2.RouterStatus()
         router.CopyFrom(self._router)
         router.state = "NOT_SERVING" if service.why_not_ready else "SERVING"
@@ -126,11 +160,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         router.counts.CopyFrom(stats.counts)
         router.latency.CopyFrom(stats.latency())
         router.events.extend(stats.events)
-        workers = [
-            fleet_pb2.WorkerStatus(record=w.record, load=w.load, state=w.state, reason=w.reason)
-            for w in (*snapshot.prefill, *snapshot.decode)
-        ]
-        return fleet_pb2.GetStatusResponse(router=router, workers=workers, pairs=fleet.pairs)
+        return router
 
     async def Explain(
         self, request: fleet_pb2.ExplainRequest, context: Any

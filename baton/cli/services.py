@@ -50,10 +50,14 @@ Starts a cluster of the built-in demo model, streams one completion, shows where
 cache moved and its trace, then stops everything. Exit status 0 only if all of it worked."""
 _ROUTER_TEXT = """\
 Takes requests (gRPC: baton.v1.InferenceService), places each on a prefill and a decode worker that
-it finds in etcd, and streams the answer. It keeps nothing: run as many as you like."""
+it finds in etcd, and streams the answer. It keeps nothing: run as many as you like. With
+--router-processes N it is N processes at the same ports, which are restarted when they end and hold
+tenants' limits together; their metrics are at N ports from --metrics-port on, and SIGHUP restarts
+them in turn."""
 _ROUTER_EXAMPLES = """\
   baton router --model /models/llama --etcd 10.0.0.5:2379 --host 0.0.0.0
-  baton router --etcd 10.0.0.5:2379 --http-port 7780    with OpenAI's HTTP API"""
+  baton router --etcd 10.0.0.5:2379 --http-port 7780    with OpenAI's HTTP API
+  baton router --etcd 10.0.0.5:2379 --router-processes 4 --metrics-port 9400    on four cores"""
 _PREFILL_TEXT = """\
 Runs prompts in chunks and hands their KV blocks to decode workers. Registers in etcd when the model
 is loaded and warmed up. SIGTERM drains: no new work, what runs is finished, exit status 0."""
@@ -86,6 +90,9 @@ def add_commands(commands: options.Commands) -> None:
             options.add_config_option(parser)
         if name in ("router", "prefill-worker", "decode-worker"):  # for the process that starts it
             parser.add_argument("--die-with-parent", type=int, help=argparse.SUPPRESS)
+        if name == "router":  # for one of several processes, from what starts them
+            parser.add_argument("--process-of", default="", help=argparse.SUPPRESS)
+            parser.add_argument("--process", type=int, default=0, help=argparse.SUPPRESS)
 
 
 def router_config(args: argparse.Namespace) -> RouterConfig:
@@ -161,6 +168,16 @@ def _run_router(args: argparse.Namespace) -> int:
     _follow_parent(args.die_with_parent)
     config = router_config(args)
     _log_to_stderr(config.log_level, config.log_format)
+    shared = None
+    if args.process_of:
+        from router.shared_state import SharedState
+
+        shared = SharedState(args.process_of, config.router_processes, args.process)
+    elif config.router_processes > 1:
+        require("router", *(("gateway",) if config.http_port else ()))
+        from baton.local import router_processes
+
+        return asyncio.run(router_processes.run(config))
     from baton import tls
     from router import main
 
@@ -170,8 +187,8 @@ def _run_router(args: argparse.Namespace) -> int:
     if config.http_port:
         from baton import gateway
 
-        frontends.append(gateway.frontend(config.host, config.http_port))
-    return main.run(config, frontends)
+        frontends.append(gateway.frontend(config.host, config.http_port, shared=shared is not None))
+    return main.run(config, frontends, shared)
 
 
 def _run_worker(args: argparse.Namespace) -> int:

@@ -100,20 +100,27 @@ def _run_status(args: argparse.Namespace) -> int:
 def render(status: Mapping[str, Any]) -> str:
     """The object of `baton status --json` as text for people."""
     router, workers, pairs = status["router"], status["workers"], status["pairs"]
-    registry = "" if router["registry_connected"] else ", REGISTRY UNREACHABLE"
+    routers = [router, *status["siblings"]]  # processes at the same address
     lines = [
-        f"router {router['incarnation']} at {router['address']} (pid {router['pid']}): "
-        f"{router['state']}, model {router['model']}, cluster {router['cluster']}{registry}",
-        f"requests: {router['running']} running, {router['queued']} queued",
+        *(line for one in routers for line in _router_lines(one)),
         "",
         *(table(_worker_columns(workers), workers) or ["no workers"]),
     ]
     if pairs:
         slow = {"fallback": "a slow fallback"} if any(pair["fallback"] for pair in pairs) else {}
         lines += ["", *table({**_PAIR_COLUMNS, **slow}, pairs)]
-    shown = {row["state"] for row in (router, *workers, *pairs)}
+    shown = {row["state"] for row in (*routers, *workers, *pairs)}
     legend = [f"{state}: {meaning}" for state, meaning in _STATES.items() if state in shown]
     return "\n".join([*lines, "", *legend] if legend else lines)
+
+
+def _router_lines(router: Mapping[str, Any]) -> Sequence[str]:
+    registry = "" if router["registry_connected"] else ", REGISTRY UNREACHABLE"
+    return (
+        f"router {router['incarnation']} at {router['address']} (pid {router['pid']}): "
+        f"{router['state']}, model {router['model']}, cluster {router['cluster']}{registry}",
+        f"requests: {router['running']} running, {router['queued']} queued",
+    )
 
 
 def _worker_columns(workers: Sequence[Mapping[str, Any]]) -> Mapping[str, str]:

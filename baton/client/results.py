@@ -141,6 +141,7 @@ def status_of(response: fleet_pb2.GetStatusResponse) -> dict[str, Any]:
         "router": fields_of(response.router),
         "workers": [_worker(worker) for worker in response.workers],
         "pairs": [_pair(pair) for pair in response.pairs],
+        "siblings": [fields_of(router) for router in response.siblings],
     }
 
 

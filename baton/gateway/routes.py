@@ -34,17 +34,23 @@ _RETRY_AFTER_S = 1.0
 _MODEL = "/v1/models/"  # and a name
 
 
-def frontend(host: str, port: int) -> Frontend:
-    """HTTP at `host`:`port` for `router.main.run`. Raises ConfigError for a port in use."""
-    listener = http_server.listen(host, port, "HTTP", "--http-port")
-    return lambda service: serving(service, listener)
+def frontend(host: str, port: int, *, shared: bool = False) -> Frontend:
+    """HTTP at `host`:`port`, perhaps `shared` with other processes, for `router.main.run`.
+
+    Listens at once, so that a port in use is a ConfigError before anything has begun; where it is
+    `shared` only once it serves: siblings take connections until then.
+    """
+    listen = partial(http_server.listen, host, port, "HTTP", "--http-port", shared=shared)
+    listener = None if shared else listen()
+    return lambda service: serving(service, listener or listen())
 
 
 @contextlib.asynccontextmanager
 async def serving(service: GenerationService, listener: socket.socket) -> AsyncIterator[None]:
     """The API over one service, while inside."""
-    async with http_server.serving(App(service), listener, MAX_CONNECTIONS) as url:
-        log.info("HTTP at %s", url)
+    async with http_server.serving(App(service), listener, MAX_CONNECTIONS) as port:
+        log.info("HTTP at %s", port.url)
+        service.on_leave.append(port.leave)
         yield
 
 

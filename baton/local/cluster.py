@@ -10,15 +10,12 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
 
 import grpc
 
@@ -29,6 +26,8 @@ from baton.local import certs, commands, ports, resources
 from baton.local.etcd import EmbeddedEtcd
 from baton.local.model_check import check_model
 from baton.local.process import ChildProcess, cancelled
+from baton.local.router_processes import RouterProcess, SharedPorts
+from baton.local.supervisor import Supervisor
 from baton.registry import EtcdRegistry, Membership
 from baton.registry.backoff import Backoff
 from baton.v1 import fleet_pb2, fleet_pb2_grpc
@@ -37,15 +36,11 @@ from baton.v1.common_pb2 import WORKER_STATE_READY, WorkerRecord
 log = logging.getLogger(__name__)
 
 _GPU_START_S = 900.0  # a large model's weights come from a disk, and kernels are compiled
-_STOP_GRACE_S = 3.0  # beyond the drain time, before SIGKILL
-_RESTART_GRACE_S = 15.0  # the same where no user waits at a terminal
 _STATUS_S = 5.0
 _LOOK_S = 0.2  # at most between two looks at a router
-_FIRST_DELAY_S, _LAST_DELAY_S = 0.5, 10.0
-_HEALTHY_S = 10.0  # a process that was ready for this long starts again as if for the first time
 
 
-class LocalCluster:
+class LocalCluster(Supervisor):
     """Starts, supervises, restarts and stops the processes of `config`.
 
     `say` gets a line whenever something happens; `on_line` each output line of a process, with its
@@ -65,8 +60,14 @@ class LocalCluster:
         env: Mapping[str, str] = MappingProxyType({}),
         start_timeout_s: float = 120.0,
     ) -> None:
+        super().__init__(
+            say=say,
+            shows_output=on_line is not None,
+            restart=config.restart,
+            drain_s=config.drain_s,
+            start_timeout_s=start_timeout_s,
+        )
         self.config = config
-        self.processes: dict[str, ChildProcess] = {}
         self.addresses: tuple[str, ...] = ()  # host:port of each router
         self.http_addresses: tuple[str, ...] = ()  # the same for HTTP; empty where it is off
         self.metrics: dict[str, str] = {}  # host:port by process name, where metrics are served
@@ -77,17 +78,11 @@ class LocalCluster:
         self.etcd: EmbeddedEtcd | None = None  # the cluster's own; None when it uses another
         self.etcd_address = ""  # host:port
         self.membership: Membership  # the workers that etcd lists
-        self._say = say
         self._on_line = on_line
         self._programs = programs
         self._extra_args = extra_args
         self._env = env
-        self._start_timeout_s = start_timeout_s
-        self._supervisors: dict[str, asyncio.Task[None]] = {}  # what keeps each process running
-        self._changed = asyncio.Event()  # a process became ready, or ended
-        self._starting = True  # the cluster: a process that ends now is a failed start
-        self._stack = AsyncExitStack()  # etcd, and the connection to it
-        self._stop: asyncio.Task[None] | None = None
+        self._all_routers: dict[str, str | RouterProcess] = {}  # where each is asked, by name
 
     @property
     def address(self) -> str:
@@ -102,17 +97,6 @@ class LocalCluster:
     def targets(self) -> str:
         """All routers, as the SDK takes them."""
         return ",".join(self.addresses)
-
-    async def __aenter__(self) -> Self:
-        try:
-            await self._start()
-        except BaseException:
-            await self.stop()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
 
     async def wait_ready(self, timeout_s: float | None = None) -> None:
         """Returns once every router can use every worker; raises DeadlineExceeded.
@@ -134,9 +118,6 @@ class LocalCluster:
                 f"the cluster was not ready after {timeout_s:g} s; missing: {missing}"
             ) from None
 
-    def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
-        self.processes[name].signal(signum)
-
     async def add_worker(self, role: str, share: resources.Share | None = None) -> str:
         """Starts one more "prefill" or "decode" worker, by default unpinned; returns its name."""
         name = f"{role}-{sum(process.role == role for process in self.processes.values())}"
@@ -145,69 +126,8 @@ class LocalCluster:
         args = commands.worker(
             self.config, self.etcd_address, role, share, metrics_port, self.certs
         )
-        await self._launch(name, role, args)
+        await self._start_process(name, role, args)
         return name
-
-    async def start_again(self, name: str) -> None:
-        """Starts a process that does not run, and keeps it running from now on."""
-        process = self.processes[name]
-        await cancelled(self._supervisors.get(name))
-        process.wanted = True
-        await process.start()
-        self._supervisors[name] = asyncio.create_task(
-            self._supervise(process), name=f"supervisor of {name}"
-        )
-
-    async def restart(self, name: str) -> int:
-        """Drains a process and starts it again; returns how the old run ended: 0 after a drain.
-
-        When it returns the process serves, and every router has found a restarted worker. Raises
-        DeadlineExceeded or Unavailable when it does not come back.
-        """
-        process = self.processes[name]
-        ran = process.running
-        self._say(f"{name} restarting…" if ran else f"{name} starting again…")
-        await cancelled(self._supervisors[name])  # this end is requested
-        status = await process.stop(self.config.drain_s + _RESTART_GRACE_S)
-        await self.start_again(name)
-        if ran and status:
-            self._say(f"warning: {name} did not drain: it ended with status {status}")
-        try:
-            async with asyncio.timeout(self._start_timeout_s):
-                await self._until(lambda: process.is_ready or not process.wanted)
-                if not process.wanted:
-                    raise Unavailable(process.failure)
-                if process.role != "router":
-                    for address in self._routers.values():
-                        await router_sees(address, {process.pid}, *self._access)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"{name} is not back after {self._start_timeout_s:g} s"
-            ) from None
-        return status
-
-    async def rolling_restart(self) -> dict[str, int]:
-        """Restarts routers and workers, each when the one before serves again; see `restart`."""
-        return {name: await self.restart(name) for name in list(self.processes)}
-
-    async def stop(self) -> None:
-        """Stops router, workers and etcd, in this order; every wait is bounded. Safe to repeat.
-
-        A caller that is cancelled leaves at once, after the processes have been killed.
-        """
-        if self._stop is None:
-            self._stop = asyncio.create_task(self._stop_all())
-        try:
-            await asyncio.shield(self._stop)
-        except asyncio.CancelledError:
-            self.kill_all()
-            await self._stop
-            raise
-
-    def kill_all(self) -> None:
-        """SIGKILL to every process that still runs; a `stop` in progress then ends at once."""
-        for process in self.processes.values():
-            process.kill()
 
     async def _start(self) -> None:
         config = self.config
@@ -230,7 +150,21 @@ class LocalCluster:
             self._start_timeout_s = max(self._start_timeout_s, _GPU_START_S)
         for number, (port, http_port) in enumerate(zip(found, http_ports, strict=True)):
             name = "router" if config.routers == 1 else f"router-{number}"
-            metrics_port = self._metrics_port(name, config.host)
+            await self._start_router(name, port, http_port)
+        for name, share in zip(names, shares, strict=True):
+            await self.add_worker(name.partition("-")[0], share)
+        await self.wait_ready()
+
+    async def _start_router(self, name: str, port: int, http_port: int) -> None:
+        """Starts one router, of as many processes as it has."""
+        config, processes = self.config, self.config.router_processes
+        names, shared = [name], None
+        if processes > 1:
+            names = [f"{name}-{number}" for number in range(processes)]
+            shared = SharedPorts(config.host, port, http_port, processes)
+            self._stack.callback(shared.close)
+        for number, each in enumerate(names):
+            metrics_port = self._metrics_port(each, config.host)
             args = commands.router(
                 config,
                 self.etcd_address,
@@ -240,11 +174,12 @@ class LocalCluster:
                 self.certs,
                 self._api_key,
             )
-            await self._launch(name, "router", args)
-        for name, share in zip(names, shares, strict=True):
-            await self.add_worker(name.partition("-")[0], share)
-        await self.wait_ready()
-        self._starting = False
+            if shared is None:
+                self._all_routers[each] = f"{config.host}:{port}"
+                await self._start_process(each, "router", args)
+            else:
+                one = self._all_routers[each] = shared.process(number)
+                await self._start_process(each, "router", [*args, *one.args], one.forget)
 
     def _use_tls(self) -> None:
         """Makes certificates; this process calls the others as the cluster's administrator."""
@@ -270,69 +205,41 @@ class LocalCluster:
         self._stack.push_async_callback(registry.close)
         self.membership = await self._stack.enter_async_context(registry.watch())
 
-    async def _launch(self, name: str, role: str, args: Sequence[str]) -> None:
+    async def _start_process(
+        self,
+        name: str,
+        role: str,
+        args: Sequence[str],
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         program = self._programs.get(name) or self._programs.get(role) or commands.PROGRAM
         extra = [*self._extra_args.get(role, ()), *self._extra_args.get(name, ())]
         argv = [*program, *args, "--name", name, *extra]
         on_line = partial(self._on_line, name) if self._on_line else lambda line: None
-        self.processes[name] = ChildProcess(name, role, argv, self._env, on_line)
-        await self.start_again(name)
+        await self._launch(ChildProcess(name, role, argv, self._env, on_line, on_end))
         what = "starting…" if role == "router" else f"loading model {self.config.engine.model}…"
         self._say(f"{name} {what}")
 
-    async def _supervise(self, process: ChildProcess) -> None:
-        """Starts it again whenever it ends, after a delay that doubles until it served a while."""
-        failures = 0
-        while True:
-            noting = asyncio.create_task(self._note_ready(process))
-            try:
-                await process.wait()
-            finally:
-                await cancelled(noting)
-            # Counted from ready, not from the start: a large model may take minutes to load.
-            healthy = process.ready_at and time.monotonic() - process.ready_at >= _HEALTHY_S
-            failures = 1 if healthy else failures + 1
-            process.wanted = self.config.restart and not self._starting
-            self._changed.set()
-            if self._starting:
-                return
-            if not process.wanted:
-                self._say(process.failure)
-                return
-            delay_s = restart_delay_s(failures)
-            self._say(f"{process.failure}; starting it again in {delay_s:g} s")
-            await asyncio.sleep(delay_s)
-            await process.start()
-
-    async def _note_ready(self, process: ChildProcess) -> None:
+    async def _serves(self, process: ChildProcess) -> str:
         if process.role == "router":
-            address = self._routers[process.name]
-            await router_serving(address, *self._access)
-            what = f"serving after {process.age_s:.1f} s ({address}, pid {process.pid})"
-        else:
-            ready = await workers_ready(self.membership, lambda: {process.pid})
-            record = ready[process.pid]
-            where = f"{record.address}, pid {record.pid}, {record.blocks_total} KV blocks"
-            what = f"ready in {process.age_s:.1f} s as {record.incarnation} ({where})"
-        process.ready_at = time.monotonic()
-        self._changed.set()
-        self._say(f"{process.name} {what}")
+            router = self._all_routers[process.name]
+            await router_serving(router, *self._access)
+            address = router if isinstance(router, str) else router.address
+            return f"serving after {process.age_s:.1f} s ({address}, pid {process.pid})"
+        ready = await workers_ready(self.membership, lambda: {process.pid})
+        record = ready[process.pid]
+        where = f"{record.address}, pid {record.pid}, {record.blocks_total} KV blocks"
+        return f"ready in {process.age_s:.1f} s as {record.incarnation} ({where})"
 
-    async def _until(self, is_so: Callable[[], bool]) -> None:
-        """Returns when it is so; raises Unavailable if a process ends while the cluster starts."""
-        while True:
-            failed = next((p for p in self.processes.values() if not p.wanted), None)
-            if failed and self._starting:
-                # What it wrote is not repeated where it was shown.
-                log = "" if self._on_line else f"; its last lines:\n{failed.log_tail()}"
-                raise Unavailable(failed.failure + log)
-            if is_so():
-                return
-            self._changed.clear()
-            await self._changed.wait()
+    async def _is_back(self, process: ChildProcess) -> None:
+        if process.role != "router":
+            for router in self._routers.values():
+                await router_sees(router, {process.pid}, *self._access)
 
-    def _wanted(self) -> list[ChildProcess]:
-        return [process for process in self.processes.values() if process.wanted]
+    def _groups(self) -> Sequence[Sequence[ChildProcess]]:
+        """Routers before workers."""
+        every = self.processes.values()
+        return [[p for p in every if (p.role == "router") == first] for first in (True, False)]
 
     def _metrics_port(self, name: str, host: str) -> int | None:
         """Where a new process serves its metrics: the port after the last one's."""
@@ -344,27 +251,14 @@ class LocalCluster:
         return port
 
     @property
-    def _routers(self) -> dict[str, str]:
-        """Addresses of the routers that run or are going to, by name."""
-        routers = [process for process in self.processes.values() if process.role == "router"]
-        addresses = zip(routers, self.addresses, strict=False)  # at the start some are missing
-        return {router.name: address for router, address in addresses if router.wanted}
+    def _routers(self) -> dict[str, str | RouterProcess]:
+        """Where routers are asked that run or are going to, by name."""
+        return {name: at for name, at in self._all_routers.items() if self.processes[name].wanted}
 
     def _worker_pids(self) -> set[int]:
         """Process ids of the workers that should be READY; 0 for one about to be restarted."""
         workers = [process for process in self._wanted() if process.role != "router"]
         return {process.pid if process.running else 0 for process in workers}
-
-    async def _stop_all(self) -> None:
-        await asyncio.gather(*map(cancelled, self._supervisors.values()))
-        timeout_s = self.config.drain_s + _STOP_GRACE_S
-        try:
-            for is_router in (True, False):
-                group = [p for p in self.processes.values() if (p.role == "router") == is_router]
-                await asyncio.gather(*(p.stop(timeout_s) for p in group if p.starts))
-        finally:
-            self.kill_all()
-            await self._stack.aclose()
 
 
 async def workers_ready(
@@ -381,30 +275,25 @@ async def workers_ready(
     raise Unavailable("the registry is no longer watched")
 
 
-def restart_delay_s(failures: int) -> float:
-    """Seconds before a process that failed for the nth time in a row is started again."""
-    return min(_FIRST_DELAY_S * 2.0 ** min(failures - 1, 30), _LAST_DELAY_S)
-
-
 async def router_serving(
-    address: str,
+    router: str | RouterProcess,
     credentials: grpc.ChannelCredentials | None = None,
     api_key: str | None = None,
 ) -> None:
-    """Returns once the router at `address` reports SERVING, however late it starts to listen."""
+    """Returns once a router, by its address, reports SERVING, however late it starts to listen."""
     access = credentials, api_key
-    await _router_says(address, *access, lambda status: status.router.state == "SERVING")
+    await _router_says(router, *access, lambda status: status.router.state == "SERVING")
 
 
 async def router_sees(
-    address: str,
+    router: str | RouterProcess,
     pids: Set[int],
     credentials: grpc.ChannelCredentials | None = None,
     api_key: str | None = None,
 ) -> None:
-    """Returns once the router at `address` can place requests on the workers with these pids."""
+    """Returns once a router can place requests on the workers with these pids."""
     await _router_says(
-        address,
+        router,
         credentials,
         api_key,
         lambda status: pids <= {w.record.pid for w in status.workers if w.state == "READY"},
@@ -412,13 +301,17 @@ async def router_sees(
 
 
 async def _router_says(
-    address: str,
+    router: str | RouterProcess,
     credentials: grpc.ChannelCredentials | None,
     api_key: str | None,
     is_so: Callable[[fleet_pb2.GetStatusResponse], bool],
 ) -> None:
     backoff = Backoff(most_s=_LOOK_S)
-    async with rpc.channel(address, credentials, role="router") as channel:
+    if isinstance(router, RouterProcess):  # a call would reach any of its siblings
+        while (status := router.status()) is None or not is_so(status):
+            await backoff.wait()
+        return
+    async with rpc.channel(router, credentials, role="router") as channel:
         fleet = fleet_pb2_grpc.FleetServiceStub(channel)
         while True:
             with contextlib.suppress(Unavailable, DeadlineExceeded), rpc.translated():

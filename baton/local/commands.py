@@ -43,7 +43,7 @@ def router(
         admin_keys=(f"sha256:{digest}",) if digest else (),
         **(_tls(certs, "router") if certs else {}),
     )
-    return _arguments("router", settings)
+    return arguments("router", settings)
 
 
 def worker(
@@ -68,7 +68,7 @@ def worker(
         metrics_port=metrics_port,
         **(_tls(certs, role) if certs else {}),
     )
-    return _arguments(f"{role}-worker", settings)
+    return arguments(f"{role}-worker", settings)
 
 
 def _tls(certs: Path, role: str) -> dict[str, Any]:
@@ -85,6 +85,7 @@ def _shared(config: ClusterConfig, cls: type[Any]) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names - own}
 
 
-def _arguments(command: str, settings: RouterConfig | WorkerConfig) -> list[str]:
+def arguments(command: str, settings: RouterConfig | WorkerConfig) -> list[str]:
+    """A command with its settings, for a child of this process."""
     parent = str(os.getpid())
     return [command, "--config", options.to_json(settings), "--die-with-parent", parent]

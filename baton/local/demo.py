@@ -16,7 +16,7 @@ from baton.local import trace_tree
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore, is_complete
-from baton.local.up import INTERRUPTED, cancel_on_signals, echo, say
+from baton.local.supervisor import INTERRUPTED, cancel_on_signals, echo, say
 
 _TOKENS = 64
 _PROMPT = '''\

@@ -14,15 +14,39 @@ def check_free(host: str, port: int, option: str = "--port") -> None:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         _listen(family, address)
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; "
-            f"stop what uses it or choose another port with {option}"
-        ) from error
+        raise _in_use(host, port, option, error) from error
+
+
+def _in_use(host: str, port: int, option: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {host}:{port}: {error.strerror}; "
+        f"stop what uses it or choose another port with {option}"
+    )
 
 
 def free(host: str = "127.0.0.1") -> int:
     """A port that is free now; another process may take it before the caller does."""
     return _listen(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0))
+
+
+def hold(host: str, port: int, option: str = "--port") -> socket.socket:
+    """A socket that keeps a port for listeners of the same user with SO_REUSEPORT; 0: a free one.
+
+    It does not listen, and gets no connection. Raises ConfigError when the port is in use.
+    """
+    check_free(host, port, option)
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    held = socket.socket(family, socket.SOCK_STREAM)
+    # Bound without SO_REUSEPORT, or it would share with a stranger; nobody else binds after it.
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind(address)
+    except OSError as error:
+        held.close()
+        raise _in_use(host, port, option, error) from error
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return held
 
 
 def consecutive(host: str, first: int, count: int, option: str = "--port") -> list[int]:

@@ -25,8 +25,9 @@ _OUTPUT_GRACE_S = 1.0
 class ChildProcess:
     """A command that can be started again after it ended. `log` keeps the last lines of all runs.
 
-    `on_line` is called with each line of its output (stdout and stderr together). `wanted` and
-    `ready_at` are its owner's: whether it runs or is going to, and since when this run serves.
+    `on_line` is called with each line of its output (stdout and stderr together), `on_end` when a
+    run has ended. `wanted` and `ready_at` are its owner's: whether it runs or is going to, and
+    since when this run serves.
     """
 
     spawn = staticmethod(asyncio.create_subprocess_exec)  # what starts a run
@@ -36,6 +37,7 @@ class ChildProcess:
     argv: list[str]
     env: Mapping[str, str] = field(default_factory=dict)  # added to our own
     on_line: Callable[[str], None] = lambda line: None
+    on_end: Callable[[], None] = lambda: None
     log: deque[str] = field(init=False, default_factory=lambda: deque(maxlen=_LOG_LINES))
     starts: int = field(init=False, default=0)
     started_at: float = field(init=False, default=0.0)  # time.monotonic()
@@ -101,6 +103,7 @@ class ChildProcess:
         """The exit status, once the process ended and its output is in `log`."""
         assert self._process is not None and self._reader is not None
         status = await self._process.wait()
+        self.on_end()
         # A grandchild may hold the pipe open for longer than the child lived.
         await asyncio.wait([self._reader], timeout=_OUTPUT_GRACE_S)
         self._reader.cancel()
@@ -110,7 +113,7 @@ class ChildProcess:
         if self._process is not None and self._process.returncode is None:
             self._killed = self._killed or signum == signal.SIGKILL
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signum)
+                os.kill(self._process.pid, signum)  # asyncio's own may reap it, unseen by `wait`
 
     async def stop(self, timeout_s: float) -> int:
         """SIGTERM, then after `timeout_s` SIGKILL for its whole process group; the exit status."""

@@ -109,7 +109,7 @@ async def once(
         why = "; ".join(f"{router.address}: {router.failure}" for router in routers)
         raise Unavailable(f"no router answers: {why}")
     console = Console(width=width or _PLAIN_WIDTH, height=_PLAIN_HEIGHT, color_system=None)
-    moment = Moment(routers, time.monotonic(), time.time())
+    moment = Moment(tuple(top_view.processes(routers)), time.monotonic(), time.time())
     with console.capture() as captured:
         console.print(frame(moment, View(keys=False), console.width, _PLAIN_HEIGHT))
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
@@ -125,7 +125,7 @@ async def watch(addresses: Sequence[str], interval_s: float, api_key: str | None
         with _keys(view, changed), Live(console=console, screen=True, auto_refresh=False) as live:
             while not view.left:
                 changed.clear()
-                moment = Moment(routers, time.monotonic(), time.time())
+                moment = Moment(tuple(top_view.processes(routers)), time.monotonic(), time.time())
                 frozen = frozen or copy.deepcopy(moment) if view.paused else None
                 live.update(frame(frozen or moment, view, *console.size), refresh=True)
                 with contextlib.suppress(TimeoutError):  # the clock goes on, and so does a silence
@@ -372,7 +372,7 @@ def _clock(unix_s: float) -> str:
 
 
 _ROUTER_COLUMNS = (  # of those that have answered
-    Column("router", lambda r: r.address, left=True),
+    Column("router", lambda r: r.name, left=True),
     Column("state", lambda r: _state_text("NO ANSWER" if r.failure else r.last.router.state),
            left=True),
     Column("running", lambda r: r.last.router.running),

@@ -25,10 +25,14 @@ Status = fleet_pb2.GetStatusResponse
 
 
 class PolledRouter:
-    """One router: its answers of the last seconds, and why it does not answer now."""
+    """One router: its answers of the last seconds, and why it does not answer now.
+
+    Of several processes at its address one answers, which knows the others: its siblings.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = address
+        self.siblings: dict[str, PolledRouter] = {}  # by incarnation
         self.failure = ""  # empty when it answers
         self.polls = 0
         self.samples: deque[tuple[float, Status]] = deque()  # (time.monotonic(), answer)
@@ -36,6 +40,13 @@ class PolledRouter:
     @property
     def last(self) -> Status | None:
         return self.samples[-1][1] if self.samples else None
+
+    @property
+    def name(self) -> str:
+        """Its address, and which process it is of several."""
+        if self.last is None or not self.siblings:
+            return self.address
+        return f"{self.address} {self.last.router.incarnation}"
 
     def rate(self, read: Callable[[Status], float | None]) -> float | None:
         """How fast a count grows, per second; None when it cannot be known now.
@@ -75,6 +86,11 @@ class PolledRouter:
         if self.last and self.last.router.incarnation != status.router.incarnation:
             self.samples.clear()
         self.samples.append((at, status))
+        before, self.siblings = self.siblings, {}
+        for other in status.siblings:
+            name = f"{self.address} {other.incarnation}"
+            sibling = self.siblings[name] = before.get(name) or PolledRouter(name)
+            sibling.take(Status(router=other), at)
         while len(self.samples) > _MIN_SAMPLES and at - self.samples[1][0] >= _WINDOW_S:
             self.samples.popleft()
 
@@ -106,6 +122,13 @@ def good(status: Status) -> int:
 def ended(status: Status) -> int:
     """Requests that ended, in whatever way."""
     return sum(status.router.counts.ended.values())
+
+
+def processes(routers: Sequence[PolledRouter]) -> Iterator[PolledRouter]:
+    """Routers and their siblings, in the same order whichever answers."""
+    for router in routers:
+        others = () if router.failure else router.siblings.values()
+        yield from sorted((router, *others), key=lambda one: one.name)
 
 
 class WorkerLine(NamedTuple):

@@ -6,25 +6,22 @@ SIGHUP restarts its processes one after the other.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import signal
-import sys
 import time
 from contextlib import AsyncExitStack
 from functools import partial
 
 from baton.config import ClusterConfig
-from baton.errors import BatonError
 from baton.local import trace_tree
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore
+from baton.local.supervisor import INTERRUPTED, cancel_on_signals, echo, restart_on, say
 from baton.local.trace_tree import entry_of
 from router.admission.tenants import Tenants
 from router.service import authorize
 
-INTERRUPTED = 130
 _QUIET_S = 1.0  # exporters flush several times a second: a trace this quiet has all its spans
 _MIN_KEPT = 256  # to be drawn: requests may run side by side
 _SPANS_PER_TRACE = 24  # on average, at about 1 KiB a span
@@ -46,57 +43,11 @@ async def run(config: ClusterConfig) -> int:
             await stack.enter_async_context(cluster)
             was_ready = True
             say(_ready_text(cluster, keeps_traces=here is not config))
-            await _restart_on(hangup, cluster)
+            await restart_on(hangup, cluster)
     except asyncio.CancelledError:
         pass
     say("stopped")
     return 0 if was_ready else INTERRUPTED
-
-
-def cancel_on_signals() -> None:
-    """SIGINT and SIGTERM cancel the current task, so that its `async with` blocks are left."""
-    task = asyncio.current_task()
-    assert task is not None
-
-    def cancel() -> None:
-        if not task.cancelling():
-            say(("\n" if sys.stdout.isatty() else "") + "stopping…")  # not after the terminal's ^C
-        task.cancel()
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(signum, cancel)
-
-
-def say(text: str) -> None:
-    """A line for the person at the terminal."""
-    with contextlib.suppress(OSError):  # the cluster goes on when its reader has left
-        print(text, flush=True)
-
-
-def echo(name: str, line: str) -> None:
-    """A process's log line, on stderr."""
-    with contextlib.suppress(OSError):
-        print(f"[{name}] {line}", file=sys.stderr, flush=True)
-
-
-async def _restart_on(hangup: asyncio.Event, cluster: LocalCluster) -> None:
-    """Restarts all processes in turn at each SIGHUP, until the terminal is gone."""
-    had_terminal = _has_terminal()
-    while True:
-        await hangup.wait()
-        if had_terminal and not _has_terminal():
-            return  # the window was closed: no ctrl-C can come any more
-        say(f"SIGHUP: restarting {', '.join(cluster.processes)}, one after the other")
-        try:
-            await cluster.rolling_restart()
-            say("all processes have been restarted")
-        except BatonError as error:
-            say(f"the restart has stopped: {error}")
-        hangup.clear()  # a signal that came meanwhile needs no other restart
-
-
-def _has_terminal() -> bool:
-    return any(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
 
 
 async def _with_receiver(config: ClusterConfig, stack: AsyncExitStack) -> ClusterConfig:

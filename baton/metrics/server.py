@@ -33,6 +33,6 @@ async def serving(page: Page, host: str, port: int) -> AsyncIterator[str]:
         exchange.answer(200, body, kind=(b"content-type", kind.encode()))
 
     listener = http_server.listen(host, port, "metrics", "--metrics-port")
-    async with http_server.serving(answer, listener, MAX_CONNECTIONS) as url:
-        log.info("metrics at %s/metrics", url)
-        yield url
+    async with http_server.serving(answer, listener, MAX_CONNECTIONS) as served:
+        log.info("metrics at %s/metrics", served.url)
+        yield served.url

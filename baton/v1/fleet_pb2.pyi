@@ -132,14 +132,16 @@ class WorkerStatus(_message.Message):
     def __init__(self, record: _Optional[_Union[_common_pb2.WorkerRecord, _Mapping]] = ..., load: _Optional[_Union[_worker_pb2.Load, _Mapping]] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("router", "workers", "pairs")
+    __slots__ = ("router", "workers", "pairs", "siblings")
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     PAIRS_FIELD_NUMBER: _ClassVar[int]
+    SIBLINGS_FIELD_NUMBER: _ClassVar[int]
     router: RouterStatus
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     pairs: _containers.RepeatedCompositeFieldContainer[_worker_pb2.PairStatus]
-    def __init__(self, router: _Optional[_Union[RouterStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[_worker_pb2.PairStatus, _Mapping]]] = ...) -> None: ...
+    siblings: _containers.RepeatedCompositeFieldContainer[RouterStatus]
+    def __init__(self, router: _Optional[_Union[RouterStatus, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[_worker_pb2.PairStatus, _Mapping]]] = ..., siblings: _Optional[_Iterable[_Union[RouterStatus, _Mapping]]] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request",)

@@ -28,6 +28,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=1000, help="of each kind: 1000")
     parser.add_argument("--callers", type=int, default=32, help="32")
     parser.add_argument("--tokens", type=int, default=32, help="of output: 32")
+    text = "of the router: 1; gRPC's one connection reaches one, HTTP's one for each caller all"
+    parser.add_argument("--router-processes", type=int, default=1, metavar="N", help=text)
 
 
 async def main(args: argparse.Namespace) -> None:
@@ -47,7 +49,10 @@ async def main(args: argparse.Namespace) -> None:
 
     one: list[list[str]] = []
     many: list[list[str]] = []
-    async with LocalCluster(ClusterConfig(engine=engine, port=0, http_port=http)) as cluster:
+    config = ClusterConfig(
+        engine=engine, port=0, http_port=http, router_processes=args.router_processes
+    )
+    async with LocalCluster(config) as cluster:
         processes = {n: psutil.Process(p.pid) for n, p in cluster.processes.items()}
         processes["client"] = psutil.Process()
         for name, url in (("gRPC", cluster.address), ("HTTP", gateway)):

@@ -26,6 +26,7 @@ from baton.errors import ConfigError, InvalidRequest, Overloaded, RetryableError
 from baton.v1 import common_pb2
 from baton.watched_files import WatchedFiles
 from router.admission.fair_queue import FairQueue, Flow, PendingPrompt
+from router.shared_state import SharedState, Usage
 
 log = logging.getLogger(__name__)
 
@@ -61,59 +62,81 @@ class TenantConfig:
 
 
 class TokenBucket:
-    """Refills at `per_minute` up to what `burst_s` seconds bring; infinite rates limit nothing."""
+    """Refills at `per_minute` up to what `burst_s` seconds bring; infinite rates limit nothing.
 
-    def __init__(self, per_minute: float, burst_s: float, clock: Clock = time.monotonic) -> None:
+    `state` holds what was spent and has not come back, and the time of that: zeros are a full
+    bucket. Buckets of several processes may have it in common.
+    """
+
+    def __init__(
+        self,
+        per_minute: float,
+        burst_s: float,
+        clock: Clock = time.monotonic,
+        state: memoryview[float] | None = None,
+    ) -> None:
         self._per_s = per_minute / 60
         self.size = self._per_s * burst_s
         self._clock = clock
-        self._level = self.size
-        self._at = clock()
+        self._state = Usage().requests if state is None else state
+
+    @property
+    def level(self) -> float:
+        """What may be taken now; below 0 where more was taken than there was."""
+        return self.size - self._spent(self._clock())
 
     def set_rate(self, per_minute: float, burst_s: float) -> None:
-        """From now on; what it holds stays, as far as it fits."""
-        level = self._refilled()
+        """From now on; what was spent comes back at the new rate."""
+        self.take(0.0)
         self._per_s = per_minute / 60
         self.size = self._per_s * burst_s
-        self._level = min(self.size, level)
 
     def wait_s(self, amount: float) -> float:
         """Seconds until `amount` fits, 0 if it does now; it must not exceed the bucket's size."""
-        missing = amount - self._refilled()
+        missing = amount - self.level
         return missing / self._per_s if missing > _ROUNDING else 0.0
 
     def take(self, amount: float) -> None:
-        """Charges; the level may become negative. A negative amount is given back."""
-        self._level = min(self.size, self._refilled() - amount)
-
-    def _refilled(self) -> float:
+        """Charges; more may be spent than fits. A negative amount is given back."""
         now = self._clock()
-        if now > self._at and self._level < self.size:
-            self._level = min(self.size, self._level + (now - self._at) * self._per_s)
-        self._at = now
-        return self._level
+        self._state[0], self._state[1] = max(0.0, self._spent(now) + amount), now
+
+    def _spent(self, now: float) -> float:
+        spent, at = self._state
+        return max(0.0, spent - (now - at) * self._per_s) if spent > 0 and now > at else spent
 
 
 class Tenant:
     """One tenant's limits and what of them is in use. Event-loop thread only."""
 
     def __init__(
-        self, config: TenantConfig, fair_queue: FairQueue, clock: Clock, *, salted: bool = True
+        self,
+        config: TenantConfig,
+        fair_queue: FairQueue,
+        clock: Clock,
+        usage: Usage,
+        *,
+        salted: bool = True,
     ) -> None:
         self.name = config.name
         self.fair_queue = fair_queue
         self._salted = salted
-        self.running = 0
-        self._requests = TokenBucket(config.requests_per_minute, config.burst_seconds, clock)
-        self._tokens = TokenBucket(config.tokens_per_minute, config.burst_seconds, clock)
+        self._usage = usage
+        self._requests = TokenBucket(
+            config.requests_per_minute, config.burst_seconds, clock, usage.requests
+        )
+        self._tokens = TokenBucket(
+            config.tokens_per_minute, config.burst_seconds, clock, usage.tokens
+        )
         self.configure(config)
 
     def configure(self, config: TenantConfig) -> None:
         """New limits and a new share, for what comes from now on."""
         self.config = config
         self.flow = Flow(config.name, config.weight, PRIORITIES[config.priority])
-        self._requests.set_rate(config.requests_per_minute, config.burst_seconds)
-        self._tokens.set_rate(config.tokens_per_minute, config.burst_seconds)
+        with self._usage.lock:
+            self._requests.set_rate(config.requests_per_minute, config.burst_seconds)
+            self._tokens.set_rate(config.tokens_per_minute, config.burst_seconds)
 
     def salt(self, cache_salt: str) -> str:
         """Isolates the tenant's cached prefixes, whatever salt the request has."""
@@ -142,10 +165,11 @@ class Tenant:
                 "sampling.max_tokens",
             )
         reserved = min(max_tokens, _RESERVED_OUTPUT)
-        self.check(choices, prompt_tokens + reserved * max(1, choices))
         requests = min(1, choices)
-        self.charge(requests, prompt_tokens + reserved)
-        self.running += 1
+        with self._usage.lock:
+            self._check(choices, prompt_tokens + reserved * max(1, choices))
+            self._charge(requests, prompt_tokens + reserved)
+            self._usage.add_running(1)
         prompt = self.fair_queue.add(self.flow, seconds_of_work, priority)
         return AdmissionLease(self, prompt, requests, prompt_tokens, reserved)
 
@@ -154,7 +178,29 @@ class Tenant:
 
         InvalidRequest where so many choices may never run at once.
         """
-        most, running = self.config.max_running, self.running
+        with self._usage.lock:
+            self._check(choices, tokens)
+
+    def charge_request(self) -> None:
+        """Takes a request that is not going to run; raises Overloaded at a limit."""
+        with self._usage.lock:
+            self._check(1, 0)
+            self._charge(1, 0)
+
+    def charge_tokens(self, tokens: int) -> None:
+        """Takes tokens, whether or not they are there."""
+        if tokens:
+            with self._usage.lock:
+                self._charge(0, tokens)
+
+    def leave(self, requests: int, tokens: int) -> None:
+        """A request has ended; so many requests and tokens are given back."""
+        with self._usage.lock:
+            self._usage.add_running(-1)
+            self._charge(-requests, -tokens)
+
+    def _check(self, choices: int, tokens: int | None) -> None:
+        most, running = self.config.max_running, self._usage.running
         if choices > most:
             raise InvalidRequest(
                 f"{choices} choices run at once and this tenant may run {most}: ask for fewer", "n"
@@ -166,8 +212,7 @@ class Tenant:
         if tokens is not None and (wait_s := self._tokens.wait_s(tokens)) > 0:
             raise Overloaded("this tenant's tokens a minute are used up", wait_s)
 
-    def charge(self, requests: int, tokens: int) -> None:
-        """Takes from both buckets, or gives back what is negative."""
+    def _charge(self, requests: int, tokens: int) -> None:
         self._requests.take(requests)
         self._tokens.take(tokens)
 
@@ -198,7 +243,7 @@ class AdmissionLease:
             self._began = True
             self._tenant.fair_queue.remove(self.prompt, computed=True)
         if count > self._reserved:
-            self._tenant.charge(0, count - self._reserved)
+            self._tenant.charge_tokens(count - self._reserved)
         self._reserved = max(0, self._reserved - count)
 
     def __enter__(self) -> Self:
@@ -206,10 +251,9 @@ class AdmissionLease:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         tenant = self._tenant
-        tenant.running -= 1
         tenant.fair_queue.remove(self.prompt)
         refused = isinstance(error, RetryableError) and not self._began
-        tenant.charge(-self._requests * refused, -self._reserved - self._prompt_tokens * refused)
+        tenant.leave(self._requests * refused, self._reserved + self._prompt_tokens * refused)
 
 
 class Tenants:
@@ -220,16 +264,18 @@ class Tenants:
         path: Path | None = None,
         clock: Clock = time.monotonic,
         admin_keys: Iterable[str] = (),
+        shared: SharedState | None = None,
     ) -> None:
         """From the file, or without one. Raises ConfigError naming file, tenant and field.
 
-        `admin_keys`, as the file has them, are those of operators whom the file does not name.
+        `admin_keys`, as the file has them, are those of operators whom the file does not name. With
+        `shared`, limits hold over all processes of this router together.
         """
-        self._clock = clock
+        self._clock, self._shared = clock, shared
         self._fair_queue = FairQueue(clock)
         self._file = _TenantsFile(path) if path else None
         self._more_admins = _digests(admin_keys, "--admin-key")
-        self._unlimited = Tenant(TenantConfig(""), self._fair_queue, clock)
+        self._unlimited = Tenant(TenantConfig(""), self._fair_queue, clock, Usage())
         self._known: dict[str, Tenant] = {}  # by name, also those that the file has no more
         self._configure(self._file.read() if self._file else _WITHOUT_FILE)
 
@@ -259,7 +305,10 @@ class Tenants:
         self._names = [config.name for config in content.tenants]
         for config in content.tenants:
             if (tenant := self._known.get(config.name)) is None:
-                tenant = Tenant(config, self._fair_queue, self._clock, salted=not self._open)
+                usage = Usage()
+                if self._shared is not None and not self._open:
+                    usage = self._shared.usage(config.name)
+                tenant = Tenant(config, self._fair_queue, self._clock, usage, salted=not self._open)
                 self._known[config.name] = tenant
             elif config != tenant.config:
                 tenant.configure(config)

@@ -52,11 +52,6 @@ class ForkedProcess:
         await self.ended.wait()
         return self.returncode
 
-    def send_signal(self, signum: int) -> None:
-        """Sends a signal, if it still runs."""
-        if self.returncode is None:
-            os.kill(self.pid, signum)
-
 
 class ForkServer:
     """Used with `with`; `spawn` stands in for `asyncio.create_subprocess_exec`."""

@@ -12,8 +12,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from baton.client import AsyncClient
-from baton.errors import BatonError
+from baton.client import AsyncClient, RetryPolicy
+from baton.config import RouterLimits
+from baton.errors import BatonError, Overloaded
 from baton.local import ports
 from baton.local.etcd import EmbeddedEtcd
 from tests.chaos.checks import busy_workers
@@ -108,6 +109,58 @@ async def test_etcd_restarts_and_one_of_two_routers_is_killed(clusters, simulate
         short = simulated.case(30, 0, "seeded")
         for client in clients:
             await asyncio.gather(*(check(client, simulated, short) for _ in range(3)))
+
+
+async def of_each_process(cluster, stack, **options):
+    """A client of each process of the only router, by the process's name."""
+    found = {}
+    while len(found) < cluster.config.router_processes:
+        client = await stack.enter_async_context(AsyncClient(cluster.address, **options))
+        status = await client.status()
+        assert len(status["siblings"]) == cluster.config.router_processes - 1
+        found.setdefault(status["router"]["incarnation"][: len("router-0")], client)
+    return found
+
+
+async def test_processes_of_one_router_share_its_port_and_limits_and_one_is_killed(
+    clusters, simulated, tmp_path
+):
+    """Streams go on at the other one; the dead one is started again, and its leases are free."""
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text("[default]\nmax_running = 6")
+    cluster, client = await clusters(
+        alone=True, engine=SIMULATED, restart=True, router_processes=2, metrics_port=0,
+        limits=RouterLimits(tenants_file=tenants),
+    )  # fmt: skip
+    case = simulated.case(30, 0, "seeded", 400)
+    async with contextlib.AsyncExitStack() as stack:
+        each = await of_each_process(cluster, stack)
+        assert sorted(each) == ["router-0", "router-1"]
+        streams = [one.stream(case.prompt, **case.options) for one in each.values() for _ in "123"]
+        for stream in streams:
+            await anext(stream)
+        for one in (await of_each_process(cluster, stack, retry=RetryPolicy(1))).values():
+            with pytest.raises(Overloaded, match="6 requests of this tenant run already"):
+                await one.generate(case.prompt, max_tokens=1)
+
+        cluster.kill("router-0")
+        for stream in streams:
+            async for _ in stream:
+                pass
+            assert stream.completion.token_ids == simulated.tokens(case)
+        await cluster.wait_ready(timeout_s=30.0)
+        assert [cluster.processes[name].starts for name in sorted(each)] == [2, 1]
+
+        each = await of_each_process(cluster, stack, retry=RetryPolicy(1))
+        checks = (check(one, simulated, case) for one in each.values() for _ in "123")
+        await asyncio.gather(*checks)
+        await all_blocks_free(client)
+    async with httpx.AsyncClient(timeout=30.0) as http:
+        page = await http.get(f"http://{cluster.http_addresses[0]}/metrics")
+        assert page.status_code == 400 and "--metrics-port" in page.text
+        for name in each:
+            page = await http.get(f"http://{cluster.metrics[name]}/metrics")
+            assert f'service_instance_id="{name}-' in page.text
 
 
 @pytest.mark.parametrize("victim", ["router", "decode-0"])

@@ -430,6 +430,7 @@ STATUS = {
         "prefill": "prefill1", "decode": "decode1", "transport": None, "state": "OPEN",
         "gb_per_s": None, "sent_bytes": 0, "fallback": "",
     }],
+    "siblings": [],
 }  # fmt: skip
 HEAD = "role incarnation address pid state running queued tokens blocks: free cached held"
 
@@ -460,6 +461,13 @@ def test_status_as_table_and_json(client, capsys):
     assert "gloo       OPEN    1.5  not shm: reason" in status.render(changed)
     assert lines[-1].startswith("SILENT: is connected, but without a heartbeat")
     assert "no workers" in status.render({**STATUS, "workers": [], "pairs": []})
+    sibling = {**STATUS["router"], "incarnation": "r2", "state": "NOT_SERVING", "running": 5}
+    lines = status.render({**STATUS, "siblings": [sibling]}).splitlines()
+    assert lines[2:4] == [
+        "router r2 at h:7700 (pid 3): NOT_SERVING, model demo, cluster default",
+        "requests: 5 running, 1 queued",
+    ]
+    assert lines[-1].startswith("NOT_SERVING: ")
 
 
 def test_health_is_an_exit_status_for_container_checks(capsys):

@@ -14,8 +14,9 @@ import pytest
 from baton.config import ClusterConfig
 from baton.errors import ConfigError, DeadlineExceeded, Unavailable
 from baton.local import cluster as local_cluster
-from baton.local import ports
-from baton.local.cluster import LocalCluster, restart_delay_s
+from baton.local import ports, supervisor
+from baton.local.cluster import LocalCluster
+from baton.local.supervisor import restart_delay_s
 from tests.waiting import eventually
 
 MEMBER = [sys.executable, str(Path(__file__).with_name("member.py"))]
@@ -99,7 +100,7 @@ async def test_a_failed_start_is_named_and_leaves_nothing():
 
 async def test_every_wait_for_an_end_is_bounded(monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(local_cluster, "_STOP_GRACE_S", 0.3)
+        patch.setattr(supervisor, "_STOP_GRACE_S", 0.3)
         async with cluster(extra={"prefill": ["--deaf"]}, drain_s=0) as started:
             process = started.processes["prefill-0"]
     assert process.exit_status == -signal.SIGKILL and "killed" in process.log_tail(1)
@@ -130,6 +131,26 @@ def test_ports_follow_the_first_and_are_checked():
             ports.consecutive(host, port - 1, 2)
     assert ports.consecutive(host, port, 1) == [port]
     assert len(set(ports.consecutive(host, 0, 50))) == 50
+
+
+def test_a_held_port_is_for_those_who_share_it_and_for_nobody_else():
+    def bound(shared):
+        return socket.create_server((host, port), reuse_port=shared)
+
+    host = "127.7.7.7"
+    with ports.hold(host, 0) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"{host}:{port}: Address already in use"):
+            ports.hold(host, port)
+        with pytest.raises(OSError, match="Address already in use"):
+            bound(shared=False)
+        with bound(shared=True) as first, bound(shared=True) as second:
+            for _ in range(20):  # the held socket takes no connection
+                socket.create_connection((host, port), timeout=5.0).close()
+            first.accept()[0].close()
+            second.accept()[0].close()
+    with bound(shared=True), pytest.raises(ConfigError, match="already in use"):
+        ports.hold(host, port)  # another server shares it: it would take connections
 
 
 async def test_a_rolling_restart_takes_one_process_after_the_other(monkeypatch):
@@ -208,7 +229,7 @@ async def test_without_restarts_a_process_comes_back_when_asked():
 async def test_restarts_back_off_until_a_process_was_ready_for_a_while(monkeypatch):
     """A crash loop disturbs no other process and says why."""
     assert [restart_delay_s(n) for n in (1, 2, 3, 6, 1000)] == [0.5, 1, 2, 10, 10]
-    monkeypatch.setattr(local_cluster, "_FIRST_DELAY_S", 0.1)
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.1)
     said: list[str] = []
     async with cluster(decode=2, say=said.append) as started:
         crashing = started.processes["decode-1"]
@@ -225,7 +246,7 @@ async def test_restarts_back_off_until_a_process_was_ready_for_a_while(monkeypat
         crashing.argv.remove("--fail")
         await started.wait_ready(timeout_s=30)
         assert crashing.pid in {record.pid for record in started.membership.records.values()}
-        monkeypatch.setattr(local_cluster, "_HEALTHY_S", 0.0)
+        monkeypatch.setattr(supervisor, "_HEALTHY_S", 0.0)
         started.kill("decode-1")
         await lines_with(said, "SIGKILL; starting it again in 0.1 s", 2)
         crashing.argv.append("--fail")  # long life without READY is no health

@@ -126,6 +126,30 @@ def test_routers_that_do_not_answer_are_named():
     assert "does not answer" not in text and "old" not in text
 
 
+def test_processes_at_one_address_have_a_line_each_whichever_answers():
+    """The one that answers tells of the other, and nothing is known of that when it does not."""
+
+    def answer(own, other, old):
+        siblings = status(incarnation=other, counts=Counts(ended={"OK": 10 + 4 * old}))
+        own = status(worker("p0"), incarnation=own, counts=Counts(ended={"OK": 20 * old}))
+        own.siblings.append(siblings.router)
+        return own
+
+    for own, other, rates in (("r0", "r1", ("10.0", "2.0")), ("r1", "r0", ("2.0", "10.0"))):
+        router = polled(answer(own, other, 0), answer(own, other, 1))
+        drawn = lines(*top_view.processes([router]))
+        assert [line.split()[:6] for line in drawn[2:4]] == [
+            ["h:1", name, "SERVING", "0", "0", rate]
+            for name, rate in zip(("r0", "r1"), rates, strict=True)
+        ]
+        assert sum("p0" in line for line in drawn) == 1
+        router.failure = "refused"
+        shown = [
+            line.split()[1:3] for line in lines(*top_view.processes([router])) if "h:1 r" in line
+        ]
+        assert shown == [[own, "NO"]]
+
+
 def test_events_have_kind_count_text_and_trace_and_the_newest_comes_first():
     event = fleet_pb2.RouterEvent(
         time_ms=int(AT * 1000), kind=fleet_pb2.EVENT_KIND_FAILOVER, times=3,

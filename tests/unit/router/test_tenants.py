@@ -279,7 +279,7 @@ def test_what_never_fits_is_invalid(tenant_with, fields, entering, why, field):
 
 def level(tenant):
     """Tokens and requests that may be taken now."""
-    return tenant._tokens._level, tenant._requests._level
+    return tenant._tokens.level, tenant._requests.level
 
 
 @pytest.mark.parametrize(

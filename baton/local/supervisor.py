@@ -1,0 +1,255 @@
+"""Keeps processes of this machine running: start, restarts with back-off, rolling restart, stop.
+
+It knows processes, not what they do: a subclass says which there are and when one serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Self
+
+from baton.errors import BatonError, DeadlineExceeded, Unavailable
+from baton.local.process import ChildProcess, cancelled
+
+INTERRUPTED = 130
+_STOP_GRACE_S = 3.0  # beyond the drain time, before SIGKILL
+_RESTART_GRACE_S = 15.0  # the same where no user waits at a terminal
+_FIRST_DELAY_S, _LAST_DELAY_S = 0.5, 10.0
+_HEALTHY_S = 10.0  # a process that was ready for this long starts again as if for the first time
+
+Say = Callable[[str], None]
+
+
+class Supervisor:
+    """Starts, supervises, restarts and stops processes.
+
+    `async with` returns when all serve and leaves nothing behind. `say` gets a line whenever
+    something happens; `shows_output` tells that processes' own lines are shown, too.
+    """
+
+    def __init__(
+        self,
+        *,
+        say: Say,
+        shows_output: bool,
+        restart: bool,
+        drain_s: float,
+        start_timeout_s: float,
+    ) -> None:
+        self.processes: dict[str, ChildProcess] = {}
+        self._say = say
+        self._shows_output = shows_output
+        self._restart = restart
+        self._drain_s = drain_s
+        self._start_timeout_s = start_timeout_s
+        self._supervisors: dict[str, asyncio.Task[None]] = {}  # what keeps each process running
+        self._changed = asyncio.Event()  # a process became ready, or ended
+        self._starting = True  # all of them: a process that ends now is a failed start
+        self._stack = AsyncExitStack()  # what the processes need; closed behind them
+        self._stop: asyncio.Task[None] | None = None
+
+    async def _start(self) -> None:
+        """Starts all, and returns when they serve."""
+        raise NotImplementedError
+
+    async def _serves(self, process: ChildProcess) -> str:
+        """Returns once this run of a process serves; what to say of it."""
+        raise NotImplementedError
+
+    async def _is_back(self, process: ChildProcess) -> None:
+        """Returns once a restarted process that serves has been found by the others."""
+
+    def _groups(self) -> Sequence[Sequence[ChildProcess]]:
+        """All processes, in groups that are stopped one after the other."""
+        return [list(self.processes.values())]
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+            self._starting = False
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
+        self.processes[name].signal(signum)
+
+    async def start_again(self, name: str) -> None:
+        """Starts a process that does not run, and keeps it running from now on."""
+        process = self.processes[name]
+        await cancelled(self._supervisors.get(name))
+        process.wanted = True
+        await process.start()
+        self._supervisors[name] = asyncio.create_task(
+            self._supervise(process), name=f"supervisor of {name}"
+        )
+
+    async def restart(self, name: str) -> int:
+        """Drains a process and starts it again; returns how the old run ended: 0 after a drain.
+
+        When it returns the process serves, and the others have found it. Raises DeadlineExceeded or
+        Unavailable when it does not come back.
+        """
+        process = self.processes[name]
+        ran = process.running
+        self._say(f"{name} restarting…" if ran else f"{name} starting again…")
+        await cancelled(self._supervisors[name])  # this end is requested
+        status = await process.stop(self._drain_s + _RESTART_GRACE_S)
+        await self.start_again(name)
+        if ran and status:
+            self._say(f"warning: {name} did not drain: it ended with status {status}")
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                await self._until(lambda: process.is_ready or not process.wanted)
+                if not process.wanted:
+                    raise Unavailable(process.failure)
+                await self._is_back(process)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{name} is not back after {self._start_timeout_s:g} s"
+            ) from None
+        return status
+
+    async def rolling_restart(self) -> dict[str, int]:
+        """Restarts all processes, each when the one before serves again; see `restart`."""
+        return {name: await self.restart(name) for name in list(self.processes)}
+
+    async def stop(self) -> None:
+        """Stops the processes in order; every wait is bounded. Safe to repeat.
+
+        A caller that is cancelled leaves at once, after the processes have been killed.
+        """
+        if self._stop is None:
+            self._stop = asyncio.create_task(self._stop_all())
+        try:
+            await asyncio.shield(self._stop)
+        except asyncio.CancelledError:
+            self.kill_all()
+            await self._stop
+            raise
+
+    def kill_all(self) -> None:
+        """SIGKILL to every process that still runs; a `stop` in progress then ends at once."""
+        for process in self.processes.values():
+            process.kill()
+
+    async def _launch(self, process: ChildProcess) -> None:
+        self.processes[process.name] = process
+        await self.start_again(process.name)
+
+    async def _supervise(self, process: ChildProcess) -> None:
+        """Starts it again whenever it ends, after a delay that doubles until it served a while."""
+        failures = 0
+        while True:
+            noting = asyncio.create_task(self._note_ready(process))
+            try:
+                await process.wait()
+            finally:
+                await cancelled(noting)
+            # Counted from ready, not from the start: a large model may take minutes to load.
+            healthy = process.ready_at and time.monotonic() - process.ready_at >= _HEALTHY_S
+            failures = 1 if healthy else failures + 1
+            process.wanted = self._restart and not self._starting
+            self._changed.set()
+            if self._starting:
+                return
+            if not process.wanted:
+                self._say(process.failure)
+                return
+            delay_s = restart_delay_s(failures)
+            self._say(f"{process.failure}; starting it again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            await process.start()
+
+    async def _note_ready(self, process: ChildProcess) -> None:
+        what = await self._serves(process)
+        process.ready_at = time.monotonic()
+        self._changed.set()
+        self._say(f"{process.name} {what}")
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        """Returns when it is so; raises Unavailable if a process ends while all start."""
+        while True:
+            failed = next((p for p in self.processes.values() if not p.wanted), None)
+            if failed and self._starting:
+                # What it wrote is not repeated where it was shown.
+                log = "" if self._shows_output else f"; its last lines:\n{failed.log_tail()}"
+                raise Unavailable(failed.failure + log)
+            if is_so():
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _wanted(self) -> list[ChildProcess]:
+        return [process for process in self.processes.values() if process.wanted]
+
+    async def _stop_all(self) -> None:
+        await asyncio.gather(*map(cancelled, self._supervisors.values()))
+        timeout_s = self._drain_s + _STOP_GRACE_S
+        try:
+            for group in self._groups():
+                await asyncio.gather(*(p.stop(timeout_s) for p in group if p.starts))
+        finally:
+            self.kill_all()
+            await self._stack.aclose()
+
+
+def restart_delay_s(failures: int) -> float:
+    """Seconds before a process that failed for the nth time in a row is started again."""
+    return min(_FIRST_DELAY_S * 2.0 ** min(failures - 1, 30), _LAST_DELAY_S)
+
+
+def say(text: str) -> None:
+    """A line for the person at the terminal."""
+    with contextlib.suppress(OSError):  # the cluster goes on when its reader has left
+        print(text, flush=True)
+
+
+def echo(name: str, line: str) -> None:
+    """A process's log line, on stderr."""
+    with contextlib.suppress(OSError):
+        print(f"[{name}] {line}", file=sys.stderr, flush=True)
+
+
+def cancel_on_signals(say: Say = say) -> None:
+    """SIGINT and SIGTERM cancel the current task, so that its `async with` blocks are left."""
+    task = asyncio.current_task()
+    assert task is not None
+
+    def cancel() -> None:
+        if not task.cancelling():
+            say(("\n" if sys.stdout.isatty() else "") + "stopping…")  # not after the terminal's ^C
+        task.cancel()
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(signum, cancel)
+
+
+async def restart_on(hangup: asyncio.Event, processes: Supervisor, say: Say = say) -> None:
+    """Restarts all processes in turn at each SIGHUP, until the terminal is gone."""
+    had_terminal = _has_terminal()
+    while True:
+        await hangup.wait()
+        if had_terminal and not _has_terminal():
+            return  # the window was closed: no ctrl-C can come any more
+        say(f"SIGHUP: restarting {', '.join(processes.processes)}, one after the other")
+        try:
+            await processes.rolling_restart()
+            say("all processes have been restarted")
+        except BatonError as error:
+            say(f"the restart has stopped: {error}")
+        hangup.clear()  # a signal that came meanwhile needs no other restart
+
+
+def _has_terminal() -> bool:
+    return any(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))

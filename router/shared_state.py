@@ -1,0 +1,160 @@
+"""What the processes of one router share: their status, and what is in use of tenants' limits.
+
+It is a memfd that their parent makes and that they open through /proc: no file system has it, so
+nothing is left of it however they end. What two may write is read and written under a lock on its
+bytes (`fcntl`), which the kernel releases when its holder dies. A process that is stopped within
+one, some microseconds, delays each access of the others by LOCK_S; they go on without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Self
+
+from baton.errors import ConfigError
+from baton.v1 import fleet_pb2
+
+LOCK_S = 0.02
+_PAUSE_S = 50e-6
+_ROW = 1 << 20  # bytes for a process's status, by length; pages that are not used cost nothing
+_LENGTH = 4
+MAX_TENANTS = 4096
+_DIGEST = 16  # of a tenant's name: zeros where a slot is free
+_BUCKETS, _DOUBLE = 4, 8
+
+
+class Usage:
+    """What is in use of one tenant's limits; read and written under `lock`.
+
+    `requests` and `tokens` are states of `router.admission.tenants.TokenBucket`.
+    """
+
+    def __init__(
+        self,
+        values: memoryview[float] | None = None,
+        process: int = 0,
+        lock: AbstractContextManager[object] | None = None,
+    ) -> None:
+        """Without arguments it is this process's alone; zeros say that nothing is in use."""
+        if values is None:
+            values = memoryview(bytearray((_BUCKETS + 1) * _DOUBLE)).cast("d")
+        self.requests, self.tokens = values[0:2], values[2:_BUCKETS]
+        self._running, self._process = values[_BUCKETS:], process  # of each process
+        self.lock = lock or contextlib.nullcontext()
+
+    @property
+    def running(self) -> int:
+        """Requests that run, in all processes."""
+        return int(sum(self._running))
+
+    def add_running(self, count: int) -> None:
+        """So many more run in this process, or fewer."""
+        self._running[self._process] += count
+
+
+class SharedState:
+    """The memory that the processes of one router share, as one of them or their parent has it."""
+
+    def __init__(self, path: str | Path, processes: int, process: int = 0) -> None:
+        """Of that many processes this is number `process`, from 0. Raises OSError.
+
+        `path` is that of the parent's, or empty in the parent.
+        """
+        self._process, self._processes = process, processes
+        self._slot = _DIGEST + (_BUCKETS + processes) * _DOUBLE
+        self._tenants = processes * _ROW  # where they begin
+        size = self._tenants + MAX_TENANTS * self._slot
+        if path:
+            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        else:
+            self._fd = os.memfd_create("baton-router", os.MFD_CLOEXEC)
+            os.ftruncate(self._fd, size)
+        self._memory = mmap.mmap(self._fd, size)
+
+    @property
+    def path(self) -> str:
+        """Where processes of the same user find it while this one lives."""
+        return f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def usage(self, tenant: str) -> Usage:
+        """What is in use of a tenant's limits. Raises ConfigError for one too many."""
+        digest = hashlib.sha256(tenant.encode()).digest()[:_DIGEST]
+        first = int.from_bytes(digest[:4], "little")
+        with _Lock(self._fd, self._tenants, MAX_TENANTS * self._slot):
+            for number in range(MAX_TENANTS):
+                start = self._tenants + (first + number) % MAX_TENANTS * self._slot
+                found = self._memory[start : start + _DIGEST]
+                if found in (digest, bytes(_DIGEST)):
+                    self._memory[start : start + _DIGEST] = digest
+                    end = start + self._slot
+                    values = memoryview(self._memory)[start + _DIGEST : end].cast("d")
+                    return Usage(values, self._process, _Lock(self._fd, start, self._slot))
+        raise ConfigError(f"processes of one router share limits of {MAX_TENANTS} tenants at most")
+
+    def publish(self, status: fleet_pb2.GetStatusResponse) -> None:
+        """Shows this process's status to the others."""
+        text = status.SerializeToString()
+        self._write(self._process, text if len(text) <= _ROW - _LENGTH else b"")
+
+    def status(self, process: int) -> fleet_pb2.GetStatusResponse | None:
+        """What a process showed last; None before its first, and after its end."""
+        start = process * _ROW
+        with _Lock(self._fd, start, _ROW):
+            length = int.from_bytes(self._memory[start : start + _LENGTH], "little")
+            text = self._memory[start + _LENGTH : start + _LENGTH + length]
+        return fleet_pb2.GetStatusResponse.FromString(text) if text else None
+
+    def siblings(self) -> list[fleet_pb2.RouterStatus]:
+        """The other processes, as they showed themselves last."""
+        others = (n for n in range(self._processes) if n != self._process)
+        return [status.router for n in others if (status := self.status(n))]
+
+    def forget(self, process: int) -> None:
+        """For the parent: a process has ended, and its requests with it."""
+        self._write(process, b"")
+        for number in range(MAX_TENANTS):
+            start = self._tenants + number * self._slot
+            if any(self._memory[start : start + _DIGEST]):
+                # Only the process itself writes this number: it needs no lock.
+                mine = start + _DIGEST + (_BUCKETS + process) * _DOUBLE
+                self._memory[mine : mine + _DOUBLE] = bytes(_DOUBLE)
+
+    def close(self) -> None:
+        """For the parent, which uses no limits."""
+        self._memory.close()
+        os.close(self._fd)
+
+    def _write(self, process: int, text: bytes) -> None:
+        start = process * _ROW
+        with _Lock(self._fd, start, _ROW):
+            data = len(text).to_bytes(_LENGTH, "little") + text
+            self._memory[start : start + len(data)] = data
+
+
+class _Lock:
+    """A lock on bytes of a file, against other processes."""
+
+    def __init__(self, fd: int, start: int, length: int) -> None:
+        self._fd, self._start, self._length = fd, start, length
+
+    def __enter__(self) -> Self:
+        deadline = 0.0
+        while True:
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, self._length, self._start)
+                return self
+            except BlockingIOError:
+                deadline = deadline or time.monotonic() + LOCK_S
+                if time.monotonic() >= deadline:
+                    return self
+                time.sleep(_PAUSE_S)
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, self._length, self._start)
