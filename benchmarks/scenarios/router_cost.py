@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from baton.local import ports
 from baton.local.cluster import LocalCluster
 from benchmarks.environment import console, cores, machine, rotated
 from benchmarks.scenarios.common import connected, samples
+from benchmarks.scenarios.dynamo import dynamo
 
 _WARM_UP = 64
 _CHAT_WORDS, _SHORT_TOKENS = 58, 16  # of a prompt; the words are 70 tokens with the template
@@ -77,6 +78,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--waiting", type=int, default=2000, help="requests that wait: 2000; 0 leaves that out")
     add("--short", action="store_true", help="prompts of 16 token ids, which decode computes")
     add("--beside", type=Path, metavar="DIR", help="another checkout, in turns with this one")
+    add("--dynamo", type=Path, metavar="VENV", help="Dynamo's frontend, in turns, from this venv")
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What requests are sent to, and its processes by name, as in FIGURES."""
+
+    http: str  # host:port
+    grpc: str  # the same; empty: none
+    pids: Mapping[str, int]
 
 
 async def main(args: argparse.Namespace) -> None:
@@ -87,21 +98,26 @@ async def main(args: argparse.Namespace) -> None:
     # The demo model for its tokenizer: without one, streams over HTTP would carry empty texts.
     engine = EngineConfig(simulate="1e9,0", prefix_cache=False)
     async with AsyncExitStack() as stack:
-        clusters = {
-            name: await stack.enter_async_context(_cluster(directory, engine))
-            for name, directory in checkouts.items()
-        }
+        targets = dict[str, _Target]()
+        for name, directory in checkouts.items():
+            cluster = await stack.enter_async_context(_cluster(directory, engine))
+            pids = {process.name: process.pid for process in cluster.processes.values()}
+            targets[name] = _Target(cluster.http_addresses[0], cluster.address, pids)
+        if args.dynamo:
+            address, pids = await stack.enter_async_context(dynamo(args.dynamo.absolute()))
+            targets[" dynamo"] = _Target(address, "", pids)
+        cases = [(k, n) for k in KINDS for n in targets if KINDS[k][0] or targets[n].grpc]
         for round_ in range(args.rounds):
             dumps_s = _dumps_s()
             console.print(f"round {round_ + 1}: one json.dumps takes {dumps_s * 1e6:.2f} µs")
-            for kind, name in rotated([(k, n) for k in KINDS for n in clusters], round_):
-                found = await _measure(args, clusters[name], kind, round_)
+            for kind, name in rotated(cases, round_):
+                found = await _measure(args, targets[name], kind, round_)
                 found["dumps"] = found["router"] / (1000 * args.tokens) / dumps_s
                 results.setdefault(kind + name, []).append(found)
-        for name, cluster in clusters.items():
-            ways = await samples(cluster.http_addresses[0], "baton_requests_served_total")
+        for name in checkouts:
+            ways = await samples(targets[name].http, "baton_requests_served_total")
             console.print(f"requests{name}: { ({s.labels['way']: int(s.value) for s in ways}) }")
-    columns = {k + n: results[k + n] for k in KINDS for n in checkouts}
+    columns = {kind + name: results[kind + name] for kind, name in cases}
     console.print("", median_table(f"{args.callers} callers", FIGURES, columns), sep="\n")
     if args.waiting:
         rows = [row for name, of in checkouts.items() for row in await _waiting(args, name, of)]
@@ -125,11 +141,11 @@ async def _cluster(
 
 
 async def _measure(
-    args: argparse.Namespace, cluster: LocalCluster, kind: str, round_: int
+    args: argparse.Namespace, target: _Target, kind: str, round_: int
 ) -> dict[str, float]:
-    """One kind of requests against one cluster, by names of FIGURES."""
+    """One kind of requests, by names of FIGURES."""
     is_http, options = KINDS[kind]
-    url = f"http://{cluster.http_addresses[0]}" if is_http else cluster.address
+    url = f"http://{target.http}" if is_http else target.grpc
     length, form = (_SHORT_TOKENS, "ids") if args.short else (_CHAT_WORDS, "chat")
     load = Workload(
         prompt_lengths=Lengths(length, length), output_lengths=Lengths(args.tokens, args.tokens)
@@ -144,9 +160,9 @@ async def _measure(
     async with connected(url, prompt_form=form, **options) as server:
         await send(server, 0, _WARM_UP, args.callers)
         alone = (await send(server, 1, args.requests // 4, 1)).outcomes
-        before = _cpu_s(cluster)
+        before = _cpu_s(target.pids)
         run = await send(server, 2, args.requests, args.callers)
-        after = _cpu_s(cluster)
+        after = _cpu_s(target.pids)
     return {
         "prompt_tokens": percentile((o.prompt_tokens for o in run.outcomes), 50),
         "first_s": percentile((o.ttft_s or 0.0 for o in alone), 50),
@@ -156,11 +172,10 @@ async def _measure(
     }
 
 
-def _cpu_s(cluster: LocalCluster) -> dict[str, float]:
+def _cpu_s(pids: Mapping[str, int]) -> dict[str, float]:
     """CPU seconds so far of each process, and of the decode worker's threads."""
-    pids = {name: process.pid for name, process in cluster.processes.items()}
-    pids["client"] = os.getpid()
-    user_system = {name: psutil.Process(pid).cpu_times()[:2] for name, pid in pids.items()}
+    all_pids = {**pids, "client": os.getpid()}
+    user_system = {name: psutil.Process(pid).cpu_times()[:2] for name, pid in all_pids.items()}
     spent = {name: user_s + system_s for name, (user_s, system_s) in user_system.items()}
     spent |= dict.fromkeys(("event loop", "engine", "others"), 0.0)
     for thread in psutil.Process(decode := pids["decode-0"]).threads():

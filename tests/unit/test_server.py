@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from baton.server import EventLoop
+from baton.server import EventLoop, measure_lag
 
 CALLS, MESSAGES = 150, 4
 TURNS = 200  # far fewer than events
@@ -50,3 +50,15 @@ def test_events_of_grpc_do_not_come_one_a_turn(address):
 
     with asyncio.Runner(loop_factory=EventLoop) as runner:
         assert runner.run(turns()) < TURNS
+
+
+async def test_a_timer_that_runs_late_shows_how_long_the_loop_was_busy():
+    seen, blocked = asyncio.Queue(), 0.2
+    measuring = asyncio.create_task(measure_lag(seen.put_nowait))
+    try:
+        async with asyncio.timeout(30):
+            await seen.get()
+            time.sleep(blocked)  # noqa: ASYNC251 - the turn is long
+            assert await seen.get() >= blocked - 0.1
+    finally:
+        measuring.cancel()
