@@ -26,6 +26,7 @@ from baton.bench.workload import Lengths, Workload
 from baton.client import AsyncClient
 from baton.config import ClusterConfig, EngineConfig, RouterLimits
 from baton.local.cluster import LocalCluster
+from benchmarks.child import Failed
 from benchmarks.environment import console, cores, machine
 from benchmarks.scenarios import fleet_workers
 from benchmarks.scenarios.common import connected, lag_of, samples, spread
@@ -71,10 +72,10 @@ async def main(args: argparse.Namespace) -> int:
     )
     programs = {"prefill": program, "decode": program}
     async with LocalCluster(config, programs=programs) as cluster:
-        began = time.monotonic()
         await cluster.restart("router")
         await _until_ready(cluster, args.workers)
-        console.print(f"all {args.workers} READY {time.monotonic() - began:.1f} s after the start")
+        ready_s = cluster.processes["router"].age_s
+        console.print(f"all {args.workers} READY {ready_s:.1f} s after the router's start")
         before = await _Reading.take(cluster)
         await asyncio.sleep(args.idle)
         after = await _Reading.take(cluster)
@@ -107,7 +108,7 @@ async def main(args: argparse.Namespace) -> int:
 
 
 async def _until_ready(cluster: LocalCluster, workers: int) -> None:
-    """Returns once the router finds so many READY; prints what it finds at the time-out."""
+    """Returns once the router finds so many READY. Raises Failed with what it finds instead."""
     states: Counter[str] = Counter()
     try:
         async with asyncio.timeout(_SEEN_S), AsyncClient(cluster.address) as client:
@@ -116,7 +117,8 @@ async def _until_ready(cluster: LocalCluster, workers: int) -> None:
                 status = await client.status()
                 states = Counter(worker["state"] for worker in status["workers"])
     except TimeoutError:
-        console.print(f"after {_SEEN_S:g} s the router finds workers {dict(states)}")
+        found = f"after {_SEEN_S:g} s the router finds workers {dict(states)}"
+        raise Failed(found) from None
 
 
 @dataclass

@@ -43,7 +43,7 @@ class LivenessConfig:
     def heartbeat_ms(self) -> int:
         """Requested of workers: a worker is suspected after it has missed about three.
 
-        A message costs a router some 80 µs of CPU time, and a pair of workers sends three each time.
+        Each costs a router some 80 µs of CPU time, and a pair of workers sends three at a time.
         """
         return int(1000 * self.silence_s / 7.5)
 
