@@ -6,16 +6,20 @@ as google.rpc RetryInfo and BadRequest details, as clients of any language expec
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
+from grpc._cython import cygrpc
+from grpc.aio import _server
 
 from baton import errors, tls
 
@@ -37,6 +41,7 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
+_MOST_CALLS_A_TURN = 32
 _STATUS_DETAILS = "grpc-status-details-bin"
 _MAX_TEXT_BYTES = 1000  # of a status: metadata of more than 8 KiB may be refused by its receiver
 _LOG_EVERY_S = 10.0
@@ -111,7 +116,37 @@ def server(authorize: Authorize = authorize_role, shared: bool = False) -> grpc.
     of callers for whom `authorize(method, context)` raises.
     """
     options = [*OPTIONS, ("grpc.so_reuseport", int(shared))]
-    return grpc.aio.server(options=options, interceptors=(_Translator(authorize),))
+    return _Server(options, authorize)  # type: ignore[return-value]  # stubs know its base alone
+
+
+class _Server(_server.Server):
+    """grpc.aio's, with another way to take calls."""
+
+    def __init__(self, options: Sequence[tuple[str, Any]], authorize: Authorize) -> None:
+        self._loop = asyncio.get_running_loop()
+        interceptors = (_Translator(authorize),)
+        self._server = _Acceptor(self._loop, None, (), interceptors, options, None)
+
+
+class _Acceptor(cygrpc.AioServer):  # type: ignore[misc]
+    """Takes the calls that have come by one turn of the event loop together.
+
+    grpc.aio asks its core for one call, and for the next a turn or two later. While turns are long,
+    calls pile up where neither admission nor a metric sees them, until the core cancels them after
+    30 s.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._requested: deque[asyncio.Future[Any]] = deque()
+
+    async def _request_call(self) -> Any:
+        while len(self._requested) < _MOST_CALLS_A_TURN:
+            call = asyncio.ensure_future(super()._request_call())
+            # When the server stops, those that have not come fail, and nobody waits for them.
+            call.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._requested.append(call)
+        return await self._requested.popleft()
 
 
 def _set_status(context: grpc.aio.ServicerContext[Any, Any], error: BaseException) -> None:

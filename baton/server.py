@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import gc
 import struct
 import termios
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -56,6 +58,17 @@ def settle() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+_LAG_EVERY_S = 0.05
+
+
+async def measure_lag(record: Callable[[float], None]) -> None:
+    """Gives `record` again and again how late a timer ran, in seconds; until it is cancelled."""
+    while True:
+        due = time.monotonic() + _LAG_EVERY_S
+        await asyncio.sleep(_LAG_EVERY_S)
+        record(max(0.0, time.monotonic() - due))
 
 
 class EventLoop(uvloop.Loop):

@@ -20,6 +20,7 @@ COMMANDS = {
     "overload": ("scenarios.overload", "several times the load that a cluster can carry"),
     "tenants": ("scenarios.tenants", "what a tenant that floods the cluster costs another one"),
     "router_cost": ("scenarios.router_cost", "CPU seconds of a router for 1,000 requests"),
+    "fleet": ("scenarios.fleet", "one router in front of a thousand workers"),
 }
 
 

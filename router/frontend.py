@@ -258,7 +258,7 @@ class GenerationService:
             span.set_attribute("baton.tenant", record.tenant)
             span.set_attribute("gen_ai.usage.input_tokens", len(state.request.prompt))
             with lease:
-                with telemetry.span(self._tracer, "router.check", trace):
+                with telemetry.span(self._tracer, "router.check", trace), self.stats.placing():
                     state.predicted_ttft_s = feasibility.check(
                         state.request,
                         self._dispatch.placement_request(state),

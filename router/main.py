@@ -21,7 +21,7 @@ from baton.errors import InvalidRequest
 from baton.metrics.recorder import Recorder
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistry
-from baton.server import EventLoop, Health, bind, settle
+from baton.server import EventLoop, Health, bind, measure_lag, settle
 from baton.text import load_tokenizer
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
 from router.admission.admission import Admission
@@ -97,6 +97,8 @@ async def _run(
         slos = slo.parse_all(config.slos)
         metrics = RouterMetrics(recorder, admission.model, slos)
         metrics.observe(service)
+        lagging = asyncio.create_task(measure_lag(metrics.lag.record), name="event loop lag")
+        stack.push_async_callback(_cancelled, lagging)
         sampler = SamplingPolicy(trace, fleet, config.trace_slow_s, slos)
         # In this order: a trace that is kept may be an exemplar of a metric.
         dispatch.stats.listeners = (sampler, metrics)

@@ -39,6 +39,7 @@ class RequestOptions:
     model: str = ""  # empty: the first one it lists
     api_key: str | None = None
     ttft_target_ms: int = 0  # over gRPC; 0: the router's own
+    stream: bool = True  # over HTTP; else answers come whole
     prompt_form: str = option(
         "ids", "--prompt-as", "token ids; text or a chat message of as many words", choices=_FORMS
     )

@@ -200,9 +200,10 @@ class HttpServer(Server):
             "model": self.model,
             "max_tokens": demand.new_tokens,
             "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream": options.stream,
         }
+        if options.stream:
+            body["stream_options"] = {"include_usage": True}
         if not options.stop_at_eos:
             body["ignore_eos"] = True
         if options.prompt_form == "chat":
@@ -223,8 +224,10 @@ class HttpServer(Server):
                 if response.status != 200:
                     text = (await response.text(errors="replace"))[:_MESSAGE_CHARS]
                     outcome.fail(f"HTTP_{response.status}", _error_message(text))
-                else:
+                elif self._options.stream:
                     await _read_stream(response, outcome, began)
+                else:
+                    _record_event(await response.read(), outcome, time.monotonic() - began)
         except TimeoutError:
             outcome.fail("TIMEOUT", f"not finished within {self._options.timeout_s:g} s")
         except aiohttp.ClientConnectorError as error:
@@ -277,7 +280,7 @@ def _record_event(data: bytes, outcome: Outcome, now_s: float) -> None:
 
 def _has_output(choice: dict[str, Any]) -> bool:
     """Whether a chunk brings text; a role alone, or an empty string, is no token."""
-    delta = choice.get("delta") or {}
+    delta = choice.get("delta") or choice.get("message") or {}
     names = ("content", "reasoning_content", "reasoning")
     return bool(choice.get("text")) or any(map(delta.get, names))
 

@@ -7,6 +7,7 @@ goes out through one callback, called on this thread, which must not block.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import queue
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from baton.engine.blocks import BlockPool, CacheChanges
@@ -297,6 +299,8 @@ class Engine:
     # The thread.
 
     def _live(self) -> None:
+        with contextlib.suppress(OSError):  # the kernel's name of it, for `top -H` and profilers
+            Path("/proc/thread-self/comm").write_text("engine")
         try:
             while not self._stopping:
                 self._admit()

@@ -29,6 +29,7 @@ WHOLE_S = (
     90.0, 120.0, 300.0, 600.0,
 )  # fmt: skip
 WAIT_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+PLACEMENT_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 STEP_S = (
     0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.3,
     0.5, 1.0, 2.0, 5.0,
@@ -116,6 +117,12 @@ TABLE: tuple[Instrument, ...] = (
     Instrument("baton.request.ttft_prediction", HISTOGRAM, "1", (ROUTER,),
         "Time to first token that was predicted when the request was admitted, by the actual one.",
         (), RATIO),
+    Instrument("baton.placement.duration", HISTOGRAM, "s", (ROUTER,),
+        "Looking for the best pair of workers: once to see whether a request can be in time, and "
+        "once for each try to place it.", (), PLACEMENT_S),
+    Instrument("baton.event_loop.lag", HISTOGRAM, "s", (ROUTER,),
+        "How late the event loop ran a timer of every 50 ms: every output waits so long, too.",
+        (), WAIT_S),
     Instrument("baton.failovers", COUNTER, "{attempt}", (ROUTER,),
         "Attempts that failed and were followed by another, by the error's name.", ("reason",)),
     Instrument("baton.tokens.input", COUNTER, "{token}", (ROUTER,),

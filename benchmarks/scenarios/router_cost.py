@@ -1,71 +1,251 @@
 """What do a router and its HTTP gateway cost, with workers that take no time?
 
-Workers are simulated with steps of no length, so what is left is Python and gRPC: the router, the
-control path of the workers, and the client. First one caller, for latencies; then many, for
-throughput and CPU seconds of each process for 1,000 requests. A request has a prompt of 16 tokens,
-which decode computes by itself.
+Workers are simulated with steps of no length, so what is left is Python and gRPC. A request is a
+chat message of about 70 tokens: template, tokenizer, Reserve, a prefill call with a real handoff,
+and 32 tokens of output; over gRPC, over HTTP, and over HTTP as one whole answer. One caller shows
+latencies: the first output bounds a token's way from a worker to its caller. Many callers show the
+CPU time of each process for 1,000 requests and, for the router, for a token of output as well, in
+`json.dumps` of one chunk of OpenAI's stream: measured in the same run, that makes machines
+comparable. In the end requests wait for workers that are full: what each of them takes of the
+router's memory.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import psutil
 
 from baton.bench.generator import Generator, Run
 from baton.bench.servers import Server
-from baton.bench.terminal import table
+from baton.bench.stats import Figure, percentile
+from baton.bench.terminal import median_table, table
 from baton.bench.workload import Lengths, Workload
-from baton.config import ClusterConfig, EngineConfig
+from baton.client import AsyncClient
+from baton.config import ClusterConfig, EngineConfig, RouterLimits
 from baton.local import ports
 from baton.local.cluster import LocalCluster
-from benchmarks.environment import console
-from benchmarks.scenarios.common import connected, spread
+from benchmarks.environment import console, cores, machine, rotated
+from benchmarks.scenarios.common import connected, samples
+from benchmarks.scenarios.dynamo import dynamo
+
+_WARM_UP = 64
+_CHAT_WORDS, _SHORT_TOKENS = 58, 16  # of a prompt; the words are 70 tokens with the template
+_DUMPS = 20_000
+_WAITING_TOKENS = (64, 1024)  # of prompts that wait; in this order, as memory does not shrink
+_FULL_BLOCKS = 96  # of a worker that few of them fill
+_WAIT_S, _POLL_S = 120.0, 0.25
+_PATIENT_S = 1e5  # a deadline that such a queue is expected to miss would refuse requests
+_KIB = 1024
+
+# Over HTTP or gRPC, and options of the requests.
+KINDS: Mapping[str, tuple[bool, dict[str, Any]]] = {
+    "gRPC": (False, {}),
+    "HTTP": (True, {}),
+    "HTTP, whole": (True, {"stream": False}),
+}
+FIGURES = (
+    Figure("prompt tokens", "prompt_tokens", 1, ".0f"),
+    Figure("one caller: first output p50, ms", "first_s", 1e3, ".2f"),
+    Figure("one caller: end p50, ms", "end_s", 1e3, ".2f"),
+    Figure("requests/s", "per_s", 1, ".0f"),
+    Figure("CPU s per 1,000: router", "router", 1, ".2f"),
+    Figure("the same a token, in json.dumps", "dumps", 1, ".1f"),
+    Figure("CPU s per 1,000: prefill worker", "prefill-0", 1, ".2f"),
+    Figure("decode worker, event loop", "event loop", 1, ".2f"),
+    Figure("decode worker, engine", "engine", 1, ".2f"),
+    Figure("decode worker, others", "others", 1, ".2f"),
+    Figure("client", "client", 1, ".2f"),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=1000, help="of each kind: 1000")
-    parser.add_argument("--callers", type=int, default=32, help="32")
-    parser.add_argument("--tokens", type=int, default=32, help="of output: 32")
+    add = parser.add_argument
+    add("--requests", type=int, default=1000, help="of each kind in a round: 1000")
+    add("--callers", type=int, default=32, help="32")
+    add("--tokens", type=int, default=32, help="of output: 32")
+    add("--rounds", type=int, default=3, help="whose medians are shown: 3")
     text = "of the router: 1; gRPC's one connection reaches one, HTTP's one for each caller all"
-    parser.add_argument("--router-processes", type=int, default=1, metavar="N", help=text)
+    add("--router-processes", type=int, default=1, metavar="N", help=text)
+    add("--waiting", type=int, default=2000, help="requests that wait: 2000; 0 leaves that out")
+    add("--short", action="store_true", help="prompts of 16 token ids, which decode computes")
+    add("--beside", type=Path, metavar="DIR", help="another checkout, in turns with this one")
+    add("--dynamo", type=Path, metavar="VENV", help="Dynamo's frontend, in turns, from this venv")
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What requests are sent to, and its processes by name, as in FIGURES."""
+
+    http: str  # host:port
+    grpc: str  # the same; empty: none
+    pids: Mapping[str, int]
 
 
 async def main(args: argparse.Namespace) -> None:
+    here = machine(cores(), len(cores()))
+    console.print(f"{here['processor']}, {len(cores())} cores, load before {here['load_before']}")
+    checkouts = {"": None} if args.beside is None else {"": None, " beside": args.beside.resolve()}
+    results: dict[str, list[dict[str, float]]] = {}
     # The demo model for its tokenizer: without one, streams over HTTP would carry empty texts.
     engine = EngineConfig(simulate="1e9,0", prefix_cache=False)
-    http = ports.free()
-    gateway = f"http://127.0.0.1:{http}"
+    async with AsyncExitStack() as stack:
+        targets = dict[str, _Target]()
+        for name, directory in checkouts.items():
+            cluster = await stack.enter_async_context(
+                _cluster(directory, engine, args.router_processes)
+            )
+            pids = {process.name: process.pid for process in cluster.processes.values()}
+            targets[name] = _Target(cluster.http_addresses[0], cluster.address, pids)
+        if args.dynamo:
+            address, pids = await stack.enter_async_context(dynamo(args.dynamo.absolute()))
+            targets[" dynamo"] = _Target(address, "", pids)
+        cases = [(k, n) for k in KINDS for n in targets if KINDS[k][0] or targets[n].grpc]
+        for round_ in range(args.rounds):
+            dumps_s = _dumps_s()
+            console.print(f"round {round_ + 1}: one json.dumps takes {dumps_s * 1e6:.2f} µs")
+            for kind, name in rotated(cases, round_):
+                found = await _measure(args, targets[name], kind, round_)
+                found["dumps"] = found["router"] / (1000 * args.tokens) / dumps_s
+                results.setdefault(kind + name, []).append(found)
+        for name in checkouts:
+            ways = await samples(targets[name].http, "baton_requests_served_total")
+            console.print(f"requests{name}: { ({s.labels['way']: int(s.value) for s in ways}) }")
+    columns = {kind + name: results[kind + name] for kind, name in cases}
+    console.print("", median_table(f"{args.callers} callers", FIGURES, columns), sep="\n")
+    if args.waiting:
+        rows = [row for name, of in checkouts.items() for row in await _waiting(args, name, of)]
+        console.print("", table("requests that wait", ("number", "KiB of router each"), rows))
+
+
+@asynccontextmanager
+async def _cluster(
+    checkout: Path | None, engine: EngineConfig, router_processes: int = 1, **limits: Any
+) -> AsyncIterator[LocalCluster]:
+    config = ClusterConfig(
+        engine=engine,
+        limits=RouterLimits(**limits),
+        router_processes=router_processes,
+        port=0,
+        http_port=ports.free(),
+    )
+    other: dict[str, Any] = {}
+    if checkout is not None:
+        program = (sys.executable, "-P", "-m", "baton")  # -P: not that of this directory
+        other["programs"] = dict.fromkeys(("router", "prefill", "decode"), program)
+        other["env"] = {"PYTHONPATH": str(checkout)}
+    async with LocalCluster(config, **other) as cluster:
+        yield cluster
+
+
+async def _measure(
+    args: argparse.Namespace, target: _Target, kind: str, round_: int
+) -> dict[str, float]:
+    """One kind of requests, by names of FIGURES."""
+    is_http, options = KINDS[kind]
+    url = f"http://{target.http}" if is_http else target.grpc
+    length, form = (_SHORT_TOKENS, "ids") if args.short else (_CHAT_WORDS, "chat")
     load = Workload(
-        prompt_lengths=Lengths(16, 16), output_lengths=Lengths(args.tokens, args.tokens)
+        prompt_lengths=Lengths(length, length), output_lengths=Lengths(args.tokens, args.tokens)
     )
 
-    async def send(server: Server, seed: int, count: int, callers: int) -> Run:
-        demands = replace(load, concurrency=callers, count=count, seed=seed).demands()
+    async def send(server: Server, part: int, count: int, callers: int) -> Run:
+        demands = replace(load, concurrency=callers, count=count, seed=round_ << 2 | part).demands()
         run = await Generator(server).closed_loop(demands, callers)
-        assert run.ok == count, run.outcomes[0].message
+        assert run.ok == count, next(o for o in run.outcomes if not o.ok).message
         return run
 
-    one: list[list[str]] = []
-    many: list[list[str]] = []
-    config = ClusterConfig(
-        engine=engine, port=0, http_port=http, router_processes=args.router_processes
-    )
-    async with LocalCluster(config) as cluster:
-        processes = {n: psutil.Process(p.pid) for n, p in cluster.processes.items()}
-        processes["client"] = psutil.Process()
-        for name, url in (("gRPC", cluster.address), ("HTTP", gateway)):
-            async with connected(url) as server:
-                await send(server, 0, 50, 1)  # warms up
-                outcomes = (await send(server, 1, args.requests // 2, 1)).outcomes
-                first, end = (o.ttft_s for o in outcomes), (o.ended_s for o in outcomes)
-                one.append([name, spread(first), spread(end)])
-                before = {n: sum(p.cpu_times()[:2]) for n, p in processes.items()}
-                run = await send(server, 2, args.requests, args.callers)
-                spent = [sum(p.cpu_times()[:2]) - before[n] for n, p in processes.items()]
-            per_1000 = [f"{cpu_s * 1000 / args.requests:.2f}" for cpu_s in spent]
-            many.append([name, f"{args.requests / run.seconds:.0f}", *per_1000])
-    console.print(table("one caller", ("first output", "end"), one))
-    columns = ("requests/s", *(f"{name}, CPU s per 1,000" for name in processes))
-    console.print("", table(f"{args.callers} callers", columns, many), sep="\n")
+    async with connected(url, prompt_form=form, **options) as server:
+        await send(server, 0, _WARM_UP, args.callers)
+        alone = (await send(server, 1, args.requests // 4, 1)).outcomes
+        before = _cpu_s(target.pids)
+        run = await send(server, 2, args.requests, args.callers)
+        after = _cpu_s(target.pids)
+    return {
+        "prompt_tokens": percentile((o.prompt_tokens for o in run.outcomes), 50),
+        "first_s": percentile((o.ttft_s or 0.0 for o in alone), 50),
+        "end_s": percentile((o.ended_s for o in alone), 50),
+        "per_s": args.requests / run.seconds,
+        **{name: (after[name] - cpu_s) * 1000 / args.requests for name, cpu_s in before.items()},
+    }
+
+
+def _cpu_s(pids: Mapping[str, int]) -> dict[str, float]:
+    """CPU seconds so far of each process, and of the decode worker's threads."""
+    all_pids = {**pids, "client": os.getpid()}
+    user_system = {name: psutil.Process(pid).cpu_times()[:2] for name, pid in all_pids.items()}
+    spent = {name: user_s + system_s for name, (user_s, system_s) in user_system.items()}
+    spent["router"] = sum(cpu_s for name, cpu_s in spent.items() if name.startswith("router"))
+    spent |= dict.fromkeys(("event loop", "engine", "others"), 0.0)
+    for thread in psutil.Process(decode := pids["decode-0"]).threads():
+        comm = Path(f"/proc/{decode}/task/{thread.id}/comm").read_text().strip()
+        other = "engine" if comm == "engine" else "others"
+        spent["event loop" if thread.id == decode else other] += sum(thread[1:])
+    return spent
+
+
+def _dumps_s() -> float:
+    """CPU seconds of one `json.dumps` of a chunk."""
+    choice = {"index": 0, "delta": {"content": " word"}, "logprobs": None, "finish_reason": None}
+    chunk = {
+        "id": "chatcmpl-0123456789abcdef",
+        "object": "chat.completion.chunk",
+        "created": 1_700_000_000,
+        "model": "demo",
+        "choices": [choice],
+    }
+    began = time.process_time()
+    for _ in range(_DUMPS):
+        json.dumps(chunk)
+    return (time.process_time() - began) / _DUMPS
+
+
+async def _waiting(args: argparse.Namespace, name: str, checkout: Path | None) -> list[list[str]]:
+    """What requests in the queue take of the router's memory, by the length of their prompts."""
+    engine = EngineConfig(simulate="1e9,1000", kv_blocks=_FULL_BLOCKS, prefix_cache=False)
+    rows = []
+    async with (
+        _cluster(checkout, engine, max_queue=args.waiting) as cluster,
+        connected(cluster.address, timeout_s=_PATIENT_S) as server,
+        AsyncClient(cluster.address) as client,
+    ):
+        router = psutil.Process(cluster.processes["router"].pid)
+
+        async def until(least: int, most: int) -> int:
+            """Returns how many wait, once they are as many as that."""
+            async with asyncio.timeout(_WAIT_S):
+                while True:
+                    queued = int((await client.status())["router"]["queued"])
+                    if least <= queued <= most:
+                        return queued
+                    await asyncio.sleep(_POLL_S)
+
+        before = router.memory_info().rss
+        for tokens in _WAITING_TOKENS:
+            load = Workload(
+                prompt_lengths=Lengths(tokens, tokens),
+                output_lengths=Lengths(256, 256),
+                concurrency=args.waiting,
+                count=args.waiting,
+            )
+            stop = asyncio.Event()
+            sending = asyncio.create_task(
+                Generator(server, stop).closed_loop(load.demands(), args.waiting)
+            )
+            number = await until(args.waiting - _FULL_BLOCKS, args.waiting)
+            each = (router.memory_info().rss - before) / number / _KIB
+            rows.append([f"prompts of {tokens} tokens{name}", str(number), f"{each:.1f}"])
+            stop.set()
+            await sending
+            await until(0, 0)
+    return rows

@@ -156,13 +156,14 @@ class Dispatch:
 
         def pick(full: Set[str]) -> Pair:
             nonlocal missing
-            snapshot = self._fleet.snapshot()
-            if state.request.workers:
-                return _pick_among(snapshot.only(state.request.workers), request, full)
-            missing = snapshot.why_not_ready
-            if not missing:
-                limit.reschedule(None)
-                return placement.pick(snapshot, request, state.failed_workers, full)
+            with self.stats.placing():
+                snapshot = self._fleet.snapshot()
+                if state.request.workers:
+                    return _pick_among(snapshot.only(state.request.workers), request, full)
+                missing = snapshot.why_not_ready
+                if not missing:
+                    limit.reschedule(None)
+                    return placement.pick(snapshot, request, state.failed_workers, full)
             if limit.when() is None:
                 limit.reschedule(loop.time() + self._limits.recovery_s)
             raise Overloaded(missing, placement.RETRY_AFTER_S)

@@ -46,6 +46,8 @@ class RouterMetrics(RequestListener):
         self._model = model
         self._slos = slos
         self._gaps = recorder.gaps("baton.request.inter_token_latency")
+        self._placements = recorder.gaps("baton.placement.duration")
+        self.lag = recorder.gaps("baton.event_loop.lag")
         # A series whose first value is not its first event has no rate.
         for name, label, values in (
             ("baton.breaker.ejections", "kind", ("worker", "pair")),
@@ -75,6 +77,10 @@ class RouterMetrics(RequestListener):
     def delivered(self, gap_s: float) -> None:
         """Output is on its way to a caller, `gap_s` after the same request's last."""
         self._gaps.record(gap_s)
+
+    def placed(self, took_s: float) -> None:
+        """A pair of workers was looked for."""
+        self._placements.record(took_s)
 
     def first_token(self, record: RequestRecord) -> None:
         assert record.state is not None

@@ -72,6 +72,9 @@ class RequestListener:
     def delivered(self, gap_s: float) -> None:
         """Output goes to a caller, `gap_s` after the request's output before it."""
 
+    def placed(self, took_s: float) -> None:
+        """A pair of workers was looked for."""
+
     def first_token(self, record: RequestRecord) -> None:
         """The first output of a request is on its way."""
 
@@ -120,6 +123,16 @@ class RouterStats:
         if gap_s is not None:
             for listener in self.listeners:
                 listener.delivered(gap_s)
+
+    @contextlib.contextmanager
+    def placing(self) -> Iterator[None]:
+        """Around each look for a pair of workers."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            for listener in self.listeners:
+                listener.placed(time.perf_counter() - began)
 
     def first_token(self, record: RequestRecord) -> None:
         """The first output of a request is on its way."""

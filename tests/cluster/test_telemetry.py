@@ -97,6 +97,8 @@ def _check_requests(router, done):
     assert router.total("baton_requests_ended_total", status="OK") == len(done)
     assert router.total("baton_requests_ended_total", status="INVALID_ARGUMENT") == 1
     assert router.total("baton_requests_refused_total") == 1
+    assert router.value("baton_placement_duration_seconds_count") >= 2 * len(done)
+    assert router.value("baton_event_loop_lag_seconds_count") > 0
     ttft_s = router.value("gen_ai_server_time_to_first_token_seconds_sum", **OF_ALL)
     assert ttft_s == pytest.approx(sum(one.timing.ttft_ms for one in done) / 1e3, rel=1e-3)
     for histogram in ("time_to_first_token", "request_duration"):

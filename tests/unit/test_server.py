@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from baton.server import EventLoop
+from baton import rpc
+from baton.server import EventLoop, measure_lag
 
 CALLS, MESSAGES = 150, 4
 TURNS = 200  # far fewer than events
@@ -50,3 +51,45 @@ def test_events_of_grpc_do_not_come_one_a_turn(address):
 
     with asyncio.Runner(loop_factory=EventLoop) as runner:
         assert runner.run(turns()) < TURNS
+
+
+def test_calls_are_not_taken_one_a_turn():
+    def call_at_once(address):
+        with grpc.insecure_channel(address) as channel:
+            call = channel.unary_unary("/any/call")
+            return [f.result(30) for f in [call.future(b"") for _ in range(CALLS)]]
+
+    async def turns():
+        server, taken, now = rpc.server(), [], 0
+
+        async def answer(request, context):
+            taken.append(now)
+            return b""
+
+        handlers = {"call": grpc.unary_unary_rpc_method_handler(answer, bytes, bytes)}
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("any", handlers)])
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        calling = asyncio.create_task(asyncio.to_thread(call_at_once, address))
+        while not calling.done():
+            time.sleep(0.005)  # noqa: ASYNC251 - the turn is long
+            await asyncio.sleep(0)
+            now += 1
+        await server.stop(None)
+        assert await calling == [b""] * CALLS
+        return taken[-1] - taken[0]
+
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        assert runner.run(turns()) < CALLS / 2
+
+
+async def test_a_timer_that_runs_late_shows_how_long_the_loop_was_busy():
+    seen, blocked = asyncio.Queue(), 0.2
+    measuring = asyncio.create_task(measure_lag(seen.put_nowait))
+    try:
+        async with asyncio.timeout(30):
+            await seen.get()
+            time.sleep(blocked)  # noqa: ASYNC251 - the turn is long
+            assert await seen.get() >= blocked - 0.1
+    finally:
+        measuring.cancel()

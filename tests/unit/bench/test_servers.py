@@ -88,6 +88,20 @@ async def test_a_completion_over_http():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "choice", [{"text": "Hello"}, {"message": {"role": "assistant", "content": "Hello"}}]
+)
+async def test_a_whole_answer_over_http_is_one_output(choice):
+    counts = {"prompt_tokens": 3, "completion_tokens": 2}
+    server = ScriptedOpenAI((200, json.dumps({"choices": [choice], "usage": counts})))
+    async with client_of(server, stream=False) as client:
+        outcome = await ask(client)
+    assert outcome.ok and (outcome.prompt_tokens, outcome.output_tokens) == (3, 2)
+    assert list(outcome.token_counts) == [1] and outcome.ttft_s == outcome.e2e_s
+    (body,) = server.bodies
+    assert not body["stream"] and "stream_options" not in body
+
+
 async def test_a_completion_over_grpc():
     end = finish(
         usage=common_pb2.Usage(prompt_tokens=5, completion_tokens=3, cached_tokens=2),

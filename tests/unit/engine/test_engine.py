@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -136,3 +137,9 @@ def test_a_full_pool_refuses_at_once_and_keeps_nothing(directory):
         assert bench.engine.load().result(WAIT_S).blocks_held == 0
     with pytest.raises(ConfigError, match="--kv-blocks"):
         load(directory, kv_blocks=1, block_size=1)
+
+
+def test_the_kernel_has_a_name_for_the_engine_thread(loaded):
+    with Bench(loaded.engine) as bench:
+        read = Path("/proc/thread-self/comm").read_text
+        assert bench.engine.submit(read).result(WAIT_S) == "engine\n"

@@ -51,8 +51,7 @@ def forget_described(worker):
 def test_a_worker_is_suspected_after_three_missed_heartbeats(silence_s):
     liveness = LivenessConfig(silence_s=silence_s)
     assert liveness.lost_ticks * liveness.tick_s == pytest.approx(silence_s)
-    assert liveness.heartbeat_ms * 3 <= 500 * silence_s
-    assert liveness.heartbeat_ms <= 200
+    assert 0.75 * 500 * silence_s <= liveness.heartbeat_ms * 3 <= 500 * silence_s
 
 
 async def test_a_suspected_worker_gets_nothing_new_and_keeps_what_it_has(cluster, worker):
