@@ -97,8 +97,7 @@ async def _run(
         slos = slo.parse_all(config.slos)
         metrics = RouterMetrics(recorder, admission.model, slos)
         metrics.observe(service)
-        lagging = asyncio.create_task(measure_lag(metrics.lag.record), name="event loop lag")
-        stack.push_async_callback(_cancelled, lagging)
+        _run_within(stack, measure_lag(metrics.lag.record), "event loop lag")
         sampler = SamplingPolicy(trace, fleet, config.trace_slow_s, slos)
         # In this order: a trace that is kept may be an exemplar of a metric.
         dispatch.stats.listeners = (sampler, metrics)
