@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PROTOS := $(wildcard protos/baton/v1/*.proto)
 
-.PHONY: setup demo test test-all chaos fuzz compose-test bench-engine bench-serve gpu lint format docs wheel protos clean
+.PHONY: setup demo test test-all chaos fuzz compose-test bench-engine bench-serve gpu lint format docs wheel protos lock clean
 
 setup: $(STAMP)
 
@@ -87,6 +87,19 @@ wheel: $(STAMP)
 
 protos: $(STAMP) $(PROTOS)
 	@$(BIN)/python scripts/protos.py
+
+# The image's libraries with their hashes, all but torch: after a change of pyproject.toml or
+# constraints.txt. With torch's CPU index, or CUDA's libraries are locked as well.
+LOCK = PIP_CONSTRAINT=constraints.txt PIP_EXTRA_INDEX_URL="$$PIP_EXTRA_INDEX_URL $(TORCH_INDEX)" \
+	build/lock/bin/pip-compile --quiet --generate-hashes --strip-extras --no-header --no-annotate \
+	--no-emit-options --constraint constraints.txt
+
+lock:
+	@$(PYTHON) -m venv build/lock && build/lock/bin/pip install --quiet pip-tools
+	@$(LOCK) --extra worker,gateway --unsafe-package torch --unsafe-package baton-serving \
+		--output-file compose/requirements.txt pyproject.toml
+	@$(LOCK) --only-build-deps --build-deps-for wheel \
+		--output-file compose/build-requirements.txt pyproject.toml
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache dist build

@@ -60,9 +60,7 @@ def run(
 async def _run(
     config: RouterConfig, frontends: Sequence[Frontend], shared: SharedState | None
 ) -> int:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    stop = _stop_requested()
     path = model_path(config.model)
     # Only a model with made-up weights may have no tokenizer.
     tokenizer = load_tokenizer(path, required=not config.random_weights)
@@ -127,6 +125,14 @@ async def _run(
         await health.set(False)
         await _drain(config.drain_s, service, server if shared else None)
     return 0
+
+
+def _stop_requested() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
 
 
 async def _join(

@@ -252,7 +252,7 @@ async def test_a_body_is_one_request_to_its_tenant_however_many_choices(gateway_
     assert (await gateway.post("/tokenize", {"prompt": "a" * 50})).status_code == 200
     tenant = gateway.service.admission.tenants.of(None)
     used = (len(PROMPT) + 10 * 5) + (2 + 4 * 5) + 50
-    assert tenant._tokens._level == pytest.approx(1000 - used, abs=20)
+    assert tenant._tokens.level == pytest.approx(1000 - used, abs=20)
     for response in (await gateway.complete(), await gateway.post("/tokenize", {"prompt": "a"})):
         assert error_of(response, 429)["code"] == "rate_limit_exceeded"
 

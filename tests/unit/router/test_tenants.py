@@ -158,7 +158,7 @@ async def test_a_changed_file_keeps_what_its_tenants_use(tenants_of, tmp_path, c
                 tenants.of(bearer("b"))
             of_b.delivered(10)  # what runs ends as if nothing had happened
             lease.delivered(100)
-        assert (a.running, b.running) == (0, 0)
+        assert (a._usage.running, b._usage.running) == (0, 0)
         assert level(a)[0] == pytest.approx(200)  # of 600; charges are not forgotten
         with pytest.raises(Overloaded) as caught:
             a.enter(300, 1, 0.0)

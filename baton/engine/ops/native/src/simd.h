@@ -157,6 +157,7 @@ typedef float Floats __attribute__((vector_size(REGISTER)));
 typedef uint32_t Words __attribute__((vector_size(REGISTER)));
 typedef int32_t Ints __attribute__((vector_size(REGISTER)));
 typedef int16_t Shorts __attribute__((vector_size(REGISTER)));
+typedef uint16_t Halves __attribute__((vector_size(REGISTER)));
 constexpr int WORDS = REGISTER / 4;
 
 // One word in all lanes.
@@ -212,8 +213,8 @@ struct Lanes<int8_t> {
     // As pairs of 16 bits, bytes 0 and 2, then 1 and 3: products of bytes would saturate.
     static constexpr int PARTS = 2;
     static Shorts left(const int8_t* from, int p) {
-        const Words bytes = repeat(from);
-        return (Shorts)(p ? bytes >> 8 & 0x00ff00ffu : bytes & 0x00ff00ffu);
+        const Halves bytes = (Halves)repeat(from);
+        return (Shorts)(p ? bytes >> 8 : bytes & 0xff);
     }
     static Shorts right(const int8_t* from, int p) {
         const Shorts bytes = load<Shorts>(from);
