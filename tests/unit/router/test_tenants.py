@@ -159,10 +159,10 @@ async def test_a_changed_file_keeps_what_its_tenants_use(tenants_of, tmp_path, c
             of_b.delivered(10)  # what runs ends as if nothing had happened
             lease.delivered(100)
         assert (a._usage.running, b._usage.running) == (0, 0)
-        assert level(a)[0] == pytest.approx(200)  # of 600; charges are not forgotten
+        assert level(a)[0] == pytest.approx(360 - 400)  # what was spent is not forgotten
         with pytest.raises(Overloaded) as caught:
             a.enter(300, 1, 0.0)
-        assert caught.value.retry_after_s == pytest.approx((301 - 200) / 6)  # at the new rate
+        assert caught.value.retry_after_s == pytest.approx((301 + 40) / 6)  # at the new rate
         file.write_text(f"[tenants.a]\n{KEYS}\n[tenants.b]\nkeys = ['{digest('b')}']")
         await until(lambda: a.config.max_running > 1)
         assert tenants.of(bearer("b")) is b, "it came back"
