@@ -104,6 +104,7 @@ class Credentials:
         """
         if self.ca_file is None or (self._client and not self._called.changed):
             return self._client
+        self._called = WatchedFiles()
         try:
             files = (self.ca_file, self.key_file, self.cert_file)
             ca, key, cert = (self._called.read(path) if path else None for path in files)
@@ -144,6 +145,7 @@ class Credentials:
     def _load(self) -> ssl.SSLContext:
         assert self.cert_file is not None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._served = WatchedFiles()
         try:
             for path in filter(None, (self.cert_file, self.key_file, self.client_ca_file)):
                 self._served.read(path)

@@ -175,12 +175,12 @@ def authorize(tenants: Tenants, method: str, context: Any) -> None:
     What is for operators takes an operator's key, or a certificate with a role where the port asks
     for certificates; without either of these settings it is for everybody.
     """
-    keys = context.invocation_metadata()
-    by_key = tls.current().client_ca_file is None or tenants.is_admin(keys)
-    if method.startswith(_FOR_OPERATORS) and by_key:
-        tenants.check_admin(keys)
-    else:
-        rpc.authorize_role(method, context)
+    if method.startswith(_FOR_OPERATORS):
+        keys = context.invocation_metadata()
+        if tls.current().client_ca_file is None or tenants.is_admin(keys):
+            tenants.check_admin(keys)
+            return
+    rpc.authorize_role(method, context)
 
 
 def caller_of(context: Any) -> Caller:

@@ -268,6 +268,7 @@ class EtcdClient:
 
     def _endpoint(self) -> _Endpoint:
         if self._files.changed:
+            self._files = WatchedFiles()
             try:  # calls that run on an earlier channel go on
                 self._addresses, self._endpoints = _addresses(self._config, self._files), []
             except ConfigError as error:

@@ -301,6 +301,7 @@ class Tenants:
         """
         self._keyless: Tenant | None = None
         self._by_digest: dict[bytes, Tenant] = {}
+        self._names_admins = bool(content.admin_digests)
         self._admins = {*content.admin_digests, *self._more_admins}
         self._names = [config.name for config in content.tenants]
         for config in content.tenants:
@@ -347,7 +348,7 @@ class Tenants:
         """Raises Unauthenticated for a call without an operator's key, where there is a file."""
         if self._open or self.is_admin(metadata):
             return
-        missing = "" if self._admins else ", which has none yet"
+        missing = "" if self._names_admins else ", which has none yet"
         raise Unauthenticated(
             f"this is for operators: send a key of [admin] in the tenants file{missing} "
             "(BATON_API_KEY or --api-key-file; authorization: Bearer KEY)"

@@ -1,4 +1,7 @@
-"""A cluster whose ports take TLS alone: callers are served, KV moves, strangers are told why."""
+"""A cluster whose ports take TLS alone: callers are served, KV moves, strangers are told why.
+
+And it has tenants: what operators ask needs their key, and keys change without a restart.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,26 @@ import httpx
 import pytest
 
 from baton import rpc
+from baton.config import RouterLimits
 from baton.errors import Unavailable
 from baton.local import certs, ports
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from tests.cluster.command import baton
 from tests.cluster.conftest import Clusters
 from tests.cluster.oracle import SIMULATED, Case, Oracle, check
+from tests.waiting import eventually
 
 
-async def test_a_cluster_with_tls(clusters: Clusters, simulated: Oracle, tmp_path: Path) -> None:
+async def test_a_cluster_with_tls_and_tenants(
+    clusters: Clusters, simulated: Oracle, tmp_path: Path
+) -> None:
+    file, admin = tmp_path / "tenants.toml", tmp_path / "admin.key"
+    file.write_text("[default]\n[admin]\nkey_files = ['admin.key']")
+    admin.write_text("old")
     cluster, client = await clusters(
-        engine=SIMULATED, alone=True, tls=True, metrics_port=0, http_port=ports.free()
-    )
+        engine=SIMULATED, alone=True, tls=True, metrics_port=0, http_port=ports.free(),
+        transport="gloo", limits=RouterLimits(tenants_file=file),
+    )  # fmt: skip
     assert cluster.certs is not None
     ca, target = str(cluster.certs / "ca.pem"), ("--target", cluster.address)
     done = await check(client, simulated, Case(tuple(range(200)), "greedy", 24))
@@ -36,9 +47,31 @@ async def test_a_cluster_with_tls(clusters: Clusters, simulated: Oracle, tmp_pat
         page = await http.get(f"https://{cluster.metrics['router']}/metrics")
         assert "baton_requests_ended_total" in page.text
 
-    for command in (("status",), ("doctor",), ("explain", "def"), ("generate", "def")):
-        ended = await baton(*command, *target, "--tls-ca", ca)
+        page = await http.get(f"https://{cluster.http_addresses[0]}/metrics")
+        assert page.status_code == 401 and "is for operators" in page.text
+
+    load = ("bench", "serve", "--count", "2", "--concurrency", "1", "--prompt-tokens", "9")
+    for command in (
+        ("generate", "def", *target), (*load, *target),
+        (*load, "--target", f"https://{cluster.http_addresses[0]}"),
+    ):  # fmt: skip
+        ended = await baton(*command, "--tls-ca", ca)
         assert ended.status == 0, ended.err
+    asked, key = ("status", *target, "--tls-ca", ca), ("--api-key-file", str(admin))
+    ended = await baton(*asked)
+    assert ended.status == 1 and "send a key of [admin] in the tenants file" in ended.err
+    for command in (("status",), ("doctor",), ("explain", "def"), ("top", "--once")):
+        ended = await baton(*command, *target, "--tls-ca", ca, *key)
+        assert ended.status == 0, ended.err
+    old = tmp_path / "old.key"
+    old.write_text("old")
+    admin.write_text("new")
+
+    async def answers() -> tuple[int, int]:
+        ours = await baton(*asked, *key)
+        return ours.status, (await baton(*asked, "--api-key-file", str(old))).status
+
+    await eventually(answers, lambda found: found == (0, 1), "the new key is not taken up", 30.0)
     ended = await baton("status", *target)
     assert ended.status == 1 and "speaks TLS: name its authority with --tls-ca" in ended.err
     certs.write(tmp_path, [])

@@ -197,7 +197,11 @@ async def test_calls_take_a_new_certificate_and_those_that_run_go_on_with_the_ol
         certs.write(folder, [])  # another authority: the worker's, and that of its callers
         await call(worker, of(folder, "router"))
         shutil.copy(folder / "router.pem", ours)
-        assert router.of_client() is old and "cannot be used for TLS" in caplog.text  # its key?
+        assert router.of_client() is router.of_client() is old  # its key is still the old one
+        assert caplog.text.count("calls go on with the old certificate") == 1
+        (ours / "ca.pem").unlink()
+        assert router.of_client() is router.of_client() is old
+        assert caplog.text.count("ca.pem cannot be read") == 1
         for name in ("router-key.pem", "ca.pem"):
             shutil.copy(folder / name, ours)
         assert router.of_client() is not old
