@@ -358,10 +358,12 @@ def _event(progress: Progress) -> decode_pb2.SequenceEvent | None:
     """A step's event for the router; none while a prompt is still being computed."""
     if not progress.token_ids and not progress.abort_reason:
         return None
-    return decode_pb2.SequenceEvent(
-        handoff_id=progress.seq_id,
-        token_ids=progress.token_ids,
-        logprobs=map(logprobs_proto, progress.logprobs),
-        finish_reason=FINISH_REASONS[progress.finish_reason],
-        abort_reason=progress.abort_reason or "",
-    )
+    # What most events lack is set apart: as arguments, empty ones cost as much as the others.
+    event = decode_pb2.SequenceEvent(handoff_id=progress.seq_id, token_ids=progress.token_ids)
+    if progress.logprobs:
+        event.logprobs.extend(map(logprobs_proto, progress.logprobs))
+    if progress.finish_reason:
+        event.finish_reason = FINISH_REASONS[progress.finish_reason]
+    if progress.abort_reason:
+        event.abort_reason = progress.abort_reason
+    return event

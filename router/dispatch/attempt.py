@@ -101,8 +101,9 @@ class Attempt:
                 self.on_decoding()
             self._handed_over = True
             self.suspects.clear()
-            self.finished_on_decode = bool(event.finish_reason)
-            self._output(event.token_ids, event.logprobs, event.finish_reason)
+            reason = event.finish_reason
+            self.finished_on_decode = bool(reason)
+            self._output(event.token_ids, event.logprobs, reason)
 
     async def unless_lost(self, call: Awaitable[T]) -> T:
         """The call's result; raises as soon as the decode worker is lost, and cancels the call."""

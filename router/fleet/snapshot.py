@@ -235,7 +235,7 @@ class Snapshot:
         A worker without a measurement counts as the mean of the others.
         """
         rates = [row.rate for row in self.prefill_rows if row.ready]
-        known = [rate for rate in rates if rate]
+        known = [rate for rate in rates if rate > 0]
         return sum(known) / len(known) * len(rates) if known else 0.0
 
     @property

@@ -203,9 +203,9 @@ class RowCosts(Costs):
         ]
         split = len(snapshot.prefill)
         prefill, decode = snapshot.numbers[:split], snapshot.numbers[split:]
-        rate = _middle(sorted(p.rate for p in prefill if p.ready and p.rate), _TOKENS_PER_S)
+        rate = _middle(sorted(p.rate for p in prefill if p.ready and p.rate > 0), _TOKENS_PER_S)
         lone = [_lone_ms(_Numbers, d) for d in decode]
-        known = (ms for ms, d in zip(lone, decode, strict=True) if d.ready and ms)
+        known = (ms for ms, d in zip(lone, decode, strict=True) if d.ready and ms > 0)
         usual_ms = _middle(sorted(known), _STEP_MS)
         self.prefill, self.decode = [], []
         for p, view, has in zip(prefill, snapshot.prefill, cached, strict=False):
