@@ -225,6 +225,42 @@ async def test_up_from_ready_to_stopped(tmp_path):
     assert f"no router answers: {address}: " in down.err
 
 
+@pytest.mark.timeout(240)
+async def test_a_router_of_two_processes_from_ready_to_stopped(clusters):
+    """One port, refused to others; SIGHUP; a child is killed, and then the parent."""
+    cluster, _ = await clusters(engine=SIMULATED)
+    port = ports.free()
+    argv = ("router", "--router-processes", "2", "--etcd", cluster.etcd_address)
+    argv += ("--port", str(port), "--drain-timeout", "1")
+    status = ("status", "--target", f"127.0.0.1:{port}")
+    async with running(*argv, env={}) as router:
+        await router.says(f"2 processes serve at 127.0.0.1:{port}")
+        other = await baton(*argv)
+        assert other.status == 1 and "Address already in use" in other.err
+        parent = psutil.Process(router.process.pid)
+        first = set(parent.children())
+        shown = await as_json(*status)
+        assert {shown["router"]["pid"], shown["siblings"][0]["pid"]} == {p.pid for p in first}
+
+        router.process.send_signal(signal.SIGHUP)
+        await router.says("all processes have been restarted")
+        second = set(parent.children())
+        assert len(second) == 2 and not first & second
+        next(iter(second)).kill()
+        await router.says("was killed by SIGKILL; starting it again in 0.5 s")
+        await router.says("takes calls at")
+        assert (await as_json(*status))["router"]["state"] == "SERVING"
+        third = set(parent.children())
+        assert await router.end(signal.SIGTERM) == 0
+    async with running(*argv, env={}) as router:
+        await router.says("2 processes serve at")
+        fourth = set(psutil.Process(router.process.pid).children())
+        await router.end(signal.SIGKILL)
+    gone, alive = psutil.wait_procs(first | second | third | fourth, timeout=10)
+    assert len(gone) == 7 and not alive
+    ports.check_free("127.0.0.1", port)
+
+
 async def check_traces(target):
     """`trace`, `top` and `status` after a request, which is returned, and a refusal."""
     # Longer than what decode computes by itself, so that there is a transfer to see.
