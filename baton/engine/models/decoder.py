@@ -19,7 +19,7 @@ from torch import Tensor
 from baton.engine.batch import StepBatch
 from baton.engine.models.config import ModelConfig, Rope
 from baton.engine.ops.torch.attention import attend, place, write_kv
-from baton.engine.ops.torch.linear import linear, silu_gate
+from baton.engine.ops.torch.linear import silu_gate
 from baton.engine.weights.weights import LayerWeights, Weights
 
 
@@ -72,7 +72,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class Model:
     """Weights and the arithmetic on them; no state between calls but the pool it is given.
 
-    The six operations of a layer are torch's; `baton.engine.backends.gpu.model` has others.
+    What a layer does beside its products is torch's; `baton.engine.backends.gpu.model` has other
+    kernels.
     """
 
     def __init__(
@@ -101,21 +102,20 @@ class Model:
         hidden, residual = F.embedding(token_ids, self._weights.embedding), None
         for index, layer in enumerate(self._weights.layers):
             normed, residual = self._add_rms_norm(hidden, residual, layer.input_norm)
-            qkv = self._linear(normed, layer.qkv, layer.qkv_bias)
+            qkv = layer.qkv.apply(normed, layer.qkv_bias)
             q = self._rope_and_write(qkv, rows, index, layer, pool)
-            hidden = self._linear(self._attend(q, rows, index, pool), layer.o, layer.o_bias)
+            hidden = layer.o.apply(self._attend(q, rows, index, pool), layer.o_bias)
             normed, residual = self._add_rms_norm(hidden, residual, layer.post_norm)
-            gate_up = self._linear(normed, layer.gate_up, layer.gate_up_bias)
-            hidden = self._linear(self._silu_mul(gate_up), layer.down, layer.down_bias)
+            gate_up = layer.gate_up.apply(normed, layer.gate_up_bias)
+            hidden = layer.down.apply(self._silu_mul(gate_up), layer.down_bias)
         assert residual is not None, "a model has layers"
         return hidden, residual
 
     def _logits(self, hidden: Tensor, residual: Tensor) -> Tensor:
         """Next-token scores, float32 `[rows, vocab_size]`."""
         normed, _ = self._add_rms_norm(hidden, residual, self._weights.final_norm)
-        return self._linear(normed, self._weights.lm_head).float()
+        return self._weights.lm_head.apply(normed).float()
 
-    _linear = staticmethod(linear)
     _silu_mul = staticmethod(silu_gate)
 
     def _place(self, batch: StepBatch, pool: Tensor) -> Any:

@@ -31,8 +31,8 @@ from baton.engine.models.config import (
     Shapes,
     check_tensors,
 )
-from baton.engine.ops.native.packing import Matrix
 from baton.engine.weights.checkpoint import ELEMENT_BYTES, StoredTensor, stored_tensors
+from baton.engine.weights.weight import DenseWeight, Weight
 from baton.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -40,44 +40,44 @@ RANDOM_STD = 0.02
 _NOISE = (1 << 24) - 3  # numbers; prime, so that a matrix's rows differ
 _GIB = float(1 << 30)
 
-Prepare = Callable[[Tensor], Matrix]
-"""What is done to each matrix as soon as it is read; what it was read into is then given up."""
+Prepare = Callable[[Weight], Weight]
+"""What is done to each weight as soon as it is read; what it was read into is then given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """One decoder layer; matrices are `[out, in]`. Absent biases and norms are None."""
+    """One decoder layer. Absent biases and norms are None."""
 
     input_norm: Tensor
-    qkv: Matrix
+    qkv: Weight
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
-    o: Matrix
+    o: Weight
     o_bias: Tensor | None = None
     post_norm: Tensor
-    gate_up: Matrix
+    gate_up: Weight
     gate_up_bias: Tensor | None = None
-    down: Matrix
+    down: Weight
     down_bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A whole model; a tied `lm_head` is `embedding` itself, unless prepared."""
+    """A whole model; a tied `lm_head` has `embedding` itself, unless prepared."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    lm_head: Matrix
+    lm_head: Weight
 
 
 Make = Callable[[Shapes], Tensor]
 """Makes one tensor of those with these names and shapes, joined along the first axis."""
 
 
-def _as_read(matrix: Tensor) -> Matrix:
-    return matrix
+def _as_read(weight: Weight) -> Weight:
+    return weight
 
 
 def load_weights(
@@ -163,7 +163,7 @@ def _assemble(config: ModelConfig, make: Make, prepare: Prepare) -> Weights:
 
     def part(parts: Shapes) -> Any:
         is_matrix = all(len(shape) == 2 for shape in parts.values())
-        return prepare(make(parts)) if is_matrix else make(parts)
+        return prepare(DenseWeight(make(parts))) if is_matrix else make(parts)
 
     def layer(index: int) -> LayerWeights:
         tensors = config.layer_tensors(index)
@@ -172,9 +172,8 @@ def _assemble(config: ModelConfig, make: Make, prepare: Prepare) -> Weights:
     embedding = tensor(EMBEDDING)
     layers = tuple(layer(index) for index in range(config.num_layers))
     norm = tensor(FINAL_NORM)
-    return Weights(
-        embedding, layers, norm, prepare(embedding if config.tie_embeddings else tensor(LM_HEAD))
-    )
+    lm_head = embedding if config.tie_embeddings else tensor(LM_HEAD)
+    return Weights(embedding, layers, norm, prepare(DenseWeight(lm_head)))
 
 
 def _joined(shapes: Shapes) -> tuple[int, ...]:

@@ -6,17 +6,16 @@ import torch
 
 from baton.engine.kv_cache import KvLayout, allocate_pool
 from baton.engine.ops.torch.attention import write_kv
-from baton.engine.ops.torch.linear import exact_products, linear, products_by_float
-from baton.engine.weights import quantize
+from baton.engine.ops.torch.linear import exact_products, products_by_float
+from baton.engine.weights import weight as weight_module
 from baton.engine.weights.quantize import (
     FP8,
     SCALE_BYTES,
-    Fp8Weight,
-    Int8Weight,
     pack_rows,
     quantize_rows,
     unpack_rows,
 )
+from baton.engine.weights.weight import Fp8Weight, Int8Weight
 
 DTYPES = (torch.float32, torch.bfloat16)
 FORMATS = {torch.int8: Int8Weight, FP8: Fp8Weight}
@@ -81,7 +80,7 @@ def test_rows_of_next_to_nothing_stay_finite(nothing, kind):
 def test_a_weight_taken_in_parts_is_the_same(kind, monkeypatch):
     weight = random(70, 24)
     values, scales = quantize_rows(weight, kind)
-    monkeypatch.setattr(quantize, "_ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(weight_module, "_ROWS_AT_ONCE", 16)
     parts = FORMATS[kind].of(weight)
     assert parts.shape == weight.shape
     assert same_bytes(parts.values, values)
@@ -110,14 +109,14 @@ def test_a_product_is_the_formula(dtype, kind):
     sums = values.double() @ weight.values.double().T
     if kind == torch.int8:
         expected = sums.float() * (scales[:, None] * weight.scales)
-        assert torch.equal(linear(x, weight), expected.to(dtype))
-        assert torch.equal(linear(x, weight, bias), (expected + bias.float()).to(dtype))
+        assert torch.equal(weight.apply(x), expected.to(dtype))
+        assert torch.equal(weight.apply(x, bias), (expected + bias.float()).to(dtype))
         return
     expected = sums * scales[:, None].double() * weight.scales.double()
     near = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-4}
-    torch.testing.assert_close(linear(x, weight), expected.to(dtype), **near)
+    torch.testing.assert_close(weight.apply(x), expected.to(dtype), **near)
     biased = (expected + bias.double()).to(dtype)
-    torch.testing.assert_close(linear(x, weight, bias), biased, **near)
+    torch.testing.assert_close(weight.apply(x, bias), biased, **near)
 
 
 @by_format

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.backends.gpu.linear import linear
 from baton.engine.batch import StepBatch
 from baton.engine.models.decoder import Model
 from baton.engine.ops.triton.attention import decode_attention, plan_tiles, prefill_attention
@@ -52,7 +51,6 @@ class GpuModel(Model):
         rows = _Rows(placed, len(token_ids), block_tables, context_lens)
         return self._logits(*self._forward(token_ids, rows, pool))
 
-    _linear = staticmethod(linear)
     _silu_mul = staticmethod(silu_mul)
 
     def _place(self, batch: StepBatch, pool: Tensor) -> _Rows:

@@ -8,7 +8,6 @@ each row up in an order of its own.
 from __future__ import annotations
 
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_size_t, c_void_p
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,41 +16,32 @@ from baton.engine.batch import StepBatch
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import rope_tables
 from baton.engine.ops.native import library
-from baton.engine.ops.native.packing import Matrix, PackedWeight
+from baton.engine.ops.native.packing import Linear, PackedWeight, fields
+from baton.engine.weights.weight import Weight
 from baton.engine.weights.weights import LayerWeights, Weights
 
 _NORMS, _MATRICES = "input_norm post_norm q_norm k_norm", "qkv o gate_up down"
 
 
-def _fields(*kinds: tuple[str, Any]) -> list[tuple[str, Any]]:
-    return [(name, kind) for names, kind in kinds for name in names.split()]
-
-
 # These structures mirror `src/kernels.h` and `src/forward.cpp`, field for field.
-
-
-class Linear(Structure):
-    """Packed weights of one matrix product."""
-
-    _fields_ = _fields(("packed scales offsets bias", c_void_p), ("inputs outputs", c_int32))
 
 
 class Pool(Structure):
     """The KV pool."""
 
-    _fields_ = _fields(("data", c_void_p), ("layers kv_heads block_size head_size int8", c_int32))
+    _fields_ = fields(("data", c_void_p), ("layers kv_heads block_size head_size int8", c_int32))
 
 
 class Layer(Structure):
     """One decoder layer's weights."""
 
-    _fields_ = _fields((_NORMS, c_void_p), (_MATRICES, Linear), ("window", c_int32))
+    _fields_ = fields((_NORMS, c_void_p), (_MATRICES, Linear), ("window", c_int32))
 
 
 class ModelWeights(Structure):
     """A whole model."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         ("embedding final_norm cos sin", c_void_p),
         ("layers", POINTER(Layer)),
         ("lm_head", Linear),
@@ -63,7 +53,7 @@ class ModelWeights(Structure):
 class Step(Structure):
     """What one step computes and where it writes."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         ("token_ids context_lens query_lens block_tables logit_rows logits workspace", c_void_p),
         ("pool", Pool),
         ("rows sequences width num_logits", c_int32),
@@ -80,7 +70,7 @@ class NativeModel:
         native = library.require(dtype)
         self._run, self._workspace_size = native.baton_step, native.baton_workspace
         self._run.restype, self._workspace_size.restype = None, c_size_t
-        self._kept: list[Tensor] = []  # what the structures point at
+        self._kept: list[object] = []  # what the structures point at
         self._model = self._whole(weights)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._rows = 0  # that the workspace is for
@@ -131,10 +121,10 @@ class NativeModel:
         )
         return Layer(*norms, *products, window or 0)
 
-    def _linear(self, weight: Matrix, bias: Tensor | None) -> Linear:
-        packed = weight if isinstance(weight, PackedWeight) else PackedWeight.of(weight)
-        pointers = map(self._keep, (packed.packed, packed.scales, packed.offsets, bias))
-        return Linear(*pointers, packed.inputs, packed.outputs)
+    def _linear(self, weight: Weight, bias: Tensor | None) -> Linear:
+        packed = PackedWeight.of(weight)
+        self._kept += [packed, bias]
+        return packed.linear(bias)
 
     def _keep(self, tensor: Tensor | None) -> int | None:
         """A tensor's address; the tensor stays as long as the model does."""

@@ -7,12 +7,15 @@ into 32 bits form a group, and a panel stores group after group:
 
 from __future__ import annotations
 
+from ctypes import Structure, byref, c_bool, c_int32, c_size_t, c_void_p
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from baton.engine.weights.quantize import Fp8Weight, Int8Weight
+from baton.engine.ops.native import library
+from baton.engine.weights.weight import DenseWeight, Int8Weight, Weight
 
 PANEL = 64
 ACTIVATION_OFFSET = 128  # added to int8 activations, which the product takes as unsigned bytes
@@ -21,8 +24,19 @@ ACTIVATION_OFFSET = 128  # added to int8 activations, which the product takes as
 PANELS_AT_ONCE = 64
 
 
+def fields(*kinds: tuple[str, Any]) -> list[tuple[str, Any]]:
+    """A structure's fields, from names and their kind."""
+    return [(name, kind) for names, kind in kinds for name in names.split()]
+
+
+class Linear(Structure):
+    """A packed weight and its bias, as `src/kernels.h` has them, field for field."""
+
+    _fields_ = fields(("packed scales offsets bias", c_void_p), ("inputs outputs", c_int32))
+
+
 @dataclass(frozen=True)
-class PackedWeight:
+class PackedWeight(Weight):
     """A matrix `[out, in]` as native products read it.
 
     int8 ones have a float32 scale for each output, and what the activations' offset adds to each
@@ -35,19 +49,43 @@ class PackedWeight:
     scales: Tensor | None = None
     offsets: Tensor | None = None
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.outputs, self.inputs
+
     @classmethod
-    def of(cls, weight: Tensor | Int8Weight | Fp8Weight) -> PackedWeight:
-        """A matrix, packed. Native code has no fp8."""
-        assert not isinstance(weight, Fp8Weight), "fp8 weights are for GPUs"
-        outputs, inputs = weight.shape
-        if not isinstance(weight, Int8Weight):
-            return cls(pack(weight), outputs, inputs)
-        offsets = weight.values.sum(1, dtype=torch.int32) * ACTIVATION_OFFSET
-        return cls(pack(weight.values), outputs, inputs, weight.scales, offsets)
+    def of(cls, weight: Weight) -> PackedWeight:
+        """A weight, packed unless it is. Native code has no fp8."""
+        match weight:
+            case PackedWeight():
+                return weight
+            case DenseWeight(tensor):
+                return cls(pack(tensor), *weight.shape)
+            case Int8Weight(values, scales):
+                offsets = values.sum(1, dtype=torch.int32) * ACTIVATION_OFFSET
+                return cls(pack(values), *weight.shape, scales, offsets)
+        raise TypeError(f"native code has no {type(weight).__name__}")
 
+    def linear(self, bias: Tensor | None = None) -> Linear:
+        """For native code, which points at these tensors and does not keep them."""
+        for tensor in (tensors := (self.packed, self.scales, self.offsets, bias)):
+            assert tensor is None or tensor.is_contiguous(), "rows lie one after the other"
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        return Linear(*pointers, self.inputs, self.outputs)
 
-Matrix = Tensor | Int8Weight | Fp8Weight | PackedWeight
-"""A weight `[out, in]`: as it is, in 8 bits, or as native code reads it."""
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A product by itself; steps are one call (`model.py`)."""
+        native, weights, rows = library.require(x.dtype), self.linear(bias), len(x)
+        x = x.contiguous()
+        native.baton_linear_scratch.restype = c_size_t
+        size = native.baton_linear_scratch(byref(weights), rows)
+        scratch = torch.empty(size, dtype=torch.uint8)
+        y = x.new_empty(rows, self.outputs)
+        x_at, y_at, scratch_at = (c_void_p(t.data_ptr()) for t in (x, y, scratch))
+        floats = c_bool(x.dtype == torch.float32)
+        threads = torch.get_num_threads()
+        native.baton_linear(threads, x_at, rows, byref(weights), y_at, floats, scratch_at)
+        return y
 
 
 def pack(weight: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.engine.ops.native import library
-from baton.engine.ops.native.model import Linear
 from baton.engine.ops.native.packing import PackedWeight
-from baton.engine.weights.quantize import Int8Weight, quantize_rows
+from baton.engine.weights.quantize import quantize_rows
+from baton.engine.weights.weight import DenseWeight, Int8Weight, Weight
 from tests.unit.engine.native.paged_rows import native, random_tensor
 
 pytestmark = pytest.mark.skipif(native is None, reason="no native library can be built here")
@@ -23,7 +23,6 @@ by_kind = pytest.mark.parametrize(
     "kind", [(F32, F32), (BF16, BF16), (BF16, F32)], ids=["f32", "bf16", "bf16_floats"]
 )
 Kind = tuple[torch.dtype, torch.dtype]
-Weight = Tensor | Int8Weight
 
 BF16_ROUNDING = 2**-8  # moves a value by so much of itself at most
 UNTOUCHED = 77.0
@@ -39,12 +38,7 @@ def linear(
 ) -> Tensor:  # fmt: skip
     kernels, rows, packed = kernels or library.require(kind[0]), len(x), PackedWeight.of(weight)
     assert packed.packed.data_ptr() % 64 == 0
-    pointers = (packed.packed, packed.scales, packed.offsets, bias)
-    weights = Linear(
-        *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
-        packed.inputs,
-        packed.outputs,
-    )
+    weights = packed.linear(bias)
     scratch = torch.empty(rows, packed.inputs + 8, dtype=torch.uint8)  # quantised rows, scales
     # The row behind the last is to stay as it is.
     y = torch.full((rows + 1, packed.outputs), UNTOUCHED, dtype=kind[1])
@@ -70,8 +64,10 @@ def check(
             return
         exact, magnitude = product + added, product.abs() + added.abs()
     else:
-        exact = x.double() @ weight.double().T + added
-        magnitude = x.double().abs() @ weight.double().abs().T + added.abs()
+        assert isinstance(weight, DenseWeight)
+        full = weight.tensor.double()
+        exact = x.double() @ full.T + added
+        magnitude = x.double().abs() @ full.abs().T + added.abs()
     tolerance = 1e-6 * magnitude
     if kind[1] == BF16:
         tolerance += 1.01 * exact.abs() * BF16_ROUNDING
@@ -105,7 +101,7 @@ def test_products_are_exact_but_for_rounding(
     x = random(rows, inputs, seed=seed, dtype=kind[0])
     plain = random(outputs, inputs, seed=seed + 10, dtype=kind[0])
     bias = random(outputs, seed=seed + 20, dtype=kind[0]) if with_bias else None
-    check(kind, x, Int8Weight.of(plain) if int8 else plain, bias, threads)
+    check(kind, x, Int8Weight.of(plain) if int8 else DenseWeight(plain), bias, threads)
 
 
 def test_int8_takes_rows_of_zeros_and_of_extremes() -> None:
@@ -128,7 +124,7 @@ def test_a_row_has_the_same_bits_in_every_batch_on_every_kind_of_cpu(
         x = random(700, inputs, seed=1, dtype=kind[0])
         plain = random(outputs, inputs, seed=2, dtype=kind[0])
         bias = random(outputs, seed=3, dtype=kind[0])
-        for weight in (plain, Int8Weight.of(plain)):
+        for weight in (DenseWeight(plain), Int8Weight.of(plain)):
             check(kind, x, weight, bias, threads=2, kernels=kernels)
             together = linear(kind, x, weight, bias, kernels=kernels)
             for rows in range(1, 41):
@@ -139,7 +135,8 @@ def test_a_row_has_the_same_bits_in_every_batch_on_every_kind_of_cpu(
 
 def test_neighbours_in_memory_do_not_matter() -> None:
     # An odd depth ends within a group, whose other half belongs to the next row.
-    memory, weight = random(3, 33, seed=1, dtype=BF16), random(5, 33, seed=2, dtype=BF16)
+    memory = random(3, 33, seed=1, dtype=BF16)
+    weight = DenseWeight(random(5, 33, seed=2, dtype=BF16))
     expected = linear((BF16, BF16), memory[:1].clone(), weight)
     memory[1:] = float("nan")
     assert torch.equal(linear((BF16, BF16), memory[:1], weight), expected)

@@ -226,14 +226,18 @@ template void linear(Team&, const Activation*, int, const Linear&, Activation*, 
 template void linear(Team&, const Activation*, int, const Linear&, float*, void*);
 #endif
 
-extern "C" void baton_linear(int threads, const Activation* x, int rows, const Linear* weights,
-                             void* y, bool floats, void* scratch) {
+extern "C" {
+void baton_linear(int threads, const Activation* x, int rows, const Linear* weights, void* y,
+                  bool floats, void* scratch) {
     with_team(threads, [&](Team& team) {
         if (floats)
             linear(team, x, rows, *weights, (float*)y, scratch);
         else
             linear(team, x, rows, *weights, (Activation*)y, scratch);
     });
+}
+
+size_t baton_linear_scratch(const Linear* weights, int rows) { return linear_scratch(*weights, rows); }
 }
 
 }  // namespace baton
