@@ -23,6 +23,7 @@ from baton.engine.backends import Backend, unsupported
 from baton.engine.batch import StepModel
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
+from baton.engine.models.quantization import weight_format
 from baton.engine.ops.native import library
 from baton.engine.ops.native.model import NativeModel
 from baton.engine.ops.native.packing import PackedWeight
@@ -61,6 +62,11 @@ class CpuBackend(Backend):
         settings = self._settings
         if settings.simulate:
             return None
+        if weight_format(settings, config.quantization) == "fp8":
+            raise ConfigError(
+                "the checkpoint's weights are fp8, which computes on a GPU only: add --device "
+                "cuda, or take the model in int8 or int4"
+            )
         native = self._is_native(config, dtype)
 
         def prepare(weight: Weight) -> Weight:

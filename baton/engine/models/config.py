@@ -9,13 +9,23 @@ Torch-free.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
+from baton.engine.models.fields import (
+    BOOLEAN,
+    COUNT,
+    MAX_SIZE,
+    NUMBER,
+    Fields,
+    one_of,
+    whole,
+)
+from baton.engine.models.quantization import QuantizationConfig, Shapes, Stored
 from baton.engine.weights.checkpoint import StoredTensor, read_json
-from baton.errors import CheckpointError, quoted
+from baton.errors import CheckpointError
 
 LLAMA, MISTRAL, QWEN2, QWEN3 = ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -23,13 +33,9 @@ LLAMA, MISTRAL, QWEN2, QWEN3 = ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
-MAX_SIZE = 1 << 24  # of anything counted; the largest in use are contexts and vocabularies
 MAX_LAYERS = 1024
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-Shapes = dict[str, tuple[int, ...]]
-"""Tensors of a checkpoint: their names and shapes."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class ModelConfig:
     max_context: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+    quantization: QuantizationConfig | None = None
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
@@ -78,53 +85,51 @@ class ModelConfig:
         Raises CheckpointError naming the file, the key, its value and what is supported.
         """
         file = path / "config.json" if path.is_dir() else path
-        fields = _Fields(file, read_json(file))
+        fields = Fields(file, read_json(file))
         named = fields.values.get("architectures")
         architecture = named[0] if isinstance(named, list) and named else named
         if architecture not in ARCHITECTURES:
             raise fields.error("architectures", named, ", ".join(ARCHITECTURES))
         # What would change the computation and is followed nowhere.
-        fields.read("hidden_act", _one_of("silu", "swish"), "silu")
-        fields.read("pretraining_tp", _one_of(1), 1)
-        fields.read("partial_rotary_factor", _one_of(1), 1)
-        fields.read(
-            "quantization_config", _Check(lambda value: value is None, "unquantized weights")
-        )
-        num_heads = fields.read("num_attention_heads", _COUNT)
-        hidden_size = fields.read("hidden_size", _COUNT)
-        num_kv_heads = fields.read("num_key_value_heads", _COUNT, num_heads)
+        fields.read("hidden_act", one_of("silu", "swish"), "silu")
+        fields.read("pretraining_tp", one_of(1), 1)
+        fields.read("partial_rotary_factor", one_of(1), 1)
+        num_heads = fields.read("num_attention_heads", COUNT)
+        hidden_size = fields.read("hidden_size", COUNT)
+        num_kv_heads = fields.read("num_key_value_heads", COUNT, num_heads)
         head_size = fields.read(
-            "head_dim", _COUNT, 128 if architecture == QWEN3 else hidden_size // num_heads
+            "head_dim", COUNT, 128 if architecture == QWEN3 else hidden_size // num_heads
         )
         if num_heads % num_kv_heads:
             supported = f"a divisor of {num_heads} heads"
             raise fields.error("num_key_value_heads", num_kv_heads, supported)
         if head_size % 2:
             raise fields.error("head_dim", head_size, "an even number")
-        num_layers = fields.read("num_hidden_layers", _whole(1, MAX_LAYERS))
-        attention_bias = fields.read("attention_bias", _BOOLEAN, False)
+        num_layers = fields.read("num_hidden_layers", whole(1, MAX_LAYERS))
+        attention_bias = fields.read("attention_bias", BOOLEAN, False)
         attention_bias &= architecture in (LLAMA, QWEN3)
         dtype_key = "torch_dtype" if fields.values.get("dtype") is None else "dtype"
         return cls(
             architecture=architecture,
-            vocab_size=fields.read("vocab_size", _COUNT),
+            vocab_size=fields.read("vocab_size", COUNT),
             hidden_size=hidden_size,
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
-            intermediate_size=fields.read("intermediate_size", _COUNT),
-            rms_eps=float(fields.read("rms_norm_eps", _NUMBER, 1e-6)),
+            intermediate_size=fields.read("intermediate_size", COUNT),
+            rms_eps=float(fields.read("rms_norm_eps", NUMBER, 1e-6)),
             rope=_rope(fields),
             windows=_windows(fields, architecture, num_layers),
-            tie_embeddings=fields.read("tie_word_embeddings", _BOOLEAN, False),
+            tie_embeddings=fields.read("tie_word_embeddings", BOOLEAN, False),
             qkv_bias=architecture == QWEN2 or attention_bias,
             o_bias=attention_bias,
-            mlp_bias=architecture == LLAMA and fields.read("mlp_bias", _BOOLEAN, False),
+            mlp_bias=architecture == LLAMA and fields.read("mlp_bias", BOOLEAN, False),
             qk_norm=architecture == QWEN3,
-            max_context=fields.read("max_position_embeddings", _COUNT),
+            max_context=fields.read("max_position_embeddings", COUNT),
             eos_token_ids=_eos_token_ids(fields),
-            dtype=fields.read(dtype_key, _one_of("bfloat16", "float32", "float16"), "float32"),
+            dtype=fields.read(dtype_key, one_of("bfloat16", "float32", "float16"), "float32"),
+            quantization=QuantizationConfig.parse(fields),
         )
 
     def layer_tensors(self, index: int) -> dict[str, Shapes]:
@@ -156,91 +161,68 @@ class ModelConfig:
                 tensors[f"{field}_bias"] = {f"{name}.bias": (size,) for name, size in parts.items()}
         return tensors
 
-    @property
-    def tensor_shapes(self) -> Shapes:
-        """Every tensor of the checkpoint, and its shape; a tied `lm_head` has none."""
-        shapes: Shapes = {EMBEDDING: (self.vocab_size, self.hidden_size)}
+    def _parts(self) -> Iterator[Shapes]:
+        """Every tensor; those that are joined to one together. A tied `lm_head` is none."""
+        yield {EMBEDDING: (self.vocab_size, self.hidden_size)}
         for index in range(self.num_layers):
-            for parts in self.layer_tensors(index).values():
-                shapes |= parts
-        shapes[FINAL_NORM] = (self.hidden_size,)
+            yield from self.layer_tensors(index).values()
+        yield {FINAL_NORM: (self.hidden_size,)}
         if not self.tie_embeddings:
-            shapes[LM_HEAD] = (self.vocab_size, self.hidden_size)
-        return shapes
+            yield {LM_HEAD: (self.vocab_size, self.hidden_size)}
+
+    @property
+    def checkpoint_tensors(self) -> dict[str, Stored]:
+        """What a checkpoint has to hold. Raises CheckpointError for what its format cannot."""
+        found: dict[str, Stored] = {}
+        for parts in self._parts():
+            for name, shape in parts.items():
+                if self.is_quantized(parts):
+                    assert self.quantization is not None
+                    found |= self.quantization.tensors(name.removesuffix(".weight"), shape)
+                else:
+                    found[name] = Stored(shape)
+        return found
+
+    def is_quantized(self, parts: Shapes) -> bool:
+        """Whether the checkpoint holds this matrix quantised. Raises CheckpointError if in part."""
+        if self.quantization is None or EMBEDDING in parts:
+            return False
+        modules = [name.removesuffix(".weight") for name, shape in parts.items() if len(shape) == 2]
+        found = {module: self.quantization.holds(module) for module in modules}
+        if len(set(found.values())) > 1:
+            raise CheckpointError(
+                f"quantization_config ignores some of {', '.join(found)}: they are multiplied "
+                "together, and have to be quantised all or none"
+            )
+        return any(found.values())
 
     @property
     def num_parameters(self) -> int:
         """Weights and biases; tied embeddings count once."""
-        return sum(map(math.prod, self.tensor_shapes.values()))
+        return sum(math.prod(shape) for parts in self._parts() for shape in parts.values())
 
 
-class _Check(NamedTuple):
-    """What a value may be: in code, and in words."""
-
-    holds: Callable[[Any], bool]
-    supported: str
-
-
-def _whole(least: int, most: int) -> _Check:
-    return _Check(
-        lambda value: type(value) is int and least <= value <= most,
-        f"a whole number from {least} to {most}",
-    )
-
-
-def _one_of(*values: object) -> _Check:
-    return _Check(lambda value: value in values, ", ".join(map(str, values)))
-
-
-_COUNT = _whole(1, MAX_SIZE)
-_NUMBER = _Check(
-    lambda value: type(value) in (int, float) and 0 < value <= 1e30, "a number above 0, up to 1e30"
-)
-_BOOLEAN = _Check(lambda value: isinstance(value, bool), "true or false")
-_OBJECT = _Check(lambda value: isinstance(value, dict), "an object")
-
-
-class _Fields(NamedTuple):
-    """A config file's keys, read with checks; every error names file, key and value."""
-
-    file: Path
-    values: dict[str, Any]
-    prefix: str = ""  # of the keys of an object inside
-
-    def error(self, key: str, value: object, supported: str) -> CheckpointError:
-        found = f"{self.prefix}{key} is {quoted(value)}"
-        return CheckpointError(f"{self.file}: {found}; supported: {supported}")
-
-    def read(self, key: str, check: _Check, default: object = None) -> Any:
-        """The value; the default where the key is absent or null, which mean the same."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not check.holds(value):
-            raise self.error(key, value, check.supported)
-        return value
-
-
-def _rope(fields: _Fields) -> Rope:
+def _rope(fields: Fields) -> Rope:
     """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
     key = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
-    inside = _Fields(fields.file, fields.read(key, _OBJECT, {}), f"{key}.")
-    inside.read("partial_rotary_factor", _one_of(1), 1)
-    theta = float(inside.read("rope_theta", _NUMBER, fields.read("rope_theta", _NUMBER, 10000.0)))
+    inside = fields.inside(key)
+    inside.read("partial_rotary_factor", one_of(1), 1)
+    theta = float(inside.read("rope_theta", NUMBER, fields.read("rope_theta", NUMBER, 10000.0)))
     old_name = inside.values.get("type", "default")
-    kind = inside.read("rope_type", _one_of("default", "linear", "llama3"), old_name)
+    kind = inside.read("rope_type", one_of("default", "linear", "llama3"), old_name)
     if kind == "default":
         return Rope(theta)
-    factor = float(inside.read("factor", _NUMBER))
+    factor = float(inside.read("factor", NUMBER))
     if kind == "linear":
         return Rope(theta, "linear", factor)
-    low, high = (float(inside.read(f"{end}_freq_factor", _NUMBER)) for end in ("low", "high"))
+    low, high = (float(inside.read(f"{end}_freq_factor", NUMBER)) for end in ("low", "high"))
     # Where the original context is not given, transformers takes the current one.
-    current = fields.read("max_position_embeddings", _COUNT)
-    original = inside.read("original_max_position_embeddings", _NUMBER, current)
+    current = fields.read("max_position_embeddings", COUNT)
+    original = inside.read("original_max_position_embeddings", NUMBER, current)
     return Rope(theta, "llama3", factor, low, high, int(original))
 
 
-def _windows(fields: _Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
+def _windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
     """Of each layer."""
     if architecture == LLAMA:
         return (None,) * num_layers
@@ -248,13 +230,13 @@ def _windows(fields: _Fields, architecture: str, num_layers: int) -> tuple[int |
         # transformers reads an absent key as 4096, and null as no window.
         if fields.values.get("sliding_window", 4096) is None:
             return (None,) * num_layers
-        return (fields.read("sliding_window", _COUNT, 4096),) * num_layers
+        return (fields.read("sliding_window", COUNT, 4096),) * num_layers
     window = None
-    if fields.read("use_sliding_window", _BOOLEAN, False):
-        window = fields.read("sliding_window", _COUNT, 4096)
+    if fields.read("use_sliding_window", BOOLEAN, False):
+        window = fields.read("sliding_window", COUNT, 4096)
     kinds = fields.values.get("layer_types")
     if kinds is None:  # then they slide from max_window_layers on
-        first = fields.read("max_window_layers", _whole(0, MAX_SIZE), 28)
+        first = fields.read("max_window_layers", whole(0, MAX_SIZE), 28)
         return tuple(window if index >= first else None for index in range(num_layers))
     known = (FULL, SLIDING) if window else (FULL,)
     is_list = isinstance(kinds, list) and len(kinds) == num_layers
@@ -263,12 +245,12 @@ def _windows(fields: _Fields, architecture: str, num_layers: int) -> tuple[int |
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
-def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:
+def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
     """Tokens that end a text: those of generation_config.json, else those of config.json."""
     sources = [fields]
     generation = fields.file.with_name("generation_config.json")
     if fields.file.name == "config.json" and generation.is_file():
-        sources.insert(0, _Fields(generation, read_json(generation)))
+        sources.insert(0, Fields(generation, read_json(generation)))
     for source in sources:
         value = source.values.get("eos_token_id")
         if value is None:
@@ -282,16 +264,24 @@ def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:
 
 def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
     """Raises CheckpointError unless what is `stored` in `path` is what the config describes."""
-    shapes = config.tensor_shapes
-    for name, shape in shapes.items():
+    expected = config.checkpoint_tensors
+    for name, (shape, dtypes, optional) in expected.items():
         if name not in stored:
+            if optional:
+                continue
             raise CheckpointError(f"{path} lacks tensor {name}, which its config.json implies")
-        if stored[name].shape != shape:
+        found = stored[name]
+        if found.dtype not in dtypes:
             raise CheckpointError(
-                f"{stored[name].file}: tensor {name} has shape {list(stored[name].shape)}; "
-                f"config.json implies {list(shape)}"
+                f"{found.file}: tensor {name} has dtype {found.dtype}; supported: "
+                f"{', '.join(dtypes)}"
             )
-    for name in sorted(stored.keys() - shapes.keys()):
+        if found.shape != shape:
+            raise CheckpointError(
+                f"{found.file}: tensor {name} has shape {list(found.shape)}; config.json implies "
+                f"{list(shape)}"
+            )
+    for name in sorted(stored.keys() - expected.keys()):
         # Tables that old exports saved, and a copy of the embedding, carry nothing of their own.
         tied_copy = config.tie_embeddings and name == LM_HEAD
         if not tied_copy and not name.endswith("rotary_emb.inv_freq"):

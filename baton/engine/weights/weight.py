@@ -110,9 +110,93 @@ class Fp8Weight(RowScaledWeight):
         return x.float() @ self.values.float().T
 
 
-QUANTIZED = {"int8": Int8Weight, "fp8": Fp8Weight}
+@dataclass(frozen=True)
+class Int4Weight(Weight):
+    """W4A16: `(values - zeros) * scales` by groups of inputs; activations stay as they are.
+
+    values: uint8 `[out, in / 2]`, two numbers of 0 to 15 a byte, the lower bits first · scales:
+    float32 `[out, groups]` · zeros: uint8 `[out, groups]` of 0 to 16, or None where all are 8 ·
+    order: int64 `[in]`, the input of each column (act-order), or None where they are in order.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    order: Tensor | None = None
+
+    GROUP: ClassVar[int] = 64  # inputs that share a scale, where a dense weight is quantised
+    MIDDLE: ClassVar[int] = 8  # the zero point of symmetric groups
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Self:
+        """weight `[out, in]`, whole groups of inputs, rounded to the nearest.
+
+        A group's extreme becomes 0, which is 8 below the zero point (as in GGML's q4_0).
+        """
+        outputs, inputs = weight.shape
+        values = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=weight.device)
+        scales = torch.empty(outputs, inputs // cls.GROUP, device=weight.device)
+        for first in range(0, outputs, _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            groups = weight[rows].float().unflatten(1, (-1, cls.GROUP))
+            extremes = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+            scales[rows] = extremes[..., 0] / -cls.MIDDLE
+            units = groups / scales[rows][..., None].where(extremes != 0, 1)
+            numbers = (units.round() + cls.MIDDLE).clamp(0, 15).to(torch.uint8)
+            values[rows] = _pairs(numbers.flatten(1))
+        return cls(values, scales)
+
+    @classmethod
+    def packed(
+        cls, values: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None
+    ) -> Self:
+        """Of values uint8 `[out, in]`, one in a byte."""
+        return cls(_pairs(values), scales, zeros, order)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, pairs = self.values.shape
+        return outputs, 2 * pairs
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.shape[1] // self.scales.shape[1]
+
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The same, with the weight in x's type, a part of the outputs at a time."""
+        x = x if self.order is None else x[:, self.order]
+        parts = []
+        for first in range(0, len(self.values), _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            part = self.dequantized(x.dtype, rows)
+            parts.append(product(x, part, None if bias is None else bias[rows]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def dequantized(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+        """Rows of the matrix, of dtype, its inputs in `order`."""
+        numbers = self.numbers(rows).unflatten(1, (-1, self.group)).float()
+        zeros = self.MIDDLE if self.zeros is None else self.zeros[rows, :, None].float()
+        full: Tensor = (numbers - zeros) * self.scales[rows, :, None]
+        return full.flatten(1).to(dtype)
+
+    def numbers(self, rows: slice = slice(None)) -> Tensor:
+        """Rows of values, one in a byte: uint8 `[rows, in]`."""
+        pairs = self.values[rows]
+        return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+
+
+def _pairs(numbers: Tensor) -> Tensor:
+    return numbers[:, 0::2] | numbers[:, 1::2] << 4
 
 
 def quantized(weight: DenseWeight, quantization: str) -> Weight:
-    """A weight in the format of `--quantization`."""
-    return weight if quantization == "none" else QUANTIZED[quantization].of(weight.tensor)
+    """A weight in the format of `--quantization`; not in int4 if its inputs are no whole groups."""
+    match quantization:
+        case "int8":
+            return Int8Weight.of(weight.tensor)
+        case "fp8":
+            return Fp8Weight.of(weight.tensor)
+        case "int4" if weight.shape[1] % Int4Weight.GROUP == 0:
+            return Int4Weight.of(weight.tensor)
+    return weight

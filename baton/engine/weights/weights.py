@@ -23,15 +23,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.models.config import (
-    EMBEDDING,
-    FINAL_NORM,
-    LM_HEAD,
-    ModelConfig,
-    Shapes,
-    check_tensors,
-)
+from baton.engine.models.config import EMBEDDING, FINAL_NORM, LM_HEAD, ModelConfig, check_tensors
+from baton.engine.models.quantization import Shapes, weight_format
 from baton.engine.weights.checkpoint import ELEMENT_BYTES, StoredTensor, stored_tensors
+from baton.engine.weights.quantized_checkpoint import read_quantized
 from baton.engine.weights.weight import DenseWeight, Weight
 from baton.errors import CheckpointError
 
@@ -71,6 +66,17 @@ class Weights:
     final_norm: Tensor
     lm_head: Weight
 
+    @property
+    def num_bytes(self) -> int:
+        """Of everything that a step reads; a tied embedding counts as what scores are made with."""
+        layers = [part for layer in self.layers for part in vars(layer).values()]
+        held = [*layers, self.final_norm, self.lm_head]
+        return sum(
+            part.num_bytes if isinstance(part, Weight) else part.nbytes
+            for part in held
+            if part is not None
+        )
+
 
 Make = Callable[[Shapes], Tensor]
 """Makes one tensor of those with these names and shapes, joined along the first axis."""
@@ -98,7 +104,8 @@ def load_weights(
         raise CheckpointError(f"{path} is not a model directory: it has no weights to load")
     stored = stored_tensors(path)
     check_tensors(path, config, stored)
-    total, done = sum(_num_bytes(stored[name]) for name in config.tensor_shapes), 0
+    expected = config.checkpoint_tensors
+    total, done = sum(_num_bytes(one) for name, one in stored.items() if name in expected), 0
     began = logged = time.monotonic()
     with ExitStack() as stack:
         files = {
@@ -106,22 +113,46 @@ def load_weights(
             for file in {tensor.file for tensor in stored.values()}
         }
 
+        def read(name: str) -> Tensor:
+            nonlocal done
+            done += _num_bytes(stored[name])
+            tensor: Tensor = files[stored[name].file].get_tensor(name)  # a view of its mapped file
+            return tensor
+
+        def read_to_device(name: str) -> Tensor | None:
+            return read(name).to(device) if name in stored else None
+
         def make(shapes: Shapes) -> Tensor:
-            nonlocal done, logged
             whole = torch.empty(_joined(shapes), dtype=dtype, device=device)
             parts = whole.split([shape[0] for shape in shapes.values()])
             for name, target in zip(shapes, parts, strict=True):
-                target.copy_(files[stored[name].file].get_tensor(name))  # a view of its mapped file
-                done += _num_bytes(stored[name])
+                target.copy_(read(name))
+            report()
+            return whole
+
+        def make_weight(shapes: Shapes) -> Weight:
+            if config.quantization is None or not config.is_quantized(shapes):
+                return DenseWeight(make(shapes))
+            for bias in (f"{name.removesuffix('weight')}bias" for name in shapes):
+                if bias in stored and expected[bias].optional and read(bias).any():
+                    raise CheckpointError(
+                        f"{stored[bias].file}: tensor {bias} is not part of {config.architecture} "
+                        "as config.json describes it"
+                    )
+            weight = read_quantized(config.quantization, shapes, read_to_device)
+            report()
+            return weight
+
+        def report() -> None:
+            nonlocal logged
             if (now := time.monotonic()) >= logged + 1.0:
                 logged, rate = now, done / (now - began)
                 log.info(
                     "loading weights: %.2f of %.2f GiB, %.2f GiB/s, %.0f s left",
                     done / _GIB, total / _GIB, rate / _GIB, (total - done) / rate,
                 )  # fmt: skip
-            return whole
 
-        return _assemble(config, make, prepare)
+        return _assemble(config, make, make_weight, prepare)
 
 
 def random_weights(
@@ -152,28 +183,28 @@ def random_weights(
             piece.copy_(shifted[: len(piece)])
         return whole
 
-    return _assemble(config, make, prepare)
+    return _assemble(config, make, lambda shapes: DenseWeight(make(shapes)), prepare)
 
 
-def _assemble(config: ModelConfig, make: Make, prepare: Prepare) -> Weights:
-    shapes = config.tensor_shapes
-
-    def tensor(name: str) -> Tensor:
-        return make({name: shapes[name]})
+def _assemble(
+    config: ModelConfig, make: Make, make_weight: Callable[[Shapes], Weight], prepare: Prepare
+) -> Weights:
+    sizes = (config.vocab_size, config.hidden_size)
 
     def part(parts: Shapes) -> Any:
         is_matrix = all(len(shape) == 2 for shape in parts.values())
-        return prepare(DenseWeight(make(parts))) if is_matrix else make(parts)
+        return prepare(make_weight(parts)) if is_matrix else make(parts)
 
     def layer(index: int) -> LayerWeights:
         tensors = config.layer_tensors(index)
         return LayerWeights(**{field: part(parts) for field, parts in tensors.items()})
 
-    embedding = tensor(EMBEDDING)
+    embedding = make({EMBEDDING: sizes})
     layers = tuple(layer(index) for index in range(config.num_layers))
-    norm = tensor(FINAL_NORM)
-    lm_head = embedding if config.tie_embeddings else tensor(LM_HEAD)
-    return Weights(embedding, layers, norm, prepare(DenseWeight(lm_head)))
+    norm = make({FINAL_NORM: sizes[1:]})
+    tied = config.tie_embeddings
+    lm_head = DenseWeight(embedding) if tied else make_weight({LM_HEAD: sizes})
+    return Weights(embedding, layers, norm, prepare(lm_head))
 
 
 def _joined(shapes: Shapes) -> tuple[int, ...]:
@@ -200,18 +231,18 @@ def weights_of(
 ) -> Weights:
     """The weights of the model at `path`, or made-up ones, on the device, prepared one by one.
 
-    kernels: which they are for, to be logged. Raises CheckpointError.
+    kernels: which they are for, to be logged. Raises CheckpointError, and ConfigError.
     """
-    started, quantization = time.monotonic(), settings.quantization
+    started, held = time.monotonic(), weight_format(settings, config.quantization)
     seed = random_seed(settings, device)
     if seed is not None:
         weights = random_weights(config, dtype, device, seed, prepare)
     else:
         weights = load_weights(path, config, dtype, device, prepare)
     log.info(
-        "loaded %s: %.1f M parameters, %s%s on %s, %s kernels, %.1f s",
-        path.name, config.num_parameters / 1e6,
-        f"{quantization} weights, " if quantization != "none" else "", dtype, device, kernels,
+        "loaded %s: %.1f M parameters, %.2f GiB a step, %s%s on %s, %s kernels, %.1f s",
+        path.name, config.num_parameters / 1e6, weights.num_bytes / _GIB,
+        f"{held} weights, " if held != "none" else "", dtype, device, kernels,
         time.monotonic() - started,
     )  # fmt: skip
     return weights

@@ -15,7 +15,7 @@ from baton.engine.weights.quantize import (
     quantize_rows,
     unpack_rows,
 )
-from baton.engine.weights.weight import Fp8Weight, Int8Weight
+from baton.engine.weights.weight import Fp8Weight, Int4Weight, Int8Weight
 
 DTYPES = (torch.float32, torch.bfloat16)
 FORMATS = {torch.int8: Int8Weight, FP8: Fp8Weight}
@@ -157,3 +157,39 @@ def test_write_kv_writes_its_own_slots_only(dtype, kind):
     for part, rows in enumerate((k, v)):
         assert torch.equal(torch.stack([plain[3, 2, part, :, 1], plain[0, 2, part, :, 3]]), rows)
     assert plain.count_nonzero() == k.numel() + v.numel()
+
+
+@by_dtype
+@pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e30])
+def test_int4_moves_a_number_by_half_a_unit_or_what_is_beyond_the_far_end(dtype, magnitude):
+    weight = (random(70, 192) * magnitude).to(dtype)
+    weight[0, :64] = 0
+    held = Int4Weight.of(weight)
+    assert (held.shape, held.group, held.scales.shape) == ((70, 192), 64, (70, 3))
+    units = held.scales.abs().repeat_interleave(64, dim=1)
+    moved = (held.dequantized(torch.float32) - weight.float()).abs()
+    assert (moved <= 1.00001 * units).all()
+    # Only what is beyond 7 units, on the side where the extreme of -8 is not, moves further.
+    inside = weight.float() / held.scales.repeat_interleave(64, dim=1) <= 7.5
+    assert (moved[inside] <= 0.50001 * units[inside]).all()
+    assert not held.dequantized(dtype)[0, :64].any()
+
+
+@by_dtype
+@pytest.mark.parametrize("ordered", [False, True])
+def test_an_int4_product_is_that_of_the_dequantised_matrix(dtype, ordered, monkeypatch):
+    monkeypatch.setattr(weight_module, "_ROWS_AT_ONCE", 16)
+    generator = torch.Generator().manual_seed(1)
+    values, order = torch.randint(0, 16, (40, 96), generator=generator), torch.randperm(96)
+    zeros, scales = torch.randint(0, 17, (40, 3), generator=generator), random(40, 3) / 50
+    weight = Int4Weight.packed(
+        values.to(torch.uint8), scales, zeros.to(torch.uint8), order if ordered else None
+    )
+    group = torch.arange(96) // 32
+    full = ((values - zeros[:, group]) * scales.double()[:, group]).to(dtype).double()
+    x, bias = random(5, 96, dtype=dtype), random(40, dtype=dtype)
+    expected = x.double()[:, order if ordered else torch.arange(96)] @ full.T + bias.double()
+    near = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6 if dtype == torch.float32 else 1e-2}
+    torch.testing.assert_close(weight.apply(x, bias), expected.to(dtype), **near)
+    if dtype == torch.float32:  # a row has the same bits alone
+        assert torch.equal(weight.apply(x[2:3], bias), weight.apply(x, bias)[2:3])

@@ -13,7 +13,7 @@ from torch import Tensor
 from baton.engine.ops.native import library
 from baton.engine.ops.native.packing import PackedWeight
 from baton.engine.weights.quantize import quantize_rows
-from baton.engine.weights.weight import DenseWeight, Int8Weight, Weight
+from baton.engine.weights.weight import DenseWeight, Int4Weight, Int8Weight, Weight
 from tests.unit.engine.native.paged_rows import native, random_tensor
 
 pytestmark = pytest.mark.skipif(native is None, reason="no native library can be built here")
@@ -39,7 +39,8 @@ def linear(
     kernels, rows, packed = kernels or library.require(kind[0]), len(x), PackedWeight.of(weight)
     assert packed.packed.data_ptr() % 64 == 0
     weights = packed.linear(bias)
-    scratch = torch.empty(rows, packed.inputs + 8, dtype=torch.uint8)  # quantised rows, scales
+    # Of int8 rows and their scales, or of int4's ordered rows and sums of 32 elements.
+    scratch = torch.empty(rows, 5 * packed.inputs + 8, dtype=torch.uint8)
     # The row behind the last is to stay as it is.
     y = torch.full((rows + 1, packed.outputs), UNTOUCHED, dtype=kind[1])
     kernels.baton_linear(
@@ -63,6 +64,16 @@ def check(
             assert torch.equal(got, product.to(kind[1]))
             return
         exact, magnitude = product + added, product.abs() + added.abs()
+    elif isinstance(weight, Int4Weight):
+        ordered = x.double() if weight.order is None else x.double()[:, weight.order]
+        scales = weight.scales.double().repeat_interleave(weight.group, dim=1)
+        zeros = torch.full_like(weight.scales, 8) if weight.zeros is None else weight.zeros
+        zeros = zeros.double().repeat_interleave(weight.group, dim=1)
+        values = weight.numbers().double()
+        exact = ordered @ ((values - zeros) * scales).T + added
+        # What is added up: values less 8, and what zero points differ from it.
+        terms = ((values - 8).abs() + (zeros - 8).abs()) * scales.abs()
+        magnitude = ordered.abs() @ terms.T + added.abs()
     else:
         assert isinstance(weight, DenseWeight)
         full = weight.tensor.double()
@@ -79,6 +90,19 @@ def int8_product(x: Tensor, weight: Int8Weight) -> Tensor:
     values, scales = quantize_rows(x)
     sums = values.double() @ weight.values.double().T
     return sums.float() * (scales[:, None] * weight.scales)
+
+
+def int4_weight(outputs: int, inputs: int, group: int, seed: int, form: str) -> Int4Weight:
+    """Random numbers; form: of which tensors there are."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 16, (outputs, inputs), generator=generator).to(torch.uint8)
+    zeros = torch.randint(0, 17, (outputs, inputs // group), generator=generator).to(torch.uint8)
+    return Int4Weight.packed(
+        values,
+        random(outputs, inputs // group, seed=seed),
+        zeros if "zeros" in form else None,
+        torch.randperm(inputs, generator=generator) if "order" in form else None,
+    )
 
 
 SHAPES = st.tuples(
@@ -104,6 +128,33 @@ def test_products_are_exact_but_for_rounding(
     check(kind, x, Int8Weight.of(plain) if int8 else DenseWeight(plain), bias, threads)
 
 
+@by_kind
+@pytest.mark.parametrize("form", ["symmetric", "zeros", "order", "zeros and order"])
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.sampled_from([0, 1, 2, 3, 6, 7, 13, 48, 101]), group=st.sampled_from([32, 64, 128]),
+    groups=st.integers(1, 4), outputs=st.sampled_from([1, 16, 63, 64, 65, 130, 577]),
+    with_bias=st.booleans(), threads=st.integers(1, 2), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_int4_products_are_exact_but_for_rounding(
+    kind: Kind, form: str, rows: int, group: int, groups: int, outputs: int, with_bias: bool,
+    threads: int, seed: int,
+) -> None:  # fmt: skip
+    x = random(rows, group * groups, seed=seed, dtype=kind[0])
+    bias = random(outputs, seed=seed + 20, dtype=kind[0]) if with_bias else None
+    check(kind, x, int4_weight(outputs, group * groups, group, seed, form), bias, threads)
+
+
+def test_a_packed_weight_by_itself_is_a_product() -> None:
+    x, bias = random(3, 128, dtype=BF16), random(70, seed=1, dtype=BF16)
+    for weight in (DenseWeight(random(70, 128, dtype=BF16)), Int8Weight.of(random(70, 128)),
+                   int4_weight(70, 128, 64, 1, "zeros and order")):  # fmt: skip
+        packed = PackedWeight.of(weight)
+        assert PackedWeight.of(packed) is packed
+        assert packed.shape == weight.shape
+        assert torch.equal(packed.apply(x, bias), linear((BF16, BF16), x, weight, bias))
+
+
 def test_int8_takes_rows_of_zeros_and_of_extremes() -> None:
     x = torch.stack([torch.zeros(67), torch.full((67,), 3.0), torch.full((67,), -3.0)])
     weight = Int8Weight.of(torch.stack([torch.full((67,), 2.0), torch.full((67,), -2.0)]))
@@ -120,11 +171,15 @@ def test_a_row_has_the_same_bits_in_every_batch_on_every_kind_of_cpu(
     if not target.cpu <= library._cpu_flags():
         pytest.skip(f"this CPU is no {target.name}")
     kernels = library.load_target(target, kind[0])
-    for inputs, outputs in ((577, 200), (4500, 70), (65, 4200)):
+    for inputs, outputs in ((577, 200), (4500, 70), (65, 4200), (768, 200)):
         x = random(700, inputs, seed=1, dtype=kind[0])
         plain = random(outputs, inputs, seed=2, dtype=kind[0])
         bias = random(outputs, seed=3, dtype=kind[0])
-        for weight in (DenseWeight(plain), Int8Weight.of(plain)):
+        weights: list[Weight] = [DenseWeight(plain), Int8Weight.of(plain)]
+        if inputs % 128 == 0:
+            weights = [int4_weight(outputs, inputs, 64, 2, "symmetric"),
+                       int4_weight(outputs, inputs, 128, 2, "zeros and order")]  # fmt: skip
+        for weight in weights:
             check(kind, x, weight, bias, threads=2, kernels=kernels)
             together = linear(kind, x, weight, bias, kernels=kernels)
             for rows in range(1, 41):

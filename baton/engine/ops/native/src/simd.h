@@ -105,6 +105,20 @@ inline i32x16 round_whole(f32x16 value) {
 #endif
 }
 
+// a * b + c, rounded once: the compiler would decide by what is around it.
+inline f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
+#ifdef __AVX512F__
+    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    __m256 x[2], y[2], z[2];
+    std::memcpy(x, &a, sizeof x);
+    std::memcpy(y, &b, sizeof y);
+    std::memcpy(z, &c, sizeof z);
+    const __m256 done[2] = {_mm256_fmadd_ps(x[0], y[0], z[0]), _mm256_fmadd_ps(x[1], y[1], z[1])};
+    return load<f32x16>(done);
+#endif
+}
+
 inline float sum(f32x16 value) {
     // In a fixed order: halves, quarters, eighths, pairs.
     float lanes[LANES];
@@ -228,6 +242,40 @@ struct Lanes<int8_t> {
     }
 #endif
 };
+
+// Eight values of int4 in one word: that of input i of the eight at bit 4 * (i / 2) + 16 * (i % 2),
+// so that a shift leaves pairs of neighbours where pairs of bf16 have them.
+constexpr int NIBBLES = 8;
+
+// The words of sixteen columns as the elements that products take, each value less 8: `NIBBLES` rows of
+// the depth in groups of the element, `stride` elements from one to the next.
+inline void unpack_int4(u32x16 words, float* to, size_t stride) {
+    for (int i = 0; i < NIBBLES; i++) {
+        const u32x16 values = words >> (i / 2 * 4 + i % 2 * 16) & 15;
+        store(to + i * stride, __builtin_convertvector((i32x16)values - 8, f32x16));
+    }
+}
+
+inline void unpack_int4(u32x16 words, bf16* to, size_t stride) {
+#ifdef __AVX512BW__
+    // -8 to 7 in bf16, twice: the fifth bit of an index is the next value's.
+    alignas(64) static constexpr uint16_t TABLE[32] = {
+        0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0,      0x3f80, 0x4000,
+        0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+        0xc000, 0xbf80, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+    const __m512i table = _mm512_load_si512(TABLE);
+    for (int i = 0; i < NIBBLES / 2; i++)
+        store(to + i * stride, _mm512_permutexvar_epi16((__m512i)(words >> 4 * i), table));
+#else
+    for (int i = 0; i < NIBBLES / 2; i++) {
+        const u32x16 pairs = words >> 4 * i & 0x000f000fu;  // small whole numbers are exact in bf16
+        const auto floats = [](u32x16 values) {
+            return (u32x16)__builtin_convertvector((i32x16)values - 8, f32x16);
+        };
+        store(to + i * stride, floats(pairs >> 16) | floats(pairs & 15) >> 16);
+    }
+#endif
+}
 
 struct Nothing {
     void operator()() const {}
