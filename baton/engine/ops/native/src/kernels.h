@@ -21,8 +21,7 @@ struct Linear {
     int32_t group;  // int4 weights: inputs that share a scale, a multiple of 8; otherwise 0
 };
 
-constexpr int PANEL = 64;       // columns packed side by side
-constexpr int MAX_GROUP = 128;  // of int4 weights
+constexpr int PANEL = 64;  // columns packed side by side
 
 // Bytes of scratch that `linear` needs for quantised weights; 0 for others.
 size_t linear_scratch(const Linear& weights, int rows);

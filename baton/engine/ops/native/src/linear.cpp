@@ -28,21 +28,16 @@ constexpr int PIECES_PER_THREAD = 8;  // at least, so that all threads end at ne
 // The left operand of a product: activations as they are, or quantised.
 template <class Weight>
 struct Left {
-    const Weight* rows;
+    const typename Product<Weight>::Left* rows;
     size_t stride;        // elements from row to row
     const float* scales;  // int8: of each row
     const float* sums;    // int4 with zero points: [rows][groups], of a row's elements
 };
 
-// Part of the depth, which all rows of a block go through before the next. Of int4 weights it is
-// what shares scales, unpacked.
-template <class Weight>
+// Part of the depth, which all rows of a block go through before the next.
 struct Chunk {
     int first, groups;
-    bool ends;         // the depth
-    const Weight* b;   // its columns
-    int index, count;  // int4: which of how many
-    const float *scales, *zeros;  // int4: of the panel's columns
+    bool ends;  // the depth
 };
 
 // Fetches some lines of the next weights a group, while a product is computed from others.
@@ -85,17 +80,17 @@ struct Panel {
 
     const Linear& weights;
     const Left<Weight>& left;
+    const Weight* b;
     int column;      // its first
     int begin, end;  // rows
     Output* y;
     Sum (*kept)[PANEL / LANES];  // sums between chunks, of each row of the block
 
     // All rows, in tiles of nearly equal height.
-    void take(const Chunk<Weight>& chunk, const void* next) const {
+    void take(const Chunk& chunk, const Weight* next) const {
         const int tiles = parts(end - begin, TILE_ROWS);
         const int passes = tiles * (PANEL / LANES / tile_vectors(parts(end - begin, tiles)));
-        const bool helped = end - begin > LONE_ROWS && !chunk.scales;
-        const int lines = helped ? parts(GROUP_LINES, passes) : 0;
+        const int lines = end - begin > LONE_ROWS ? parts(GROUP_LINES, passes) : 0;
         const size_t bytes = size_t(chunk.groups) * GROUP_LINES * LINE;
         Fetch fetch{(const char*)next, (const char*)next + bytes, lines};
         in_parts<TILE_ROWS>(begin, end, [&](auto rows, int row) {
@@ -108,19 +103,20 @@ struct Panel {
     }
 
     template <int ROWS, int VECTORS>
-    void tile(int row, int vector, const Chunk<Weight>& chunk, const Fetch& fetch) const {
-        const Weight* a = left.rows + row * left.stride + chunk.first * P::GROUP;
-        const Weight* from = chunk.b + vector * LANES * P::GROUP;
+    void tile(int row, int vector, const Chunk& chunk, const Fetch& fetch) const {
+        const auto* a = left.rows + row * left.stride + chunk.first * P::GROUP;
+        const Weight* from = b + (size_t(chunk.first) * PANEL + vector * LANES) * P::WIDTH;
         Sum sums[ROWS][VECTORS];
         for (int r = 0; r < ROWS; r++)
             for (int v = 0; v < VECTORS; v++)
-                sums[r][v] = chunk.first == 0 || chunk.scales ? Sum{}
-                                                              : kept[row - begin + r][vector + v];
-        multiply(a, left.stride, from, size_t(PANEL) * P::GROUP, chunk.groups, sums, fetch);
-        if constexpr (std::is_same_v<Sum, f32x16>)
-            if (chunk.scales) add_scaled(row, vector, chunk, sums);
+                sums[r][v] = chunk.first == 0 ? Sum{} : kept[row - begin + r][vector + v];
+        if constexpr (std::is_same_v<Weight, Int4>)
+            add_groups(a, from, row, vector, chunk, sums, fetch);
+        else
+            multiply(a, left.stride, from, size_t(PANEL) * P::WIDTH, chunk.groups, sums, fetch);
         if (chunk.ends) {
-            if (weights.in % P::GROUP) add_rest(a, from, chunk.groups, sums);
+            if constexpr (!std::is_same_v<Weight, Int4>)
+                if (weights.in % P::GROUP) add_rest(a, from, chunk.groups, sums);
             for (int v = 0; v < VECTORS; v++) write(sums, v, row, column + (vector + v) * LANES);
             return;
         }
@@ -128,21 +124,31 @@ struct Panel {
             for (int v = 0; v < VECTORS; v++) kept[row - begin + r][vector + v] = sums[r][v];
     }
 
-    // Of int4 weights: a group's sums times its scales, on top of those of the groups before.
+    // Of int4 weights, in this order for every row: scale * (sum of x * (value - 8) + (8 - zero point) *
+    // sum of x), of one group of inputs after the other.
     template <int ROWS, int VECTORS>
-    void add_scaled(int row, int vector, const Chunk<Weight>& chunk, Sum (&sums)[ROWS][VECTORS]) const {
-        for (int v = 0; v < VECTORS; v++) {
-            const int lane = (vector + v) * LANES;
-            const f32x16 scales = load_floats(chunk.scales + lane);
-            const f32x16 zeros = chunk.zeros ? load_floats(chunk.zeros + lane) : f32x16{};
-            for (int r = 0; r < ROWS; r++) {
-                const Sum before = chunk.index ? kept[row - begin + r][vector + v] : Sum{};
-                if (chunk.zeros) {
-                    const float sum = left.sums[size_t(row + r) * chunk.count + chunk.index];
-                    sums[r][v] = multiply_add(zeros, splat(sum), sums[r][v]);
+    void add_groups(const Activation* a, const Weight* from, int row, int vector, const Chunk& chunk,
+                    Sum (&sums)[ROWS][VECTORS], Fetch fetch) const {
+        const int size = weights.group / P::GROUP, count = weights.in / weights.group;
+        for (int g = chunk.first / size; g < (chunk.first + chunk.groups) / size; g++) {
+            Sum found[ROWS][VECTORS] = {};
+            multiply(a, left.stride, from, PANEL, size, found, fetch);
+            const size_t lane = (size_t(column / PANEL) * count + g) * PANEL + vector * LANES;
+            for (int v = 0; v < VECTORS; v++) {
+                const f32x16 scales = load_floats(weights.scales + lane + v * LANES);
+                if (weights.zeros) {
+                    const f32x16 zeros = load_floats(weights.zeros + lane + v * LANES);
+                    for (int r = 0; r < ROWS; r++) {
+                        const float sum = left.sums[size_t(row + r) * count + g];
+                        found[r][v] = multiply_add(zeros, splat(sum), found[r][v]);
+                    }
                 }
-                sums[r][v] = multiply_add(sums[r][v], scales, before);
+                for (int r = 0; r < ROWS; r++)
+                    sums[r][v] = multiply_add(found[r][v], scales, sums[r][v]);
             }
+            a += weights.group;
+            from += size * PANEL;
+            fetch.advance(size);
         }
     }
 
@@ -187,54 +193,21 @@ void product(Team& team, const Left<Weight>& left, int rows, const Linear& weigh
     typedef Product<Weight> P;
     if (rows == 0) return;
     const int panels = parts(weights.out, PANEL), block = block_rows(rows, panels, team.threads());
-    const int whole = weights.in / P::GROUP, groups = chunk_groups(block, whole);
-    const size_t panel_size = size_t(parts(weights.in, P::GROUP)) * P::GROUP * PANEL;
+    const int whole = weights.in / P::GROUP, unit = weights.group ? weights.group / P::GROUP : 1;
+    const int groups = parts(chunk_groups(block, whole), unit) * unit;
+    const size_t panel_size = size_t(parts(weights.in, P::GROUP)) * P::WIDTH * PANEL;
     team.share(panels * parts(rows, block), [&](int i) {
         alignas(64) typename P::Sum kept[BLOCK][PANEL / LANES];
         const int begin = i / panels * block, end = begin + block < rows ? begin + block : rows;
         const Weight* b = (const Weight*)weights.packed + i % panels * panel_size;
         const Weight* following = b + team.threads() * panel_size;  // most likely this thread's
-        const Panel<Weight, Output> panel{weights, left, i % panels * PANEL, begin, end, y, kept};
+        const Panel<Weight, Output> panel{weights, left, b,    i % panels * PANEL,
+                                                   begin,   end,  y, kept};
         for (int first = 0; first == 0 || first < whole; first += groups) {
             const int now = whole - first < groups ? whole - first : groups;
             const bool ends = first + now == whole;
-            const Weight* from = b + size_t(first) * PANEL * P::GROUP;
-            const Weight* next = ends ? following : from + size_t(now) * PANEL * P::GROUP;
-            panel.take({first, now, ends, from, 0, 0, nullptr, nullptr}, next);
-        }
-    });
-}
-
-// The same with int4 weights: each group of a panel is unpacked into the cache, and all rows of a
-// block go through it as through any other part of the depth. y = sum over groups of
-// scale * (sum of x * (value - 8) + (8 - zero point) * sum of x): in this order for every row.
-template <class Output>
-void product_int4(Team& team, const Left<Activation>& left, int rows, const Linear& weights,
-                  Output* y) {
-    typedef Product<Activation> P;
-    if (rows == 0) return;
-    const int panels = parts(weights.out, PANEL), block = block_rows(rows, panels, team.threads());
-    const int count = weights.in / weights.group, words = weights.group / NIBBLES * PANEL;
-    const int groups = weights.group / P::GROUP;
-    team.share(panels * parts(rows, block), [&](int i) {
-        alignas(64) f32x16 kept[BLOCK][PANEL / LANES];
-        alignas(64) Activation columns[MAX_GROUP * PANEL];
-        const int begin = i / panels * block, end = begin + block < rows ? begin + block : rows;
-        const int at = i % panels;
-        const Panel<Activation, Output> panel{weights, left, at * PANEL, begin, end, y, kept};
-        for (int g = 0; g < count; g++) {
-            const size_t index = size_t(at) * count + g;
-            const uint32_t* from = (const uint32_t*)weights.packed + index * words;
-            const uint32_t* next = from + (g + 1 < count ? 1 : (team.threads() - 1) * count + 1) * words;
-            for (int w = 0; w < words; w += LANES) {
-                __builtin_prefetch(next + w);
-                const int row = w / PANEL * NIBBLES, lane = w % PANEL;
-                unpack_int4(load<u32x16>(from + w), columns + row * PANEL + lane * P::GROUP,
-                            size_t(PANEL) * P::GROUP);
-            }
-            const float* zeros = weights.zeros ? weights.zeros + index * PANEL : nullptr;
-            panel.take({g * groups, groups, g + 1 == count, columns, g, count,
-                        weights.scales + index * PANEL, zeros}, next);
+            const Weight* next = b + size_t(first + now) * PANEL * P::WIDTH;
+            panel.take(Chunk{first, now, ends}, ends ? following : next);
         }
     });
 }
@@ -273,7 +246,6 @@ void linear(Team& team, const Activation* x, int rows, const Linear& weights, Ou
         const size_t count = in / weights.group;
         float* sums = weights.zeros ? (float*)scratch : nullptr;
         Activation* ordered = (Activation*)((float*)scratch + (sums ? rows * count : 0));
-        const Left<Activation> left{weights.order ? ordered : x, in, nullptr, sums};
         if (weights.order || sums)
             team.share(rows, [&](int row) {
                 const Activation* from = x + row * in;
@@ -289,7 +261,8 @@ void linear(Team& team, const Activation* x, int rows, const Linear& weights, Ou
                         sums[row * count + g] = sum(lanes);
                     }
             });
-        return product_int4(team, left, rows, weights, y);
+        const Left<Int4> left{weights.order ? ordered : x, in, nullptr, sums};
+        return product(team, left, rows, weights, y);
     }
     if (!weights.scales)
         return product(team, Left<Activation>{x, in, nullptr, nullptr}, rows, weights, y);
