@@ -1,4 +1,4 @@
-"""Products with quantised weights on a GPU: 8-bit ones with a scale for each row and output.
+"""Products with quantised weights on a GPU: W8A8 in int8 and fp8, and W4A16.
 
 Where a tensor lies on a CPU, a weight computes as `baton.engine.weights.weight` does, which is the
 reference. Dense weights are torch's, and cuBLAS's.
@@ -14,11 +14,13 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
+from baton.engine.ops.triton.int4_matmul import int4_matmul
 from baton.engine.ops.triton.int8_matmul import MOST_ROWS, int8_matmul, scale_sums
 from baton.engine.ops.triton.rows import quantize_rows
 from baton.engine.weights.weight import (
     DenseWeight,
     Fp8Weight,
+    Int4Weight,
     Int8Weight,
     RowScaledWeight,
     Weight,
@@ -67,14 +69,28 @@ class GpuFp8Weight(_GpuWeight, Fp8Weight):
         return out if bias is None or bias is fused else out.add_(bias)
 
 
-_ON_GPU: dict[type[Weight], type[Weight]] = {Int8Weight: GpuInt8Weight, Fp8Weight: GpuFp8Weight}
+class GpuInt4Weight(Int4Weight):
+    """W4A16, by Triton's kernel for any number of rows."""
+
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Never waits for the device."""
+        if not x.is_cuda:
+            return super().apply(x, bias)
+        return int4_matmul(x if self.order is None else x[:, self.order], self, bias)
+
+
+_ON_GPU: dict[type[Weight], type[Weight]] = {
+    Int4Weight: GpuInt4Weight,
+    Int8Weight: GpuInt8Weight,
+    Fp8Weight: GpuFp8Weight,
+}
 
 
 def prepare(weight: Weight, quantization: str) -> Weight:
     """A weight as the GPU's model is to apply it; dense ones are quantised.
 
-    A matrix whose sizes 8-bit products refuse stays as it is: an output layer over an odd
-    vocabulary, at most.
+    A matrix whose sizes 8-bit products refuse stays as it is (an output layer over an odd
+    vocabulary, at most), and one whose inputs are no whole groups of int4.
     """
     if isinstance(weight, DenseWeight) and not any(
         size % MULTIPLE.get(quantization, 1) for size in weight.shape

@@ -17,13 +17,14 @@ def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize("quantization", ["int8", "fp8", "int4"])
 def test_prepare_leaves_what_products_refuse(quantization):
-    kind = {"int8": gpu.GpuInt8Weight, "fp8": gpu.GpuFp8Weight}[quantization]
-    for shape, fits in (((48, 32), True), ((301, 32), False), ((48, 33), False)):
+    kind = {"int8": gpu.GpuInt8Weight, "fp8": gpu.GpuFp8Weight, "int4": gpu.GpuInt4Weight}
+    odd = quantization == "int4"  # which takes any number of outputs
+    for shape, fits in (((48, 64), True), ((301, 64), odd), ((48, 65), False)):
         weight = DenseWeight(random(*shape))
         prepared = gpu.prepare(weight, quantization)
-        assert type(prepared) is (kind if fits else DenseWeight)
+        assert type(prepared) is (kind[quantization] if fits else DenseWeight)
         assert prepared.shape == weight.shape
         assert type(gpu.prepare(weight, "none")) is DenseWeight
 
@@ -64,7 +65,7 @@ def test_fp8_products_are_those_of_the_reference(rows, biased, dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "0", reason="kernels are interpreted")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("quantization", ["none", "int8", "fp8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "fp8", "int4"])
 def test_on_a_gpu(quantization, dtype):
     if torch.cuda.get_device_capability() < LEAST_CAPABILITY[quantization]:
         pytest.skip(f"this GPU is too old for {quantization}")
