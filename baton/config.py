@@ -20,7 +20,7 @@ from baton.options import MAX_PORT, numbers, option, part
 
 DTYPES = ("auto", "float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")  # or one GPU by its number: cuda:1
-QUANTIZATIONS = ("none", "int8", "fp8")
+QUANTIZATIONS = ("none", "int8", "fp8", "int4")
 KV_DTYPES = ("auto", "int8", "fp8")
 KERNELS = ("auto", "native", "torch", "triton")
 TRANSPORTS = ("auto", "shm", "gloo", "nccl", "cuda_ipc")
@@ -237,7 +237,7 @@ class EngineConfig(CacheConfig):
         "none",
         "--quantization",
         "weights and activations in 8 bits, faster, a little less exact: int8 anywhere, fp8 on "
-        "GPUs that compute with it",
+        "GPUs that compute with it; int4 for weights alone, the smallest and least exact",
         choices=QUANTIZATIONS,
     )
     kernels: str = option(

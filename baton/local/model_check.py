@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton.config import EngineConfig, model_path
 from baton.engine.models.config import ModelConfig, check_tensors
+from baton.engine.models.quantization import weight_format
 from baton.engine.weights.checkpoint import stored_tensors
 from baton.errors import CheckpointError, ConfigError
 from baton.text import load_tokenizer, text_fingerprint
@@ -19,6 +20,7 @@ def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
     if path.is_file() and not settings.random_weights:
         raise ConfigError(f"--model {settings.model} is a file: give its directory")
     config = ModelConfig.load(path)
+    weight_format(settings, config.quantization)
     if not (settings.random_weights or settings.simulate):
         check_tensors(path, config, stored_tensors(path))
     if worker:

@@ -47,6 +47,7 @@ _INT8 = {"dtype": "bfloat16", "quantization": "int8"}
 ENTRIES = {
     "baton-bf16": Entry("baton", {"dtype": "bfloat16"}),
     "baton-int8": Entry("baton", _INT8),
+    "baton-int4": Entry("baton", {"dtype": "bfloat16", "quantization": "int4"}),
     "baton-int8-kv8": Entry("baton", {**_INT8, "kv_dtype": "int8"}),
     "baton-float32": Entry("baton", {"dtype": "float32"}),
     "transformers-bf16": Entry("transformers_model"),
@@ -55,7 +56,7 @@ ENTRIES = {
     "llama.cpp-bf16": Entry("llama_cpp", {"type": "bf16"}, is_ours=False),
     "llama.cpp-q8_0": Entry("llama_cpp", {"type": "q8_0"}, is_ours=False),
 }
-DEFAULT = tuple(name for name in ENTRIES if name != "baton-int8-kv8")
+DEFAULT = tuple(name for name in ENTRIES if name not in ("baton-int4", "baton-int8-kv8"))
 
 # Whose ratio to whom is printed: the same precision on both sides.
 PAIRS = (
@@ -66,6 +67,7 @@ PAIRS = (
     ("baton-int8", "llama.cpp-q8_0"),
     ("baton-int8-kv8", "llama.cpp-q8_0"),
     ("baton-int8", "baton-bf16"),
+    ("baton-int4", "baton-bf16"),
 )
 
 
@@ -251,7 +253,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     environment.add_options(parser)
     add = parser.add_argument
     add("--threads", type=int, default=0, metavar="N", help="default: a core each")
-    text = f"of {', '.join(ENTRIES)} (default: all but baton-int8-kv8)"
+    text = f"of {', '.join(ENTRIES)} (default: all but baton-int4 and baton-int8-kv8)"
     names = environment.names(ENTRIES)
     add("--candidates", type=names, default=DEFAULT, metavar="NAME,...", help=text)
     add("--rounds", type=int, default=5, metavar="N", help="default: 5")

@@ -2,8 +2,8 @@
 
 The model reads each text in windows, chunk by chunk as a worker computes a prompt: the same model
 code and kernels, and the KV of earlier chunks comes out of the pool. It does so in float32 and in
-bfloat16, then in bfloat16 with int8 weights (which multiply int8 activations), with int8 KV, and
-with both. For each:
+bfloat16, then in bfloat16 with int8 weights (which multiply int8 activations), with int4 weights,
+with int8 KV, and with int8 for both. For each:
 
 nats/token, bits/byte   how well it predicts, as in baton/demo_model/README.md: lower is better
 KL                      of its next-token probabilities from float32's and from bfloat16's, in nats:
@@ -46,6 +46,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8 weights": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4 weights": {"dtype": "bfloat16", "quantization": "int4"},
     "int8 KV": {"dtype": "bfloat16", "kv_dtype": "int8"},
     "int8 both": {"dtype": "bfloat16", "quantization": "int8", "kv_dtype": "int8"},
 }

@@ -156,34 +156,36 @@ async def test_the_trace_of_a_long_prompt(clusters, oracle, receiver):
 # Native kernels give a row the same bits beside any other rows, in any precision.
 NATIVE = pytest.mark.skipif(library.load() is None, reason="no native library here")
 INT8: dict[str, Any] = {"quantization": "int8", "kv_dtype": "int8"}
+INT4: dict[str, Any] = {"quantization": "int4", "kv_dtype": "int8"}
 
 
 @pytest.mark.parametrize(
     ("engine", "transport"),
     [
         pytest.param(replace(ENGINE, dtype="bfloat16", **INT8), "shm", marks=NATIVE, id="native"),
+        pytest.param(replace(ENGINE, dtype="bfloat16", **INT4), "shm", marks=NATIVE, id="int4"),
         pytest.param(replace(ENGINE, kernels="torch", **INT8), "gloo", id="torch"),
     ],
 )
-async def test_int8_weights_and_kv(clusters, oracle, engine, transport):
+async def test_quantised_weights_and_kv(clusters, oracle, engine, transport):
     """Cold and cached over a handoff of the int8 pool; a killed worker changes nothing."""
     native = engine.kernels != "torch"
     cluster, client = await clusters(
         alone=True, engine=engine, transport=transport, decode=1 + native
     )
     differs = False
-    with Oracle(engine) as int8:
+    with Oracle(engine) as quantised:
         for sampling in SAMPLING:
             for length in (49, 500):
-                case = int8.case(length, 0, sampling)
-                cold = await check(client, int8, case, cache_salt=sampling)
+                case = quantised.case(length, 0, sampling)
+                cold = await check(client, quantised, case, cache_salt=sampling)
                 assert cold.route.transport == transport
-                warm = await check(client, int8, case, cache_salt=sampling)
+                warm = await check(client, quantised, case, cache_salt=sampling)
                 assert warm.usage.cached_tokens == (length - 1) // 16 * 16
-                differs |= int8.tokens(case) != oracle.tokens(case)
-        assert differs, "int8 changed no token: it was not used"
+                differs |= quantised.tokens(case) != oracle.tokens(case)
+        assert differs, "it changed no token: it was not used"
         if native:
-            streams = Streams(client, int8, int8.mixed(16))
+            streams = Streams(client, quantised, quantised.mixed(16))
             running = await streams.start()
             cluster.kill("decode-0")
             assert any(one.route.attempts > 1 for one in await running)

@@ -23,13 +23,14 @@ from baton.engine.backends import Backend, unsupported
 from baton.engine.batch import StepModel
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
+from baton.engine.models.quantization import weight_format
 from baton.engine.ops.native import library
 from baton.engine.ops.native.model import NativeModel
-from baton.engine.ops.native.packing import Matrix, PackedWeight
+from baton.engine.ops.native.packing import PackedWeight
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.simulated import SimulatedRunner
-from baton.engine.weights.quantize import Int8Weight
+from baton.engine.weights.weight import DenseWeight, Weight, quantized
 from baton.engine.weights.weights import weights_of
 from baton.errors import ConfigError
 
@@ -61,10 +62,16 @@ class CpuBackend(Backend):
         settings = self._settings
         if settings.simulate:
             return None
+        if weight_format(settings, config.quantization) == "fp8":
+            raise ConfigError(
+                "the checkpoint's weights are fp8, which computes on a GPU only: add --device "
+                "cuda, or take the model in int8 or int4"
+            )
         native = self._is_native(config, dtype)
 
-        def prepare(matrix: Tensor) -> Matrix:
-            weight = Int8Weight.of(matrix) if settings.quantization == "int8" else matrix
+        def prepare(weight: Weight) -> Weight:
+            if isinstance(weight, DenseWeight):
+                weight = quantized(weight, settings.quantization)
             return PackedWeight.of(weight) if native else weight
 
         kernels = "native" if native else "torch"

@@ -8,23 +8,33 @@ writes them (before and since version 5). Whatever would change the computation 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from baton.engine.models.architectures import ARCHITECTURES, Architecture
+from baton.engine.models.fields import (
+    BOOLEAN,
+    COUNT,
+    MAX_SIZE,
+    NOT_NEGATIVE,
+    NUMBER,
+    NUMBERS,
+    OBJECT,
+    Check,
+    Fields,
+    one_of,
+    whole,
+)
+from baton.engine.models.quantization import QuantizationConfig, Shapes, Stored
 from baton.engine.weights.checkpoint import StoredTensor, read_json
-from baton.errors import CheckpointError, quoted
+from baton.errors import CheckpointError
 
-MAX_SIZE = 1 << 24  # of anything counted; the largest in use are contexts and vocabularies
 MAX_LAYERS = 1024
 MAX_EXPERTS, MAX_PER_TOKEN = 4096, 64
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-Shapes = dict[str, tuple[int, ...]]
-"""Tensors of a checkpoint: their names and shapes."""
 
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -108,6 +118,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add
     experts: ExpertsConfig | None = None
+    quantization: QuantizationConfig | None = None
 
     @classmethod
     def load(cls, path: Path) -> ModelConfig:
@@ -116,7 +127,7 @@ class ModelConfig:
         Raises CheckpointError naming the file, the key, its value and what is supported.
         """
         file = path / "config.json" if path.is_dir() else path
-        fields = _Fields(file, read_json(file))
+        fields = Fields(file, read_json(file))
         named = fields.values.get("architectures")
         architecture = named[0] if isinstance(named, list) and named else named
         if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
@@ -125,69 +136,67 @@ class ModelConfig:
         differs = ARCHITECTURES[architecture]
         fields = fields._replace(values={**differs.defaults, **fields.values})
 
-        def own(key: str, check: _Check, without: Any) -> Any:
+        def own(key: str, check: Check, without: Any) -> Any:
             """Of a key that only some architectures have."""
             return fields.read(key, check, without) if key in differs.defaults else without
 
         def bias(key: bool | str) -> bool:
-            return bool(fields.read(key, _BOOLEAN, False)) if isinstance(key, str) else key
+            return bool(fields.read(key, BOOLEAN, False)) if isinstance(key, str) else key
 
         # What would change the computation and is followed nowhere.
-        fields.read("pretraining_tp", _one_of(1), 1)
-        fields.read("use_bidirectional_attention", _one_of(False), False)
-        fields.read(
-            "quantization_config", _Check(lambda value: value is None, "unquantized weights")
-        )
+        fields.read("pretraining_tp", one_of(1), 1)
+        fields.read("use_bidirectional_attention", one_of(False), False)
         act = "hidden_activation" if "hidden_activation" in differs.defaults else "hidden_act"
-        num_heads = fields.read("num_attention_heads", _COUNT)
-        hidden_size = fields.read("hidden_size", _COUNT)
-        num_kv_heads = fields.read("num_key_value_heads", _COUNT, num_heads)
+        num_heads = fields.read("num_attention_heads", COUNT)
+        hidden_size = fields.read("hidden_size", COUNT)
+        num_kv_heads = fields.read("num_key_value_heads", COUNT, num_heads)
         head_size = fields.read(
-            "head_dim", _COUNT, differs.defaults.get("head_dim", hidden_size // num_heads)
+            "head_dim", COUNT, differs.defaults.get("head_dim", hidden_size // num_heads)
         )
         if num_heads % num_kv_heads:
             supported = f"a divisor of {num_heads} heads"
             raise fields.error("num_key_value_heads", num_kv_heads, supported)
         if head_size % 2:
             raise fields.error("head_dim", head_size, "an even number")
-        num_layers = fields.read("num_hidden_layers", _whole(1, MAX_LAYERS))
+        num_layers = fields.read("num_hidden_layers", whole(1, MAX_LAYERS))
         rotated = _rotated(fields, differs, num_layers)
         windows = _windows(fields, differs, rotated)
         rope, sliding_rope, max_context = _ropes(fields, differs, head_size)
         of_windows = (sliding_rope if window else rope for window in windows)
-        query_scalar = own("query_pre_attn_scalar", _NUMBER, head_size)
+        query_scalar = own("query_pre_attn_scalar", NUMBER, head_size)
         dtype_key = "torch_dtype" if fields.values.get("dtype") is None else "dtype"
         return cls(
             architecture=architecture,
-            vocab_size=fields.read("vocab_size", _COUNT),
+            vocab_size=fields.read("vocab_size", COUNT),
             hidden_size=hidden_size,
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
-            intermediate_size=fields.read("intermediate_size", _COUNT),
-            rms_eps=float(fields.read("rms_norm_eps", _NUMBER, 1e-6)),
+            intermediate_size=fields.read("intermediate_size", COUNT),
+            rms_eps=float(fields.read("rms_norm_eps", NUMBER, 1e-6)),
             ropes=tuple(
                 rope if turns else None for rope, turns in zip(of_windows, rotated, strict=True)
             ),
             windows=windows,
-            tie_embeddings=fields.read("tie_word_embeddings", _BOOLEAN, False),
+            tie_embeddings=fields.read("tie_word_embeddings", BOOLEAN, False),
             qkv_bias=bias(differs.qkv_bias),
             o_bias=bias(differs.o_bias),
             mlp_bias=bias(differs.mlp_bias),
             max_context=max_context,
             eos_token_ids=_eos_token_ids(fields),
-            dtype=fields.read(dtype_key, _one_of("bfloat16", "float32", "float16"), "float32"),
-            activation=_ACTIVATIONS[fields.read(act, _one_of(*_ACTIVATIONS), "silu")],
-            attention_scale=float(own("attention_multiplier", _NUMBER, query_scalar**-0.5)),
-            attention_softcap=float(own("attn_logit_softcapping", _NOT_NEGATIVE, 0.0)),
-            logit_softcap=float(own("final_logit_softcapping", _NOT_NEGATIVE, 0.0)),
-            logit_scale=1 / float(own("logits_scaling", _NUMBER, 1.0)),
+            dtype=fields.read(dtype_key, one_of("bfloat16", "float32", "float16"), "float32"),
+            activation=_ACTIVATIONS[fields.read(act, one_of(*_ACTIVATIONS), "silu")],
+            attention_scale=float(own("attention_multiplier", NUMBER, query_scalar**-0.5)),
+            attention_softcap=float(own("attn_logit_softcapping", NOT_NEGATIVE, 0.0)),
+            logit_softcap=float(own("final_logit_softcapping", NOT_NEGATIVE, 0.0)),
+            logit_scale=1 / float(own("logits_scaling", NUMBER, 1.0)),
             embedding_scale=hidden_size**0.5
             if differs.scaled_embedding
-            else float(own("embedding_multiplier", _NUMBER, 1.0)),
-            residual_scale=float(own("residual_multiplier", _NUMBER, 1.0)),
+            else float(own("embedding_multiplier", NUMBER, 1.0)),
+            residual_scale=float(own("residual_multiplier", NUMBER, 1.0)),
             experts=_experts(fields, differs, num_layers),
+            quantization=QuantizationConfig.parse(fields),
         )
 
     @property
@@ -281,123 +290,93 @@ class ModelConfig:
             each.append({"gate_up": gate_up, "down": down})
         return once, each
 
-    @property
-    def tensor_shapes(self) -> Shapes:
-        """Every tensor of the checkpoint, and its shape; a tied `lm_head` has none."""
-        shapes: Shapes = {EMBEDDING: (self.vocab_size, self.hidden_size)}
+    def _parts(self) -> Iterator[Shapes]:
+        """Every tensor; those that are joined to one together. A tied `lm_head` is none."""
+        yield {EMBEDDING: (self.vocab_size, self.hidden_size)}
         for index in range(self.num_layers):
             once, each = self.expert_tensors(index)
             for fields in (self.layer_tensors(index), once, *each):
-                for parts in fields.values():
-                    shapes |= parts
-        shapes[FINAL_NORM] = (self.hidden_size,)
+                yield from fields.values()
+        yield {FINAL_NORM: (self.hidden_size,)}
         if not self.tie_embeddings:
-            shapes[LM_HEAD] = (self.vocab_size, self.hidden_size)
-        return shapes
+            yield {LM_HEAD: (self.vocab_size, self.hidden_size)}
+
+    @property
+    def checkpoint_tensors(self) -> dict[str, Stored]:
+        """What a checkpoint has to hold. Raises CheckpointError for what its format cannot."""
+        found: dict[str, Stored] = {}
+        for parts in self._parts():
+            for name, shape in parts.items():
+                if self.is_quantized(parts):
+                    assert self.quantization is not None
+                    found |= self.quantization.tensors(name.removesuffix(".weight"), shape)
+                else:
+                    found[name] = Stored(shape)
+        return found
+
+    def is_quantized(self, parts: Shapes) -> bool:
+        """Whether the checkpoint holds this matrix quantised. Raises CheckpointError if in part."""
+        if self.quantization is None or EMBEDDING in parts:
+            return False
+        modules = [name.removesuffix(".weight") for name, shape in parts.items() if len(shape) == 2]
+        found = {module: self.quantization.holds(module) for module in modules}
+        if len(set(found.values())) > 1:
+            raise CheckpointError(
+                f"quantization_config ignores some of {', '.join(found)}: they are multiplied "
+                "together, and have to be quantised all or none"
+            )
+        return any(found.values())
 
     @property
     def num_parameters(self) -> int:
         """Weights and biases; tied embeddings count once."""
-        return sum(map(math.prod, self.tensor_shapes.values()))
+        return sum(math.prod(shape) for parts in self._parts() for shape in parts.values())
 
 
-class _Check(NamedTuple):
-    """What a value may be: in code, and in words."""
-
-    holds: Callable[[Any], bool]
-    supported: str
-
-
-def _whole(least: int, most: int) -> _Check:
-    return _Check(
-        lambda value: type(value) is int and least <= value <= most,
-        f"a whole number from {least} to {most}",
-    )
-
-
-def _one_of(*values: object) -> _Check:
-    return _Check(lambda value: value in values, ", ".join(map(str, values)))
-
-
-_COUNT = _whole(1, MAX_SIZE)
-_NUMBER = _Check(
-    lambda value: type(value) in (int, float) and 0 < value <= 1e30, "a number above 0, up to 1e30"
-)
-_NOT_NEGATIVE = _Check(
-    lambda value: type(value) in (int, float) and 0 <= value <= 1e30, "a number from 0 to 1e30"
-)
-_BOOLEAN = _Check(lambda value: isinstance(value, bool), "true or false")
-_NUMBERS = _Check(
-    lambda value: isinstance(value, list) and all(type(item) is int for item in value),
-    "a list of whole numbers",
-)
-_OBJECT = _Check(lambda value: isinstance(value, dict), "an object")
-
-
-class _Fields(NamedTuple):
-    """A config file's keys, read with checks; every error names file, key and value."""
-
-    file: Path
-    values: dict[str, Any]
-    prefix: str = ""  # of the keys of an object inside
-
-    def error(self, key: str, value: object, supported: str) -> CheckpointError:
-        found = f"{self.prefix}{key} is {quoted(value)}"
-        return CheckpointError(f"{self.file}: {found}; supported: {supported}")
-
-    def read(self, key: str, check: _Check, default: object = None) -> Any:
-        """The value; the default where the key is absent or null, which mean the same."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not check.holds(value):
-            raise self.error(key, value, check.supported)
-        return value
-
-
-def _ropes(fields: _Fields, differs: Architecture, head_size: int) -> tuple[Rope, Rope, int]:
+def _ropes(fields: Fields, differs: Architecture, head_size: int) -> tuple[Rope, Rope, int]:
     """Of layers that see all and of those that slide, and the longest context, in tokens.
 
     From `rope_parameters` (transformers 5), which may have both by name, or from `rope_theta` and
     `rope_scaling` (before).
     """
     key = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
-    inside = _Fields(fields.file, fields.read(key, _OBJECT, {}), f"{key}.")
-    theta = fields.read("rope_theta", _NUMBER, 10000.0)
+    inside = Fields(fields.file, fields.read(key, OBJECT, {}), f"{key}.")
+    theta = fields.read("rope_theta", NUMBER, 10000.0)
     if "rope_local_base_freq" not in differs.defaults:
         rope, context = _rope(fields, differs, inside, theta, head_size)
         return rope, rope, context
     full, sliding = inside, inside._replace(values={})  # the old form scales the first only
     if FULL in inside.values or SLIDING in inside.values:
         full, sliding = (
-            _Fields(fields.file, inside.read(kind, _OBJECT, {}), f"{inside.prefix}{kind}.")
+            Fields(fields.file, inside.read(kind, OBJECT, {}), f"{inside.prefix}{kind}.")
             for kind in (FULL, SLIDING)
         )
     rope, context = _rope(fields, differs, full, theta, head_size)
-    local = fields.read("rope_local_base_freq", _NUMBER)
+    local = fields.read("rope_local_base_freq", NUMBER)
     return rope, _rope(fields, differs, sliding, local, head_size)[0], context
 
 
 def _rope(
-    fields: _Fields, differs: Architecture, inside: _Fields, theta: float, head_size: int
+    fields: Fields, differs: Architecture, inside: Fields, theta: float, head_size: int
 ) -> tuple[Rope, int]:
     """One rope, as the object `inside` describes it, and the longest context."""
-    context = fields.read("max_position_embeddings", _COUNT)
+    context = fields.read("max_position_embeddings", COUNT)
     rope = Rope(
-        float(inside.read("rope_theta", _NUMBER, theta)),
+        float(inside.read("rope_theta", NUMBER, theta)),
         size=_turned(fields, differs, inside, head_size),
     )
     kinds = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
-    kind = inside.read("rope_type", _one_of(*kinds), inside.values.get("type", "default"))
+    kind = inside.read("rope_type", one_of(*kinds), inside.values.get("type", "default"))
     if kind == "default":
         return rope, context
     # Where the original context is not given, transformers takes the current one.
     key = "original_max_position_embeddings"
-    original = int(inside.read(key, _NUMBER, fields.read(key, _NUMBER, context)))
+    original = int(inside.read(key, NUMBER, fields.read(key, NUMBER, context)))
     stretched = context / original if kind == "longrope" else None
-    factor = float(inside.read("factor", _NUMBER, stretched))
+    factor = float(inside.read("factor", NUMBER, stretched))
     rope = replace(rope, scaling=kind, factor=factor, original_context=original)
     if kind == "llama3":
-        low, high = (float(inside.read(f"{end}_freq_factor", _NUMBER)) for end in ("low", "high"))
+        low, high = (float(inside.read(f"{end}_freq_factor", NUMBER)) for end in ("low", "high"))
         rope = replace(rope, low_freq_factor=low, high_freq_factor=high)
     elif kind == "dynamic":
         # For the longest context, whatever a sequence's length: what the KV cache has stays right.
@@ -406,16 +385,16 @@ def _rope(
         rope = replace(
             rope,
             attention_factor=_yarn_attention(inside, factor),
-            beta_fast=float(inside.read("beta_fast", _NUMBER, 32)),
-            beta_slow=float(inside.read("beta_slow", _NUMBER, 1)),
-            truncate=inside.read("truncate", _BOOLEAN, True),
+            beta_fast=float(inside.read("beta_fast", NUMBER, 32)),
+            beta_slow=float(inside.read("beta_slow", NUMBER, 1)),
+            truncate=inside.read("truncate", BOOLEAN, True),
         )
         context = max(context, int(original * factor))
     elif kind == "longrope":
         pairs = (rope.size or head_size) // 2
-        numbers = _Check(
+        numbers = Check(
             lambda value: (
-                isinstance(value, list) and len(value) == pairs and all(map(_NUMBER.holds, value))
+                isinstance(value, list) and len(value) == pairs and all(map(NUMBER.holds, value))
             ),
             f"{pairs} numbers above 0",
         )
@@ -424,40 +403,40 @@ def _rope(
         wider = math.sqrt(1 + math.log(max(1.0, factor)) / math.log(original))
         rope = replace(
             rope,
-            attention_factor=float(inside.read("attention_factor", _NUMBER, wider)),
+            attention_factor=float(inside.read("attention_factor", NUMBER, wider)),
             factors=tuple(inside.read(which, numbers)),
         )
     return rope, context
 
 
-def _yarn_attention(inside: _Fields, factor: float) -> float:
+def _yarn_attention(inside: Fields, factor: float) -> float:
     """By what sines and cosines grow."""
 
     def wider(scale: float) -> float:
         return 0.1 * scale * math.log(max(1.0, factor)) + 1
 
-    scales = [inside.read(key, _NOT_NEGATIVE, 0) for key in ("mscale", "mscale_all_dim")]
+    scales = [inside.read(key, NOT_NEGATIVE, 0) for key in ("mscale", "mscale_all_dim")]
     own = wider(scales[0]) / wider(scales[1]) if all(scales) else wider(1)
-    return float(inside.read("attention_factor", _NUMBER, own))
+    return float(inside.read("attention_factor", NUMBER, own))
 
 
-def _turned(fields: _Fields, differs: Architecture, inside: _Fields, head_size: int) -> int:
+def _turned(fields: Fields, differs: Architecture, inside: Fields, head_size: int) -> int:
     """Dimensions of a head that are turned; 0: all."""
-    key, check = "partial_rotary_factor", _one_of(1)
+    key, check = "partial_rotary_factor", one_of(1)
     if key in differs.defaults:
-        check = _Check(
-            lambda value: _NUMBER.holds(value) and value <= 1 and int(head_size * value) % 2 == 0,
+        check = Check(
+            lambda value: NUMBER.holds(value) and value <= 1 and int(head_size * value) % 2 == 0,
             f"a number up to 1, by which an even number of {head_size} dimensions is turned",
         )
     share = inside.read(key, check, fields.read(key, check, 1))
     return 0 if share == 1 else int(head_size * share)
 
 
-def _rotated(fields: _Fields, differs: Architecture, num_layers: int) -> tuple[bool, ...]:
+def _rotated(fields: Fields, differs: Architecture, num_layers: int) -> tuple[bool, ...]:
     """Of each layer: whether it turns queries and keys."""
     if "no_rope_layers" not in differs.defaults:
         return (True,) * num_layers
-    interval = fields.read("no_rope_layer_interval", _COUNT)
+    interval = fields.read("no_rope_layer_interval", COUNT)
     given = fields.values["no_rope_layers"]
     if given is None:
         return tuple((index + 1) % interval != 0 for index in range(num_layers))
@@ -467,16 +446,14 @@ def _rotated(fields: _Fields, differs: Architecture, num_layers: int) -> tuple[b
 
 
 def _windows(
-    fields: _Fields, differs: Architecture, rotated: tuple[bool, ...]
+    fields: Fields, differs: Architecture, rotated: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
     """Of each layer."""
     count, kind = len(rotated), differs.windows
-    is_off = kind in ("from", "unrotated") and not fields.read(
-        "use_sliding_window", _BOOLEAN, False
-    )
+    is_off = kind in ("from", "unrotated") and not fields.read("use_sliding_window", BOOLEAN, False)
     window = None
     if kind != "none" and not is_off and fields.values.get("sliding_window") is not None:
-        window = fields.read("sliding_window", _COUNT)
+        window = fields.read("sliding_window", COUNT)
     kinds = fields.values.get("layer_types")
     if kinds is not None and kind not in ("none", "all"):
         known = (FULL, SLIDING) if window else (FULL,)
@@ -485,46 +462,46 @@ def _windows(
             raise fields.error("layer_types", kinds, f"{count} times {' or '.join(known)}")
         slides = [name == SLIDING for name in kinds]
     elif isinstance(kind, int):
-        period = fields.read("sliding_window_pattern", _COUNT, kind)
+        period = fields.read("sliding_window_pattern", COUNT, kind)
         slides = [(index + 1) % period != 0 for index in range(count)]
     elif kind == "unrotated":
         slides = [not turns for turns in rotated]
     elif kind == "from":
-        first = fields.read("max_window_layers", _whole(0, MAX_SIZE))
+        first = fields.read("max_window_layers", whole(0, MAX_SIZE))
         slides = [index >= first for index in range(count)]
     else:
         slides = [True] * count
     return tuple(window if slide else None for slide in slides)
 
 
-def _experts(fields: _Fields, differs: Architecture, num_layers: int) -> ExpertsConfig | None:
+def _experts(fields: Fields, differs: Architecture, num_layers: int) -> ExpertsConfig | None:
     if differs.experts is None:
         return None
     # transformers 5 writes one name of their number for all.
     given = [key for key in (differs.experts.count, "num_local_experts") if key in fields.values]
-    count = fields.read(given[0] if given else differs.experts.count, _whole(1, MAX_EXPERTS))
+    count = fields.read(given[0] if given else differs.experts.count, whole(1, MAX_EXPERTS))
     layers = [True] * num_layers
     if "decoder_sparse_step" in differs.defaults:
-        step = fields.read("decoder_sparse_step", _COUNT)
-        dense = fields.read("mlp_only_layers", _NUMBERS, [])
+        step = fields.read("decoder_sparse_step", COUNT)
+        dense = fields.read("mlp_only_layers", NUMBERS, [])
         layers = [(index + 1) % step == 0 and index not in dense for index in range(num_layers)]
     shared = "shared_expert_intermediate_size"
     return ExpertsConfig(
         count=count,
-        per_token=fields.read("num_experts_per_tok", _whole(1, min(count, MAX_PER_TOKEN))),
-        size=fields.read(differs.experts.size, _COUNT),
-        normed=fields.read("norm_topk_prob", _BOOLEAN, False),
+        per_token=fields.read("num_experts_per_tok", whole(1, min(count, MAX_PER_TOKEN))),
+        size=fields.read(differs.experts.size, COUNT),
+        normed=fields.read("norm_topk_prob", BOOLEAN, False),
         layers=tuple(layers),
-        shared_size=fields.read(shared, _COUNT) if shared in differs.defaults else 0,
+        shared_size=fields.read(shared, COUNT) if shared in differs.defaults else 0,
     )
 
 
-def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:
+def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
     """Tokens that end a text: those of generation_config.json, else those of config.json."""
     sources = [fields]
     generation = fields.file.with_name("generation_config.json")
     if fields.file.name == "config.json" and generation.is_file():
-        sources.insert(0, _Fields(generation, read_json(generation)))
+        sources.insert(0, Fields(generation, read_json(generation)))
     for source in sources:
         value = source.values.get("eos_token_id")
         if value is None:
@@ -538,16 +515,24 @@ def _eos_token_ids(fields: _Fields) -> tuple[int, ...]:
 
 def check_tensors(path: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
     """Raises CheckpointError unless what is `stored` in `path` is what the config describes."""
-    shapes = config.tensor_shapes
-    for name, shape in shapes.items():
+    expected = config.checkpoint_tensors
+    for name, (shape, dtypes, optional) in expected.items():
         if name not in stored:
+            if optional:
+                continue
             raise CheckpointError(f"{path} lacks tensor {name}, which its config.json implies")
-        if stored[name].shape != shape:
+        found = stored[name]
+        if found.dtype not in dtypes:
             raise CheckpointError(
-                f"{stored[name].file}: tensor {name} has shape {list(stored[name].shape)}; "
-                f"config.json implies {list(shape)}"
+                f"{found.file}: tensor {name} has dtype {found.dtype}; supported: "
+                f"{', '.join(dtypes)}"
             )
-    for name in sorted(stored.keys() - shapes.keys()):
+        if found.shape != shape:
+            raise CheckpointError(
+                f"{found.file}: tensor {name} has shape {list(found.shape)}; config.json implies "
+                f"{list(shape)}"
+            )
+    for name in sorted(stored.keys() - expected.keys()):
         # Tables that old exports saved, and a copy of the embedding, carry nothing of their own.
         tied_copy = config.tie_embeddings and name == LM_HEAD
         if not tied_copy and not name.endswith("rotary_emb.inv_freq"):

@@ -17,7 +17,7 @@ from baton.engine.batch import StepBatch
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.rope import rope_tables
 from baton.engine.ops.torch.attention import Scoring, attend, place, softcapped, write_kv
-from baton.engine.ops.torch.linear import act_mul, linear
+from baton.engine.ops.torch.linear import act_mul
 from baton.engine.weights.weights import ExpertWeights, LayerWeights, Weights
 
 
@@ -75,9 +75,9 @@ class Model:
             hidden = hidden * self._embedding_scale
         for index, layer in enumerate(self._weights.layers):
             normed, residual = self._add_rms_norm(hidden, residual, layer.input_norm)
-            qkv = self._linear(normed, layer.qkv, layer.qkv_bias)
+            qkv = layer.qkv.apply(normed, layer.qkv_bias)
             q = self._rope_and_write(qkv, rows, index, layer, pool)
-            mixed = self._linear(self._attend(q, rows, index, pool), layer.o, layer.o_bias)
+            mixed = layer.o.apply(self._attend(q, rows, index, pool), layer.o_bias)
             hidden = self._branch(mixed, layer.attention_norm)
             normed, residual = self._add_rms_norm(hidden, residual, layer.mlp_norm)
             hidden = self._branch(self._mlp(normed, layer), layer.output_norm)
@@ -89,28 +89,28 @@ class Model:
         if layer.experts is not None:
             return self._experts(x, layer, layer.experts)
         assert layer.gate_up is not None and layer.down is not None
-        gate_up = self._linear(x, layer.gate_up, layer.gate_up_bias)
-        return self._linear(self._act_mul(gate_up), layer.down, layer.down_bias)
+        gate_up = layer.gate_up.apply(x, layer.gate_up_bias)
+        return layer.down.apply(self._act_mul(gate_up), layer.down_bias)
 
     def _experts(self, x: Tensor, layer: LayerWeights, experts: ExpertWeights) -> Tensor:
         """The outputs of the experts that rows take, weighed and added in a row's own order."""
         config = self.config.experts
         assert config is not None
-        shares = torch.softmax(self._linear(x, experts.router).float(), dim=-1)
+        shares = torch.softmax(experts.router.apply(x).float(), dim=-1)
         shares, taken = torch.topk(shares, config.per_token)  # [rows, per_token]
         if config.normed:
             shares /= shares.sum(dim=-1, keepdim=True)
         outputs = x.new_empty(*taken.shape, x.shape[1])
         for number in taken.unique().tolist():
             expert, (rows, places) = experts.experts[number], torch.where(taken == number)
-            gate_up = self._linear(x[rows], expert.gate_up)
-            outputs[rows, places] = self._linear(self._act_mul(gate_up), expert.down)
+            gate_up = expert.gate_up.apply(x[rows])
+            outputs[rows, places] = expert.down.apply(self._act_mul(gate_up))
         mixed = (outputs[:, 0] * shares[:, :1]).to(x.dtype)
         for at in range(1, config.per_token):
             mixed += (outputs[:, at] * shares[:, at : at + 1]).to(x.dtype)
         if experts.shared_gate is not None:
             # Not one behind the other: torch's last bits would depend on the number of rows.
-            gates = x.new_empty(len(x), 2)[:, :1].copy_(self._linear(x, experts.shared_gate))
+            gates = x.new_empty(len(x), 2)[:, :1].copy_(experts.shared_gate.apply(x))
             mixed += torch.sigmoid(gates) * self._mlp(x, replace(layer, experts=None))
         return mixed
 
@@ -124,12 +124,10 @@ class Model:
     def _logits(self, hidden: Tensor, residual: Tensor) -> Tensor:
         """Next-token scores, float32 `[rows, vocab_size]`."""
         normed, _ = self._add_rms_norm(hidden, residual, self._weights.final_norm)
-        logits = self._linear(normed, self._weights.lm_head)
+        logits = self._weights.lm_head.apply(normed)
         if self.config.logit_scale != 1:
             logits = logits * self.config.logit_scale
         return softcapped(logits, self.config.logit_softcap).float()
-
-    _linear = staticmethod(linear)
 
     def _act_mul(self, gate_up: Tensor) -> Tensor:
         return act_mul(gate_up, self.config.activation)

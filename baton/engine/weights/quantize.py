@@ -1,4 +1,4 @@
-"""Quantisation: rows of int8 or fp8 with one float32 scale each (W8A8 weights, and KV).
+"""Quantisation: rows of int8 or fp8 with one float32 scale each (W8A8, and KV).
 
 Every row is scaled by its own largest magnitude: an output of a weight, a token's activations, a
 token's K or V of one head. A row's numbers thus depend on itself alone, never on what shares its
@@ -8,9 +8,6 @@ multiply and CPUs do not: here its products are those of float32.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -22,46 +19,6 @@ SCALE_BYTES = 4  # of a packed row: its scale, float32, behind its elements
 
 # Smaller magnitudes would overflow `peak / largest`; they are nothing next to any activation.
 _LEAST = {torch.int8: 1e-36, FP8: 2e-36}
-
-# Weights are quantised so many rows at a time, so that no float32 copy of a whole one exists.
-_ROWS_AT_ONCE = 4096
-
-
-@dataclass(frozen=True)
-class QuantizedWeight:
-    """A matrix `[out, in]`: values of `DTYPE`, and the float32 scale `[out]` of each output."""
-
-    values: Tensor
-    scales: Tensor
-
-    DTYPE: ClassVar[torch.dtype]
-
-    @classmethod
-    def of(cls, weight: Tensor) -> Self:
-        """weight `[out, in]` of any floating type, quantised."""
-        values = torch.empty(weight.shape, dtype=cls.DTYPE, device=weight.device)
-        scales = torch.empty(len(weight), device=weight.device)
-        for first in range(0, len(weight), _ROWS_AT_ONCE):
-            rows = slice(first, first + _ROWS_AT_ONCE)
-            values[rows], scales[rows] = quantize_rows(weight[rows], cls.DTYPE)
-        return cls(values, scales)
-
-    @property
-    def shape(self) -> torch.Size:
-        """`[out, in]`."""
-        return self.values.shape
-
-
-class Int8Weight(QuantizedWeight):
-    """A W8A8 weight in int8."""
-
-    DTYPE = torch.int8
-
-
-class Fp8Weight(QuantizedWeight):
-    """A W8A8 weight in float8_e4m3fn."""
-
-    DTYPE = FP8
 
 
 def is_quantized(dtype: torch.dtype) -> bool:

@@ -23,16 +23,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.models.config import (
-    EMBEDDING,
-    FINAL_NORM,
-    LM_HEAD,
-    ModelConfig,
-    Shapes,
-    check_tensors,
-)
-from baton.engine.ops.native.packing import Matrix
+from baton.engine.models.config import EMBEDDING, FINAL_NORM, LM_HEAD, ModelConfig, check_tensors
+from baton.engine.models.quantization import Shapes, weight_format
 from baton.engine.weights.checkpoint import ELEMENT_BYTES, StoredTensor, stored_tensors
+from baton.engine.weights.quantized_checkpoint import read_quantized
+from baton.engine.weights.weight import DenseWeight, Weight
 from baton.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -40,16 +35,21 @@ RANDOM_STD = 0.02
 _NOISE = (1 << 24) - 3  # numbers; prime, so that a matrix's rows differ
 _GIB = float(1 << 30)
 
-Prepare = Callable[[Tensor], Matrix]
-"""What is done to each matrix as soon as it is read; what it was read into is then given up."""
+Prepare = Callable[[Weight], Weight]
+"""What is done to each weight as soon as it is read; what it was read into is then given up."""
 
 
 @dataclass(frozen=True)
 class Expert:
     """One of a mixture: an MLP of its own."""
 
-    gate_up: Matrix
-    down: Matrix
+    gate_up: Weight
+    down: Weight
+
+    @property
+    def num_bytes(self) -> int:
+        """Of both."""
+        return self.gate_up.num_bytes + self.down.num_bytes
 
 
 @dataclass(frozen=True)
@@ -58,26 +58,32 @@ class ExpertWeights:
     the one that all tokens take.
     """
 
-    router: Matrix
+    router: Weight
     experts: tuple[Expert, ...]
-    shared_gate: Matrix | None = None
+    shared_gate: Weight | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all experts."""
+        gate = 0 if self.shared_gate is None else self.shared_gate.num_bytes
+        return self.router.num_bytes + gate + sum(one.num_bytes for one in self.experts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """One decoder layer; matrices are `[out, in]`. Absent biases and norms are None."""
+    """One decoder layer. Absent biases and norms are None."""
 
     input_norm: Tensor | None = None
-    qkv: Matrix
+    qkv: Weight
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
-    o: Matrix
+    o: Weight
     o_bias: Tensor | None = None
     mlp_norm: Tensor | None = None
-    gate_up: Matrix | None = None  # with experts, of the one that all tokens take
+    gate_up: Weight | None = None  # with experts, of the one that all tokens take
     gate_up_bias: Tensor | None = None
-    down: Matrix | None = None
+    down: Weight | None = None
     down_bias: Tensor | None = None
     attention_norm: Tensor | None = None  # of what attention adds
     output_norm: Tensor | None = None  # of what the MLP adds
@@ -86,20 +92,31 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """A whole model; a tied `lm_head` is `embedding` itself, unless prepared."""
+    """A whole model; a tied `lm_head` has `embedding` itself, unless prepared."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    lm_head: Matrix
+    lm_head: Weight
+
+    @property
+    def num_bytes(self) -> int:
+        """Of everything that a step reads; a tied embedding counts as what scores are made with."""
+        layers = [part for layer in self.layers for part in vars(layer).values()]
+        held = [*layers, self.final_norm, self.lm_head]
+        return sum(
+            part.nbytes if isinstance(part, Tensor) else part.num_bytes
+            for part in held
+            if part is not None
+        )
 
 
 Make = Callable[[Shapes], Tensor]
 """Makes one tensor of those with these names and shapes, joined along the first axis."""
 
 
-def _as_read(matrix: Tensor) -> Matrix:
-    return matrix
+def _as_read(weight: Weight) -> Weight:
+    return weight
 
 
 def load_weights(
@@ -120,7 +137,8 @@ def load_weights(
         raise CheckpointError(f"{path} is not a model directory: it has no weights to load")
     stored = stored_tensors(path)
     check_tensors(path, config, stored)
-    total, done = sum(_num_bytes(stored[name]) for name in config.tensor_shapes), 0
+    expected = config.checkpoint_tensors
+    total, done = sum(_num_bytes(one) for name, one in stored.items() if name in expected), 0
     began = logged = time.monotonic()
     with ExitStack() as stack:
         files = {
@@ -128,22 +146,46 @@ def load_weights(
             for file in {tensor.file for tensor in stored.values()}
         }
 
+        def read(name: str) -> Tensor:
+            nonlocal done
+            done += _num_bytes(stored[name])
+            tensor: Tensor = files[stored[name].file].get_tensor(name)  # a view of its mapped file
+            return tensor
+
+        def read_to_device(name: str) -> Tensor | None:
+            return read(name).to(device) if name in stored else None
+
         def make(shapes: Shapes) -> Tensor:
-            nonlocal done, logged
             whole = torch.empty(_joined(shapes), dtype=dtype, device=device)
             parts = whole.split([shape[0] for shape in shapes.values()])
             for name, target in zip(shapes, parts, strict=True):
-                target.copy_(files[stored[name].file].get_tensor(name))  # a view of its mapped file
-                done += _num_bytes(stored[name])
+                target.copy_(read(name))
+            report()
+            return whole
+
+        def make_weight(shapes: Shapes) -> Weight:
+            if config.quantization is None or not config.is_quantized(shapes):
+                return DenseWeight(make(shapes))
+            for bias in (f"{name.removesuffix('weight')}bias" for name in shapes):
+                if bias in stored and expected[bias].optional and read(bias).any():
+                    raise CheckpointError(
+                        f"{stored[bias].file}: tensor {bias} is not part of {config.architecture} "
+                        "as config.json describes it"
+                    )
+            weight = read_quantized(config.quantization, shapes, read_to_device)
+            report()
+            return weight
+
+        def report() -> None:
+            nonlocal logged
             if (now := time.monotonic()) >= logged + 1.0:
                 logged, rate = now, done / (now - began)
                 log.info(
                     "loading weights: %.2f of %.2f GiB, %.2f GiB/s, %.0f s left",
                     done / _GIB, total / _GIB, rate / _GIB, (total - done) / rate,
                 )  # fmt: skip
-            return whole
 
-        return _assemble(config, make, prepare)
+        return _assemble(config, make, make_weight, prepare)
 
 
 def random_weights(
@@ -174,39 +216,46 @@ def random_weights(
             piece.copy_(shifted[: len(piece)])
         return whole
 
-    return _assemble(config, make, prepare)
+    return _assemble(config, make, lambda shapes: DenseWeight(make(shapes)), prepare)
 
 
-def _assemble(config: ModelConfig, make: Make, prepare: Prepare) -> Weights:
-    shapes = config.tensor_shapes
-
-    def tensor(name: str) -> Tensor:
-        return make({name: shapes[name]})
+def _assemble(
+    config: ModelConfig, make: Make, make_weight: Callable[[Shapes], Weight], prepare: Prepare
+) -> Weights:
+    sizes = (config.vocab_size, config.hidden_size)
 
     def part(field: str, parts: Shapes) -> Any:
-        made = _arranged(config, field, make(parts))
-        return prepare(made) if made.ndim == 2 else made
-
-    def layer(index: int) -> LayerWeights:
-        once, each = config.expert_tensors(index)
-        return LayerWeights(
-            **parts_of(config.layer_tensors(index)),
-            experts=ExpertWeights(
-                experts=tuple(Expert(**parts_of(tensors)) for tensors in each), **parts_of(once)
-            )
-            if each
-            else None,
-        )
+        if any(len(shape) != 2 for shape in parts.values()):
+            return _arranged(config, field, make(parts))
+        weight = make_weight(parts)
+        if field == "qkv" and config.head_order is not None:
+            if not isinstance(weight, DenseWeight):
+                raise CheckpointError(
+                    f"{', '.join(parts)}: quantised matrices of a rotary embedding that is partial "
+                    "or of neighbours are not supported; serve the model that it was made of, with "
+                    "--quantization"
+                )
+            weight = DenseWeight(_arranged(config, field, weight.tensor))
+        return prepare(weight)
 
     def parts_of(tensors: dict[str, Shapes]) -> dict[str, Any]:
         return {field: part(field, parts) for field, parts in tensors.items()}
 
-    embedding = tensor(EMBEDDING)
+    def layer(index: int) -> LayerWeights:
+        once, each = config.expert_tensors(index)
+        experts = None
+        fields = parts_of(config.layer_tensors(index))
+        if each:
+            every = tuple(Expert(**parts_of(tensors)) for tensors in each)
+            experts = ExpertWeights(experts=every, **parts_of(once))
+        return LayerWeights(**fields, experts=experts)
+
+    embedding = make({EMBEDDING: sizes})
     layers = tuple(layer(index) for index in range(config.num_layers))
-    norm = _arranged(config, "final_norm", tensor(FINAL_NORM))
-    return Weights(
-        embedding, layers, norm, prepare(embedding if config.tie_embeddings else tensor(LM_HEAD))
-    )
+    norm = _arranged(config, "final_norm", make({FINAL_NORM: sizes[1:]}))
+    tied = config.tie_embeddings
+    lm_head = DenseWeight(embedding) if tied else make_weight({LM_HEAD: sizes})
+    return Weights(embedding, layers, norm, prepare(lm_head))
 
 
 def _arranged(config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
@@ -248,18 +297,18 @@ def weights_of(
 ) -> Weights:
     """The weights of the model at `path`, or made-up ones, on the device, prepared one by one.
 
-    kernels: which they are for, to be logged. Raises CheckpointError.
+    kernels: which they are for, to be logged. Raises CheckpointError, and ConfigError.
     """
-    started, quantization = time.monotonic(), settings.quantization
+    started, held = time.monotonic(), weight_format(settings, config.quantization)
     seed = random_seed(settings, device)
     if seed is not None:
         weights = random_weights(config, dtype, device, seed, prepare)
     else:
         weights = load_weights(path, config, dtype, device, prepare)
     log.info(
-        "loaded %s: %.1f M parameters, %s%s on %s, %s kernels, %.1f s",
-        path.name, config.num_parameters / 1e6,
-        f"{quantization} weights, " if quantization != "none" else "", dtype, device, kernels,
+        "loaded %s: %.1f M parameters, %.2f GiB a step, %s%s on %s, %s kernels, %.1f s",
+        path.name, config.num_parameters / 1e6, weights.num_bytes / _GIB,
+        f"{held} weights, " if held != "none" else "", dtype, device, kernels,
         time.monotonic() - started,
     )  # fmt: skip
     return weights

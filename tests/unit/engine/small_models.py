@@ -10,7 +10,7 @@ from baton.engine.models.config import ModelConfig, Rope
 from baton.engine.models.decoder import Model
 from baton.engine.ops.native import library
 from baton.engine.ops.native.model import NativeModel
-from baton.engine.weights.quantize import Int8Weight
+from baton.engine.weights.weight import DenseWeight, quantized
 from baton.engine.weights.weights import random_weights
 from tests.unit.engine.paged import PagedRun
 
@@ -79,7 +79,8 @@ def run_of(kind, window=None, block_size=16, **sizes):
     weights = random_weights(config, kind.dtype, CPU, seed=3)
 
     def held(weight):
-        return Int8Weight.of(weight * 8) if kind.weights else weight * 8
+        wide = DenseWeight(weight.tensor * 8)
+        return quantized(wide, "int8" if kind.weights else "none")
 
     def held_all(matrices, names=MATRICES):
         return replace(matrices, **{name: held(getattr(matrices, name)) for name in names})

@@ -150,13 +150,76 @@ def test_stop_tokens_of_generation_config_win(tmp_path):
     assert ModelConfig.load(tmp_path).eos_token_ids == (5, 7)
 
 
+REMEDY = "--quantization int4"
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64}
+
+
+def compressed(form, weights=None, activations=None, **changes):
+    """A quantization_config of compressed-tensors."""
+    kind = {"type": "float" if form.startswith("float") else "int", "num_bits": 8}
+    inputs: Any = {**kind, "strategy": "token", "dynamic": True, "symmetric": True}
+    held: Any = {**kind, "strategy": "channel", "symmetric": True}
+    if form == "pack-quantized":
+        held |= {"num_bits": 4, "strategy": "group", "group_size": 64}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**held, **(weights or {})},
+        "input_activations": None
+        if form == "pack-quantized"
+        else {**inputs, **(activations or {})},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        **changes,
+    }
+
+
+REFUSED_FORMATS: list[Any] = [
+    ({"bits": 4}, ["quantization_config.quant_method", "None", "gptq", REMEDY]),
+    ({"quant_method": "bitsandbytes"}, ["quant_method", "'bitsandbytes'", "awq", REMEDY]),
+    ({"quant_method": "fp8"}, ["quant_method", "'fp8'", "compressed-tensors", REMEDY]),
+    ({**GPTQ, "bits": 3}, ["quantization_config.bits is 3", REMEDY]),
+    ({**GPTQ, "bits": 8}, ["quantization_config.bits is 8", REMEDY]),
+    ({**GPTQ, "group_size": -1}, ["group_size is -1", "32, 64, 128", REMEDY]),
+    ({**GPTQ, "is_marlin_format": True}, ["is_marlin_format", REMEDY]),
+    ({**GPTQ, "checkpoint_format": "marlin"}, ["checkpoint_format", "marlin", "gptq_v2", REMEDY]),
+    ({**GPTQ, "lm_head": True}, ["lm_head is True", REMEDY]),
+    ({**GPTQ, "dynamic": {"-:down": {}}}, ["dynamic", REMEDY]),
+    ({**AWQ, "version": "gemv"}, ["version is 'gemv'", "gemm", REMEDY]),
+    ({**AWQ, "zero_point": False}, ["zero_point", REMEDY]),
+    ({**AWQ, "modules_to_not_convert": "up_proj"}, ["modules_to_not_convert", "a list", REMEDY]),
+    (compressed("marlin-24"), ["format is 'marlin-24'", "pack-quantized", REMEDY]),
+    (compressed("pack-quantized", {"num_bits": 3}), ["group_0.weights.num_bits is 3", REMEDY]),
+    (compressed("pack-quantized", {"strategy": "channel"}), ["weights.strategy", REMEDY]),
+    (compressed("float-quantized", {"symmetric": False}), ["weights.symmetric is False", REMEDY]),
+    (compressed("float-quantized", {"strategy": "block"}), ["weights.strategy", REMEDY]),
+    (compressed("float-quantized", {"type": "int"}), ["weights.type is 'int'", "float", REMEDY]),
+    (
+        compressed("int-quantized", activations={"dynamic": False}),
+        ["group_0.input_activations.dynamic is False", REMEDY],
+    ),
+    (
+        compressed("int-quantized", activations={"strategy": "tensor"}),
+        ["input_activations.strategy is 'tensor'", REMEDY],
+    ),
+    (compressed("int-quantized", kv_cache_scheme={"num_bits": 8}), ["kv_cache_scheme", REMEDY]),
+    (compressed("int-quantized", transform_config={"r1": {}}), ["transform_config", REMEDY]),
+    (compressed("int-quantized", config_groups={}), ["config_groups is []", "one group", REMEDY]),
+    (compressed("int-quantized", ignore=["re:(a|b)+"]), ["ignore is 're:(a|b)+'", REMEDY]),
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2LMHeadModel", "Qwen3"]),
         ({"architectures": None}, ["architectures", "None"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "silu"]),
-        ({"quantization_config": {"bits": 4}}, ["quantization_config", "bits"]),
+        *(({"quantization_config": config}, named) for config, named in REFUSED_FORMATS),
         ({"pretraining_tp": 2}, ["pretraining_tp", "2"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),

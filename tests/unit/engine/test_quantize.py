@@ -6,17 +6,16 @@ import torch
 
 from baton.engine.kv_cache import KvLayout, allocate_pool
 from baton.engine.ops.torch.attention import write_kv
-from baton.engine.ops.torch.linear import exact_products, linear, products_by_float
-from baton.engine.weights import quantize
+from baton.engine.ops.torch.linear import exact_products, products_by_float
+from baton.engine.weights import weight as weight_module
 from baton.engine.weights.quantize import (
     FP8,
     SCALE_BYTES,
-    Fp8Weight,
-    Int8Weight,
     pack_rows,
     quantize_rows,
     unpack_rows,
 )
+from baton.engine.weights.weight import Fp8Weight, Int4Weight, Int8Weight
 
 DTYPES = (torch.float32, torch.bfloat16)
 FORMATS = {torch.int8: Int8Weight, FP8: Fp8Weight}
@@ -81,7 +80,7 @@ def test_rows_of_next_to_nothing_stay_finite(nothing, kind):
 def test_a_weight_taken_in_parts_is_the_same(kind, monkeypatch):
     weight = random(70, 24)
     values, scales = quantize_rows(weight, kind)
-    monkeypatch.setattr(quantize, "_ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(weight_module, "_ROWS_AT_ONCE", 16)
     parts = FORMATS[kind].of(weight)
     assert parts.shape == weight.shape
     assert same_bytes(parts.values, values)
@@ -110,14 +109,14 @@ def test_a_product_is_the_formula(dtype, kind):
     sums = values.double() @ weight.values.double().T
     if kind == torch.int8:
         expected = sums.float() * (scales[:, None] * weight.scales)
-        assert torch.equal(linear(x, weight), expected.to(dtype))
-        assert torch.equal(linear(x, weight, bias), (expected + bias.float()).to(dtype))
+        assert torch.equal(weight.apply(x), expected.to(dtype))
+        assert torch.equal(weight.apply(x, bias), (expected + bias.float()).to(dtype))
         return
     expected = sums * scales[:, None].double() * weight.scales.double()
     near = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-4}
-    torch.testing.assert_close(linear(x, weight), expected.to(dtype), **near)
+    torch.testing.assert_close(weight.apply(x), expected.to(dtype), **near)
     biased = (expected + bias.double()).to(dtype)
-    torch.testing.assert_close(linear(x, weight, bias), biased, **near)
+    torch.testing.assert_close(weight.apply(x, bias), biased, **near)
 
 
 @by_format
@@ -158,3 +157,39 @@ def test_write_kv_writes_its_own_slots_only(dtype, kind):
     for part, rows in enumerate((k, v)):
         assert torch.equal(torch.stack([plain[3, 2, part, :, 1], plain[0, 2, part, :, 3]]), rows)
     assert plain.count_nonzero() == k.numel() + v.numel()
+
+
+@by_dtype
+@pytest.mark.parametrize("magnitude", [1e-20, 1.0, 1e30])
+def test_int4_moves_a_number_by_half_a_unit_or_what_is_beyond_the_far_end(dtype, magnitude):
+    weight = (random(70, 192) * magnitude).to(dtype)
+    weight[0, :64] = 0
+    held = Int4Weight.of(weight)
+    assert (held.shape, held.group, held.scales.shape) == ((70, 192), 64, (70, 3))
+    units = held.scales.abs().repeat_interleave(64, dim=1)
+    moved = (held.dequantized(torch.float32) - weight.float()).abs()
+    assert (moved <= 1.00001 * units).all()
+    # Only what is beyond 7 units, on the side where the extreme of -8 is not, moves further.
+    inside = weight.float() / held.scales.repeat_interleave(64, dim=1) <= 7.5
+    assert (moved[inside] <= 0.50001 * units[inside]).all()
+    assert not held.dequantized(dtype)[0, :64].any()
+
+
+@by_dtype
+@pytest.mark.parametrize("ordered", [False, True])
+def test_an_int4_product_is_that_of_the_dequantised_matrix(dtype, ordered, monkeypatch):
+    monkeypatch.setattr(weight_module, "_ROWS_AT_ONCE", 16)
+    generator = torch.Generator().manual_seed(1)
+    values, order = torch.randint(0, 16, (40, 96), generator=generator), torch.randperm(96)
+    zeros, scales = torch.randint(0, 17, (40, 3), generator=generator), random(40, 3) / 50
+    weight = Int4Weight.packed(
+        values.to(torch.uint8), scales, zeros.to(torch.uint8), order if ordered else None
+    )
+    group = torch.arange(96) // 32
+    full = ((values - zeros[:, group]) * scales.double()[:, group]).to(dtype).double()
+    x, bias = random(5, 96, dtype=dtype), random(40, dtype=dtype)
+    expected = x.double()[:, order if ordered else torch.arange(96)] @ full.T + bias.double()
+    near = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6 if dtype == torch.float32 else 1e-2}
+    torch.testing.assert_close(weight.apply(x, bias), expected.to(dtype), **near)
+    if dtype == torch.float32:  # a row has the same bits alone
+        assert torch.equal(weight.apply(x[2:3], bias), weight.apply(x, bias)[2:3])

@@ -17,7 +17,7 @@ from baton.config import EngineConfig
 from baton.engine.models.config import ModelConfig
 from baton.engine.weights import weights as loading
 from baton.engine.weights.checkpoint import INDEX_FILE, SINGLE_FILE
-from baton.engine.weights.quantize import Int8Weight
+from baton.engine.weights.weight import DenseWeight, Int8Weight
 from baton.engine.weights.weights import load_weights, random_seed, random_weights
 from baton.errors import CheckpointError
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -42,7 +42,8 @@ def rewrite(directory, change):
 def tensors_of(weights):
     layers = [getattr(layer, field.name) for layer in weights.layers for field in fields(layer)]
     found = [weights.embedding, weights.final_norm, weights.lm_head, *layers]
-    return [tensor for tensor in found if tensor is not None]
+    plain = (one.tensor if isinstance(one, DenseWeight) else one for one in found)
+    return [tensor for tensor in plain if tensor is not None]
 
 
 def test_parts_are_fused_in_order_and_outlive_the_files(tmp_path):
@@ -52,11 +53,11 @@ def test_parts_are_fused_in_order_and_outlive_the_files(tmp_path):
     layer, reference = weights.layers[1], model.bfloat16().model.layers[1]
     attention, mlp = reference.self_attn, reference.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    assert torch.equal(layer.qkv, torch.cat([p.weight for p in projections]))
+    assert torch.equal(layer.qkv.tensor, torch.cat([p.weight for p in projections]))
     assert torch.equal(layer.qkv_bias, torch.cat([p.bias for p in projections]))
-    assert torch.equal(layer.gate_up, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
-    assert torch.equal(layer.down, mlp.down_proj.weight)
-    assert torch.equal(weights.lm_head, model.lm_head.weight)
+    assert torch.equal(layer.gate_up.tensor, torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
+    assert torch.equal(layer.down.tensor, mlp.down_proj.weight)
+    assert torch.equal(weights.lm_head.tensor, model.lm_head.weight)
     assert layer.o_bias is None
     assert {tensor.dtype for tensor in tensors_of(weights)} == {torch.bfloat16}
 
@@ -91,7 +92,7 @@ def test_tied_copies_and_old_rotary_tables_are_ignored(tmp_path):
         tmp_path, lambda t: t.update({"lm_head.weight": torch.zeros(3), rotary: torch.zeros(8)})
     )
     weights = load(tmp_path)
-    assert weights.lm_head is weights.embedding
+    assert weights.lm_head.tensor is weights.embedding
 
 
 def tensors(change):
@@ -191,7 +192,7 @@ def test_a_bare_config_has_no_weights_but_random_ones_that_follow_the_seed(tmp_p
     first, same, other = (random_weights(config, torch.bfloat16, CPU, seed) for seed in (1, 1, 2))
     for a, b in zip(tensors_of(first), tensors_of(same), strict=True):
         assert torch.equal(a, b)
-    assert not torch.equal(first.layers[0].qkv, other.layers[0].qkv)
+    assert not torch.equal(first.layers[0].qkv.tensor, other.layers[0].qkv.tensor)
     # Another device's never lie on the host: tried with one that keeps shapes only.
     meta = torch.device("meta")
     for weights in (
@@ -218,11 +219,11 @@ def test_projections_and_lm_head_are_int8_and_nothing_else(tmp_path, dtype, tied
     full = source(kind, tmp_path, dtype)
     before = []
 
-    def prepare(matrix):
+    def prepare(weight):
         assert all(one() is None for one in before), "one at a time is there in full"
         if not (tied and len(before) == 8):  # the embedding, which stays
-            before.append(weakref.ref(matrix))
-        return Int8Weight.of(matrix)
+            before.append(weakref.ref(weight.tensor))
+        return Int8Weight.of(weight.tensor)
 
     small = source(kind, tmp_path, dtype, prepare=prepare)
     pairs = [(small, full), *zip(small.layers, full.layers, strict=True)]
@@ -234,7 +235,7 @@ def test_projections_and_lm_head_are_int8_and_nothing_else(tmp_path, dtype, tied
     ):
         assert isinstance(found, Int8Weight) == (name in (*MATRICES, "lm_head"))
         if isinstance(found, Int8Weight):
-            expected = Int8Weight.of(wanted)
+            expected = Int8Weight.of(wanted.tensor)
             assert torch.equal(found.values, expected.values)
             assert torch.equal(found.scales, expected.scales)
         else:

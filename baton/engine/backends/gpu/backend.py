@@ -20,6 +20,7 @@ from baton.engine.batch import StepModel
 from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
+from baton.engine.models.quantization import weight_format
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.weights.weights import weights_of
@@ -27,7 +28,12 @@ from baton.errors import ConfigError
 
 log = logging.getLogger(__name__)
 Capability = tuple[int, int]
-LEAST_CAPABILITY: dict[str, Capability] = {"none": (8, 0), "int8": (8, 0), "fp8": (8, 9)}
+LEAST_CAPABILITY: dict[str, Capability] = {
+    "none": (8, 0),
+    "int8": (8, 0),
+    "fp8": (8, 9),
+    "int4": (8, 0),
+}
 # GPUs with 99 KB of shared memory for a program; tiles of larger heads need more.
 SMALL_MEMORY, SMALL_HEAD_SIZE = ((8, 6), (8, 9), (12, 0), (12, 1)), 128
 
@@ -52,7 +58,8 @@ class GpuBackend(Backend):
             missing = ""
         capability = self._gpu.capability
         self._kernels = kernels = choose_kernels(settings, config, capability, missing)
-        _refuse_formats(settings, capability, kernels)
+        held = weight_format(settings, config.quantization)
+        _refuse_formats(settings, held, capability, kernels)
         self._held_before = self._gpu.allocated()
         load = partial(weights_of, settings, path, config, dtype, self.device, kernels)
         if kernels == "torch":
@@ -145,12 +152,12 @@ def refused(config: ModelConfig, block_size: int, capability: Capability) -> str
     return unsupported(config, block_size, "Triton's")
 
 
-def _refuse_formats(settings: EngineConfig, capability: Capability, kernels: str) -> None:
-    """Raises ConfigError for 8-bit formats that these kernels or this GPU do not compute in."""
-    for option, value in (
-        ("--quantization", settings.quantization),
-        ("--kv-dtype", settings.kv_dtype),
-    ):
+def _refuse_formats(
+    settings: EngineConfig, held: str, capability: Capability, kernels: str
+) -> None:
+    """Raises ConfigError for formats that these kernels or this GPU do not compute in."""
+    asked = "--quantization" if settings.quantization != "none" else "the checkpoint's weights are"
+    for option, value in ((asked, held), ("--kv-dtype", settings.kv_dtype)):
         if value in ("none", "auto"):
             continue
         reason, least = "", LEAST_CAPABILITY[value]

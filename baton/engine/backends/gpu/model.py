@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.backends.gpu.linear import linear
 from baton.engine.batch import StepBatch
 from baton.engine.models.decoder import Model
 from baton.engine.ops.triton.attention import decode_attention, plan_tiles, prefill_attention
@@ -51,8 +50,6 @@ class GpuModel(Model):
         placed = place_rows(context_lens, None, block_tables, len(token_ids), pool.shape[4])
         rows = _Rows(placed, len(token_ids), block_tables, context_lens)
         return self._logits(*self._forward(token_ids, rows, pool))
-
-    _linear = staticmethod(linear)
 
     def _act_mul(self, gate_up: Tensor) -> Tensor:
         return act_mul(gate_up, self.config.activation)

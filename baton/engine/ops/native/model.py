@@ -8,7 +8,6 @@ each row up in an order of its own.
 from __future__ import annotations
 
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_size_t, c_void_p
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,8 @@ from baton.engine.batch import StepBatch
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.rope import rope_tables
 from baton.engine.ops.native import library
-from baton.engine.ops.native.packing import Matrix, PackedWeight
+from baton.engine.ops.native.packing import Linear, PackedWeight, fields
+from baton.engine.weights.weight import Weight
 from baton.engine.weights.weights import LayerWeights, Weights
 
 _NORMS = "input_norm mlp_norm attention_norm output_norm q_norm k_norm"
@@ -25,41 +25,31 @@ _MATRICES = "qkv o gate_up down"
 _OF_EXPERTS = "router shared_gate"
 
 
-def _fields(*kinds: tuple[str, Any]) -> list[tuple[str, Any]]:
-    return [(name, kind) for names, kind in kinds for name in names.split()]
-
-
 # These structures mirror `src/kernels.h` and `src/forward.cpp`, field for field.
-
-
-class Linear(Structure):
-    """Packed weights of one matrix product."""
-
-    _fields_ = _fields(("packed scales offsets bias", c_void_p), ("inputs outputs", c_int32))
 
 
 class Norm(Structure):
     """A norm's weight, or null; a wide one is float32 whatever the activations are."""
 
-    _fields_ = _fields(("weight", c_void_p), ("wide", c_int32))
+    _fields_ = fields(("weight", c_void_p), ("wide", c_int32))
 
 
 class Pool(Structure):
     """The KV pool."""
 
-    _fields_ = _fields(("data", c_void_p), ("layers kv_heads block_size head_size int8", c_int32))
+    _fields_ = fields(("data", c_void_p), ("layers kv_heads block_size head_size int8", c_int32))
 
 
 class CExpert(Structure):
     """One of a mixture."""
 
-    _fields_ = _fields(("gate_up down", Linear))
+    _fields_ = fields(("gate_up down", Linear))
 
 
 class Layer(Structure):
     """One decoder layer's weights."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         (_NORMS, Norm),
         (f"{_MATRICES} {_OF_EXPERTS}", Linear),
         ("experts", POINTER(CExpert)),
@@ -70,7 +60,7 @@ class Layer(Structure):
 class ModelWeights(Structure):
     """A whole model."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         ("embedding tables", c_void_p),
         ("final_norm", Norm),
         ("layers", POINTER(Layer)),
@@ -85,7 +75,7 @@ class ModelWeights(Structure):
 class Step(Structure):
     """What one step computes and where it writes."""
 
-    _fields_ = _fields(
+    _fields_ = fields(
         ("token_ids context_lens query_lens block_tables logit_rows logits workspace", c_void_p),
         ("pool", Pool),
         ("rows sequences width num_logits", c_int32),
@@ -102,7 +92,7 @@ class NativeModel:
         native = library.require(dtype)
         self._run, self._workspace_size = native.baton_step, native.baton_workspace
         self._run.restype, self._workspace_size.restype = None, c_size_t
-        self._kept: list[Tensor] = []  # what the structures point at
+        self._kept: list[object] = []  # what the structures point at
         self._model = self._whole(weights)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._rows = 0  # that the workspace is for
@@ -170,12 +160,12 @@ class NativeModel:
     def _norm(self, weight: Tensor | None) -> Norm:
         return Norm(self._keep(weight), weight is not None and weight.dtype != self.dtype)
 
-    def _linear(self, weight: Matrix | None, bias: Tensor | None = None) -> Linear:
+    def _linear(self, weight: Weight | None, bias: Tensor | None = None) -> Linear:
         if weight is None:
             return Linear()
-        packed = weight if isinstance(weight, PackedWeight) else PackedWeight.of(weight)
-        pointers = map(self._keep, (packed.packed, packed.scales, packed.offsets, bias))
-        return Linear(*pointers, packed.inputs, packed.outputs)
+        packed = PackedWeight.of(weight)
+        self._kept += [packed, bias]
+        return packed.linear(bias)
 
     def _keep(self, tensor: Tensor | None) -> int | None:
         """A tensor's address; the tensor stays as long as the model does."""

@@ -2,17 +2,21 @@
 
 A product takes the outputs in panels of 64 columns. Along the depth, as many neighbours as fit
 into 32 bits form a group, and a panel stores group after group:
-`[panels][groups][64][group]`, depth and columns padded with zeros. Mirrors `src/kernels.h`.
+`[panels][groups][64][group]`, depth and columns padded with zeros. Mirrors `src/kernels.h`; where a
+word has its eight values of int4, `src/simd.h` tells.
 """
 
 from __future__ import annotations
 
+from ctypes import Structure, byref, c_bool, c_int32, c_size_t, c_void_p
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from baton.engine.weights.quantize import Fp8Weight, Int8Weight
+from baton.engine.ops.native import library
+from baton.engine.weights.weight import DenseWeight, Int4Weight, Int8Weight, Weight
 
 PANEL = 64
 ACTIVATION_OFFSET = 128  # added to int8 activations, which the product takes as unsigned bytes
@@ -21,12 +25,26 @@ ACTIVATION_OFFSET = 128  # added to int8 activations, which the product takes as
 PANELS_AT_ONCE = 64
 
 
+def fields(*kinds: tuple[str, Any]) -> list[tuple[str, Any]]:
+    """A structure's fields, from names and their kind."""
+    return [(name, kind) for names, kind in kinds for name in names.split()]
+
+
+class Linear(Structure):
+    """A packed weight and its bias, as `src/kernels.h` has them, field for field."""
+
+    _fields_ = fields(
+        ("packed scales offsets zeros order bias", c_void_p), ("inputs outputs group", c_int32)
+    )
+
+
 @dataclass(frozen=True)
-class PackedWeight:
+class PackedWeight(Weight):
     """A matrix `[out, in]` as native products read it.
 
     int8 ones have a float32 scale for each output, and what the activations' offset adds to each
-    output's sum, int32 `[out]`, for the product to take off.
+    output's sum, int32 `[out]`, for the product to take off. int4 ones have float32 scales, and 8
+    less the zero points unless all are 8, `[panels][in / group][64]`, and int32 `order` `[in]`.
     """
 
     packed: Tensor
@@ -34,24 +52,61 @@ class PackedWeight:
     inputs: int
     scales: Tensor | None = None
     offsets: Tensor | None = None
+    zeros: Tensor | None = None
+    order: Tensor | None = None
+    group: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.outputs, self.inputs
 
     @classmethod
-    def of(cls, weight: Tensor | Int8Weight | Fp8Weight) -> PackedWeight:
-        """A matrix, packed. Native code has no fp8."""
-        assert not isinstance(weight, Fp8Weight), "fp8 weights are for GPUs"
-        outputs, inputs = weight.shape
-        if not isinstance(weight, Int8Weight):
-            return cls(pack(weight), outputs, inputs)
-        offsets = weight.values.sum(1, dtype=torch.int32) * ACTIVATION_OFFSET
-        return cls(pack(weight.values), outputs, inputs, weight.scales, offsets)
+    def of(cls, weight: Weight) -> PackedWeight:
+        """A weight, packed unless it is. Native code has no fp8."""
+        match weight:
+            case PackedWeight():
+                return weight
+            case DenseWeight(tensor):
+                return cls(pack(tensor), *weight.shape)
+            case Int8Weight(values, scales):
+                offsets = values.sum(1, dtype=torch.int32) * ACTIVATION_OFFSET
+                return cls(pack(values), *weight.shape, scales, offsets)
+            case Int4Weight(_, scales, zeros, order):
+                return cls(
+                    pack_int4(weight),
+                    *weight.shape,
+                    pack(scales),
+                    zeros=None if zeros is None else pack(Int4Weight.MIDDLE - zeros.float()),
+                    order=None if order is None else order.int(),
+                    group=weight.group,
+                )
+        raise TypeError(f"native code has no {type(weight).__name__}")
 
+    def linear(self, bias: Tensor | None = None) -> Linear:
+        """For native code, which points at these tensors and does not keep them."""
+        held = (self.packed, self.scales, self.offsets, self.zeros, self.order)
+        for tensor in (tensors := (*held, bias)):
+            assert tensor is None or tensor.is_contiguous(), "rows lie one after the other"
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        return Linear(*pointers, self.inputs, self.outputs, self.group)
 
-Matrix = Tensor | Int8Weight | Fp8Weight | PackedWeight
-"""A weight `[out, in]`: as it is, in 8 bits, or as native code reads it."""
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """A product by itself; steps are one call (`model.py`)."""
+        native, weights, rows = library.require(x.dtype), self.linear(bias), len(x)
+        x = x.contiguous()
+        native.baton_linear_scratch.restype = c_size_t
+        size = native.baton_linear_scratch(byref(weights), rows)
+        scratch = torch.empty(size, dtype=torch.uint8)
+        y = x.new_empty(rows, self.outputs)
+        x_at, y_at, scratch_at = (c_void_p(t.data_ptr()) for t in (x, y, scratch))
+        floats = c_bool(x.dtype == torch.float32)
+        threads = torch.get_num_threads()
+        native.baton_linear(threads, x_at, rows, byref(weights), y_at, floats, scratch_at)
+        return y
 
 
 def pack(weight: Tensor) -> Tensor:
-    """weight `[out, in]` float32, bfloat16 or int8 → `[panels, groups, 64, group]`."""
+    """weight `[out, in]` of 4, 2 or 1 bytes → `[panels, groups, 64, group]`."""
     outputs, depth = weight.shape
     group = 4 // weight.element_size()
     groups = -(-depth // group)
@@ -63,3 +118,15 @@ def pack(weight: Tensor) -> Tensor:
         padded[: rows.shape[0], :depth] = rows
         panels.copy_(padded.view(-1, PANEL, groups, group).transpose(1, 2))
     return packed
+
+
+def pack_int4(weight: Int4Weight) -> Tensor:
+    """Values `[out, in]` → int32 `[panels, in / 8, 64, 1]`."""
+    outputs, depth = weight.shape
+    words = torch.zeros(-(-outputs // PANEL), depth // 8, PANEL, 1, dtype=torch.int32)
+    shifts = torch.tensor([i // 2 * 4 + i % 2 * 16 for i in range(8)], dtype=torch.int32)
+    for first in range(0, words.shape[0], PANELS_AT_ONCE):
+        rows = slice(first * PANEL, (first + PANELS_AT_ONCE) * PANEL)
+        eights = weight.numbers(rows).int().unflatten(1, (-1, 8))
+        words[first : first + PANELS_AT_ONCE] = pack((eights << shifts).sum(-1, dtype=torch.int32))
+    return words

@@ -1,6 +1,6 @@
-"""Matrix products in plain torch, where activations meet weights: the reference of faster kernels.
+"""Matrix products and the gate in plain torch: the reference of faster kernels.
 
-Knows neither layers nor batches.
+Knows neither layers nor batches, nor formats of weights.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.models.config import Activation
-from baton.engine.ops.native.packing import Matrix, PackedWeight
-from baton.engine.weights.quantize import Fp8Weight, Int8Weight, quantize_rows
 
 # From this many rows on, a float32 product on the CPU gives each row the same bits whatever its
 # neighbours are.
@@ -33,19 +31,13 @@ def is_exact(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32
 
 
-def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`: x `[rows, in]`, weight `[out, in]`, bias `[out]` → `[rows, out]`.
-
-    With an 8-bit weight x's rows are quantised too. The sums are whole numbers with int8, exact and
-    so the same in any batch, and float32 with fp8.
 
     The BLAS library picks its kernel, and so the order of additions, by the number of rows: results
     are identical from 16 rows on. So fewer float32 rows on the CPU are padded to 16 with zero rows,
     which keeps the promise of `is_exact`.
     """
-    assert not isinstance(weight, PackedWeight), "packed weights are for native code"
-    if not isinstance(weight, Tensor):
-        return _quantized_linear(x, weight, bias)
     rows = x.shape[0]
     if rows >= MIN_EXACT_ROWS or not is_exact(x):
         return F.linear(x, weight, bias)
@@ -92,18 +84,6 @@ _EXACT_DEPTH = 1024
 
 # Elsewhere oneDNN multiplies int8 with sums of 16 bits, which saturate.
 _HAS_VNNI = torch.cpu._is_vnni_supported()
-
-
-def _quantized_linear(x: Tensor, weight: Int8Weight | Fp8Weight, bias: Tensor | None) -> Tensor:
-    values, scales = quantize_rows(x, weight.DTYPE)
-    if isinstance(weight, Int8Weight):
-        out = exact_products(values, weight.values).float()
-    else:
-        out = values.float() @ weight.values.float().T
-    out.mul_(scales[:, None] * weight.scales)
-    if bias is not None:
-        out += bias
-    return out.to(x.dtype)
 
 
 def exact_products(x: Tensor, weight: Tensor) -> Tensor:

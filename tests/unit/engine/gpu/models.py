@@ -4,12 +4,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from baton.engine.backends.gpu import linear
 from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.models.config import Rope
 from baton.engine.models.decoder import Model
+from baton.engine.weights.weight import DenseWeight
 from baton.engine.weights.weights import Weights, random_weights
 from tests.unit.engine.small_models import CPU, MATRICES, qwen_config
 
@@ -48,13 +48,12 @@ CONFIGS = {
 def weights_of(config, dtype=torch.float32, quantization="none"):
     """Seeded weights: matrices as wide as they are deep, norms and biases of every size."""
     drawn = random_weights(config, dtype, CPU, seed=3)
-    lm_head = drawn.embedding * 50 if config.tie_embeddings else drawn.lm_head * 8
-    assert isinstance(lm_head, Tensor)
+    lm_head = drawn.embedding * 50 if config.tie_embeddings else drawn.lm_head.tensor * 8
     return Weights(
         lm_head if config.tie_embeddings else drawn.embedding * 50,
         tuple(_layer(layer, seed, quantization) for seed, layer in enumerate(drawn.layers)),
         _norm(drawn.final_norm, 99),
-        linear.prepare(lm_head, quantization),
+        linear.prepare(DenseWeight(lm_head), quantization),
     )
 
 
@@ -65,7 +64,7 @@ def _layer(layer, seed, quantization):
         if value is None:
             continue
         if field.name in MATRICES:
-            values[field.name] = linear.prepare(value * 8, quantization)
+            values[field.name] = linear.prepare(DenseWeight(value.tensor * 8), quantization)
         elif field.name.endswith("norm"):
             values[field.name] = _norm(value, 10 * seed + at)
         else:

@@ -22,7 +22,7 @@ from baton.engine.models.config import ModelConfig
 from baton.engine.overlap import OverlappedEngine
 from baton.engine.runner import Runner
 from baton.engine.sequence import Sequence
-from baton.engine.weights.quantize import Int8Weight
+from baton.engine.weights.weight import Int8Weight
 from baton.errors import ConfigError
 from baton.sampling import SamplingParams
 from tests.unit.engine.bench import Bench

@@ -4,12 +4,11 @@ import os
 
 import pytest
 import torch
-from torch import Tensor
 
 from baton.engine.backends.gpu import linear as gpu
 from baton.engine.backends.gpu.backend import LEAST_CAPABILITY
-from baton.engine.ops.torch import linear as reference
-from baton.engine.weights.quantize import FP8, Fp8Weight, Int8Weight, quantize_rows
+from baton.engine.weights.quantize import FP8, quantize_rows
+from baton.engine.weights.weight import DenseWeight, Fp8Weight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -18,15 +17,16 @@ def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize("quantization", ["int8", "fp8", "int4"])
 def test_prepare_leaves_what_products_refuse(quantization):
-    kind = {"int8": Int8Weight, "fp8": Fp8Weight}[quantization]
-    for shape, fits in (((48, 32), True), ((301, 32), False), ((48, 33), False)):
-        matrix = random(*shape)
-        prepared = gpu.prepare(matrix, quantization)
-        assert isinstance(prepared, kind if fits else Tensor)
-        assert prepared.shape == matrix.shape
-        assert gpu.prepare(matrix, "none") is matrix
+    kind = {"int8": gpu.GpuInt8Weight, "fp8": gpu.GpuFp8Weight, "int4": gpu.GpuInt4Weight}
+    odd = quantization == "int4"  # which takes any number of outputs
+    for shape, fits in (((48, 64), True), ((301, 64), odd), ((48, 65), False)):
+        weight = DenseWeight(random(*shape))
+        prepared = gpu.prepare(weight, quantization)
+        assert type(prepared) is (kind[quantization] if fits else DenseWeight)
+        assert prepared.shape == weight.shape
+        assert type(gpu.prepare(weight, "none")) is DenseWeight
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -38,9 +38,10 @@ def test_int8_products_are_those_of_the_reference(rows, depth, biased):
         torch.randint(-60, 61, (size, depth), generator=generator).to(torch.int8)
         for size in (rows, 40)
     )
-    scales, weight = random(rows, seed=1).abs(), Int8Weight(values, random(40, seed=2).abs())
+    scales = random(rows, seed=1).abs()
+    weight = gpu.GpuInt8Weight(values, random(40, seed=2).abs())
     bias = random(40, seed=3) if biased else None
-    got = gpu.int8_products(x, scales, weight, bias, torch.float32)
+    got = weight.product(x, scales, bias, torch.float32)
     exact = (x.int() @ values.int().T).float()
     expected = exact * (scales[:, None] * weight.scales)
     assert torch.equal(got, expected if bias is None else expected + bias)
@@ -52,11 +53,11 @@ def test_int8_products_are_those_of_the_reference(rows, depth, biased):
 def test_fp8_products_are_those_of_the_reference(rows, biased, dtype):
     x, full = random(rows, 64, dtype=dtype), random(48, 64, seed=1)
     bias = random(48, seed=2, dtype=dtype) if biased else None
-    weight = Fp8Weight.of(full)
+    weight = gpu.GpuFp8Weight.of(full)
     values, scales = quantize_rows(x, FP8)
-    got = gpu.fp8_products(values, scales, weight, bias, dtype)
+    got = weight.product(values, scales, bias, dtype)
     assert (got.shape, got.dtype) == ((rows, 48), dtype)
-    expected = reference.linear(x, weight, bias)
+    expected = Fp8Weight(weight.values, weight.scales).apply(x, bias)
     torch.testing.assert_close(got, expected, rtol=1e-5 + torch.finfo(dtype).eps, atol=1e-3)
 
 
@@ -64,18 +65,20 @@ def test_fp8_products_are_those_of_the_reference(rows, biased, dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "0", reason="kernels are interpreted")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("quantization", ["none", "int8", "fp8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "fp8", "int4"])
 def test_on_a_gpu(quantization, dtype):
     if torch.cuda.get_device_capability() < LEAST_CAPABILITY[quantization]:
         pytest.skip(f"this GPU is too old for {quantization}")
     full, bias = random(208, 512, seed=1, dtype=dtype), random(208, seed=2, dtype=dtype)
-    weight, there = (gpu.prepare(matrix, quantization) for matrix in (full, full.cuda()))
+    weight, there = (
+        gpu.prepare(DenseWeight(matrix), quantization) for matrix in (full, full.cuda())
+    )
     # Sums of 512 products of numbers around 1; tensor cores round those of fp8 on the way.
     atol = 0.2 if quantization == "fp8" else 1e-3 if dtype == torch.float32 else 0.02
     near = {"rtol": 2 * torch.finfo(dtype).eps, "atol": atol}
     for rows in (1, 16, 64, 65, 300):
         x = random(rows, 512, dtype=dtype)
-        plain = gpu.linear(x.cuda(), there).cpu()
-        torch.testing.assert_close(plain, reference.linear(x, weight), **near)
-        biased = gpu.linear(x.cuda(), there, bias.cuda()).cpu()
-        torch.testing.assert_close(biased, reference.linear(x, weight, bias), **near)
+        plain = there.apply(x.cuda()).cpu()
+        torch.testing.assert_close(plain, weight.apply(x), **near)
+        biased = there.apply(x.cuda(), bias.cuda()).cpu()
+        torch.testing.assert_close(biased, weight.apply(x, bias), **near)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.engine.ops.native import library
-from baton.engine.ops.native.model import Linear
 from baton.engine.ops.native.packing import PackedWeight
-from baton.engine.weights.quantize import Int8Weight, quantize_rows
+from baton.engine.weights.quantize import quantize_rows
+from baton.engine.weights.weight import DenseWeight, Int4Weight, Int8Weight, Weight
 from tests.unit.engine.native.paged_rows import native, random_tensor
 
 pytestmark = pytest.mark.skipif(native is None, reason="no native library can be built here")
@@ -23,7 +23,6 @@ by_kind = pytest.mark.parametrize(
     "kind", [(F32, F32), (BF16, BF16), (BF16, F32)], ids=["f32", "bf16", "bf16_floats"]
 )
 Kind = tuple[torch.dtype, torch.dtype]
-Weight = Tensor | Int8Weight
 
 BF16_ROUNDING = 2**-8  # moves a value by so much of itself at most
 UNTOUCHED = 77.0
@@ -39,13 +38,9 @@ def linear(
 ) -> Tensor:  # fmt: skip
     kernels, rows, packed = kernels or library.require(kind[0]), len(x), PackedWeight.of(weight)
     assert packed.packed.data_ptr() % 64 == 0
-    pointers = (packed.packed, packed.scales, packed.offsets, bias)
-    weights = Linear(
-        *(None if tensor is None else tensor.data_ptr() for tensor in pointers),
-        packed.inputs,
-        packed.outputs,
-    )
-    scratch = torch.empty(rows, packed.inputs + 8, dtype=torch.uint8)  # quantised rows, scales
+    weights = packed.linear(bias)
+    # Of int8 rows and their scales, or of int4's ordered rows and sums of 32 elements.
+    scratch = torch.empty(rows, 5 * packed.inputs + 8, dtype=torch.uint8)
     # The row behind the last is to stay as it is.
     y = torch.full((rows + 1, packed.outputs), UNTOUCHED, dtype=kind[1])
     kernels.baton_linear(
@@ -69,9 +64,21 @@ def check(
             assert torch.equal(got, product.to(kind[1]))
             return
         exact, magnitude = product + added, product.abs() + added.abs()
+    elif isinstance(weight, Int4Weight):
+        ordered = x.double() if weight.order is None else x.double()[:, weight.order]
+        scales = weight.scales.double().repeat_interleave(weight.group, dim=1)
+        zeros = torch.full_like(weight.scales, 8) if weight.zeros is None else weight.zeros
+        zeros = zeros.double().repeat_interleave(weight.group, dim=1)
+        values = weight.numbers().double()
+        exact = ordered @ ((values - zeros) * scales).T + added
+        # What is added up: values less 8, and what zero points differ from it.
+        terms = ((values - 8).abs() + (zeros - 8).abs()) * scales.abs()
+        magnitude = ordered.abs() @ terms.T + added.abs()
     else:
-        exact = x.double() @ weight.double().T + added
-        magnitude = x.double().abs() @ weight.double().abs().T + added.abs()
+        assert isinstance(weight, DenseWeight)
+        full = weight.tensor.double()
+        exact = x.double() @ full.T + added
+        magnitude = x.double().abs() @ full.abs().T + added.abs()
     tolerance = 1e-6 * magnitude
     if kind[1] == BF16:
         tolerance += 1.01 * exact.abs() * BF16_ROUNDING
@@ -83,6 +90,19 @@ def int8_product(x: Tensor, weight: Int8Weight) -> Tensor:
     values, scales = quantize_rows(x)
     sums = values.double() @ weight.values.double().T
     return sums.float() * (scales[:, None] * weight.scales)
+
+
+def int4_weight(outputs: int, inputs: int, group: int, seed: int, form: str) -> Int4Weight:
+    """Random numbers; form: of which tensors there are."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 16, (outputs, inputs), generator=generator).to(torch.uint8)
+    zeros = torch.randint(0, 17, (outputs, inputs // group), generator=generator).to(torch.uint8)
+    return Int4Weight.packed(
+        values,
+        random(outputs, inputs // group, seed=seed),
+        zeros if "zeros" in form else None,
+        torch.randperm(inputs, generator=generator) if "order" in form else None,
+    )
 
 
 SHAPES = st.tuples(
@@ -105,7 +125,34 @@ def test_products_are_exact_but_for_rounding(
     x = random(rows, inputs, seed=seed, dtype=kind[0])
     plain = random(outputs, inputs, seed=seed + 10, dtype=kind[0])
     bias = random(outputs, seed=seed + 20, dtype=kind[0]) if with_bias else None
-    check(kind, x, Int8Weight.of(plain) if int8 else plain, bias, threads)
+    check(kind, x, Int8Weight.of(plain) if int8 else DenseWeight(plain), bias, threads)
+
+
+@by_kind
+@pytest.mark.parametrize("form", ["symmetric", "zeros", "order", "zeros and order"])
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.sampled_from([0, 1, 2, 3, 6, 7, 13, 48, 101]), group=st.sampled_from([32, 64, 128]),
+    groups=st.integers(1, 4), outputs=st.sampled_from([1, 16, 63, 64, 65, 130, 577]),
+    with_bias=st.booleans(), threads=st.integers(1, 2), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_int4_products_are_exact_but_for_rounding(
+    kind: Kind, form: str, rows: int, group: int, groups: int, outputs: int, with_bias: bool,
+    threads: int, seed: int,
+) -> None:  # fmt: skip
+    x = random(rows, group * groups, seed=seed, dtype=kind[0])
+    bias = random(outputs, seed=seed + 20, dtype=kind[0]) if with_bias else None
+    check(kind, x, int4_weight(outputs, group * groups, group, seed, form), bias, threads)
+
+
+def test_a_packed_weight_by_itself_is_a_product() -> None:
+    x, bias = random(3, 128, dtype=BF16), random(70, seed=1, dtype=BF16)
+    for weight in (DenseWeight(random(70, 128, dtype=BF16)), Int8Weight.of(random(70, 128)),
+                   int4_weight(70, 128, 64, 1, "zeros and order")):  # fmt: skip
+        packed = PackedWeight.of(weight)
+        assert PackedWeight.of(packed) is packed
+        assert packed.shape == weight.shape
+        assert torch.equal(packed.apply(x, bias), linear((BF16, BF16), x, weight, bias))
 
 
 def test_int8_takes_rows_of_zeros_and_of_extremes() -> None:
@@ -124,11 +171,15 @@ def test_a_row_has_the_same_bits_in_every_batch_on_every_kind_of_cpu(
     if not target.cpu <= library._cpu_flags():
         pytest.skip(f"this CPU is no {target.name}")
     kernels = library.load_target(target, kind[0])
-    for inputs, outputs in ((577, 200), (4500, 70), (65, 4200)):
+    for inputs, outputs in ((577, 200), (4500, 70), (65, 4200), (768, 200)):
         x = random(700, inputs, seed=1, dtype=kind[0])
         plain = random(outputs, inputs, seed=2, dtype=kind[0])
         bias = random(outputs, seed=3, dtype=kind[0])
-        for weight in (plain, Int8Weight.of(plain)):
+        weights: list[Weight] = [DenseWeight(plain), Int8Weight.of(plain)]
+        if inputs % 128 == 0:
+            weights = [int4_weight(outputs, inputs, 64, 2, "symmetric"),
+                       int4_weight(outputs, inputs, 128, 2, "zeros and order")]  # fmt: skip
+        for weight in weights:
             check(kind, x, weight, bias, threads=2, kernels=kernels)
             together = linear(kind, x, weight, bias, kernels=kernels)
             for rows in range(1, 41):
@@ -139,7 +190,8 @@ def test_a_row_has_the_same_bits_in_every_batch_on_every_kind_of_cpu(
 
 def test_neighbours_in_memory_do_not_matter() -> None:
     # An odd depth ends within a group, whose other half belongs to the next row.
-    memory, weight = random(3, 33, seed=1, dtype=BF16), random(5, 33, seed=2, dtype=BF16)
+    memory = random(3, 33, seed=1, dtype=BF16)
+    weight = DenseWeight(random(5, 33, seed=2, dtype=BF16))
     expected = linear((BF16, BF16), memory[:1].clone(), weight)
     memory[1:] = float("nan")
     assert torch.equal(linear((BF16, BF16), memory[:1], weight), expected)

@@ -15,7 +15,7 @@ from torch import Tensor
 from baton.engine.models.decoder import Model
 from baton.engine.ops.native import library
 from baton.engine.ops.native.model import NativeModel
-from baton.engine.weights.quantize import Int8Weight
+from baton.engine.weights.weight import DenseWeight, Weight, quantized
 from baton.engine.weights.weights import Weights, random_weights
 from tests.unit.engine.paged import PagedRun, PagedSequence
 from tests.unit.engine.small_models import small_config
@@ -40,8 +40,11 @@ TOKENS = torch.randint(0, 301, (90,), generator=torch.Generator().manual_seed(1)
 
 
 def weights_of(dtype: torch.dtype, int8: bool = False) -> Weights:
-    prepare = {"prepare": Int8Weight.of} if int8 else {}
-    return random_weights(CONFIG, dtype, CPU, seed=3, **prepare)
+    def prepare(weight: Weight) -> Weight:
+        assert isinstance(weight, DenseWeight)
+        return quantized(weight, "int8" if int8 else "none")
+
+    return random_weights(CONFIG, dtype, CPU, seed=3, prepare=prepare)
 
 
 def logits(
@@ -74,8 +77,10 @@ def test_it_is_as_close_to_float32_as_torch_is(int8: bool, int8_kv: bool) -> Non
 
 
 def test_gates_far_from_zero_do_not_overflow() -> None:
-    def widened(matrix: Tensor) -> Tensor:
-        return matrix * 1000 if len(matrix) == 2 * CONFIG.intermediate_size else matrix
+    def widened(weight: Weight) -> Weight:
+        assert isinstance(weight, DenseWeight)
+        wide = weight.shape[0] == 2 * CONFIG.intermediate_size
+        return DenseWeight(weight.tensor * 1000) if wide else weight
 
     f32 = torch.float32
     weights = random_weights(CONFIG, f32, CPU, seed=3, prepare=widened)

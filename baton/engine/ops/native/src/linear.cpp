@@ -28,9 +28,10 @@ constexpr int PIECES_PER_THREAD = 8;  // at least, so that all threads end at ne
 // The left operand of a product: activations as they are, or quantised.
 template <class Weight>
 struct Left {
-    const Weight* rows;
+    const typename Product<Weight>::Left* rows;
     size_t stride;        // elements from row to row
     const float* scales;  // int8: of each row
+    const float* sums;    // int4 with zero points: [rows][groups], of a row's elements
 };
 
 // Part of the depth, which all rows of a block go through before the next.
@@ -61,7 +62,7 @@ struct Finish {
 
     Finish(const Linear& weights, int column, int count) {
         if (weights.bias) bias = load_floats(weights.bias + column, count);
-        if (!weights.scales) return;
+        if (!weights.offsets) return;
         scales = load_floats(weights.scales + column, count);
         offsets = load_some<i32x16>(weights.offsets + column, count);
     }
@@ -103,20 +104,52 @@ struct Panel {
 
     template <int ROWS, int VECTORS>
     void tile(int row, int vector, const Chunk& chunk, const Fetch& fetch) const {
-        const Weight* a = left.rows + row * left.stride + chunk.first * P::GROUP;
-        const Weight* from = b + (size_t(chunk.first) * PANEL + vector * LANES) * P::GROUP;
+        const auto* a = left.rows + row * left.stride + chunk.first * P::GROUP;
+        const Weight* from = b + (size_t(chunk.first) * PANEL + vector * LANES) * P::WIDTH;
         Sum sums[ROWS][VECTORS];
         for (int r = 0; r < ROWS; r++)
             for (int v = 0; v < VECTORS; v++)
                 sums[r][v] = chunk.first == 0 ? Sum{} : kept[row - begin + r][vector + v];
-        multiply(a, left.stride, from, size_t(PANEL) * P::GROUP, chunk.groups, sums, fetch);
+        if constexpr (std::is_same_v<Weight, Int4>)
+            add_groups(a, from, row, vector, chunk, sums, fetch);
+        else
+            multiply(a, left.stride, from, size_t(PANEL) * P::WIDTH, chunk.groups, sums, fetch);
         if (chunk.ends) {
-            if (weights.in % P::GROUP) add_rest(a, from, chunk.groups, sums);
+            if constexpr (!std::is_same_v<Weight, Int4>)
+                if (weights.in % P::GROUP) add_rest(a, from, chunk.groups, sums);
             for (int v = 0; v < VECTORS; v++) write(sums, v, row, column + (vector + v) * LANES);
             return;
         }
         for (int r = 0; r < ROWS; r++)
             for (int v = 0; v < VECTORS; v++) kept[row - begin + r][vector + v] = sums[r][v];
+    }
+
+    // Of int4 weights, in this order for every row: scale * (sum of x * (value - 8) + (8 - zero point) *
+    // sum of x), of one group of inputs after the other.
+    template <int ROWS, int VECTORS>
+    void add_groups(const Activation* a, const Weight* from, int row, int vector, const Chunk& chunk,
+                    Sum (&sums)[ROWS][VECTORS], Fetch fetch) const {
+        const int size = weights.group / P::GROUP, count = weights.in / weights.group;
+        for (int g = chunk.first / size; g < (chunk.first + chunk.groups) / size; g++) {
+            Sum found[ROWS][VECTORS] = {};
+            multiply(a, left.stride, from, PANEL, size, found, fetch);
+            const size_t lane = (size_t(column / PANEL) * count + g) * PANEL + vector * LANES;
+            for (int v = 0; v < VECTORS; v++) {
+                const f32x16 scales = load_floats(weights.scales + lane + v * LANES);
+                if (weights.zeros) {
+                    const f32x16 zeros = load_floats(weights.zeros + lane + v * LANES);
+                    for (int r = 0; r < ROWS; r++) {
+                        const float sum = left.sums[size_t(row + r) * count + g];
+                        found[r][v] = multiply_add(zeros, splat(sum), found[r][v]);
+                    }
+                }
+                for (int r = 0; r < ROWS; r++)
+                    sums[r][v] = multiply_add(found[r][v], scales, sums[r][v]);
+            }
+            a += weights.group;
+            from += size * PANEL;
+            fetch.advance(size);
+        }
     }
 
     // A last group that is not full: what follows the row in memory may be anything, a NaN too.
@@ -160,8 +193,9 @@ void product(Team& team, const Left<Weight>& left, int rows, const Linear& weigh
     typedef Product<Weight> P;
     if (rows == 0) return;
     const int panels = parts(weights.out, PANEL), block = block_rows(rows, panels, team.threads());
-    const int whole = weights.in / P::GROUP, groups = chunk_groups(block, whole);
-    const size_t panel_size = size_t(parts(weights.in, P::GROUP)) * P::GROUP * PANEL;
+    const int whole = weights.in / P::GROUP, unit = weights.group ? weights.group / P::GROUP : 1;
+    const int groups = parts(chunk_groups(block, whole), unit) * unit;
+    const size_t panel_size = size_t(parts(weights.in, P::GROUP)) * P::WIDTH * PANEL;
     team.share(panels * parts(rows, block), [&](int i) {
         alignas(64) typename P::Sum kept[BLOCK][PANEL / LANES];
         const int begin = i / panels * block, end = begin + block < rows ? begin + block : rows;
@@ -172,7 +206,7 @@ void product(Team& team, const Left<Weight>& left, int rows, const Linear& weigh
         for (int first = 0; first == 0 || first < whole; first += groups) {
             const int now = whole - first < groups ? whole - first : groups;
             const bool ends = first + now == whole;
-            const Weight* next = b + size_t(first + now) * PANEL * P::GROUP;
+            const Weight* next = b + size_t(first + now) * PANEL * P::WIDTH;
             panel.take(Chunk{first, now, ends}, ends ? following : next);
         }
     });
@@ -196,6 +230,10 @@ float quantize(const Activation* x, int size, uint8_t* to) {
 }  // namespace
 
 size_t linear_scratch(const Linear& weights, int rows) {
+    if (weights.group) {
+        const size_t sums = weights.zeros ? weights.in / weights.group * sizeof(float) : 0;
+        return size_t(rows) * (sums + (weights.order ? weights.in * sizeof(Activation) : 0));
+    }
     if (!weights.scales) return 0;
     return size_t(rows) * (quantized_stride(weights.in) + sizeof(float));
 }
@@ -203,21 +241,42 @@ size_t linear_scratch(const Linear& weights, int rows) {
 template <class Output>
 void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
             void* scratch) {
-    if (!weights.scales) {
-        const Left<Activation> left{x, size_t(weights.in), nullptr};
+    const size_t in = weights.in;
+    if (weights.group) {
+        const size_t count = in / weights.group;
+        float* sums = weights.zeros ? (float*)scratch : nullptr;
+        Activation* ordered = (Activation*)((float*)scratch + (sums ? rows * count : 0));
+        if (weights.order || sums)
+            team.share(rows, [&](int row) {
+                const Activation* from = x + row * in;
+                if (weights.order) {
+                    for (size_t i = 0; i < in; i++) ordered[row * in + i] = from[weights.order[i]];
+                    from = ordered + row * in;
+                }
+                if (sums)
+                    for (size_t g = 0; g < count; g++) {
+                        f32x16 lanes{};
+                        for (int i = 0; i < weights.group; i += LANES)
+                            lanes += load_floats(from + g * weights.group + i);
+                        sums[row * count + g] = sum(lanes);
+                    }
+            });
+        const Left<Int4> left{weights.order ? ordered : x, in, nullptr, sums};
         return product(team, left, rows, weights, y);
     }
+    if (!weights.scales)
+        return product(team, Left<Activation>{x, in, nullptr, nullptr}, rows, weights, y);
     const size_t stride = quantized_stride(weights.in);
     float* scales = (float*)scratch;
     uint8_t* bytes = (uint8_t*)(scales + rows);
     team.share(rows, [&](int row) {
         uint8_t* to = bytes + row * stride;
         for (size_t i = weights.in; i < stride; i++) to[i] = 0;  // the weights there are zeros
-        scales[row] = quantize(x + size_t(row) * weights.in, weights.in, to);
+        scales[row] = quantize(x + row * in, weights.in, to);
     });
     Linear padded = weights;
     padded.in = int(stride);  // as the bytes and the weights are
-    const Left<int8_t> left{(const int8_t*)bytes, stride, scales};
+    const Left<int8_t> left{(const int8_t*)bytes, stride, scales, nullptr};
     product(team, left, rows, padded, y);
 }
 
@@ -226,14 +285,18 @@ template void linear(Team&, const Activation*, int, const Linear&, Activation*, 
 template void linear(Team&, const Activation*, int, const Linear&, float*, void*);
 #endif
 
-extern "C" void baton_linear(int threads, const Activation* x, int rows, const Linear* weights,
-                             void* y, bool floats, void* scratch) {
+extern "C" {
+void baton_linear(int threads, const Activation* x, int rows, const Linear* weights, void* y,
+                  bool floats, void* scratch) {
     with_team(threads, [&](Team& team) {
         if (floats)
             linear(team, x, rows, *weights, (float*)y, scratch);
         else
             linear(team, x, rows, *weights, (Activation*)y, scratch);
     });
+}
+
+size_t baton_linear_scratch(const Linear* weights, int rows) { return linear_scratch(*weights, rows); }
 }
 
 }  // namespace baton

@@ -105,6 +105,20 @@ inline i32x16 round_whole(f32x16 value) {
 #endif
 }
 
+// a * b + c, rounded once: the compiler would decide by what is around it.
+inline f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
+#ifdef __AVX512F__
+    return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    __m256 x[2], y[2], z[2];
+    std::memcpy(x, &a, sizeof x);
+    std::memcpy(y, &b, sizeof y);
+    std::memcpy(z, &c, sizeof z);
+    const __m256 done[2] = {_mm256_fmadd_ps(x[0], y[0], z[0]), _mm256_fmadd_ps(x[1], y[1], z[1])};
+    return load<f32x16>(done);
+#endif
+}
+
 inline float sum(f32x16 value) {
     // In a fixed order: halves, quarters, eighths, pairs.
     float lanes[LANES];
@@ -133,12 +147,27 @@ inline float largest_magnitude(const auto* from, int size) {
     return largest(peak);
 }
 
-// How elements of one type are multiplied: `GROUP` neighbours along the depth in one 32-bit lane. Of
-// int8 the left operand is unsigned, an int8 plus 128: what that adds is taken off by the caller.
+// Eight values of 4 bits, 0 to 15: that of input i at bit 4 * (i / 2) + 16 * (i % 2), so that a shift
+// leaves pairs of neighbours where pairs of bf16 have them.
+struct Int4 {
+    uint32_t word;
+};
+
+// How elements of one type are multiplied: `GROUP` neighbours along the depth in one 32-bit lane, which
+// are `WIDTH` elements. Of int8 the left operand is unsigned, an int8 plus 128: what that adds is taken
+// off by the caller. int4 is multiplied with activations, each value less 8.
 template <class Element>
 struct Product {
-    static constexpr int GROUP = 4 / sizeof(Element);
+    static constexpr int GROUP = 4 / sizeof(Element), WIDTH = GROUP;
+    typedef Element Left;
     typedef std::conditional_t<sizeof(Element) == 1, i32x16, f32x16> Sum;
+};
+
+template <>
+struct Product<Int4> {
+    static constexpr int GROUP = 8, WIDTH = 1;
+    typedef Activation Left;
+    typedef f32x16 Sum;
 };
 
 // The CPU's own registers. Without AVX-512 products are taken in these, of eight lanes: the compiler
@@ -230,28 +259,60 @@ struct Lanes<int8_t> {
 #endif
 };
 
+template <>
+struct Lanes<Int4> {
+    typedef Floats Sum;
+#if defined(__AVX512BF16__) && defined(BATON_BF16)
+    static constexpr int PARTS = 4;
+    static Words left(const bf16* from, int p) { return repeat(from + 2 * p); }
+    static Words right(const Int4* from, int p) {
+        // -8 to 7 in bf16, twice: the fifth bit of an index is the next value's.
+        alignas(64) static constexpr uint16_t TABLE[32] = {
+            0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0,      0x3f80, 0x4000,
+            0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+            0xc000, 0xbf80, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+        const __m512i values = (__m512i)(load<Words>(from) >> 4 * p);
+        return (Words)_mm512_permutexvar_epi16(values, _mm512_load_si512(TABLE));
+    }
+    static Sum add(Sum sum, Words a, Words b) { return Lanes<bf16>::add(sum, a, b); }
+#else
+    static constexpr int PARTS = 8;
+    static Floats left(const float* from, int p) { return from[p] - Floats{}; }
+    static Floats left(const bf16* from, int p) {
+        return (Floats)(Words{} + (uint32_t(from[p].bits) << 16));
+    }
+    static Floats right(const Int4* from, int p) {
+        const Words values = load<Words>(from) >> (p / 2 * 4 + p % 2 * 16) & 15;
+        return __builtin_convertvector((Ints)values - 8, Floats);
+    }
+    static Sum add(Sum sum, Floats a, Floats b) { return sum + a * b; }
+#endif
+};
+
 struct Nothing {
     void operator()() const {}
 };
 
 // sums[r][v] += rows of a times columns of b, over `groups` groups of the depth, in order.
 //
-// a: ROWS rows of elements, `a_stride` elements apart · b: packed `[groups][columns][GROUP]`, the
+// a: ROWS rows of elements, `a_stride` elements apart · b: packed `[groups][columns][WIDTH]`, the
 // 16 * VECTORS columns of one group next to each other, groups `b_stride` elements apart ·
 // meanwhile: called once a group, to fetch what is needed next.
 // A sum depends on its own row and column alone, and is always added up in the same order.
 template <int ROWS, int VECTORS, class Element, class Meanwhile = Nothing>
-inline void multiply(const Element* a, size_t a_stride, const Element* b, size_t b_stride, int groups,
+inline void multiply(const typename Product<Element>::Left* a, size_t a_stride, const Element* b,
+                     size_t b_stride, int groups,
                      typename Product<Element>::Sum (&sums)[ROWS][VECTORS],
                      Meanwhile meanwhile = {}) {
     typedef Lanes<Element> L;
-    constexpr int GROUP = Product<Element>::GROUP, REGISTERS = VECTORS * LANES / WORDS;
+    constexpr int GROUP = Product<Element>::GROUP, WIDTH = Product<Element>::WIDTH;
+    constexpr int REGISTERS = VECTORS * LANES / WORDS;
     typename L::Sum held[ROWS][REGISTERS];
     std::memcpy(held, sums, sizeof held);
     for (int g = 0; g < groups; g++) {
         for (int part = 0; part < L::PARTS; part++) {
             decltype(L::right(b, part)) columns[REGISTERS];
-            for (int v = 0; v < REGISTERS; v++) columns[v] = L::right(b + v * WORDS * GROUP, part);
+            for (int v = 0; v < REGISTERS; v++) columns[v] = L::right(b + v * WORDS * WIDTH, part);
             for (int r = 0; r < ROWS; r++) {
                 const auto left = L::left(a + r * a_stride, part);
                 for (int v = 0; v < REGISTERS; v++) held[r][v] = L::add(held[r][v], left, columns[v]);

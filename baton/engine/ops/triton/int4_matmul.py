@@ -1,0 +1,130 @@
+"""Products with an int4 weight (W4A16): activations stay as they are, values are unpacked in place.
+
+A group's products are summed up with whole numbers, `value - zero point`, which every floating type
+holds exactly, and the sum is scaled: what the native kernel for CPUs does, too.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.engine.ops.triton.attention_common import TRITON_TYPES
+from baton.engine.ops.triton.int8_matmul import MOST_ROWS, tile_rows
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
+from baton.engine.ops.triton.tuning import choose
+from baton.engine.weights.weight import Int4Weight
+
+NAME = "int4_matmul"
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _int4_matmul(
+    x, values, scales, zeros, bias, out, num_rows, num_outputs, depth, GROUP: tl.constexpr,
+    TYPE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    has_output = outputs < num_outputs
+    has_row = rows < num_rows
+    left = x + rows.to(tl.int64)[:, None] * depth + tl.arange(0, GROUP)[None, :]
+    pairs = (
+        values + outputs.to(tl.int64)[:, None] * (depth // 2) + tl.arange(0, GROUP // 2)[None, :]
+    )
+    groups = outputs.to(tl.int64) * (depth // GROUP)
+    sums = tl.zeros([ROWS, OUTPUTS], dtype=tl.float32)
+    for group in range(depth // GROUP):
+        a = tl.load(left + group * GROUP, mask=has_row[:, None], other=0.0)
+        pair = tl.load(pairs + group * (GROUP // 2), mask=has_output[:, None], other=0)
+        numbers = tl.interleave((pair & 15).to(tl.int8), (pair >> 4).to(tl.int8))
+        if zeros is None:
+            numbers -= 8
+        else:
+            zero = tl.load(zeros + groups + group, mask=has_output, other=0).to(tl.int8)
+            numbers -= zero[:, None]
+        scale = tl.load(scales + groups + group, mask=has_output, other=0.0)
+        found = tl.dot(a.to(TYPE), tl.trans(numbers.to(TYPE)), input_precision="ieee")
+        sums += found * scale[None, :]
+    if bias is not None:
+        sums += tl.load(bias + outputs, mask=has_output, other=0.0).to(tl.float32)[None, :]
+    to = out + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
+    tl.store(to, sums.to(out.dtype.element_ty), mask=has_row[:, None] & has_output[None, :])
+
+
+def int4_matmul(
+    x: Tensor, weight: Int4Weight, bias: Tensor | None, config: Config | None = None
+) -> Tensor:
+    """`x @ weight.T + bias`: x `[rows, in]` of a floating type, bias `[out]` → `[rows, out]`.
+
+    x's columns are in the weight's `order` · config: of the launch; None is that of `tuning`.
+    """
+    (num_rows, depth), (num_outputs, _) = x.shape, weight.shape
+    x, rows = x.contiguous(), tile_rows(min(num_rows, MOST_ROWS))
+    if config is None:
+        key = {"rows": rows, "outputs": num_outputs, "depth": depth}
+        config = choose(NAME, key, x.device)
+    interpreted = x.device.type == "cpu"  # which has no products of bfloat16
+    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    grid = (triton.cdiv(num_outputs, config["OUTPUTS"]), triton.cdiv(num_rows, rows))
+    _int4_matmul[grid](
+        x, weight.values, weight.scales, weight.zeros, bias, out, num_rows, num_outputs, depth,
+        GROUP=weight.group, TYPE=tl.float32 if interpreted else TRITON_TYPES[x.dtype], ROWS=rows,
+        **config,
+    )  # fmt: skip
+    return out
+
+
+def _trial(shape: Key, device: torch.device) -> Trial:
+    rows, outputs, depth = (int(shape[name]) for name in ("rows", "outputs", "depth"))
+    dtype, groups = dtype_of(shape), depth // int(shape.get("group", 128))
+
+    def numbers(least: int, end: int, columns: int) -> Tensor:
+        return torch.randint(least, end, (outputs, columns), dtype=torch.uint8, device=device)
+
+    scales = torch.randn(outputs, groups, device=device) / 100
+    zeros = numbers(0, 17, groups) if shape.get("zeros") else None
+    weight = Int4Weight(numbers(0, 256, depth // 2), scales, zeros)
+    x = torch.randn(rows, depth, device=device).to(dtype)
+    bias = torch.randn(outputs, device=device).to(dtype) if shape.get("bias") else None
+
+    def reference() -> tuple[Tensor]:
+        exact = x.double() @ weight.dequantized(torch.float64).T
+        return ((exact if bias is None else exact + bias.double()).to(dtype),)
+
+    return Trial(
+        {"rows": tile_rows(min(rows, MOST_ROWS)), "outputs": outputs, "depth": depth},
+        lambda config: (int4_matmul(x, weight, bias, config),),
+        reference,
+        moved_bytes=weight.num_bytes + x.itemsize * rows * (depth + outputs),
+        flops=2.0 * rows * outputs * depth,
+    )
+
+
+SPECS = (
+    KernelSpec(
+        NAME,
+        _trial,
+        cases=[
+            {"rows": rows, "outputs": 96, "depth": 256, "group": group, "zeros": zeros,
+             "dtype": dtype, "bias": bias}
+            for rows, group, zeros, dtype, bias in (
+                (16, 64, 0, "bf16", 0),
+                (32, 32, 1, "bf16", 1),
+                (64, 128, 1, "bf16", 0),
+                (9, 64, 0, "fp16", 1),
+                (16, 128, 0, "fp32", 1),
+                (100, 64, 1, "bf16", 0),
+            )
+        ],
+        configs=lambda key: product_of(
+            OUTPUTS=(16, 32, 64, 128), num_warps=(4, 8), num_stages=(2, 3, 4, 6)
+        ),
+        shapes=[
+            {"rows": rows, "outputs": outputs, "depth": depth}
+            for outputs, depth in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+            for rows in (16, 64)
+        ],
+    ),
+)  # fmt: skip

@@ -1,0 +1,202 @@
+"""Weights by format: what activations are multiplied with, and how, in plain torch.
+
+A device's faster products are subclasses or forms of these (`ops/native/packing.py`,
+`backends/gpu/linear.py`); what is written here is their reference. W8A8 formats quantise
+activations too, row by row (`quantize.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from baton.engine.ops.torch.linear import exact_products, product
+from baton.engine.weights.quantize import FP8, quantize_rows
+
+# Weights are quantised so many rows at a time, so that no float32 copy of a whole one exists.
+_ROWS_AT_ONCE = 4096
+
+
+class Weight(ABC):
+    """A matrix `[out, in]`, in whatever form it is held."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """`(out, in)`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its tensors."""
+        return sum(part.nbytes for part in vars(self).values() if isinstance(part, Tensor))
+
+    @abstractmethod
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x @ weight.T + bias`: x `[rows, in]`, bias `[out]` → `[rows, out]` of x's type."""
+
+
+@dataclass(frozen=True)
+class DenseWeight(Weight):
+    """A matrix as it is, float32 or bfloat16."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, inputs = self.tensor.shape
+        return outputs, inputs
+
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return product(x, self.tensor, bias)
+
+
+@dataclass(frozen=True)
+class RowScaledWeight(Weight):
+    """A W8A8 weight: values of `DTYPE`, and the float32 scale `[out]` of each output."""
+
+    values: Tensor
+    scales: Tensor
+
+    DTYPE: ClassVar[torch.dtype]
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Self:
+        """weight `[out, in]` of any floating type, quantised."""
+        values = torch.empty(weight.shape, dtype=cls.DTYPE, device=weight.device)
+        scales = torch.empty(len(weight), device=weight.device)
+        for first in range(0, len(weight), _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            values[rows], scales[rows] = quantize_rows(weight[rows], cls.DTYPE)
+        return cls(values, scales)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, inputs = self.values.shape
+        return outputs, inputs
+
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The same, with x's rows quantised to `DTYPE` too."""
+        values, scales = quantize_rows(x, self.DTYPE)
+        out = self._sums(values)
+        out.mul_(scales[:, None] * self.scales)
+        if bias is not None:
+            out += bias
+        return out.to(x.dtype)
+
+    @abstractmethod
+    def _sums(self, x: Tensor) -> Tensor:
+        """Products of values alone, float32 `[rows, out]`."""
+
+
+class Int8Weight(RowScaledWeight):
+    """W8A8 in int8: the sums are whole numbers, exact and so the same in any batch."""
+
+    DTYPE = torch.int8
+
+    def _sums(self, x: Tensor) -> Tensor:
+        return exact_products(x, self.values).float()
+
+
+class Fp8Weight(RowScaledWeight):
+    """W8A8 in float8_e4m3fn; on a CPU its products are those of float32."""
+
+    DTYPE = FP8
+
+    def _sums(self, x: Tensor) -> Tensor:
+        return x.float() @ self.values.float().T
+
+
+@dataclass(frozen=True)
+class Int4Weight(Weight):
+    """W4A16: `(values - zeros) * scales` by groups of inputs; activations stay as they are.
+
+    values: uint8 `[out, in / 2]`, two numbers of 0 to 15 a byte, the lower bits first · scales:
+    float32 `[out, groups]` · zeros: uint8 `[out, groups]` of 0 to 16, or None where all are 8 ·
+    order: int64 `[in]`, the input of each column (act-order), or None where they are in order.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    order: Tensor | None = None
+
+    GROUP: ClassVar[int] = 64  # inputs that share a scale, where a dense weight is quantised
+    MIDDLE: ClassVar[int] = 8  # the zero point of symmetric groups
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Self:
+        """weight `[out, in]`, whole groups of inputs, rounded to the nearest.
+
+        A group's extreme becomes 0, which is 8 below the zero point (as in GGML's q4_0).
+        """
+        outputs, inputs = weight.shape
+        values = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=weight.device)
+        scales = torch.empty(outputs, inputs // cls.GROUP, device=weight.device)
+        for first in range(0, outputs, _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            groups = weight[rows].float().unflatten(1, (-1, cls.GROUP))
+            extremes = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+            scales[rows] = extremes[..., 0] / -cls.MIDDLE
+            units = groups / scales[rows][..., None].where(extremes != 0, 1)
+            numbers = (units.round() + cls.MIDDLE).clamp(0, 15).to(torch.uint8)
+            values[rows] = _pairs(numbers.flatten(1))
+        return cls(values, scales)
+
+    @classmethod
+    def packed(
+        cls, values: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None
+    ) -> Self:
+        """Of values uint8 `[out, in]`, one in a byte."""
+        return cls(_pairs(values), scales, zeros, order)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, pairs = self.values.shape
+        return outputs, 2 * pairs
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.shape[1] // self.scales.shape[1]
+
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The same, with the weight in x's type, a part of the outputs at a time."""
+        x = x if self.order is None else x[:, self.order]
+        parts = []
+        for first in range(0, len(self.values), _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            part = self.dequantized(x.dtype, rows)
+            parts.append(product(x, part, None if bias is None else bias[rows]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def dequantized(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+        """Rows of the matrix, of dtype, its inputs in `order`."""
+        numbers = self.numbers(rows).unflatten(1, (-1, self.group)).float()
+        zeros = self.MIDDLE if self.zeros is None else self.zeros[rows, :, None].float()
+        full: Tensor = (numbers - zeros) * self.scales[rows, :, None]
+        return full.flatten(1).to(dtype)
+
+    def numbers(self, rows: slice = slice(None)) -> Tensor:
+        """Rows of values, one in a byte: uint8 `[rows, in]`."""
+        pairs = self.values[rows]
+        return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+
+
+def _pairs(numbers: Tensor) -> Tensor:
+    return numbers[:, 0::2] | numbers[:, 1::2] << 4
+
+
+def quantized(weight: DenseWeight, quantization: str) -> Weight:
+    """A weight in the format of `--quantization`; not in int4 if its inputs are no whole groups."""
+    match quantization:
+        case "int8":
+            return Int8Weight.of(weight.tensor)
+        case "fp8":
+            return Fp8Weight.of(weight.tensor)
+        case "int4" if weight.shape[1] % Int4Weight.GROUP == 0:
+            return Int4Weight.of(weight.tensor)
+    return weight

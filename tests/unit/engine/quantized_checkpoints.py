@@ -1,0 +1,155 @@
+"""Small quantised checkpoints as each format is defined, and the dense model beside.
+
+Numbers are drawn, not fitted: what a checkpoint means is `(value - zero point) * scale`, whoever
+made it. Nothing here is the engine's.
+"""
+
+import json
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.unit.engine.checkpoints import load_reference, make_checkpoint
+
+# AutoAWQ, awq/modules/linear/gemm.py: a word's nibbles, the lowest first, are these outputs.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+FP8 = torch.float8_e4m3fn
+
+
+def compressed(form, weights, activations=None):
+    """The quantization_config of compressed-tensors."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def make_quantized(directory, config, architecture="LlamaForCausalLM", damage=None, **overrides):
+    """Saves a model as `config`, a quantization_config, says; transformers' dense one of the same.
+
+    damage: changes the tensors before they are saved.
+    """
+    make_checkpoint(directory, architecture, **{**SIZES, **overrides})
+    tensors = load_file(directory / "model.safetensors")
+    dense, held = dict(tensors), dict(tensors)
+    generator = np.random.default_rng(3)
+    orders = {}
+    for name in tensors:
+        if name.endswith("proj.weight"):
+            module, shape = name.removesuffix(".weight"), tuple(tensors[name].shape)
+            # q, k and v have seen the same inputs, and so have gate and up.
+            side = (module.rsplit(".", 1)[0], shape[1])
+            order = orders.setdefault(side, generator.permutation(shape[1]))
+            del held[name]
+            stored, dense[name] = write(config, generator, shape, order)
+            held |= {f"{module}.{key}": value.contiguous() for key, value in stored.items()}
+    if damage:
+        damage(held)
+    save_file({name: tensor.contiguous() for name, tensor in dense.items()},
+              directory / "model.safetensors")  # fmt: skip
+    reference = load_reference(directory)
+    save_file(held, directory / "model.safetensors")
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": config}))
+    return reference
+
+
+def write(config, generator, shape, order):
+    """A matrix `[out, in]`: the tensors that stand for it, and itself in float32."""
+    outputs, inputs = shape
+    form = config.get("format", config["quant_method"])
+    if form in ("int-quantized", "float-quantized"):
+        return write_8_bits(config, generator, shape, form)
+    held = config if form in ("awq", "gptq") else config["config_groups"]["group_0"]["weights"]
+    size = held["group_size"]
+    symmetric = held.get("sym", held.get("symmetric", False))
+    act_order = held.get("desc_act", False) or held.get("actorder") == "group"
+    values = generator.integers(0, 16, (outputs, inputs))
+    # AutoGPTQ stores a zero point less one: of 1 to 16.
+    offset = int(form == "gptq" and config.get("checkpoint_format") != "gptq_v2")
+    zeros = generator.integers(6, 11, (outputs, inputs // size))
+    zeros[:2, 0] = offset, 15 + offset
+    if symmetric:
+        zeros[:] = 8
+    scales = generator.uniform(0.5, 1.5, zeros.shape) / (6 * inputs**0.5)
+    scales = torch.tensor(scales, dtype=torch.float16)
+    place = np.argsort(order) if act_order else np.arange(inputs)
+    group = place // size
+    full = (values - zeros[:, group]) * scales.numpy().astype(np.float64)[:, group]
+    full = torch.tensor(full, dtype=torch.float32)
+    g_idx = torch.tensor(group, dtype=torch.int32)
+    if form == "awq":
+        stored = {
+            "qweight": words(values.T, AWQ_ORDER),
+            "qzeros": words(zeros.T, AWQ_ORDER),
+            "scales": scales.T,
+        }
+    elif form == "gptq":
+        stored = {
+            "qweight": words(values).T,
+            "qzeros": words((zeros - offset).T),
+            "scales": scales.T,
+            "g_idx": g_idx,
+        }
+    else:
+        stored = {
+            "weight_packed": words(values),
+            "weight_scale": scales.bfloat16(),
+            "weight_shape": torch.tensor(shape),
+        }
+        full = (values - zeros[:, group]) * scales.bfloat16().double().numpy()[:, group]
+        full = torch.tensor(full, dtype=torch.float32)
+        if not symmetric:
+            stored["weight_zero_point"] = words(zeros.T).T
+        if act_order:
+            stored["weight_g_idx"] = g_idx
+    return stored, full
+
+
+def words(values, order=range(8)):
+    """`[rows, n]` → int32 `[rows, n / 8]`: nibble i of a word is its element order[i]."""
+    eights = values.reshape(len(values), -1, 8).astype(np.uint32)
+    packed = np.zeros(eights.shape[:2], np.uint32)
+    for nibble, at in enumerate(order):
+        packed |= eights[:, :, at] << np.uint32(4 * nibble)
+    return torch.from_numpy(packed.view(np.int32))
+
+
+def write_8_bits(config, generator, shape, form):
+    """Values and their scales, of each output or of all."""
+    per_output = config["config_groups"]["group_0"]["weights"]["strategy"] == "channel"
+    scales = generator.uniform(0.5, 1.5, (shape[0], 1) if per_output else (1,))
+    scales = torch.tensor(scales / (70 * shape[1] ** 0.5), dtype=torch.bfloat16)
+    values = torch.tensor(generator.integers(-127, 128, shape))
+    values = values.to(torch.int8) if form == "int-quantized" else values.float().to(FP8)
+    full = values.double() * scales.double()
+    return {"weight": values, "weight_scale": scales}, full.float()
+
+
+def quantize_inputs(reference, kind):
+    """Every projection of a transformers model rounds its inputs to `kind`, token by token."""
+    peak = 127 if kind == torch.int8 else 448
+
+    def rounded(module, args):
+        x = args[0].double()
+        scale = x.abs().amax(-1, keepdim=True) / peak
+        units = x / scale
+        units = units.round() if kind == torch.int8 else units.float().to(FP8).double()
+        return ((units * scale).to(args[0].dtype),)
+
+    for name, module in reference.named_modules():
+        if name.endswith("_proj"):
+            module.register_forward_pre_hook(rounded)
+    return reference

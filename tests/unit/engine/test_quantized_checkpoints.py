@@ -1,0 +1,234 @@
+"""AWQ, GPTQ and compressed-tensors give what the dense model of the same numbers gives."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from baton.config import EngineConfig
+from baton.engine import build
+from baton.engine.models.config import ModelConfig
+from baton.engine.weights.weight import DenseWeight, Int4Weight
+from baton.engine.weights.weights import load_weights
+from baton.errors import CheckpointError, ConfigError
+from tests.unit.engine import small_models
+from tests.unit.engine.paged import PagedRun
+from tests.unit.engine.quantized_checkpoints import compressed, make_quantized, quantize_inputs
+
+CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
+TOKENS = torch.randint(2, 300, (70,), generator=torch.Generator().manual_seed(7)).tolist()
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+BY_TOKEN = {"strategy": "token", "dynamic": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "sym": True}
+FORMATS: dict[str, Any] = {
+    "awq 32": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
+    "awq 128": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "GEMM"},
+    "gptq 64": {**GPTQ, "group_size": 64, "desc_act": False},
+    "gptq 32 act-order": {**GPTQ, "group_size": 32, "desc_act": True},
+    "gptq 128 asymmetric": {**GPTQ, "group_size": 128, "sym": False},
+    "gptq 64 v2 asymmetric act-order": {
+        **GPTQ, "group_size": 64, "sym": False, "desc_act": True, "checkpoint_format": "gptq_v2",
+    },
+    "w4a16 128": compressed("pack-quantized", {**INT4, "group_size": 128}),
+    "w4a16 32 asymmetric act-order": compressed(
+        "pack-quantized", {**INT4, "group_size": 32, "symmetric": False, "actorder": "group"}
+    ),
+}  # fmt: skip
+
+
+def model_of(kernels, directory, dtype=F32):
+    config = ModelConfig.load(directory)
+    return small_models.make(kernels, config, load_weights(directory, config, dtype, CPU), dtype)
+
+
+def relative_error(got, expected):
+    return float((got - expected).norm() / expected.norm())
+
+
+@torch.inference_mode()
+def logits_of(reference):
+    return reference(torch.tensor([TOKENS])).logits[0].float()
+
+
+def paged_logits(model):
+    run = PagedRun(model)
+    return small_models.feed(run, run.add(TOKENS), 33)
+
+
+@torch.inference_mode()
+def greedy(step, count=64):
+    """Tokens that each follow from all before; step gives the scores of the last."""
+    tokens = list(TOKENS)
+    for _ in range(count):
+        tokens.append(int(step(tokens).argmax()))
+    return tokens[len(TOKENS) :]
+
+
+@pytest.mark.parametrize("kernels", small_models.KERNELS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_int4_gives_the_tokens_of_the_dense_model(tmp_path, name, kernels):
+    architecture = "Qwen2ForCausalLM" if "gptq" in name else "LlamaForCausalLM"
+    reference = make_quantized(tmp_path, FORMATS[name], architecture)
+    model = model_of(kernels, tmp_path)
+    expected = logits_of(reference)
+    assert relative_error(paged_logits(model), expected) < 1e-5
+    run = PagedRun(model)
+    sequence = run.add(TOKENS, room=64)
+
+    def step(tokens):
+        sequence.tokens = tokens
+        return run.step((sequence, len(tokens) - sequence.computed))[0][-1]
+
+    assert greedy(step) == greedy(lambda tokens: reference(torch.tensor([tokens])).logits[0, -1])
+    # In bfloat16 no further from it than the dense model is.
+    low = relative_error(paged_logits(model_of(kernels, tmp_path, BF16)), expected)
+    assert low < 1.2 * relative_error(logits_of(reference.bfloat16()), expected) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("kernels", "strategy", "kind"),
+    [
+        ("torch", "channel", torch.int8),
+        ("native", "tensor", torch.int8),
+        ("torch", "channel", torch.float8_e4m3fn),
+        ("torch", "tensor", torch.float8_e4m3fn),
+    ],
+    ids=str,
+)
+def test_w8a8_gives_the_dense_model_s_scores_for_inputs_in_8_bits(
+    tmp_path, kernels, strategy, kind
+):
+    values = INT8 if kind == torch.int8 else FLOAT8
+    form = "int-quantized" if kind == torch.int8 else "float-quantized"
+    config = compressed(form, {**values, "strategy": strategy}, {**values, **BY_TOKEN})
+    reference = make_quantized(tmp_path, config, "Qwen3ForCausalLM")
+    expected = logits_of(quantize_inputs(reference, kind))
+    # A last bit may round an input to its neighbour, a hundredth or a sixteenth from it.
+    limit = 3e-3 if kind == torch.int8 else 2e-2
+    assert relative_error(paged_logits(model_of(kernels, tmp_path)), expected) < limit
+
+
+def test_what_is_not_quantised_stays_dense_and_symmetric_groups_have_no_zero_points(tmp_path):
+    make_quantized(tmp_path, FORMATS["gptq 64"])
+    config = ModelConfig.load(tmp_path)
+    weights = load_weights(tmp_path, config, F32, CPU)
+    layer = weights.layers[0]
+    assert isinstance(weights.lm_head, DenseWeight)
+    assert isinstance(layer.qkv, Int4Weight)
+    assert layer.qkv.zeros is layer.qkv.order is None
+    assert (layer.qkv.shape, layer.qkv.group) == ((256, 128), 64)
+    assert layer.qkv.num_bytes == 256 * 128 // 2 + 256 * 2 * 4
+
+
+def load_config(directory, quantization, **changes):
+    """A checkpoint's config, once these keys have been changed."""
+    file = directory / "config.json"
+    values = {**json.loads(file.read_text()), **changes, "quantization_config": quantization}
+    file.write_text(json.dumps(values))
+    return ModelConfig.load(directory)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**FORMATS["awq 32"], "modules_to_not_convert": ["self_attn"]},
+        {**FORMATS["w4a16 128"], "ignore": ["lm_head", r"re:.*self_attn\..*_proj$"]},
+        {**FORMATS["w4a16 128"], "ignore": ["lm_head", "re:^model.layers.0.self_attn"]},
+    ],
+)
+def test_modules_that_a_config_leaves_out_stay_dense(tmp_path, config):
+    make_quantized(tmp_path, FORMATS["awq 32"])
+    quantization = load_config(tmp_path, config).quantization
+    assert quantization is not None
+    assert quantization.holds("model.layers.0.mlp.up_proj")
+    assert not quantization.holds("model.layers.0.self_attn.q_proj")
+    assert not quantization.holds("lm_head")
+
+
+def test_parts_of_one_matrix_are_quantised_all_or_none(tmp_path):
+    make_quantized(tmp_path, FORMATS["w4a16 128"])
+    config = load_config(tmp_path, {**FORMATS["w4a16 128"], "ignore": ["lm_head", "re:.*k_proj"]})
+    with pytest.raises(CheckpointError, match=r"ignores some of .*q_proj.*all or none"):
+        load_weights(tmp_path, config, F32, CPU)
+
+
+Q, K = (f"model.layers.1.self_attn.{part}_proj" for part in "qk")
+
+
+def changed(name, value):
+    return lambda tensors: tensors.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("awq 32", lambda held: held.pop(f"{Q}.qzeros"), f"lacks tensor {Q}.qzeros"),
+        (
+            "gptq 64",
+            changed(f"{Q}.scales", torch.zeros(3, 128)),
+            f"tensor {Q}.scales has shape [3, 128]; config.json implies [2, 128]",
+        ),
+        (
+            "w4a16 128",
+            changed(f"{Q}.weight_packed", torch.zeros(128, 16)),
+            f"tensor {Q}.weight_packed has dtype F32; supported: I32",
+        ),
+        (
+            "gptq 32 act-order",
+            changed(f"{K}.g_idx", torch.arange(128, dtype=torch.int32) // 32),
+            f"{K} has its inputs in other groups (g_idx) than {Q}",
+        ),
+        (
+            "gptq 32 act-order",
+            changed(f"{Q}.g_idx", torch.zeros(128, dtype=torch.int32)),
+            f"{Q}.g_idx has groups of other sizes than 32",
+        ),
+        (
+            "gptq 64",
+            changed(f"{Q}.bias", torch.ones(128)),
+            f"tensor {Q}.bias is not part of LlamaForCausalLM",
+        ),
+    ],
+)
+def test_a_broken_checkpoint_is_an_error_that_names_the_tensor(tmp_path, name, damage, message):
+    make_quantized(tmp_path, FORMATS[name], damage=damage)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        model_of("torch", tmp_path)
+
+
+def test_biases_of_zeros_that_old_exports_saved_are_ignored(tmp_path):
+    reference = make_quantized(
+        tmp_path, FORMATS["gptq 64"], damage=changed(f"{Q}.bias", torch.zeros(128))
+    )
+    assert relative_error(paged_logits(model_of("torch", tmp_path)), logits_of(reference)) < 3e-6
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings", "error", "message"),
+    [
+        ({}, {"quantization": "int8"}, ConfigError, "--quantization int8: .* already int4 (gptq)"),
+        ({}, {"random_weights": True}, ConfigError, "--random-weights: .* --quantization int4"),
+        (
+            {"intermediate_size": 200},
+            {},
+            CheckpointError,
+            "mlp.down_proj has 128 outputs and 200 inputs: .* multiples of 8 and 64; or serve",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_remedy(tmp_path, sizes, settings, error, message):
+    make_quantized(tmp_path, FORMATS["w4a16 128"])
+    load_config(tmp_path, FORMATS["gptq 64"], **sizes)
+    with pytest.raises(error, match=message.replace("(", r"\(").replace(")", r"\)")):
+        build.load(EngineConfig(str(tmp_path), kv_blocks=8, **settings))
+
+
+def test_fp8_weights_need_a_gpu(tmp_path):
+    values = {**FLOAT8, "strategy": "channel"}
+    make_quantized(tmp_path, compressed("float-quantized", values, {**FLOAT8, **BY_TOKEN}))
+    with pytest.raises(ConfigError, match=r"fp8, .* GPU only: add --device cuda, or take"):
+        build.load(EngineConfig(str(tmp_path), kv_blocks=8))
