@@ -142,8 +142,9 @@ class Snapshot:
             is_other |= view.ready is not every[row].ready or view.record is not every[row].record
             every[row] = changed[row] = view
             new.numbers[row] = self._row(view)
+            if is_other or self.numbers[row].rate != new.numbers[row].rate:
+                new.__dict__.pop("prefill_rate", None)
         new.prefill, new.decode = tuple(every[:split]), tuple(every[split:])
-        new.__dict__.pop("prefill_rate", None)
         if columns := new.__dict__.pop("columns", None):
             new.columns = columns.replaced(changed, new.numbers)
         if excluded_pairs is not None:

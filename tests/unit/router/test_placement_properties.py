@@ -116,6 +116,7 @@ def test_a_snapshot_with_workers_replaced_is_one_made_of_them(snapshot, other, r
     names = {view.incarnation for view in views}
     same = [view for view in (*other.prefill, *other.decode) if view.incarnation in names]
     changed = data.draw(st.lists(st.sampled_from(same), unique_by=id))
+    assert snapshot.prefill_rate >= 0  # known before, and not after
     replaced = snapshot.replaced(changed)
     fresh = snapshot
     for view in changed:
@@ -124,6 +125,7 @@ def test_a_snapshot_with_workers_replaced_is_one_made_of_them(snapshot, other, r
     assert (replaced.prefill, replaced.decode) == (fresh.prefill, fresh.decode)
     assert rank_all(replaced, request_) == rank_all(fresh, request_)
     assert (replaced.num_usable, replaced.max_context) == (fresh.num_usable, fresh.max_context)
+    assert replaced.prefill_rate == fresh.prefill_rate
 
 
 @settings(deadline=None, max_examples=150)
