@@ -317,7 +317,7 @@ async def test_a_client_that_does_not_read_holds_nothing_and_finds_the_reason_la
     if end == "unread":
         monkeypatch.setattr(frontend, "UNREAD_S", 0.5)
     monkeypatch.setattr(frontend, "MAX_UNREAD_BYTES", 1 << 30)
-    gateway = await gateway_of(default_timeout_s=1.0 if end == "deadline" else 600.0)
+    gateway = await gateway_of(default_timeout_s=3.0 if end == "deadline" else 600.0)
     gateway.decode.runs = [gateway.decode.flood] * n
     body = {"prompt": PROMPT, "n": n, "max_tokens": 5, "stream": True, "return_token_ids": True}
     gateway.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # soon full
