@@ -189,7 +189,7 @@ def test_an_int4_product_is_that_of_the_dequantised_matrix(dtype, ordered, monke
     full = ((values - zeros[:, group]) * scales.double()[:, group]).to(dtype).double()
     x, bias = random(5, 96, dtype=dtype), random(40, dtype=dtype)
     expected = x.double()[:, order if ordered else torch.arange(96)] @ full.T + bias.double()
-    near = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-6 if dtype == torch.float32 else 1e-2}
+    near = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 4e-6 if dtype == torch.float32 else 1e-2}
     torch.testing.assert_close(weight.apply(x, bias), expected.to(dtype), **near)
     if dtype == torch.float32:  # a row has the same bits alone
         assert torch.equal(weight.apply(x[2:3], bias), weight.apply(x, bias)[2:3])
