@@ -5,6 +5,7 @@ On simulated engines.
 
 import asyncio
 import contextlib
+import hashlib
 import signal
 from functools import partial
 
@@ -127,19 +128,21 @@ async def test_processes_of_one_router_share_its_port_and_limits_and_one_is_kill
 ):
     """Streams go on at the other one; the dead one is started again, and its leases are free."""
     tenants = tmp_path / "tenants.toml"
-    tenants.write_text("[default]\nmax_running = 6")
-    cluster, client = await clusters(
+    keys = f"keys = ['sha256:{hashlib.sha256(b'k').hexdigest()}']"
+    tenants.write_text(f"[tenants.a]\n{keys}\nmax_running = 6\n[admin]\n{keys}")
+    cluster, _ = await clusters(
         alone=True, engine=SIMULATED, restart=True, router_processes=2, metrics_port=0,
         limits=RouterLimits(tenants_file=tenants),
     )  # fmt: skip
     case = simulated.case(30, 0, "seeded", 400)
+    once = {"api_key": "k", "retry": RetryPolicy(1)}
     async with contextlib.AsyncExitStack() as stack:
-        each = await of_each_process(cluster, stack)
+        each = await of_each_process(cluster, stack, api_key="k")
         assert sorted(each) == ["router-0", "router-1"]
         streams = [one.stream(case.prompt, **case.options) for one in each.values() for _ in "123"]
         for stream in streams:
             await anext(stream)
-        for one in (await of_each_process(cluster, stack, retry=RetryPolicy(1))).values():
+        for one in (await of_each_process(cluster, stack, **once)).values():
             with pytest.raises(Overloaded, match="6 requests of this tenant run already"):
                 await one.generate(case.prompt, max_tokens=1)
 
@@ -151,11 +154,12 @@ async def test_processes_of_one_router_share_its_port_and_limits_and_one_is_kill
         await cluster.wait_ready(timeout_s=30.0)
         assert [cluster.processes[name].starts for name in sorted(each)] == [2, 1]
 
-        each = await of_each_process(cluster, stack, retry=RetryPolicy(1))
+        each = await of_each_process(cluster, stack, **once)
         checks = (check(one, simulated, case) for one in each.values() for _ in "123")
         await asyncio.gather(*checks)
-        await all_blocks_free(client)
-    async with httpx.AsyncClient(timeout=30.0) as http:
+        await all_blocks_free(each["router-0"])
+    headers = {"authorization": "Bearer k"}
+    async with httpx.AsyncClient(timeout=30.0, headers=headers) as http:
         page = await http.get(f"http://{cluster.http_addresses[0]}/metrics")
         assert page.status_code == 400 and "--metrics-port" in page.text
         for name in each:
