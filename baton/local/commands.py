@@ -27,9 +27,11 @@ def router(
 ) -> list[str]:
     """A router's arguments; `certs` is a folder that `baton.local.certs.write` has filled.
 
-    Of an operator's key it gets the digest: other users of this machine see command lines.
+    Of an operator's key, which it asks for where it has tenants, it gets the digest: other users of
+    this machine see command lines.
     """
-    digest = hashlib.sha256(admin_key.encode()).hexdigest() if admin_key else ""
+    has_operators = admin_key and config.limits.tenants_file
+    digest = hashlib.sha256(admin_key.encode()).hexdigest() if has_operators else ""
     settings = RouterConfig(
         **vars(config.limits),
         **_shared(config, RouterConfig),
