@@ -23,6 +23,7 @@ from baton.engine.weights.weights import LayerWeights, Weights
 _NORMS = "input_norm mlp_norm attention_norm output_norm q_norm k_norm"
 _MATRICES = "qkv o gate_up down"
 _OF_EXPERTS = "router shared_gate"
+_HUGE_PAGE = 2 << 20  # where a workspace begins; elsewhere prompts take up to a tenth longer
 
 
 # These structures mirror `src/kernels.h` and `src/forward.cpp`, field for field.
@@ -106,7 +107,8 @@ class NativeModel:
         rows, wanted = len(batch.token_ids), len(batch.logit_rows)
         if rows > self._rows:
             size = self._workspace_size(byref(self._model), rows)
-            self._workspace, self._rows = torch.empty(size, dtype=torch.uint8), rows
+            room = torch.empty(size + _HUGE_PAGE, dtype=torch.uint8)
+            self._workspace, self._rows = room[-room.data_ptr() % _HUGE_PAGE :], rows
         if wanted > len(self._logits):
             self._logits = torch.empty(wanted, self.config.vocab_size)
         inputs = (
