@@ -25,7 +25,7 @@ from baton.bench.terminal import Progress, median_table
 from baton.bench.workload import Settings
 from baton.cli import options
 from baton.client import AsyncClient
-from baton.config import ClusterConfig, EngineConfig
+from baton.config import ClusterConfig, EngineConfig, RouterLimits
 from baton.errors import BatonError
 from baton.local.cluster import LocalCluster
 from baton.options import build
@@ -102,16 +102,22 @@ def add_cluster_options(parser: argparse.ArgumentParser, workers: int, **engine:
 
 def cluster(
     args: argparse.Namespace,
-    router: Sequence[str] = (),
     programs: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    **limits: Any,
 ) -> LocalCluster:
-    """The cluster that the options describe; `router` are more of its router's options."""
+    """The cluster that the options describe, with these of `RouterLimits`."""
     values = args.engine | vars(args)
     if "simulate" in values:
         values = {"random-weights": str(TINY)} | values
     engine = build(EngineConfig, values)
-    config = ClusterConfig(engine=engine, port=0, prefill=args.prefill, decode=args.decode)
-    return LocalCluster(config, extra_args={"router": router}, programs=programs)
+    config = ClusterConfig(
+        engine=engine,
+        limits=RouterLimits(**limits),
+        port=0,
+        prefill=args.prefill,
+        decode=args.decode,
+    )
+    return LocalCluster(config, programs=programs)
 
 
 @asynccontextmanager

@@ -44,8 +44,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 async def main(args: argparse.Namespace) -> int:
-    target = ["--ttft-target", str(args.ttft_target / 1e3)]
-    async with cluster(args, target) as local, connected(local.address) as server:
+    target_s = args.ttft_target / 1e3
+    async with (
+        cluster(args, ttft_target_s=target_s) as local,
+        connected(local.address) as server,
+    ):
         async with connected(local.address, ttft_target_ms=_NO_TARGET_MS) as patient:
             rates = [
                 await capacity(patient, _SIZES, callers, args.capacity_seconds)
@@ -61,7 +64,7 @@ async def main(args: argparse.Namespace) -> int:
         held = await common.blocks_held(local.address)
     before, half, end = memory[0], memory[len(memory) // 2], max(memory[-3:])
     goals = {
-        **goals_of(run, args.ttft_target / 1e3),
+        **goals_of(run, target_s),
         f"router: {before / _MIB:.0f} MiB before, {half / _MIB:.0f} at half time, "
         f"{end / _MIB:.0f} at the end": end <= half * _GROWTH,
         f"blocks held afterwards: {held}": not held,

@@ -48,7 +48,7 @@ async def main(args: argparse.Namespace) -> int:
         tables = (f'[tenants.{n}]\nkeys = ["sha256:{digest}"]\n' for n, digest in hashes.items())
         file.write_text("\n".join(tables))
         async with (
-            cluster(args, ["--tenants", str(file)]) as local,
+            cluster(args, tenants_file=file) as local,
             connected(local.address, api_key=keys["steady"]) as steady,
             connected(local.address, api_key=keys["flood"]) as flood,
         ):
