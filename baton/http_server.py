@@ -273,7 +273,7 @@ class Connection(asyncio.Protocol):
             self._expect("request", HEADERS_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody reads an answer any more."""
+        """The client is gone: what it asked is given up."""
         self.closed.set_result(None)
         self._expect("", 0.0)
         self._port.connections.discard(self)

@@ -133,6 +133,9 @@ class _RouterProcesses(Supervisor):
                 return f"takes calls at {one.address} (pid {process.pid})"
             await backoff.wait()
 
+    async def _is_back(self, process: ChildProcess) -> None:
+        """Others do not look for it."""
+
 
 def _echo(named: bool, name: str, line: str) -> None:
     """A process's log line, on stderr."""

@@ -10,6 +10,7 @@ import contextlib
 import signal
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Self
@@ -26,7 +27,7 @@ _HEALTHY_S = 10.0  # a process that was ready for this long starts again as if f
 Say = Callable[[str], None]
 
 
-class Supervisor:
+class Supervisor(ABC):
     """Starts, supervises, restarts and stops processes.
 
     `async with` returns when all serve and leaves nothing behind. `say` gets a line whenever
@@ -54,14 +55,15 @@ class Supervisor:
         self._stack = AsyncExitStack()  # what the processes need; closed behind them
         self._stop: asyncio.Task[None] | None = None
 
+    @abstractmethod
     async def _start(self) -> None:
         """Starts all, and returns when they serve."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _serves(self, process: ChildProcess) -> str:
         """Returns once this run of a process serves; what to say of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _is_back(self, process: ChildProcess) -> None:
         """Returns once a restarted process that serves has been found by the others."""
 
@@ -172,7 +174,11 @@ class Supervisor:
             await process.start()
 
     async def _note_ready(self, process: ChildProcess) -> None:
-        what = await self._serves(process)
+        try:
+            what = await self._serves(process)
+        except BatonError as error:
+            self._say(f"{process.name} does not say whether it serves: {error}")
+            raise
         process.ready_at = time.monotonic()
         self._changed.set()
         self._say(f"{process.name} {what}")

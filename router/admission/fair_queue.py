@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import insort
+from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from baton.v1 import common_pb2
 
@@ -84,9 +85,10 @@ class _Tenant:
     seen: float = -math.inf  # when it sent something last
     pending: list[PendingPrompt] = field(default_factory=list)  # by rank, then by arrival
 
-    def set_finishes(self) -> None:
-        at = self.virtual_time
-        for prompt in self.pending:
+    def set_finishes(self, first: int = 0) -> None:
+        """From number `first` on; those before it stay."""
+        at = self.pending[first - 1].virtual_finish if first else self.virtual_time
+        for prompt in islice(self.pending, first, None):
             at += prompt.cost
             prompt.virtual_finish = at
 
@@ -108,8 +110,9 @@ class FairQueue:
         tenant = self._tenants.setdefault(flow.tenant, _Tenant(flow.share))
         prompt, tenant.virtual_time = self._prompt(flow, seconds, priority)
         tenant.share, tenant.seen = flow.share, self._clock()
-        insort(tenant.pending, prompt, key=_rank)
-        tenant.set_finishes()
+        place = bisect(tenant.pending, prompt.rank, key=_rank)
+        tenant.pending.insert(place, prompt)
+        tenant.set_finishes(place)
         return prompt
 
     def preview(
@@ -129,9 +132,14 @@ class FairQueue:
         """It is computed, or is not going to be and costs nothing; may be called again."""
         tenant = self._tenants[prompt.flow.tenant]
         if prompt in tenant.pending:
-            tenant.pending.remove(prompt)
-            tenant.virtual_time += prompt.cost * computed
-            tenant.set_finishes()
+            place = tenant.pending.index(prompt)
+            del tenant.pending[place]
+            if not computed:
+                tenant.set_finishes(place)
+                return
+            tenant.virtual_time += prompt.cost
+            if place:  # those behind it end when they would have
+                tenant.set_finishes()
 
     def seconds_until(self, prompt: PendingPrompt) -> float:
         """From now to its virtual finish, if all tenants that came of late take their shares."""

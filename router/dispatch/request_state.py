@@ -25,6 +25,9 @@ _MOST_TIME_MS = (1 << 32) - 1  # what SequenceSpec holds: 49 days
 _VIRTUAL_FINISH_OFFSET_S = 60.0
 
 
+_FIRST = FairQueue().preview(Flow(""), 0.0)
+
+
 @dataclass(frozen=True)
 class TokenizedRequest:
     """A validated request in tokens."""
@@ -40,7 +43,7 @@ class TokenizedRequest:
     ttft_target_s: float = 0.0  # 0: none
     resumed: tuple[int, ...] = ()  # output tokens that another stream has delivered
     # Its place in the fair queue; before it enters that, the first one.
-    pending: PendingPrompt = field(default_factory=lambda: FairQueue().preview(Flow(""), 0.0))
+    pending: PendingPrompt = _FIRST
     workers: frozenset[str] = frozenset()  # that alone may serve it; empty: any
 
     @property

@@ -6,7 +6,6 @@ Follows Hugging Face transformers' modeling files, which the tests compare it wi
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,6 +87,9 @@ class Model:
         """The MLP, or the experts that each row takes: `[rows, hidden_size]`."""
         if layer.experts is not None:
             return self._experts(x, layer, layer.experts)
+        return self._dense(x, layer)
+
+    def _dense(self, x: Tensor, layer: LayerWeights) -> Tensor:
         assert layer.gate_up is not None and layer.down is not None
         gate_up = layer.gate_up.apply(x, layer.gate_up_bias)
         return layer.down.apply(self._act_mul(gate_up), layer.down_bias)
@@ -111,7 +113,7 @@ class Model:
         if experts.shared_gate is not None:
             # Not one behind the other: torch's last bits would depend on the number of rows.
             gates = x.new_empty(len(x), 2)[:, :1].copy_(experts.shared_gate.apply(x))
-            mixed += torch.sigmoid(gates) * self._mlp(x, replace(layer, experts=None))
+            mixed += torch.sigmoid(gates) * self._dense(x, layer)
         return mixed
 
     def _branch(self, mixed: Tensor, weight: Tensor | None) -> Tensor:
