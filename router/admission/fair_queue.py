@@ -5,10 +5,12 @@ prompt that would end at the earliest virtual time goes first; after the tenant'
 
     virtual_finish_i = virtual time of its tenant + (sum of their w_j + w_i) / share
 
-No other tenant is part of that, so those that wait get prefill by their shares, to within two of
-the largest prompts, whoever came first and with however much. A tenant that comes while others wait
-begins at the mean of their virtual times, less its own prompt or LEAD_S, so that a light tenant
-goes first; or where it stood, if that is later, so that leaving is no gain. Idle capacity is free.
+No other tenant is part of that, so one that waits gets no less than its share among all that send,
+to within three of the largest prompts, whoever came first and with however much. A tenant that
+comes while others wait begins at the latest mean of virtual times, less its own prompt or LEAD_S,
+so that a light tenant goes first; or where it stood, if that is later, so that leaving is no gain. (The
+mean itself falls when the tenant with the most leaves, and what came next would pass all that it
+owes to others.) Idle capacity is free.
 
 The prompts of one tenant go by rank, which is fixed at admission: the virtual time at which i would
 end if all of them ran at once by priority. Until then, j takes min(w_j, w_i * p_j / p_i):
@@ -99,6 +101,7 @@ class FairQueue:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._tenants: dict[str, _Tenant] = {}
+        self._latest = 0.0  # mean, so far
 
     def add(
         self,
@@ -147,7 +150,7 @@ class FairQueue:
         for name, tenant in self._tenants.items():
             if name != prompt.flow.tenant and (tenant.pending or tenant.seen >= since):
                 shares += tenant.share
-        return (prompt.virtual_finish - self._virtual_time()) * shares
+        return (prompt.virtual_finish - self._mean()) * shares
 
     def _prompt(
         self, flow: Flow, seconds: float, priority: common_pb2.Priority
@@ -160,15 +163,15 @@ class FairQueue:
         tenant = self._tenants.get(flow.tenant) or _Tenant(flow.share)
         start = tenant.virtual_time
         if not tenant.pending:
-            start = self._virtual_time()
+            start = self._latest = max(self._latest, self._mean())
             if any(other.pending for other in self._tenants.values()):
-                start = max(tenant.virtual_time, start - min(LEAD_S, seconds) / share)
+                start = max(tenant.virtual_time, start - min(LEAD_S, seconds) / flow.share)
         shared = sum(min(p.seconds, seconds / factor * p.factor) for p in tenant.pending)
         rank = start + (seconds + shared) / share
         return PendingPrompt(self, flow, seconds, factor, share, rank), start
 
-    def _virtual_time(self) -> float:
-        """The mean over tenants that wait, by share; where none does, the latest of all."""
+    def _mean(self) -> float:
+        """Virtual time over tenants that wait, by share; where none does, the latest of all."""
         waiting = [tenant for tenant in self._tenants.values() if tenant.pending]
         if not waiting:
             return max([0.0, *(tenant.virtual_time for tenant in self._tenants.values())])
