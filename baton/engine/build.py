@@ -29,7 +29,7 @@ from baton.engine.planner import Plan, Planner, Work
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
-from baton.engine.speculative.ngram import SpeculativeConfig
+from baton.engine.speculative.ngram import NgramProposer
 from baton.engine.weights.checkpoint import fingerprint
 from baton.engine.weights.quantize import FP8
 from baton.engine.weights.weights import random_seed
@@ -61,11 +61,11 @@ class Loaded:
         """A new engine, not started, over this model and pool."""
         settings, runner, most = self.settings, self.runner, self.max_context
         blocks = BlockPool(self.layout.num_blocks, self.layout.block_size, settings.prefix_cache)
-        speculation = SpeculativeConfig(settings.speculate, most) if settings.speculate else None
-        planner = Planner(blocks, settings.chunk_tokens, settings.max_batch, speculation)
+        proposer = NgramProposer(settings.speculate, most) if settings.speculate else None
+        planner = Planner(blocks, settings.chunk_tokens, settings.max_batch, proposer)
         eos = frozenset(self.model_config.eos_token_ids)
         engine: Engine
-        if settings.overlap and not speculation and isinstance(runner, GpuRunner):
+        if settings.overlap and not proposer and isinstance(runner, GpuRunner):
             engine = OverlappedEngine(runner, planner, eos, most, publish)
         else:
             engine = Engine(runner, planner, eos, most, publish)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from baton.engine.blocks import BlockPool
 from baton.engine.sequence import Sequence
-from baton.engine.speculative.ngram import NgramProposer, SpeculativeConfig
+from baton.engine.speculative import Proposer
 
 
 class SequenceQueue:
@@ -102,16 +102,16 @@ class Planner:
         blocks: BlockPool,
         chunk_tokens: int,
         max_batch: int,
-        speculation: SpeculativeConfig | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self.blocks = blocks
-        self.speculation = speculation
         self.max_batch = max_batch
         self.running = SequenceQueue()
         self.ready = SequenceQueue()  # have all their blocks, and one token to compute
         self.holding = SequenceQueue()  # have all their blocks, and several tokens to compute
         self.waiting = SequenceQueue()  # need blocks
         self.preemptions = 0
+        self._proposer = proposer
         self._chunk_tokens = chunk_tokens
         self._arrivals = itertools.count(1)
 
@@ -172,8 +172,8 @@ class Planner:
         plan = Plan()
         self._decode(plan)
         budget = self._catch_up(plan, self._chunk_tokens)
-        if self.speculation is not None:
-            self._propose(plan, budget, self.speculation)
+        if self._proposer is not None:
+            self._propose(plan, budget, self._proposer)
         plan.work.sort(key=lambda work: work.count > 1)  # stable: single tokens first
         return plan
 
@@ -188,14 +188,14 @@ class Planner:
         sequence.num_computed += work.count - len(work.proposed) + max(0, len(sampled) - 1)
         assert sequence.num_computed <= sequence.num_tokens, "only known tokens are computed"
         self.publish(sequence, work.start, sequence.num_computed)
-        if sequence.proposer is not None:
-            sequence.proposer.learn(sampled)
+        if self._proposer is not None:
+            self._proposer.learn(sequence, sampled)
 
     def ran(self, plan: Plan, seconds: float) -> None:
         """A step took so long."""
-        if self.speculation is not None:
+        if self._proposer is not None:
             proposed = plan.num_proposed
-            self.speculation.costs.took(plan.num_tokens - proposed, proposed, seconds)
+            self._proposer.took(plan.num_tokens - proposed, proposed, seconds)
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
         """Shares the full blocks that verified KV of positions [start, end) completes."""
@@ -242,28 +242,21 @@ class Planner:
             budget -= 0 if group is self.ready else count
         return budget
 
-    def _propose(self, plan: Plan, budget: int, speculation: SpeculativeConfig) -> None:
-        """Adds proposed tokens to decoding sequences, where they pay, budget and blocks allow.
+    def _propose(self, plan: Plan, budget: int, proposer: Proposer) -> None:
+        """Adds proposed tokens to decoding sequences, as far as budget and blocks allow.
 
         A step that computes a prompt, too, has so many rows that a further one hardly ever pays.
         """
-        if not plan.work:
-            return
-        price = speculation.costs.price(plan.num_tokens)
-        for at, work in enumerate(plan.work):
-            sequence = work.sequence
-            if work.count > 1 or not work.samples:
-                continue
-            # One token is sampled behind the last proposed one.
-            left = sequence.tokens_left(speculation.max_context) - 1
-            if (most := min(speculation.most, budget, left)) < 1:
-                continue
-            if sequence.proposer is None:
-                sequence.proposer = NgramProposer()
-            proposed = sequence.proposer.propose(sequence.tokens, most, price)
-            if proposed := proposed[: self._slots_behind(sequence, len(proposed))]:
-                plan.work[at] = Work(sequence, work.start, 1 + len(proposed), proposed)
-                budget -= len(proposed)
+        decoding = [at for at, work in enumerate(plan.work) if work.count == 1 and work.samples]
+        sequences = [plan.work[at].sequence for at in decoding]
+        limits = [min(budget, proposer.limit(sequence)) for sequence in sequences]
+        drafts = proposer.propose(sequences, limits, plan.num_tokens)
+        for at, sequence, draft in zip(decoding, sequences, drafts, strict=True):
+            count = self._slots_behind(sequence, min(len(draft), budget))
+            if count:
+                start = plan.work[at].start
+                plan.work[at] = Work(sequence, start, 1 + count, draft[:count])
+                budget -= count
 
     def _slots_behind(self, sequence: Sequence, count: int) -> int:
         """Finds slots for up to `count` tokens behind the known ones; how many there are.

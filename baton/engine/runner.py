@@ -10,7 +10,7 @@ import torch
 from baton.engine.batch import BatchBuilder, StepModel
 from baton.engine.planner import Plan, Work
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
-from baton.engine.speculative.ngram import verify
+from baton.engine.speculative import verify
 
 
 class SampledTokens(NamedTuple):

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.speculative.ngram import NgramProposer
 from baton.prefix import block_hash, root_hash
 from baton.sampling import SamplingParams
 
@@ -92,7 +91,6 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)
     token_counts: TokenCounts = field(default_factory=TokenCounts)  # as far as penalties ask
-    proposer: NgramProposer | None = None  # set by a planner that speculates
 
     @property
     def num_tokens(self) -> int:

@@ -20,7 +20,7 @@ MAX_QUERIES = 128  # heads that share a KV head
 
 
 def unsupported(config: ModelConfig, block_size: int, kernels: str) -> str:
-    """Why neither native nor Triton's kernels can run a model; empty if they can."""
+    """Why neither native nor Triton's attention can run a model; empty if it can."""
     need = f"{kernels} kernels need a multiple of {MULTIPLE}"
     if config.head_size % MULTIPLE or config.head_size > MAX_HEAD_SIZE:
         return f"heads of {config.head_size} elements, and {need} up to {MAX_HEAD_SIZE}"

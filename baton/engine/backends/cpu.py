@@ -26,6 +26,7 @@ from baton.engine.models.decoder import Model
 from baton.engine.models.quantization import weight_format
 from baton.engine.ops.native import library
 from baton.engine.ops.native.model import NativeModel
+from baton.engine.ops.native.ops import NativeOps
 from baton.engine.ops.native.packing import PackedWeight
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
@@ -67,7 +68,7 @@ class CpuBackend(Backend):
                 "the checkpoint's weights are fp8, which computes on a GPU only: add --device "
                 "cuda, or take the model in int8 or int4"
             )
-        native = self._is_native(config, dtype)
+        native = self._is_native(dtype)
 
         def prepare(weight: Weight) -> Weight:
             if isinstance(weight, DenseWeight):
@@ -76,28 +77,23 @@ class CpuBackend(Backend):
 
         kernels = "native" if native else "torch"
         weights = weights_of(settings, path, config, dtype, self.device, kernels, prepare)
-        if native:
-            return NativeModel(config, weights, dtype)
-        return Model(config, weights, dtype, self.device)
+        if not native:
+            return Model(config, weights, dtype, self.device)
+        if reason := unsupported(config, settings.block_size, "native"):
+            log.info("native products, norms and gates, but attention by torch: %s", reason)
+            return NativeOps(config, weights, dtype, attends=False)
+        return NativeModel(config, weights, dtype)
 
     def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
         if self._settings.simulate:
             return SimulatedRunner(SimulatedSpeed.parse(self._settings.simulate), pool, sampler)
         return super().runner(model, pool, sampler, max_context)
 
-    def _is_native(self, config: ModelConfig, dtype: torch.dtype) -> bool:
+    def _is_native(self, dtype: torch.dtype) -> bool:
         """Raises ConfigError if native kernels are asked for and cannot be had."""
-        asked = self._settings.kernels == "native"
-        if self._settings.kernels == "torch":
-            return False
-        if reason := unsupported(config, self._settings.block_size, "native"):
-            if asked:
-                raise ConfigError(f"--kernels native: {reason}; leave it out to compute with torch")
-            log.info("computing with torch: %s", reason)
-            return False
-        if asked:
+        if self._settings.kernels == "native":
             library.require(dtype)
-        return library.load(dtype) is not None
+        return self._settings.kernels != "torch" and library.load(dtype) is not None
 
 
 def pin_thread(cpus: Collection[int], nice: int) -> None:

@@ -43,13 +43,20 @@ class Model:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        dtype: torch.dtype,
+        device: torch.device,
+        tables_dtype: torch.dtype | None = None,
     ) -> None:
+        """tables_dtype: of cosines and sines, if it is another."""
         self.config = config
         self.dtype = dtype
         self._weights = weights
         tables, self._table_of = rope_tables(config)
-        self._tables = tables.to(device, dtype)  # [ropes, 2, max_context, head_size]
+        # [ropes, 2, max_context, head_size]
+        self._tables = tables.to(device, tables_dtype or dtype)
         self._scoring = [
             Scoring(config.score_scale, window, config.attention_softcap)
             for window in config.windows

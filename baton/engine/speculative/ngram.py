@@ -1,30 +1,54 @@
 """Proposes the next tokens of a sequence from its own text, where that pays (prompt lookup).
 
-A proposal is what followed the last time that the sequence's last few tokens occurred in it. It is
-computed in the same step as the last known token, and what is sampled at each position is compared
-with it (`verify`): a step yields as many tokens as were accepted, and one more. No token changes:
-it is a function of logits, settings, the tokens so far and the position, randomness included.
-
+A proposal is what followed the last time that the sequence's last few tokens occurred in it.
 A further row makes a step longer by a price that is learned from the steps that ran (`RowCost`),
 and the chance that a token is accepted is tracked for each sequence and length of the text found
 again, also without speculation. One more token is proposed as long as that adds more to what a step
 yields than to what it takes: where proposals are wrong or steps are full, they stop by themselves.
 
-Source: A. Saxena, "Prompt Lookup Decoding", 2023. Torch-free; knows no block and no batch.
+Source: A. Saxena, "Prompt Lookup Decoding", 2023.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Tokens
+from weakref import WeakKeyDictionary
+
+from baton.engine.sequence import Sequence
+from baton.engine.speculative import Proposer
 
 LENGTHS = (4, 3, 2)  # of the text that has to be found again; the longest is looked for first
 MOST_PLACES = 1 << 15  # remembered for each sequence, twice over: about 8 MiB at most
 CATCH_UP_TOKENS = 1024  # read in one step, which takes less than a ms
 
 
-class NgramProposer:
-    """Proposals for one sequence, whose tokens only ever grow. Engine thread only."""
+class NgramProposer(Proposer):
+    """Proposals from sequences' own text."""
+
+    def __init__(self, most: int, max_context: int) -> None:
+        super().__init__(most, max_context)
+        self.costs = RowCost()
+        self._texts: WeakKeyDictionary[Sequence, Text] = WeakKeyDictionary()
+
+    def propose(
+        self, sequences: list[Sequence], limits: list[int], rows: int
+    ) -> list[tuple[int, ...]]:
+        price = self.costs.price(rows)
+        return [
+            self._texts.setdefault(sequence, Text()).propose(sequence.tokens, limit, price)
+            for sequence, limit in zip(sequences, limits, strict=True)
+        ]
+
+    def learn(self, sequence: Sequence, sampled: Tokens[int]) -> None:
+        if text := self._texts.get(sequence):
+            text.learn(sampled)
+
+    def took(self, rows: int, proposed: int, seconds: float) -> None:
+        self.costs.took(rows, proposed, seconds)
+
+
+class Text:
+    """One sequence's text, and how often what followed there was right."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, ...], int] = {}  # text -> where it was followed
@@ -34,7 +58,7 @@ class NgramProposer:
         self._found = 0  # the length that the proposal below rests on
         self._proposed: tuple[int, ...] = ()
 
-    def propose(self, tokens: Sequence[int], most: int, price: float) -> tuple[int, ...]:
+    def propose(self, tokens: Tokens[int], most: int, price: float) -> tuple[int, ...]:
         """Up to `most` tokens that may follow `tokens`, as many as pay at that price of a row.
 
         Call `learn` with what was sampled.
@@ -48,7 +72,7 @@ class NgramProposer:
         self._found, self._proposed = length, _continued(tokens, place, max(1, count))
         return self._proposed[:count]
 
-    def learn(self, sampled: Sequence[int]) -> None:
+    def learn(self, sampled: Tokens[int]) -> None:
         """Compares the last proposal, computed or not, with the tokens that came of that step.
 
         They end with the first that was not proposed: what was proposed behind it was not tried.
@@ -57,7 +81,7 @@ class NgramProposer:
             self._chances[self._found].add(proposed == token)
         self._proposed = ()
 
-    def _read_up_to(self, tokens: Sequence[int]) -> None:
+    def _read_up_to(self, tokens: Tokens[int]) -> None:
         """Remembers each text before the last token; nothing follows that one yet."""
         first, end = self._read, min(len(tokens), self._read + CATCH_UP_TOKENS)
         reach = LENGTHS[0]
@@ -70,7 +94,7 @@ class NgramProposer:
         if len(self._places) > MOST_PLACES:
             self._older_places, self._places = self._places, {}
 
-    def _find(self, tokens: Sequence[int]) -> tuple[int, int]:
+    def _find(self, tokens: Tokens[int]) -> tuple[int, int]:
         """(length, place) of the longest end of `tokens` that occurred before; (0, 0) of none."""
         behind = tuple(tokens[-LENGTHS[0] :])
         for length in LENGTHS:
@@ -165,15 +189,6 @@ class _Line:
         return min(max(rise / without, self._usual * self._LEAST), 1.0)
 
 
-@dataclass(frozen=True)
-class SpeculativeConfig:
-    """How many tokens are proposed for a sequence in a step, at most, and what rows cost."""
-
-    most: int
-    max_context: int  # in tokens; none are proposed behind it
-    costs: RowCost = field(default_factory=RowCost)
-
-
 def worthwhile(chance: float, price: float, most: int) -> int:
     """How many proposed tokens give the most tokens in the time: each is right with `chance` if
     those before it are, and makes the step longer by `price`.
@@ -190,20 +205,7 @@ def worthwhile(chance: float, price: float, most: int) -> int:
     return most
 
 
-def verify(proposed: Sequence[int], sampled: Sequence[int]) -> int:
-    """How many of `sampled` the sequence accepts: up to and with the first that was not proposed.
-
-    `sampled` has one token more than `proposed`: the one behind the last known token, then those
-    behind each proposed one.
-    """
-    assert len(sampled) == len(proposed) + 1, "a token is sampled behind each proposed one"
-    for right, (guess, token) in enumerate(zip(proposed, sampled, strict=False)):
-        if guess != token:
-            return right + 1
-    return len(sampled)
-
-
-def _continued(tokens: Sequence[int], place: int, count: int) -> tuple[int, ...]:
+def _continued(tokens: Tokens[int], place: int, count: int) -> tuple[int, ...]:
     """`count` tokens from `place` on; past the end what was taken is repeated."""
     taken = list(tokens[place : place + count])
     while len(taken) < count:

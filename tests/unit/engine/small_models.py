@@ -1,6 +1,6 @@
 """Small models by torch and by native code, plain and with 8-bit weights and pools."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 
 import pytest
 import torch
@@ -10,7 +10,9 @@ from baton.engine.models.config import ModelConfig, Rope
 from baton.engine.models.decoder import Model
 from baton.engine.ops.native import library
 from baton.engine.ops.native.model import NativeModel
-from baton.engine.weights.weight import DenseWeight, quantized
+from baton.engine.ops.native.ops import NativeOps
+from baton.engine.ops.native.packing import PackedWeight
+from baton.engine.weights.weight import DenseWeight, Weight, quantized
 from baton.engine.weights.weights import random_weights
 from tests.unit.engine.paged import PagedRun
 
@@ -45,14 +47,25 @@ def small_config(window=None, **changes):
 
 
 def make(kernels, config, weights, dtype=torch.float32):
-    """The model; skips the test where native code cannot compute it, and says why."""
+    """The model; skips the test where there is no native code."""
     if kernels == "torch":
         return Model(config, weights, dtype, CPU)
-    if reason := unsupported(config, 16, "native"):
-        pytest.skip(reason)
     if library.load() is None:
         pytest.skip("no native library can be built here")
+    if unsupported(config, 16, "native"):
+        return NativeOps(config, packed(weights), dtype, attends=False)
     return NativeModel(config, weights, dtype)
+
+
+def packed(part):
+    """Weights with every matrix packed."""
+    if isinstance(part, Weight):
+        return PackedWeight.of(part)
+    if isinstance(part, tuple):
+        return tuple(map(packed, part))
+    if is_dataclass(part):
+        return replace(part, **{name: packed(value) for name, value in vars(part).items()})
+    return part
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.backends import cpu
 from baton.engine.build import choose_dtype, device_of
+from baton.engine.ops.native import library
+from baton.engine.ops.native.ops import NativeOps
+from baton.engine.ops.native.packing import PackedWeight
 from baton.engine.weights.quantize import SCALE_BYTES
 from baton.errors import ConfigError
 from tests.unit.engine.checkpoints import SMALL, make_checkpoint
@@ -90,6 +93,23 @@ def test_an_int8_pool_has_room_for_the_scales_and_is_scrubbed_with_them(tmp_path
     kept = pool.any(dim=5).flatten(1)
     assert kept.all(dim=1).tolist() == [block not in (2, 5) for block in range(8)]
     assert not kept[[2, 5]].any()
+
+
+@pytest.mark.skipif(library.load() is None, reason="no native library can be built here")
+@pytest.mark.parametrize(
+    ("head_dim", "block_size", "reason"),
+    [(24, 16, "heads of 24 elements"), (16, 8, "blocks of 8 tokens")],
+)
+def test_a_model_that_native_attention_cannot_take_has_native_products(
+    tmp_path, caplog, head_dim, block_size, reason
+):
+    make_checkpoint(tmp_path, head_dim=head_dim)
+    settings = EngineConfig(str(tmp_path), block_size=block_size, kv_blocks=8, kernels="native")
+    with caplog.at_level("INFO"):
+        model = build.load(settings).runner.model
+    assert type(model) is NativeOps
+    assert all(isinstance(layer.qkv, PackedWeight) for layer in model._weights.layers)
+    assert f"attention by torch: {reason}" in caplog.text
 
 
 @pytest.mark.parametrize(

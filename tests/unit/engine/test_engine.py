@@ -11,7 +11,6 @@ from baton.engine import build
 from baton.engine.models import decoder
 from baton.engine.models.rope import rope_tables
 from baton.engine.ops.native import library
-from baton.engine.ops.native import model as native_model
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError, Overloaded, Stale
 from baton.sampling import SamplingParams
@@ -103,7 +102,6 @@ def test_what_is_kept_for_each_position_ends_where_sequences_do(kernels, directo
         return rope_tables(config)
 
     monkeypatch.setattr(decoder, "rope_tables", watched)
-    monkeypatch.setattr(native_model, "rope_tables", watched)
     load(directory, kernels=kernels, max_context=70)
     load(directory, kernels=kernels, kv_blocks=4)
     assert asked == [70, 64]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.speculative import ngram
-from baton.engine.speculative.ngram import LENGTHS, NgramProposer, RowCost, verify, worthwhile
+from baton.engine.speculative import ngram, verify
+from baton.engine.speculative.ngram import LENGTHS, RowCost, Text, worthwhile
 
 CHEAP = 1e-6  # a price at which everything is drafted
 few_tokens = st.lists(st.integers(0, 2), max_size=60)
@@ -29,14 +29,14 @@ def expected(tokens, most):
 class TestLookup:
     @given(tokens=few_tokens, most=st.integers(1, 6), data=st.data())
     def test_is_the_slow_ways_however_the_tokens_came(self, tokens, most, data):
-        proposer, known = NgramProposer(), 0
+        proposer, known = Text(), 0
         while known < len(tokens):
             known = data.draw(st.integers(known + 1, len(tokens)))
             assert proposer.propose(tokens[:known], most, CHEAP) == expected(tokens[:known], most)
 
     def test_memory_is_bounded_and_what_is_recent_is_kept(self, monkeypatch):
         monkeypatch.setattr(ngram, "MOST_PLACES", 300)
-        proposer = NgramProposer()
+        proposer = Text()
         numbers = random.Random(3)
         tokens = [numbers.randrange(100_000) for _ in range(5000)]
         tokens += tokens[-50:-45]
@@ -50,7 +50,7 @@ class TestLookup:
         assert proposer.propose(forgotten, 4, CHEAP) == ()
 
     def test_a_long_prompt_is_read_in_parts(self):
-        proposer = NgramProposer()
+        proposer = Text()
         tokens = list(range(2 * ngram.CATCH_UP_TOKENS + 100))
         tokens += tokens[-9:-5]
         assert proposer.propose(tokens, 2, CHEAP) == ()
@@ -61,7 +61,7 @@ class TestLookup:
 class TestAdapting:
     def follow(self, text, known, price):
         """Drafted tokens at each step of a sequence that turns out to be `text`."""
-        proposer, counts = NgramProposer(), []
+        proposer, counts = Text(), []
         while known < len(text):
             proposed = proposer.propose(text[:known], min(4, len(text) - known - 1), price)
             sampled = text[known : known + len(proposed) + 1]
@@ -85,7 +85,7 @@ class TestAdapting:
         assert sum(counts[-100:]) > 300
 
     def test_a_length_of_text_that_misleads_does_not_stop_another(self):
-        proposer, tokens = NgramProposer(), [1, 2]
+        proposer, tokens = Text(), [1, 2]
         for other in range(10, 70):  # what follows the pair is another token each time
             tokens += [other, 1, 2]
             last = proposer.propose(tokens, 4, 0.3)
@@ -96,7 +96,7 @@ class TestAdapting:
 
     def test_what_was_not_tried_does_not_count_as_rejected(self):
         """Of four drafts whose first is wrong, one is known to be wrong."""
-        one, four = NgramProposer(), NgramProposer()
+        one, four = Text(), Text()
         tokens = [1, 2, 3, 4, 5, 6, 1, 2, 3]
         one.propose(tokens, 1, CHEAP)
         four.propose(tokens, 4, CHEAP)

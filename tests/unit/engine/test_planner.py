@@ -9,7 +9,7 @@ from baton import prefix
 from baton.engine.blocks import BlockPool
 from baton.engine.planner import Planner
 from baton.engine.sequence import Sequence
-from baton.engine.speculative.ngram import RowCost, SpeculativeConfig
+from baton.engine.speculative.ngram import NgramProposer
 from baton.sampling import SamplingParams
 
 SIZE = 4
@@ -246,9 +246,9 @@ MAX_CONTEXT = 200
 LOOP = [1, 2, 3, 4, 5]  # what every sequence of these tests repeats, wherever it begins
 
 
-def speculating(num_blocks=32, chunk_tokens=64, most=4, max_batch=4):
+def speculating(num_blocks=32, chunk_tokens=64, max_batch=4, proposer=None):
     blocks = BlockPool(num_blocks, SIZE, prefix_cache=False)
-    return Planner(blocks, chunk_tokens, max_batch, SpeculativeConfig(most, MAX_CONTEXT))
+    return Planner(blocks, chunk_tokens, max_batch, proposer or NgramProposer(4, MAX_CONTEXT))
 
 
 def looping(name, length=12, max_tokens=50, **fields):
@@ -278,12 +278,11 @@ def started(planner, *sequences):
 def test_step_times_are_learned_by_rows_and_proposed_tokens():
     learned = []
 
-    class Watched(RowCost):
+    class Watched(NgramProposer):
         def took(self, *step):
             learned.append(step)
 
-    planner = speculating(most=2)
-    planner.speculation = SpeculativeConfig(2, MAX_CONTEXT, Watched())
+    planner = speculating(proposer=Watched(2, MAX_CONTEXT))
     started(planner, looping("a"), looping("b"))
     plan = planner.plan()
     planner.ran(plan, 0.5)

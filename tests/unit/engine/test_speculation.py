@@ -1,6 +1,7 @@
 """Speculation changes when tokens come, and nothing else: real models, and scripted ones."""
 
 import dataclasses
+import gc
 import inspect
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from baton.engine.planner import Planner
 from baton.engine.runner import StepRunner, tokens_by_sequence
 from baton.engine.sampling.sampler import Sampled, TokenLogprobs
 from baton.engine.sequence import Sequence
-from baton.engine.speculative.ngram import RowCost, SpeculativeConfig
+from baton.engine.speculative import Proposer
+from baton.engine.speculative.ngram import NgramProposer
 from baton.prefix import hash_chain
 from baton.sampling import SamplingParams
 from baton.text import load_tokenizer
@@ -130,8 +132,31 @@ class ScriptedRunner(StepRunner):
         return tokens_by_sequence(sampling, Sampled(tokens, logprobs))
 
 
-class UsualCost(RowCost):
+class UsualCost(NgramProposer):
     """What is proposed does not depend on how fast this machine is."""
+
+    def took(self, rows, proposed, seconds):
+        pass
+
+
+class GoodDraftModel(Proposer):
+    """Says of a batch's sequences what comes; every third token of each is another."""
+
+    def __init__(self, most, max_context, text):
+        super().__init__(most, max_context)
+        self.text, self.batches = text, []
+
+    def propose(self, sequences, limits, rows):
+        self.batches.append(len(sequences))
+        drafts = []
+        for sequence, limit in zip(sequences, limits, strict=True):
+            end = sequence.num_tokens
+            coming = self.text[end : end + limit]
+            drafts.append(tuple(0 if (end + i) % 3 == 0 else t for i, t in enumerate(coming)))
+        return drafts
+
+    def learn(self, sequence, sampled):
+        assert list(sampled) == sequence.tokens[len(sequence.tokens) - len(sampled) :]
 
     def took(self, rows, proposed, seconds):
         pass
@@ -141,15 +166,15 @@ LOOP = [1, 2, 3, 4, 5, 6, 7, 8]
 EOS = 90
 
 
-def scripted(text, params, max_context=1000):
-    """What a sequence got that begins with 16 tokens of a text, and the counts of `run`."""
-    planner = Planner(BlockPool(64, 4), 64, 4, SpeculativeConfig(4, max_context, UsualCost()))
+def scripted(text, params, max_context=1000, proposer=None, names="a"):
+    """What sequences got that begin with 16 tokens of a text, and the counts of `run`."""
+    planner = Planner(BlockPool(64, 4), 64, 4, proposer or UsualCost(4, max_context))
     runner, eos = ScriptedRunner(text), frozenset({EOS})
     got, *counts = run(
         lambda publish: Engine(runner, planner, eos, max_context, publish),
-        Sequence("a", text[:16], 16, params),
+        *(Sequence(name, text[:16], 16, params) for name in names),
     )
-    return got["a"], *counts
+    return *(got[name] for name in names), *counts
 
 
 @pytest.mark.parametrize(
@@ -188,3 +213,22 @@ def test_wrong_proposals_leave_nothing_behind():
         assert set(cached) == set(hash_chain(text[:65], 4))
         wrong += proposed - accepted
     assert wrong > 8
+
+
+def test_a_proposer_of_another_kind_gets_the_whole_batch():
+    text = list(range(1, 81))
+    model = GoodDraftModel(4, 1000, text)
+    one, other, proposed, accepted, *_ = scripted(
+        text, SamplingParams(max_tokens=50), proposer=model, names="ab"
+    )
+    assert tokens_of(one) == tokens_of(other) == text[16:66]
+    assert 0 < accepted < proposed
+    assert 2 in model.batches
+    assert len(one) < 25
+
+
+def test_nothing_is_kept_of_sequences_that_ended():
+    proposer = UsualCost(4, 1000)
+    scripted(LOOP * 20, SamplingParams(max_tokens=50), proposer=proposer)
+    gc.collect()
+    assert not proposer._texts

@@ -29,6 +29,7 @@ from pathlib import Path
 # Also because the library must use torch's libgomp, which therefore has to be loaded first.
 import torch
 
+from baton.engine.ops.native.interface import declare
 from baton.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def load_target(target: Target, dtype: torch.dtype = torch.float32) -> ctypes.CD
     """The library for a kind of CPU, built if need be. Raises BuildFailed."""
     path = _built(target, dtype)
     try:
-        return ctypes.CDLL(str(path))
+        return declare(ctypes.CDLL(str(path)))
     except OSError as error:
         raise BuildFailed(f"{path} cannot be loaded: {error}") from error
 

@@ -7,97 +7,38 @@ each row up in an order of its own.
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_size_t, c_void_p
-
 import torch
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
 from baton.engine.models.config import ModelConfig
-from baton.engine.models.rope import rope_tables
-from baton.engine.ops.native import library
-from baton.engine.ops.native.packing import Linear, PackedWeight, fields
+from baton.engine.ops.native.interface import (
+    AttentionShape,
+    Expert,
+    Layer,
+    Linear,
+    Step,
+    WholeModel,
+)
+from baton.engine.ops.native.ops import NativeOps
+from baton.engine.ops.native.packing import PackedWeight
 from baton.engine.weights.weight import Weight
 from baton.engine.weights.weights import LayerWeights, Weights
 
-_NORMS = "input_norm mlp_norm attention_norm output_norm q_norm k_norm"
-_MATRICES = "qkv o gate_up down"
-_OF_EXPERTS = "router shared_gate"
 _HUGE_PAGE = 2 << 20  # where a workspace begins; elsewhere prompts take up to a tenth longer
 
 
-# These structures mirror `src/kernels.h` and `src/forward.cpp`, field for field.
-
-
-class Norm(Structure):
-    """A norm's weight, or null; a wide one is float32 whatever the activations are."""
-
-    _fields_ = fields(("weight", c_void_p), ("wide", c_int32))
-
-
-class Pool(Structure):
-    """The KV pool."""
-
-    _fields_ = fields(("data", c_void_p), ("layers kv_heads block_size head_size int8", c_int32))
-
-
-class CExpert(Structure):
-    """One of a mixture."""
-
-    _fields_ = fields(("gate_up down", Linear))
-
-
-class Layer(Structure):
-    """One decoder layer's weights."""
-
-    _fields_ = fields(
-        (_NORMS, Norm),
-        (f"{_MATRICES} {_OF_EXPERTS}", Linear),
-        ("experts", POINTER(CExpert)),
-        ("window table", c_int32),
-    )
-
-
-class ModelWeights(Structure):
-    """A whole model."""
-
-    _fields_ = fields(
-        ("embedding tables", c_void_p),
-        ("final_norm", Norm),
-        ("layers", POINTER(Layer)),
-        ("lm_head", Linear),
-        ("num_layers hidden heads kv_heads head_size max_context", c_int32),
-        ("num_experts per_token normed gelu row_norms", c_int32),
-        ("eps attention_scale attention_cap logit_scale logit_cap", c_float),
-        ("embedding_scale residual_scale", c_float),
-    )
-
-
-class Step(Structure):
-    """What one step computes and where it writes."""
-
-    _fields_ = fields(
-        ("token_ids context_lens query_lens block_tables logit_rows logits workspace", c_void_p),
-        ("pool", Pool),
-        ("rows sequences width num_logits", c_int32),
-    )
-
-
-class NativeModel:
+class NativeModel(NativeOps):
     """Packed weights, and scratch memory that one thread at a time may use."""
 
     def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype) -> None:
         """Weights may be packed already. Raises ConfigError where there is no library."""
-        self.config = config
-        self.dtype = dtype
-        native = library.require(dtype)
-        self._run, self._workspace_size = native.baton_step, native.baton_workspace
-        self._run.restype, self._workspace_size.restype = None, c_size_t
+        super().__init__(config, weights, dtype)
         self._kept: list[object] = []  # what the structures point at
         self._model = self._whole(weights)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._rows = 0  # that the workspace is for
-        self._logits = torch.empty(0, config.vocab_size)
+        self._scores = torch.empty(0, config.vocab_size)
 
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """Runs a step's rows through the model and writes their K and V to the pool.
@@ -106,73 +47,54 @@ class NativeModel:
         """
         rows, wanted = len(batch.token_ids), len(batch.logit_rows)
         if rows > self._rows:
-            size = self._workspace_size(byref(self._model), rows)
+            size = self._native.baton_workspace(self._model, rows)
             room = torch.empty(size + _HUGE_PAGE, dtype=torch.uint8)
             self._workspace, self._rows = room[-room.data_ptr() % _HUGE_PAGE :], rows
-        if wanted > len(self._logits):
-            self._logits = torch.empty(wanted, self.config.vocab_size)
+        if wanted > len(self._scores):
+            self._scores = torch.empty(wanted, self.config.vocab_size)
         inputs = (
             batch.token_ids, batch.context_lens, batch.query_lens, batch.block_tables,
-            batch.logit_rows, self._logits, self._workspace,
+            batch.logit_rows, self._scores, self._workspace,
         )  # fmt: skip
-        _, layers, _, kv_heads, block_size, _ = pool.shape
-        int8, head_size = pool.dtype == torch.int8, self.config.head_size
-        kv = Pool(pool.data_ptr(), layers, kv_heads, block_size, head_size, int8)
         sizes = (rows, len(batch.query_lens), batch.block_tables.shape[1], wanted)
-        pointers = (tensor.data_ptr() for tensor in inputs)
-        step = Step(*pointers, kv, *sizes)
-        self._run(torch.get_num_threads(), byref(self._model), byref(step))
-        return self._logits[:wanted]
+        step = Step(*(tensor.data_ptr() for tensor in inputs), self._pool(pool), *sizes)
+        self._native.baton_step(torch.get_num_threads(), self._model, step)
+        return self._scores[:wanted]
 
-    def _whole(self, weights: Weights) -> ModelWeights:
+    def _whole(self, weights: Weights) -> WholeModel:
         config, experts = self.config, self.config.experts
-        tables, table_of = rope_tables(config)
-        layers = map(self._layer, weights.layers, config.windows, table_of)
-        return ModelWeights(
-            *map(self._keep, (weights.embedding, tables)),
+        assert all(tensor.is_contiguous() for tensor in (weights.embedding, self._tables))
+        return WholeModel(
+            weights.embedding.data_ptr(),
             self._norm(weights.final_norm),
-            (Layer * config.num_layers)(*layers),
+            (Layer * config.num_layers)(*map(self._layer, weights.layers, self._shapes)),
             self._linear(weights.lm_head),
             *(config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads),
-            *(config.head_size, config.max_context),
+            config.head_size,
             *((experts.count, experts.per_token, experts.normed) if experts else (0, 0, 0)),
-            *(config.activation == "gelu_tanh", config.differs.qk_norm == "row"),
-            *(config.rms_eps, config.score_scale, config.attention_softcap),
-            *(config.logit_scale, config.logit_softcap),
-            torch.tensor(config.embedding_scale, dtype=self.dtype).item(),
-            config.residual_scale,
+            config.activation == "gelu_tanh",
+            *(config.rms_eps, config.logit_scale, config.logit_softcap),
+            *(self._embedding_scale, config.residual_scale),
         )
 
-    def _layer(self, layer: LayerWeights, window: int | None, table: int) -> Layer:
-        norms = (self._norm(getattr(layer, name)) for name in _NORMS.split())
+    def _layer(self, layer: LayerWeights, attention: AttentionShape) -> Layer:
+        norms = (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)
         products = [
-            self._linear(getattr(layer, name), getattr(layer, f"{name}_bias"))
-            for name in _MATRICES.split()
+            self._linear(layer.qkv, layer.qkv_bias),
+            self._linear(layer.o, layer.o_bias),
+            self._linear(layer.gate_up, layer.gate_up_bias),
+            self._linear(layer.down, layer.down_bias),
         ]
-        if layer.experts is None:
-            return Layer(*norms, *products, Linear(), Linear(), None, window or 0, table)
-        products += [self._linear(getattr(layer.experts, name)) for name in _OF_EXPERTS.split()]
-        experts = [
-            CExpert(self._linear(one.gate_up), self._linear(one.down))
-            for one in layer.experts.experts
-        ]
-        kept = (CExpert * len(experts))(*experts)
-        return Layer(*norms, *products, kept, window or 0, table)
-
-    def _norm(self, weight: Tensor | None) -> Norm:
-        return Norm(self._keep(weight), weight is not None and weight.dtype != self.dtype)
+        router, shared_gate, experts = Linear(), Linear(), None
+        if (mixture := layer.experts) is not None:
+            router, shared_gate = map(self._linear, (mixture.router, mixture.shared_gate))
+            each = [Expert(*map(self._linear, (one.gate_up, one.down))) for one in mixture.experts]
+            experts = (Expert * len(each))(*each)
+        return Layer(*map(self._norm, norms), *products, router, shared_gate, experts, attention)
 
     def _linear(self, weight: Weight | None, bias: Tensor | None = None) -> Linear:
         if weight is None:
             return Linear()
         packed = PackedWeight.of(weight)
-        self._kept += [packed, bias]
+        self._kept.append(packed)
         return packed.linear(bias)
-
-    def _keep(self, tensor: Tensor | None) -> int | None:
-        """A tensor's address; the tensor stays as long as the model does."""
-        if tensor is None:
-            return None
-        assert tensor.is_contiguous(), "native code reads rows one after the other"
-        self._kept.append(tensor)
-        return tensor.data_ptr()

@@ -8,14 +8,14 @@ word has its eight values of int4, `src/simd.h` tells.
 
 from __future__ import annotations
 
-from ctypes import Structure, byref, c_bool, c_int32, c_size_t, c_void_p
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from baton.engine.ops.native import library
+from baton.engine.ops.native.interface import Linear
 from baton.engine.weights.weight import DenseWeight, Int4Weight, Int8Weight, Weight
 
 PANEL = 64
@@ -23,19 +23,6 @@ ACTIVATION_OFFSET = 128  # added to int8 activations, which the product takes as
 
 # A large weight is packed so many panels at a time, so that no second copy of it comes into being.
 PANELS_AT_ONCE = 64
-
-
-def fields(*kinds: tuple[str, Any]) -> list[tuple[str, Any]]:
-    """A structure's fields, from names and their kind."""
-    return [(name, kind) for names, kind in kinds for name in names.split()]
-
-
-class Linear(Structure):
-    """A packed weight and its bias, as `src/kernels.h` has them, field for field."""
-
-    _fields_ = fields(
-        ("packed scales offsets zeros order bias", c_void_p), ("inputs outputs group", c_int32)
-    )
 
 
 @dataclass(frozen=True)
@@ -84,25 +71,33 @@ class PackedWeight(Weight):
 
     def linear(self, bias: Tensor | None = None) -> Linear:
         """For native code, which points at these tensors and does not keep them."""
-        held = (self.packed, self.scales, self.offsets, self.zeros, self.order)
-        for tensor in (tensors := (*held, bias)):
-            assert tensor is None or tensor.is_contiguous(), "rows lie one after the other"
-        pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        return Linear(*pointers, self.inputs, self.outputs, self.group)
+        made = Linear.from_buffer_copy(self._without_bias)
+        made.bias = address(bias)
+        return made
+
+    @cached_property
+    def _without_bias(self) -> Linear:
+        tensors = (self.packed, self.scales, self.offsets, self.zeros, self.order, None)
+        return Linear(*map(address, tensors), self.inputs, self.outputs, self.group)
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """A product by itself; steps are one call (`model.py`)."""
-        native, weights, rows = library.require(x.dtype), self.linear(bias), len(x)
-        x = x.contiguous()
-        native.baton_linear_scratch.restype = c_size_t
-        size = native.baton_linear_scratch(byref(weights), rows)
-        scratch = torch.empty(size, dtype=torch.uint8)
-        y = x.new_empty(rows, self.outputs)
-        x_at, y_at, scratch_at = (c_void_p(t.data_ptr()) for t in (x, y, scratch))
-        floats = c_bool(x.dtype == torch.float32)
-        threads = torch.get_num_threads()
-        native.baton_linear(threads, x_at, rows, byref(weights), y_at, floats, scratch_at)
+        native, weights, rows = library.load(x.dtype), self.linear(bias), len(x)
+        assert native is not None, "weights are packed for it"
+        x, y = x.contiguous(), x.new_empty(rows, self.outputs)
+        scratch = torch.empty(native.baton_linear_scratch(weights, rows), dtype=torch.uint8)
+        threads, floats = torch.get_num_threads(), x.dtype == torch.float32
+        native.baton_linear(
+            threads, x.data_ptr(), rows, weights, y.data_ptr(), floats, scratch.data_ptr()
+        )
         return y
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """For native code, which reads rows one after the other."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous(), "rows lie one after the other"
+    return tensor.data_ptr()
 
 
 def pack(weight: Tensor) -> Tensor:

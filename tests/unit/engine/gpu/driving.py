@@ -15,7 +15,7 @@ from baton.engine.overlap import OverlappedEngine
 from baton.engine.planner import Planner
 from baton.engine.runner import Runner
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.speculative.ngram import SpeculativeConfig
+from baton.engine.speculative.ngram import NgramProposer
 from baton.errors import Overloaded
 from tests.unit.engine.gpu.models import TINY, weights_of
 
@@ -58,8 +58,8 @@ class Driven:
     ):
         self.runner = runner
         self.blocks = BlockPool(num_blocks, block_size)
-        speculation = SpeculativeConfig(speculate, MAX_CONTEXT) if speculate else None
-        self.planner = Planner(self.blocks, 16, max_batch, speculation)
+        proposer = NgramProposer(speculate, MAX_CONTEXT) if speculate else None
+        self.planner = Planner(self.blocks, 16, max_batch, proposer)
         kind = OverlappedEngine if overlap and not speculate else Engine
         self.engine = kind(runner, self.planner, EOS, MAX_CONTEXT, self._publish)
         self.progress: list[Progress] = []  # of the last report

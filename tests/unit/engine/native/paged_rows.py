@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-from ctypes import POINTER, Structure, c_float, c_int32, c_void_p
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
-from baton.engine.ops.native import library
-from baton.engine.ops.native.model import Norm, Pool
+from baton.engine.ops.native import interface, library
+from baton.engine.ops.native.interface import AttentionShape, Norm, Pool
 from baton.engine.ops.torch.attention import AttentionBatch, Scoring, attend, place
 from baton.engine.weights.quantize import pack_rows, unpack_rows
 
@@ -19,27 +18,6 @@ native = library.load()
 
 LAYERS, LAYER = 2, 1
 EPS = 1e-5
-
-
-class CSpan(Structure):
-    """`Span` of kernels.h."""
-
-    _fields_ = (
-        *((name, c_int32) for name in ("first_row", "count", "context")),
-        ("table", c_void_p),
-    )
-
-
-class CShape(Structure):
-    """`AttentionShape` of kernels.h."""
-
-    _fields_ = (
-        *((name, c_int32) for name in ("heads", "layer", "window")),
-        *((name, c_float) for name in ("scale", "cap", "eps")),
-        *((name, c_void_p) for name in ("cos", "sin")),
-        *((name, Norm) for name in ("q_norm", "k_norm")),
-        ("row_norms", c_int32),
-    )
 
 
 @dataclass(frozen=True)
@@ -115,7 +93,9 @@ class PagedRows:
         out = torch.full((len(qkv), self.heads.heads * self.heads.head_size), torch.nan)
         out = out.to(self.heads.dtype)
         heads = self.heads
-        shape = CShape(heads=heads.heads, scale=heads.scale, cap=heads.softcap, window=heads.window)
+        shape = AttentionShape(
+            heads=heads.heads, scale=heads.scale, cap=heads.softcap, window=heads.window
+        )
         self._call("attend", threads, qkv, spans, shape, out)
         return out
 
@@ -123,7 +103,9 @@ class PagedRows:
         self, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor] | None = None, threads: int = 1
     ) -> None:
         """Turns q of qkv in place and writes K and V to the pool, natively."""
-        shape = CShape(heads=self.heads.heads, eps=EPS, cos=cos.data_ptr(), sin=sin.data_ptr())
+        shape = AttentionShape(
+            heads=self.heads.heads, eps=EPS, cos=cos.data_ptr(), sin=sin.data_ptr()
+        )
         if norms is not None:
             shape.q_norm, shape.k_norm = (Norm(weight.data_ptr()) for weight in norms)
         self._call("rotate", threads, self.qkv, self.spans, shape)
@@ -155,7 +137,7 @@ class PagedRows:
         return place(batch, self.heads.block_size)
 
     def _call(
-        self, name: str, threads: int, qkv: Tensor, spans: list[Span], shape: CShape,
+        self, name: str, threads: int, qkv: Tensor, spans: list[Span], shape: AttentionShape,
         out: Tensor | None = None,
     ) -> None:  # fmt: skip
         shape.layer = LAYER
@@ -166,17 +148,12 @@ class PagedRows:
             torch.tensor([*span.blocks[:count], 1 << 30], dtype=torch.int32)
             for span, count in zip(spans, needed, strict=True)
         ]
-        structs, row = (CSpan * len(spans))(), 0
+        structs, row = (interface.Span * len(spans))(), 0
         for at, (span, table) in enumerate(zip(spans, tables, strict=True)):
-            structs[at] = CSpan(row, span.count, span.context, table.data_ptr())
+            structs[at] = interface.Span(row, span.count, span.context, table.data_ptr())
             row += span.count
         sizes = (LAYERS, heads.kv_heads, heads.block_size, heads.head_size, heads.int8)
         pool = Pool(self.pool.data_ptr(), *sizes)
-        function = library.require(heads.dtype)[f"baton_{name}"]
+        function = getattr(library.require(heads.dtype), f"baton_{name}")
         results = [out.data_ptr()] if out is not None else []
-        function.argtypes = (
-            *(c_int32, c_void_p, POINTER(CSpan), c_int32, POINTER(CShape), POINTER(Pool)),
-            *(c_void_p for _ in results),
-        )
-        function.restype = None
         function(threads, qkv.data_ptr(), structs, len(spans), shape, pool, *results)

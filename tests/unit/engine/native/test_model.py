@@ -1,4 +1,4 @@
-"""A whole native step against the torch model, in the precisions that transformers has not."""
+"""Native steps, whole and by operations, against torch in precisions that transformers has not."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import hashlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from baton.engine.models.architectures import ARCHITECTURES
+from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.ops.native import library
 from baton.engine.ops.native.model import NativeModel
+from baton.engine.ops.native.ops import NativeOps
+from baton.engine.ops.native.packing import PackedWeight
 from baton.engine.weights.weight import DenseWeight, Weight, quantized
-from baton.engine.weights.weights import Weights, random_weights
+from baton.engine.weights.weights import Weights, load_weights, random_weights
+from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.paged import PagedRun, PagedSequence
 from tests.unit.engine.small_models import small_config
 
@@ -39,17 +45,16 @@ CONFIG = small_config(
 TOKENS = torch.randint(0, 301, (90,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def weights_of(dtype: torch.dtype, int8: bool = False) -> Weights:
+def weights_of(dtype: torch.dtype, int8: bool = False, native: bool = False) -> Weights:
     def prepare(weight: Weight) -> Weight:
         assert isinstance(weight, DenseWeight)
-        return quantized(weight, "int8" if int8 else "none")
+        weight = quantized(weight, "int8" if int8 else "none")
+        return PackedWeight.of(weight) if native else weight
 
     return random_weights(CONFIG, dtype, CPU, seed=3, prepare=prepare)
 
 
-def logits(
-    model: Model | NativeModel, query_lens: tuple[int, ...], int8_kv: bool = False
-) -> Tensor:
+def logits(model: Model, query_lens: tuple[int, ...], int8_kv: bool = False) -> Tensor:
     run = PagedRun(model, kv_dtype=torch.int8 if int8_kv else None)
     sequence = run.add(TOKENS)
     return torch.cat([run.step((sequence, count))[0] for count in query_lens])
@@ -65,15 +70,34 @@ def test_it_is_as_close_to_float32_as_torch_is(int8: bool, int8_kv: bool) -> Non
     def by_torch(dtype: torch.dtype) -> Tensor:
         return logits(Model(CONFIG, weights_of(dtype, int8), dtype, CPU), (90,), int8_kv)
 
-    def by_native(dtype: torch.dtype) -> Tensor:
-        return logits(NativeModel(CONFIG, weights_of(dtype, int8), dtype), (37, 1, 52), int8_kv)
+    def by_native(kind: type[NativeOps], dtype: torch.dtype) -> Tensor:
+        model = kind(CONFIG, weights_of(dtype, int8, native=True), dtype)
+        return logits(model, (37, 1, 52), int8_kv)
 
     exact = by_torch(torch.float32)
     # A last bit may round an int8 to its neighbour, which is a hundredth of a row's largest.
     limit = 3e-3 if int8 or int8_kv else 2e-6
-    assert relative_error(by_native(torch.float32), exact) < limit
     of_torch = relative_error(by_torch(torch.bfloat16), exact)
-    assert relative_error(by_native(torch.bfloat16), exact) < 1.2 * of_torch < 0.05
+    for kind in (NativeModel, NativeOps):
+        assert relative_error(by_native(kind, torch.float32), exact) < limit
+        assert relative_error(by_native(kind, torch.bfloat16), exact) < 1.2 * of_torch < 0.05
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_operations_one_by_one_compute_what_a_whole_step_does(
+    architecture: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, architecture, sliding_window=24)
+    config = ModelConfig.load(tmp_path)
+    weights = load_weights(tmp_path, config, torch.float32, CPU, PackedWeight.of)
+    whole, one_by_one = (
+        logits(kind(config, weights, torch.float32), (37, 1, 52))
+        for kind in (NativeModel, NativeOps)
+    )
+    if config.experts is None and not config.logit_softcap:
+        assert torch.equal(one_by_one, whole)
+    else:  # torch adds up experts' outputs and makes the cap of logits
+        assert relative_error(one_by_one, whole) < 2e-6
 
 
 def test_gates_far_from_zero_do_not_overflow() -> None:

@@ -8,32 +8,26 @@
 
 namespace baton {
 
-// The structures are mirrored in baton/engine/ops/native/model.py.
-
 struct Expert {
     Linear gate_up, down;
 };
 
 struct Layer {
-    // Before attention and MLP, and of what they add; of queries and keys.
-    Norm input_norm, mlp_norm, attention_norm, output_norm, q_norm, k_norm;
+    Norm input_norm, mlp_norm, attention_norm, output_norm;  // the latter of what is added
     Linear qkv, o, gate_up, down, router, shared_gate;
     const Expert* experts;  // or null; then gate_up and down are of one that all rows take, or null
-    int32_t window;  // tokens a row sees; 0: all
-    int32_t table;   // of cosines and sines
+    AttentionShape attention;
 };
 
 struct Model {
     const Activation* embedding;  // [vocab][hidden]
-    const float* tables;  // [tables][cosines, sines][max_context][head_size]
     Norm final_norm;
     const Layer* layers;
     Linear lm_head;
-    int32_t num_layers, hidden, heads, kv_heads, head_size, max_context;
+    int32_t num_layers, hidden, heads, kv_heads, head_size;
     int32_t num_experts, per_token, normed;  // the taken ones' shares add up to 1
-    int32_t gelu, row_norms;  // 1: gelu in place of silu; q_norm and k_norm of all heads together
-    float eps, attention_scale, attention_cap, logit_scale, logit_cap;
-    float embedding_scale, residual_scale;
+    int32_t gelu;  // 1: in place of silu
+    float eps, logit_scale, logit_cap, embedding_scale, residual_scale;
 };
 
 struct Step {
@@ -192,27 +186,18 @@ struct Forward {
             shared ? at.shared_gate : nullptr, at.branch);
     }
 
-    AttentionShape shape(int index) const {
-        const Layer& layer = model.layers[index];
-        const size_t table_size = size_t(model.max_context) * model.head_size;
-        const float* cos = model.tables + 2 * layer.table * table_size;
-        return {model.heads,         index,     layer.window, model.attention_scale,
-                model.attention_cap, model.eps, cos,          cos + table_size,
-                layer.q_norm,        layer.k_norm, model.row_norms};
-    }
-
     // A layer up to the point where all its K and V are in the pool.
     void store_keys(int index, const std::vector<Span>& spans) {
         const Layer& layer = model.layers[index];
         const Activation* x = norm(index ? at.branch : nullptr, layer.input_norm, step.rows);
         product(x, step.rows, layer.qkv, at.qkv);
-        rotate_and_store(team, at.qkv, spans.data(), int(spans.size()), shape(index), step.pool);
+        rotate_and_store(team, at.qkv, spans.data(), int(spans.size()), layer.attention, step.pool);
     }
 
     // The rest of the layer: attention and MLP. What they add last is left in `branch`.
     void attend_and_mix(int index, int rows, const std::vector<Span>& spans) {
         const Layer& layer = model.layers[index];
-        attend(team, at.qkv, spans.data(), int(spans.size()), shape(index), step.pool, at.mixed);
+        attend(team, at.qkv, spans.data(), int(spans.size()), layer.attention, step.pool, at.mixed);
         product(at.mixed, rows, layer.o, at.branch);
         norm_branch(layer.attention_norm, rows);
         const Activation* x = norm(at.branch, layer.mlp_norm, rows);

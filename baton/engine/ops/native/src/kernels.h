@@ -1,5 +1,6 @@
 // The operations of a step: products, what happens to rows one by one, rotation, attention.
-// All are called by the whole team, and return when their results are complete.
+// All are called by the whole team, and return when their results are complete. Structures are
+// mirrored in baton/engine/ops/native/interface.py, field for field.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +10,7 @@
 
 namespace baton {
 
-// y = x @ weight.T + bias. Mirrored by a ctypes structure in Python.
+// y = x @ weight.T + bias.
 struct Linear {
     const void* packed;      // [panels][groups][PANEL][GROUP]; depth and columns padded with zeros
     const float* scales;     // int8 weights: [out], of each output; int4: as `zeros`; otherwise null
@@ -33,7 +34,6 @@ void linear(Team& team, const Activation* x, int rows, const Linear& weights, Ou
             void* scratch);
 
 // A norm's weight, or null. A wide one is of floats: rows are rounded after it, and not before.
-// Mirrored by a ctypes structure in Python.
 struct Norm {
     const void* weight;
     int32_t wide;

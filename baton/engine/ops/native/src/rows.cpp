@@ -161,10 +161,24 @@ void rotate_and_store(Team& team, Activation* qkv, const Span* spans, int num_sp
     });
 }
 
-extern "C" void baton_rotate(int threads, Activation* qkv, const Span* spans, int num_spans,
-                             const AttentionShape* shape, const Pool* pool) {
+extern "C" {
+void baton_add_rms_norm(int threads, Activation* hidden, const Activation* added, const Norm* norm,
+                        float eps, int rows, int size, Activation* out) {
+    with_team(threads, [&](Team& team) {
+        add_rms_norm(team, hidden, added, 1.0f, *norm, eps, rows, size, out);
+    });
+}
+
+void baton_act_mul(int threads, const Activation* gate_up, int rows, int size, bool gelu,
+                   Activation* out) {
+    with_team(threads, [&](Team& team) { act_mul(team, gate_up, rows, size, gelu, out); });
+}
+
+void baton_rotate(int threads, Activation* qkv, const Span* spans, int num_spans,
+                  const AttentionShape* shape, const Pool* pool) {
     with_team(threads,
               [&](Team& team) { rotate_and_store(team, qkv, spans, num_spans, *shape, *pool); });
+}
 }
 
 }  // namespace baton

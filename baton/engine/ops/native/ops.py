@@ -1,0 +1,110 @@
+"""The decoder's operations by native kernels, one call each.
+
+For models that a whole native step (`model.py`) does not know: what native code lacks is torch's,
+the rest is not. Between two calls Python dispatches and allocates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.engine.batch import StepBatch
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.decoder import Model
+from baton.engine.ops.native import library
+from baton.engine.ops.native.interface import AttentionShape, Norm, Pool, Span
+from baton.engine.weights.weights import LayerWeights, Weights
+
+INT32 = 4  # bytes
+
+
+class NativeOps(Model):
+    """Norms and gates are native, products where weights are packed, attention if `attends`."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, dtype: torch.dtype, attends: bool = True
+    ) -> None:
+        """attends: heads and blocks have sizes that native attention takes.
+
+        Raises ConfigError where there is no library.
+        """
+        of_tables = torch.float32 if attends else dtype
+        super().__init__(config, weights, dtype, torch.device("cpu"), of_tables)
+        self._native = library.require(dtype)
+        self._attends = attends
+        self._shapes = list(map(self._shape, range(config.num_layers), weights.layers))
+
+    def _add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual is added to where it lies."""
+        stream, added = (x, None) if residual is None else (residual, x.data_ptr())
+        normed = stream if weight is None else torch.empty_like(stream)
+        self._native.baton_add_rms_norm(
+            torch.get_num_threads(), stream.data_ptr(), added, self._norm(weight),
+            self.config.rms_eps, *stream.shape, normed.data_ptr(),
+        )  # fmt: skip
+        return normed, stream
+
+    def _act_mul(self, gate_up: Tensor) -> Tensor:
+        rows, size = len(gate_up), gate_up.shape[1] // 2
+        out, gelu = gate_up.new_empty(rows, size), self.config.activation == "gelu_tanh"
+        threads, to = torch.get_num_threads(), out.data_ptr()
+        self._native.baton_act_mul(threads, gate_up.data_ptr(), rows, size, gelu, to)
+        return out
+
+    def _place(self, batch: StepBatch, pool: Tensor) -> Any:
+        """The spans of the batch's sequences, and the pool."""
+        if not self._attends:
+            return super()._place(batch, pool)
+        query_lens, row = batch.query_lens.tolist(), 0
+        spans = (Span * len(query_lens))()
+        table, stride = batch.block_tables.data_ptr(), batch.block_tables.shape[1] * INT32
+        for at, context in enumerate(batch.context_lens.tolist()):
+            spans[at] = Span(row, query_lens[at], context, table + at * stride)
+            row += query_lens[at]
+        return spans, self._pool(pool)
+
+    def _rope_and_write(
+        self, qkv: Tensor, rows: Any, index: int, layer: LayerWeights, pool: Tensor
+    ) -> Tensor:
+        """`qkv` itself, with its queries normed and turned."""
+        if not self._attends:
+            return super()._rope_and_write(qkv, rows, index, layer, pool)
+        spans, paged = rows
+        shape, threads = self._shapes[index], torch.get_num_threads()
+        self._native.baton_rotate(threads, qkv.data_ptr(), spans, len(spans), shape, paged)
+        return qkv
+
+    def _attend(self, q: Tensor, rows: Any, index: int, pool: Tensor) -> Tensor:
+        if not self._attends:
+            return super()._attend(q, rows, index, pool)
+        spans, paged = rows
+        out = q.new_empty(len(q), self.config.num_heads * self.config.head_size)
+        self._native.baton_attend(
+            torch.get_num_threads(), q.data_ptr(), spans, len(spans), self._shapes[index], paged,
+            out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def _shape(self, index: int, layer: LayerWeights) -> AttentionShape:
+        """Of a layer."""
+        config = self.config
+        cos, sin = self._tables[self._table_of[index]]
+        return AttentionShape(
+            *(config.num_heads, index, config.windows[index] or 0),
+            *(config.score_scale, config.attention_softcap, config.rms_eps),
+            *(cos.data_ptr(), sin.data_ptr(), self._norm(layer.q_norm), self._norm(layer.k_norm)),
+            config.differs.qk_norm == "row",
+        )
+
+    def _norm(self, weight: Tensor | None) -> Norm:
+        return Norm() if weight is None else Norm(weight.data_ptr(), weight.dtype != self.dtype)
+
+    def _pool(self, pool: Tensor) -> Pool:
+        _, layers, _, kv_heads, block_size, _ = pool.shape
+        int8, head_size = pool.dtype == torch.int8, self.config.head_size
+        return Pool(pool.data_ptr(), layers, kv_heads, block_size, head_size, int8)
