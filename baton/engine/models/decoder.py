@@ -51,8 +51,8 @@ class Model:
         tables, self._table_of = rope_tables(config)
         self._tables = tables.to(device, dtype)  # [ropes, 2, max_context, head_size]
         self._scoring = [
-            Scoring(config.score_scale, window, config.attention_softcap)
-            for window in config.windows
+            Scoring(config.score_scale, window, config.attention_softcap, layer.sinks)
+            for window, layer in zip(config.windows, weights.layers, strict=True)
         ]
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
 
@@ -98,15 +98,16 @@ class Model:
         """The outputs of the experts that rows take, weighed and added in a row's own order."""
         config = self.config.experts
         assert config is not None
-        shares = torch.softmax(experts.router.apply(x).float(), dim=-1)
+        scores = experts.router.apply(x, experts.router_bias)
+        shares = torch.softmax(scores.float(), dim=-1)
         shares, taken = torch.topk(shares, config.per_token)  # [rows, per_token]
         if config.normed:
             shares /= shares.sum(dim=-1, keepdim=True)
         outputs = x.new_empty(*taken.shape, x.shape[1])
         for number in taken.unique().tolist():
             expert, (rows, places) = experts.experts[number], torch.where(taken == number)
-            gate_up = expert.gate_up.apply(x[rows])
-            outputs[rows, places] = expert.down.apply(self._act_mul(gate_up))
+            inner = self._act_mul(expert.gate_up.apply(x[rows], expert.gate_up_bias))
+            outputs[rows, places] = expert.down.apply(inner, expert.down_bias)
         mixed = (outputs[:, 0] * shares[:, :1]).to(x.dtype)
         for at in range(1, config.per_token):
             mixed += (outputs[:, at] * shares[:, at : at + 1]).to(x.dtype)

@@ -17,6 +17,7 @@ from tests.unit.engine.paged import PagedRun
 CPU = torch.device("cpu")
 KERNELS = ("torch", "native")
 MATRICES = ("qkv", "o", "gate_up", "down")
+EXPERTS = ("router", "shared_gate")
 _LLAMA = ModelConfig(
     architecture="LlamaForCausalLM",
     vocab_size=300,
@@ -83,13 +84,14 @@ def run_of(kind, window=None, block_size=16, **sizes):
         return quantized(wide, "int8" if kind.weights else "none")
 
     def held_all(matrices, names=MATRICES):
-        return replace(matrices, **{name: held(getattr(matrices, name)) for name in names})
+        present = [name for name in names if getattr(matrices, name) is not None]
+        return replace(matrices, **{name: held(getattr(matrices, name)) for name in present})
 
     def held_experts(experts):
         if experts is None:
             return None
         each = tuple(held_all(one, ("gate_up", "down")) for one in experts.experts)
-        return replace(experts, experts=each, router=held(experts.router))
+        return replace(held_all(experts, EXPERTS), experts=each)
 
     layers = tuple(
         replace(held_all(layer), experts=held_experts(layer.experts)) for layer in weights.layers

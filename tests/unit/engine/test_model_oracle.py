@@ -123,6 +123,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 20},
     ),
     "glm4": ("Glm4ForCausalLM", {}),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 24},
+    ),
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "sliding_window": 24}),
     "qwen2 moe": (
         "Qwen2MoeForCausalLM",

@@ -8,12 +8,13 @@ each row up in an order of its own.
 from __future__ import annotations
 
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_size_t, c_void_p
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
-from baton.engine.models.config import ModelConfig
+from baton.engine.models.config import Activation, ModelConfig
 from baton.engine.models.rope import rope_tables
 from baton.engine.ops.native import library
 from baton.engine.ops.native.packing import Linear, PackedWeight, fields
@@ -22,7 +23,6 @@ from baton.engine.weights.weights import LayerWeights, Weights
 
 _NORMS = "input_norm mlp_norm attention_norm output_norm q_norm k_norm"
 _MATRICES = "qkv o gate_up down"
-_OF_EXPERTS = "router shared_gate"
 _HUGE_PAGE = 2 << 20  # where a workspace begins; elsewhere prompts take up to a tenth longer
 
 
@@ -52,7 +52,8 @@ class Layer(Structure):
 
     _fields_ = fields(
         (_NORMS, Norm),
-        (f"{_MATRICES} {_OF_EXPERTS}", Linear),
+        ("sinks", c_void_p),
+        (f"{_MATRICES} router shared_gate", Linear),
         ("experts", POINTER(CExpert)),
         ("window table", c_int32),
     )
@@ -67,7 +68,7 @@ class ModelWeights(Structure):
         ("layers", POINTER(Layer)),
         ("lm_head", Linear),
         ("num_layers hidden heads kv_heads head_size max_context", c_int32),
-        ("num_experts per_token normed gelu row_norms", c_int32),
+        ("num_experts per_token normed activation row_norms", c_int32),
         ("eps attention_scale attention_cap logit_scale logit_cap", c_float),
         ("embedding_scale residual_scale", c_float),
     )
@@ -136,7 +137,7 @@ class NativeModel:
             *(config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads),
             *(config.head_size, config.max_context),
             *((experts.count, experts.per_token, experts.normed) if experts else (0, 0, 0)),
-            *(config.activation == "gelu_tanh", config.differs.qk_norm == "row"),
+            *(get_args(Activation).index(config.activation), config.differs.qk_norm == "row"),
             *(config.rms_eps, config.score_scale, config.attention_softcap),
             *(config.logit_scale, config.logit_softcap),
             torch.tensor(config.embedding_scale, dtype=self.dtype).item(),
@@ -144,20 +145,24 @@ class NativeModel:
         )
 
     def _layer(self, layer: LayerWeights, window: int | None, table: int) -> Layer:
-        norms = (self._norm(getattr(layer, name)) for name in _NORMS.split())
+        norms = [self._norm(getattr(layer, name)) for name in _NORMS.split()]
+        sinks = self._keep(layer.sinks)
         products = [
             self._linear(getattr(layer, name), getattr(layer, f"{name}_bias"))
             for name in _MATRICES.split()
         ]
         if layer.experts is None:
-            return Layer(*norms, *products, Linear(), Linear(), None, window or 0, table)
-        products += [self._linear(getattr(layer.experts, name)) for name in _OF_EXPERTS.split()]
+            return Layer(*norms, sinks, *products, Linear(), Linear(), None, window or 0, table)
+        products.append(self._linear(layer.experts.router, layer.experts.router_bias))
+        products.append(self._linear(layer.experts.shared_gate))
         experts = [
-            CExpert(self._linear(one.gate_up), self._linear(one.down))
+            CExpert(
+                self._linear(one.gate_up, one.gate_up_bias), self._linear(one.down, one.down_bias)
+            )
             for one in layer.experts.experts
         ]
         kept = (CExpert * len(experts))(*experts)
-        return Layer(*norms, *products, kept, window or 0, table)
+        return Layer(*norms, sinks, *products, kept, window or 0, table)
 
     def _norm(self, weight: Tensor | None) -> Norm:
         return Norm(self._keep(weight), weight is not None and weight.dtype != self.dtype)

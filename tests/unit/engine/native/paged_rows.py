@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from ctypes import POINTER, Structure, c_float, c_int32, c_void_p
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class CShape(Structure):
         *((name, c_void_p) for name in ("cos", "sin")),
         *((name, Norm) for name in ("q_norm", "k_norm")),
         ("row_norms", c_int32),
+        ("sinks", c_void_p),
     )
 
 
@@ -52,6 +54,7 @@ class Heads:
     block_size: int = 16
     window: int = 0
     softcap: float = 0.0
+    with_sinks: bool = False
     dtype: torch.dtype = torch.float32
     int8: bool = False
 
@@ -62,6 +65,10 @@ class Heads:
     @property
     def scale(self) -> float:
         return self.head_size**-0.5
+
+    @cached_property
+    def sinks(self) -> Tensor | None:
+        return 3 * random_tensor(self.heads, seed=9) if self.with_sinks else None
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,11 @@ class PagedRows:
         out = torch.full((len(qkv), self.heads.heads * self.heads.head_size), torch.nan)
         out = out.to(self.heads.dtype)
         heads = self.heads
-        shape = CShape(heads=heads.heads, scale=heads.scale, cap=heads.softcap, window=heads.window)
+        sinks = heads.sinks.data_ptr() if heads.sinks is not None else None
+        shape = CShape(
+            heads=heads.heads, scale=heads.scale, cap=heads.softcap, window=heads.window,
+            sinks=sinks,
+        )  # fmt: skip
         self._call("attend", threads, qkv, spans, shape, out)
         return out
 
@@ -136,7 +147,7 @@ class PagedRows:
         q = q.view(len(q), heads.heads, heads.head_size)
         pool = pool.nan_to_num()  # the reference pads block_tables with block 0
         _, attention = self.placed()
-        scoring = Scoring(heads.scale, heads.window or None, heads.softcap)
+        scoring = Scoring(heads.scale, heads.window or None, heads.softcap, heads.sinks)
         return attend(q, pool, LAYER, attention, scoring)
 
     def placed(self) -> tuple[Tensor, AttentionBatch]:

@@ -17,6 +17,7 @@ struct Expert {
 struct Layer {
     // Before attention and MLP, and of what they add; of queries and keys.
     Norm input_norm, mlp_norm, attention_norm, output_norm, q_norm, k_norm;
+    const float* sinks;  // [heads], or null
     Linear qkv, o, gate_up, down, router, shared_gate;
     const Expert* experts;  // or null; then gate_up and down are of one that all rows take, or null
     int32_t window;  // tokens a row sees; 0: all
@@ -31,7 +32,8 @@ struct Model {
     Linear lm_head;
     int32_t num_layers, hidden, heads, kv_heads, head_size, max_context;
     int32_t num_experts, per_token, normed;  // the taken ones' shares add up to 1
-    int32_t gelu, row_norms;  // 1: gelu in place of silu; q_norm and k_norm of all heads together
+    Gate activation;
+    int32_t row_norms;  // 1: q_norm and k_norm of all heads together
     float eps, attention_scale, attention_cap, logit_scale, logit_cap;
     float embedding_scale, residual_scale;
 };
@@ -167,7 +169,7 @@ struct Forward {
 
     void mlp(const Activation* x, int rows, const Linear& up, const Linear& down, Activation* y) {
         product(x, rows, up, at.gate_up);
-        act_mul(team, at.gate_up, rows, down.in, model.gelu, at.inner);
+        act_mul(team, at.gate_up, rows, down.in, model.activation, at.inner);
         product(at.inner, rows, down, y);
     }
 
@@ -198,7 +200,7 @@ struct Forward {
         const float* cos = model.tables + 2 * layer.table * table_size;
         return {model.heads,         index,     layer.window, model.attention_scale,
                 model.attention_cap, model.eps, cos,          cos + table_size,
-                layer.q_norm,        layer.k_norm, model.row_norms};
+                layer.q_norm,        layer.k_norm, model.row_norms, layer.sinks};
     }
 
     // A layer up to the point where all its K and V are in the pool.
