@@ -95,7 +95,7 @@ class Model:
         return layer.down.apply(self._act_mul(gate_up), layer.down_bias)
 
     def _experts(self, x: Tensor, layer: LayerWeights, experts: ExpertWeights) -> Tensor:
-        """The outputs of the experts that rows take, weighed and added in a row's own order."""
+        """The outputs of the experts that rows take, weighed and added up."""
         config = self.config.experts
         assert config is not None
         scores = experts.router.apply(x, experts.router_bias)
@@ -103,18 +103,23 @@ class Model:
         shares, taken = torch.topk(shares, config.per_token)  # [rows, per_token]
         if config.normed:
             shares /= shares.sum(dim=-1, keepdim=True)
+        mixed = self._mix(x, shares, taken, experts)
+        if experts.shared_gate is not None:
+            # Not one behind the other: torch's last bits would depend on the number of rows.
+            gates = x.new_empty(len(x), 2)[:, :1].copy_(experts.shared_gate.apply(x))
+            mixed += torch.sigmoid(gates) * self._dense(x, layer)
+        return mixed
+
+    def _mix(self, x: Tensor, shares: Tensor, taken: Tensor, experts: ExpertWeights) -> Tensor:
+        """The outputs of experts `taken` `[rows, per_token]` times shares, in a row's own order."""
         outputs = x.new_empty(*taken.shape, x.shape[1])
         for number in taken.unique().tolist():
             expert, (rows, places) = experts.experts[number], torch.where(taken == number)
             inner = self._act_mul(expert.gate_up.apply(x[rows], expert.gate_up_bias))
             outputs[rows, places] = expert.down.apply(inner, expert.down_bias)
         mixed = (outputs[:, 0] * shares[:, :1]).to(x.dtype)
-        for at in range(1, config.per_token):
+        for at in range(1, taken.shape[1]):
             mixed += (outputs[:, at] * shares[:, at : at + 1]).to(x.dtype)
-        if experts.shared_gate is not None:
-            # Not one behind the other: torch's last bits would depend on the number of rows.
-            gates = x.new_empty(len(x), 2)[:, :1].copy_(experts.shared_gate.apply(x))
-            mixed += torch.sigmoid(gates) * self._dense(x, layer)
         return mixed
 
     def _branch(self, mixed: Tensor, weight: Tensor | None) -> Tensor:

@@ -80,7 +80,6 @@ class LayerWeights:
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
-    sinks: Tensor | None = None  # float32 `[heads]`
     o: Weight
     o_bias: Tensor | None = None
     mlp_norm: Tensor | None = None
@@ -91,6 +90,7 @@ class LayerWeights:
     attention_norm: Tensor | None = None  # of what attention adds
     output_norm: Tensor | None = None  # of what the MLP adds
     experts: ExpertWeights | None = None
+    sinks: Tensor | None = None  # float32 `[heads]`
 
 
 @dataclass(frozen=True)
