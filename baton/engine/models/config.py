@@ -87,6 +87,11 @@ class ExpertsConfig:
     shared_size: int = 0
     mxfp4: bool = False
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """`(layers with experts, experts)`: the shape of what is counted of them."""
+        return sum(self.layers), self.count
+
 
 @dataclass(frozen=True)
 class ModelConfig:

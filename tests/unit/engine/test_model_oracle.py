@@ -213,6 +213,21 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(architecture, tmp_pa
         assert error(got, exact) < 1.3 * error(bf16, exact)
 
 
+@pytest.mark.parametrize("kernels", small_models.KERNELS)
+def test_tokens_are_counted_by_the_experts_that_they_take(kernels, tmp_path):
+    reference = make_checkpoint(tmp_path, *VARIANTS["qwen3 moe"][:1], **VARIANTS["qwen3 moe"][1])
+    config = ModelConfig.load(tmp_path)
+    model = small_models.make(kernels, config, load_weights(tmp_path, config, torch.float32, CPU))
+    run, tokens = PagedRun(model), prompt()
+    sequence = run.add(tokens)
+    for count in (40, 34, 1):
+        run.step((sequence, count))
+    with torch.inference_mode():
+        routed = reference(torch.tensor([tokens]), output_router_logits=True).router_logits
+    expected = [layer.topk(3).indices.flatten().bincount(minlength=6).tolist() for layer in routed]
+    assert model.expert_tokens.tolist() == expected
+
+
 def error(logits, exact):
     """Of the middle row: a last bit may give a row another expert."""
     return (logits - exact).abs().mean(dim=1).median()

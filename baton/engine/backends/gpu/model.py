@@ -90,6 +90,9 @@ class GpuModel(Model):
         weighed = experts.down.apply(inner, slots, shares.flatten())
         return weighed.view(*taken.shape, -1).sum(dim=1)
 
+    def _wanted(self, rows: _Rows, taken: Tensor) -> Tensor:
+        return (rows.placed.lengths > 0).to(taken.dtype)
+
     def _act_mul(self, gate_up: Tensor) -> Tensor:
         return act_mul(gate_up, self.config.activation)
 

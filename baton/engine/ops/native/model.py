@@ -54,6 +54,7 @@ class Layer(Structure):
         (_NORMS, Norm),
         ("sinks", c_void_p),
         (f"{_MATRICES} router shared_gate", Linear),
+        ("expert_tokens", c_void_p),
         ("experts", POINTER(CExpert)),
         ("window table", c_int32),
     )
@@ -95,6 +96,9 @@ class NativeModel:
         self._run, self._workspace_size = native.baton_step, native.baton_workspace
         self._run.restype, self._workspace_size.restype = None, c_size_t
         self._kept: list[object] = []  # what the structures point at
+        self.expert_tokens: Tensor | None = None
+        if config.experts is not None:
+            self.expert_tokens = torch.zeros(config.experts.counts, dtype=torch.int64)
         self._model = self._whole(weights)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._rows = 0  # that the workspace is for
@@ -128,7 +132,9 @@ class NativeModel:
     def _whole(self, weights: Weights) -> ModelWeights:
         config, experts = self.config, self.config.experts
         tables, table_of = rope_tables(config)
-        layers = map(self._layer, weights.layers, config.windows, table_of)
+        counted = iter(() if self.expert_tokens is None else self.expert_tokens)
+        tokens = (next(counted) if layer.experts else None for layer in weights.layers)
+        layers = map(self._layer, weights.layers, config.windows, table_of, tokens)
         return ModelWeights(
             *map(self._keep, (weights.embedding, tables)),
             self._norm(weights.final_norm),
@@ -144,7 +150,9 @@ class NativeModel:
             config.residual_scale,
         )
 
-    def _layer(self, layer: LayerWeights, window: int | None, table: int) -> Layer:
+    def _layer(
+        self, layer: LayerWeights, window: int | None, table: int, expert_tokens: Tensor | None
+    ) -> Layer:
         norms = [self._norm(getattr(layer, name)) for name in _NORMS.split()]
         sinks = self._keep(layer.sinks)
         products = [
@@ -152,7 +160,9 @@ class NativeModel:
             for name in _MATRICES.split()
         ]
         if layer.experts is None:
-            return Layer(*norms, sinks, *products, Linear(), Linear(), None, window or 0, table)
+            return Layer(
+                *norms, sinks, *products, Linear(), Linear(), None, None, window or 0, table
+            )
         products.append(self._linear(layer.experts.router, layer.experts.router_bias))
         products.append(self._linear(layer.experts.shared_gate))
         experts = [
@@ -162,7 +172,8 @@ class NativeModel:
             for one in layer.experts.experts
         ]
         kept = (CExpert * len(experts))(*experts)
-        return Layer(*norms, sinks, *products, kept, window or 0, table)
+        tokens = self._keep(expert_tokens)
+        return Layer(*norms, sinks, *products, tokens, kept, window or 0, table)
 
     def _norm(self, weight: Tensor | None) -> Norm:
         return Norm(self._keep(weight), weight is not None and weight.dtype != self.dtype)

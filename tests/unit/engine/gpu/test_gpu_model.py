@@ -19,6 +19,9 @@ def ints(values):
     return torch.tensor(values, dtype=torch.int32)
 
 
+ROWS = 18 + 4 + 1 + 4 + 3 + 3  # of mixed_steps
+
+
 def mixed_steps(run):
     """Chunks; then a decode row among chunks, one behind a cached prefix; then decode rows."""
     first, second = run.add(tokens(20, 1)), run.add(tokens(9, 2))
@@ -45,6 +48,10 @@ def test_equals_the_torch_model(name):
     runs = PagedRun(gpu), PagedRun(model)
     assert_near(*runs)
     torch.testing.assert_close(runs[0].pool, runs[1].pool, rtol=0, atol=1e-5)
+    if model.expert_tokens is not None:
+        assert torch.equal(gpu.expert_tokens, model.expert_tokens)
+        layers, per_token = sum(model.config.experts.layers), model.config.experts.per_token
+        assert model.expert_tokens.sum(1).tolist() == [ROWS * per_token] * layers
 
 
 @pytest.mark.parametrize(("kv_dtype", "quantization"), [(torch.int8, "fp8"), (FP8, "int8")])
@@ -118,11 +125,14 @@ def test_decode_is_a_step_of_single_rows(decoding):
     stepped, decoded = run.pool.clone(), run.pool.clone()
     batch = StepBatch(last, ints([18, 5]), ints([1, 1]), block_tables, ints([0, 1]), 2)
     expected = gpu.step(batch, stepped)
+    before = None if gpu.expert_tokens is None else gpu.expert_tokens.clone()
     # Two rows of padding among them, whose block_tables name blocks that are somebody's.
     padded = [torch.stack([rows[0], rows[1], rows[1], rows[0]]) for rows in (last, block_tables)]
     got = gpu.decode(padded[0], ints([18, -1, 5, -1]), padded[1], decoded)
     assert got.shape == (4, TINY.vocab_size)
     assert torch.isfinite(got).all()
+    if gpu.expert_tokens is not None:
+        assert (gpu.expert_tokens - before).sum(1).tolist() == [2 * 3] * 2, "padding takes none"
     torch.testing.assert_close(got[[0, 2]], expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(decoded, stepped, rtol=0, atol=1e-5)
     written = decoded != run.pool

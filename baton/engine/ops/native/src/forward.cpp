@@ -19,7 +19,8 @@ struct Layer {
     Norm input_norm, mlp_norm, attention_norm, output_norm, q_norm, k_norm;
     const float* sinks;  // [heads], or null
     Linear qkv, o, gate_up, down, router, shared_gate;
-    const Expert* experts;  // or null; then gate_up and down are of one that all rows take, or null
+    int64_t* expert_tokens;  // [num_experts], which rows are added to that take them
+    const Expert* experts;   // or null; then gate_up and down are of one that all rows take, or null
     int32_t window;  // tokens a row sees; 0: all
     int32_t table;   // of cosines and sines
 };
@@ -177,6 +178,9 @@ struct Forward {
         const Routing& routing = at.routing;
         product(x, rows, layer.router, at.scores);
         route(team, at.scores, rows, model.num_experts, model.per_token, model.normed, routing);
+        if (team.thread == 0)
+            for (int i = 0; i < model.num_experts; i++)
+                layer.expert_tokens[i] += routing.first[i + 1] - routing.first[i];
         gather(team, x, rows, model.per_token, model.hidden, routing, at.gathered);
         for (int i = 0; i < model.num_experts; i++) {
             const int first = routing.first[i], count = routing.first[i + 1] - first;
