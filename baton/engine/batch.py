@@ -40,7 +40,13 @@ class StepBatch:
 
 
 class StepModel(Protocol):
-    """What a runner needs of a model, whatever its kernels."""
+    """What a runner needs of a model, whatever its kernels.
+
+    expert_tokens: int64 `[layers with experts, experts]`, tokens that took each expert so far; None
+    without experts. May be read by any thread.
+    """
+
+    expert_tokens: Tensor | None
 
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """Runs a batch and writes its K and V into the pool.

@@ -24,8 +24,11 @@ class StepRunner:
     """Computes steps over a KV pool `[blocks, layers, 2, kv_heads, block_size, row_size]`.
 
     decode_rows: rows of decode steps so far, where more are computed than plans ask for: "wanted",
-    "padding", or "wasted" (the sequence was gone); may be read by any thread.
+    "padding", or "wasted" (the sequence was gone) · expert_tokens: of its model, if it has one;
+    both may be read by any thread.
     """
+
+    expert_tokens: torch.Tensor | None = None
 
     def __init__(self, pool: torch.Tensor, sampler: Sampler) -> None:
         self.pool = pool
@@ -65,6 +68,7 @@ class Runner(StepRunner):
     def __init__(self, model: StepModel, pool: torch.Tensor, sampler: Sampler) -> None:
         super().__init__(pool, sampler)
         self.model = model
+        self.expert_tokens = model.expert_tokens
         self._batches = BatchBuilder(pool.shape[4], pool.device)
 
     def run(self, plan: Plan) -> dict[str, SampledTokens]:

@@ -160,6 +160,9 @@ TABLE: tuple[Instrument, ...] = (
     Instrument("baton.engine.gpu.rows", COUNTER, "{row}", WORKERS,
         "Rows of decode steps on a GPU: wanted, padding up to a graph's batch size, or wasted, "
         "which were launched ahead for sequences that had ended.", ("kind",)),
+    Instrument("baton.engine.expert.imbalance", GAUGE, "1", WORKERS,
+        "Tokens of the busiest expert over the mean of its layer, in the layer where that is most, "
+        "over the 10 s or more before a scrape; 1 is even. Only of mixtures of experts."),
     Instrument("baton.engine.preemptions", COUNTER, "{preemption}", WORKERS,
         "Sequences that lost their blocks to others and started over."),
     Instrument("baton.kv.blocks", GAUGE, "{block}", WORKERS,

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 
 from opentelemetry.context import Context
+from torch import Tensor
 
 from baton.config import WorkerConfig
 from baton.engine.blocks import CacheChanges
@@ -24,6 +25,7 @@ from kvtransfer.sender import TransferStats
 
 _RESERVATIONS = ("held", "started", "refused", "failed")
 _SMOOTHING = 0.2  # weight of the newest step in the running means
+_EXPERTS_S = 10.0  # over which experts' tokens are compared at least
 _PREFILL_ROWS = 32  # a step with at least this many rows measures prefill speed
 
 
@@ -199,6 +201,9 @@ class WorkerMetrics:
                 lambda: [(rows, {"kind": kind}) for kind, rows in runner.decode_rows.items()],
             )
 
+        if (tokens := runner.expert_tokens) is not None:
+            observe("baton.engine.expert.imbalance", ExpertImbalance(tokens).read)
+
     def observe_links(self, pairs: Callable[[], Iterable[worker_pb2.PairStatus]]) -> None:
         """Reads how fast each open link has been at every scrape from now on."""
 
@@ -219,6 +224,30 @@ class WorkerMetrics:
     def _drafted(self, drafts: int, right: int) -> None:
         self._recorder.count("baton.engine.draft_tokens", right, {"accepted": "yes"})
         self._recorder.count("baton.engine.draft_tokens", drafts - right, {"accepted": "no"})
+
+
+class ExpertImbalance:
+    """The busiest expert's tokens over the mean, of the layer where that is most.
+
+    Over the tokens since the last reading, or the one before if that is less than 10 s ago.
+    """
+
+    def __init__(self, tokens: Tensor, clock: Callable[[], float] = time.monotonic) -> None:
+        """tokens: int64 `[layers, experts]`, which grow."""
+        self._tokens, self._clock = tokens, clock
+        self._before, self._since = tokens.cpu().clone(), clock()
+        self._value = 1.0
+
+    def read(self) -> float:
+        """1 is even, and what is said before any token."""
+        if self._clock() >= self._since + _EXPERTS_S:
+            now = self._tokens.cpu().clone()
+            tokens = (now - self._before).float()
+            self._value = float(
+                (tokens.amax(1) / tokens.mean(1).clamp_min(1e-9)).max().clamp_min(1)
+            )
+            self._before, self._since = now, self._clock()
+        return self._value
 
 
 def kind_of(report: StepReport) -> str:

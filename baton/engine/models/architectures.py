@@ -23,6 +23,9 @@ class ExpertNames:
     module: str = "mlp"
     gate_up: tuple[str, str] = ("gate_proj", "up_proj")
     down: str = "down_proj"
+    router: str = "gate"
+    biased: bool = False
+    stacked: bool = False  # as `baton.engine.models.stacked_experts` tells
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Architecture:
     joined: tuple[str, ...] = ()  # fields that checkpoints have as one tensor
     windows: Literal["none", "all", "from", "unrotated"] | int = "none"
     interleaved_rope: bool = False  # pairs are neighbours
+    sinks: bool = False  # each head's softmax has one more score, with a value of 0
     experts: ExpertNames | None = None  # of a mixture of experts
 
 
@@ -169,6 +173,32 @@ ARCHITECTURES: dict[str, Architecture] = {
         **_OF_KEYS,
         qk_norm="row",
         experts=ExpertNames(size="intermediate_size"),
+    ),
+    "GptOssForCausalLM": Architecture(
+        {
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "attention_bias": True,
+            "sliding_window": 128,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,  # a softmax of the best is a softmax of all, normed
+        },
+        **_OF_KEYS,
+        norm_rounds_once=True,
+        windows=2,
+        sinks=True,
+        experts=ExpertNames(
+            "num_local_experts", "intermediate_size", router="router", biased=True, stacked=True
+        ),
     ),
     "GraniteForCausalLM": Architecture(
         {

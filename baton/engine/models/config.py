@@ -28,6 +28,7 @@ from baton.engine.models.fields import (
     whole,
 )
 from baton.engine.models.quantization import QuantizationConfig, Shapes, Stored
+from baton.engine.models.stacked_experts import StackedPart
 from baton.engine.weights.checkpoint import StoredTensor, read_json
 from baton.errors import CheckpointError
 
@@ -37,7 +38,8 @@ EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "swigluoai"]
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of "swigluoai"
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -73,7 +75,8 @@ class ExpertsConfig:
 
     count: experts, of which each token takes `per_token` · size: of an expert's inner layer ·
     normed: the taken ones' weights add up to 1 · layers: which have experts, others an MLP ·
-    shared_size: of the inner layer of an expert that all tokens take besides; 0: there is none.
+    shared_size: of the inner layer of an expert that all tokens take besides; 0: there is none ·
+    mxfp4: the checkpoint has them in MXFP4, of which they are read into the model's type.
     """
 
     count: int
@@ -82,6 +85,12 @@ class ExpertsConfig:
     normed: bool
     layers: tuple[bool, ...]
     shared_size: int = 0
+    mxfp4: bool = False
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """`(layers with experts, experts)`: the shape of what is counted of them."""
+        return sum(self.layers), self.count
 
 
 @dataclass(frozen=True)
@@ -165,6 +174,13 @@ class ModelConfig:
         of_windows = (sliding_rope if window else rope for window in windows)
         query_scalar = own("query_pre_attn_scalar", NUMBER, head_size)
         dtype_key = "torch_dtype" if fields.values.get("dtype") is None else "dtype"
+        activation = _ACTIVATIONS[fields.read(act, one_of(*_ACTIVATIONS), "silu")]
+        if "swiglu_limit" in differs.defaults:
+            fields.read("swiglu_alpha", one_of(SWIGLU_ALPHA))
+            fields.read("swiglu_limit", one_of(SWIGLU_LIMIT))
+            activation = "swigluoai"
+        experts = _experts(fields, differs, num_layers)
+        is_mxfp4 = experts is not None and experts.mxfp4
         return cls(
             architecture=architecture,
             vocab_size=fields.read("vocab_size", COUNT),
@@ -186,7 +202,7 @@ class ModelConfig:
             max_context=max_context,
             eos_token_ids=_eos_token_ids(fields),
             dtype=fields.read(dtype_key, one_of("bfloat16", "float32", "float16"), "float32"),
-            activation=_ACTIVATIONS[fields.read(act, one_of(*_ACTIVATIONS), "silu")],
+            activation=activation,
             attention_scale=float(own("attention_multiplier", NUMBER, query_scalar**-0.5)),
             attention_softcap=float(own("attn_logit_softcapping", NOT_NEGATIVE, 0.0)),
             logit_softcap=float(own("final_logit_softcapping", NOT_NEGATIVE, 0.0)),
@@ -195,8 +211,8 @@ class ModelConfig:
             if differs.scaled_embedding
             else float(own("embedding_multiplier", NUMBER, 1.0)),
             residual_scale=float(own("residual_multiplier", NUMBER, 1.0)),
-            experts=_experts(fields, differs, num_layers),
-            quantization=QuantizationConfig.parse(fields),
+            experts=experts,
+            quantization=None if is_mxfp4 else QuantizationConfig.parse(fields),
         )
 
     @property
@@ -240,6 +256,8 @@ class ModelConfig:
             sizes = (head, head) if differs.qk_norm == "head" else (q, kv)
             for name, size in zip("qk", sizes, strict=True):
                 tensors[f"{name}_norm"] = {f"{attention}.{name}_norm.weight": (size,)}
+        if differs.sinks:
+            tensors["sinks"] = {f"{attention}.sinks": (self.num_heads,)}
         for field, outputs, inputs, biased in (
             (
                 "qkv",
@@ -277,17 +295,24 @@ class ModelConfig:
         if names is None or experts is None or not experts.layers[index]:
             return {}, []
         module, hidden = f"model.layers.{index}.{names.module}", self.hidden_size
-        once: dict[str, Shapes] = {"router": {f"{module}.gate.weight": (experts.count, hidden)}}
+        router = f"{module}.{names.router}"
+        once: dict[str, Shapes] = {"router": {f"{router}.weight": (experts.count, hidden)}}
+        if names.biased:
+            once["router_bias"] = {f"{router}.bias": (experts.count,)}
         if experts.shared_size:
             once["shared_gate"] = {f"{module}.shared_expert_gate.weight": (1, hidden)}
         each: list[dict[str, Shapes]] = []
         for number in range(experts.count):
-            of = f"{module}.experts.{number}"
-            gate_up: Shapes = {
-                f"{of}.{name}.weight": (experts.size, hidden) for name in names.gate_up
-            }
-            down: Shapes = {f"{of}.{names.down}.weight": (hidden, experts.size)}
-            each.append({"gate_up": gate_up, "down": down})
+            of, tensors = f"{module}.experts.{number}", dict[str, Shapes]()
+            for field, modules, outputs, inputs in (
+                ("gate_up", names.gate_up, experts.size, hidden),
+                ("down", (names.down,), hidden, experts.size),
+            ):
+                parts = [f"{of}.{name}" for name in modules]
+                tensors[field] = {f"{name}.weight": (outputs, inputs) for name in parts}
+                if names.biased:
+                    tensors[f"{field}_bias"] = {f"{name}.bias": (outputs,) for name in parts}
+            each.append(tensors)
         return once, each
 
     def _parts(self) -> Iterator[Shapes]:
@@ -310,9 +335,17 @@ class ModelConfig:
                 if self.is_quantized(parts):
                     assert self.quantization is not None
                     found |= self.quantization.tensors(name.removesuffix(".weight"), shape)
+                elif (part := self.stacked_part(name)) is not None:
+                    assert self.experts is not None
+                    found |= part.stored(shape, self.experts.count, self.experts.mxfp4)
                 else:
                     found[name] = Stored(shape)
         return found
+
+    def stacked_part(self, name: str) -> StackedPart | None:
+        """Where a tensor lies that the checkpoint has in one with those of other experts."""
+        names = self.differs.experts
+        return StackedPart.of(name) if names is not None and names.stacked else None
 
     def is_quantized(self, parts: Shapes) -> bool:
         """Whether the checkpoint holds this matrix quantised. Raises CheckpointError if in part."""
@@ -486,6 +519,9 @@ def _experts(fields: Fields, differs: Architecture, num_layers: int) -> ExpertsC
         dense = fields.read("mlp_only_layers", NUMBERS, [])
         layers = [(index + 1) % step == 0 and index not in dense for index in range(num_layers)]
     shared = "shared_expert_intermediate_size"
+    stored = fields.values.get("quantization_config") if differs.experts.stacked else None
+    if stored is not None:
+        fields.inside("quantization_config").read("quant_method", one_of("mxfp4"))
     return ExpertsConfig(
         count=count,
         per_token=fields.read("num_experts_per_tok", whole(1, min(count, MAX_PER_TOKEN))),
@@ -493,6 +529,7 @@ def _experts(fields: Fields, differs: Architecture, num_layers: int) -> ExpertsC
         normed=fields.read("norm_topk_prob", BOOLEAN, False),
         layers=tuple(layers),
         shared_size=fields.read(shared, COUNT) if shared in differs.defaults else 0,
+        mxfp4=stored is not None,
     )
 
 

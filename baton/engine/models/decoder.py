@@ -58,9 +58,13 @@ class Model:
         # [ropes, 2, max_context, head_size]
         self._tables = tables.to(device, tables_dtype or dtype)
         self._scoring = [
-            Scoring(config.score_scale, window, config.attention_softcap)
-            for window in config.windows
+            Scoring(config.score_scale, window, config.attention_softcap, layer.sinks)
+            for window, layer in zip(config.windows, weights.layers, strict=True)
         ]
+        self.expert_tokens: Tensor | None = None
+        if config.experts is not None:
+            counts = config.experts.counts
+            self.expert_tokens = torch.zeros(counts, dtype=torch.int64, device=device)
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
 
     @torch.inference_mode()
@@ -79,6 +83,7 @@ class Model:
         hidden, residual = F.embedding(token_ids, self._weights.embedding), None
         if self._embedding_scale != 1:
             hidden = hidden * self._embedding_scale
+        taken: list[Tensor] = []
         for index, layer in enumerate(self._weights.layers):
             normed, residual = self._add_rms_norm(hidden, residual, layer.input_norm)
             qkv = layer.qkv.apply(normed, layer.qkv_bias)
@@ -86,41 +91,65 @@ class Model:
             mixed = layer.o.apply(self._attend(q, rows, index, pool), layer.o_bias)
             hidden = self._branch(mixed, layer.attention_norm)
             normed, residual = self._add_rms_norm(hidden, residual, layer.mlp_norm)
-            hidden = self._branch(self._mlp(normed, layer), layer.output_norm)
+            hidden = self._branch(self._mlp(normed, layer, taken), layer.output_norm)
         assert residual is not None, "a model has layers"
+        if taken:
+            self._count(torch.stack(taken), rows)
         return hidden, residual
 
-    def _mlp(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        """The MLP, or the experts that each row takes: `[rows, hidden_size]`."""
+    def _mlp(self, x: Tensor, layer: LayerWeights, taken: list[Tensor]) -> Tensor:
+        """The MLP, or the experts that each row takes: `[rows, hidden_size]`.
+
+        Which those are, `[rows, per_token]`, is appended to `taken`.
+        """
         if layer.experts is not None:
-            return self._experts(x, layer, layer.experts)
+            return self._experts(x, layer, layer.experts, taken)
         return self._dense(x, layer)
+
+    def _count(self, taken: Tensor, rows: Any) -> None:
+        """Counts what a step's rows took, `[layers, rows, per_token]`."""
+        assert self.expert_tokens is not None
+        wanted = self._wanted(rows, taken)[:, None].expand_as(taken)
+        self.expert_tokens.scatter_add_(1, taken.flatten(1), wanted.flatten(1))
+
+    def _wanted(self, rows: Any, taken: Tensor) -> Tensor:
+        """1 for each row, but 0 for padding: int64 `[rows]`."""
+        return taken.new_ones(taken.shape[1])
 
     def _dense(self, x: Tensor, layer: LayerWeights) -> Tensor:
         assert layer.gate_up is not None and layer.down is not None
         gate_up = layer.gate_up.apply(x, layer.gate_up_bias)
         return layer.down.apply(self._act_mul(gate_up), layer.down_bias)
 
-    def _experts(self, x: Tensor, layer: LayerWeights, experts: ExpertWeights) -> Tensor:
-        """The outputs of the experts that rows take, weighed and added in a row's own order."""
+    def _experts(
+        self, x: Tensor, layer: LayerWeights, experts: ExpertWeights, all_taken: list[Tensor]
+    ) -> Tensor:
+        """The outputs of the experts that rows take, weighed and added up."""
         config = self.config.experts
         assert config is not None
-        shares = torch.softmax(experts.router.apply(x).float(), dim=-1)
+        scores = experts.router.apply(x, experts.router_bias)
+        shares = torch.softmax(scores.float(), dim=-1)
         shares, taken = torch.topk(shares, config.per_token)  # [rows, per_token]
+        all_taken.append(taken)
         if config.normed:
             shares /= shares.sum(dim=-1, keepdim=True)
-        outputs = x.new_empty(*taken.shape, x.shape[1])
-        for number in taken.unique().tolist():
-            expert, (rows, places) = experts.experts[number], torch.where(taken == number)
-            gate_up = expert.gate_up.apply(x[rows])
-            outputs[rows, places] = expert.down.apply(self._act_mul(gate_up))
-        mixed = (outputs[:, 0] * shares[:, :1]).to(x.dtype)
-        for at in range(1, config.per_token):
-            mixed += (outputs[:, at] * shares[:, at : at + 1]).to(x.dtype)
+        mixed = self._mix(x, shares, taken, experts)
         if experts.shared_gate is not None:
             # Not one behind the other: torch's last bits would depend on the number of rows.
             gates = x.new_empty(len(x), 2)[:, :1].copy_(experts.shared_gate.apply(x))
             mixed += torch.sigmoid(gates) * self._dense(x, layer)
+        return mixed
+
+    def _mix(self, x: Tensor, shares: Tensor, taken: Tensor, experts: ExpertWeights) -> Tensor:
+        """The outputs of experts `taken` `[rows, per_token]` times shares, in a row's own order."""
+        outputs = x.new_empty(*taken.shape, x.shape[1])
+        for number in taken.unique().tolist():
+            expert, (rows, places) = experts.experts[number], torch.where(taken == number)
+            inner = self._act_mul(expert.gate_up.apply(x[rows], expert.gate_up_bias))
+            outputs[rows, places] = expert.down.apply(inner, expert.down_bias)
+        mixed = (outputs[:, 0] * shares[:, :1]).to(x.dtype)
+        for at in range(1, taken.shape[1]):
+            mixed += (outputs[:, at] * shares[:, at : at + 1]).to(x.dtype)
         return mixed
 
     def _branch(self, mixed: Tensor, weight: Tensor | None) -> Tensor:

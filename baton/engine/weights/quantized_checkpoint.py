@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from baton.engine.models.quantization import QuantizationConfig, Shapes
+from baton.engine.models.stacked_experts import StackedPart
 from baton.engine.weights.weight import Fp8Weight, Int4Weight, Int8Weight, Weight
 from baton.errors import CheckpointError
 
 # A word's eight values, the lowest bits first, are those of outputs 0 2 4 6 1 3 5 7. The way back:
 _OF_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
+
+# MXFP4's numbers of 4 bits, whose highest is the sign, and whose scale is a power of two.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 Get = Callable[[str], Tensor | None]
 """A tensor of the checkpoint by its name, or None where it has none of that name."""
@@ -55,6 +59,22 @@ def read_quantized(config: QuantizationConfig, parts: Shapes, get: Get) -> Weigh
         None if (zeros == Int4Weight.MIDDLE).all() else zeros,
         None if in_order else order,
     )
+
+
+def read_stacked(part: StackedPart, is_mxfp4: bool, get: Callable[[str], Tensor]) -> Tensor:
+    """An expert's matrix `[out, in]` or bias `[out]`, out of what the checkpoint has of all."""
+
+    def own(kind: str) -> Tensor:
+        return get(f"{part.tensor}{kind}")[part.expert]
+
+    if part.is_bias:
+        return own("_bias")[part.outputs]
+    if not is_mxfp4:
+        return own("")[:, part.outputs].T
+    blocks, scales = own("_blocks")[part.outputs], own("_scales")[part.outputs]
+    numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    table = torch.tensor((*_E2M1, *(-x for x in _E2M1)), device=blocks.device)
+    return torch.ldexp(table[numbers.int()], scales[..., None].int() - 127).flatten(1)
 
 
 Int4 = tuple[Tensor, Tensor, Tensor]

@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from baton.config import EngineConfig
 from baton.engine.models.config import EMBEDDING, FINAL_NORM, LM_HEAD, ModelConfig, check_tensors
 from baton.engine.models.quantization import Shapes, weight_format
 from baton.engine.weights.checkpoint import ELEMENT_BYTES, StoredTensor, stored_tensors
-from baton.engine.weights.quantized_checkpoint import read_quantized
+from baton.engine.weights.quantized_checkpoint import read_quantized, read_stacked
 from baton.engine.weights.weight import DenseWeight, Weight
 from baton.errors import CheckpointError
 
@@ -45,11 +45,13 @@ class Expert:
 
     gate_up: Weight
     down: Weight
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Of both."""
-        return self.gate_up.num_bytes + self.down.num_bytes
+        """Of all its tensors."""
+        return _held_bytes(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,13 @@ class ExpertWeights:
 
     router: Weight
     experts: tuple[Expert, ...]
+    router_bias: Tensor | None = None
     shared_gate: Weight | None = None
 
     @property
     def num_bytes(self) -> int:
         """Of all experts."""
-        gate = 0 if self.shared_gate is None else self.shared_gate.num_bytes
-        return self.router.num_bytes + gate + sum(one.num_bytes for one in self.experts)
+        return _held_bytes((self.router, self.router_bias, self.shared_gate, *self.experts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,7 @@ class LayerWeights:
     attention_norm: Tensor | None = None  # of what attention adds
     output_norm: Tensor | None = None  # of what the MLP adds
     experts: ExpertWeights | None = None
+    sinks: Tensor | None = None  # float32 `[heads]`
 
 
 @dataclass(frozen=True)
@@ -103,12 +106,15 @@ class Weights:
     def num_bytes(self) -> int:
         """Of everything that a step reads; a tied embedding counts as what scores are made with."""
         layers = [part for layer in self.layers for part in vars(layer).values()]
-        held = [*layers, self.final_norm, self.lm_head]
-        return sum(
-            part.nbytes if isinstance(part, Tensor) else part.num_bytes
-            for part in held
-            if part is not None
-        )
+        return _held_bytes((*layers, self.final_norm, self.lm_head))
+
+
+def _held_bytes(parts: Iterable[Tensor | Weight | Expert | ExpertWeights | None]) -> int:
+    return sum(
+        part.nbytes if isinstance(part, Tensor) else part.num_bytes
+        for part in parts
+        if part is not None
+    )
 
 
 Make = Callable[[Shapes], Tensor]
@@ -138,7 +144,8 @@ def load_weights(
     stored = stored_tensors(path)
     check_tensors(path, config, stored)
     expected = config.checkpoint_tensors
-    total, done = sum(_num_bytes(one) for name, one in stored.items() if name in expected), 0
+    unread = stored.keys() & expected.keys()
+    total, done = sum(_num_bytes(stored[name]) for name in unread), 0
     began = logged = time.monotonic()
     with ExitStack() as stack:
         files = {
@@ -148,7 +155,9 @@ def load_weights(
 
         def read(name: str) -> Tensor:
             nonlocal done
-            done += _num_bytes(stored[name])
+            if name in unread:
+                unread.remove(name)
+                done += _num_bytes(stored[name])
             tensor: Tensor = files[stored[name].file].get_tensor(name)  # a view of its mapped file
             return tensor
 
@@ -159,7 +168,11 @@ def load_weights(
             whole = torch.empty(_joined(shapes), dtype=dtype, device=device)
             parts = whole.split([shape[0] for shape in shapes.values()])
             for name, target in zip(shapes, parts, strict=True):
-                target.copy_(read(name))
+                if (part := config.stacked_part(name)) is None:
+                    target.copy_(read(name))
+                else:
+                    assert config.experts is not None
+                    target.copy_(read_stacked(part, config.experts.mxfp4, read))
             report()
             return whole
 
@@ -265,6 +278,8 @@ def _arranged(config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
             tensor = tensor.float()
         if config.differs.norm_plus_one:
             tensor = tensor + 1
+    if field == "sinks":
+        return tensor.float()
     order = config.head_order
     if order is not None and field in ("qkv", "qkv_bias", "q_norm", "k_norm"):
         heads = tensor.view(-1, config.head_size, *tensor.shape[1:])

@@ -33,6 +33,10 @@ def make_model(architecture, seed=0, dtype=torch.float32, **overrides):
         if name.endswith("norm.weight"):
             # transformers starts those that are stored less 1 at 0.
             drawn = parameter.data.mean().round() + 0.2 * drawn
+        elif name.endswith("gate_up_proj_bias"):  # gpt-oss limits what it makes of them
+            drawn = 6 * drawn
+        elif name.endswith("sinks"):
+            pass
         elif name.endswith("bias"):
             drawn = 0.3 * drawn
         elif "embed" not in name:

@@ -9,6 +9,7 @@ import json
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.unit.engine.checkpoints import load_reference, make_checkpoint
 
@@ -63,6 +64,35 @@ def make_quantized(directory, config, architecture="LlamaForCausalLM", damage=No
     save_file(held, directory / "model.safetensors")
     file = directory / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": config}))
+    return reference
+
+
+def make_mxfp4(directory, damage=None, **overrides):
+    """Saves gpt-oss with experts in MXFP4; transformers' dense model of the same numbers."""
+    make_checkpoint(directory, "GptOssForCausalLM", **{**SIZES, **overrides})
+    dense = load_file(directory / "model.safetensors")
+    held, generator = dict(dense), torch.Generator().manual_seed(3)
+    for name, tensor in dense.items():
+        if not name.endswith("experts.gate_up_proj") and not name.endswith("experts.down_proj"):
+            continue
+        experts, inputs, outputs = tensor.shape
+        shape = (experts, outputs, inputs // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(121, 125, shape, generator=generator, dtype=torch.uint8)
+        dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        del held[name]
+        held |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    if damage:
+        damage(held)
+    save_file({name: tensor.contiguous() for name, tensor in dense.items()},
+              directory / "model.safetensors")  # fmt: skip
+    reference = load_reference(directory)
+    save_file({name: tensor.contiguous() for name, tensor in held.items()},
+              directory / "model.safetensors")  # fmt: skip
+    file = directory / "config.json"
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    values = {**json.loads(file.read_text()), "quantization_config": quantization}
+    file.write_text(json.dumps(values))
     return reference
 
 

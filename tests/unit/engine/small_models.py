@@ -18,7 +18,6 @@ from tests.unit.engine.paged import PagedRun
 
 CPU = torch.device("cpu")
 KERNELS = ("torch", "native")
-MATRICES = ("qkv", "o", "gate_up", "down")
 _LLAMA = ModelConfig(
     architecture="LlamaForCausalLM",
     vocab_size=300,
@@ -86,6 +85,21 @@ def qwen_config(window=None, **changes):
     return small_config(window, **{"architecture": "Qwen2ForCausalLM", "qkv_bias": True, **changes})
 
 
+def changed(part, of_weight, of_tensor=lambda name, tensor: tensor):
+    """A layer, its experts or one of them, with each weight and each tensor changed."""
+
+    def change(name, value):
+        if isinstance(value, Weight):
+            return of_weight(value)
+        if isinstance(value, torch.Tensor):
+            return of_tensor(name, value)
+        if isinstance(value, tuple):
+            return tuple(change(name, one) for one in value)
+        return value if value is None else changed(value, of_weight, of_tensor)
+
+    return replace(part, **{name: change(name, value) for name, value in vars(part).items()})
+
+
 def run_of(kind, window=None, block_size=16, **sizes):
     """A pool and a model with weights wide enough for sharp attention."""
     config = qwen_config(window, **sizes)
@@ -95,18 +109,7 @@ def run_of(kind, window=None, block_size=16, **sizes):
         wide = DenseWeight(weight.tensor * 8)
         return quantized(wide, "int8" if kind.weights else "none")
 
-    def held_all(matrices, names=MATRICES):
-        return replace(matrices, **{name: held(getattr(matrices, name)) for name in names})
-
-    def held_experts(experts):
-        if experts is None:
-            return None
-        each = tuple(held_all(one, ("gate_up", "down")) for one in experts.experts)
-        return replace(experts, experts=each, router=held(experts.router))
-
-    layers = tuple(
-        replace(held_all(layer), experts=held_experts(layer.experts)) for layer in weights.layers
-    )
+    layers = tuple(changed(layer, held) for layer in weights.layers)
     weights = replace(weights, layers=layers, lm_head=held(weights.lm_head))
     model = make(kind.kernels, config, weights, kind.dtype)
     return PagedRun(model, block_size, kv_dtype=torch.int8 if kind.kv else None)

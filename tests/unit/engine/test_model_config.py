@@ -29,6 +29,7 @@ BASE: dict[str, Any] = {
 QWEN = {"architectures": ["Qwen2ForCausalLM"]}
 PHI = {"architectures": ["Phi3ForCausalLM"]}
 GEMMA = {"architectures": ["Gemma3ForCausalLM"]}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 8}
 SMOL = {"architectures": ["SmolLM3ForCausalLM"]}
 
 
@@ -232,6 +233,8 @@ REFUSED_FORMATS: list[Any] = [
         ({**PHI, "partial_rotary_factor": 0.2}, ["partial_rotary_factor", "0.2"]),
         ({**GEMMA, "attn_logit_softcapping": -1}, ["attn_logit_softcapping", "-1"]),
         ({**GEMMA, "hidden_activation": "gelu"}, ["hidden_activation", "'gelu'"]),
+        ({**GPT_OSS, "swiglu_limit": 5}, ["swiglu_limit", "5", "7.0"]),
+        ({**GPT_OSS, "quantization_config": GPTQ}, ["quant_method", "gptq", "mxfp4"]),
         ({**SMOL, "no_rope_layers": [1, 2, 0]}, ["no_rope_layers", "3 times 0 or 1"]),
         ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "None"]),
         ({"rope_scaling": {"type": "llama3", "factor": 2}}, ["rope_scaling.low_freq_factor"]),

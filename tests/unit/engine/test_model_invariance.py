@@ -13,7 +13,7 @@ from baton.engine.ops.torch.linear import act_mul, product
 from tests.unit.engine.small_models import Kind, feed, run_of, tokens
 
 # (in, out) of products in real and in odd shapes.
-PRODUCTS = ((32, 64), (64, 160), (33, 65), (96, 100), (576, 960), (1536, 576), (896, 1152))
+PRODUCTS = ((64, 1), (32, 64), (64, 160), (33, 65), (96, 100), (576, 960), (1536, 576), (896, 1152))
 # bfloat16 by torch is left out: there attention itself trades the promise for speed.
 PLACES = (("torch", torch.float32), ("native", torch.float32), ("native", torch.bfloat16))
 PLAIN = [Kind(*place) for place in PLACES]
@@ -41,7 +41,7 @@ def test_rows_of_a_product_do_not_depend_on_their_neighbours(shape, threads):
         assert torch.equal(product(x[11 : 11 + rows], weight, bias), whole[11 : 11 + rows])
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swigluoai"])
 @pytest.mark.parametrize("size", [100, 1000, 1536, 4864])
 def test_a_gate_does_not_depend_on_threads_or_rows(size, activation, threads):
     gate_up = torch.randn(300, 2 * size, generator=torch.Generator().manual_seed(0))
@@ -122,6 +122,11 @@ def test_a_positions_angles_are_the_same_whatever_the_longest_context():
         {
             "architecture": "Qwen2MoeForCausalLM",
             "experts": ExpertsConfig(6, 3, 48, normed=True, layers=(True, False), shared_size=32),
+        },
+        {
+            "architecture": "GptOssForCausalLM",
+            "activation": "swigluoai",
+            "experts": ExpertsConfig(6, 3, 48, normed=True, layers=(True, True)),
         },
     ],
     ids=lambda changes: changes["architecture"],

@@ -123,6 +123,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 20},
     ),
     "glm4": ("Glm4ForCausalLM", {}),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 24},
+    ),
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "sliding_window": 24}),
     "qwen2 moe": (
         "Qwen2MoeForCausalLM",
@@ -207,6 +211,21 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(architecture, tmp_pa
         sequence = run.add(prompt())
         got = torch.cat([run.step((sequence, count))[0] for count in query_lens])
         assert error(got, exact) < 1.3 * error(bf16, exact)
+
+
+@pytest.mark.parametrize("kernels", small_models.KERNELS)
+def test_tokens_are_counted_by_the_experts_that_they_take(kernels, tmp_path):
+    reference = make_checkpoint(tmp_path, *VARIANTS["qwen3 moe"][:1], **VARIANTS["qwen3 moe"][1])
+    config = ModelConfig.load(tmp_path)
+    model = small_models.make(kernels, config, load_weights(tmp_path, config, torch.float32, CPU))
+    run, tokens = PagedRun(model), prompt()
+    sequence = run.add(tokens)
+    for count in (40, 34, 1):
+        run.step((sequence, count))
+    with torch.inference_mode():
+        routed = reference(torch.tensor([tokens]), output_router_logits=True).router_logits
+    expected = [layer.topk(3).indices.flatten().bincount(minlength=6).tolist() for layer in routed]
+    assert model.expert_tokens.tolist() == expected
 
 
 def error(logits, exact):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,13 +10,19 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.models.config import ModelConfig
-from baton.engine.weights.weight import DenseWeight, Int4Weight
-from baton.engine.weights.weights import load_weights
+from baton.engine.models.config import ExpertsConfig, ModelConfig
+from baton.engine.weights.quantize import quantize_rows
+from baton.engine.weights.weight import DenseWeight, Int4Weight, Int8Weight, quantized
+from baton.engine.weights.weights import load_weights, random_weights
 from baton.errors import CheckpointError, ConfigError
 from tests.unit.engine import small_models
 from tests.unit.engine.paged import PagedRun
-from tests.unit.engine.quantized_checkpoints import compressed, make_quantized, quantize_inputs
+from tests.unit.engine.quantized_checkpoints import (
+    compressed,
+    make_mxfp4,
+    make_quantized,
+    quantize_inputs,
+)
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 TOKENS = torch.randint(2, 300, (70,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -24,6 +31,7 @@ INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 BY_TOKEN = {"strategy": "token", "dynamic": True}
 GPTQ = {"quant_method": "gptq", "bits": 4, "sym": True}
+EXPERTS = "model.layers.0.mlp.experts"
 FORMATS: dict[str, Any] = {
     "awq 32": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
     "awq 128": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "GEMM"},
@@ -34,6 +42,10 @@ FORMATS: dict[str, Any] = {
         **GPTQ, "group_size": 64, "sym": False, "desc_act": True, "checkpoint_format": "gptq_v2",
     },
     "w4a16 128": compressed("pack-quantized", {**INT4, "group_size": 128}),
+    "w4a16 32 experts": {
+        **compressed("pack-quantized", {**INT4, "group_size": 32}),
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    },
     "w4a16 32 asymmetric act-order": compressed(
         "pack-quantized", {**INT4, "group_size": 32, "symmetric": False, "actorder": "group"}
     ),
@@ -72,7 +84,11 @@ def greedy(step, count=64):
 @pytest.mark.parametrize("name", FORMATS)
 def test_int4_gives_the_tokens_of_the_dense_model(tmp_path, name, kernels):
     architecture = "Qwen2ForCausalLM" if "gptq" in name else "LlamaForCausalLM"
-    reference = make_quantized(tmp_path, FORMATS[name], architecture)
+    sizes = {}
+    if "experts" in name:
+        architecture = "Qwen3MoeForCausalLM"
+        sizes = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
+    reference = make_quantized(tmp_path, FORMATS[name], architecture, **sizes)
     model = model_of(kernels, tmp_path)
     expected = logits_of(reference)
     assert relative_error(paged_logits(model), expected) < 1e-5
@@ -110,6 +126,63 @@ def test_w8a8_gives_the_dense_model_s_scores_for_inputs_in_8_bits(
     # A last bit may round an input to its neighbour, a hundredth or a sixteenth from it.
     limit = 3e-3 if kind == torch.int8 else 2e-2
     assert relative_error(paged_logits(model_of(kernels, tmp_path)), expected) < limit
+
+
+@dataclass(frozen=True)
+class OfRounded(DenseWeight):
+    """A dense weight that takes its inputs in whole units of int8, each row's own."""
+
+    def apply(self, x, bias=None):
+        values, scales = quantize_rows(x)
+        return super().apply(values * scales[:, None], bias)
+
+
+@pytest.mark.parametrize("kernels", small_models.KERNELS)
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_experts_are_those_of_the_dense_model_of_their_values(kernels, quantization):
+    config = small_models.small_config(
+        50,
+        architecture="GptOssForCausalLM",
+        activation="swigluoai",
+        hidden_size=128,
+        experts=ExpertsConfig(6, 3, 64, normed=True, layers=(True, True)),
+    )
+
+    def prepare(weight):
+        return quantized(DenseWeight(weight.tensor * 8), quantization)
+
+    def dense(weight):
+        held = prepare(weight)
+        if isinstance(held, Int4Weight):
+            return DenseWeight(held.dequantized(F32))
+        assert isinstance(held, Int8Weight)
+        return OfRounded(held.values * held.scales[:, None])
+
+    weights, expected = (
+        random_weights(config, F32, CPU, seed=3, prepare=one) for one in (prepare, dense)
+    )
+    got = paged_logits(small_models.make(kernels, config, weights))
+    wanted = paged_logits(small_models.make("torch", config, expected))
+    assert wanted.std() > 0.3, "a model that says nothing proves nothing"
+    # A last bit may round an int8 to its neighbour, or give a row another expert.
+    assert relative_error(got, wanted) < (1e-5 if quantization == "int4" else 5e-3)
+
+
+def test_mxfp4_experts_are_those_of_the_dense_model_in_both_types(tmp_path):
+    sizes = {"num_local_experts": 4, "sliding_window": 24}
+    reference = make_mxfp4(tmp_path, **sizes)
+    for kernels in small_models.KERNELS:
+        got = paged_logits(model_of(kernels, tmp_path))
+        assert relative_error(got, logits_of(reference)) < 1e-5
+    # A number of 4 bits times a power of two is one of bfloat16.
+    exact, low = (
+        load_weights(tmp_path, ModelConfig.load(tmp_path), dtype, CPU).layers[1].experts.experts[3]
+        for dtype in (F32, BF16)
+    )
+    assert torch.equal(exact.down.tensor, low.down.tensor.float())
+    make_mxfp4(tmp_path, damage=changed(f"{EXPERTS}.down_proj_blocks", torch.zeros(3)), **sizes)
+    with pytest.raises(CheckpointError, match=r"down_proj_blocks has dtype F32; supported: U8"):
+        model_of("torch", tmp_path)
 
 
 def test_what_is_not_quantised_stays_dense_and_symmetric_groups_have_no_zero_points(tmp_path):

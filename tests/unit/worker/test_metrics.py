@@ -4,6 +4,7 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+import torch
 from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
@@ -12,7 +13,7 @@ from baton.engine.loop import Load, Progress, StepReport
 from baton.engine.runner import StepRunner
 from baton.errors import Stale
 from baton.v1 import common_pb2, worker_pb2
-from baton.worker.metrics import LoadTracker, WorkerMetrics, kind_of
+from baton.worker.metrics import ExpertImbalance, LoadTracker, WorkerMetrics, kind_of
 
 LOAD = Load(0, 0, 0, 8, 8, 0, 0, 0, 1, 0)
 
@@ -132,6 +133,32 @@ def test_a_prefill_worker_counts_transfers_and_without_a_price_no_cost():
     assert failures == ['baton_kv_transfer_failures_total{reason="Stale"} 1']
     assert not any("baton_engine_gpu_rows_total{" in line for line in page(metrics))
     assert cost(metrics) == 0
+
+
+def test_expert_imbalance_is_of_the_tokens_since_a_reading_ten_seconds_ago():
+    now, tokens = [0.0], torch.tensor([[100, 0, 0, 0], [5, 5, 5, 5]])
+    imbalance = ExpertImbalance(tokens, lambda: now[0])
+    tokens += torch.tensor([[2, 2, 2, 2], [10, 30, 10, 30]])
+    now[0] = 9.0
+    assert imbalance.read() == 1.0
+    now[0] = 10.0
+    assert imbalance.read() == 1.5
+    tokens[0, 0] += 7
+    now[0] = 19.0
+    assert imbalance.read() == 1.5
+    now[0] = 20.0
+    assert imbalance.read() == 4.0
+    now[0] = 30.0
+    assert imbalance.read() == 1.0, "nothing was computed"
+
+
+def test_a_mixture_of_experts_has_its_imbalance_on_the_page():
+    metrics, runner = WorkerMetrics(WorkerConfig("prefill")), StepRunner(None, None)
+    metrics.observe_engine(worker_pb2.Load, runner)
+    assert not any(line.startswith("baton_engine_expert_imbalance_ratio") for line in page(metrics))
+    runner.expert_tokens = torch.zeros(2, 4, dtype=torch.int64)
+    metrics.observe_engine(worker_pb2.Load, runner)
+    assert "baton_engine_expert_imbalance_ratio 1" in page(metrics)
 
 
 def cache_step(stored=(), evicted=(), tokens=0, ms=0):

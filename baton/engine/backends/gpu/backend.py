@@ -145,10 +145,6 @@ def refused(config: ModelConfig, block_size: int, capability: Capability) -> str
             f"heads of {config.head_size} elements, and {gpu} has shared memory for tiles of "
             f"{SMALL_HEAD_SIZE}"
         )
-    if config.attention_softcap:
-        return "scores of attention are softcapped, which Triton's kernels do not do"
-    if config.experts is not None:
-        return "a mixture of experts, which Triton's kernels do not multiply"
     return unsupported(config, block_size, "Triton's")
 
 

@@ -7,19 +7,21 @@ graph can hold it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
+from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.ops.triton.attention import decode_attention, plan_tiles, prefill_attention
+from baton.engine.ops.triton.grouped_matmul import GroupedWeight, sort_slots
 from baton.engine.ops.triton.placement import Placement, place_rows
 from baton.engine.ops.triton.rope_kv import rope_and_write
 from baton.engine.ops.triton.rows import act_mul, add_rms_norm
-from baton.engine.weights.weights import LayerWeights
+from baton.engine.weights.weights import ExpertWeights, LayerWeights, Weights
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,38 @@ class _Rows:
     tiles: Any = None  # of chunks, if there are any
 
 
+@dataclass(frozen=True, kw_only=True)
+class _GroupedExperts(ExpertWeights):
+    """Experts, and where each one's matrices lie."""
+
+    gate_up: GroupedWeight
+    down: GroupedWeight
+
+    @classmethod
+    def of(cls, held: ExpertWeights) -> _GroupedExperts:
+        experts = held.experts
+        return cls(
+            **vars(held),
+            gate_up=GroupedWeight.of(
+                [one.gate_up for one in experts], [one.gate_up_bias for one in experts]
+            ),
+            down=GroupedWeight.of(
+                [one.down for one in experts], [one.down_bias for one in experts]
+            ),
+        )
+
+
 class GpuModel(Model):
     """Weights are on the device; matrices as `linear.prepare` makes them."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        layers = tuple(
+            replace(layer, experts=layer.experts and _GroupedExperts.of(layer.experts))
+            for layer in weights.layers
+        )
+        super().__init__(config, replace(weights, layers=layers), dtype, device)
 
     @torch.inference_mode()
     def decode(
@@ -50,6 +82,16 @@ class GpuModel(Model):
         placed = place_rows(context_lens, None, block_tables, len(token_ids), pool.shape[4])
         rows = _Rows(placed, len(token_ids), block_tables, context_lens)
         return self._logits(*self._forward(token_ids, rows, pool))
+
+    def _mix(self, x: Tensor, shares: Tensor, taken: Tensor, experts: ExpertWeights) -> Tensor:
+        assert isinstance(experts, _GroupedExperts)
+        slots = sort_slots(taken, len(experts.experts))
+        inner = self._act_mul(experts.gate_up.apply(x, slots))
+        weighed = experts.down.apply(inner, slots, shares.flatten())
+        return weighed.view(*taken.shape, -1).sum(dim=1)
+
+    def _wanted(self, rows: _Rows, taken: Tensor) -> Tensor:
+        return (rows.placed.lengths > 0).to(taken.dtype)
 
     def _act_mul(self, gate_up: Tensor) -> Tensor:
         return act_mul(gate_up, self.config.activation)
@@ -100,12 +142,11 @@ class GpuModel(Model):
         own, scoring, parts = rows.num_decodes, self._scoring[index], list[Tensor]()
         if own:
             lengths = rows.placed.lengths[:own]
-            decode = (rows.block_tables[:own], lengths, scoring.scale, scoring.window)
-            parts.append(decode_attention(q[:own], pool, index, *decode))
+            tables = rows.block_tables[:own]
+            parts.append(decode_attention(q[:own], pool, index, tables, lengths, scoring))
         if rows.tiles is not None:
             assert rows.query_lens is not None, "chunks have lengths"
             tables, context_lens = rows.block_tables[own:], rows.context_lens[own:]
-            scored = (scoring.scale, scoring.window)
-            chunks = (tables, context_lens, rows.query_lens, rows.tiles, *scored)
+            chunks = (tables, context_lens, rows.query_lens, rows.tiles, scoring)
             parts.append(prefill_attention(q[own:], pool, index, *chunks))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(len(q), -1)

@@ -50,6 +50,7 @@ class AttentionShape(Structure):
         ("cos sin", c_void_p),
         ("q_norm k_norm", Norm),
         ("row_norms", c_int32),
+        ("sinks", c_void_p),
     )
 
 
@@ -65,6 +66,7 @@ class Layer(Structure):
     _fields_ = _fields(
         ("input_norm mlp_norm attention_norm output_norm", Norm),
         ("qkv o gate_up down router shared_gate", Linear),
+        ("expert_tokens", c_void_p),
         ("experts", POINTER(Expert)),
         ("attention", AttentionShape),
     )
@@ -79,7 +81,7 @@ class WholeModel(Structure):
         ("layers", POINTER(Layer)),
         ("lm_head", Linear),
         ("num_layers hidden heads kv_heads head_size", c_int32),
-        ("num_experts per_token normed gelu", c_int32),
+        ("num_experts per_token normed activation", c_int32),
         ("eps logit_scale logit_cap embedding_scale residual_scale", c_float),
     )
 
@@ -102,7 +104,7 @@ _ON_THREADS: dict[str, tuple[Any, ...]] = {
         *(c_void_p, c_void_p, POINTER(Norm)),
         *(c_float, c_int32, c_int32, c_void_p),
     ),
-    "act_mul": (c_void_p, c_int32, c_int32, c_bool, c_void_p),
+    "act_mul": (c_void_p, c_int32, c_int32, c_int32, c_void_p),
     "rotate": _OF_ROWS,
     "attend": (*_OF_ROWS, c_void_p),
     "step": (POINTER(WholeModel), POINTER(Step)),

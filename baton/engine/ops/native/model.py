@@ -20,7 +20,7 @@ from baton.engine.ops.native.interface import (
     Step,
     WholeModel,
 )
-from baton.engine.ops.native.ops import NativeOps
+from baton.engine.ops.native.ops import ACTIVATIONS, NativeOps
 from baton.engine.ops.native.packing import PackedWeight
 from baton.engine.weights.weight import Weight
 from baton.engine.weights.weights import LayerWeights, Weights
@@ -64,20 +64,24 @@ class NativeModel(NativeOps):
     def _whole(self, weights: Weights) -> WholeModel:
         config, experts = self.config, self.config.experts
         assert all(tensor.is_contiguous() for tensor in (weights.embedding, self._tables))
+        counted = iter(() if self.expert_tokens is None else self.expert_tokens)
+        tokens = (next(counted) if layer.experts else None for layer in weights.layers)
         return WholeModel(
             weights.embedding.data_ptr(),
             self._norm(weights.final_norm),
-            (Layer * config.num_layers)(*map(self._layer, weights.layers, self._shapes)),
+            (Layer * config.num_layers)(*map(self._layer, weights.layers, self._shapes, tokens)),
             self._linear(weights.lm_head),
             *(config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads),
             config.head_size,
             *((experts.count, experts.per_token, experts.normed) if experts else (0, 0, 0)),
-            config.activation == "gelu_tanh",
+            ACTIVATIONS.index(config.activation),
             *(config.rms_eps, config.logit_scale, config.logit_softcap),
             *(self._embedding_scale, config.residual_scale),
         )
 
-    def _layer(self, layer: LayerWeights, attention: AttentionShape) -> Layer:
+    def _layer(
+        self, layer: LayerWeights, attention: AttentionShape, expert_tokens: Tensor | None
+    ) -> Layer:
         norms = (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)
         products = [
             self._linear(layer.qkv, layer.qkv_bias),
@@ -85,12 +89,21 @@ class NativeModel(NativeOps):
             self._linear(layer.gate_up, layer.gate_up_bias),
             self._linear(layer.down, layer.down_bias),
         ]
-        router, shared_gate, experts = Linear(), Linear(), None
+        router, shared_gate, experts, tokens = Linear(), Linear(), None, None
         if (mixture := layer.experts) is not None:
-            router, shared_gate = map(self._linear, (mixture.router, mixture.shared_gate))
-            each = [Expert(*map(self._linear, (one.gate_up, one.down))) for one in mixture.experts]
+            assert expert_tokens is not None
+            router = self._linear(mixture.router, mixture.router_bias)
+            shared_gate, tokens = self._linear(mixture.shared_gate), expert_tokens.data_ptr()
+            each = [
+                Expert(
+                    self._linear(one.gate_up, one.gate_up_bias),
+                    self._linear(one.down, one.down_bias),
+                )
+                for one in mixture.experts
+            ]
             experts = (Expert * len(each))(*each)
-        return Layer(*map(self._norm, norms), *products, router, shared_gate, experts, attention)
+        products += router, shared_gate
+        return Layer(*map(self._norm, norms), *products, tokens, experts, attention)
 
     def _linear(self, weight: Weight | None, bias: Tensor | None = None) -> Linear:
         if weight is None:

@@ -6,18 +6,19 @@ the rest is not. Between two calls Python dispatches and allocates.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
-from baton.engine.models.config import ModelConfig
+from baton.engine.models.config import Activation, ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.ops.native import library
 from baton.engine.ops.native.interface import AttentionShape, Norm, Pool, Span
 from baton.engine.weights.weights import LayerWeights, Weights
 
+ACTIVATIONS = get_args(Activation)  # in the order of `Gate` in src/kernels.h
 INT32 = 4  # bytes
 
 
@@ -51,9 +52,9 @@ class NativeOps(Model):
 
     def _act_mul(self, gate_up: Tensor) -> Tensor:
         rows, size = len(gate_up), gate_up.shape[1] // 2
-        out, gelu = gate_up.new_empty(rows, size), self.config.activation == "gelu_tanh"
+        out, kind = gate_up.new_empty(rows, size), ACTIVATIONS.index(self.config.activation)
         threads, to = torch.get_num_threads(), out.data_ptr()
-        self._native.baton_act_mul(threads, gate_up.data_ptr(), rows, size, gelu, to)
+        self._native.baton_act_mul(threads, gate_up.data_ptr(), rows, size, kind, to)
         return out
 
     def _place(self, batch: StepBatch, pool: Tensor) -> Any:
@@ -99,6 +100,7 @@ class NativeOps(Model):
             *(config.score_scale, config.attention_softcap, config.rms_eps),
             *(cos.data_ptr(), sin.data_ptr(), self._norm(layer.q_norm), self._norm(layer.k_norm)),
             config.differs.qk_norm == "row",
+            None if layer.sinks is None else layer.sinks.data_ptr(),
         )
 
     def _norm(self, weight: Tensor | None) -> Norm:

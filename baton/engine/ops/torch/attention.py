@@ -89,12 +89,14 @@ def _storage(rows: Tensor) -> Tensor:
 class Scoring:
     """How a layer's queries score keys: products times `scale`, softcapped, within a window.
 
-    window: tokens that a row sees, itself included; None: all · softcap: see `softcapped`.
+    window: tokens that a row sees, itself included; None: all · softcap: see `softcapped` · sinks:
+    float32 `[heads]`, a further score of each head's softmax, whose value is 0.
     """
 
     scale: float
     window: int | None = None
     softcap: float = 0.0
+    sinks: Tensor | None = None
 
 
 def softcapped(x: Tensor, cap: float) -> Tensor:
@@ -142,7 +144,7 @@ def _attend_segment(
     keys = k.shape[2]
     positions = torch.arange(segment.context, segment.context + len(q), device=q.device)
     queries = q.transpose(0, 1)[None]
-    if not (is_exact(q) or scoring.softcap):
+    if not (is_exact(q) or scoring.softcap or scoring.sinks is not None):
         visible = _visible(positions, keys, scoring.window)
         out = F.scaled_dot_product_attention(
             queries, k, v, attn_mask=visible, scale=scoring.scale, enable_gqa=True
@@ -207,7 +209,15 @@ def _weigh(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -
     scores = softcapped(scores, scoring.softcap)
     by_query = scores[:, :rows].view(sequences, kv_heads, -1, queries, keys)
     by_query.masked_fill_(~visible[:, None, None], -torch.inf)
+    if scoring.sinks is not None:
+        sinks = (
+            scoring.sinks.to(scores.dtype).view(kv_heads, -1, 1).expand(sequences, -1, -1, queries)
+        )
+        sinks = F.pad(sinks.reshape(groups, rows), (0, scores.shape[1] - rows))
+        scores = torch.cat((scores, sinks[..., None]), dim=-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    if scoring.sinks is not None:
+        weights = weights[..., :keys].contiguous()
     out = torch.bmm(weights, v.reshape(groups, keys, head_size))
     return out[:, :rows].reshape(q.shape)
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.models.config import Activation
+from baton.engine.models.config import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 
 # From this many rows on, a float32 product on the CPU gives each row the same bits whatever its
 # neighbours are.
@@ -35,10 +35,13 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`: x `[rows, in]`, weight `[out, in]`, bias `[out]` → `[rows, out]`.
 
     The BLAS library picks its kernel, and so the order of additions, by the number of rows: results
-    are identical from 16 rows on. So fewer float32 rows on the CPU are padded to 16 with zero rows,
-    which keeps the promise of `is_exact`.
+    are identical from 16 rows and 2 outputs on. So fewer float32 rows on the CPU are padded to 16
+    with zero rows, and a single output gets another, which keeps the promise of `is_exact`.
     """
     rows = x.shape[0]
+    if len(weight) == 1 and is_exact(x):
+        bias = None if bias is None else F.pad(bias, (0, 1))
+        return product(x, F.pad(weight, (0, 0, 0, 1)), bias)[:, :1]
     if rows >= MIN_EXACT_ROWS or not is_exact(x):
         return F.linear(x, weight, bias)
     padded = F.pad(x, (0, 0, 0, MIN_EXACT_ROWS - rows))
@@ -48,24 +51,36 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def act_mul(gate_up: Tensor, activation: Activation) -> Tensor:
     """`activation(gate) * up` of gate_up `[rows, 2 * size]` (gate first) → `[rows, size]`.
 
+    "swigluoai" is gpt-oss's, `gate * sigmoid(1.702 * gate) * (up + 1)` of what is limited to 7.
+
     torch splits large elementwise work between threads at any element, and takes a scalar path with
     other last bits beside the split. To keep the promise of `is_exact`, float32 rows on the CPU are
     taken in groups too small to be split.
     """
     size = gate_up.shape[1] // 2
     gate, up = gate_up.split(size, dim=1)
-    if not is_exact(gate_up):
-        return torch.mul(F.silu(gate) if activation == "silu" else _gelu(gate), up)
-    function = F.silu if activation == "silu" else _gelu_by_silu
+    if activation == "swigluoai":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+    exact = is_exact(gate_up)
+    functions = {
+        "silu": F.silu,
+        "gelu_tanh": _gelu_by_silu if exact else partial(F.gelu, approximate="tanh"),
+        "swigluoai": _swish,
+    }
+    function = functions[activation]
+    if not exact:
+        return torch.mul(function(gate), up)
     group = max(1, (SERIAL_ELEMENTS - 1) // size)
     return torch.cat([function(rows) for rows in gate.split(group)]).mul_(up)
 
 
-_gelu = partial(F.gelu, approximate="tanh")
+def _swish(x: Tensor) -> Tensor:
+    apart = x.new_empty(len(x), 2 * x.shape[1])[:, : x.shape[1]]  # as below
+    return F.silu(torch.mul(x, SWIGLU_ALPHA, out=apart)) / SWIGLU_ALPHA
 
 
 def _gelu_by_silu(x: Tensor) -> Tensor:
-    """The same: torch's own takes another path for what is last of all rows, silu of each row.
+    """gelu by tanh: torch's own takes another path for what is last of all rows, silu of each row.
 
     That is, unless rows lie one behind the other. (1 + tanh(y)) / 2 is the sigmoid of 2y, here of
     x * slope.

@@ -21,13 +21,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.engine.ops.torch.attention import Scoring
 from baton.engine.ops.triton.attention_common import (
-    LOG2_E,
-    LOWEST,
     NO_WINDOW,
     attend_range,
+    first_state,
     pool_sizes,
-)  # fmt: skip
+    scored,
+)
 from baton.engine.ops.triton.spec import Config
 from baton.engine.ops.triton.tuning import choose
 
@@ -43,18 +44,18 @@ LEAST_ROWS, MOST_ROWS = 16, 128
 
 
 def decode_attention(
-    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, seq_lens: Tensor, scale: float,
-    window: int | None, splits: int = 0, config: Config | None = None,
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, seq_lens: Tensor, scoring: Scoring,
+    splits: int = 0, config: Config | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of each row of q over its own sequence, whose KV is in the pool already.
 
     q: `[rows, heads, head_size]`, contiguous · block_tables: int32 `[rows, width]`, the blocks of
     each sequence; what lies behind those of its tokens is not read · seq_lens: int32 `[rows]`,
-    tokens of the sequence, the row's own included; 0 is a padding row, which gives zeros · scale:
-    of scores · window: tokens that a row sees; None is all · splits: programs that share a row at
-    most; 0 chooses by shapes and GPU · config: None is the one in effect. Result like q. Waits for
-    nothing on the device.
+    tokens of the sequence, the row's own included; 0 is a padding row, which gives zeros · splits:
+    programs that share a row at most; 0 chooses by shapes and GPU · config: None is the one in
+    effect. Result like q. Waits for nothing on the device.
     """
+    window = scoring.window
     rows, heads, head_size = q.shape
     assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
     sizes, key = pool_sizes(q, pool)
@@ -74,7 +75,7 @@ def decode_attention(
     group_pad = max(16, int(triton.next_power_of_2(heads // kv_heads)))
     decode_kernel[rows, kv_heads, splits](
         q, pool, block_tables, seq_lens, out, parts, layer, block_tables.stride(0), pool.stride(0),
-        scale * LOG2_E, window or NO_WINDOW, splits, WINDOWED=window is not None,
+        *scored(scoring), window or NO_WINDOW, splits, WINDOWED=window is not None,
         GROUP_PAD=group_pad, **sizes, **config,
     )  # fmt: skip
     if parts is not None:
@@ -122,9 +123,10 @@ def splits_of_row(first, seq_len, splits, TILE: tl.constexpr, LEAST_SPLIT: tl.co
 )
 def decode_kernel(
     q_rows, pool, block_tables, seq_lens, out, parts, layer, table_stride, block_stride, scale,
-    window, splits, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr,
-    QUANTIZED: tl.constexpr, K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, WINDOWED: tl.constexpr,
+    softcap, sinks, window, splits, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, K_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
+    WINDOWED: tl.constexpr,
     GROUP_PAD: tl.constexpr, TILE: tl.constexpr, LEAST_SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One split of one row's one KV head: writes its part, or the result if it is the only one.
@@ -160,14 +162,15 @@ def decode_kernel(
     block_table = block_tables + row.to(tl.int64) * table_stride
 
     weighted = tl.zeros([GROUP_PAD, HEAD_PAD], dtype=tl.float32)
-    total = tl.zeros([GROUP_PAD], dtype=tl.float32)
-    largest = tl.full([GROUP_PAD], LOWEST, dtype=tl.float32)
+    total, largest = first_state(sinks, kv_head * GROUP + head, head < GROUP)
+    if sinks is not None and split > 0:  # only one split has it
+        total, largest = first_state(None, head, head < GROUP)
     # Only the first and the last tile can have keys to leave out, but looking costs no time next to
     # the memory, and one loop keeps loads under way from the first tile to the last.
     weighted, total, largest = attend_range(
         q, weighted, total, largest, k_base, k_base + PART, block_table, begin, end, least, end,
-        None, None, scale, block_stride, BLOCK_SIZE, ROW_SIZE, HEAD_SIZE, HEAD_PAD, QUANTIZED,
-        V_TYPE, TILE, PARTLY=True, CAUSAL=False, WINDOWED=False,
+        None, None, scale, softcap, block_stride, BLOCK_SIZE, ROW_SIZE, HEAD_SIZE, HEAD_PAD,
+        QUANTIZED, V_TYPE, TILE, PARTLY=True, CAUSAL=False, WINDOWED=False,
     )  # fmt: skip
 
     result = weighted / tl.where(total == 0, 1.0, total)[:, None]
@@ -253,8 +256,7 @@ def plan_tiles(query_lens: Tensor, num_rows: int, group: int) -> Tiles:
 
 def prefill_attention(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
-    query_lens: Tensor, tiles: Tiles, scale: float, window: int | None,
-    config: Config | None = None,
+    query_lens: Tensor, tiles: Tiles, scoring: Scoring, config: Config | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention of every row over its sequence up to itself, whose KV is in the pool already.
 
@@ -268,8 +270,9 @@ def prefill_attention(
     out = torch.empty_like(q)
     prefill_kernel[sizes["KV_HEADS"], len(tiles.places)](
         q, pool, block_tables, context_lens, query_lens, tiles.places, out, layer,
-        block_tables.stride(0), pool.stride(0), scale * LOG2_E, window or NO_WINDOW, **sizes,
-        TOKENS=tiles.tokens, ROWS=tiles.rows, WINDOWED=window is not None, **config,
+        block_tables.stride(0), pool.stride(0), *scored(scoring), scoring.window or NO_WINDOW,
+        **sizes, TOKENS=tiles.tokens, ROWS=tiles.rows, WINDOWED=scoring.window is not None,
+        **config,
     )  # fmt: skip
     return out
 
@@ -280,7 +283,7 @@ def prefill_attention(
 )
 def prefill_kernel(
     q_rows, pool, block_tables, context_lens, query_lens, places, out, layer, table_stride,
-    block_stride, scale, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    block_stride, scale, softcap, sinks, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, K_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr, TILE: tl.constexpr,
@@ -313,8 +316,7 @@ def prefill_kernel(
     block_table = block_tables + sequence.to(tl.int64) * table_stride
 
     weighted = tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32)
-    total = tl.zeros([ROWS], dtype=tl.float32)
-    largest = tl.full([ROWS], LOWEST, dtype=tl.float32)
+    total, largest = first_state(sinks, kv_head * GROUP + row % GROUP, token < tokens)
 
     #  begin .............. | whole ................. | diagonal ............. | end
     #  the window cuts tiles | every row sees all keys | causality cuts tiles
@@ -330,8 +332,8 @@ def prefill_kernel(
     for part in tl.static_range(0 if WINDOWED else 1, 3):
         weighted, total, largest = attend_range(
             q, weighted, total, largest, k_base, k_base + PART, block_table, edges[part],
-            edges[part + 1], begin, end, positions, window, scale, block_stride, BLOCK_SIZE,
-            ROW_SIZE, HEAD_SIZE, HEAD_PAD, QUANTIZED, V_TYPE, TILE, PARTLY=part != 1,
+            edges[part + 1], begin, end, positions, window, scale, softcap, block_stride,
+            BLOCK_SIZE, ROW_SIZE, HEAD_SIZE, HEAD_PAD, QUANTIZED, V_TYPE, TILE, PARTLY=part != 1,
             CAUSAL=part == 2, WINDOWED=WINDOWED and part != 1,
         )  # fmt: skip
 

@@ -23,6 +23,7 @@ from baton.engine.ops.torch.attention import AttentionBatch, PrefillSegment, Sco
 from baton.engine.weights.quantize import SCALE_BYTES, is_quantized, unpack_rows
 
 LOG2_E = math.log2(math.e)
+_LOG2_E = tl.constexpr(LOG2_E)
 
 # Stands for no score yet. Finite, so that a row that sees no key so far has weights of 0 and not
 # the exponential of infinity less infinity.
@@ -72,9 +73,15 @@ def _pool_sizes(
     }, key  # fmt: skip
 
 
+def scored(scoring: Scoring) -> tuple[float, float | None, Tensor | None]:
+    """How kernels are given it, but for the window: scale and softcap for powers of two, sinks."""
+    softcap = scoring.softcap * LOG2_E if scoring.softcap else None
+    return scoring.scale * LOG2_E, softcap, scoring.sinks
+
+
 def attention_reference(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
-    query_lens: Tensor, scale: float, window: int | None,
+    query_lens: Tensor, scoring: Scoring,
 ) -> Tensor:  # fmt: skip
     """As `prefill_attention`, by the engine's attention in torch: in float64, whatever lies where
     none may read.
@@ -90,8 +97,20 @@ def attention_reference(
         row += count
     nothing = torch.empty(0, device=q.device)
     batch = AttentionBatch(nothing, 0, nothing, nothing, tuple(segments))
-    found = attend(q.double(), values.double().nan_to_num(), layer, batch, Scoring(scale, window))
+    found = attend(q.double(), values.double().nan_to_num(), layer, batch, scoring)
     return found.view(q.shape).to(q.dtype)
+
+
+@triton.jit
+def first_state(sinks, heads, wanted):
+    """What rows of these heads begin with: total and largest. A sink has a weight and no value."""
+    if sinks is None:
+        total = tl.zeros(heads.shape, dtype=tl.float32)
+        largest = tl.full(heads.shape, LOWEST, dtype=tl.float32)
+    else:
+        total = tl.full(heads.shape, 1.0, dtype=tl.float32)
+        largest = tl.load(sinks + heads, mask=wanted, other=0.0) * _LOG2_E
+    return total, largest
 
 
 @triton.jit
@@ -143,7 +162,7 @@ def load_blocks(
 @triton.jit
 def attend_range(
     q, weighted, total, largest, k_base, v_base, block_table, begin, end, least, most, positions,
-    window, scale, block_stride, BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr,
+    window, scale, softcap, block_stride, BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, V_TYPE: tl.constexpr,
     TILE: tl.constexpr, PARTLY: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
@@ -152,7 +171,7 @@ def attend_range(
     weighted float32 `[rows, HEAD_PAD]`, total and largest float32 `[rows]`: the state, returned as
     it is then · k_base, v_base: of one layer and head in block 0 · block_table: int32, the
     sequence's · begin, end: the range; begin is a multiple of TILE · positions: int32 `[rows]`, of
-    the queries · scale: of scores, for powers of two.
+    the queries · scale: of scores, for powers of two, and softcap, or None.
 
     PARTLY: keys before `least`, unless that is None, and from `most` on are neither read nor seen;
     else all of the range's tiles are · CAUSAL: a row sees no key behind its position · WINDOWED:
@@ -191,6 +210,8 @@ def attend_range(
             # products of float32 with what was narrower are tf32 in spite of "ieee"
             # (triton#10176); they round less than eight-bit KV did.
             scores *= load_scales(k_base, rows, HEAD_SIZE)[None, :]
+        if softcap is not None:  # tanh(x) is 1 - 2 / (1 + exp(2 * x))
+            scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * _LOG2_E / softcap))))
         if PARTLY:
             scores = tl.where(visible, scores, float("-inf"))
 

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from baton.engine.ops.torch.attention import Scoring
 from baton.engine.ops.triton.attention import decode_attention, plan_tiles, prefill_attention
 from baton.engine.ops.triton.attention_common import attention_reference, pool_sizes
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
@@ -116,18 +117,20 @@ def _trial(
         torch.tensor(lens, dtype=torch.int32).to(device) for lens in (before, tokens)
     )
     first = (q, pool, pool.shape[1] - 1, block_tables)
-    last = (float(q.shape[2] ** -0.5), window)
+    sinks = 2 * torch.randn(q.shape[1], device=device) if shape.get("sinks") else None
+    softcap = float(shape.get("softcap", 0))
+    scoring = Scoring(float(q.shape[2] ** -0.5), window, softcap, sinks)
     _, key = pool_sizes(q, pool)
 
     def reference() -> tuple[Tensor]:
-        found = attention_reference(*first, context_lens.clamp_min(0), query_lens, *last)
+        found = attention_reference(*first, context_lens.clamp_min(0), query_lens, scoring)
         return (found.masked_fill_((context_lens < 0)[:, None, None], 0) if decodes else found,)
 
     if decodes:
         seq_lens = context_lens + 1
         return Trial(
             key,
-            lambda config: (decode_attention(*first, seq_lens, *last, splits, config),),
+            lambda config: (decode_attention(*first, seq_lens, scoring, splits, config),),
             reference,
             moved_bytes=sum(map(len, seen)) * pool[0, 0].nbytes // pool.shape[4],
         )
@@ -135,7 +138,9 @@ def _trial(
     pairs = sum(b * a + b * (b + 1) / 2 for a, b in zip(before, tokens, strict=True))
     return Trial(
         {**key, "rows": tiles.rows},
-        lambda config: (prefill_attention(*first, context_lens, query_lens, tiles, *last, config),),
+        lambda config: (
+            prefill_attention(*first, context_lens, query_lens, tiles, scoring, config),
+        ),
         reference,
         flops=4.0 * q.shape[1] * q.shape[2] * pairs,
     )
@@ -150,6 +155,8 @@ _HEADS: tuple[Key, ...] = (
     {"dtype": "fp32"}, {"dtype": "fp32", "kv": "int8"},
     {"head_size": 64, "group": 7}, {"head_size": 80, "group": 1},
     {"kv": "int8", "head_size": 96, "group": 3}, {"head_size": 256, "group": 8}, {"group": 32},
+    {"head_size": 64, "group": 8, "sinks": 1}, {"kv": "int8", "softcap": 2, "sinks": 1},
+    {"head_size": 256, "group": 2, "softcap": 2},
 )  # fmt: skip
 
 

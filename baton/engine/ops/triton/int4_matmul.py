@@ -20,16 +20,13 @@ from baton.engine.weights.weight import Int4Weight
 NAME = "int4_matmul"
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _int4_matmul(
-    x, values, scales, zeros, bias, out, num_rows, num_outputs, depth, GROUP: tl.constexpr,
+@triton.jit
+def int4_sums(
+    left, values, scales, zeros, outputs, has_row, has_output, depth, GROUP: tl.constexpr,
     TYPE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    has_output = outputs < num_outputs
-    has_row = rows < num_rows
-    left = x + rows.to(tl.int64)[:, None] * depth + tl.arange(0, GROUP)[None, :]
+    """Rows, which begin at pointers left, times some outputs of a weight: float32."""
+    left = left[:, None] + tl.arange(0, GROUP)[None, :]
     pairs = (
         values + outputs.to(tl.int64)[:, None] * (depth // 2) + tl.arange(0, GROUP // 2)[None, :]
     )
@@ -47,6 +44,22 @@ def _int4_matmul(
         scale = tl.load(scales + groups + group, mask=has_output, other=0.0)
         found = tl.dot(a.to(TYPE), tl.trans(numbers.to(TYPE)), input_precision="ieee")
         sums += found * scale[None, :]
+    return sums
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _int4_matmul(
+    x, values, scales, zeros, bias, out, num_rows, num_outputs, depth, GROUP: tl.constexpr,
+    TYPE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    has_output = outputs < num_outputs
+    has_row = rows < num_rows
+    sums = int4_sums(
+        x + rows.to(tl.int64) * depth, values, scales, zeros, outputs, has_row, has_output, depth,
+        GROUP, TYPE, ROWS, OUTPUTS,
+    )  # fmt: skip
     if bias is not None:
         sums += tl.load(bias + outputs, mask=has_output, other=0.0).to(tl.float32)[None, :]
     to = out + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]

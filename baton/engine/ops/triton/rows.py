@@ -6,12 +6,14 @@ The formulas of eight-bit rows are those of `baton.engine.weights.quantize`, to 
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.models.config import Activation
+from baton.engine.models.config import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from baton.engine.models.decoder import rms_norm
 from baton.engine.ops.torch.linear import act_mul as reference_act_mul
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
@@ -24,6 +26,7 @@ LARGEST_ROW = 32768
 # Of `quantize_rows` a row up to here stays in registers between two passes; a longer one is read
 # twice.
 LARGEST_WHOLE = 16384
+ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
 
 @triton.jit
@@ -71,7 +74,8 @@ def add_rms_norm(
 
 @triton.jit
 def _act_mul_kernel(
-    gate_up, out, size, row_stride, GELU: tl.constexpr, BLOCK: tl.constexpr
+    gate_up, out, size, row_stride, GELU: tl.constexpr, SWIGLU_OAI: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     element = out.dtype.element_ty
@@ -79,12 +83,18 @@ def _act_mul_kernel(
     inside = columns < size
     gate = tl.load(gate_up + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_stride + size + columns, mask=inside, other=0.0)
+    factor = up.to(tl.float32)
+    if SWIGLU_OAI:
+        gate = tl.minimum(gate, LIMIT)
+        factor = tl.minimum(tl.maximum(factor, -LIMIT), LIMIT) + 1.0
     slope = gate
+    if SWIGLU_OAI:
+        slope = ALPHA * gate
     if GELU:  # by tanh: (1 + tanh(y)) / 2 is the sigmoid of 2y
         slope = gate * (1.5957691216 + 0.0713548163 * gate * gate)
     # Rounded where torch rounds, which multiplies in a second step.
     act = (gate / (1.0 + tl.exp(-slope))).to(element).to(tl.float32)
-    tl.store(out + row * size + columns, (act * up.to(tl.float32)).to(element), mask=inside)
+    tl.store(out + row * size + columns, (act * factor).to(element), mask=inside)
 
 
 def act_mul(
@@ -101,8 +111,9 @@ def act_mul(
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     grid = (rows, triton.cdiv(size, config["BLOCK"]))
     _act_mul_kernel[grid](
-        gate_up, out, size, gate_up.stride(0), GELU=activation == "gelu_tanh", **config
-    )
+        gate_up, out, size, gate_up.stride(0), GELU=activation == "gelu_tanh",
+        SWIGLU_OAI=activation == "swigluoai", **config,
+    )  # fmt: skip
     return out
 
 
@@ -206,7 +217,10 @@ def _norm_trial(shape: Key, device: torch.device) -> Trial:
 def _act_mul_trial(shape: Key, device: torch.device) -> Trial:
     rows, size = int(shape["rows"]), int(shape["size"])
     gate_up = torch.randn(rows, 2 * size, device=device).to(dtype_of(shape))
-    activation: Activation = "gelu_tanh" if "gelu" in shape else "silu"
+    if "swigluoai" in shape:
+        gate_up = gate_up * 6  # beyond its limits
+    activations: tuple[Activation, ...] = get_args(Activation)
+    activation = next((name for name in activations if name in shape), activations[0])
     return Trial(
         {"rows": rows, "size": size},
         lambda config: (act_mul(gate_up, activation, config),),
@@ -249,7 +263,8 @@ SPECS = (
             {"rows": 5, "size": 4096},
             {"rows": 7, "size": 1000, "dtype": "fp16"},
             {"rows": 3, "size": 2048, "dtype": "fp32"},
-            {"rows": 3, "size": 2048, "gelu": 1},
+            {"rows": 3, "size": 2048, "gelu_tanh": 1},
+            {"rows": 3, "size": 2880, "swigluoai": 1},
         ),
         # 8 elements of two bytes are one load of a thread.
         configs=lambda key: [

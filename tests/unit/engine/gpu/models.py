@@ -1,17 +1,16 @@
 """Tiny models for the GPU path, wide enough in their weights that a wrong step is seen."""
 
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from baton.engine.backends.gpu import linear
 from baton.engine.backends.gpu.model import GpuModel
-from baton.engine.models.config import Rope
+from baton.engine.models.config import ExpertsConfig, Rope
 from baton.engine.models.decoder import Model
 from baton.engine.weights.weight import DenseWeight
 from baton.engine.weights.weights import Weights, random_weights
-from tests.unit.engine.small_models import CPU, MATRICES, qwen_config
+from tests.unit.engine.small_models import CPU, changed, qwen_config
 
 TINY = replace(
     qwen_config(),
@@ -24,6 +23,7 @@ TINY = replace(
 )
 ODD = replace(TINY, num_heads=3, num_kv_heads=1, head_size=48)
 QWEN3 = replace(TINY, architecture="Qwen3ForCausalLM")
+EXPERTS = ExpertsConfig(6, 3, 32, normed=True, layers=(True, True))
 CONFIGS = {
     "llama": TINY,
     "llama biases, odd heads": replace(ODD, qkv_bias=True, o_bias=True, mlp_bias=True),
@@ -38,6 +38,28 @@ CONFIGS = {
         activation="gelu_tanh",
         embedding_scale=2.0,
         logit_softcap=30.0,
+    ),
+    "gemma2": replace(
+        TINY,
+        architecture="Gemma2ForCausalLM",
+        windows=(9, None),
+        activation="gelu_tanh",
+        attention_softcap=2.0,
+        logit_softcap=30.0,
+    ),
+    "qwen2 moe": replace(
+        TINY,
+        architecture="Qwen2MoeForCausalLM",
+        experts=replace(EXPERTS, normed=False, layers=(False, True), shared_size=32),
+    ),
+    "gpt-oss": replace(
+        TINY,
+        architecture="GptOssForCausalLM",
+        windows=(9, None),
+        qkv_bias=True,
+        o_bias=True,
+        activation="swigluoai",
+        experts=EXPERTS,
     ),
     "olmo2, partly turned": replace(
         TINY, architecture="Olmo2ForCausalLM", ropes=(Rope(1e4, size=8), None)
@@ -58,18 +80,15 @@ def weights_of(config, dtype=torch.float32, quantization="none"):
 
 
 def _layer(layer, seed, quantization):
-    values: dict[str, Any] = {}
-    for at, field in enumerate(fields(layer)):
-        value = getattr(layer, field.name)
-        if value is None:
-            continue
-        if field.name in MATRICES:
-            values[field.name] = linear.prepare(DenseWeight(value.tensor * 8), quantization)
-        elif field.name.endswith("norm"):
-            values[field.name] = _norm(value, 10 * seed + at)
-        else:
-            values[field.name] = value * 15
-    return replace(layer, **values)
+    def of_tensor(name, tensor):
+        if not name.endswith("norm"):
+            return tensor * 15
+        return _norm(tensor, 10 * seed + list(vars(layer)).index(name))
+
+    def of_weight(weight):
+        return linear.prepare(DenseWeight(weight.tensor * 8), quantization)
+
+    return changed(layer, of_weight, of_tensor)
 
 
 def _norm(ones, seed):

@@ -7,13 +7,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.engine.batch import StepBatch
+from baton.engine.ops.triton.grouped_matmul import GroupedWeight
 from baton.engine.weights.quantize import FP8, unpack_rows
-from tests.unit.engine.gpu.models import CONFIGS, TINY, both, tokens
+from baton.engine.weights.weight import DenseWeight, Int4Weight
+from baton.errors import ConfigError
+from tests.unit.engine.gpu.models import CONFIGS, EXPERTS, TINY, both, tokens
 from tests.unit.engine.paged import PagedRun
 
 
 def ints(values):
     return torch.tensor(values, dtype=torch.int32)
+
+
+ROWS = 18 + 4 + 1 + 4 + 3 + 3  # of mixed_steps
 
 
 def mixed_steps(run):
@@ -42,11 +48,17 @@ def test_equals_the_torch_model(name):
     runs = PagedRun(gpu), PagedRun(model)
     assert_near(*runs)
     torch.testing.assert_close(runs[0].pool, runs[1].pool, rtol=0, atol=1e-5)
+    if model.expert_tokens is not None:
+        assert torch.equal(gpu.expert_tokens, model.expert_tokens)
+        layers, per_token = sum(model.config.experts.layers), model.config.experts.per_token
+        assert model.expert_tokens.sum(1).tolist() == [ROWS * per_token] * layers
 
 
 @pytest.mark.parametrize(("kv_dtype", "quantization"), [(torch.int8, "fp8"), (FP8, "int8")])
-def test_int8_and_fp8(kv_dtype, quantization):
-    config = replace(TINY, qkv_bias=True, vocab_size=97)  # whose output layer stays whole
+@pytest.mark.parametrize("name", ["llama", "qwen2 moe"])
+def test_int8_and_fp8(name, kv_dtype, quantization):
+    # An output layer over an odd vocabulary stays whole.
+    config = replace(CONFIGS[name], qkv_bias=True, vocab_size=97)
     model, gpu = both(config, quantization=quantization)
     runs = tuple(PagedRun(one, kv_dtype=kv_dtype) for one in (gpu, model))
     # Where two sums differ in their last bit, a value may come out as its neighbour.
@@ -55,6 +67,25 @@ def test_int8_and_fp8(kv_dtype, quantization):
     apart = (got - expected).abs()
     assert (apart > 1e-4).float().mean() < 2e-3
     assert (apart <= expected.abs().amax(-1, keepdim=True) / 14 + 1e-6).all()
+
+
+def test_int4_experts():
+    experts = replace(EXPERTS, size=64)
+    config = replace(CONFIGS["gpt-oss"], hidden_size=64, experts=experts)
+    model, gpu = both(config, quantization="int4")
+    assert isinstance(gpu._weights.layers[0].experts.experts[0].down, Int4Weight)
+    assert_near(PagedRun(gpu), PagedRun(model), atol=1e-4)
+
+
+def test_experts_that_are_not_multiplied_together_are_refused():
+    dense = DenseWeight(torch.zeros(64, 64))
+    int4 = Int4Weight.of(dense.tensor + 1)
+    for weights, reason in (
+        ((dense, int4), "some experts .* --device cpu"),
+        ((int4, replace(int4, order=torch.arange(64))), "act-order .* --device cpu"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            GroupedWeight.of(weights, (None, None))
 
 
 def test_bfloat16_is_as_near_to_float32_as_torch_is():
@@ -79,10 +110,10 @@ class NoWaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture(scope="module")
-def decoding():
+@pytest.fixture(scope="module", params=["mistral window, no gqa", "gpt-oss"])
+def decoding(request):
     """A model, a run with two sequences of 18 and 5 tokens; their last tokens and block_tables."""
-    _, gpu = both(replace(TINY, windows=(12, 12)))
+    _, gpu = both(CONFIGS[request.param])
     run = PagedRun(gpu)
     sequences = [run.add(tokens(18, 1), room=2), run.add(tokens(5, 2), room=27)]
     run.step((sequences[0], 18), (sequences[1], 5))
@@ -94,11 +125,14 @@ def test_decode_is_a_step_of_single_rows(decoding):
     stepped, decoded = run.pool.clone(), run.pool.clone()
     batch = StepBatch(last, ints([18, 5]), ints([1, 1]), block_tables, ints([0, 1]), 2)
     expected = gpu.step(batch, stepped)
+    before = None if gpu.expert_tokens is None else gpu.expert_tokens.clone()
     # Two rows of padding among them, whose block_tables name blocks that are somebody's.
     padded = [torch.stack([rows[0], rows[1], rows[1], rows[0]]) for rows in (last, block_tables)]
     got = gpu.decode(padded[0], ints([18, -1, 5, -1]), padded[1], decoded)
     assert got.shape == (4, TINY.vocab_size)
     assert torch.isfinite(got).all()
+    if gpu.expert_tokens is not None:
+        assert (gpu.expert_tokens - before).sum(1).tolist() == [2 * 3] * 2, "padding takes none"
     torch.testing.assert_close(got[[0, 2]], expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(decoded, stepped, rtol=0, atol=1e-5)
     written = decoded != run.pool
@@ -109,7 +143,7 @@ def test_decode_is_a_step_of_single_rows(decoding):
     )
     gpu.decode(last, ints([-1, -1]), block_tables, decoded)
     assert torch.equal(written, decoded != run.pool), "nor does a batch of padding touch it"
-    assert written.sum() == 2 * TINY.num_layers * 2 * TINY.num_kv_heads * TINY.head_size
+    assert written.sum() == 2 * TINY.num_layers * 2 * gpu.config.num_kv_heads * TINY.head_size
 
 
 def test_nothing_waits_for_the_device(decoding, monkeypatch):

@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from baton.engine.ops.torch.attention import Scoring
 from baton.engine.ops.triton.attention import (
     LEAST_ROWS,
     MOST_ROWS,
@@ -36,27 +38,29 @@ class Inputs:
     pool: Tensor
     tables: Tensor
     lens: tuple[Tensor, ...]
-    window: int | None = None
+    scoring: Scoring
 
     @classmethod
-    def of(cls, *lens: list[int], window: int | None = None) -> Inputs:
+    def of(cls, *lens: list[int], **scoring: Any) -> Inputs:
         """Decode rows that see so many tokens; with a second list, chunks behind them."""
         torch.manual_seed(len(lens[0]))
+        window = scoring.get("window")
         counts = lens[1] if len(lens) > 1 else [0] * len(lens[0])
         seen = [
             range(max(0, a + bool(b) - window) if window else 0, a + b)
             for a, b in zip(lens[0], counts, strict=True)
         ]
         drawn = draw(SMALL, CPU, seen, sum(counts) or len(lens[0]))
-        return cls(*drawn, tuple(torch.tensor(x, dtype=torch.int32) for x in lens), window)
+        lengths = tuple(torch.tensor(x, dtype=torch.int32) for x in lens)
+        return cls(*drawn, lengths, Scoring(0.3, **scoring))
 
     def run(self, splits: int = 2) -> Tensor:
         arguments = (self.q, self.pool, 1, self.tables, *self.lens)
         if len(self.lens) == 1:
-            return decode_attention(*arguments, 0.3, self.window, splits)
+            return decode_attention(*arguments, self.scoring, splits)
         group = self.q.shape[1] // self.pool.shape[3]
         tiles = plan_tiles(self.lens[1], len(self.q), group)
-        return prefill_attention(*arguments, tiles, 0.3, self.window)
+        return prefill_attention(*arguments, tiles, self.scoring)
 
 
 @pytest.mark.parametrize("trial", [decode_trial, prefill_trial])
@@ -69,6 +73,7 @@ def test_random_shapes(trial: Callable[[Key, torch.device], Trial], seed: int) -
             "group": group, "kv_heads": kv_heads, "layers": 2, "block_size": 16 * blocks,
             "head_size": 16 * int(torch.randint(1, 9, ())), "dtype": "fp32", "ragged": seed,
             "window": int(torch.randint(1, 80, ())) if seed % 2 else 0, "splits": seed,
+            "softcap": seed % 3, "sinks": seed // 2 % 2,
             "batch": 3, "context": 60, "tokens": 60,
         },
         CPU,
@@ -79,15 +84,17 @@ def test_random_shapes(trial: Callable[[Key, torch.device], Trial], seed: int) -
     assert relative_error(found, wanted) <= 1
 
 
-def test_decode_row_does_not_depend_on_splits_or_other_rows() -> None:
-    inputs = Inputs.of([130, 90, 0, 31])
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 4, 4)], ids=["plain", "sinks"])
+def test_decode_row_does_not_depend_on_splits_or_other_rows(sinks: Tensor | None) -> None:
+    inputs = Inputs.of([130, 90, 0, 31], sinks=sinks)
     whole, together = inputs.run(1), inputs.run(3)
     assert not whole[2].any(), "a padding row gives zeros"
     for splits in (2, 9):
         torch.testing.assert_close(inputs.run(splits), whole, atol=1e-5, rtol=1e-5)
     for row in range(4):
         q, tables, lens = (x[row : row + 1] for x in (inputs.q, inputs.tables, inputs.lens[0]))
-        assert torch.equal(Inputs(q, inputs.pool, tables, (lens,)).run(3)[0], together[row])
+        alone = replace(inputs, q=q, tables=tables, lens=(lens,))
+        assert torch.equal(alone.run(3)[0], together[row])
 
 
 @pytest.mark.parametrize("window", [None, 24])
@@ -109,8 +116,8 @@ def test_reaches_blocks_beyond_2_to_the_31_elements() -> None:
     q = torch.randn(1, 2, 16).half()
     tables = torch.tensor([[num_blocks - 1]], dtype=torch.int32)
     lengths = torch.tensor([16], dtype=torch.int32)
-    out = decode_attention(q, pool, 0, tables, lengths, 0.3, None)
-    near = decode_attention(q, pool[-1:].clone(), 0, tables * 0, lengths, 0.3, None)
+    out = decode_attention(q, pool, 0, tables, lengths, Scoring(0.3))
+    near = decode_attention(q, pool[-1:].clone(), 0, tables * 0, lengths, Scoring(0.3))
     assert torch.equal(out, near)
 
 

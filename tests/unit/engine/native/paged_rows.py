@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Heads:
     block_size: int = 16
     window: int = 0
     softcap: float = 0.0
+    with_sinks: bool = False
     dtype: torch.dtype = torch.float32
     int8: bool = False
 
@@ -40,6 +42,10 @@ class Heads:
     @property
     def scale(self) -> float:
         return self.head_size**-0.5
+
+    @cached_property
+    def sinks(self) -> Tensor | None:
+        return 3 * random_tensor(self.heads, seed=9) if self.with_sinks else None
 
 
 @dataclass(frozen=True)
@@ -93,9 +99,11 @@ class PagedRows:
         out = torch.full((len(qkv), self.heads.heads * self.heads.head_size), torch.nan)
         out = out.to(self.heads.dtype)
         heads = self.heads
+        sinks = heads.sinks.data_ptr() if heads.sinks is not None else None
         shape = AttentionShape(
-            heads=heads.heads, scale=heads.scale, cap=heads.softcap, window=heads.window
-        )
+            heads=heads.heads, scale=heads.scale, cap=heads.softcap, window=heads.window,
+            sinks=sinks,
+        )  # fmt: skip
         self._call("attend", threads, qkv, spans, shape, out)
         return out
 
@@ -118,7 +126,7 @@ class PagedRows:
         q = q.view(len(q), heads.heads, heads.head_size)
         pool = pool.nan_to_num()  # the reference pads block_tables with block 0
         _, attention = self.placed()
-        scoring = Scoring(heads.scale, heads.window or None, heads.softcap)
+        scoring = Scoring(heads.scale, heads.window or None, heads.softcap, heads.sinks)
         return attend(q, pool, LAYER, attention, scoring)
 
     def placed(self) -> tuple[Tensor, AttentionBatch]:

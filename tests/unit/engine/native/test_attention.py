@@ -50,14 +50,19 @@ def test_equals_the_reference(kind: str) -> None:
         assert_equals_reference(PagedRows(heads, [(40, 1), (90, 1), (70, 5), (0, 80)]))
     for softcap in (0.5, 5.0, 50.0):
         assert_equals_reference(PagedRows(shaped(kind, softcap=softcap), SINGLES + CHUNKS))
+    for window in (0, 1, 50):
+        assert_equals_reference(
+            PagedRows(shaped(kind, with_sinks=True, window=window), SINGLES + CHUNKS)
+        )
     for head_size in range(16, 257, 16):
         assert_equals_reference(PagedRows(shaped(kind, head_size=head_size), [(100, 1), (80, 70)]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_scores_of_any_size_give_numbers(kind: str, softcap: float) -> None:
-    rows = PagedRows(shaped(kind, softcap=softcap), [(300, 1), (0, 150)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_scores_of_any_size_give_numbers(kind: str, softcap: float, sinks: bool) -> None:
+    rows = PagedRows(shaped(kind, softcap=softcap, with_sinks=sinks), [(300, 1), (0, 150)])
     for factor in (0.0, 30.0, 3e4, 1e30):
         rows.qkv = (rows.qkv.sign() * factor).to(rows.qkv.dtype)
         assert rows.attend().isfinite().all()

@@ -111,6 +111,7 @@ class PieceAttention {
         const size_t row = piece.span->first_row + piece.first;
         const size_t column = size_t(piece.kv_head) * group_ * size_;
         take_queries(qkv + row * stride + column, stride);
+        take_sinks(piece.kv_head * group_);
         visit_tiles(piece, next);
         const size_t out_stride = size_t(shape_.heads) * size_;
         give_results(out + row * out_stride + column, out_stride);
@@ -124,7 +125,14 @@ class PieceAttention {
         for (int i = 0; i < count_; i++)
             std::copy_n(from + i * stride, elements, queries_ + i * elements);
         std::fill_n(sums_, count_ * elements, 0.0f);
-        for (int i = 0; i < count_ * group_; i++) states_[i] = Softmax{f32x16{}, NEVER};
+    }
+
+    // What softmaxes begin with: nothing, or a head's sink, whose weight is 1 and whose value is 0.
+    void take_sinks(int first_head) {
+        for (int i = 0; i < count_ * group_; i++)
+            states_[i] = shape_.sinks
+                             ? Softmax{f32x16{1.0f}, shape_.sinks[first_head + i % group_] * LOG2_E}
+                             : Softmax{f32x16{}, NEVER};
     }
 
     HeadRows rows_of(const Piece& piece) const {

@@ -15,7 +15,8 @@ struct Expert {
 struct Layer {
     Norm input_norm, mlp_norm, attention_norm, output_norm;  // the latter of what is added
     Linear qkv, o, gate_up, down, router, shared_gate;
-    const Expert* experts;  // or null; then gate_up and down are of one that all rows take, or null
+    int64_t* expert_tokens;  // [num_experts], which rows are added to that take them
+    const Expert* experts;   // or null; then gate_up and down are of one that all rows take, or null
     AttentionShape attention;
 };
 
@@ -26,7 +27,7 @@ struct Model {
     Linear lm_head;
     int32_t num_layers, hidden, heads, kv_heads, head_size;
     int32_t num_experts, per_token, normed;  // the taken ones' shares add up to 1
-    int32_t gelu;  // 1: in place of silu
+    Gate activation;
     float eps, logit_scale, logit_cap, embedding_scale, residual_scale;
 };
 
@@ -161,7 +162,7 @@ struct Forward {
 
     void mlp(const Activation* x, int rows, const Linear& up, const Linear& down, Activation* y) {
         product(x, rows, up, at.gate_up);
-        act_mul(team, at.gate_up, rows, down.in, model.gelu, at.inner);
+        act_mul(team, at.gate_up, rows, down.in, model.activation, at.inner);
         product(at.inner, rows, down, y);
     }
 
@@ -169,6 +170,9 @@ struct Forward {
         const Routing& routing = at.routing;
         product(x, rows, layer.router, at.scores);
         route(team, at.scores, rows, model.num_experts, model.per_token, model.normed, routing);
+        if (team.thread == 0)
+            for (int i = 0; i < model.num_experts; i++)
+                layer.expert_tokens[i] += routing.first[i + 1] - routing.first[i];
         gather(team, x, rows, model.per_token, model.hidden, routing, at.gathered);
         for (int i = 0; i < model.num_experts; i++) {
             const int first = routing.first[i], count = routing.first[i + 1] - first;

@@ -48,9 +48,12 @@ void embed(Team& team, const Activation* table, const int32_t* token_ids, int ro
 void add_rms_norm(Team& team, Activation* hidden, const Activation* added, float scale, Norm norm,
                   float eps, int rows, int size, Activation* out);
 
-// out = activation(gate) * up, of gate_up [rows][2 * size], gate first. The activation is silu, or
-// gelu by tanh.
-void act_mul(Team& team, const Activation* gate_up, int rows, int size, bool gelu, Activation* out);
+// Of a gate, in the order of `models/config.py`.
+enum Gate : int32_t { SILU, GELU_TANH, SWIGLU_OAI };
+
+// out = activation(gate) * up, of gate_up [rows][2 * size], gate first; with SWIGLU_OAI both are
+// limited, and up is one more.
+void act_mul(Team& team, const Activation* gate_up, int rows, int size, Gate kind, Activation* out);
 
 // logits [rows][size] *= scale, and softcapped to cap * tanh(logit / cap) unless the cap is 0.
 void scale_logits(Team& team, float* logits, int rows, int size, float scale, float cap);
@@ -105,6 +108,7 @@ struct AttentionShape {
     const float *cos, *sin;  // [max_context][head_size]
     Norm q_norm, k_norm;     // of each head, or of all heads of a row together
     int32_t row_norms;       // 1: of all heads together
+    const float* sinks;      // [heads], a further score of each softmax with a value of 0; or null
 };
 
 // qkv [rows][(heads + 2 * kv_heads) * head_size]: normalises and turns q in place, and writes k

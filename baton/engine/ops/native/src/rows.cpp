@@ -120,16 +120,25 @@ void add_rms_norm(Team& team, Activation* hidden, const Activation* added, float
     });
 }
 
-void act_mul(Team& team, const Activation* gate_up, int rows, int size, bool gelu, Activation* out) {
+void act_mul(Team& team, const Activation* gate_up, int rows, int size, Gate kind, Activation* out) {
+    constexpr float LIMIT = 7.0f, ALPHA = 1.702f;
     team.share(rows, [&](int row) {
         const Activation* gate = gate_up + size_t(row) * 2 * size;
         const Activation* up = gate + size;
         for (int i = 0; i < size; i += LANES) {
-            const f32x16 x = load_floats(gate + i, size - i);
-            // (1 + tanh(y)) / 2 is the sigmoid of 2y, here of sqrt(2 / pi) * (x + 0.044715 * x^3).
-            const f32x16 slope = gelu ? x * (1.5957691216f + 0.0713548163f * x * x) : x;
+            f32x16 x = load_floats(gate + i, size - i), factor = load_floats(up + i, size - i);
+            f32x16 slope = x;
+            if (kind == GELU_TANH) {
+                // (1 + tanh(y)) / 2 is the sigmoid of 2y, here of sqrt(2 / pi) * (x + 0.044715 * x^3).
+                slope = x * (1.5957691216f + 0.0713548163f * x * x);
+            } else if (kind == SWIGLU_OAI) {
+                x = x > LIMIT ? splat(LIMIT) : x;
+                factor = factor > LIMIT ? splat(LIMIT) : factor < -LIMIT ? splat(-LIMIT) : factor;
+                factor += 1.0f;
+                slope = x * ALPHA;
+            }
             const f32x16 open = rounded(x * sigmoid(slope), out);
-            store_floats(out + size_t(row) * size + i, open * load_floats(up + i, size - i), size - i);
+            store_floats(out + size_t(row) * size + i, open * factor, size - i);
         }
     });
 }
@@ -169,9 +178,9 @@ void baton_add_rms_norm(int threads, Activation* hidden, const Activation* added
     });
 }
 
-void baton_act_mul(int threads, const Activation* gate_up, int rows, int size, bool gelu,
+void baton_act_mul(int threads, const Activation* gate_up, int rows, int size, Gate kind,
                    Activation* out) {
-    with_team(threads, [&](Team& team) { act_mul(team, gate_up, rows, size, gelu, out); });
+    with_team(threads, [&](Team& team) { act_mul(team, gate_up, rows, size, kind, out); });
 }
 
 void baton_rotate(int threads, Activation* qkv, const Span* spans, int num_spans,
