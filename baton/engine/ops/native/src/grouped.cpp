@@ -149,7 +149,7 @@ struct Panel {
                 for (int v = 0; v < VECTORS; v++)
                     for (int r = 0; r < ROWS; r++)
                         found[r][v] = multiply_add(load_floats(weights.zeros + lane + v * LANES),
-                                                   splat(sums[size_t(row + r) * count + g]), {});
+                                                   splat(sums[size_t(row + r) * count + g]), splat(0));
             multiply(a, weights.in, b, PANEL * P::WIDTH, size, found, fetch);
             for (int v = 0; v < VECTORS; v++) {
                 const f32x16 scales = load_floats(weights.scales + lane + v * LANES);
