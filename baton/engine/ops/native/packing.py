@@ -3,7 +3,7 @@
 A product takes the outputs in panels of 64 columns. Along the depth, as many neighbours as fit
 into 32 bits form a group, and a panel stores group after group:
 `[panels][groups][64][group]`, depth and columns padded with zeros. Mirrors `src/kernels.h`; where a
-word has its eight values of int4, `src/simd.h` tells.
+word has its eight values of int4, `src/grouped.cpp` tells.
 """
 
 from __future__ import annotations

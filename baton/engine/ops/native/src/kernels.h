@@ -33,6 +33,12 @@ template <class Output>
 void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
             void* scratch);
 
+// The same of weights with a group, which `linear` calls.
+size_t grouped_scratch(const Linear& weights, int rows);
+template <class Output>
+void grouped_linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
+                    void* scratch);
+
 // A norm's weight, or null. A wide one is of floats: rows are rounded after it, and not before.
 struct Norm {
     const void* weight;

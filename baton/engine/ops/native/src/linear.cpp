@@ -31,7 +31,6 @@ struct Left {
     const typename Product<Weight>::Left* rows;
     size_t stride;        // elements from row to row
     const float* scales;  // int8: of each row
-    const float* sums;    // int4 with zero points: [rows][groups], of a row's elements
 };
 
 // Part of the depth, which all rows of a block go through before the next.
@@ -110,46 +109,14 @@ struct Panel {
         for (int r = 0; r < ROWS; r++)
             for (int v = 0; v < VECTORS; v++)
                 sums[r][v] = chunk.first == 0 ? Sum{} : kept[row - begin + r][vector + v];
-        if constexpr (std::is_same_v<Weight, Int4>)
-            add_groups(a, from, row, vector, chunk, sums, fetch);
-        else
-            multiply(a, left.stride, from, size_t(PANEL) * P::WIDTH, chunk.groups, sums, fetch);
+        multiply(a, left.stride, from, size_t(PANEL) * P::WIDTH, chunk.groups, sums, fetch);
         if (chunk.ends) {
-            if constexpr (!std::is_same_v<Weight, Int4>)
-                if (weights.in % P::GROUP) add_rest(a, from, chunk.groups, sums);
+            if (weights.in % P::GROUP) add_rest(a, from, chunk.groups, sums);
             for (int v = 0; v < VECTORS; v++) write(sums, v, row, column + (vector + v) * LANES);
             return;
         }
         for (int r = 0; r < ROWS; r++)
             for (int v = 0; v < VECTORS; v++) kept[row - begin + r][vector + v] = sums[r][v];
-    }
-
-    // Of int4 weights, in this order for every row: scale * (sum of x * (value - 8) + (8 - zero point) *
-    // sum of x), of one group of inputs after the other.
-    template <int ROWS, int VECTORS>
-    void add_groups(const Activation* a, const Weight* from, int row, int vector, const Chunk& chunk,
-                    Sum (&sums)[ROWS][VECTORS], Fetch fetch) const {
-        const int size = weights.group / P::GROUP, count = weights.in / weights.group;
-        for (int g = chunk.first / size; g < (chunk.first + chunk.groups) / size; g++) {
-            Sum found[ROWS][VECTORS] = {};
-            multiply(a, left.stride, from, PANEL, size, found, fetch);
-            const size_t lane = (size_t(column / PANEL) * count + g) * PANEL + vector * LANES;
-            for (int v = 0; v < VECTORS; v++) {
-                const f32x16 scales = load_floats(weights.scales + lane + v * LANES);
-                if (weights.zeros) {
-                    const f32x16 zeros = load_floats(weights.zeros + lane + v * LANES);
-                    for (int r = 0; r < ROWS; r++) {
-                        const float sum = left.sums[size_t(row + r) * count + g];
-                        found[r][v] = multiply_add(zeros, splat(sum), found[r][v]);
-                    }
-                }
-                for (int r = 0; r < ROWS; r++)
-                    sums[r][v] = multiply_add(found[r][v], scales, sums[r][v]);
-            }
-            a += weights.group;
-            from += size * PANEL;
-            fetch.advance(size);
-        }
     }
 
     // A last group that is not full: what follows the row in memory may be anything, a NaN too.
@@ -193,8 +160,7 @@ void product(Team& team, const Left<Weight>& left, int rows, const Linear& weigh
     typedef Product<Weight> P;
     if (rows == 0) return;
     const int panels = parts(weights.out, PANEL), block = block_rows(rows, panels, team.threads());
-    const int whole = weights.in / P::GROUP, unit = weights.group ? weights.group / P::GROUP : 1;
-    const int groups = parts(chunk_groups(block, whole), unit) * unit;
+    const int whole = weights.in / P::GROUP, groups = chunk_groups(block, whole);
     const size_t panel_size = size_t(parts(weights.in, P::GROUP)) * P::WIDTH * PANEL;
     team.share(panels * parts(rows, block), [&](int i) {
         alignas(64) typename P::Sum kept[BLOCK][PANEL / LANES];
@@ -230,10 +196,7 @@ float quantize(const Activation* x, int size, uint8_t* to) {
 }  // namespace
 
 size_t linear_scratch(const Linear& weights, int rows) {
-    if (weights.group) {
-        const size_t sums = weights.zeros ? weights.in / weights.group * sizeof(float) : 0;
-        return size_t(rows) * (sums + (weights.order ? weights.in * sizeof(Activation) : 0));
-    }
+    if (weights.group) return grouped_scratch(weights, rows);
     if (!weights.scales) return 0;
     return size_t(rows) * (quantized_stride(weights.in) + sizeof(float));
 }
@@ -242,30 +205,9 @@ template <class Output>
 void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
             void* scratch) {
     const size_t in = weights.in;
-    if (weights.group) {
-        const size_t count = in / weights.group;
-        float* sums = weights.zeros ? (float*)scratch : nullptr;
-        Activation* ordered = (Activation*)((float*)scratch + (sums ? rows * count : 0));
-        if (weights.order || sums)
-            team.share(rows, [&](int row) {
-                const Activation* from = x + row * in;
-                if (weights.order) {
-                    for (size_t i = 0; i < in; i++) ordered[row * in + i] = from[weights.order[i]];
-                    from = ordered + row * in;
-                }
-                if (sums)
-                    for (size_t g = 0; g < count; g++) {
-                        f32x16 lanes{};
-                        for (int i = 0; i < weights.group; i += LANES)
-                            lanes += load_floats(from + g * weights.group + i);
-                        sums[row * count + g] = sum(lanes);
-                    }
-            });
-        const Left<Int4> left{weights.order ? ordered : x, in, nullptr, sums};
-        return product(team, left, rows, weights, y);
-    }
+    if (weights.group) return grouped_linear(team, x, rows, weights, y, scratch);
     if (!weights.scales)
-        return product(team, Left<Activation>{x, in, nullptr, nullptr}, rows, weights, y);
+        return product(team, Left<Activation>{x, in, nullptr}, rows, weights, y);
     const size_t stride = quantized_stride(weights.in);
     float* scales = (float*)scratch;
     uint8_t* bytes = (uint8_t*)(scales + rows);
@@ -276,7 +218,7 @@ void linear(Team& team, const Activation* x, int rows, const Linear& weights, Ou
     });
     Linear padded = weights;
     padded.in = int(stride);  // as the bytes and the weights are
-    const Left<int8_t> left{(const int8_t*)bytes, stride, scales, nullptr};
+    const Left<int8_t> left{(const int8_t*)bytes, stride, scales};
     product(team, left, rows, padded, y);
 }
 

@@ -147,27 +147,14 @@ inline float largest_magnitude(const auto* from, int size) {
     return largest(peak);
 }
 
-// Eight values of 4 bits, 0 to 15: that of input i at bit 4 * (i / 2) + 16 * (i % 2), so that a shift
-// leaves pairs of neighbours where pairs of bf16 have them.
-struct Int4 {
-    uint32_t word;
-};
-
 // How elements of one type are multiplied: `GROUP` neighbours along the depth in one 32-bit lane, which
 // are `WIDTH` elements. Of int8 the left operand is unsigned, an int8 plus 128: what that adds is taken
-// off by the caller. int4 is multiplied with activations, each value less 8.
+// off by the caller.
 template <class Element>
 struct Product {
     static constexpr int GROUP = 4 / sizeof(Element), WIDTH = GROUP;
     typedef Element Left;
     typedef std::conditional_t<sizeof(Element) == 1, i32x16, f32x16> Sum;
-};
-
-template <>
-struct Product<Int4> {
-    static constexpr int GROUP = 8, WIDTH = 1;
-    typedef Activation Left;
-    typedef f32x16 Sum;
 };
 
 // The CPU's own registers. Without AVX-512 products are taken in these, of eight lanes: the compiler
@@ -256,36 +243,6 @@ struct Lanes<int8_t> {
         return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #endif
     }
-#endif
-};
-
-template <>
-struct Lanes<Int4> {
-    typedef Floats Sum;
-#if defined(__AVX512BF16__) && defined(BATON_BF16)
-    static constexpr int PARTS = 4;
-    static Words left(const bf16* from, int p) { return repeat(from + 2 * p); }
-    static Words right(const Int4* from, int p) {
-        // -8 to 7 in bf16, twice: the fifth bit of an index is the next value's.
-        alignas(64) static constexpr uint16_t TABLE[32] = {
-            0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0,      0x3f80, 0x4000,
-            0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
-            0xc000, 0xbf80, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-        const __m512i values = (__m512i)(load<Words>(from) >> 4 * p);
-        return (Words)_mm512_permutexvar_epi16(values, _mm512_load_si512(TABLE));
-    }
-    static Sum add(Sum sum, Words a, Words b) { return Lanes<bf16>::add(sum, a, b); }
-#else
-    static constexpr int PARTS = 8;
-    static Floats left(const float* from, int p) { return from[p] - Floats{}; }
-    static Floats left(const bf16* from, int p) {
-        return (Floats)(Words{} + (uint32_t(from[p].bits) << 16));
-    }
-    static Floats right(const Int4* from, int p) {
-        const Words values = load<Words>(from) >> (p / 2 * 4 + p % 2 * 16) & 15;
-        return __builtin_convertvector((Ints)values - 8, Floats);
-    }
-    static Sum add(Sum sum, Floats a, Floats b) { return sum + a * b; }
 #endif
 };
 

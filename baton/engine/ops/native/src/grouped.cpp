@@ -1,0 +1,256 @@
+// Products with weights of which groups of inputs share a scale: int4 (W4A16).
+//
+// Of every row and output they are, in this order, group after group: scale * (sum of x * value +
+// Values are whole numbers that bf16 and float hold exactly, so a product of few
+// rows, which unpacks them in registers, and one of many, which unpacks a piece of the weights for
+// all of them, give the same bits.
+#include "kernels.h"
+
+namespace baton {
+namespace {
+
+// What activations and unpacked values are multiplied as.
+#if defined(__AVX512BF16__) && defined(BATON_BF16)
+typedef bf16 Wide;
+#else
+typedef float Wide;
+#endif
+
+// Eight values of 4 bits, 0 to 15, each of them 8 too large: that of input i at bit
+// 4 * (i / 2) + 16 * (i % 2), so that a shift leaves neighbours where a pair of bf16 has them.
+struct Int4 {
+    uint32_t word;
+};
+
+}  // namespace
+
+template <>
+struct Product<Int4> {
+    static constexpr int GROUP = 8, WIDTH = 1;
+    typedef Wide Left;
+    typedef f32x16 Sum;
+};
+
+template <>
+struct Lanes<Int4> : Lanes<Wide> {
+    static constexpr int PARTS = Product<Int4>::GROUP / Product<Wide>::GROUP;
+    static auto left(const Wide* from, int p) {
+        return Lanes<Wide>::left(from + p * Product<Wide>::GROUP, 0);
+    }
+#if defined(__AVX512BF16__) && defined(BATON_BF16)
+    static Words right(const Int4* from, int p) {
+        // -8 to 7 in bf16, twice: the fifth bit of an index is the next value's.
+        alignas(64) static constexpr uint16_t TABLE[32] = {
+            0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0,      0x3f80, 0x4000,
+            0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+            0xc000, 0xbf80, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+        const __m512i values = (__m512i)(load<Words>(from) >> 4 * p);
+        return (Words)_mm512_permutexvar_epi16(values, _mm512_load_si512(TABLE));
+    }
+#else
+    static Floats right(const Int4* from, int p) {
+        // Behind the exponent of 2^23 bits count ones, so that no conversion is needed.
+        const Words bits = load<Words>(from) >> (p / 2 * 4 + p % 2 * 16) & 15;
+        return (Floats)(bits | 0x4b000000u) - (8388608.0f + 8.0f);
+    }
+#endif
+};
+
+namespace {
+
+// Weights are unpacked in registers for each tile of so many rows at most, of tiles so wide.
+#ifdef __AVX512F__
+constexpr int FEW_ROWS = 4 * TILE_ROWS;
+constexpr int few_vectors(int rows) { return tile_vectors(rows); }
+#else
+constexpr int FEW_ROWS = TILE_ROWS;
+constexpr int few_vectors(int rows) { return rows <= 2 ? 2 : 1; }
+#endif
+
+constexpr int LINE = 64;  // bytes that memory delivers together
+constexpr int FEW_CHUNK = 512, MANY_CHUNK = 1024;  // inputs that all rows go through together
+
+// As in linear.cpp.
+constexpr int BLOCK = 48 * TILE_ROWS;
+constexpr int SMALL_BLOCK = 8 * TILE_ROWS;
+constexpr int PIECES_PER_THREAD = 8;
+
+// Fetches some lines of the next chunk a group, while rows go through those of this one.
+struct Fetch {
+    const char* from;
+    const char* end;
+    int lines;
+
+    void operator()() {
+        for (int i = 0; i < lines; i++, from += LINE) __builtin_prefetch(from);
+    }
+    void advance(int groups) {
+        from += size_t(groups) * lines * LINE;
+        if (from >= end) lines = 0;
+    }
+};
+
+// Sixty-four columns of the weights, and a block of rows to go through them.
+template <class Weight>
+struct Panel {
+    const Linear& weights;
+    const Wide* x;      // [rows][in]
+    const float* sums;  // with zeros: [rows][in / group], of a row's elements
+    int column;         // its first
+    int begin, end;     // rows
+    f32x16 (*kept)[PANEL / LANES];  // sums so far, of each row of the block
+
+    // Groups [first, last) of all rows.
+    void take(int first, int last, const Weight* packed, Wide* values) const {
+        typedef Product<Weight> P;
+        typedef Lanes<Weight> L;
+        const int words = (last - first) * weights.group / P::GROUP;
+        const char* next = (const char*)(packed + size_t(words) * PANEL * P::WIDTH);
+        Fetch fetch{next, next + size_t(words) * PANEL * 4, 1};
+        if (end - begin <= FEW_ROWS) {
+            const int tiles = parts(end - begin, TILE_ROWS);
+            const int passes = tiles * (PANEL / LANES / few_vectors(parts(end - begin, tiles)));
+            fetch.lines = parts(PANEL * 4 / LINE, passes);
+            return all_tiles(first, last, packed, fetch);
+        }
+        for (int i = 0; i < words; i++)
+            for (int p = 0; p < L::PARTS; p++)
+                for (int lane = 0; lane < PANEL; lane += WORDS)
+                    store((char*)values + ((i * L::PARTS + p) * PANEL + lane) * 4,
+                          L::right(packed + (i * PANEL + lane) * P::WIDTH, p));
+        all_tiles(first, last, (const Wide*)values, fetch);
+    }
+
+    // b: the weights of these groups.
+    template <class Element>
+    void all_tiles(int first, int last, const Element* b, Fetch fetch) const {
+        in_parts<TILE_ROWS>(begin, end, [&](auto rows, int row) {
+            constexpr bool UNPACKED = std::is_same_v<Element, Wide>;
+            constexpr int VECTORS = UNPACKED ? tile_vectors(rows()) : few_vectors(rows());
+            for (int vector = 0; vector < PANEL / LANES; vector += VECTORS) {
+                const Element* from = b + vector * LANES * Product<Element>::WIDTH;
+                this->template tile<rows(), VECTORS>(row, vector, first, last, from, fetch);
+                fetch.advance((last - first) * weights.group / Product<Element>::GROUP);
+            }
+        });
+    }
+
+    // Not inlined, or the compiler would keep fewer sums in registers.
+    template <int ROWS, int VECTORS, class Element>
+    [[gnu::noinline]] void tile(int row, int vector, int first, int last, const Element* b,
+                                Fetch fetch) const {
+        typedef Product<Element> P;
+        const int count = weights.in / weights.group, size = weights.group / P::GROUP;
+        const Wide* a = x + size_t(row) * weights.in + first * weights.group;
+        for (int g = first; g < last; g++) {
+            const size_t lane = (size_t(column / PANEL) * count + g) * PANEL + vector * LANES;
+            f32x16 found[ROWS][VECTORS] = {};
+            if (sums)
+                for (int v = 0; v < VECTORS; v++)
+                    for (int r = 0; r < ROWS; r++)
+                        found[r][v] = multiply_add(load_floats(weights.zeros + lane + v * LANES),
+                                                   splat(sums[size_t(row + r) * count + g]), splat(0));
+            multiply(a, weights.in, b, PANEL * P::WIDTH, size, found, fetch);
+            for (int v = 0; v < VECTORS; v++) {
+                const f32x16 scales = load_floats(weights.scales + lane + v * LANES);
+                for (int r = 0; r < ROWS; r++) {
+                    f32x16& total = kept[row - begin + r][vector + v];
+                    total = multiply_add(found[r][v], scales, total);
+                }
+            }
+            a += weights.group;
+            b += size * PANEL * P::WIDTH;
+            fetch.advance(size);
+        }
+    }
+
+    // Row by row: their places in memory lie far apart.
+    template <class Output>
+    void write(Output* y) const {
+        for (int row = begin; row < end; row++)
+            for (int v = 0; v < PANEL / LANES; v++) {
+                const int first = column + v * LANES, count = weights.out - first;
+                if (count <= 0) break;
+                f32x16 result = kept[row - begin][v];
+                if (weights.bias) result += load_floats(weights.bias + first, count);
+                store_floats(y + size_t(row) * weights.out + first, result, count);
+            }
+    }
+};
+
+inline int block_rows(int rows, int panels, int threads) {
+    const int wanted = threads > 1 ? parts(PIECES_PER_THREAD * threads, panels) : 1;
+    const int possible = rows < 2 * SMALL_BLOCK ? 1 : rows / SMALL_BLOCK;
+    const int blocks = wanted < possible ? wanted : possible, needed = parts(rows, BLOCK);
+    return parts(rows, blocks > needed ? blocks : needed);
+}
+
+template <class Weight, class Output>
+void product(Team& team, const Wide* x, const float* sums, int rows, const Linear& weights,
+             Output* y) {
+    typedef Product<Weight> P;
+    if (rows == 0) return;
+    const int panels = parts(weights.out, PANEL), block = block_rows(rows, panels, team.threads());
+    const int count = weights.in / weights.group;
+    const int chunk = (block <= FEW_ROWS ? FEW_CHUNK : MANY_CHUNK) / weights.group;
+    const size_t group_size = size_t(weights.group) / P::GROUP * P::WIDTH * PANEL;
+    team.share(panels * parts(rows, block), [&](int i) {
+        alignas(64) f32x16 kept[BLOCK][PANEL / LANES];
+        alignas(64) Wide values[MANY_CHUNK * PANEL];
+        const int column = i % panels * PANEL;
+        const int begin = i / panels * block, end = std::min(begin + block, rows);
+        const Weight* b = (const Weight*)weights.packed + i % panels * count * group_size;
+        const Panel<Weight> panel{weights, x, sums, column, begin, end, kept};
+        std::memset(kept, 0, (end - begin) * sizeof *kept);
+        for (int first = 0; first < count; first += chunk)
+            panel.take(first, std::min(first + chunk, count), b + first * group_size, values);
+        panel.write(y);
+    });
+}
+
+bool copies(const Linear& weights) {
+    return weights.order || !std::is_same_v<Wide, Activation>;
+}
+
+}  // namespace
+
+size_t grouped_scratch(const Linear& weights, int rows) {
+    const size_t sums = weights.zeros ? weights.in / weights.group * sizeof(float) : 0;
+    return rows * (sums + (copies(weights) ? weights.in * sizeof(Wide) : 0));
+}
+
+template <class Output>
+void grouped_linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
+                    void* scratch) {
+    const size_t in = weights.in, count = in / weights.group;
+    float* sums = weights.zeros ? (float*)scratch : nullptr;
+    Wide* copied = copies(weights) ? (Wide*)((float*)scratch + (sums ? rows * count : 0)) : nullptr;
+    if (copied || sums)
+        team.share(rows, [&](int row) {
+            const Activation* from = x + row * in;
+            Wide* to = copied + row * in;
+            if (weights.order)
+                for (size_t i = 0; i < in; i++) {
+                    if constexpr (std::is_same_v<Wide, Activation>)
+                        to[i] = from[weights.order[i]];
+                    else
+                        to[i] = load_floats(from + weights.order[i], 1)[0];
+                }
+            else if (copied)
+                for (size_t i = 0; i < in; i += LANES) store_floats(to + i, load_floats(from + i));
+            for (size_t g = 0; sums && g < count; g++) {
+                f32x16 lanes{};
+                for (int i = g * weights.group; i < int(g + 1) * weights.group; i += LANES)
+                    lanes += copied ? load_floats(to + i) : load_floats(from + i);
+                sums[row * count + g] = sum(lanes);
+            }
+        });
+    product<Int4>(team, copied ? copied : (const Wide*)x, sums, rows, weights, y);
+}
+
+template void grouped_linear(Team&, const Activation*, int, const Linear&, Activation*, void*);
+#ifdef BATON_BF16
+template void grouped_linear(Team&, const Activation*, int, const Linear&, float*, void*);
+#endif
+
+}  // namespace baton
