@@ -203,8 +203,8 @@ class CacheConfig(ServedModel):
     chunk_ms: float = option(
         0.0,
         "--chunk-ms MS",
-        "that a step's part of the prompts should take, so long a short prompt waits for a long "
-        "one; 64 tokens at least (default: 60 on a CPU, 25 on a GPU)",
+        "that a chunk of a prompt should take at the measured rate: as long a short prompt waits "
+        "for a long one; at least 64 tokens, 256 on a GPU (default: 60 on a CPU, 25 on a GPU)",
     )
     chunk_tokens: int = option(
         2048, "--chunk-tokens TOKENS", "of prompts and drafts in one engine step, at most", least=1
