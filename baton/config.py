@@ -200,8 +200,14 @@ class CacheConfig(ServedModel):
         0, "--max-context TOKENS", "of prompt and output together (default: the model's)"
     )
     max_batch: int = option(64, "--max-batch SEQUENCES", "in one engine step", least=1)
+    chunk_ms: float = option(
+        0.0,
+        "--chunk-ms MS",
+        "that a chunk of a prompt should take at the measured rate: as long a short prompt waits "
+        "for a long one; at least 64 tokens, 256 on a GPU (default: 60 on a CPU, 25 on a GPU)",
+    )
     chunk_tokens: int = option(
-        512, "--chunk-tokens TOKENS", "of prompts and drafts in one engine step, at most", least=1
+        2048, "--chunk-tokens TOKENS", "of prompts and drafts in one engine step, at most", least=1
     )
     prefix_cache: bool = option(True, "--prefix-cache", "keep the KV of prompts that have run")
 

@@ -98,6 +98,8 @@ class Load:
     blocks_quarantined: int
     steps: int
     preemptions: int
+    prefill_tokens_per_s: float
+    chunk_tokens: int
 
 
 class Progress(NamedTuple):
@@ -447,5 +449,5 @@ class Engine:
         return Load(
             planner.queue_tokens, len(planner.running), planner.num_waiting, blocks.num_blocks,
             blocks.num_free, blocks.num_cached, blocks.num_held, blocks.num_quarantined,
-            self._steps, planner.preemptions,
+            self._steps, planner.preemptions, planner.chunk.rate, planner.chunk.tokens,
         )  # fmt: skip

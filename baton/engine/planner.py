@@ -3,8 +3,8 @@
 One idea carries all of it: computed tokens catch up with known tokens. A long prompt catches up in
 chunks, a cached prefix has caught up before it starts, a preempted sequence starts over, and a
 decoding one is always one token behind. (After vLLM v1's scheduler.) Decoding sequences all get
-their token; the others share the budget of a step in order of priority, which never changes, so
-that no sequence starves. Budget that is left goes to proposed tokens. A step so has at most
+their token; the others share a chunk (`ChunkSize`) in order of priority, which never changes, so
+that no sequence starves. Rows that are left are for proposed tokens. A step so has at most
 `chunk_tokens + max_batch` rows. Torch-free; moves block numbers, never bytes.
 """
 
@@ -93,6 +93,45 @@ class Plan:
         """How many of them are proposed tokens."""
         return sum(len(item.proposed) for item in self.work)
 
+    @property
+    def num_chunk_tokens(self) -> int:
+        """How many of them belong to chunks of prompts."""
+        return sum(item.count for item in self.work if item.count > 1 + len(item.proposed))
+
+
+class ChunkSize:
+    """How many tokens of prompts a step computes: about as many as the last ones did in `seconds`.
+
+    At most `most`, which memory is planned for, and at first and at least `least`, fewer of which
+    take as long. The rate is tokens over seconds, and in both a step counts less with each later
+    one: so a long step weighs more than a short one, and chunks behind a long context, which take
+    longer, are shorter at once.
+    """
+
+    _KEPT = 0.8  # of what is known, from one step to the next
+    _MEASURED = 32  # tokens of prompts; fewer say little of the rate
+
+    def __init__(self, most: int, seconds: float = 0.060, least: int = 64) -> None:
+        self.most = most
+        self._seconds, self._least = seconds, least
+        self._rows = self._took_s = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second; 0 before any was measured."""
+        return self._rows / self._took_s if self._took_s else 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Of the next step."""
+        return min(self.most, max(self._least, int(self.rate * self._seconds)))
+
+    def took(self, plan: Plan, seconds: float) -> None:
+        """A step took so long."""
+        if plan.num_chunk_tokens >= self._MEASURED:
+            self._rows = self._rows * self._KEPT + plan.num_tokens
+            self._took_s = self._took_s * self._KEPT + seconds
+
 
 class Planner:
     """Owns the queues and the batch. Used by the engine thread only."""
@@ -100,11 +139,12 @@ class Planner:
     def __init__(
         self,
         blocks: BlockPool,
-        chunk_tokens: int,
+        chunk: ChunkSize,
         max_batch: int,
         proposer: Proposer | None = None,
     ) -> None:
         self.blocks = blocks
+        self.chunk = chunk
         self.max_batch = max_batch
         self.running = SequenceQueue()
         self.ready = SequenceQueue()  # have all their blocks, and one token to compute
@@ -112,7 +152,6 @@ class Planner:
         self.waiting = SequenceQueue()  # need blocks
         self.preemptions = 0
         self._proposer = proposer
-        self._chunk_tokens = chunk_tokens
         self._arrivals = itertools.count(1)
 
     @property
@@ -171,9 +210,9 @@ class Planner:
         """The next step. Decoding sequences go first, so that no prompt delays a stream's token."""
         plan = Plan()
         self._decode(plan)
-        budget = self._catch_up(plan, self._chunk_tokens)
+        self._catch_up(plan, self.chunk.tokens)
         if self._proposer is not None:
-            self._propose(plan, budget, self._proposer)
+            self._propose(plan, self.chunk.most - plan.num_chunk_tokens, self._proposer)
         plan.work.sort(key=lambda work: work.count > 1)  # stable: single tokens first
         return plan
 
@@ -193,6 +232,7 @@ class Planner:
 
     def ran(self, plan: Plan, seconds: float) -> None:
         """A step took so long."""
+        self.chunk.took(plan, seconds)
         if self._proposer is not None:
             proposed = plan.num_proposed
             self._proposer.took(plan.num_tokens - proposed, proposed, seconds)
@@ -216,8 +256,8 @@ class Planner:
             if sequence.block_ids and self._make_room(sequence):
                 _append(plan, sequence, 1)
 
-    def _catch_up(self, plan: Plan, budget: int) -> int:
-        """Plans all others by priority, admitting new ones to the batch; what is left of `budget`.
+    def _catch_up(self, plan: Plan, budget: int) -> None:
+        """Plans `budget` tokens of all others by priority, admitting new ones to the batch.
 
         The ready ones are one token behind, and take nothing of the budget. The first waiting one
         that finds no blocks is not passed by others that need some: they could starve it.
@@ -240,7 +280,6 @@ class Planner:
                 self.running.add(sequence)
             count = _append(plan, sequence, room)
             budget -= 0 if group is self.ready else count
-        return budget
 
     def _propose(self, plan: Plan, budget: int, proposer: Proposer) -> None:
         """Adds proposed tokens to decoding sequences, as far as budget and blocks allow.

@@ -28,7 +28,7 @@ class WatchRequest(_message.Message):
     def __init__(self, heartbeat_ms: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("queue_tokens", "running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "blocks_held", "blocks_quarantined", "prefill_tokens_per_s", "step_ms", "steps", "preemptions", "step_age_ms", "tokens_computed", "tokens_generated")
+    __slots__ = ("queue_tokens", "running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "blocks_held", "blocks_quarantined", "prefill_tokens_per_s", "step_ms", "steps", "preemptions", "step_age_ms", "tokens_computed", "tokens_generated", "chunk_tokens")
     QUEUE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class Load(_message.Message):
     STEP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_GENERATED_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queue_tokens: int
     running: int
     waiting: int
@@ -59,7 +60,8 @@ class Load(_message.Message):
     step_age_ms: float
     tokens_computed: int
     tokens_generated: int
-    def __init__(self, queue_tokens: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_held: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., step_age_ms: _Optional[float] = ..., tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ...) -> None: ...
+    chunk_tokens: int
+    def __init__(self, queue_tokens: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_held: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., step_age_ms: _Optional[float] = ..., tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class CacheEvent(_message.Message):
     __slots__ = ("stored", "evicted", "cleared")

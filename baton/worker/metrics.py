@@ -26,11 +26,10 @@ from kvtransfer.sender import TransferStats
 _RESERVATIONS = ("held", "started", "refused", "failed")
 _SMOOTHING = 0.2  # weight of the newest step in the running means
 _EXPERTS_S = 10.0  # over which experts' tokens are compared at least
-_PREFILL_ROWS = 32  # a step with at least this many rows measures prefill speed
 
 
 class LoadTracker:
-    """A worker's load: the engine's counts plus measured rates. Event-loop thread only."""
+    """A worker's load: the engine's plus measured times. Event-loop thread only."""
 
     def __init__(self) -> None:
         self.load = worker_pb2.Load()
@@ -41,7 +40,6 @@ class LoadTracker:
 
     def update(self, report: StepReport) -> None:
         load = worker_pb2.Load(**vars(report.load))
-        load.prefill_tokens_per_s = self.load.prefill_tokens_per_s
         load.step_ms = self.load.step_ms
         sampled = sum(len(progress.token_ids) for progress in report.progress)
         load.tokens_computed = self.load.tokens_computed + report.num_kept
@@ -49,11 +47,7 @@ class LoadTracker:
         step_s = (report.ended_ns - report.started_ns) / 1e9
         if report.num_tokens:
             self.mean_step_s = _smooth(self.mean_step_s, step_s)
-        # Drafts say nothing about prefill speed.
-        if report.num_tokens - report.num_proposed >= _PREFILL_ROWS and step_s > 0:
-            rate = report.num_tokens / step_s
-            load.prefill_tokens_per_s = _smooth(load.prefill_tokens_per_s, rate)
-        elif report.num_tokens:
+        if report.num_tokens and kind_of(report) == "decode":
             load.step_ms = _smooth(load.step_ms, step_s * 1e3)
         self.load = load
         self._cached.difference_update(report.cache.evicted)

@@ -198,7 +198,6 @@ class Node(WorkerServiceServicer, ABC):
         record.blocks_total = loaded.layout.num_blocks
         record.max_context = loaded.max_context
         record.max_batch = loaded.settings.max_batch
-        record.chunk_tokens = loaded.settings.chunk_tokens
 
     def _call(self, loop: asyncio.AbstractEventLoop, run: Callable[..., None], *args: Any) -> None:
         """Runs a function on the event loop, from another thread, while the loop is open."""

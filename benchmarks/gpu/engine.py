@@ -101,7 +101,9 @@ class OurEngine:
 
         reference: the model in plain torch, step after step.
         """
-        settings = EngineConfig(max_batch=batch, chunk_tokens=chunk, prefix_cache=False)
+        settings = EngineConfig(
+            max_batch=batch, chunk_ms=1e6, chunk_tokens=chunk, prefix_cache=False
+        )
         runner: StepRunner
         if reference:
             pool = torch.zeros_like(self._pool)

@@ -65,6 +65,7 @@ class Worker(WorkerServiceServicer, ABC):
         self.load = self.tracker.load
         self.load.blocks_total = self.load.blocks_free = _BLOCKS
         self.load.prefill_tokens_per_s = self.speed.prefill_tokens_per_s
+        self.load.chunk_tokens = int(0.06 * self.speed.prefill_tokens_per_s)
         self.load.step_ms = self.speed.step_s(0, 1) * 1e3
         self.server, address = bind(config.host, 0)
         add_WorkerServiceServicer_to_server(self, self.server)
@@ -86,7 +87,6 @@ class Worker(WorkerServiceServicer, ABC):
             blocks_total=_BLOCKS,
             max_context=_CONTEXT,
             max_batch=_MAX_BATCH,
-            chunk_tokens=config.engine.chunk_tokens,
         )  # fmt: skip
 
     @abstractmethod

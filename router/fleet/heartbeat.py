@@ -56,10 +56,10 @@ class LivenessConfig:
         """Ticks in a span of time, if none is late."""
         return max(1, round(time_s / self.tick_s))
 
-    def why_stalled(self, load: worker_pb2.Load, chunk_tokens: int) -> str:
+    def why_stalled(self, load: worker_pb2.Load) -> str:
         """Why a worker's engine counts as stuck; empty when it does not."""
         rate = load.prefill_tokens_per_s
-        usual_ms = max(load.step_ms, 1000 * chunk_tokens / rate if rate > 0 else 0.0)
+        usual_ms = max(load.step_ms, 1000 * load.chunk_tokens / rate if rate > 0 else 0.0)
         if load.step_age_ms <= max(1000 * self.stall_s, _LONG_STEPS * usual_ms):
             return ""
         return f"its engine has been at one step for {load.step_age_ms / 1000:.1f} s"

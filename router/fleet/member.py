@@ -230,7 +230,7 @@ class Member:
                 return stream.state, stream.why
         if self._silent_ticks >= self._liveness.lost_ticks // 2:
             return SILENT, self._no_heartbeat
-        if stalled := self._liveness.why_stalled(self.load, self.record.chunk_tokens):
+        if stalled := self._liveness.why_stalled(self.load):
             return STALLED, stalled
         return READY, ""
 
@@ -252,7 +252,7 @@ class Member:
                 self._index.evict(self._slot, update.cache.evicted)
                 self._index.store(self._slot, update.cache.stored)
                 self._draining |= update.state == common_pb2.WORKER_STATE_DRAINING
-                if stalled := self._liveness.why_stalled(self.load, self.record.chunk_tokens):
+                if stalled := self._liveness.why_stalled(self.load):
                     self._fail_all(f"worker {self._name} is stalled: {stalled}")
 
     async def _stream_events(self, stream: HeartbeatStream) -> None:

@@ -172,7 +172,7 @@ class Snapshot:
             view.slot,
             max(1, block_size),
             token_bytes,
-            record.chunk_tokens,
+            load.chunk_tokens,
             record.max_batch,
             load.prefill_tokens_per_s,
             load.step_ms,

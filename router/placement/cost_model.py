@@ -22,7 +22,6 @@ from router.admission.fair_queue import PendingPrompt
 from router.fleet.prefix_index import leading_of
 from router.fleet.snapshot import Column, Flags, Row, Snapshot, WorkerView
 
-_CHUNK_TOKENS = 512  # of a worker that does not report it
 _WINDOW_CHUNKS = 2  # queued on a prefill worker: one that runs and one to go on with
 _WINDOW_S = 0.1  # or so much work, where chunks are short: no gap while the router hears of room
 _SPARE_SHARE = 8  # a batch is given an eighth more, so that a place is taken as soon as it is free
@@ -274,14 +273,13 @@ def _on_prefill(
 ) -> OnPrefill:
     """`ours` are the tokens of assigned prompts that go first."""
     rate = _settled(xp, p.rate, usual_rate)
-    chunk = xp.where(p.chunk_tokens, p.chunk_tokens, _CHUNK_TOKENS)
     # Other routers' prompts count fully: their virtual finish times are not known.
     ahead = ours + xp.maximum(0, p.reported_tokens - p.assigned_tokens)
     # A chunk of what goes later may be running: on average half of it is still to come.
     later = p.queued_tokens - ahead
-    before = ahead + xp.maximum(0, xp.minimum(later, chunk // 2))
+    before = ahead + xp.maximum(0, xp.minimum(later, p.chunk_tokens // 2))
     # The queue is kept in the router, where it can be ordered, and not on the worker.
-    window = xp.maximum(_WINDOW_CHUNKS * chunk, rate * _WINDOW_S // 1)
+    window = xp.maximum(_WINDOW_CHUNKS * p.chunk_tokens, rate * _WINDOW_S // 1)
     blocks = _blocks(xp, p, request, cached)
     # An idle pool is as free as it ever gets.
     held = (p.blocks_held > 0) & (blocks > p.blocks_available)
@@ -314,10 +312,9 @@ def _on_decode(
     local_us = xp.rint(_DECODE_PRICE * (wait_s + compute_s * (1 + d.busy)) * 1e6 + rest_us)
     most_local = request.local_prefill_max_tokens
     always = uncached <= most_local
-    chunk = xp.where(d.chunk_tokens, d.chunk_tokens, _CHUNK_TOKENS)
     # One step computes it and what waits there, and lasts no longer than streams can bear.
     step_tokens = d.queued_tokens + uncached
-    is_short = (step_tokens <= chunk) & (tpot_s + step_tokens / rate <= request.max_itl_s)
+    is_short = (step_tokens <= d.chunk_tokens) & (tpot_s + step_tokens / rate <= request.max_itl_s)
     may = is_short & (most_local > 0)
 
     def handoff_us(same_host: bool) -> Any:

@@ -140,10 +140,10 @@ async def test_the_trace_of_a_long_prompt(clusters, oracle, receiver):
     else:
         pytest.fail("the first token waits for Commit")
     chunks = sorted((s for s in spans if s.name == "prefill.chunk"), key=lambda s: s.start_ns)
-    assert len(chunks) == 4
+    assert len(chunks) > 1
     assert sum(int(s.attributes["baton.chunk_tokens"]) for s in chunks) == 1900
     assert transfer.attributes["bytes"] == 1900 * BYTES_PER_TOKEN
-    assert int(transfer.attributes["chunks"]) == 4
+    assert int(transfer.attributes["chunks"]) == len(chunks)
     assert transfer.start_ns < chunks[-1].start_ns, "no block was sent before the last chunk"
     assert by_name["decode.first_step"].start_ns >= by_name["decode.admit"].start_ns
     assert by_name["router.generate"].end_ns >= by_name["decode.run"].end_ns

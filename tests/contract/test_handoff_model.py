@@ -27,7 +27,7 @@ from opentelemetry.trace import NoOpTracer
 
 from baton.engine.blocks import BlockPool
 from baton.engine.loop import Engine
-from baton.engine.planner import Planner
+from baton.engine.planner import ChunkSize, Planner
 from baton.engine.runner import SampledTokens
 from baton.errors import KvCorrupted, Overloaded, Stale, Unavailable
 from baton.prefix import token_digest
@@ -214,7 +214,7 @@ class DecodeWorker(RuleBasedStateMachine):
         self.patch.start()
         self.runner = CheckingRunner(self.pool, self.verified)
         self.blocks = BlockPool(BLOCKS, BLOCK_SIZE)
-        planner = Planner(self.blocks, chunk_tokens=8, max_batch=4)
+        planner = Planner(self.blocks, ChunkSize(8), max_batch=4)
         publish = lambda report: self.loop.call_soon(self.reservations.on_step, report)  # noqa: E731
         self.engine = Engine(self.runner, planner, frozenset(), 64, publish)
         self.reservations = Reservations(self.engine, ModelLimits(1000, 64, BLOCK_SIZE), LEASE_S)

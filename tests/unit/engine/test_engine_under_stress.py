@@ -8,7 +8,7 @@ import torch
 
 from baton.engine.blocks import BlockPool
 from baton.engine.loop import MAX_FAILED_STEPS, SEQUENCES_PER_PLACE, Engine
-from baton.engine.planner import Planner
+from baton.engine.planner import ChunkSize, Planner
 from baton.engine.runner import SampledTokens, StepRunner
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Overloaded, Unavailable
@@ -44,7 +44,7 @@ class GatedRunner(StepRunner):
 class GatedBench(Bench):
     def __init__(self, num_blocks=64):
         self.runner = GatedRunner()
-        planner = Planner(BlockPool(num_blocks, 4), 16, MAX_BATCH)
+        planner = Planner(BlockPool(num_blocks, 4), ChunkSize(16), MAX_BATCH)
         super().__init__(lambda publish: Engine(self.runner, planner, frozenset(), 1000, publish))
 
     def __exit__(self, kind, error, traceback):

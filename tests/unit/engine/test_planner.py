@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from baton import prefix
 from baton.engine.blocks import BlockPool
-from baton.engine.planner import Planner
+from baton.engine.planner import ChunkSize, Planner
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import NgramProposer
 from baton.sampling import SamplingParams
@@ -16,7 +16,7 @@ SIZE = 4
 
 
 def make_planner(num_blocks=16, chunk_tokens=8, max_batch=4):
-    return Planner(BlockPool(num_blocks, SIZE), chunk_tokens, max_batch)
+    return Planner(BlockPool(num_blocks, SIZE), ChunkSize(chunk_tokens), max_batch)
 
 
 def make_sequence(name, length, first=0, priority=0.0):
@@ -59,6 +59,40 @@ def test_a_long_prompt_catches_up_in_chunks_then_decodes():
     planner.add(make_sequence("a", 18))
     expected = [("a", 0, 8), ("a", 8, 8), ("a", 16, 2), ("a", 18, 1), ("a", 19, 1)]
     assert rounds(planner, 5) == expected
+
+
+def test_a_chunk_takes_its_time_at_the_rate_of_the_last_steps():
+    planner = Planner(BlockPool(4096, SIZE), ChunkSize(512, seconds=0.1), max_batch=4)
+
+    def computed(tokens_per_s, steps):
+        """Sizes of so many chunks at that rate."""
+        sizes = []
+        for _ in range(steps):
+            sizes.append((plan := planner.plan()).num_chunk_tokens)
+            planner.ran(plan, sizes[-1] / tokens_per_s)
+            run(planner, plan)
+        return sizes
+
+    planner.add(make_sequence("a", 15_000))
+    first, *others = computed(2048, 5)
+    assert (first, {*others}) == (64, {204})  # nothing is known of the first
+    slower = computed(1024, 12)  # as behind a long context
+    assert slower == sorted(slower, reverse=True) and 102 <= slower[-1] < 110
+    assert slower[2] < 150
+    assert computed(10, 30)[-1] == 64
+    assert computed(1e6, 30)[-1] == 512
+    assert planner.chunk.rate > 5120
+
+
+def test_only_steps_with_some_tokens_of_prompts_measure_their_rate():
+    planner = Planner(BlockPool(64, SIZE), ChunkSize(64), max_batch=64)
+    planner.add(make_sequence("short", 31))
+    planner.ran(plan := planner.plan(), 1.0)
+    run(planner, plan)
+    assert planner.chunk.rate == 0
+    planner.add(make_sequence("long", 32, first=100))
+    planner.ran(planner.plan(), 1.0)
+    assert planner.chunk.rate == 33  # rows: the other's is one
 
 
 def test_a_batch_above_the_chunk_budget_starves_nobody():
@@ -248,7 +282,8 @@ LOOP = [1, 2, 3, 4, 5]  # what every sequence of these tests repeats, wherever i
 
 def speculating(num_blocks=32, chunk_tokens=64, max_batch=4, proposer=None):
     blocks = BlockPool(num_blocks, SIZE, prefix_cache=False)
-    return Planner(blocks, chunk_tokens, max_batch, proposer or NgramProposer(4, MAX_CONTEXT))
+    chunk = ChunkSize(chunk_tokens)
+    return Planner(blocks, chunk, max_batch, proposer or NgramProposer(4, MAX_CONTEXT))
 
 
 def looping(name, length=12, max_tokens=50, **fields):

@@ -13,7 +13,7 @@ from baton.engine import build
 from baton.engine.blocks import BlockPool
 from baton.engine.loop import Engine
 from baton.engine.ops.native import library
-from baton.engine.planner import Planner
+from baton.engine.planner import ChunkSize, Planner
 from baton.engine.runner import StepRunner, tokens_by_sequence
 from baton.engine.sampling.sampler import Sampled, TokenLogprobs
 from baton.engine.sequence import Sequence
@@ -168,7 +168,7 @@ EOS = 90
 
 def scripted(text, params, max_context=1000, proposer=None, names="a"):
     """What sequences got that begin with 16 tokens of a text, and the counts of `run`."""
-    planner = Planner(BlockPool(64, 4), 64, 4, proposer or UsualCost(4, max_context))
+    planner = Planner(BlockPool(64, 4), ChunkSize(64), 4, proposer or UsualCost(4, max_context))
     runner, eos = ScriptedRunner(text), frozenset({EOS})
     got, *counts = run(
         lambda publish: Engine(runner, planner, eos, max_context, publish),

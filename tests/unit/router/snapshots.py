@@ -16,13 +16,13 @@ INDEX, SLOTS = PrefixIndex(), {}
 
 
 def worker(name, state="READY", reason="", tokens=0, sequences=0, caches=(), salt="", **fields):
-    """A worker with a pool of ten free blocks of four tokens of 40,000 bytes.
+    """A worker with chunks of 512 tokens and ten free blocks of four tokens of 40,000 bytes.
 
     `tokens` are assigned to it, due at 0; `caches` is a prompt whose whole blocks it caches.
     `fields` are a Load's, or a record's or its KV descriptor's where the Load has none.
     """
     kv = {"block_size": BLOCK, "dtype": "float32", **_TOKEN_OF_40_000_BYTES}
-    load = {"blocks_total": 10, "blocks_free": 10}
+    load = {"blocks_total": 10, "blocks_free": 10, "chunk_tokens": 512}
     record = {"max_context": 64}
     for name_, value in fields.items():
         known = (worker_pb2.Load, load), (common_pb2.KvDescriptor, kv)

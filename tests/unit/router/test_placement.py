@@ -170,7 +170,6 @@ SHARED = {"caches": LONG[:8], "blocks_held": 8}  # two of four blocks match
         # Two chunks on a prefill worker, or a tenth of a second of work where they are short.
         ({"tokens": 512, "chunk_tokens": 256}, {}, needs(), ahead(512, 512)),
         ({"tokens": 511, "chunk_tokens": 256}, {}, needs(), ""),
-        ({"tokens": 1023}, {}, needs(), ""),  # chunks of 512, not known
         ({"tokens": 4999, **FAST}, {}, needs(), ""),
         ({"tokens": 5000, **FAST}, {}, needs(), ahead(5000, 5000)),
         # A prefill pool that is held, by handoffs that hang; one that is not held is just small.

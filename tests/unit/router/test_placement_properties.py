@@ -98,7 +98,7 @@ def test_a_picked_pair_may_be_picked_and_none_is_better(snapshot, request_, full
     assert needed <= d.load.blocks_free + d.load.blocks_cached
     busy = max(d.load.running + d.load.waiting, d.assigned_sequences)
     assert not d.record.max_batch or busy < d.record.max_batch * 9 / 8
-    window = max(2 * (p.record.chunk_tokens or 512), 500)
+    window = max(2 * p.load.chunk_tokens, 500)
     ours = sum(one.num_tokens for one in p.assigned if one.virtual_finish <= FINISH)
     ahead = ours + max(0, p.load.queue_tokens - p.assigned_tokens)
     assert pair.decode_prefills or ahead < window

@@ -15,7 +15,7 @@ from baton.errors import Stale
 from baton.v1 import common_pb2, worker_pb2
 from baton.worker.metrics import ExpertImbalance, LoadTracker, WorkerMetrics, kind_of
 
-LOAD = Load(0, 0, 0, 8, 8, 0, 0, 0, 1, 0)
+LOAD = Load(0, 0, 0, 8, 8, 0, 0, 0, 1, 0, 2000.0, 120)
 
 
 def step(num_tokens, *sampled, ended_ns=5_000_000):
@@ -185,15 +185,17 @@ async def test_a_watcher_gets_all_that_is_cached_and_then_the_net_effect():
     assert await anext(watch, None) is None
 
 
-def test_chunks_measure_prefill_speed_and_small_steps_decode():
+def test_a_load_has_the_time_of_decode_steps_whatever_their_batch():
     tracker = LoadTracker()
-    tracker.update(cache_step(tokens=100, ms=50))
-    assert (tracker.load.prefill_tokens_per_s, tracker.load.step_ms) == (2000, 0)
-    tracker.update(cache_step(tokens=4, ms=10))
-    assert (tracker.load.prefill_tokens_per_s, tracker.load.step_ms) == (2000, 10)
-    assert 0.01 < tracker.mean_step_s < 0.05
-    tracker.update(cache_step())
+    tracker.update(step(100, False, ended_ns=50_000_000))
+    assert (tracker.load.prefill_tokens_per_s, tracker.load.chunk_tokens) == (2000, 120)
+    assert tracker.load.step_ms == 0
+    tracker.update(step(40, *[True] * 40, ended_ns=10_000_000))
     assert tracker.load.step_ms == 10
+    assert 0.01 < tracker.mean_step_s < 0.05
+    for other in (cache_step(), step(41, *[True] * 40), step(3, True)):
+        tracker.update(other)
+        assert tracker.load.step_ms == 10
 
 
 def test_tokens_are_counted_since_start_and_drafts_only_if_right():
@@ -205,4 +207,4 @@ def test_tokens_are_counted_since_start_and_drafts_only_if_right():
     tracker, sampled = LoadTracker(), [Progress(name, 5, (1, 2, 3)) for name in "abcdefgh"]
     tracker.update(StepReport(0, 10_000_000, 40, sampled, LOAD, num_proposed=32, num_accepted=16))
     assert (tracker.load.tokens_computed, tracker.load.tokens_generated) == (24, 24)
-    assert (tracker.load.prefill_tokens_per_s, tracker.load.step_ms) == (0, 10)
+    assert tracker.load.step_ms == 10

@@ -48,7 +48,7 @@ async def test_a_worker_from_its_start_to_its_end(directory, store):
         assert (record.incarnation, record.pid) == ("decode-0", os.getpid())
         assert record.role == common_pb2.WORKER_ROLE_DECODE
         assert record.blocks_total == answer.load.blocks_total == 16
-        assert (record.max_context, record.chunk_tokens) == (255, 32)
+        assert (record.max_context, answer.load.chunk_tokens) == (255, 32)
         assert list(record.transports) == [common_pb2.TRANSPORT_SHM]
         health = health_pb2_grpc.HealthStub(worker.channel).Watch(health_pb2.HealthCheckRequest())
         assert (await read(health)).status == SERVING

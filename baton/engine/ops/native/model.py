@@ -47,9 +47,10 @@ class NativeModel(NativeOps):
         """
         rows, wanted = len(batch.token_ids), len(batch.logit_rows)
         if rows > self._rows:
-            size = self._native.baton_workspace(self._model, rows)
+            self._rows = max(rows, 2 * self._rows)  # so that growing chunks seldom need another
+            size = self._native.baton_workspace(self._model, self._rows)
             room = torch.empty(size + _HUGE_PAGE, dtype=torch.uint8)
-            self._workspace, self._rows = room[-room.data_ptr() % _HUGE_PAGE :], rows
+            self._workspace = room[-room.data_ptr() % _HUGE_PAGE :]
         if wanted > len(self._scores):
             self._scores = torch.empty(wanted, self.config.vocab_size)
         inputs = (

@@ -12,7 +12,7 @@ from baton.engine.kv_cache import KvLayout
 from baton.engine.loop import Engine, Progress
 from baton.engine.models.decoder import Model
 from baton.engine.overlap import OverlappedEngine
-from baton.engine.planner import Planner
+from baton.engine.planner import ChunkSize, Planner
 from baton.engine.runner import Runner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.speculative.ngram import NgramProposer
@@ -59,7 +59,7 @@ class Driven:
         self.runner = runner
         self.blocks = BlockPool(num_blocks, block_size)
         proposer = NgramProposer(speculate, MAX_CONTEXT) if speculate else None
-        self.planner = Planner(self.blocks, 16, max_batch, proposer)
+        self.planner = Planner(self.blocks, ChunkSize(16), max_batch, proposer)
         kind = OverlappedEngine if overlap and not speculate else Engine
         self.engine = kind(runner, self.planner, EOS, MAX_CONTEXT, self._publish)
         self.progress: list[Progress] = []  # of the last report
