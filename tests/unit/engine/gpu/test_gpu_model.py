@@ -1,15 +1,24 @@
 """The GPU's model gives what the torch model gives: logits, KV and tokens, batched any way."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from baton.engine.backends.gpu import linear
+from baton.engine.backends.gpu.backend import refused
+from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.batch import StepBatch
+from baton.engine.models.architectures import ARCHITECTURES
+from baton.engine.models.config import ModelConfig
 from baton.engine.weights.quantize import FP8, unpack_rows
+from baton.engine.weights.weights import load_weights
+from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.gpu.models import CONFIGS, TINY, both, tokens
 from tests.unit.engine.paged import PagedRun
+from tests.unit.engine.small_models import CPU
 
 
 def ints(values):
@@ -42,6 +51,22 @@ def test_equals_the_torch_model(name):
     runs = PagedRun(gpu), PagedRun(model)
     assert_near(*runs)
     torch.testing.assert_close(runs[0].pool, runs[1].pool, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_equals_transformers(architecture, tmp_path):
+    reference = make_checkpoint(tmp_path, architecture, sliding_window=12)
+    config = ModelConfig.load(tmp_path)
+    if reason := refused(config, 16, (9, 0)):
+        pytest.skip(reason)
+    prepare = partial(linear.prepare, quantization="none")
+    weights = load_weights(tmp_path, config, torch.float32, CPU, prepare)
+    run = PagedRun(GpuModel(config, weights, torch.float32, CPU))
+    sequence = run.add(tokens(34, 1))
+    got = torch.cat([run.step((sequence, count))[0] for count in (17, 16, 1)])
+    with torch.inference_mode():
+        expected = reference(torch.tensor([sequence.tokens])).logits[0]
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kv_dtype", "quantization"), [(torch.int8, "fp8"), (FP8, "int8")])
