@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.config import DEMO_MODEL
 from baton.engine.models.architectures import ARCHITECTURES
 from tests.cluster.oracle import ENGINE
-from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.checkpoints import load_reference, make_checkpoint
 from tests.unit.engine.test_model_oracle import VARIANTS
 
 OF_EACH = dict(reversed(VARIANTS.values()))  # the first variant of each
@@ -16,14 +17,18 @@ PROMPTS = [[(7 * i + 5 * one) % 250 + 2 for i in range(75)] for one in range(6)]
 NEW_TOKENS = 300
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "demo"])
 async def test_greedy_tokens_are_those_of_transformers_also_when_a_decode_worker_is_killed(
     architecture, tmp_path, clusters
 ):
     """torch prefills and native code decodes: each reads the KV that the other wrote."""
-    options = {"sliding_window": 24, **OF_EACH[architecture], "head_dim": 16}  # which native has
-    reference = make_checkpoint(tmp_path, architecture, tokenizer=True, **options)
-    engine = replace(ENGINE, model=str(tmp_path), kv_cache_bytes=0, kv_blocks=256)
+    if architecture == "demo":
+        model, reference = DEMO_MODEL, load_reference(DEMO_MODEL)
+    else:
+        options = {"sliding_window": 24, **OF_EACH[architecture], "head_dim": 16}  # as native needs
+        model = tmp_path
+        reference = make_checkpoint(model, architecture, tokenizer=True, **options)
+    engine = replace(ENGINE, model=str(model), kv_cache_bytes=0, kv_blocks=256)
     cluster, client = await clusters(
         alone=True, engine=engine, decode=2, extra_args={"prefill": ["--kernels", "torch"]}
     )
