@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,9 @@ class CpuBackend(Backend):
             )
         native = self._is_native(config, dtype)
 
-        def prepare(weight: Weight) -> Weight:
-            if isinstance(weight, DenseWeight):
-                weight = quantized(weight, settings.quantization)
-            return PackedWeight.of(weight) if native else weight
-
+        prepared = partial(prepare_weight, quantization=settings.quantization, native=native)
         kernels = "native" if native else "torch"
-        weights = weights_of(settings, path, config, dtype, self.device, kernels, prepare)
+        weights = weights_of(settings, path, config, dtype, self.device, kernels, prepared)
         if native:
             return NativeModel(config, weights, dtype)
         return Model(config, weights, dtype, self.device)
@@ -98,6 +95,13 @@ class CpuBackend(Backend):
         if asked:
             library.require(dtype)
         return library.load(dtype) is not None
+
+
+def prepare_weight(weight: Weight, quantization: str, native: bool) -> Weight:
+    """A weight as native or torch's kernels are to apply it; dense ones are quantised."""
+    if isinstance(weight, DenseWeight):
+        weight = quantized(weight, quantization)
+    return PackedWeight.of(weight) if native else weight
 
 
 def pin_thread(cpus: Collection[int], nice: int) -> None:
