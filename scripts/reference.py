@@ -1,20 +1,28 @@
 """Writes what is generated in docs/; `--check`, as in `make lint`, only compares it.
 
-In each page it is what lies between two marks: metrics from their table, options from the command
-line's parser, gRPC's services and messages from protos/.
+In each page it is what lies between two marks: metrics and models from their tables, options from
+the command line's parser, gRPC's services and messages from protos/.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import transformers
+
 from baton import cli
 from baton.cli.options import HelpFormatter
+from baton.engine.backends import unsupported
+from baton.engine.backends.gpu.backend import LEAST_CAPABILITY, refused
+from baton.engine.models.architectures import ARCHITECTURES, Architecture
+from baton.engine.models.config import ModelConfig
 from baton.metrics import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,7 +106,62 @@ def grpc() -> Iterator[str]:
         yield f"## {name}.proto\n\n```proto\n{files[name].read_text().strip()}\n```\n"
 
 
-PAGES = {"metrics.md": metrics, "reference/cli.md": commands, "reference/grpc.md": grpc}
+def model_names() -> Iterator[str]:
+    """The models of the table of architectures, in one line."""
+    yield f"{', '.join(one.models for one in ARCHITECTURES.values())}."
+
+
+def models() -> Iterator[str]:
+    """The table of architectures, as transformers configures each if nothing else is said."""
+    yield "| models | `architectures` in config.json | unlike Llama | native | Triton | AWQ, … |"
+    yield "|---|---|---|---|---|---|"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.json"
+        for name, one in ARCHITECTURES.items():
+            usual = getattr(transformers, name).config_class().to_dict()
+            file.write_text(json.dumps({**usual, "architectures": [name]}))
+            config, block_size = ModelConfig.load(file), 16
+            reasons = (
+                unsupported(config, block_size, "native"),
+                refused(config, block_size, LEAST_CAPABILITY["none"]),
+                config.head_order,
+            )
+            cells = " | ".join("no" if reason else "yes" for reason in reasons)
+            yield f"| {one.models} | `{name}` | {', '.join(_differences(one))} | {cells} |"
+    yield ""
+
+
+def _differences(one: Architecture) -> Iterator[str]:
+    if one.qkv_bias is True:
+        yield "biases of queries, keys and values"
+    if one.qk_norm != "none":
+        yield f"norms of queries and keys ({'each head' if one.qk_norm == 'head' else 'all heads'})"
+    if one.attention_norm:
+        yield f"norms {'around' if one.input_norm else 'behind'} attention and MLP"
+    if one.windows in ("all", "from"):
+        yield "sliding windows"
+    elif isinstance(one.windows, int):
+        yield f"sliding windows but in each {one.windows}th layer".replace("2th", "2nd")
+    if "no_rope_layers" in one.defaults:
+        yield "layers without rotation"
+    if "partial_rotary_factor" in one.defaults:
+        yield "partial rotation"
+    if one.defaults.get("attn_logit_softcapping"):
+        yield "softcaps"
+    if one.scaled_embedding or "embedding_multiplier" in one.defaults:
+        yield "scaled embeddings"
+    if one.experts:
+        shared = "shared_expert_intermediate_size" in one.defaults
+        yield f"mixture of experts{', one of them for all tokens' if shared else ''}"
+
+
+PAGES = {
+    "metrics.md": metrics,
+    "models.md": models,
+    "reference/cli.md": commands,
+    "reference/grpc.md": grpc,
+    "../README.md": model_names,
+}
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from baton.cli import options
 from baton.cli.options import seconds
 from baton.cli.status import table
+from baton.config import EngineConfig
 from baton.errors import BatonError, Unauthenticated, Unavailable
 
 if TYPE_CHECKING:
@@ -22,12 +23,15 @@ _TEXT = """\
 Looks at this machine: Python, torch, compilers, memory, GPUs and what connects them, etcd, ports.
 Where a router answers, also at its cluster: what each worker computes on, which transport every
 pair of workers takes and how fast KV has gone over it, why not a faster one, whether KV quietly
-goes over sockets, and whether requests are handed over at all. Exit status 0 if nothing failed;
-warnings are allowed."""
+goes over sockets, and whether requests are handed over at all. With --model also at a model,
+without loading it: could a worker with these options serve it here, and what would it take. Exit
+status 0 if nothing failed; warnings are allowed."""
 _EXAMPLES = """\
   baton doctor
   baton doctor --test
+  baton doctor --model ~/models/Qwen3-8B --quantization int8 --kv-cache 8GiB
   baton doctor --target 10.0.0.9:7700 --json"""
+_MODEL_TEXT = "Hugging Face model directory: look at it, too"
 _WORKER_COLUMNS = {
     "role": "role", "incarnation": "worker", "address": "address", "state": "state",
     "device": "computes on", "peers": "peers", "rdma": "RDMA", "transports": "transports",
@@ -53,17 +57,29 @@ def add_commands(commands: options.Commands) -> None:
     text = "first have a prompt of up to 1,024 random tokens handed over between each pair (of 64)"
     add("--test", action="store_true", help=text)
     add("--json", action="store_true", help="print one JSON object")
+    options.add_declared(parser, EngineConfig, "with --model", {"model": _MODEL_TEXT})
+    options.add_config_option(parser)
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    report = look(args.target, args.timeout, options.api_key(args), args.test)
+    plan: EngineConfig | None = options.settings(EngineConfig, "doctor", args)
+    if plan == EngineConfig() and "model" not in vars(args):
+        plan = None
+    args.extra = "worker" if plan else None  # whichever of its libraries is missing
+    report = look(args.target, args.timeout, options.api_key(args), args.test, plan)
     print(json.dumps(report) if args.json else render(report))
     return 1 if report["status"] == "fail" else 0
 
 
-def look(target: str | None, timeout_s: float, api_key: str | None, test: bool) -> dict[str, Any]:
-    """The object of `baton doctor --json`; `test`: after requests of its own.
+def look(
+    target: str | None,
+    timeout_s: float,
+    api_key: str | None,
+    test: bool,
+    plan: EngineConfig | None = None,
+) -> dict[str, Any]:
+    """The object of `baton doctor --json`; `test`: after requests of its own, `plan`: of a worker.
 
     Raises BatonError when none of the routers answers that `target` names, or `test` needs, or one
     wants another key.
@@ -75,6 +91,11 @@ def look(target: str | None, timeout_s: float, api_key: str | None, test: bool) 
     hosts = {address.strip().rpartition(":")[0] for address in addresses.split(",")}
     router_here = status is not None and bool(hosts & {"127.0.0.1", "localhost", "[::1]"})
     machine = [*doctor.check_machine(router_here), *doctor.check_gpus()]
+    model: list[Finding] = []
+    if plan is not None:
+        from baton.local.model_plan import check_plan
+
+        model = list(check_plan(plan))
     router: dict[str, Any] = {"target": addresses, "answers": status is not None}
     pairs: list[dict[str, Any]] = []
     cluster: list[Finding] = []
@@ -90,10 +111,11 @@ def look(target: str | None, timeout_s: float, api_key: str | None, test: bool) 
         pairs, cluster = doctor_cluster.check_cluster(status)
         cluster += [*tested, requests]
         router |= {f: getattr(status.router, f) for f in ("address", "state", "model", "cluster")}
-    levels = {finding.level for finding in (*machine, *cluster)}
+    levels = {finding.level for finding in (*machine, *model, *cluster)}
     return {
         "status": next((level for level in ("fail", "warn") if level in levels), "ok"),
         "machine": [dataclasses.asdict(finding) for finding in machine],
+        "model": [dataclasses.asdict(finding) for finding in model],
         "router": router,
         "workers": [*map(doctor_cluster.worker_of, status.workers)] if status else [],
         "pairs": pairs,
@@ -144,6 +166,8 @@ def _reported(addresses: str, api_key: str | None, timeout_s: float) -> GetStatu
 def render(report: dict[str, Any]) -> str:
     """The object of `baton doctor --json` as text for people."""
     lines = ["this machine", *_findings(report["machine"]), ""]
+    if report["model"]:
+        lines += ["a worker of the model", *_findings(report["model"]), ""]
     router = report["router"]
     if router["answers"]:
         lines.append(
@@ -157,7 +181,8 @@ def render(report: dict[str, Any]) -> str:
         lines += ["", *table(_PAIR_COLUMNS, [_explained(pair) for pair in report["pairs"]])]
     if report["cluster"]:
         lines += ["", "cluster", *_findings(report["cluster"])]
-    levels = [finding["level"] for finding in (*report["machine"], *report["cluster"])]
+    every = (*report["machine"], *report["model"], *report["cluster"])
+    levels = [finding["level"] for finding in every]
     failed, warned = levels.count("fail"), levels.count("warn")
     counts = f"{failed} failed, {warned} warning{'' if warned == 1 else 's'}"
     return "\n".join([*lines, "", counts if failed or warned else "nothing is missing"])

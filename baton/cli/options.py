@@ -33,6 +33,7 @@ CONFIGS: dict[str, type[Any]] = {
     "prefill-worker": WorkerConfig,
     "decode-worker": WorkerConfig,
     "generate": EngineConfig,  # with --local
+    "doctor": EngineConfig,  # with --model
 }
 _NO_ANSWER = ("failed to connect", "errors resolving")
 _PROBE_S = 1.0

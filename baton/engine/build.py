@@ -97,7 +97,7 @@ def load(
         on_gpu = device.type == "cuda"
         backend = GpuBackend(settings, Gpu(device)) if on_gpu else CpuBackend(settings)
     dtype = choose_dtype(settings.dtype, config.dtype, backend.device)
-    kv_dtype = {"int8": torch.int8, "fp8": FP8}.get(settings.kv_dtype, dtype)
+    kv_dtype = kv_dtype_of(settings, dtype)
     sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
     longest = min(settings.max_context or config.max_context, config.max_context)
     kv_bytes, layout = settings.kv_cache_bytes or backend.kv_bytes, None
@@ -188,3 +188,8 @@ def choose_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtyp
         fast = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
         name = "bfloat16" if half and fast else "float32"
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def kv_dtype_of(settings: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The type of KV where `dtype` is the compute type."""
+    return {"int8": torch.int8, "fp8": FP8}.get(settings.kv_dtype, dtype)

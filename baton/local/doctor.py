@@ -110,7 +110,16 @@ def cores() -> Finding:
 
 
 def memory() -> Finding:
-    """How much there is, for this control group, and how much of it is free."""
+    """How much there is, and how much of it is free."""
+    total, available = host_memory()
+    text = f"{total / 2**30:.1f} GiB, {available / 2**30:.1f} GiB of it free"
+    if available < MIN_MEMORY_BYTES:
+        return warn("memory", text, "end what uses it, or start workers with a smaller --kv-cache")
+    return ok("memory", text)
+
+
+def host_memory() -> tuple[int, int]:
+    """All that this control group may use, and what of it is free, in bytes."""
     lines = MEMINFO.read_text().splitlines()
     kibibytes = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
     total, available = kibibytes["MemTotal"] << 10, kibibytes["MemAvailable"] << 10
@@ -121,10 +130,7 @@ def memory() -> Finding:
         held = int(_cgroup("memory.current") or 0) - int(stat.get("inactive_file", 0))
         total = int(limit)
         available = min(available, max(total - held, 0))
-    text = f"{total / 2**30:.1f} GiB, {available / 2**30:.1f} GiB of it free"
-    if available < MIN_MEMORY_BYTES:
-        return warn("memory", text, "end what uses it, or start workers with a smaller --kv-cache")
-    return ok("memory", text)
+    return total, available
 
 
 def free_port(port: int, option: str, router_here: bool) -> Finding:

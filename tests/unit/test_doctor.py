@@ -43,7 +43,7 @@ def test_a_machine_is_looked_at_without_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
-    assert set(report) == {"status", "machine", "router", "workers", "pairs", "cluster"}
+    assert set(report) == {"status", "machine", "model", "router", "workers", "pairs", "cluster"}
     subjects = {finding["subject"] for finding in report["machine"]}
     assert {"python", "torch", "CPU kernels", "cores", "memory", "etcd", "GPU"} <= subjects
     for finding in report["machine"]:
@@ -173,6 +173,7 @@ def test_a_report_is_shown_and_only_failures_exit_with_1(worst, exit_status, mon
     report = {
         "status": worst,
         "machine": [finding(worst, "it", "is so", "do that")],
+        "model": [],
         "router": {"target": "127.0.0.1:7700", "answers": False},
         "workers": [WORKER],
         "pairs": [

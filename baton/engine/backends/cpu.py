@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,9 @@ class CpuBackend(Backend):
             )
         native = self._is_native(dtype)
 
-        def prepare(weight: Weight) -> Weight:
-            if isinstance(weight, DenseWeight):
-                weight = quantized(weight, settings.quantization)
-            return PackedWeight.of(weight) if native else weight
-
+        prepared = partial(prepare_weight, quantization=settings.quantization, native=native)
         kernels = "native" if native else "torch"
-        weights = weights_of(settings, path, config, dtype, self.device, kernels, prepare)
+        weights = weights_of(settings, path, config, dtype, self.device, kernels, prepared)
         if not native:
             return Model(config, weights, dtype, self.device)
         if reason := unsupported(config, settings.block_size, "native"):
@@ -94,6 +91,13 @@ class CpuBackend(Backend):
         if self._settings.kernels == "native":
             library.require(dtype)
         return self._settings.kernels != "torch" and library.load(dtype) is not None
+
+
+def prepare_weight(weight: Weight, quantization: str, native: bool) -> Weight:
+    """A weight as native or torch's kernels are to apply it; dense ones are quantised."""
+    if isinstance(weight, DenseWeight):
+        weight = quantized(weight, quantization)
+    return PackedWeight.of(weight) if native else weight
 
 
 def pin_thread(cpus: Collection[int], nice: int) -> None:

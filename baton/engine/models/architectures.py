@@ -32,10 +32,11 @@ class ExpertNames:
 class Architecture:
     """How an architecture differs from Llama's; these defaults are Llama's.
 
-    `defaults` are of keys that config.json lacks; most of them are read of such architectures only.
-    A bias is there, is not, or is as a key of config.json says. `windows` says which layers slide
-    where config.json has no `layer_types`: none, all, those from `max_window_layers` on, those
-    without rotation (both if `use_sliding_window` says so), or all but each n-th.
+    `models` are the best known, for the documentation. `defaults` are of keys that config.json
+    lacks; most of them are read of such architectures only. A bias is there, is not, or is as a key
+    of config.json says. `windows` says which layers slide where config.json has no `layer_types`:
+    none, all, those from `max_window_layers` on, those without rotation (both if
+    `use_sliding_window` says so), or all but each n-th.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -55,6 +56,7 @@ class Architecture:
     interleaved_rope: bool = False  # pairs are neighbours
     sinks: bool = False  # each head's softmax has one more score, with a value of 0
     experts: ExpertNames | None = None  # of a mixture of experts
+    models: str = ""
 
 
 _GEMMA: dict[str, Any] = {
@@ -80,17 +82,24 @@ _OF_KEYS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_b
 _ALL_OF_KEYS: dict[str, Any] = {**_OF_KEYS, "mlp_bias": "mlp_bias"}
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "LlamaForCausalLM": Architecture(**_ALL_OF_KEYS),
+    "LlamaForCausalLM": Architecture(**_ALL_OF_KEYS, models="Llama 2 and 3, SmolLM2"),
     # transformers reads an absent window as 4096, and null as none.
-    "MistralForCausalLM": Architecture({"sliding_window": 4096}, windows="all"),
-    "Qwen2ForCausalLM": Architecture(_QWEN_DEFAULTS, qkv_bias=True, windows="from"),
+    "MistralForCausalLM": Architecture({"sliding_window": 4096}, windows="all", models="Mistral"),
+    "Qwen2ForCausalLM": Architecture(
+        _QWEN_DEFAULTS, qkv_bias=True, windows="from", models="Qwen2, Qwen2.5"
+    ),
     "Qwen3ForCausalLM": Architecture(
-        {**_QWEN_DEFAULTS, "head_dim": 128}, **_OF_KEYS, qk_norm="head", windows="from"
+        {**_QWEN_DEFAULTS, "head_dim": 128},
+        **_OF_KEYS,
+        qk_norm="head",
+        windows="from",
+        models="Qwen3",
     ),
     "Gemma2ForCausalLM": Architecture(
         {**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         **_GEMMA,
         windows=2,
+        models="Gemma 2",
     ),
     "Gemma3ForCausalLM": Architecture(
         {
@@ -103,11 +112,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         **_GEMMA,
         qk_norm="head",
         windows=6,
+        models="Gemma 3 (text)",
     ),
     "Phi3ForCausalLM": Architecture(
         {"rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": 1.0},
         windows="all",
         joined=("qkv", "gate_up"),
+        models="Phi-3, Phi-4",
     ),
     "Olmo2ForCausalLM": Architecture(
         {"rms_norm_eps": 1e-5},
@@ -118,6 +129,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         mlp_norm="",
         output_norm="post_feedforward_layernorm",
         norm_rounds_once=True,
+        models="OLMo 2",
     ),
     "SmolLM3ForCausalLM": Architecture(
         {
@@ -128,6 +140,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         **_ALL_OF_KEYS,
         windows="unrotated",
+        models="SmolLM3",
     ),
     "Glm4ForCausalLM": Architecture(
         {
@@ -142,6 +155,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         output_norm="post_mlp_layernorm",
         joined=("gate_up",),
         interleaved_rope=True,
+        models="GLM-4",
     ),
     "MixtralForCausalLM": Architecture(
         {"sliding_window": None, "norm_topk_prob": True, "num_experts_per_tok": 2},
@@ -149,6 +163,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         experts=ExpertNames(
             "num_local_experts", "intermediate_size", "block_sparse_moe", ("w1", "w3"), "w2"
         ),
+        models="Mixtral",
     ),
     "Qwen2MoeForCausalLM": Architecture(
         {
@@ -160,6 +175,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         qkv_bias=True,
         windows="from",
         experts=ExpertNames(),
+        models="Qwen2-MoE",
     ),
     "Qwen3MoeForCausalLM": Architecture(
         {**_QWEN_DEFAULTS, **_SPARSE, "num_experts_per_tok": 8},
@@ -167,12 +183,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         qk_norm="head",
         windows="from",
         experts=ExpertNames(),
+        models="Qwen3-MoE",
     ),
     "OlmoeForCausalLM": Architecture(
         {"rms_norm_eps": 1e-5, "norm_topk_prob": False, "num_experts_per_tok": 8},
         **_OF_KEYS,
         qk_norm="row",
         experts=ExpertNames(size="intermediate_size"),
+        models="OLMoE",
     ),
     "GptOssForCausalLM": Architecture(
         {
@@ -208,5 +226,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "logits_scaling": 1.0,
         },
         **_ALL_OF_KEYS,
+        models="Granite",
     ),
 }

@@ -14,7 +14,7 @@ from baton.config import EngineConfig
 from baton.engine.backends import Backend, unsupported
 from baton.engine.backends.gpu import memory, warmup
 from baton.engine.backends.gpu.device import Gpu
-from baton.engine.backends.gpu.graphs import batch_sizes, table_widths
+from baton.engine.backends.gpu.graphs import count_graphs
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.batch import StepModel
 from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
@@ -84,10 +84,7 @@ class GpuBackend(Backend):
         log.info("measuring a step of %d tokens; kernels that are new are compiled", rows)
         step = gpu.peak_of(lambda: warmup.largest_step(model, sampler, pool, settings, most))
         decode = gpu.peak_of(lambda: warmup.largest_decode(model, pool, settings, most))
-        num_graphs = 0
-        if settings.graphs and self._kernels == "triton":
-            width = -(-most // settings.block_size)
-            num_graphs = len(batch_sizes(settings.max_batch)) * len(table_widths(width))
+        num_graphs = count_graphs(settings, most) if self._kernels == "triton" else 0
         graphs = memory.graphs_reserve(decode, num_graphs, config.num_layers)
         free, total = gpu.free_and_total()
         usage = memory.Usage(total, free, weights, max(step, decode), graphs)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from baton.config import EngineConfig
 from baton.engine.backends.gpu.device import Stream, Work
 
 if TYPE_CHECKING:  # it imports triton, which may not be installed
@@ -76,6 +77,14 @@ def table_widths(widest: int) -> tuple[int, ...]:
         widths.append(width)
         width *= 4
     return (*widths, widest)
+
+
+def count_graphs(settings: EngineConfig, max_context: int) -> int:
+    """How many decode steps are captured; 0 without `--graphs`."""
+    if not settings.graphs:
+        return 0
+    width = -(-max_context // settings.block_size)
+    return len(batch_sizes(settings.max_batch)) * len(table_widths(width))
 
 
 class DecodeGraphs:

@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import logging
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -53,10 +54,12 @@ class Target:
     name: str
     cpu: frozenset[str]
     flags: tuple[str, ...]
+    machine: str = "x86_64"
 
 
 _V3 = frozenset({"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_NEON = frozenset({"asimd"})
 TARGETS = (  # the best first
     Target(
         "avx512_bf16",
@@ -65,6 +68,8 @@ TARGETS = (  # the best first
     ),
     Target("avx512", _V4, ("-march=x86-64-v4", "-mprefer-vector-width=512")),
     Target("avx2", _V3, ("-march=x86-64-v3",)),
+    Target("neon_bf16", _NEON | {"bf16", "i8mm"}, ("-march=armv8.6-a",), "aarch64"),
+    Target("neon", _NEON, ("-march=armv8-a",), "aarch64"),
 )
 
 
@@ -99,7 +104,7 @@ def best_target() -> Target:
     for target in TARGETS:
         if target.cpu <= have:
             return target
-    raise BuildFailed("native kernels need an x86-64 CPU with AVX2 and FMA")
+    raise BuildFailed("native kernels need an x86-64 CPU with AVX2 and FMA, or a 64-bit ARM CPU")
 
 
 @functools.cache
@@ -113,10 +118,11 @@ def load_target(target: Target, dtype: torch.dtype = torch.float32) -> ctypes.CD
 
 
 def build_all() -> list[Path]:
-    """Builds for every kind of CPU and type into `built/`, for installations without a compiler."""
+    """Builds for all CPUs of this machine's kind into `built/`: to install without a compiler."""
     BUILT.mkdir(exist_ok=True)
     paths = []
-    for target, dtype in itertools.product(TARGETS, DEFINES):
+    here = [target for target in TARGETS if target.machine == platform.machine()]
+    for target, dtype in itertools.product(here, DEFINES):
         paths.append(BUILT / _file_name(target, dtype))
         _compile(target, dtype, paths[-1])
     return paths
@@ -191,7 +197,8 @@ def _cpu_flags() -> set[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError as error:
         raise BuildFailed(f"this CPU is unknown: {error}") from error
-    flags = (line.partition(":")[2] for line in lines if line.startswith("flags"))
+    names = ("flags", "Features")  # on x86, on ARM
+    flags = (line.partition(":")[2] for line in lines if line.startswith(names))
     return set(next(flags, "").split())
 
 

@@ -117,11 +117,14 @@ def pack(weight: Tensor) -> Tensor:
 
 def pack_int4(weight: Int4Weight) -> Tensor:
     """Values `[out, in]` → int32 `[panels, in / 8, 64, 1]`."""
-    outputs, depth = weight.shape
-    words = torch.zeros(-(-outputs // PANEL), depth // 8, PANEL, 1, dtype=torch.int32)
-    shifts = torch.tensor([i // 2 * 4 + i % 2 * 16 for i in range(8)], dtype=torch.int32)
+    (outputs, depth), device = weight.shape, weight.values.device
+    words = torch.zeros(
+        -(-outputs // PANEL), depth // 8, PANEL, 1, dtype=torch.int32, device=device
+    )
+    shifts = [i // 2 * 4 + i % 2 * 16 for i in range(8)]
+    at = torch.tensor(shifts, dtype=torch.int32, device=device)
     for first in range(0, words.shape[0], PANELS_AT_ONCE):
         rows = slice(first * PANEL, (first + PANELS_AT_ONCE) * PANEL)
         eights = weight.numbers(rows).int().unflatten(1, (-1, 8))
-        words[first : first + PANELS_AT_ONCE] = pack((eights << shifts).sum(-1, dtype=torch.int32))
+        words[first : first + PANELS_AT_ONCE] = pack((eights << at).sum(-1, dtype=torch.int32))
     return words

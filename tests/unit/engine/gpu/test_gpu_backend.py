@@ -24,6 +24,7 @@ from baton.engine.runner import Runner
 from baton.engine.sequence import Sequence
 from baton.engine.weights.weight import Int8Weight
 from baton.errors import ConfigError
+from baton.local import model_plan
 from baton.sampling import SamplingParams
 from tests.unit.engine.bench import Bench
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -214,6 +215,22 @@ def test_the_gpu_is_the_engine_threads_before_anything_else(checkpoint, monkeypa
 
 CONFIG = qwen_config()  # 2 layers, 2 KV heads of 32: 512 B a token in bfloat16
 BLOCK = 16 * 512
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_a_plan_of_a_gpu_is_near_what_its_worker_finds(checkpoint, quantization, monkeypatch):
+    monkeypatch.setattr(model_plan, "device_of", lambda settings: torch.device("cuda", 0))
+    monkeypatch.setattr(model_plan, "Gpu", lambda device: FakeGpu())
+    monkeypatch.setattr(model_plan, "check_model", lambda settings: None)  # it has no tokenizer
+    settings = EngineConfig(str(checkpoint), quantization=quantization, max_batch=2)
+    found = {one.subject: one for one in model_plan.check_plan(settings)}
+    assert found["kernels"].text == "Triton's"
+    assert "GPU memory of cuda:0 Card: 8.00 GiB" in found["memory"].text
+    monkeypatch.setattr(FakeGpu, "free_and_total", lambda self: (1 << 20, 8 * GIB))
+    found = {one.subject: one for one in model_plan.check_plan(settings)}
+    assert found["model"].level == "fail" and "another GPU" in found["model"].text
+
+
 ROOMY = Usage(total=80 * GIB, free=63 * GIB, weights=16 * GIB, activations=2 * GIB, graphs=1 * GIB)
 
 

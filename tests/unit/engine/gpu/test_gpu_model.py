@@ -1,18 +1,27 @@
 """The GPU's model gives what the torch model gives: logits, KV and tokens, batched any way."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from baton.engine.backends.gpu import linear
+from baton.engine.backends.gpu.backend import refused
+from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.batch import StepBatch
+from baton.engine.models.architectures import ARCHITECTURES
+from baton.engine.models.config import ModelConfig
 from baton.engine.ops.triton.grouped_matmul import GroupedWeight
 from baton.engine.weights.quantize import FP8, unpack_rows
 from baton.engine.weights.weight import DenseWeight, Int4Weight
+from baton.engine.weights.weights import load_weights
 from baton.errors import ConfigError
+from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.gpu.models import CONFIGS, EXPERTS, TINY, both, tokens
 from tests.unit.engine.paged import PagedRun
+from tests.unit.engine.small_models import CPU
 
 
 def ints(values):
@@ -52,6 +61,22 @@ def test_equals_the_torch_model(name):
         assert torch.equal(gpu.expert_tokens, model.expert_tokens)
         layers, per_token = sum(model.config.experts.layers), model.config.experts.per_token
         assert model.expert_tokens.sum(1).tolist() == [ROWS * per_token] * layers
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_equals_transformers(architecture, tmp_path):
+    reference = make_checkpoint(tmp_path, architecture, sliding_window=12)
+    config = ModelConfig.load(tmp_path)
+    if reason := refused(config, 16, (9, 0)):
+        pytest.skip(reason)
+    prepare = partial(linear.prepare, quantization="none")
+    weights = load_weights(tmp_path, config, torch.float32, CPU, prepare)
+    run = PagedRun(GpuModel(config, weights, torch.float32, CPU))
+    sequence = run.add(tokens(34, 1))
+    got = torch.cat([run.step((sequence, count))[0] for count in (17, 16, 1)])
+    with torch.inference_mode():
+        expected = reference(torch.tensor([sequence.tokens])).logits[0]
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kv_dtype", "quantization"), [(torch.int8, "fp8"), (FP8, "int8")])

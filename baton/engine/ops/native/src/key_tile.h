@@ -24,6 +24,11 @@ inline Words take_words(const char* from, size_t stride) {
     words = _mm512_inserti32x4(words, load<__m128i>(from + 8 * stride), 2);
     return (Words)_mm512_inserti32x4(words, load<__m128i>(from + 12 * stride), 3);
 }
+#elif defined(__aarch64__)
+constexpr Words LOW_WORDS{0, 4, 1, 5}, HIGH_WORDS{2, 6, 3, 7};
+constexpr WordPairs LOW_PAIRS{0, 2}, HIGH_PAIRS{1, 3};
+
+inline Words take_words(const char* from, size_t) { return load<Words>(from); }
 #else
 constexpr Words LOW_WORDS{0, 8, 1, 9, 4, 12, 5, 13}, HIGH_WORDS{2, 10, 3, 11, 6, 14, 7, 15};
 constexpr WordPairs LOW_PAIRS{0, 4, 2, 6}, HIGH_PAIRS{1, 5, 3, 7};
@@ -72,6 +77,8 @@ inline f32x16 load_floats(const int8_t* from) {
     const i8x16 bytes = load<i8x16>(from);
 #ifdef __AVX512F__
     const i32x16 whole = (i32x16)_mm512_maskz_cvtepi8_epi32(0xffff, (__m128i)bytes);
+#elif defined(__aarch64__)
+    const i32x16 whole = __builtin_convertvector(bytes, i32x16);
 #else
     const __m128i low = (__m128i)bytes, high = _mm_unpackhi_epi64(low, low);
     const __m256i halves[2] = {_mm256_cvtepi8_epi32(low), _mm256_cvtepi8_epi32(high)};

@@ -1,10 +1,14 @@
 // Sixteen lanes of float, bf16 pairs or int8 quads, and the one product tile everything is built on.
 //
-// Written in GCC's vector extensions, which become AVX-512 or pairs of AVX2 registers, with
-// intrinsics where an instruction has no other name.
+// Written in GCC's vector extensions, which become registers of AVX-512, AVX2 or NEON, with intrinsics
+// where an instruction has no other name.
 #pragma once
 
+#ifdef __aarch64__
+#include "neon.h"
+#else
 #include <immintrin.h>
+#endif
 
 #include <cstddef>
 #include <cstdint>
@@ -97,6 +101,9 @@ inline void store_floats(bf16* to, f32x16 value, int count = LANES) {
 inline i32x16 round_whole(f32x16 value) {
 #ifdef __AVX512F__
     return (i32x16)_mm512_maskz_cvtps_epi32(0xffff, (__m512)value);
+#elif defined(__aarch64__)
+    const auto whole = by_quarters([](auto part) { return vcvtnq_s32_f32(part); }, value);
+    return load<i32x16>(&whole);
 #else
     __m256 halves[2];
     std::memcpy(halves, &value, sizeof halves);
@@ -109,6 +116,10 @@ inline i32x16 round_whole(f32x16 value) {
 inline f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
 #ifdef __AVX512F__
     return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__aarch64__)
+    const auto done =
+        by_quarters([](auto a, auto b, auto c) { return vfmaq_f32(c, a, b); }, a, b, c);
+    return load<f32x16>(&done);
 #else
     __m256 x[2], y[2], z[2];
     std::memcpy(x, &a, sizeof x);
@@ -129,12 +140,19 @@ inline float sum(f32x16 value) {
 }
 
 inline float largest(f32x16 value) {
+#ifdef __aarch64__
+    f32x4 quarters[4];
+    std::memcpy(quarters, &value, sizeof quarters);
+    return vmaxvq_f32(vmaxq_f32(vmaxq_f32(quarters[0], quarters[1]),
+                                vmaxq_f32(quarters[2], quarters[3])));
+#else
     __m256 eights[2];
     std::memcpy(eights, &value, sizeof eights);
     const __m256 eight = _mm256_max_ps(eights[0], eights[1]);
     const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#endif
 }
 
 inline float largest_magnitude(const auto* from, int size) {
@@ -163,6 +181,10 @@ struct Product {
 constexpr int REGISTER = 64;                    // bytes
 constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;  // the largest tile whose sums stay in 24 of 32
 constexpr int tile_vectors(int) { return TILE_VECTORS; }  // how wide a tile of so many rows is
+#elif defined(__aarch64__)
+constexpr int REGISTER = 16;
+constexpr int TILE_ROWS = 6, TILE_VECTORS = 1;  // 24 of 32
+constexpr int tile_vectors(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 #else
 constexpr int REGISTER = 32;
 constexpr int TILE_ROWS = 4, TILE_VECTORS = 1;  // 8 of 16, which leaves room for columns in parts
@@ -178,7 +200,7 @@ constexpr int WORDS = REGISTER / 4;
 
 // One word in all lanes.
 inline Words repeat(const void* from) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__aarch64__)
     return Words{} + load<uint32_t>((const char*)from);
 #else
     // Of the plain form the compiler makes arithmetic on scalars, which is slower.
@@ -206,6 +228,10 @@ struct Lanes<bf16> {
     static Sum add(Sum sum, Words a, Words b) {
         return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
     }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    static constexpr int PARTS = 1;
+    static Words part(Words pairs, int) { return pairs; }
+    static Sum add(Sum sum, Words a, Words b) { return dot_bf16(sum, a, b); }
 #else
     static constexpr int PARTS = 2;
     static Floats part(Words pairs, int p) { return (Floats)(p ? pairs & 0xffff0000u : pairs << 16); }
@@ -225,6 +251,11 @@ struct Lanes<int8_t> {
     static Sum add(Sum sum, Ints a, Ints b) {
         return (Sum)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
     }
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+    static constexpr int PARTS = 1;
+    static Ints left(const int8_t* from, int) { return (Ints)repeat(from); }
+    static Ints right(const int8_t* from, int) { return load<Ints>(from); }
+    static Sum add(Sum sum, Ints a, Ints b) { return dot_int8(sum, a, b); }
 #else
     // As pairs of 16 bits, bytes 0 and 2, then 1 and 3: products of bytes would saturate.
     static constexpr int PARTS = 2;
@@ -239,6 +270,8 @@ struct Lanes<int8_t> {
     static Sum add(Sum sum, Shorts a, Shorts b) {
 #ifdef __AVX512BW__
         return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__aarch64__)
+        return sum + dot_int16(a, b);
 #else
         return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #endif

@@ -1,10 +1,11 @@
 // The threads that compute one step together.
 #pragma once
 
-#include <immintrin.h>
 #include <omp.h>
 
 #include <atomic>
+
+#include "simd.h"
 
 namespace baton {
 

@@ -1,0 +1,53 @@
+// What 64-bit ARM has in place of the intrinsics that the kernels take from x86.
+//
+// All else is in GCC's vector extensions, which become NEON's registers. No ARM CPU has run this yet:
+// it was compiled and compared with AVX2's results in an emulator.
+#pragma once
+
+#include <arm_neon.h>
+
+namespace baton {
+
+inline void _mm_pause() { asm volatile("yield"); }
+
+typedef int16_t i16x8 __attribute__((vector_size(16)));
+typedef uint32_t u32x4 __attribute__((vector_size(16)));
+typedef int32_t i32x4 __attribute__((vector_size(16)));
+typedef float f32x4 __attribute__((vector_size(16)));
+
+// Products of pairs of int16, added up.
+inline i32x4 dot_int16(i16x8 a, i16x8 b) {
+    return vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b));
+}
+
+#ifdef __ARM_FEATURE_MATMUL_INT8
+// sum + the products of four unsigned and four signed bytes.
+inline i32x4 dot_int8(i32x4 sum, i32x4 a, i32x4 b) {
+    return vusdotq_s32(sum, (uint8x16_t)a, (int8x16_t)b);
+}
+#endif
+
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+// sum + the products of two pairs.
+inline f32x4 dot_bf16(f32x4 sum, u32x4 a, u32x4 b) {
+    return vbfdotq_f32(sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+}
+#endif
+
+// work(quarter, ...) of vectors of sixteen lanes, for each quarter.
+template <class Work, class Vector, class... Vectors>
+inline auto by_quarters(const Work& work, const Vector& first, const Vectors&... others) {
+    typedef float32x4_t Quarter;
+    const auto part = [](const auto& whole, int i) {
+        Quarter taken;
+        __builtin_memcpy(&taken, (const char*)&whole + i * sizeof taken, sizeof taken);
+        return taken;
+    };
+    struct {
+        decltype(work(part(first, 0), part(others, 0)...)) quarters[4];
+    } done;
+    for (int i = 0; i < 4; i++) done.quarters[i] = work(part(first, i), part(others, i)...);
+    return done;
+}
+
+}  // namespace baton

@@ -1,0 +1,171 @@
+"""`baton doctor --model`: what a worker of a model would take of this machine's memory.
+
+Reads config.json and the headers of safetensors alone: weights are made as a worker makes them, but
+on torch's device without memory. What a step needs is estimated; on a GPU a worker measures it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, model_path
+from baton.engine.backends import cpu, unsupported
+from baton.engine.backends.gpu import memory
+from baton.engine.backends.gpu.backend import refused
+from baton.engine.backends.gpu.device import Gpu
+from baton.engine.backends.gpu.graphs import count_graphs
+from baton.engine.build import choose_dtype, device_of, kv_dtype_of
+from baton.engine.kv_cache import KvLayout, plan_layout
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.quantization import weight_format
+from baton.engine.weights.checkpoint import ELEMENT_BYTES, stored_tensors
+from baton.engine.weights.weight import DenseWeight
+from baton.engine.weights.weights import random_weights
+from baton.errors import CheckpointError, ConfigError
+from baton.local import doctor
+from baton.local.doctor import Finding, fail, ok, warn
+from baton.local.model_check import check_model
+
+PROCESS_BYTES = 400 << 20  # Python, torch and gRPC in a worker on a CPU
+_SHORT = 1024  # tokens of a usual sequence
+_GIB = float(1 << 30)
+
+
+def check_plan(settings: EngineConfig) -> Iterator[Finding]:
+    """Can a worker with these settings load the model here, and how much KV has it room for?"""
+    try:
+        check_model(settings)
+        config, device = ModelConfig.load(model_path(settings.model)), device_of(settings)
+        gpu = Gpu(device) if device.type == "cuda" else None
+        yield ok(
+            "model",
+            f"{config.architecture}, {config.num_parameters / 1e6:,.1f} M parameters, contexts of "
+            f"up to {config.max_context:,} tokens",
+        )
+        yield _kernels(settings, config, gpu)
+        yield from _memory(settings, config, gpu)
+    except (CheckpointError, ConfigError) as error:
+        yield fail("model", str(error))
+
+
+def _kernels(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Finding:
+    if settings.kernels == "torch":
+        reason = "--kernels torch"
+    elif gpu is None:
+        reason = unsupported(config, settings.block_size, "native")
+    else:
+        reason = refused(config, settings.block_size, gpu.capability)
+    if reason:
+        return warn("kernels", f"torch computes, several times slower: {reason}")
+    return ok("kernels", "native" if gpu is None else "Triton's")
+
+
+def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Iterator[Finding]:
+    dtype = choose_dtype(settings.dtype, config.dtype, torch.device("cuda" if gpu else "cpu"))
+    kv_dtype = kv_dtype_of(settings, dtype)
+    context = min(settings.max_context or config.max_context, config.max_context)
+    kv_bytes = settings.kv_cache_bytes or (0 if gpu else CPU_KV_CACHE_BYTES)
+    layout = None
+    if settings.kv_blocks or kv_bytes:
+        layout = plan_layout(config, kv_dtype, settings.block_size, settings.kv_blocks, kv_bytes)
+    longest = min(context, layout.num_tokens) if layout else context
+    held = weight_format(settings, config.quantization)
+    weights = weight_bytes(settings, config, dtype, gpu is not None)
+    form = str(dtype).removeprefix("torch.") if held == "none" else held
+    yield ok("weights", f"{weights / _GIB:.2f} GiB in {form}")
+    step = step_bytes(settings, config, dtype, longest)
+    if gpu is None:
+        assert layout is not None, "it has a size for KV"
+        yield _kv(settings, layout, context)
+        yield _host_memory(settings, config, dtype, weights, layout.num_bytes + step)
+        return
+    free, total = gpu.free_and_total()
+    graphs = memory.graphs_reserve(step, count_graphs(settings, context), config.num_layers)
+    usage = memory.Usage(total, free - weights, weights, step, graphs)
+    layout = memory.kv_layout(usage, settings, config, kv_dtype, layout)
+    yield _kv(settings, layout, context)
+    yield ok("memory", memory.summary(gpu.name, usage, layout, settings, context))
+
+
+def _kv(settings: EngineConfig, layout: KvLayout, context: int) -> Finding:
+    tokens, block_size = layout.num_tokens, layout.block_size
+    text = (
+        f"{layout.bytes_per_token / 1024:,.3g} KiB a token; {layout.num_bytes / _GIB:.2f} GiB hold "
+        f"{tokens:,} tokens: {layout.num_blocks // -(-_SHORT // block_size):,} sequences of "
+        f"{_SHORT:,}, or --max-batch {settings.max_batch} of {tokens // settings.max_batch:,}"
+    )
+    if tokens > context:
+        return ok("KV", text)
+    needed = math.ceil((context + 1) * layout.bytes_per_token / _GIB)
+    return warn(
+        "KV",
+        f"{text}; so a context ends at {tokens - 1:,} tokens, and the longest has {context:,}",
+        f"--kv-cache {needed}GiB, or accept it with --max-context {tokens - 1}",
+    )
+
+
+def _host_memory(
+    settings: EngineConfig, config: ModelConfig, dtype: torch.dtype, weights: int, others: int
+) -> Finding:
+    need, free = weights + others + PROCESS_BYTES, doctor.host_memory()[1]
+    text = f"a worker takes {need / _GIB:.2f} GiB, and {free / _GIB:.2f} GiB are free"
+    if 2 * need <= free:
+        return ok("memory", text)
+    fixes = ["a smaller --kv-cache"] if others > weights else []
+    if weight_format(settings, config.quantization) == "none":
+        for name in ("int8", "int4"):
+            changed = weight_bytes(replace(settings, quantization=name), config, dtype, False)
+            saved = (weights - changed) / _GIB
+            fixes.append(f"--quantization {name} ({saved:.2f} GiB less)")
+    fix = ", or ".join([*fixes, "a larger machine"])
+    if need <= free:
+        return warn("memory", f"{text}: too little for a worker of each role here", fix)
+    return fail("memory", text, fix)
+
+
+def weight_bytes(
+    settings: EngineConfig, config: ModelConfig, dtype: torch.dtype, on_gpu: bool
+) -> int:
+    """What a worker's weights take; a router's of experts is counted as that of one."""
+    if config.quantization is not None:  # which are read as they are
+        stored = stored_tensors(model_path(settings.model)).values()
+        return sum(math.prod(one.shape) * ELEMENT_BYTES[one.dtype] for one in stored)
+    if on_gpu:
+        from baton.engine.backends.gpu.linear import prepare  # noqa: PLC0415 - imports triton
+
+        prepared = partial(prepare, quantization=settings.quantization)
+    else:
+        is_native = not unsupported(config, settings.block_size, "") and settings.kernels != "torch"
+        prepared = partial(cpu.prepare_weight, quantization=settings.quantization, native=is_native)
+
+    def held(config: ModelConfig) -> int:
+        weights = random_weights(config, dtype, torch.device("meta"), 0, prepared)
+        head = weights.lm_head
+        is_tied = isinstance(head, DenseWeight) and head.tensor is weights.embedding
+        return weights.num_bytes + (0 if is_tied else weights.embedding.nbytes)
+
+    if (experts := config.experts) is None:
+        return held(config)
+    # Thousands of them would take a minute, and each takes the same.
+    one, two = (held(replace(config, experts=replace(experts, count=count))) for count in (1, 2))
+    return one + (experts.count - 1) * (two - one)
+
+
+def step_bytes(
+    settings: EngineConfig, config: ModelConfig, dtype: torch.dtype, context: int
+) -> int:
+    """About what a full step takes besides weights and KV, and tables of rotations."""
+    rows, experts = settings.chunk_tokens + settings.max_batch, config.experts
+    attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_size
+    inner, taken = config.intermediate_size, 0
+    if experts is not None:
+        inner, taken = max(experts.size, experts.shared_size), experts.per_token
+    row = (4 + taken) * config.hidden_size + attention + 3 * inner * max(taken, 1)
+    logits = 3 * settings.max_batch * config.vocab_size * 4  # and copies that are sampled from
+    tables = len(set(config.ropes)) * 2 * context * config.head_size * 4
+    return rows * row * dtype.itemsize + logits + tables

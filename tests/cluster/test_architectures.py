@@ -1,0 +1,55 @@
+"""Every architecture in a cluster: its tokens are those of transformers, also if a worker dies."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baton.config import DEMO_MODEL
+from baton.engine.models.architectures import ARCHITECTURES
+from tests.cluster.oracle import ENGINE
+from tests.unit.engine.checkpoints import load_reference, make_checkpoint
+from tests.unit.engine.test_model_oracle import VARIANTS
+
+OF_EACH = dict(reversed(VARIANTS.values()))  # the first variant of each
+PROMPTS = [[(7 * i + 5 * one) % 250 + 2 for i in range(75)] for one in range(6)]
+NEW_TOKENS = 300
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "demo"])
+async def test_greedy_tokens_are_those_of_transformers_also_when_a_decode_worker_is_killed(
+    architecture, tmp_path, clusters
+):
+    """torch prefills and native code decodes: each reads the KV that the other wrote."""
+    if architecture == "demo":
+        model, reference = DEMO_MODEL, load_reference(DEMO_MODEL)
+    else:
+        options = {"sliding_window": 24, **OF_EACH[architecture], "head_dim": 16}  # as native needs
+        model = tmp_path
+        reference = make_checkpoint(model, architecture, tokenizer=True, **options)
+    engine = replace(ENGINE, model=str(model), kv_cache_bytes=0, kv_blocks=256)
+    cluster, client = await clusters(
+        alone=True, engine=engine, decode=2, extra_args={"prefill": ["--kernels", "torch"]}
+    )
+    underway = 0
+
+    async def completion(prompt):
+        nonlocal underway
+        asked = client.stream(prompt, max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+        async with asked as stream:
+            await anext(aiter(stream))
+            underway += 1
+            if underway == len(PROMPTS) // 2:
+                cluster.kill("decode-0")
+            async for _ in stream:
+                pass
+        return stream.completion
+
+    done = await asyncio.gather(*map(completion, PROMPTS))
+    assert {one.route.transport for one in done} == {"shm"}
+    assert any(one.route.attempts > 1 for one in done)
+    with torch.inference_mode():
+        texts = [[*prompt, *one.token_ids] for prompt, one in zip(PROMPTS, done, strict=True)]
+        expected = reference(torch.tensor(texts)).logits.argmax(dim=-1)
+    assert [text[75:] for text in texts] == expected[:, 74:-1].tolist()
