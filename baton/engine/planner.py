@@ -261,6 +261,9 @@ class Planner:
             if sequence.proposer is None:
                 sequence.proposer = NgramProposer()
             proposed = sequence.proposer.propose(sequence.tokens, most, price)
+            if sequence.grammar is not None:
+                sequence.grammar.advance(sequence.tokens, sequence.num_tokens)
+                proposed = proposed[: sequence.grammar.accepts(proposed)]
             if proposed := proposed[: self._slots_behind(sequence, len(proposed))]:
                 plan.work[at] = Work(sequence, work.start, 1 + len(proposed), proposed)
                 budget -= len(proposed)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from baton.engine.speculative.ngram import NgramProposer
 from baton.prefix import block_hash, root_hash
 from baton.sampling import SamplingParams
+from baton.structured_output import GrammarMatcher
 
 Ints = npt.NDArray[np.int64]
 
@@ -93,6 +94,7 @@ class Sequence:
     block_hashes: list[int] = field(default_factory=list)
     token_counts: TokenCounts = field(default_factory=TokenCounts)  # as far as penalties ask
     proposer: NgramProposer | None = None  # set by a planner that speculates
+    grammar: GrammarMatcher | None = None  # of its output, where that is structured
 
     @property
     def num_tokens(self) -> int:
