@@ -166,6 +166,8 @@ def _structured_output(
         (given, "grammar", vllm.grammar),
     )
     found = [(field, name, value) for field, name, value in asked if value is not None]
+    if body.structured_outputs and not any(field == given for field, *_ in found):
+        raise InvalidRequest(f"{given} needs one of json, regex, choice, grammar", given)
     if len(found) > 1:
         first, second = found[0][0], found[1][0]
         raise InvalidRequest(f"{first} and {second} restrict the output both: give one", second)

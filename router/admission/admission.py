@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TypeVar
 
-from baton import structured_output
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, quoted
 from baton.sampling import FILL_CONTEXT, MAX_SEED, SamplingParams, StructuredOutput
 from baton.structured_output import GrammarCompiler
@@ -56,7 +56,7 @@ class Admission:
     max_prompt_tokens: int = 0  # 0: what the context holds
     prefill_rate: Callable[[], float] = lambda: 0.0  # the fleet's, tokens a second; 0: not known
     tenants: Tenants = field(default_factory=Tenants)
-    grammars: GrammarCompiler | None = None  # None: no structured output
+    grammars: GrammarCompiler = field(default_factory=lambda: GrammarCompiler(Path(), 0, ()))
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_TEXT_THREADS, "text"), init=False, repr=False
     )
@@ -202,8 +202,6 @@ class Admission:
         self, output: StructuredOutput, resumed: tuple[int, ...], deadline: float
     ) -> None:
         """Raises InvalidRequest for what cannot be compiled, or was not kept to so far."""
-        if self.grammars is None:
-            raise InvalidRequest("structured output is not served here", structured_output.FIELD)
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 await asyncio.wrap_future(self.grammars.compile(output, resumed))

@@ -167,7 +167,7 @@ class Sampler:
         return torch.where(allowed, logits, -torch.inf)
 
     def _allow(self, row: SampleRow, grammar: GrammarMatcher, mask: npt.NDArray[np.int32]) -> None:
-        """Writes what may follow a row; what would end it too early only if all else is forbidden."""
+        """Writes what may follow a row; what ends it before min_tokens only if nothing else may."""
         known = len(row.token_ids) - row.proposed
         grammar.advance(row.token_ids, known)
         grammar.fill(mask, row.token_ids[known:])
