@@ -33,6 +33,10 @@ Chosen = Tensor | npt.NDArray[np.int64]
 # Below this a temperature is 0, as in vLLM: dividing by it would overflow.
 GREEDY_BELOW = 1e-5
 
+# What each byte of a mask adds to the logits of its eight tokens, the lowest bit's first.
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_SCORES = np.where(_BITS, np.float32(0), np.float32(-np.inf))
+
 
 class SampleRow(NamedTuple):
     """One sequence that wants its next token. `token_ids` is prompt and output so far.
@@ -158,12 +162,10 @@ class Sampler:
         for row, mask in zip(rows, words.numpy(), strict=True):
             if row.grammar is not None:
                 self._allow(row, row.grammar, mask)
-        if on_cpu:
-            bits = np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little")
-            allowed = torch.from_numpy(bits[:, : self.vocab_size]).bool()
-        else:
-            words = words.to(logits.device, non_blocking=True)
-            allowed = _unpacked(words, self.vocab_size)
+        if on_cpu:  # torch.where takes twice as long, and ten times where allowed ones are mixed
+            added = _SCORES.take(words.numpy().view(np.uint8), axis=0).reshape(len(rows), -1)
+            return logits + torch.from_numpy(added[:, : self.vocab_size])
+        allowed = _unpacked(words.to(logits.device, non_blocking=True), self.vocab_size)
         return torch.where(allowed, logits, -torch.inf)
 
     def _allow(self, row: SampleRow, grammar: GrammarMatcher, mask: npt.NDArray[np.int32]) -> None:
