@@ -34,7 +34,7 @@ def allowed(matcher, guesses=()):
 
 
 def ids_of(text):
-    return TOKENIZER.encode(text)
+    return TOKENIZER.encode(text)[1:]  # without the start of a prompt
 
 
 def schema(value):

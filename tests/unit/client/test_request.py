@@ -1,5 +1,8 @@
 """What callers type becomes the right message, or an InvalidRequest that names the part."""
 
+import json
+
+import pydantic
 import pytest
 
 from baton.client.request import generate_request, timeout_of, tokenize_request
@@ -36,10 +39,8 @@ def test_every_prompt_and_option_arrives():
     assert not generate_request("x", unset).HasField("sampling")
 
 
-class Answer:  # as pydantic's BaseModel has it
-    @staticmethod
-    def model_json_schema():
-        return {"type": "object"}
+class Answer(pydantic.BaseModel):
+    name: str
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ class Answer:  # as pydantic's BaseModel has it
     [
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type": "object"}'}),
-        ({"response_format": Answer}, {"json_schema": '{"type": "object"}'}),
+        ({"response_format": Answer}, {"json_schema": json.dumps(Answer.model_json_schema())}),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
          {"json_schema": '{"a": 1}'}),
         ({"structured_outputs": {"json": '{"a": 1}'}}, {"json_schema": '{"a": 1}'}),
