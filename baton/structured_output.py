@@ -12,11 +12,11 @@ import json
 import re
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from baton.checkpoint_files import MAX_TOKENIZER_BYTES, read_bytes
 from baton.errors import BatonError, InvalidRequest, Overloaded
 from baton.sampling import StructuredOutput
 
+T = TypeVar("T")
 Words = npt.NDArray[np.int32]  # of a mask: token t is bit t % 32 of word t // 32
 
 FIELD = "sampling.structured_output"
@@ -39,7 +40,7 @@ LIMITS = LLParserLimits(
     max_grammar_size=100_000,
     verbose_errors=False,
 )
-MAX_COMPILED = 32  # kept for the next request
+MAX_CHECKED = 256  # of which a router remembers that they can be compiled
 MAX_WAITING = 64  # to be compiled
 # llguidance recurs through chains of references, thousands of which fit into a request; at the end
 # of a thread's stack the process would end. Only what is used takes memory.
@@ -109,27 +110,38 @@ class GrammarMatcher:
 
 
 class GrammarCompiler:
-    """Compiles restrictions for one model's vocabulary; `compile` is for one thread."""
+    """Compiles restrictions for one model's vocabulary. Event-loop thread only.
+
+    Each output's matcher is compiled anew: copies of one share its lexer's states, and so the limit
+    of these, and what an output can reach would depend on others.
+    """
 
     def __init__(self, path: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """`path` is the model's directory, of which nothing is read before it is needed."""
         self._tokenizer_file = path / "tokenizer.json"
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._waiting: set[Future[GrammarMatcher]] = set()
-        self._compiled = lru_cache(MAX_COMPILED)(self._compile)
+        self._waiting: set[Future[Any]] = set()
+        self._checked = lru_cache(MAX_CHECKED)(self._check)
 
     def compile(
-        self, output: StructuredOutput, token_ids: Sequence[int] = (), prompt_tokens: int = 0
+        self, output: StructuredOutput, token_ids: Sequence[int], prompt_tokens: int
     ) -> Future[GrammarMatcher]:
         """A matcher behind these tokens, of which those behind the prompt are output.
 
         Raises Overloaded where too many wait. The future fails with InvalidRequest for what cannot
         be compiled, and names the place.
         """
+        return self._submit(lambda: self._matcher(output, token_ids, prompt_tokens))
+
+    def check(self, output: StructuredOutput, delivered: Sequence[int]) -> Future[None]:
+        """As `compile`, for who needs to know only whether that can be done."""
+        return self._submit(lambda: self._checked(output, tuple(delivered)))
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
         if len(self._waiting) >= MAX_WAITING:
             raise Overloaded(f"{MAX_WAITING} grammars wait to be compiled", retry_after_s=1.0)
-        future = self._thread.submit(self._matcher, output, token_ids, prompt_tokens)
+        future = self._thread.submit(work)
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
         return future
@@ -149,12 +161,14 @@ class GrammarCompiler:
     def _matcher(
         self, output: StructuredOutput, token_ids: Sequence[int], prompt_tokens: int
     ) -> GrammarMatcher:
-        compiled = self._compiled(output).deep_copy()
-        matcher = GrammarMatcher(compiled, self._eos_token_ids, prompt_tokens)
+        matcher = GrammarMatcher(self._compile(output), self._eos_token_ids, prompt_tokens)
         matcher.advance(token_ids, len(token_ids))
         if matcher.failure:
             raise InvalidRequest(matcher.failure, "resumed_token_ids")
         return matcher
+
+    def _check(self, output: StructuredOutput, delivered: tuple[int, ...]) -> None:
+        self._matcher(output, delivered, 0)
 
     def _compile(self, output: StructuredOutput) -> LLMatcher:
         if isinstance(self._vocabulary, InvalidRequest):
@@ -162,7 +176,7 @@ class GrammarCompiler:
         grammar = _grammar(output)
         matcher = LLMatcher(self._vocabulary, grammar, limits=LIMITS, log_level=0)
         if not matcher.is_error():
-            # The first mask is the one that takes longest, and the copies share what it learned.
+            # The first mask takes longest, and what it learns is shared with the copy.
             first = matcher.deep_copy()
             first.compute_bitmask()
             if not first.is_error():

@@ -77,8 +77,8 @@ class SingleProcess:
         state = RequestState(request)
         sequence = EngineSequence(name, list(tokens), len(tokens), params)
         if params.structured_output is not None:
-            compiled = self._grammars.compile(params.structured_output)
-            sequence.grammar = compiled.result()
+            output = params.structured_output
+            sequence.grammar = self._grammars.compile(output, tokens, len(tokens)).result()
         self._engine.add(sequence).result()
         try:
             return self._collect(state, sequence, on_text)

@@ -204,7 +204,7 @@ class Admission:
         """Raises InvalidRequest for what cannot be compiled, or was not kept to so far."""
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                await asyncio.wrap_future(self.grammars.compile(output, resumed))
+                await asyncio.wrap_future(self.grammars.check(output, resumed))
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while a grammar was compiled") from None
 

@@ -294,7 +294,7 @@ async def test_token_ids_choices_batches_and_logprobs(clusters, oracle):
     assert all(len(top) == 3 for top in logprobs.top_logprobs)
 
 
-class Answer(pydantic.BaseModel):
+class Answer(pydantic.BaseModel, extra="forbid"):
     name: str = pydantic.Field(max_length=12)
     sizes: list[Literal[1, 20]] = pydantic.Field(max_length=3)
 

@@ -54,7 +54,7 @@ MATCHING = [
 
 @pytest.mark.parametrize(("output", "right", "wrong"), MATCHING)
 def test_each_form_accepts_what_matches_and_nothing_else(grammars, output, right, wrong):
-    matcher = grammars.compile(output).result(WAIT_S)
+    matcher = grammars.compile(output, (), 0).result(WAIT_S)
     tokens = ids_of(right)
     assert matcher.accepts(tokens) == len(tokens)
     assert EOS not in allowed(matcher)
@@ -65,7 +65,7 @@ def test_each_form_accepts_what_matches_and_nothing_else(grammars, output, right
 
 
 def test_a_mask_has_what_may_follow_and_guesses_leave_no_trace(grammars):
-    matcher = grammars.compile(StructuredOutput(choice=("ab", "ac"))).result(WAIT_S)
+    matcher = grammars.compile(StructuredOutput(choice=("ab", "ac")), (), 0).result(WAIT_S)
     first = allowed(matcher)
     (a,), (b,) = ids_of("a"), ids_of("b")
     assert a in first
@@ -114,7 +114,7 @@ BAD_OTHERS = [
 )
 def test_what_cannot_be_compiled_is_refused_with_its_place(grammars, output, place):
     with pytest.raises(InvalidRequest) as failed:
-        grammars.compile(output).result(WAIT_S)
+        grammars.compile(output, (), 0).result(WAIT_S)
     assert place in str(failed.value)
     assert failed.value.field == "sampling.structured_output"
 
@@ -161,7 +161,7 @@ def test_a_model_that_cannot_do_it_says_why(tmp_path):
         (broken, VOCAB, {EOS}, "tokenizer.json: error loading tokenizer"),
     ):
         with pytest.raises(InvalidRequest, match=f"{needs} .*{reason}"):
-            GrammarCompiler(path, vocab, ends).compile(asked).result(WAIT_S)
+            GrammarCompiler(path, vocab, ends).compile(asked, (), 0).result(WAIT_S)
 
 
 def names():
@@ -213,7 +213,7 @@ from baton.sampling import StructuredOutput
 from baton.structured_output import GrammarCompiler
 grammars = GrammarCompiler(Path({str(DEMO_MODEL)!r}), {VOCAB}, [{EOS}])
 try:
-    grammars.compile(StructuredOutput({form}=sys.stdin.read())).result()
+    grammars.compile(StructuredOutput({form}=sys.stdin.read()), (), 0).result()
 except InvalidRequest as error:
     print(error)
 print("alive")
@@ -226,19 +226,33 @@ print("alive")
 
 def test_too_many_that_wait_are_refused(grammars, monkeypatch):
     monkeypatch.setattr("baton.structured_output.MAX_WAITING", 2)
-    started = [grammars.compile(StructuredOutput(regex=f"a{{{n}}}" * 900)) for n in (7, 8)]
+    started = [grammars.compile(StructuredOutput(regex=f"a{{{n}}}" * 900), (), 0) for n in (7, 8)]
     with pytest.raises(Overloaded, match="2 grammars wait"):
-        grammars.compile(StructuredOutput(regex="x"))
+        grammars.compile(StructuredOutput(regex="x"), (), 0)
     for future in started:
         future.result(WAIT_S)
 
 
-def test_a_grammar_is_compiled_once(grammars):
+def test_a_router_checks_a_restriction_once(grammars):
     output = schema({"enum": [f"value {n}" for n in range(2000)]})
-    before = grammars._compiled.cache_info().misses
+    before = grammars._checked.cache_info().misses
     for _ in range(2):
-        grammars.compile(output).result(WAIT_S)
-    assert grammars._compiled.cache_info().misses == before + 1
+        grammars.check(output, ()).result(WAIT_S)
+    assert grammars._checked.cache_info().misses == before + 1
+
+
+def test_what_an_output_can_reach_does_not_depend_on_others(grammars):
+    """Copies of a compiled grammar would share a limit: a common one would fail for all one day."""
+    output, (a,) = StructuredOutput(regex="(?:.|\n)*a(?:.|\n){400}"), ids_of("a")
+    reached = []
+    for _ in range(3):
+        matcher, tokens = grammars.compile(output, (), 0).result(WAIT_S), []
+        while not matcher.failure and len(tokens) < 2000:
+            tokens.append(a if len(tokens) % 3 else 200 + len(tokens) % 1000)
+            matcher.advance(tokens, len(tokens))
+            allowed(matcher)
+        reached.append(len(tokens))
+    assert reached[0] == reached[1] == reached[2] < 2000
 
 
 def test_another_thread_runs_while_a_large_one_is_compiled(grammars):
@@ -249,7 +263,7 @@ def test_another_thread_runs_while_a_large_one_is_compiled(grammars):
             "properties": {f"k{n}": {"pattern": "^[a-z]{1,99}$"} for n in range(900)},
         }
     )
-    future, turns = grammars.compile(large), 0
+    future, turns = grammars.compile(large, (), 0), 0
     while not future.done():
         time.sleep(0.001)
         turns += 1

@@ -90,7 +90,7 @@ def grammars():
     with tempfile.TemporaryDirectory() as folder:
         library.save(str(Path(folder) / "tokenizer.json"))
         compiler = GrammarCompiler(Path(folder), CONFIG.vocab_size, EOS)
-        compiler.compile(StructuredOutput(regex="a")).result(60)  # reads it
+        compiler.compile(StructuredOutput(regex="a"), (), 0).result(60)  # reads it
     return compiler
 
 
