@@ -101,7 +101,12 @@ class GrammarMatcher:
         """How many of `guesses` may follow the output; none from end-of-sequence on."""
         ends = (at for at, token in enumerate(guesses) if token in self._eos_token_ids)
         count = next(ends, len(guesses))
-        return 0 if self.failure else self._matcher.validate_tokens(list(guesses[:count]))
+        if self.failure:
+            return 0
+        try:
+            return self._matcher.validate_tokens(list(guesses[:count]))
+        except ValueError:  # a limit, which `fill` reports
+            return 0
 
     def _fail(self) -> None:
         reason = _first_line(self._matcher.get_error())
@@ -193,7 +198,9 @@ class GrammarCompiler:
                 f"{needs} an end-of-sequence token, and the model has none", FIELD
             )
         try:
-            text = read_bytes(file, MAX_TOKENIZER_BYTES).decode()
+            text = read_bytes(file, MAX_TOKENIZER_BYTES).decode().lstrip()
+            if not text.startswith("{"):  # llguidance would take it for a name or a path
+                raise ValueError("it is no JSON object")
             return LLTokenizer(text, self._vocab_size, sorted(self._eos_token_ids))
         except FileNotFoundError:
             reason = "it has none"

@@ -153,12 +153,16 @@ def test_a_model_that_cannot_do_it_says_why(tmp_path):
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "tokenizer.json").write_text('{"a": 1}')
+    named = tmp_path / "named"
+    named.mkdir()
+    (named / "tokenizer.json").write_text(str(DEMO_MODEL / "tokenizer.json"))
     for path, vocab, ends, reason in (
         (tmp_path, VOCAB, (), "an end-of-sequence token, and the model has none"),
         (tmp_path / "none", VOCAB, {EOS}, "the model's tokenizer.json: it has none"),
         (tmp_path / "tokenizer.json", VOCAB, {EOS}, "the model's tokenizer.json: it has none"),
         (tmp_path, 100, {EOS}, "tokenizer.json: vocab size too small; 100 vs 4096"),
         (broken, VOCAB, {EOS}, "tokenizer.json: error loading tokenizer"),
+        (named, VOCAB, {EOS}, "tokenizer.json: it is no JSON object"),
     ):
         with pytest.raises(InvalidRequest, match=f"{needs} .*{reason}"):
             GrammarCompiler(path, vocab, ends).compile(asked, (), 0).result(WAIT_S)
