@@ -30,8 +30,8 @@ T = TypeVar("T")
 Words = npt.NDArray[np.int32]  # of a mask: token t is bit t % 32 of word t // 32
 
 FIELD = "sampling.structured_output"
-# With these, whatever is sent, compiling takes up to a third of a second and a mask up to 10 ms, with
-# a vocabulary of 128,000 on an EPYC. A thousand properties fit, and choices of five thousand texts.
+# With these, whatever is sent, compiling takes up to a third of a second and a mask up to 10 ms (a
+# vocabulary of 128,000, an EPYC). A thousand properties fit, and choices of five thousand texts.
 LIMITS = LLParserLimits(
     max_items_in_row=1000,
     initial_lexer_fuel=50_000,
@@ -52,6 +52,7 @@ _PLACE_S = 0.25  # of looking for what is wrong in a schema
 _MAX_REASON_CHARS = 300
 _REGEX_ERROR = re.compile(r"regex parse error:\n    .*\n    ( *)\^+\nerror: (.*)")
 _LARK_ERROR = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)")
+_TOO_COMPLEX = re.compile(r"too (many|big|large)|fuel|max is|precomputation", re.IGNORECASE)
 # Keywords that hold schemas by name, a list of them, or one.
 _NAMED = ("$defs", "definitions", "properties", "patternProperties")
 _LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -110,7 +111,7 @@ class GrammarMatcher:
             return 0
 
     def _fail(self) -> None:
-        reason = _first_line(self._matcher.get_error())
+        reason = _reason(self._matcher.get_error())
         output = self._known - self._prompt_tokens
         self.failure = f"structured output: behind {output} tokens of output: {reason}"
 
@@ -179,7 +180,10 @@ class GrammarCompiler:
     def _compile(self, output: StructuredOutput) -> LLMatcher:
         if isinstance(self._vocabulary, InvalidRequest):
             raise self._vocabulary
-        grammar = _grammar(output)
+        try:
+            grammar = _grammar(output)
+        except ValueError as error:
+            raise InvalidRequest(f"it cannot be read: {_first_line(str(error))}", FIELD) from error
         matcher = LLMatcher(self._vocabulary, grammar, limits=LIMITS, log_level=0)
         if not matcher.is_error():
             # The first mask takes longest, and what it learns is shared with the copy.
@@ -211,17 +215,14 @@ class GrammarCompiler:
 
 
 def _grammar(output: StructuredOutput) -> str:
-    """What llguidance compiles. Raises InvalidRequest."""
+    """What llguidance compiles. Raises InvalidRequest or ValueError."""
     if output.json_schema:
         return _schema_grammar(_schema(output.json_schema))
     if output.regex:
         return LLMatcher.grammar_from_regex(output.regex)
     if output.choice:  # as one terminal: of alternatives in a grammar it takes a few hundred
         return LLMatcher.grammar_from_regex("|".join(map(_literal, output.choice)))
-    try:
-        return grammar_from("grammar", output.grammar)
-    except ValueError as error:
-        raise InvalidRequest(f"grammar: {_first_line(str(error))}", FIELD) from error
+    return grammar_from("grammar", output.grammar)
 
 
 def _literal(text: str) -> str:
@@ -248,11 +249,10 @@ def _schema_grammar(schema: dict[str, Any]) -> str:
 
 def _explained(output: StructuredOutput, error: str) -> str:
     """An error of llguidance with the place that it is about."""
-    if output.json_schema:
-        place = _place_of_error(_schema(output.json_schema))
-        return f"json_schema at {place or 'its root'}: {_reason(error)}"
-    form = next(name for name, value in vars(output).items() if value)
-    return f"{form}: {_reason(error)}"
+    form, reason = next(name for name, value in vars(output).items() if value), _reason(error)
+    if output.json_schema and not _TOO_COMPLEX.search(error):
+        form += f" at {_place_of_error(_schema(output.json_schema)) or 'its root'}"
+    return f"{form}: {reason}"
 
 
 def _reason(error: str) -> str:
@@ -261,6 +261,8 @@ def _reason(error: str) -> str:
     line = _first_line(error)
     if "NoExtension" in line:
         return "nothing matches it"
+    if _TOO_COMPLEX.search(line):
+        return f"it is too complex, make it simpler ({line})"
     if found := _LARK_ERROR.match(line):
         return f"line {found[1]}, column {found[2]}: {found[3]}"
     return line

@@ -93,6 +93,7 @@ BAD = [
     ({"properties": {"a": {"$ref": "#/$defs/x"}}}, "at /properties/a: Pointer '/$defs/x'"),
     ({"properties": {"a": {"pattern": "x(a", "type": "string"}}}, "/a: at character 2 of the patt"),
     ({"$ref": "#"}, "nothing matches it"),
+    ({"x-guidance": {"whitespace_flexible": 3}}, "at its root: invalid type"),
 ]
 BAD_OTHERS = [
     (StructuredOutput(regex="ab(c"), "regex: at character 3 of the pattern: unclosed group"),
@@ -100,7 +101,7 @@ BAD_OTHERS = [
     (StructuredOutput(grammar='start: "a" b'), 'grammar: line 1, column 8: unknown name: "b"'),
     (StructuredOutput(grammar='root ::= "a'), "line 1"),
     (StructuredOutput(grammar="start: start"), "nothing matches it"),
-    (StructuredOutput(regex="(?:a?b?c?)*" * 5000), "lexer"),
+    (StructuredOutput(regex="(?:a?b?c?)*" * 5000), "regex: it is too complex, make it simpler"),
 ]
 
 
