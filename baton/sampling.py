@@ -18,8 +18,37 @@ FILL_CONTEXT = (1 << 32) - 1  # as max_tokens: as many as the context leaves
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_STRUCTURED_OUTPUT_CHARS = 64 << 10
 MAX_SEED = (1 << 64) - 1
-_OPTIONAL = frozenset(("top_p", "repetition_penalty", "seed", "max_tokens", "logprobs"))
+_OPTIONAL = frozenset(
+    ("top_p", "repetition_penalty", "seed", "max_tokens", "logprobs", "structured_output")
+)
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """What the whole output has to match, in one of these forms; see common.proto."""
+
+    json_schema: str = ""
+    regex: str = ""
+    choice: tuple[str, ...] = ()
+    grammar: str = ""
+
+    @classmethod
+    def from_proto(cls, message: common_pb2.StructuredOutput) -> StructuredOutput:
+        """The restriction a message stands for."""
+        return cls(message.json_schema, message.regex, tuple(message.choice), message.grammar)
+
+    def validate(self) -> None:
+        """Raises InvalidRequest unless it is one form of a size that is taken."""
+        field, forms = "sampling.structured_output", tuple(vars(self))
+        if sum(map(bool, vars(self).values())) != 1:
+            raise InvalidRequest(f"give exactly one of {', '.join(forms)}, not empty", field)
+        if not all(self.choice):
+            raise InvalidRequest("a choice must not be empty", field)
+        size = sum(map(len, (self.json_schema, self.regex, self.grammar, *self.choice)))
+        if size > (most := MAX_STRUCTURED_OUTPUT_CHARS):
+            raise InvalidRequest(f"it has {size} characters and at most {most} are taken", field)
 
 
 @dataclass(frozen=True)
@@ -40,6 +69,7 @@ class SamplingParams:
     max_tokens: int = DEFAULT_MAX_TOKENS
     ignore_eos: bool = False
     logprobs: int | None = None
+    structured_output: StructuredOutput | None = None
 
     @cached_property
     def has_penalties(self) -> bool:
@@ -74,11 +104,21 @@ class SamplingParams:
                     f"{name} must be {expected}, not {quoted(getattr(self, name))}",
                     f"sampling.{name}",
                 )
+        if self.structured_output is not None:
+            self.structured_output.validate()
+            if self.ignore_eos:
+                raise InvalidRequest(
+                    "ignore_eos has no meaning for structured output, which ends with "
+                    "end-of-sequence: leave one of them out",
+                    "sampling.ignore_eos",
+                )
 
     def to_proto(self) -> common_pb2.SamplingParams:
         values = {name: getattr(self, name) for name in _NAMES}
         values["logit_bias"] = dict(self.logit_bias)
         values["stop_token_ids"] = sorted(self.stop_token_ids)
+        if self.structured_output is not None:
+            values["structured_output"] = vars(self.structured_output)
         return common_pb2.SamplingParams(**values)
 
     @classmethod
@@ -100,6 +140,8 @@ class SamplingParams:
         }
         values["logit_bias"] = MappingProxyType(dict(message.logit_bias))
         values["stop_token_ids"] = frozenset(message.stop_token_ids)
+        if output := values.get("structured_output"):
+            values["structured_output"] = StructuredOutput.from_proto(output)
         return cls(**values)
 
 

@@ -29,6 +29,7 @@ from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest, Stale, Unavailable
 from baton.log_format import about
 from baton.prefix import token_digest
+from baton.structured_output import GrammarCompiler
 from baton.v1 import decode_pb2
 from baton.worker.messages import FINISH_REASONS, ModelLimits, logprobs_proto, sequence_of
 from kvtransfer.deadline import in_background
@@ -110,8 +111,11 @@ class Entry:
 class Reservations:
     """All entries, by handoff id. Event-loop thread only; kvtransfer's `BlockOwner`."""
 
-    def __init__(self, engine: Engine, limits: ModelLimits, lease_s: float) -> None:
+    def __init__(
+        self, engine: Engine, limits: ModelLimits, grammars: GrammarCompiler, lease_s: float
+    ) -> None:
         self._engine, self._limits, self._lease_s = engine, limits, lease_s
+        self._grammars = grammars
         self._streams: dict[str, tuple[Messages, str]] = {}  # with the router's name, for the log
         self._closed = False
         self._entries: dict[str, Entry] = {}
@@ -129,14 +133,15 @@ class Reservations:
 
         Raises Overloaded when there is no room, Unavailable when the router does not listen.
         """
-        if request.stream_id not in self._streams:
-            raise Unavailable("the router has no event stream open here")
         spec = request.sequence
-        if spec.handoff_id in self._entries:
-            raise InvalidRequest(f"handoff {spec.handoff_id} exists", "handoff_id")
         now = asyncio.get_running_loop().time()
         deadline = now + spec.time_left_ms / 1000 if spec.time_left_ms else None
-        sequence = sequence_of(spec, self._limits)
+        sequence = await sequence_of(spec, self._limits, self._grammars)
+        # From here on it is one step to the entry that a cancellation finds.
+        if request.stream_id not in self._streams:
+            raise Unavailable("the router has no event stream open here")
+        if spec.handoff_id in self._entries:
+            raise InvalidRequest(f"handoff {spec.handoff_id} exists", "handoff_id")
         whose = spec.handoff_id, request.stream_id
         entry = Entry(*whose, sequence, sequence.num_tokens, deadline, spans)
         self._entries[spec.handoff_id] = entry
@@ -365,5 +370,5 @@ def _event(progress: Progress) -> decode_pb2.SequenceEvent | None:
     if progress.finish_reason:
         event.finish_reason = FINISH_REASONS[progress.finish_reason]
     if progress.abort_reason:
-        event.abort_reason = progress.abort_reason
+        event.abort_reason, event.invalid = progress.abort_reason, progress.invalid
     return event

@@ -28,7 +28,7 @@ class DecodeWorker(Node, DecodeServiceServicer):
 
     def begin(self, loaded: Loaded, pool: KvPool, usable: list[Transport]) -> None:
         config = self.config
-        self._reservations = Reservations(self.engine, self.limits, config.lease_s)
+        self._reservations = Reservations(self.engine, self.limits, self.grammars, config.lease_s)
         owner, timeout_s = self._reservations, config.transfer_timeout_s
         self._receiver = HandoffReceiver(
             pool, self.record, usable, owner, self.find, timeout_s=timeout_s

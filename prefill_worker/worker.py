@@ -98,7 +98,7 @@ class PrefillWorker(Node, PrefillServiceServicer):
         """
         self.refuse_if_draining()
         spec, cached_tokens = request.sequence, request.target.cached_tokens
-        sequence = sequence_of(spec, self.limits, park_after=1)
+        sequence = await sequence_of(spec, self.limits, self.grammars, park_after=1)
         if sequence.seq_id in self._prompts:
             raise InvalidRequest(f"handoff {sequence.seq_id} runs here", "sequence.handoff_id")
         size = self.limits.block_size
@@ -169,7 +169,8 @@ class PrefillWorker(Node, PrefillServiceServicer):
                 raise Unavailable("the prefill worker is draining")
             report, progress = step
             if progress.abort_reason:
-                raise InternalError(progress.abort_reason)
+                failed = InvalidRequest if progress.invalid else InternalError
+                raise failed(progress.abort_reason)
             started = self._started(prompt, report) if prompt.computed is None else None
             self._chunk_computed(prompt, report, progress)
             if not progress.finish_reason:

@@ -22,6 +22,7 @@ from baton.metrics.recorder import Recorder
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistry
 from baton.server import EventLoop, Health, bind, measure_lag, settle
+from baton.structured_output import GrammarCompiler
 from baton.text import load_tokenizer
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
 from router.admission.admission import Admission
@@ -87,6 +88,7 @@ async def _run(
             max_prompt_tokens=config.max_prompt_tokens,
             prefill_rate=lambda: fleet.snapshot().prefill_rate,
             tenants=tenants,
+            grammars=GrammarCompiler(path, tokenizer.vocab_size, tokenizer.eos_token_ids),
         )
         queue = WaitQueue(config.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
         dispatch = Dispatch(fleet, queue, config, trace.tracer)

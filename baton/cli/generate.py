@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from baton.cli import options
@@ -13,7 +14,7 @@ from baton.cli.services import limit_cpu, with_threads
 from baton.config import EngineConfig
 from baton.errors import InvalidRequest
 from baton.options import numbers
-from baton.sampling import SamplingParams
+from baton.sampling import SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
     from baton.client import Completion
@@ -60,6 +61,11 @@ def add_commands(commands: options.Commands) -> None:
     sampling.add_argument(
         "--stop", action="append", metavar="TEXT", help="ends it; may be repeated"
     )
+    sampling.add_argument(
+        "--structured-outputs", type=_json, metavar="JSON",
+        help='what the output has to match: {"json": SCHEMA}, {"regex": "…"}, {"choice": ["…"]} or '
+        '{"grammar": "…"} (default: anything)',
+    )  # fmt: skip
     text = "go on after the end of sequence"
     sampling.add_argument("--ignore-eos", action="store_true", default=None, help=text)
     where = parser.add_argument_group("where")
@@ -97,6 +103,13 @@ def prompt_of(args: argparse.Namespace) -> Any:
         return list(args.token_ids)
     text = _from_stdin() if args.prompt == "-" else args.prompt
     return [{"role": "user", "content": text}] if args.chat else text
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
 
 
 def _from_stdin() -> str:
@@ -154,7 +167,7 @@ def _run_remote(args: argparse.Namespace, prompt: Any, show: Callable[[str], Non
     from baton import Client
 
     asked = {"model": getattr(args, "model", None), "stop": args.stop, **_sampling(args)}
-    asked |= {name: getattr(args, name) for name in _OF_A_CLUSTER}
+    asked |= {name: getattr(args, name) for name in (*_OF_A_CLUSTER, "structured_outputs")}
     with (
         options.calling(args.target, args.timeout),
         Client(args.target, api_key=options.api_key(args)) as client,
@@ -172,8 +185,13 @@ def _run_local(args: argparse.Namespace, prompt: Any, show: Callable[[str], None
 
     check_model(engine)
     limit_cpu(engine.threads, engine.cpus)
+    from baton.client.request import generate_request
     from baton.local.single import SingleProcess
 
     params, cut = SamplingParams(**_sampling(args)), args.max_tokens is None
+    if args.structured_outputs is not None:
+        message = generate_request("", {"structured_outputs": args.structured_outputs})
+        output = StructuredOutput.from_proto(message.sampling.structured_output)
+        params = replace(params, structured_output=output)
     with SingleProcess(engine) as process:
         return process.generate(prompt, params, args.stop or (), show, cut)

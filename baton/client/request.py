@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,12 @@ class Options(TypedDict, total=False):
     min_tokens: int | None  # 0
     ignore_eos: bool | None  # False
     logprobs: int | None  # off; 0 reports the chosen tokens alone
+    # {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": …}}, or a pydantic
+    # model class: JSON by its schema; any text
+    response_format: Mapping[str, Any] | type | None
+    # What the output has to match, under one key: "json" (a schema), "json_object" (True), "regex",
+    # "choice" (texts), "grammar" (Lark or GBNF); any text
+    structured_outputs: Mapping[str, Any] | None
     cache_salt: str | None  # shares the prefix cache
     priority: str | None  # "low", "normal", "high" next to others that wait; the tenant's own
     ttft_target: float | None  # refused at once unless it can begin in so many seconds; no target
@@ -64,7 +71,12 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb
     for name, value in options.items():
         if value is None or name == "timeout":
             continue
-        if name in _SAMPLING:
+        if name in _RESTRICTIONS:
+            if request.sampling.HasField("structured_output"):
+                raise InvalidRequest(f"give one of {', '.join(_RESTRICTIONS)}", name)
+            if (output := _checked(name, _RESTRICTIONS[name], value)) is not None:
+                request.sampling.structured_output.CopyFrom(output)
+        elif name in _SAMPLING:
             _set(request.sampling, name, value, f"sampling.{name}")
         elif name in _PLAIN:
             _set(request, name, value, name)
@@ -79,6 +91,43 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb
         else:
             raise InvalidRequest(f"there is no option {name!r}", name)
     return request
+
+
+def response_format(value: Any) -> common_pb2.StructuredOutput | None:
+    """OpenAI's `response_format`, or a pydantic model class; None is any text. Raises TypeError."""
+    if hasattr(value, "model_json_schema"):
+        return structured_outputs({"json": value.model_json_schema()})
+    match value:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return structured_outputs({"json_object": True})
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return structured_outputs({"json": schema})
+    raise TypeError(
+        'give {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": …}} or a '
+        f"pydantic model class, not {quoted(value)}"
+    )
+
+
+def structured_outputs(value: Mapping[str, Any]) -> common_pb2.StructuredOutput:
+    """vLLM's `structured_outputs`. Raises TypeError."""
+    if isinstance(value, Mapping) and len(value) == 1:
+        ((form, given),) = value.items()
+        if form == "json_object" and given is True:
+            form, given = "json", {"type": "object"}
+        if form == "json":
+            text = given if isinstance(given, str) else json.dumps(given)
+            return common_pb2.StructuredOutput(json_schema=text)
+        if form in ("regex", "grammar") or (form == "choice" and not isinstance(given, str)):
+            return common_pb2.StructuredOutput(**{form: given})
+    raise TypeError(f"give one of json, json_object, regex, choice, grammar, not {quoted(value)}")
+
+
+_RESTRICTIONS: Mapping[str, Callable[[Any], common_pb2.StructuredOutput | None]] = {
+    "response_format": response_format,
+    "structured_outputs": structured_outputs,
+}
 
 
 def timeout_of(options: Mapping[str, Any]) -> float | None:

@@ -110,7 +110,8 @@ class Progress(NamedTuple):
     token_ids: tuple[int, ...] = ()  # new ones: several where proposed tokens were accepted
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each of them, if asked for
     finish_reason: str | None = None  # "stop" or "length"; the sequence is gone
-    abort_reason: str | None = None  # the step failed; the sequence is gone
+    abort_reason: str | None = None  # the sequence is gone: the step failed, or
+    invalid: bool = False  # the request is the cause
 
 
 @dataclass(frozen=True)
@@ -387,6 +388,8 @@ class Engine:
         if sampled is None:
             self._planner.advance(work)
             return Progress(sequence.seq_id, sequence.num_computed)
+        if sequence.grammar is not None and sequence.grammar.failure:
+            return self._give_up(sequence, sequence.grammar.failure, invalid=True)
         count, reason = self._append(sequence, sampled.token_ids)
         self._planner.advance(work, sampled.token_ids[:count])
         if reason is not None:
@@ -412,9 +415,9 @@ class Engine:
                 return count, reason
         return len(token_ids), None
 
-    def _give_up(self, sequence: Sequence, reason: str) -> Progress:
+    def _give_up(self, sequence: Sequence, reason: str, invalid: bool = False) -> Progress:
         self._drop(sequence)
-        return Progress(sequence.seq_id, 0, abort_reason=reason)
+        return Progress(sequence.seq_id, 0, abort_reason=reason, invalid=invalid)
 
     def _mark_stopping(self) -> None:
         self._stopping = True

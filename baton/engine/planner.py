@@ -291,7 +291,11 @@ class Planner:
         limits = [min(budget, proposer.limit(sequence)) for sequence in sequences]
         drafts = proposer.propose(sequences, limits, plan.num_tokens)
         for at, sequence, draft in zip(decoding, sequences, drafts, strict=True):
-            count = self._slots_behind(sequence, min(len(draft), budget))
+            count = len(draft)
+            if sequence.grammar is not None:
+                sequence.grammar.advance(sequence.tokens, sequence.num_tokens)
+                count = sequence.grammar.accepts(draft)
+            count = self._slots_behind(sequence, min(count, budget))
             if count:
                 start = plan.work[at].start
                 plan.work[at] = Work(sequence, start, 1 + count, draft[:count])

@@ -90,11 +90,11 @@ def sample_rows(work: Work) -> Iterator[SampleRow]:
     its own.
     """
     sequence, proposed = work.sequence, work.proposed
-    counts = sequence.token_counts
-    yield SampleRow(sequence.params, sequence.tokens, sequence.prompt_tokens, 0, counts)
+    of_sequence = sequence.token_counts, sequence.grammar
+    yield SampleRow(sequence.params, sequence.tokens, sequence.prompt_tokens, 0, *of_sequence)
     for end in range(1, len(proposed) + 1):
         known = [*sequence.tokens, *proposed[:end]]
-        yield SampleRow(sequence.params, known, sequence.prompt_tokens, end, counts)
+        yield SampleRow(sequence.params, known, sequence.prompt_tokens, end, *of_sequence)
 
 
 def tokens_by_sequence(sampling: list[Work], sampled: Sampled) -> dict[str, SampledTokens]:

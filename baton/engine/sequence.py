@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from baton.prefix import block_hash, root_hash
 from baton.sampling import SamplingParams
+from baton.structured_output import GrammarMatcher
 
 Ints = npt.NDArray[np.int64]
 
@@ -91,6 +92,7 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)
     token_counts: TokenCounts = field(default_factory=TokenCounts)  # as far as penalties ask
+    grammar: GrammarMatcher | None = None  # of its output, where that is structured
 
     @property
     def num_tokens(self) -> int:

@@ -38,6 +38,7 @@ PriorityNumber = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Logprob = Annotated[float, Meta(le=0)]
+Schema = dict[str, Any] | Text  # a text is the schema in JSON, as vLLM takes it
 
 # Kinds of `prompt`, by whether it is a list, and what its first item begins with.
 _PROMPTS: dict[tuple[bool, bytes], Any] = {
@@ -52,9 +53,6 @@ _PROMPT_SCHEMAS = [msgspec.json.schema(kind) for kind in _PROMPTS.values()]
 Unsupported = dict[str, tuple[Any, ...]]
 _UNSUPPORTED: Unsupported = {
     **dict.fromkeys(("prompt_logprobs", "truncate_prompt_tokens", "kv_transfer_params"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-    "structured_outputs": (),
-    "response_format": ({"type": "text"},),
     "use_beam_search": (False,),
     **dict.fromkeys(("allowed_token_ids", "bad_words", "logits_processors"), ([],)),
     **dict.fromkeys(("skip_special_tokens", "detokenize"), (True,)),
@@ -73,6 +71,34 @@ class StreamOptions(Struct):
     """What the last chunks of a stream hold besides."""
 
     include_usage: bool | None = None
+
+
+class JsonSchemaFormat(Struct, kw_only=True):
+    """A schema of `response_format`; name, description and strict change nothing."""
+
+    schema: Schema
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Struct, kw_only=True):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Struct, kw_only=True):
+    """vLLM's way to restrict an output: one of these."""
+
+    json: Schema | None = None
+    json_object: bool | None = None
+    regex: Text | None = None
+    choice: list[Text] | None = None
+    grammar: Text | None = None
+    structural_tag: None = None
+    whitespace_pattern: None = None
 
 
 class GenerateOptions(Struct, kw_only=True):
@@ -103,6 +129,12 @@ class GenerateOptions(Struct, kw_only=True):
     priority: Literal["low", "normal", "high"] | PriorityNumber | None = None
     ttft_target_ms: Count | None = None
     cache_salt: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
 
 
 class CompletionRequest(GenerateOptions, kw_only=True):

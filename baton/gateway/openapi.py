@@ -37,6 +37,8 @@ _DESCRIPTIONS = {
     "top_logprobs": "Alternatives to return; needs logprobs.",
     "priority": "low, normal or high; or vLLM's number: below 0 is high and above 0 is low.",
     "ttft_target_ms": "Refuse at once when the first token cannot come in time.",
+    "response_format": "JSON, or JSON that a schema describes.",
+    "structured_outputs": "What the output has to match; guided_* are older names of the same.",
     "cache_salt": "Shares cached prefixes only with requests of the same salt.",
     "add_special_tokens": "Only the default: true for a prompt, false for messages.",
 }

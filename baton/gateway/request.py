@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from baton.errors import InvalidRequest
 from baton.gateway import api
@@ -18,6 +20,7 @@ _PRIORITIES = {
     "normal": common_pb2.PRIORITY_NORMAL,
     "high": common_pb2.PRIORITY_HIGH,
 }
+_ANY_OBJECT = {"type": "object"}
 # Fields of the sampling settings that have the same name and meaning here.
 _SAME = (
     *("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -46,7 +49,8 @@ def parse_completion(text: bytes) -> ParsedRequest:
     if body.echo and body.logprobs is not None:
         raise InvalidRequest("echo is not supported together with logprobs", "echo")
     prompts = api.prompts_of(body.prompt)
-    base = _base(body, body.max_tokens or _DEFAULT_MAX_TOKENS, body.logprobs)
+    output, restriction = _structured_output(body)
+    base = _base(body, body.max_tokens or _DEFAULT_MAX_TOKENS, body.logprobs, output)
     requests = []
     for prompt in prompts:
         request = inference_pb2.GenerateRequest()
@@ -63,7 +67,10 @@ def parse_completion(text: bytes) -> ParsedRequest:
         n=body.n or 1,
         logprobs=body.logprobs is not None,
         max_tokens_given=body.max_tokens is not None,
-        fields=dict.fromkeys(("input", "text", "token_ids"), "prompt"),
+        fields={
+            **dict.fromkeys(("input", "text", "token_ids"), "prompt"),
+            "structured_output": restriction,
+        },
         echoes=prompts if body.echo else (),
     )
 
@@ -75,7 +82,8 @@ def parse_chat(text: bytes) -> ParsedRequest:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     most = body.max_completion_tokens or body.max_tokens
-    request = _base(body, most or FILL_CONTEXT, logprobs)
+    output, restriction = _structured_output(body)
+    request = _base(body, most or FILL_CONTEXT, logprobs, output)
     request.chat.CopyFrom(_chat(body.messages))
     _check_choices(body, 1, sum(len(message.content) for message in request.chat.messages))
     older_name = body.max_tokens and not body.max_completion_tokens
@@ -89,6 +97,7 @@ def parse_chat(text: bytes) -> ParsedRequest:
             **dict.fromkeys(("input", "chat", "token_ids"), "messages"),
             "max_tokens": "max_tokens" if older_name else "max_completion_tokens",
             "include_stop": "include_stop_str_in_output",
+            "structured_output": restriction,
         },
     )
 
@@ -134,8 +143,45 @@ def _check_choices(body: api.GenerateOptions, prompts: int, size: int) -> None:
         raise InvalidRequest("stream_options needs stream to be true", "stream_options")
 
 
+def _structured_output(
+    body: api.GenerateOptions,
+) -> tuple[common_pb2.StructuredOutput | None, str]:
+    """What the output is restricted to, and the body's field that says so."""
+    vllm, given = body.structured_outputs or api.StructuredOutputs(), "structured_outputs"
+    form = body.response_format or api.ResponseFormat(type="text")
+    if form.type == "json_schema" and form.json_schema is None:
+        raise InvalidRequest("response_format.json_schema is missing", "response_format")
+    openai = form.json_schema.schema if form.json_schema and form.type == "json_schema" else None
+    asked: tuple[tuple[str, str, Any], ...] = (
+        ("response_format", "json_schema", openai),
+        ("response_format", "json_schema", _ANY_OBJECT if form.type == "json_object" else None),
+        ("guided_json", "json_schema", body.guided_json),
+        ("guided_regex", "regex", body.guided_regex),
+        ("guided_choice", "choice", body.guided_choice),
+        ("guided_grammar", "grammar", body.guided_grammar),
+        (given, "json_schema", vllm.json),
+        (given, "json_schema", _ANY_OBJECT if vllm.json_object else None),
+        (given, "regex", vllm.regex),
+        (given, "choice", vllm.choice),
+        (given, "grammar", vllm.grammar),
+    )
+    found = [(field, name, value) for field, name, value in asked if value is not None]
+    if body.structured_outputs and not any(field == given for field, *_ in found):
+        raise InvalidRequest(f"{given} needs one of json, regex, choice, grammar", given)
+    if len(found) > 1:
+        first, second = found[0][0], found[1][0]
+        raise InvalidRequest(f"{first} and {second} restrict the output both: give one", second)
+    for field, name, value in found:
+        text = json.dumps(value) if isinstance(value, dict) else value
+        return common_pb2.StructuredOutput(**{name: text}), field
+    return None, given
+
+
 def _base(
-    body: api.GenerateOptions, max_tokens: int, logprobs: int | None
+    body: api.GenerateOptions,
+    max_tokens: int,
+    logprobs: int | None,
+    output: common_pb2.StructuredOutput | None,
 ) -> inference_pb2.GenerateRequest:
     """All but the prompt."""
     if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 64:
@@ -146,6 +192,7 @@ def _base(
         seed=None if body.seed is None else body.seed % (1 << 64),
         max_tokens=max_tokens,
         logprobs=logprobs,
+        structured_output=output,
         **{name: getattr(body, name) for name in _SAME},
     )
     return inference_pb2.GenerateRequest(

@@ -18,6 +18,7 @@ from baton.engine.loop import Engine, Progress, StepReport
 from baton.engine.sequence import Sequence as EngineSequence
 from baton.errors import InternalError, InvalidRequest
 from baton.sampling import SamplingParams
+from baton.structured_output import GrammarCompiler
 from baton.text import Tokenizer, check_stop_strings, load_tokenizer
 from router.admission.admission import check_length, fitting
 from router.dispatch.request_state import RequestState, TextStream, TokenizedRequest
@@ -35,6 +36,8 @@ class SingleProcess:
         self._reports: queue.SimpleQueue[Progress] = queue.SimpleQueue()
         self._engine: Engine = self._loaded.engine(self._publish)
         self._requests = 0
+        config = self._loaded.model_config
+        self._grammars = GrammarCompiler(self._loaded.path, config.vocab_size, config.eos_token_ids)
 
     def __enter__(self) -> SingleProcess:
         self._engine.start()
@@ -73,6 +76,9 @@ class SingleProcess:
         )
         state = RequestState(request)
         sequence = EngineSequence(name, list(tokens), len(tokens), params)
+        if params.structured_output is not None:
+            output = params.structured_output
+            sequence.grammar = self._grammars.compile(output, tokens, len(tokens)).result()
         self._engine.add(sequence).result()
         try:
             return self._collect(state, sequence, on_text)
@@ -89,7 +95,8 @@ class SingleProcess:
         while reason is None:
             progress = self._reports.get()
             if progress.abort_reason:
-                raise InternalError(progress.abort_reason)
+                failed = InvalidRequest if progress.invalid else InternalError
+                raise failed(progress.abort_reason)
             if progress.seq_id != sequence.seq_id:
                 continue
             piece, count = text.advance(progress.token_ids, progress.finish_reason)

@@ -50,18 +50,20 @@ class StreamEventsRequest(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., heartbeat_ms: _Optional[int] = ..., stream_id: _Optional[str] = ...) -> None: ...
 
 class SequenceEvent(_message.Message):
-    __slots__ = ("handoff_id", "token_ids", "logprobs", "finish_reason", "abort_reason")
+    __slots__ = ("handoff_id", "token_ids", "logprobs", "finish_reason", "abort_reason", "invalid")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     ABORT_REASON_FIELD_NUMBER: _ClassVar[int]
+    INVALID_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]
     finish_reason: _common_pb2.FinishReason
     abort_reason: str
-    def __init__(self, handoff_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., abort_reason: _Optional[str] = ...) -> None: ...
+    invalid: bool
+    def __init__(self, handoff_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., abort_reason: _Optional[str] = ..., invalid: bool = ...) -> None: ...
 
 class StreamEventsResponse(_message.Message):
     __slots__ = ("events",)

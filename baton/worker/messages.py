@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest
 from baton.prefix import hash_chain
 from baton.sampling import SamplingParams
+from baton.structured_output import GrammarCompiler
 from baton.v1 import common_pb2
 
 FINISH_REASONS = {
@@ -44,12 +46,16 @@ class ModelLimits:
             )
 
 
-def sequence_of(
-    spec: common_pb2.SequenceSpec, limits: ModelLimits, park_after: int | None = None
+async def sequence_of(
+    spec: common_pb2.SequenceSpec,
+    limits: ModelLimits,
+    grammars: GrammarCompiler,
+    park_after: int | None = None,
 ) -> Sequence:
     """The engine's sequence for a router's request. Raises InvalidRequest.
 
-    Its blocks are hashed here, not on the engine's thread, which a long prompt would delay.
+    Its blocks are hashed and its grammar is compiled here, not on the engine's thread, which a long
+    prompt would delay.
     """
     num_tokens, params = len(spec.token_ids), SamplingParams.from_proto(spec.sampling)
     if not spec.handoff_id:
@@ -66,7 +72,11 @@ def sequence_of(
         )
     limits.check_token(max(spec.token_ids), "sequence.token_ids")
     params.validate(limits.vocab_size)
-    tokens = list(spec.token_ids)
+    tokens, output = list(spec.token_ids), params.structured_output
+    grammar = None
+    if output is not None:
+        compiled = grammars.compile(output, tokens, spec.prompt_tokens)
+        grammar = await asyncio.wrap_future(compiled)
     return Sequence(
         seq_id=spec.handoff_id,
         tokens=tokens,
@@ -76,6 +86,7 @@ def sequence_of(
         priority=time.monotonic() + spec.virtual_finish_ms / 1000,
         park_after=park_after,
         block_hashes=hash_chain(tokens, limits.block_size, spec.cache_salt),
+        grammar=grammar,
     )
 
 

@@ -32,6 +32,7 @@ from baton.errors import ConfigError, InternalError, TransferFailed, Unavailable
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistration, EtcdRegistry, Membership
 from baton.server import EventLoop, Health, bind, settle
+from baton.structured_output import GrammarCompiler
 from baton.telemetry import Telemetry
 from baton.text import text_fingerprint
 from baton.v1 import common_pb2, worker_pb2
@@ -66,6 +67,7 @@ class Node(WorkerServiceServicer, ABC):
         self.metrics = WorkerMetrics(config)
         self.engine: Engine
         self.limits: ModelLimits
+        self.grammars: GrammarCompiler
         self.record = common_pb2.WorkerRecord(
             incarnation=config.incarnation,
             role=_ROLES[config.role],
@@ -129,6 +131,8 @@ class Node(WorkerServiceServicer, ABC):
             self.engine.ended.add_done_callback(lambda _: self._call(loop, self._stop.set))
             self.metrics.observe_engine(self.load, loaded.runner)
             self.limits = ModelLimits.of(loaded)
+            eos_token_ids = loaded.model_config.eos_token_ids
+            self.grammars = GrammarCompiler(loaded.path, self.limits.vocab_size, eos_token_ids)
             host, _ = split_address(self.record.address)
             wanted = self.config.transport, self.config.kv_host
             usable = transports.usable(pool, host, *wanted)

@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TypeVar
 
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, quoted
-from baton.sampling import FILL_CONTEXT, MAX_SEED, SamplingParams
+from baton.sampling import FILL_CONTEXT, MAX_SEED, SamplingParams, StructuredOutput
+from baton.structured_output import GrammarCompiler
 from baton.text import Tokenizer, check_stop_strings
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.tenants import AdmissionLease, Tenant, Tenants
@@ -54,6 +56,7 @@ class Admission:
     max_prompt_tokens: int = 0  # 0: what the context holds
     prefill_rate: Callable[[], float] = lambda: 0.0  # the fleet's, tokens a second; 0: not known
     tenants: Tenants = field(default_factory=Tenants)
+    grammars: GrammarCompiler = field(default_factory=lambda: GrammarCompiler(Path(), 0, ()))
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_TEXT_THREADS, "text"), init=False, repr=False
     )
@@ -98,6 +101,8 @@ class Admission:
                     choices.prompt = tuple(await self.tokenize(request, max_context))
             except TimeoutError:
                 raise DeadlineExceeded("the deadline passed during tokenizing") from None
+        if params.structured_output is not None:
+            await self._check_output(params.structured_output, resumed, deadline)
         prompt = choices.prompt
         if resumed and len(resumed) >= params.max_tokens:
             raise InvalidRequest(
@@ -192,6 +197,16 @@ class Admission:
         _check_chars(sum(len(m.role) + len(m.content) for m in messages), limit)
         turns = [(message.role, message.content) for message in messages]
         return await self.in_thread(self.tokenizer.encode_chat, turns, limit)
+
+    async def _check_output(
+        self, output: StructuredOutput, resumed: tuple[int, ...], deadline: float
+    ) -> None:
+        """Raises InvalidRequest for what cannot be compiled, or was not kept to so far."""
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                await asyncio.wrap_future(self.grammars.check(output, resumed))
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed while a grammar was compiled") from None
 
     def _work_s(self, request: TokenizedRequest) -> float:
         tokens = len(request.prompt) + len(request.resumed)

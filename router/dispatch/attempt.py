@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TypeVar
 
-from baton.errors import BatonError, InternalError, TransferFailed
+from baton.errors import BatonError, InternalError, InvalidRequest, TransferFailed
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.fleet.member import Event, Member
 from router.fleet.snapshot import AssignedPrompt
@@ -90,7 +90,9 @@ class Attempt:
         elif event.abort_reason:
             # Before Commit it is the handoff that failed: either end may be the reason.
             waits = self._prefill is not None and not self._handed_over
-            failed = TransferFailed if waits else InternalError
+            failed: type[BatonError] = TransferFailed if waits else InternalError
+            if event.invalid:
+                failed = InvalidRequest
             self._end(failed(event.abort_reason))
         elif self._early is not None:
             self._early.append(event)

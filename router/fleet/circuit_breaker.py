@@ -16,7 +16,14 @@ from itertools import takewhile
 
 import numpy as np
 
-from baton.errors import BatonError, DeadlineExceeded, KvMismatch, Overloaded, TransferFailed
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    InvalidRequest,
+    KvMismatch,
+    Overloaded,
+    TransferFailed,
+)
 from router.fleet.snapshot import EJECTED, Snapshot
 
 Key = str | tuple[str, str]  # a worker's incarnation, or those of a (prefill, decode) pair
@@ -29,7 +36,7 @@ CALLS_FOR_A_SHARE = 5  # of fewer calls a share means nothing
 COOL_DOWN_S = (1.0, 30.0)  # the first, and the longest
 PROBE_S = 5.0  # a probe without an outcome is forgotten then
 _PAIR_ERRORS = (TransferFailed, KvMismatch)  # each of the two may be fine with others
-_REQUEST_ERRORS = (DeadlineExceeded, Overloaded)  # no fault of a worker
+_REQUEST_ERRORS = (DeadlineExceeded, InvalidRequest, Overloaded)  # no fault of a worker
 
 
 @dataclass

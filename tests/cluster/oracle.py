@@ -6,6 +6,7 @@ import ast
 import asyncio
 import inspect
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +15,7 @@ from baton.client import AsyncClient, Completion
 from baton.config import EngineConfig
 from baton.local.cluster import LocalCluster
 from baton.local.single import SingleProcess
-from baton.sampling import SamplingParams
+from baton.sampling import SamplingParams, StructuredOutput
 from tests.waiting import eventually
 
 ENGINE = EngineConfig(dtype="float32", kv_cache_bytes=64 << 20)  # float32: tokens can be compared
@@ -25,6 +26,13 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.9, "top_p": 0.95, "top_k": 200, "seed": 1234},
 }
+# Never at its end, so that a case has all its tokens.
+_ENDLESS = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    "minItems": 1000,
+}
+SAMPLING["structured"] = {**SAMPLING["seeded"], "structured_outputs": {"json": _ENDLESS}}
 TOKENS_BEFORE_FAULT = 10
 # Added to a promised bound: recomputing lost tokens, and a busy machine.
 SLACK_S, LAGS, _TICK_S = 1.0, 5.0, 0.02
@@ -41,7 +49,8 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """For the SDK."""
-        return {**SAMPLING[self.sampling], "max_tokens": self.new_tokens, "ignore_eos": True}
+        options = {**SAMPLING[self.sampling], "max_tokens": self.new_tokens}
+        return {**options, "ignore_eos": self.sampling != "structured"}
 
 
 class Oracle:
@@ -72,10 +81,10 @@ class Oracle:
         return tuple(self._source[start : start + length])
 
     def mixed(self, count: int, new_tokens: int = 150) -> list[Case]:
-        """Prompts that need a handoff, of four lengths, greedy and seeded."""
-        kinds = ("greedy", "seeded")
+        """Prompts that need a handoff, of four lengths, in each way to sample."""
+        kinds = tuple(SAMPLING)
         return [
-            self.case(20 + 60 * (i // 2 % 4), 0, kinds[i % 2], new_tokens) for i in range(count)
+            self.case(20 + 60 * (i // 3 % 4), 0, kinds[i % 3], new_tokens) for i in range(count)
         ]
 
     def text(self, tokens: tuple[int, ...]) -> str:
@@ -85,9 +94,12 @@ class Oracle:
     def tokens(self, case: Case) -> tuple[int, ...]:
         """What a cluster must stream for a case."""
         if case not in self._known:
-            params = SamplingParams(
-                **SAMPLING[case.sampling], max_tokens=case.new_tokens, ignore_eos=True
-            )
+            options = case.options
+            if asked := options.pop("structured_outputs", None):
+                options["structured_output"] = StructuredOutput(
+                    json_schema=json.dumps(asked["json"])
+                )
+            params = SamplingParams(**options)
             self._known[case] = self._process.generate(list(case.prompt), params).token_ids
         return self._known[case]
 

@@ -3,9 +3,10 @@
 import asyncio
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 
 from baton.config import DEMO_MODEL
@@ -241,9 +242,10 @@ def settings(cluster):
 async def test_responses_equal_the_sdks(clusters, sampling, chat):
     """Whole and streamed: text, finish reason and usage."""
     cluster, own = await clusters()
-    sdk = {**SAMPLING[sampling], "max_tokens": 32, "ignore_eos": not chat}
-    http = dict(sdk)
-    http["extra_body"] = {key: http.pop(key) for key in ("top_k", "ignore_eos") if key in http}
+    ignore_eos = not chat and sampling != "structured"
+    sdk = {**SAMPLING[sampling], "max_tokens": 32, "ignore_eos": ignore_eos}
+    http, ours = dict(sdk), ("top_k", "ignore_eos", "structured_outputs")
+    http["extra_body"] = {key: http.pop(key) for key in ours if key in http}
     http |= {"messages": MESSAGES} if chat else {"prompt": PROMPT}
     async with openai.AsyncOpenAI(**settings(cluster)) as client:
         create: Any = client.chat.completions.create if chat else client.completions.create
@@ -290,6 +292,39 @@ async def test_token_ids_choices_batches_and_logprobs(clusters, oracle):
     assert logprobs.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs])
     assert "".join(logprobs.tokens) == expected.text
     assert all(len(top) == 3 for top in logprobs.top_logprobs)
+
+
+class Answer(pydantic.BaseModel, extra="forbid"):
+    name: str = pydantic.Field(max_length=12)
+    sizes: list[Literal[1, 20]] = pydantic.Field(max_length=3)
+
+
+async def test_structured_output(clusters):
+    """By pydantic models, whole and streamed, over a handoff; it matches wherever it says so."""
+    cluster, own = await clusters()
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 80}
+    async with openai.AsyncOpenAI(**settings(cluster)) as client:
+        done = await client.chat.completions.parse(
+            model="demo", messages=MESSAGES, response_format=Answer, **sampling
+        )
+        (choice,) = done.choices
+        assert choice.finish_reason == "stop" and choice.message.parsed is not None
+        prompt = "def sizes_of(names):\n" * 20
+        expected = await own.generate(prompt, response_format=Answer, **sampling)
+        assert expected.route.prefill and expected.finish_reason == "stop"
+        Answer.model_validate_json(expected.text)
+        stream = await client.completions.create(
+            model="demo", prompt=prompt, stream=True, **sampling,
+            extra_body={"structured_outputs": {"json": Answer.model_json_schema()}},
+        )  # fmt: skip
+        assert "".join([c.choices[0].text async for c in stream]) == expected.text
+        cut = await own.generate(prompt, response_format=Answer, **{**sampling, "max_tokens": 2})
+        assert (cut.finish_reason, cut.text) == ("length", expected.text[: len(cut.text)])
+        with pytest.raises(openai.BadRequestError, match="json_schema at /items: Invalid type: x"):
+            await client.completions.create(
+                model="demo", prompt="x", extra_body={"guided_json": {"items": {"type": "x"}}}
+            )
+    await all_blocks_free(own)
 
 
 async def test_a_stream_survives_its_decode_worker(clusters, simulated):

@@ -15,6 +15,7 @@ import logging
 import os
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -31,6 +32,7 @@ from baton.engine.planner import ChunkSize, Planner
 from baton.engine.runner import SampledTokens
 from baton.errors import KvCorrupted, Overloaded, Stale, Unavailable
 from baton.prefix import token_digest
+from baton.structured_output import GrammarCompiler
 from baton.v1 import common_pb2, decode_pb2
 from baton.v1 import handoff_pb2 as pb
 from baton.worker.messages import ModelLimits
@@ -217,7 +219,8 @@ class DecodeWorker(RuleBasedStateMachine):
         planner = Planner(self.blocks, ChunkSize(8), max_batch=4)
         publish = lambda report: self.loop.call_soon(self.reservations.on_step, report)  # noqa: E731
         self.engine = Engine(self.runner, planner, frozenset(), 64, publish)
-        self.reservations = Reservations(self.engine, ModelLimits(1000, 64, BLOCK_SIZE), LEASE_S)
+        limits, grammars = ModelLimits(1000, 64, BLOCK_SIZE), GrammarCompiler(Path(), 1000, ())
+        self.reservations = Reservations(self.engine, limits, grammars, LEASE_S)
         record = common_pb2.WorkerRecord(incarnation="d", host_id="host", kv=DESCRIPTOR)
         transports = [MemoryTransport()]
         self.receiver = HandoffReceiver(

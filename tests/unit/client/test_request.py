@@ -1,5 +1,8 @@
 """What callers type becomes the right message, or an InvalidRequest that names the part."""
 
+import json
+
+import pydantic
 import pytest
 
 from baton.client.request import generate_request, timeout_of, tokenize_request
@@ -36,6 +39,30 @@ def test_every_prompt_and_option_arrives():
     assert not generate_request("x", unset).HasField("sampling")
 
 
+class Answer(pydantic.BaseModel):
+    name: str
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type": "object"}'}),
+        ({"response_format": Answer}, {"json_schema": json.dumps(Answer.model_json_schema())}),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
+         {"json_schema": '{"a": 1}'}),
+        ({"structured_outputs": {"json": '{"a": 1}'}}, {"json_schema": '{"a": 1}'}),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ("a", "b")}}, {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"grammar": "start: A"}}, {"grammar": "start: A"}),
+    ],
+)  # fmt: skip
+def test_a_restriction_of_the_output_arrives(options, expected):
+    sampling = generate_request("x", options).sampling
+    assert sampling.HasField("structured_output") is (expected is not None)
+    assert sampling.structured_output == common_pb2.StructuredOutput(**(expected or {}))
+
+
 BAD_PROMPTS = [
     [], [1.5], 5, {1, 2.5}, [-1], ["a"], None,
     {"role": "user", "content": "hi"},
@@ -51,6 +78,9 @@ BAD_OPTIONS = [
     *(("sampling.logit_bias", {"a": 1.0}), ("sampling.logit_bias", 3)),
     *(("sampling.stop_token_ids", ["a"]), ("stop", [3]), ("stop", 3), ("model", 3)),
     *(("max_token", 3), ("priority", "urgent"), ("priority", 3)),
+    *(("response_format", bad) for bad in ("json", {"type": "json_schema"}, {"type": "xml"})),
+    *(("structured_outputs", bad) for bad in ("a", {}, {"regex": 3}, {"choice": "ab"}, {"x": 1})),
+    ("structured_outputs", {"regex": "a", "grammar": "b"}),
     *(("ttft_target", seconds) for seconds in (0, -1, float("nan"), "soon", 1e9)),
 ]
 

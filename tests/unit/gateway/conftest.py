@@ -7,9 +7,11 @@ import json
 import httpx
 import pytest
 
+from baton.config import DEMO_MODEL
 from baton.gateway.routes import serving
 from baton.http_server import listen
 from baton.server import EventLoop
+from baton.structured_output import GrammarCompiler
 from router.admission.admission import Admission
 from router.frontend import GenerationService
 from tests.unit.router.scripted_workers import TIMEOUT_S, Cluster
@@ -27,6 +29,7 @@ class Gateway:
     """A service behind HTTP, and a client. Output token i of every request is the i-th letter."""
 
     def __init__(self, cluster, tokenizer, **limits):
+        limits.setdefault("grammars", GrammarCompiler(DEMO_MODEL, 4096, {1}))
         admission = Admission("tiny", tokenizer, limits.pop("default_timeout_s", 10.0), **limits)
         self.cluster = cluster
         self.tokenizer = tokenizer

@@ -1,17 +1,25 @@
 """Overlap and the GPU's runner: the tokens of a CPU's plain loop, and when the host has to wait."""
 
+import functools
 import random
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
 
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.sequence import Sequence
-from baton.sampling import SamplingParams
+from baton.sampling import SamplingParams, StructuredOutput
+from baton.structured_output import GrammarCompiler
 from tests.unit.engine.gpu.driving import (
     CONFIG,
+    EOS,
     MAX_CONTEXT,
     MODEL,
     SIZE,
@@ -21,6 +29,7 @@ from tests.unit.engine.gpu.driving import (
 )
 from tests.unit.engine.gpu.lazy_stream import LazyStream
 
+STRUCTURED = {"structured_output": StructuredOutput(regex="([a-f]{2,3}_)+"), "ignore_eos": False}
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 
 
@@ -65,17 +74,38 @@ def _settings(dice, calm):
     if not calm and dice.random() < 0.25:
         changes: list[dict[str, object]] = [
             {"repetition_penalty": 1.3}, {"presence_penalty": 0.7}, {"logit_bias": {5: 9.0}},
-            {"min_tokens": 1}, {"logprobs": 2},
+            {"min_tokens": 1}, {"logprobs": 2}, STRUCTURED, {**STRUCTURED, "logprobs": 1},
         ]  # fmt: skip
         settings |= dice.choice(changes)
     return settings
+
+
+@functools.cache
+def grammars():
+    """Of a vocabulary whose tokens are end-of-sequence and what can be printed."""
+    pieces = ["<pad>", "</s>", *map(chr, range(33, 127))]
+    library = tokenizers.Tokenizer(BPE({piece: at for at, piece in enumerate(pieces)}, []))
+    library.decoder = ByteLevel()
+    library.add_special_tokens(pieces[:2])
+    with tempfile.TemporaryDirectory() as folder:
+        library.save(str(Path(folder) / "tokenizer.json"))
+        compiler = GrammarCompiler(Path(folder), CONFIG.vocab_size, EOS)
+        compiler.compile(StructuredOutput(regex="a"), (), 0).result(60)  # reads it
+    return compiler
+
+
+def fresh(one):
+    """A sequence that has not run, with a matcher where its output is restricted."""
+    output, tokens = one.params.structured_output, list(one.tokens)
+    matcher = output and grammars().compile(output, tokens, one.prompt_tokens).result(60)
+    return Sequence(one.seq_id, tokens, one.prompt_tokens, one.params, grammar=matcher)
 
 
 def play(scenario, driven):
     end = max([*scenario.coming, *scenario.leaving]) + 1
     for at in range(end):
         for one in scenario.coming.get(at, ()):
-            driven.reserve(Sequence(one.seq_id, list(one.tokens), one.prompt_tokens, one.params))
+            driven.reserve(fresh(one))
         for name in scenario.leaving.get(at, ()):
             driven.cancel(name)
         if driven.busy:

@@ -1,0 +1,282 @@
+"""Structured output on an engine: what a grammar allows, whatever else happens to the sequence."""
+
+import dataclasses
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+
+from baton.config import EngineConfig
+from baton.engine import build
+from baton.engine.blocks import BlockPool
+from baton.engine.loop import Engine
+from baton.engine.planner import Planner
+from baton.engine.sampling import sampler
+from baton.engine.sampling.sampler import Sampler, SampleRow
+from baton.engine.sequence import Sequence
+from baton.engine.speculative.ngram import SpeculativeConfig
+from baton.sampling import SamplingParams, StructuredOutput
+from baton.structured_output import GrammarCompiler
+from baton.text import load_tokenizer
+from tests.unit.engine.bench import WAIT_S, Bench, tokens_of
+
+LIST = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "count": {"enum": [1, 20]}},
+        "required": ["name", "count"],
+        "additionalProperties": False,
+    },
+    "minItems": 3,
+    "maxItems": 3,
+}
+PERSONS = StructuredOutput(json_schema=json.dumps(LIST))
+GREEDY = SamplingParams(max_tokens=300, structured_output=PERSONS)
+SEEDED = dataclasses.replace(GREEDY, temperature=1.0, seed=7)
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def demo():
+    settings = EngineConfig(dtype="float32", threads=1, kv_blocks=200, prefix_cache=False)
+    return build.load(settings)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo):
+    return load_tokenizer(demo.path)
+
+
+@pytest.fixture(scope="module")
+def grammars(demo):
+    return GrammarCompiler(demo.path, demo.model_config.vocab_size, {EOS})
+
+
+def engine_of(demo, num_blocks=200, speculation=None, max_batch=8):
+    blocks = BlockPool(num_blocks, demo.layout.block_size, False)
+    planner = Planner(blocks, 64, max_batch, speculation)
+
+    def make_engine(publish):
+        return Engine(demo.runner, planner, frozenset({EOS}), demo.max_context, publish)
+
+    return make_engine
+
+
+def sequence_of(grammars, tokenizer, name, params, prompt="items = ", output=(), **options):
+    prompt_ids = tokenizer.encode(prompt)
+    tokens, grammar = [*prompt_ids, *output], None
+    if params.structured_output:
+        compiled = grammars.compile(params.structured_output, tokens, len(prompt_ids))
+        grammar = compiled.result(WAIT_S)
+    return Sequence(name, tokens, len(prompt_ids), params, grammar=grammar, **options)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(demo, grammars, tokenizer):
+    """What greedy and seeded sequences get alone, by their temperature."""
+    with Bench(engine_of(demo)) as bench:
+        return {
+            params.temperature: bench.tokens(sequence_of(grammars, tokenizer, "a", params))["a"]
+            for params in (GREEDY, SEEDED)
+        }
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED])
+def test_the_output_matches_its_schema_and_ends_with_it(undisturbed, tokenizer, params):
+    tokens = undisturbed[params.temperature]
+    jsonschema.validate(json.loads(tokenizer.decode(tokens)), LIST)
+    assert tokens[-1] == EOS
+
+
+def test_an_output_that_is_cut_says_so(demo, grammars, tokenizer, undisturbed):
+    cut = dataclasses.replace(GREEDY, max_tokens=9)
+    with Bench(engine_of(demo)) as bench:
+        got = bench.finish(sequence_of(grammars, tokenizer, "a", cut))["a"]
+    assert (tokens_of(got), got[-1].finish_reason) == (undisturbed[0.0][:9], "length")
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED])
+def test_others_in_the_batch_change_nothing(demo, grammars, tokenizer, undisturbed, params):
+    free = dataclasses.replace(params, structured_output=None, max_tokens=40)
+    with Bench(engine_of(demo)) as bench:
+        alone = bench.tokens(sequence_of(grammars, tokenizer, "free", free))["free"]
+        mixed = bench.tokens(
+            sequence_of(grammars, tokenizer, "free", free),
+            *(sequence_of(grammars, tokenizer, name, params) for name in "ab"),
+        )
+    assert mixed == {
+        "free": alone,
+        "a": undisturbed[params.temperature],
+        "b": undisturbed[params.temperature],
+    }
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED])
+def test_a_preempted_sequence_goes_on_within_its_grammar(
+    demo, grammars, tokenizer, undisturbed, params
+):
+    longest = -(-max(map(len, undisturbed.values())) // demo.layout.block_size) + 2
+    with Bench(engine_of(demo, num_blocks=longest + 1)) as bench:
+        names = "abc"
+        got = bench.tokens(*(sequence_of(grammars, tokenizer, n, params) for n in names))
+    assert bench.reports[-1].load.preemptions > 0
+    assert got == dict.fromkeys(names, undisturbed[params.temperature])
+
+
+@pytest.mark.parametrize("delivered", [1, 7, 30])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED])
+def test_another_worker_goes_on_behind_what_was_delivered(
+    demo, grammars, tokenizer, undisturbed, params, delivered
+):
+    """Failover, a resumed stream, and a handoff's decode worker alike know the tokens alone."""
+    tokens = undisturbed[params.temperature]
+    with Bench(engine_of(demo)) as bench:
+        rest = sequence_of(grammars, tokenizer, "a", params, output=tokens[:delivered])
+        assert tokens[:delivered] + bench.tokens(rest)["a"] == tokens
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED])
+def test_a_handoff_takes_its_grammar_to_the_decode_worker(
+    demo, grammars, tokenizer, undisturbed, params
+):
+    with Bench(engine_of(demo)) as bench:
+        first = sequence_of(grammars, tokenizer, "prefill", params, park_after=1)
+        bench.engine.add(first).result(WAIT_S)
+        (token,) = bench.until("prefill", "token_ids").token_ids
+        parked = sequence_of(grammars, tokenizer, "decode", params)
+        reserved = bench.engine.reserve(parked).result(WAIT_S)
+        for source, target in zip(first.block_ids, reserved.block_ids, strict=False):
+            demo.runner.pool[target] = demo.runner.pool[source]
+        bench.engine.resume("decode", parked.num_tokens, token).result(WAIT_S)
+        rest = []
+        while not (progress := bench.until("decode", "token_ids")).finish_reason:
+            rest += progress.token_ids
+        bench.engine.release("prefill").result(WAIT_S)
+    assert [token, *rest, *progress.token_ids] == undisturbed[params.temperature]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED])
+def test_speculation_changes_no_token(demo, grammars, tokenizer, params, monkeypatch):
+    """Proposed tokens that the grammar forbids are not computed; the others are kept if right."""
+    monkeypatch.setattr("baton.engine.speculative.ngram.worthwhile", lambda chance, price, most: 8)
+    monkeypatch.setattr("baton.engine.speculative.ngram.LENGTHS", (2, 1))
+    # The prompt repeats what the grammar forbids: names that are too long, and other keys.
+    prompt = '[{"name": "aaaaaaaaaaaaaaaaaaaaaaaaaa", "size": 1}, ' * 4
+    with Bench(engine_of(demo)) as bench:
+        plain = bench.tokens(sequence_of(grammars, tokenizer, "a", params, prompt))["a"]
+    speculation = SpeculativeConfig(8, demo.max_context)
+    with Bench(engine_of(demo, speculation=speculation)) as bench:
+        sequence = sequence_of(grammars, tokenizer, "a", params, prompt)
+        accepts, cut = sequence.grammar.accepts, []
+
+        def watched(guesses):
+            cut.append(len(guesses) - accepts(guesses))
+            return accepts(guesses)
+
+        sequence.grammar.accepts = watched
+        assert bench.tokens(sequence)["a"] == plain
+    assert sum(report.num_accepted for report in bench.reports) > 0
+    assert max(cut) > 0
+
+
+def test_a_prefix_from_the_cache_changes_no_token(demo, grammars, tokenizer):
+    def make_engine(publish):
+        planner = Planner(BlockPool(200, demo.layout.block_size, True), 64, 8)
+        return Engine(demo.runner, planner, frozenset({EOS}), demo.max_context, publish)
+
+    with Bench(make_engine) as bench:
+        prompt = "def f(x): return x\n" * 9
+        cold, warm = (sequence_of(grammars, tokenizer, name, SEEDED, prompt) for name in "ab")
+        assert bench.tokens(cold)["a"] == bench.tokens(warm)["b"]
+    assert (cold.num_cached, warm.num_cached > 0) == (0, True)
+
+
+def test_min_tokens_does_not_keep_an_output_from_its_only_end(demo, grammars, tokenizer):
+    choice = StructuredOutput(choice=("yes",))
+    params = SamplingParams(max_tokens=30, min_tokens=20, structured_output=choice)
+    digits = StructuredOutput(regex="[0-9]*")
+    with Bench(engine_of(demo)) as bench:
+        got = bench.finish(
+            sequence_of(grammars, tokenizer, "yes", params),
+            sequence_of(
+                grammars, tokenizer, "digits", dataclasses.replace(params, structured_output=digits)
+            ),
+        )
+    assert tokenizer.decode(tokens_of(got["yes"])) == "yes"
+    assert got["yes"][-1].finish_reason == "stop"
+    assert len(tokens_of(got["digits"])) >= 20
+    assert tokenizer.decode(tokens_of(got["digits"])).isdecimal()
+
+
+def test_bias_and_penalties_choose_among_what_is_allowed(demo, grammars, tokenizer):
+    choice = StructuredOutput(choice=("no", "yes"))
+    for wanted in ("yes", "no"):
+        (first, *_) = tokenizer.encode(wanted)[-1:]
+        params = SamplingParams(
+            max_tokens=9,
+            structured_output=choice,
+            logit_bias={first: 90.0, 300: 100.0},
+            presence_penalty=0.5,
+            logprobs=20,
+        )
+        with Bench(engine_of(demo)) as bench:
+            got = bench.finish(sequence_of(grammars, tokenizer, "a", params))["a"]
+        assert tokenizer.decode(tokens_of(got)) == wanted
+
+
+def test_log_probabilities_are_of_the_allowed_tokens(demo, grammars, tokenizer):
+    params = SamplingParams(
+        max_tokens=9, structured_output=StructuredOutput(regex="[ab]"), logprobs=20
+    )
+    with Bench(engine_of(demo)) as bench:
+        got = bench.finish(sequence_of(grammars, tokenizer, "x", params))["x"]
+    first, end = (one for progress in got for one in progress.logprobs)
+    assert {tokenizer.decode([token]) for token, _ in first.top} == {"a", "b"}
+    assert sum(np.exp(value) for _, value in first.top) == pytest.approx(1, abs=1e-5)
+    assert end.top == ((EOS, 0.0),)
+
+
+def test_a_grammar_that_becomes_too_complex_ends_its_sequence_alone(
+    demo, grammars, tokenizer, undisturbed
+):
+    """Not the step, which others share: three failed steps would end the worker."""
+    explodes = StructuredOutput(regex="a{1,1000}{1,1000}{1,1000}")
+    params = SamplingParams(max_tokens=300, min_tokens=300, structured_output=explodes)
+    with Bench(engine_of(demo)) as bench:
+        other = sequence_of(grammars, tokenizer, "other", GREEDY)
+        bad = sequence_of(grammars, tokenizer, "bad", params)
+        for added in [bench.engine.add(one) for one in (other, bad)]:
+            added.result(WAIT_S)
+        ends = {}
+        tokens = []
+        while len(ends) < 2:
+            for progress in bench.next_report().progress:
+                tokens += progress.token_ids if progress.seq_id == "other" else ()
+                if progress.finish_reason or progress.abort_reason:
+                    ends[progress.seq_id] = progress
+    assert tokens == undisturbed[0.0]
+    assert ends["bad"].invalid
+    assert "structured output: behind" in ends["bad"].abort_reason
+
+
+def test_packed_masks_are_the_same_on_a_gpu():
+    vocab = 77
+    words = torch.randint(-(1 << 31), 1 << 31, (5, 3), dtype=torch.int64).int()
+    bits = np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little")[:, :vocab]
+    np.testing.assert_array_equal(sampler._unpacked(words, vocab).numpy(), bits.astype(bool))
+
+
+def test_rows_without_a_grammar_are_not_masked(grammars, tokenizer):
+    params = SamplingParams(structured_output=StructuredOutput(regex="[ab]"))
+    allowed = grammars.compile(params.structured_output, [5], 1).result(WAIT_S)
+    logits = torch.randn(2, 4096)
+    masked = Sampler(frozenset({EOS}), 4096)._masked(
+        logits, [SampleRow(SamplingParams(), [5], 1), SampleRow(params, [5], 1, grammar=allowed)]
+    )
+    assert torch.equal(masked[0], logits[0])
+    left = masked[1].isfinite().nonzero()[:, 0]
+    assert {tokenizer.decode([token]) for token in left.tolist()} == {"a", "b"}
+    assert torch.equal(masked[1, left], logits[1, left])
