@@ -240,6 +240,12 @@ class EngineConfig(CacheConfig):
         "GPUs that compute with it; int4 for weights alone, the smallest and least exact",
         choices=QUANTIZATIONS,
     )
+    lora: Path | None = option(
+        None,
+        "--lora DIR",
+        "a LoRA adapter in PEFT's format, added to the model's weights as they are read",
+        Path,
+    )
     kernels: str = option(
         "auto",
         "--kernels",
@@ -267,6 +273,8 @@ class EngineConfig(CacheConfig):
         options.check(self)
         if self.max_context == 1:
             raise ConfigError("--max-context must be at least 2: a prompt token and an output one")
+        if self.lora and (self.simulate or self.random_weights):
+            raise ConfigError("--lora adapts the weights of a checkpoint: give its --model")
         if self.simulate:
             SimulatedSpeed.parse(self.simulate)
             if self.device.startswith("cuda"):

@@ -123,7 +123,7 @@ def load(
         layout.num_blocks, layout.block_size, layout.num_bytes / 2**20, layout.dtype, max_context,
     )  # fmt: skip
     runner = backend.runner(model, pool, sampler, max_context)
-    identity = fingerprint(path, random_seed(settings, backend.device))
+    identity = fingerprint(path, random_seed(settings, backend.device), settings.lora)
     descriptor = layout.descriptor(identity, dtype, settings.quantization)
     prepare = partial(backend.prepare, runner)
     return Loaded(path, config, runner, layout, descriptor, settings, max_context, prepare)

@@ -26,6 +26,7 @@ from baton.config import EngineConfig
 from baton.engine.models.config import EMBEDDING, FINAL_NORM, LM_HEAD, ModelConfig, check_tensors
 from baton.engine.models.quantization import Shapes, weight_format
 from baton.engine.weights.checkpoint import ELEMENT_BYTES, StoredTensor, stored_tensors
+from baton.engine.weights.lora import LoraAdapter
 from baton.engine.weights.quantized_checkpoint import read_quantized
 from baton.engine.weights.weight import DenseWeight, Weight
 from baton.errors import CheckpointError
@@ -125,10 +126,12 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     prepare: Prepare = _as_read,
+    lora: Path | None = None,
 ) -> Weights:
     """The weights in a model directory, converted to dtype and moved to device.
 
-    `prepare` is applied to what activations are multiplied with; embedding, norms, biases stay.
+    `lora` is an adapter's directory. `prepare` is applied to what activations are multiplied with;
+    embedding, norms, biases stay.
 
     Raises CheckpointError naming the file and the tensor when a file is missing, broken, truncated
     or pickled, or when a tensor is missing, unknown or of another shape than the config says.
@@ -138,6 +141,10 @@ def load_weights(
     stored = stored_tensors(path)
     check_tensors(path, config, stored)
     expected = config.checkpoint_tensors
+    adapter = None
+    if lora is not None:
+        sizes = {name: one.shape for name, one in expected.items() if len(one.shape) == 2}
+        adapter = LoraAdapter.load(lora, sizes)
     total, done = sum(_num_bytes(one) for name, one in stored.items() if name in expected), 0
     began = logged = time.monotonic()
     with ExitStack() as stack:
@@ -159,7 +166,8 @@ def load_weights(
             whole = torch.empty(_joined(shapes), dtype=dtype, device=device)
             parts = whole.split([shape[0] for shape in shapes.values()])
             for name, target in zip(shapes, parts, strict=True):
-                target.copy_(read(name))
+                tensor = read(name)
+                target.copy_(adapter.adapted(name, tensor.to(device)) if adapter else tensor)
             report()
             return whole
 
@@ -304,10 +312,11 @@ def weights_of(
     if seed is not None:
         weights = random_weights(config, dtype, device, seed, prepare)
     else:
-        weights = load_weights(path, config, dtype, device, prepare)
+        weights = load_weights(path, config, dtype, device, prepare, settings.lora)
     log.info(
-        "loaded %s: %.1f M parameters, %.2f GiB a step, %s%s on %s, %s kernels, %.1f s",
-        path.name, config.num_parameters / 1e6, weights.num_bytes / _GIB,
+        "loaded %s%s: %.1f M parameters, %.2f GiB a step, %s%s on %s, %s kernels, %.1f s",
+        path.name, f" with {settings.lora.name}" if settings.lora else "",
+        config.num_parameters / 1e6, weights.num_bytes / _GIB,
         f"{held} weights, " if held != "none" else "", dtype, device, kernels,
         time.monotonic() - started,
     )  # fmt: skip
