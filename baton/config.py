@@ -273,8 +273,6 @@ class EngineConfig(CacheConfig):
         options.check(self)
         if self.max_context == 1:
             raise ConfigError("--max-context must be at least 2: a prompt token and an output one")
-        if self.lora and (self.simulate or self.random_weights):
-            raise ConfigError("--lora adapts the weights of a checkpoint: give its --model")
         if self.simulate:
             SimulatedSpeed.parse(self.simulate)
             if self.device.startswith("cuda"):

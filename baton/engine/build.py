@@ -85,6 +85,8 @@ def load(
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    if settings.lora and (settings.simulate or settings.random_weights):
+        raise ConfigError("--lora adapts the weights of a checkpoint: give its --model")
     path = model_path(settings.model)
     config = ModelConfig.load(path)
     if backend is None:

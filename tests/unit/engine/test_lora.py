@@ -121,7 +121,7 @@ def test_quantised_matrices_and_made_up_ones_take_no_adapter(tmp_path):
     with pytest.raises(CheckpointError, match="no dense matrix of this model; merge it"):
         load(tmp_path)
     with pytest.raises(ConfigError, match="--lora adapts the weights of a checkpoint"):
-        EngineConfig(random_weights=True, lora=tmp_path)
+        build.load(EngineConfig(random_weights=True, lora=tmp_path))
     with pytest.raises(CheckpointError, match=r"adapter_config\.json is missing"):
         load_weights(
             tmp_path / "base",
