@@ -7,7 +7,7 @@ each row up in an order of its own.
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_size_t, c_void_p
+from ctypes import POINTER, Structure, byref, c_bool, c_float, c_int32, c_size_t, c_void_p
 
 import torch
 from torch import Tensor
@@ -17,8 +17,10 @@ from baton.engine.models.config import ModelConfig
 from baton.engine.models.rope import rope_tables
 from baton.engine.ops.native import library
 from baton.engine.ops.native.packing import Linear, PackedWeight, fields
+from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights.weight import Weight
 from baton.engine.weights.weights import LayerWeights, Weights
+from baton.errors import InternalError
 
 _NORMS = "input_norm mlp_norm attention_norm output_norm q_norm k_norm"
 _MATRICES = "qkv o gate_up down"
@@ -38,7 +40,10 @@ class Norm(Structure):
 class Pool(Structure):
     """The KV pool."""
 
-    _fields_ = fields(("data", c_void_p), ("layers kv_heads block_size head_size int8", c_int32))
+    _fields_ = fields(
+        ("data", c_void_p),
+        ("layers all_heads first_head kv_heads block_size head_size int8", c_int32),
+    )
 
 
 class CExpert(Structure):
@@ -58,15 +63,29 @@ class Layer(Structure):
     )
 
 
+class Embedding(Structure):
+    """Of the tokens from `first` on."""
+
+    _fields_ = fields(("table", c_void_p), ("first count", c_int32))
+
+
+class Ranks(Structure):
+    """One rank of several; `exchange` is null where there is one only."""
+
+    _fields_ = fields(("exchange", c_void_p), ("rank count", c_int32))
+
+
 class ModelWeights(Structure):
-    """A whole model."""
+    """A whole model, or one rank's part of it."""
 
     _fields_ = fields(
-        ("embedding tables", c_void_p),
+        ("embedding", Embedding),
+        ("tables", c_void_p),
         ("final_norm", Norm),
         ("layers", POINTER(Layer)),
         ("lm_head", Linear),
-        ("num_layers hidden heads kv_heads head_size max_context", c_int32),
+        ("ranks", Ranks),
+        ("vocab_size num_layers hidden heads kv_heads head_size max_context", c_int32),
         ("num_experts per_token normed gelu row_norms", c_int32),
         ("eps attention_scale attention_cap logit_scale logit_cap", c_float),
         ("embedding_scale residual_scale", c_float),
@@ -77,7 +96,8 @@ class Step(Structure):
     """What one step computes and where it writes."""
 
     _fields_ = fields(
-        ("token_ids context_lens query_lens block_tables logit_rows logits workspace", c_void_p),
+        ("token_ids context_lens query_lens block_tables logit_rows", c_void_p),
+        ("logits own_logits workspace", c_void_p),
         ("pool", Pool),
         ("rows sequences width num_logits", c_int32),
     )
@@ -86,23 +106,38 @@ class Step(Structure):
 class NativeModel:
     """Packed weights, and scratch memory that one thread at a time may use."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype) -> None:
-        """Weights may be packed already. Raises ConfigError where there is no library."""
-        self.config = config
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        dtype: torch.dtype,
+        shard: Shard = WHOLE,
+        exchange: int | None = None,
+    ) -> None:
+        """Weights may be packed already; `config` is of the whole model, they are the shard's.
+
+        exchange: address of the memory that several ranks share. Raises ConfigError where there is
+        no library.
+        """
+        self.config = shard.config(config)
+        self._kv_heads, self._tokens = shard.kv_heads(config), shard.tokens(config)
+        self._ranks = Ranks(exchange, shard.rank, shard.count)
         self.dtype = dtype
         native = library.require(dtype)
         self._run, self._workspace_size = native.baton_step, native.baton_workspace
-        self._run.restype, self._workspace_size.restype = None, c_size_t
+        self._run.restype, self._workspace_size.restype = c_bool, c_size_t
         self._kept: list[object] = []  # what the structures point at
         self._model = self._whole(weights)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._rows = 0  # that the workspace is for
         self._logits = torch.empty(0, config.vocab_size)
+        self._own_logits = torch.empty(0, len(self._tokens))
 
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """Runs a step's rows through the model and writes their K and V to the pool.
 
-        The next-token scores of its `logit_rows`, float32 `[n, vocab]`; valid until the next step.
+        The next-token scores of its `logit_rows`, float32 `[n, vocab]`, on the first rank; valid
+        until the next step. Raises InternalError when another rank does not answer.
         """
         rows, wanted = len(batch.token_ids), len(batch.logit_rows)
         if rows > self._rows:
@@ -111,17 +146,22 @@ class NativeModel:
             self._workspace, self._rows = room[-room.data_ptr() % _HUGE_PAGE :], rows
         if wanted > len(self._logits):
             self._logits = torch.empty(wanted, self.config.vocab_size)
+            self._own_logits = torch.empty(wanted, len(self._tokens))
         inputs = (
             batch.token_ids, batch.context_lens, batch.query_lens, batch.block_tables,
-            batch.logit_rows, self._logits, self._workspace,
+            batch.logit_rows, self._logits, self._own_logits, self._workspace,
         )  # fmt: skip
-        _, layers, _, kv_heads, block_size, _ = pool.shape
+        _, layers, _, heads, block_size, _ = pool.shape
+        mine = self._kv_heads
         int8, head_size = pool.dtype == torch.int8, self.config.head_size
-        kv = Pool(pool.data_ptr(), layers, kv_heads, block_size, head_size, int8)
+        kv = Pool(
+            pool.data_ptr(), layers, heads, mine.start, len(mine), block_size, head_size, int8
+        )
         sizes = (rows, len(batch.query_lens), batch.block_tables.shape[1], wanted)
         pointers = (tensor.data_ptr() for tensor in inputs)
         step = Step(*pointers, kv, *sizes)
-        self._run(torch.get_num_threads(), byref(self._model), byref(step))
+        if not self._run(torch.get_num_threads(), byref(self._model), byref(step)):
+            raise InternalError("a rank of this worker has ended or hangs: the step is lost")
         return self._logits[:wanted]
 
     def _whole(self, weights: Weights) -> ModelWeights:
@@ -129,11 +169,19 @@ class NativeModel:
         tables, table_of = rope_tables(config)
         layers = map(self._layer, weights.layers, config.windows, table_of)
         return ModelWeights(
-            *map(self._keep, (weights.embedding, tables)),
+            Embedding(self._keep(weights.embedding), self._tokens.start, len(self._tokens)),
+            self._keep(tables),
             self._norm(weights.final_norm),
             (Layer * config.num_layers)(*layers),
             self._linear(weights.lm_head),
-            *(config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads),
+            self._ranks,
+            *(
+                config.vocab_size,
+                config.num_layers,
+                config.hidden_size,
+                config.num_heads,
+                config.num_kv_heads,
+            ),
             *(config.head_size, config.max_context),
             *((experts.count, experts.per_token, experts.normed) if experts else (0, 0, 0)),
             *(config.activation == "gelu_tanh", config.differs.qk_norm == "row"),
