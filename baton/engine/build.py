@@ -29,6 +29,7 @@ from baton.engine.planner import Plan, Planner, Work
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
+from baton.engine.shard import Shard
 from baton.engine.speculative.ngram import SpeculativeConfig
 from baton.engine.weights.checkpoint import fingerprint
 from baton.engine.weights.quantize import FP8
@@ -83,8 +84,6 @@ def load(
     backend: that of the settings' device if None; a GPU becomes the calling thread's. Raises
     CheckpointError for a broken checkpoint, ConfigError for impossible settings.
     """
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     if settings.lora and (settings.simulate or settings.random_weights):
         raise ConfigError("--lora adapts the weights of a checkpoint: give its --model")
     path = model_path(settings.model)
@@ -93,6 +92,9 @@ def load(
         device = device_of(settings)
         on_gpu = device.type == "cuda"
         backend = GpuBackend(settings, Gpu(device)) if on_gpu else CpuBackend(settings)
+    settings = Shard(0, settings.tp).settings(settings)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     dtype = choose_dtype(settings.dtype, config.dtype, backend.device)
     kv_dtype = {"int8": torch.int8, "fp8": FP8}.get(settings.kv_dtype, dtype)
     sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
@@ -117,9 +119,10 @@ def load(
             "the KV cache is too small for any request: raise --kv-blocks or --kv-cache"
         )
     try:
-        pool = allocate_pool(layout, allocate, backend.device)
+        pool, area = allocate_pool(layout, allocate or backend.allocate, backend.device)
     except torch.OutOfMemoryError as error:  # another process was quicker
         raise memory.taken(layout, settings) from error
+    backend.attach(model, area, layout)
     log.info(
         "%d KV blocks of %d tokens (%.0f MiB, %s), contexts of up to %d tokens",
         layout.num_blocks, layout.block_size, layout.num_bytes / 2**20, layout.dtype, max_context,

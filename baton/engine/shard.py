@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from baton.config import EngineConfig
 from baton.engine.models.config import ModelConfig
 from baton.engine.weights.weight import Weight
 from baton.errors import ConfigError
@@ -26,6 +27,14 @@ class Shard:
 
     rank: int = 0
     count: int = 1
+
+    def settings(self, settings: EngineConfig) -> EngineConfig:
+        """With a rank's share of the worker's threads and cores."""
+        if self.count == 1:
+            return settings
+        cpus = tuple(settings.cpus[at] for at in self._part(len(settings.cpus)))
+        threads = (settings.threads or len(settings.cpus) or torch.get_num_threads()) // self.count
+        return replace(settings, cpus=cpus, threads=max(1, threads))
 
     def check(self, config: ModelConfig) -> None:
         """Raises ConfigError for a model that cannot be cut so."""
@@ -73,8 +82,8 @@ class Shard:
             return weight
         outputs, inputs = weight.shape
         if field in BY_INPUTS:
-            return weight.inputs(self._part(inputs))
-        return weight.outputs(self._outputs(config, field, outputs))
+            return weight.take_inputs(self._part(inputs))
+        return weight.take_outputs(self._outputs(config, field, outputs))
 
     def tensor(self, config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
         """This rank's part of a norm or a bias; one that all would add is added by the first."""

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,22 @@ from torch import Tensor
 from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed
 from baton.engine.backends import Backend, unsupported
 from baton.engine.batch import StepModel
+from baton.engine.kv_cache import KvLayout, Memory
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.models.quantization import weight_format
 from baton.engine.ops.native import library
 from baton.engine.ops.native.model import NativeModel
 from baton.engine.ops.native.packing import PackedWeight
+from baton.engine.ranks import RankedModel
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
+from baton.engine.shard import WHOLE, Shard
 from baton.engine.simulated import SimulatedRunner
 from baton.engine.weights.weight import DenseWeight, Weight, quantized
 from baton.engine.weights.weights import weights_of
 from baton.errors import ConfigError
+from baton.shared_memory import SharedMemoryArea
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +72,23 @@ class CpuBackend(Backend):
                 "the checkpoint's weights are fp8, which computes on a GPU only: add --device "
                 "cuda, or take the model in int8 or int4"
             )
+        if settings.tp > 1:
+            if not self._is_native(config, dtype):
+                raise ConfigError("--tp on a CPU needs native kernels: see `baton doctor`")
+            make = partial(self.shard_model, path, config, dtype)
+            return RankedModel(settings, path, config, dtype, make)
+        return self.shard_model(path, config, dtype)
+
+    def shard_model(
+        self,
+        path: Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        shard: Shard = WHOLE,
+        exchange: int | None = None,
+    ) -> StepModel:
+        """The model, or one rank's part of it."""
+        settings = self._settings
         native = self._is_native(config, dtype)
 
         def prepare(weight: Weight) -> Weight:
@@ -75,10 +97,18 @@ class CpuBackend(Backend):
             return PackedWeight.of(weight) if native else weight
 
         kernels = "native" if native else "torch"
-        weights = weights_of(settings, path, config, dtype, self.device, kernels, prepare)
+        weights = weights_of(settings, path, config, dtype, self.device, kernels, prepare, shard)
         if native:
-            return NativeModel(config, weights, dtype)
+            return NativeModel(config, weights, dtype, shard, exchange)
         return Model(config, weights, dtype, self.device)
+
+    def allocate(self, num_bytes: int) -> Memory | None:
+        return SharedMemoryArea(num_bytes) if self._settings.tp > 1 else None
+
+    def attach(self, model: Any, memory: Memory | None, layout: KvLayout) -> None:
+        if isinstance(model, RankedModel):
+            assert isinstance(memory, SharedMemoryArea), "ranks map the pool"
+            model.attach(memory, layout)
 
     def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
         if self._settings.simulate:

@@ -35,11 +35,11 @@ class Weight(ABC):
         """Of all its tensors."""
         return sum(part.nbytes for part in vars(self).values() if isinstance(part, Tensor))
 
-    def outputs(self, rows: Tensor) -> Weight:
+    def take_outputs(self, rows: Tensor) -> Weight:
         """Some of its outputs, int64 `[n]`, as a weight of their own."""
         raise TypeError(f"{type(self).__name__} is not cut by outputs")
 
-    def inputs(self, columns: range) -> Weight:
+    def take_inputs(self, columns: range) -> Weight:
         """Some of its inputs, next to each other: products of all such parts add up to its own.
 
         Raises CheckpointError where the format has no cut there.
@@ -62,10 +62,10 @@ class DenseWeight(Weight):
         outputs, inputs = self.tensor.shape
         return outputs, inputs
 
-    def outputs(self, rows: Tensor) -> DenseWeight:
+    def take_outputs(self, rows: Tensor) -> DenseWeight:
         return DenseWeight(self.tensor[rows.to(self.tensor.device)])
 
-    def inputs(self, columns: range) -> DenseWeight:
+    def take_inputs(self, columns: range) -> DenseWeight:
         return DenseWeight(self.tensor[:, columns.start : columns.stop].contiguous())
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -96,11 +96,11 @@ class RowScaledWeight(Weight):
         outputs, inputs = self.values.shape
         return outputs, inputs
 
-    def outputs(self, rows: Tensor) -> Self:
+    def take_outputs(self, rows: Tensor) -> Self:
         rows = rows.to(self.values.device)
         return type(self)(self.values[rows], self.scales[rows])
 
-    def inputs(self, columns: range) -> Self:
+    def take_inputs(self, columns: range) -> Self:
         values = self.values[:, columns.start : columns.stop]
         return type(self)(values.contiguous(), self.scales)
 
@@ -189,12 +189,12 @@ class Int4Weight(Weight):
         """Inputs that share a scale."""
         return self.shape[1] // self.scales.shape[1]
 
-    def outputs(self, rows: Tensor) -> Int4Weight:
+    def take_outputs(self, rows: Tensor) -> Int4Weight:
         rows = rows.to(self.values.device)
         zeros = None if self.zeros is None else self.zeros[rows]
         return Int4Weight(self.values[rows], self.scales[rows], zeros, self.order)
 
-    def inputs(self, columns: range) -> Int4Weight:
+    def take_inputs(self, columns: range) -> Int4Weight:
         group, first, end = self.group, columns.start, columns.stop
         if self.order is not None or first % group or end % group:
             raise CheckpointError(

@@ -8,10 +8,10 @@ import torch
 from baton.config import EngineConfig, WorkerConfig
 from baton.engine import build
 from baton.errors import ConfigError
+from baton.shared_memory import SharedMemoryArea
 from baton.worker import node
 from baton.worker.node import shareable_memory
 from kvtransfer import copier
-from kvtransfer.transports.shm import SharedMemoryArea
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 

@@ -17,10 +17,10 @@ from baton.engine.models.config import ModelConfig
 from baton.engine.models.rope import rope_tables
 from baton.engine.ops.native import library
 from baton.engine.ops.native.packing import Linear, PackedWeight, fields
+from baton.engine.runner import RunnerFailed
 from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights.weight import Weight
 from baton.engine.weights.weights import LayerWeights, Weights
-from baton.errors import InternalError
 
 _NORMS = "input_norm mlp_norm attention_norm output_norm q_norm k_norm"
 _MATRICES = "qkv o gate_up down"
@@ -137,7 +137,7 @@ class NativeModel:
         """Runs a step's rows through the model and writes their K and V to the pool.
 
         The next-token scores of its `logit_rows`, float32 `[n, vocab]`, on the first rank; valid
-        until the next step. Raises InternalError when another rank does not answer.
+        until the next step. Raises RunnerFailed when another rank does not answer.
         """
         rows, wanted = len(batch.token_ids), len(batch.logit_rows)
         if rows > self._rows:
@@ -161,8 +161,11 @@ class NativeModel:
         pointers = (tensor.data_ptr() for tensor in inputs)
         step = Step(*pointers, kv, *sizes)
         if not self._run(torch.get_num_threads(), byref(self._model), byref(step)):
-            raise InternalError("a rank of this worker has ended or hangs: the step is lost")
+            raise RunnerFailed("a rank of this worker has ended or hangs: the step is lost")
         return self._logits[:wanted]
+
+    def close(self) -> None:
+        """Nothing runs elsewhere."""
 
     def _whole(self, weights: Weights) -> ModelWeights:
         config, experts = self.config, self.config.experts

@@ -116,7 +116,6 @@ def test_the_pool_is_what_the_budget_leaves(checkpoint, caplog, monkeypatch):
 
     def allocate(num_bytes):
         given.append(num_bytes)
-        return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def watched(*args):
         gpu.held += 3 * GIB
