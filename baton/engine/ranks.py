@@ -8,7 +8,6 @@ that ends or hangs fails the worker: its streams go on elsewhere.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import select
@@ -38,7 +37,8 @@ log = logging.getLogger(__name__)
 
 # These mirror `src/ranks.h`.
 _EXCHANGE_BYTES, _HEADER_BYTES = 4 << 20, 64
-_ABORTED_AT = 8
+_ABORTED, _TIMEOUT_MS = 2, 3  # words of the header
+RANK_TIMEOUT_S = 10.0  # a rank that is so much later than another counts as hung
 _STOP_S = 5.0
 
 BATCH = ("token_ids", "context_lens", "query_lens", "block_tables", "logit_rows")
@@ -77,6 +77,8 @@ class RankedModel:
         count = settings.tp
         Shard(0, count).check(config)
         self._exchange = SharedMemoryArea(_HEADER_BYTES + 2 * count * _EXCHANGE_BYTES)
+        self._words = self._exchange.tensor[:_HEADER_BYTES].view(torch.int32)
+        self._words[_TIMEOUT_MS] = int(RANK_TIMEOUT_S * 1e3)
         self._ranks = list[_Rank]()
         self._stopped = threading.Event()
         try:
@@ -137,8 +139,7 @@ class RankedModel:
             os.close(one)
         if not self._stopped.is_set():
             log.critical("rank %d has ended: so does this worker", rank.number)
-            address = self._exchange.tensor.data_ptr() + _ABORTED_AT
-            ctypes.c_uint32.from_address(address).value = 1
+            self._words[_ABORTED] = 1
 
 
 class _Rank:

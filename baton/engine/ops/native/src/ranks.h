@@ -14,13 +14,13 @@
 
 namespace baton {
 
-constexpr size_t EXCHANGE_BYTES = 4 << 20;  // of one rank in one exchange
-constexpr int RANK_TIMEOUT_S = 10;          // a rank that is so late counts as hung
+constexpr size_t EXCHANGE_BYTES = 4 << 20;  // of one rank at a time
 
 // Shared by all ranks, zero at first. Behind it lie two buffers, used in turns, with a place for each
 // rank: when one is written again, every rank has read it. Mirrored by baton/engine/ranks.py.
 struct alignas(64) Exchange {
     std::atomic<uint32_t> arrived, round, aborted;
+    uint32_t timeout_ms;  // a rank that is so late counts as hung
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
@@ -125,8 +125,8 @@ class Exchanges {
             _mm_pause();
         }
         // Who aborts does not wake anyone.
-        const timespec nap{0, 20'000'000};
-        for (int naps = 0; naps < RANK_TIMEOUT_S * 50; naps++) {
+        const timespec nap{0, NAP_MS * 1'000'000};
+        for (uint32_t waited_ms = 0; waited_ms < all.timeout_ms; waited_ms += NAP_MS) {
             syscall(SYS_futex, &all.round, FUTEX_WAIT, turn_, &nap, nullptr, 0);
             if (is_over()) return;
         }
@@ -134,6 +134,7 @@ class Exchanges {
     }
 
     static constexpr int SPINS = 4096;  // as in `Team::barrier`
+    static constexpr int NAP_MS = 20;
 
     Team& team_;
     const Ranks& ranks_;
