@@ -200,7 +200,9 @@ def test_the_gpu_is_the_engine_threads_before_anything_else(checkpoint, monkeypa
     on_cpu = build.load(EngineConfig(str(checkpoint), **{**SETTINGS, "kernels": "torch"}))
     device = torch.device("cuda", 1)
     runner = SimpleNamespace(
-        pool=SimpleNamespace(device=device), wait_for_writes=lambda blocks=None: None
+        pool=SimpleNamespace(device=device),
+        wait_for_writes=lambda blocks=None: None,
+        close=lambda: None,
     )
     for loaded in (on_cpu, replace(on_cpu, runner=runner)):
         engine = loaded.engine(lambda report: None)
