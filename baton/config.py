@@ -231,6 +231,14 @@ class EngineConfig(CacheConfig):
     cpus: tuple[int, ...] = option(
         (), "--cpus 0,1", "pin compute threads to these cores (default: not pinned)", numbers
     )
+    tp: int = option(
+        1,
+        "--tp RANKS",
+        "tensor parallelism: processes that compute each step together, on this host's CPUs; "
+        "--threads and --cpus are divided among them",
+        least=1,
+        most=64,
+    )
     nice: int = option(0, "--nice N", "niceness of compute threads, up to 19", most=19)
     simulate: str = option(
         "",
@@ -245,6 +253,12 @@ class EngineConfig(CacheConfig):
         "weights and activations in 8 bits, faster, a little less exact: int8 anywhere, fp8 on "
         "GPUs that compute with it; int4 for weights alone, the smallest and least exact",
         choices=QUANTIZATIONS,
+    )
+    lora: Path | None = option(
+        None,
+        "--lora DIR",
+        "a LoRA adapter in PEFT's format, added to the model's weights as they are read",
+        Path,
     )
     kernels: str = option(
         "auto",
@@ -510,6 +524,12 @@ class ClusterConfig(WorkerServiceConfig):
     decode: int = option(1, "--decode N", "decode workers", least=1, hint=_EACH_ROLE)
     # Prompts give way to streams, and to whatever serves both. Not far: beside a busy process
     # at 0 a core gives 39 % of its time to 2, but 10 % to 10: prompts took five times as long.
+    prefill_tp: int = option(
+        0, "--prefill-tp RANKS", "of prefill workers alone (default: --tp)", most=64
+    )
+    decode_tp: int = option(
+        0, "--decode-tp RANKS", "of decode workers alone (default: --tp)", most=64
+    )
     prefill_nice: int = option(
         2,
         "--prefill-nice N",

@@ -54,6 +54,9 @@ class StepModel(Protocol):
         Logits, float32 `[logit_rows, vocab_size]`, one row for each of the batch's `logit_rows`.
         """
 
+    def close(self) -> None:
+        """No step runs any more."""
+
 
 Ints = npt.NDArray[np.int32]
 _SPARE_BLOCKS = 4  # columns of a block table that sequences can grow into

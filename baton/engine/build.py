@@ -29,6 +29,7 @@ from baton.engine.planner import ChunkSize, Plan, Planner, Work
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
+from baton.engine.shard import Shard
 from baton.engine.speculative.ngram import NgramProposer
 from baton.engine.weights.checkpoint import fingerprint
 from baton.engine.weights.quantize import FP8
@@ -88,14 +89,17 @@ def load(
     backend: that of the settings' device if None; a GPU becomes the calling thread's. Raises
     CheckpointError for a broken checkpoint, ConfigError for impossible settings.
     """
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
+    if settings.lora and (settings.simulate or settings.random_weights):
+        raise ConfigError("--lora adapts the weights of a checkpoint: give its --model")
     path = model_path(settings.model)
     config = ModelConfig.load(path)
     if backend is None:
         device = device_of(settings)
         on_gpu = device.type == "cuda"
         backend = GpuBackend(settings, Gpu(device)) if on_gpu else CpuBackend(settings)
+    settings = Shard(0, settings.tp).settings(settings)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     dtype = choose_dtype(settings.dtype, config.dtype, backend.device)
     kv_dtype = kv_dtype_of(settings, dtype)
     sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
@@ -120,15 +124,16 @@ def load(
             "the KV cache is too small for any request: raise --kv-blocks or --kv-cache"
         )
     try:
-        pool = allocate_pool(layout, allocate, backend.device)
+        pool, area = allocate_pool(layout, allocate or backend.allocate, backend.device)
     except torch.OutOfMemoryError as error:  # another process was quicker
         raise memory.taken(layout, settings) from error
+    backend.attach(model, area, layout)
     log.info(
         "%d KV blocks of %d tokens (%.0f MiB, %s), contexts of up to %d tokens",
         layout.num_blocks, layout.block_size, layout.num_bytes / 2**20, layout.dtype, max_context,
     )  # fmt: skip
     runner = backend.runner(model, pool, sampler, max_context)
-    identity = fingerprint(path, random_seed(settings, backend.device))
+    identity = fingerprint(path, random_seed(settings, backend.device), settings.lora)
     descriptor = layout.descriptor(identity, dtype, settings.quantization)
     prepare = partial(backend.prepare, runner)
     return Loaded(path, config, runner, layout, descriptor, settings, max_context, prepare)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -14,8 +15,16 @@ from baton.v1 import common_pb2
 
 LAYOUT_VERSION = 1
 
-Allocate = Callable[[int], torch.Tensor]
-"""Gives zeroed uint8 memory of a size in bytes; a worker passes one that others can map."""
+
+class Memory(Protocol):
+    """Memory for a KV pool: `tensor` is all of it, uint8, zero at first."""
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+
+
+Allocate = Callable[[int], Memory | None]
+"""Gives memory of a size in bytes that others can map; None where there is none of that kind."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +112,9 @@ def plan_layout(
 
 def allocate_pool(
     layout: KvLayout, allocate: Allocate | None, device: torch.device
-) -> torch.Tensor:
-    """The zeroed pool; `allocate` places it where other processes can map it."""
-    if allocate is None:
-        return torch.zeros(layout.shape, dtype=layout.dtype, device=device)
-    return allocate(layout.num_bytes).view(layout.dtype).view(layout.shape)
+) -> tuple[torch.Tensor, Memory | None]:
+    """The zeroed pool, and the memory that `allocate` gave for it, if any."""
+    memory = allocate(layout.num_bytes) if allocate else None
+    if memory is None:
+        return torch.zeros(layout.shape, dtype=layout.dtype, device=device), None
+    return memory.tensor.view(layout.dtype).view(layout.shape), memory

@@ -21,7 +21,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from baton.engine.blocks import BlockPool, CacheChanges
 from baton.engine.planner import Plan, Planner, Work
-from baton.engine.runner import SampledTokens, StepRunner
+from baton.engine.runner import RunnerFailed, SampledTokens, StepRunner
 from baton.engine.sampling.sampler import SampleRow, TokenLogprobs, finish_reason
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Overloaded, Stale, Unavailable
@@ -317,6 +317,8 @@ class Engine:
         else:
             self._inbox.close("the engine has stopped")
             self.ended.set_result(None)
+        finally:
+            self._runner.close()
 
     @property
     def _idle(self) -> bool:
@@ -356,6 +358,8 @@ class Engine:
         self._step_began = time.monotonic()
         try:
             return run(), None
+        except RunnerFailed:
+            raise
         except Exception as error:
             log.exception("engine step failed; its sequences are aborted")
             return {}, f"engine step failed: {type(error).__name__}: {error}"

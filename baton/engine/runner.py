@@ -11,6 +11,7 @@ from baton.engine.batch import BatchBuilder, StepModel
 from baton.engine.planner import Plan, Work
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.speculative import verify
+from baton.errors import InternalError
 
 
 class SampledTokens(NamedTuple):
@@ -18,6 +19,10 @@ class SampledTokens(NamedTuple):
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
+
+
+class RunnerFailed(InternalError):
+    """No further step can run here."""
 
 
 class StepRunner:
@@ -53,6 +58,9 @@ class StepRunner:
             with torch.inference_mode():
                 content.index_fill_(0, which.to(content.device), 0)
 
+    def close(self) -> None:
+        """Ends what computes for it elsewhere; no step runs any more."""
+
     def wait_for_writes(self, blocks: list[int] | None = None) -> None:
         """Returns when nothing that runs here uses these blocks any more: others will write there.
 
@@ -76,6 +84,9 @@ class Runner(StepRunner):
         sampled = self._sample(plan.work, logits)
         self.wait_for_writes()
         return sampled
+
+    def close(self) -> None:
+        self.model.close()
 
     def _sample(self, work: list[Work], logits: torch.Tensor) -> dict[str, SampledTokens]:
         sampling = [item for item in work if item.samples]

@@ -32,6 +32,7 @@ from baton.errors import ConfigError, InternalError, TransferFailed, Unavailable
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistration, EtcdRegistry, Membership
 from baton.server import EventLoop, Health, bind, settle
+from baton.shared_memory import SharedMemoryArea
 from baton.structured_output import GrammarCompiler
 from baton.telemetry import Telemetry
 from baton.text import text_fingerprint
@@ -44,7 +45,6 @@ from kvtransfer import copier, transports
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
 from kvtransfer.transports.cuda import CudaArea
-from kvtransfer.transports.shm import SharedMemoryArea
 
 log = logging.getLogger(__name__)
 
@@ -320,10 +320,10 @@ def _load(config: WorkerConfig) -> tuple[Loaded, KvPool]:
         settings = replace(settings, graphs=False, overlap=False)
     device, area = build.device_of(settings), None
 
-    def allocate(num_bytes: int) -> torch.Tensor:
+    def allocate(num_bytes: int) -> SharedMemoryArea | CudaArea | None:
         nonlocal area
         area = shareable_memory(device, num_bytes, config.transport)
-        return area.tensor if area else torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        return area
 
     with cpu.pinned_to(settings.cpus):
         loaded = build.load(settings, allocate)

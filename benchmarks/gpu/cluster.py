@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from baton.shared_memory import SharedMemoryArea
 from benchmarks.child import Child, messages
 from benchmarks.gpu.part import Case, Cells, Part, failure, summary
 from benchmarks.shapes import GPU_SHAPES
@@ -23,7 +24,6 @@ from kvtransfer import copier, transports
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.transports.cuda import CudaArea
-from kvtransfer.transports.shm import SharedMemoryArea
 
 _START_S, _TIMEOUT_S, _HOST = 60.0, 30.0, "127.0.0.1"
 _MOVED = 512 << 20  # bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import distributed
 
 from baton.errors import ConfigError
+from baton.shared_memory import SharedMemoryArea
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
 from kvtransfer.transports.cuda import CudaArea
@@ -14,7 +15,7 @@ from kvtransfer.transports.process_group import (
     NcclTransport,
     listening_socket,
 )
-from kvtransfer.transports.shm import SharedMemoryArea, ShmTransport
+from kvtransfer.transports.shm import ShmTransport
 
 
 def usable(pool: KvPool, host: str, choice: str = "auto", kv_host: str = "") -> list[Transport]:

@@ -9,60 +9,21 @@ what copying it does, so both ends map theirs before.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import mmap
 import os
-import secrets
 import threading
 from pathlib import Path
 
 import torch
 
 from baton.errors import TransferFailed
+from baton.shared_memory import MADV_POPULATE_READ, SEALS, SharedMemoryArea, populate
 from baton.v1 import common_pb2
 from kvtransfer.digest import Digest
 from kvtransfer.interface import Link, Listener, ReceiverProcess, Transport
 from kvtransfer.pool import KvPool, Slots, copy_slots
-
-# From <linux/mman.h>, since Linux 5.14; Python does not name them yet.
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_TOUCHED_AT_ONCE = 4 << 20  # briefly: the GIL is held for as long
-
-
-class SharedMemoryArea:
-    """Memory that other processes can map. `tensor` is all of it, uint8, zero at first.
-
-    `touched` says whether every page is in memory. Raises OSError when there is too little memory.
-    """
-
-    on_gpu = False
-
-    def __init__(self, nbytes: int) -> None:
-        self.name = f"baton-kv-{secrets.token_hex(16)}"
-        self.nbytes = nbytes
-        self.fd = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, nbytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            self._map = mmap.mmap(self.fd, nbytes)
-        except BaseException:
-            os.close(self.fd)
-            raise
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.touched = False
-
-    def touch(self) -> None:
-        """Allocates every page now, not at the first write to it. Raises OSError."""
-        self.touched = _populate(self._map, _MADV_POPULATE_WRITE, threading.Event())
-
-    def close(self) -> None:
-        """No process can map the area any more; the memory is freed with its last tensor."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
 
 class ShmTransport(Transport):
@@ -115,7 +76,7 @@ class _ShmLink(Link):
         """Maps what the receiver has in memory, until the link is closed."""
         if (mapped := self._map) is not None:
             with contextlib.suppress(OSError):  # then pages are mapped when they are written
-                _populate(mapped, _MADV_POPULATE_READ, self._closed)
+                populate(mapped, MADV_POPULATE_READ, self._closed)
 
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
         self._receiver.check()
@@ -142,19 +103,5 @@ def _check_name(path: Path, name: str) -> None:
 def _check_memory(fd: int, nbytes: int) -> None:
     """Raises ValueError unless a file has that size for good; OSError when it cannot be sealed."""
     size, seals = os.fstat(fd).st_size, fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    if size != nbytes or seals & _SEALS != _SEALS:
+    if size != nbytes or seals & SEALS != SEALS:
         raise ValueError(f"it has {size} bytes, not {nbytes}, or is not sealed")
-
-
-def _populate(area: mmap.mmap, advice: int, stop: threading.Event) -> bool:
-    """Maps every page of `area`, unless `stop` is set; False where the kernel cannot do that."""
-    for start in range(0, len(area), _TOUCHED_AT_ONCE):
-        if stop.is_set():
-            return False
-        try:
-            area.madvise(advice, start, min(_TOUCHED_AT_ONCE, len(area) - start))
-        except OSError as error:
-            if error.errno == errno.EINVAL:  # Linux before 5.14: pages come as they are written
-                return False
-            raise
-    return True

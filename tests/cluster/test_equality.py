@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import os
+import signal
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import openai
@@ -346,3 +349,33 @@ async def test_a_stream_survives_its_decode_worker(clusters, simulated):
                 cluster.kill(await decoding_process(cluster, own))
     assert killed
     assert tuple(tokens) == simulated.tokens(case)
+
+
+def children_of(pid):
+    """Of all its threads."""
+    threads = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for one in threads for child in one.read_text().split()]
+
+
+async def test_halves_of_unlike_tensor_parallelism_and_a_rank_that_is_killed(clusters, oracle):
+    """Workers of one rank and of two are paired in every way; with a rank its worker ends."""
+    engine = replace(ENGINE, tp=2)
+    other = {name: ["--tp", "1"] for name in ("prefill-1", "decode-1")}
+    cluster, client = await clusters(
+        alone=True, engine=engine, prefill=2, decode=2, extra_args=other
+    )
+    pairs = set()
+    for number in range(40):
+        case = oracle.case(80 + 60 * (number % 3))
+        done = await check(client, oracle, case, cache_salt=f"{number}")
+        pairs.add((done.route.prefill, done.route.decode))
+        if len(pairs) == 4:
+            break
+    assert len(pairs) == 4, "no pair may be left out"
+    running = await Streams(client, oracle, oracle.mixed(8)).start()
+    worker = cluster.processes["decode-0"]
+    (rank,) = children_of(worker.pid)
+    os.kill(rank, signal.SIGKILL)
+    await running
+    assert await worker.wait() != 0
+    await all_blocks_free(client)

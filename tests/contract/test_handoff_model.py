@@ -98,6 +98,9 @@ class CheckingRunner:
     def wait_for_writes(self, blocks=None):
         pass  # nothing runs here behind a step's back
 
+    def close(self):
+        pass
+
     def _run(self, work):
         sequence = work.sequence
         if sequence.awaits_kv or sequence.seq_id not in self._verified:

@@ -22,6 +22,7 @@ from torch import Tensor
 from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed
 from baton.engine.backends import Backend, unsupported
 from baton.engine.batch import StepModel
+from baton.engine.kv_cache import KvLayout, Memory
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.models.quantization import weight_format
@@ -29,12 +30,15 @@ from baton.engine.ops.native import library
 from baton.engine.ops.native.model import NativeModel
 from baton.engine.ops.native.ops import NativeOps
 from baton.engine.ops.native.packing import PackedWeight
+from baton.engine.ranks import RankedModel
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
+from baton.engine.shard import WHOLE, Shard
 from baton.engine.simulated import SimulatedRunner
 from baton.engine.weights.weight import DenseWeight, Weight, quantized
 from baton.engine.weights.weights import weights_of
 from baton.errors import ConfigError
+from baton.shared_memory import SharedMemoryArea
 
 log = logging.getLogger(__name__)
 
@@ -69,17 +73,44 @@ class CpuBackend(Backend):
                 "the checkpoint's weights are fp8, which computes on a GPU only: add --device "
                 "cuda, or take the model in int8 or int4"
             )
+        if settings.tp > 1:
+            reason = unsupported(config, settings.block_size, "native")
+            if reason or not self._is_native(dtype):
+                reason = reason or "they cannot be had here: see `baton doctor`"
+                raise ConfigError(f"--tp on a CPU needs native kernels: {reason}")
+            make = partial(self.shard_model, path, config, dtype)
+            return RankedModel(settings, path, config, dtype, make)
+        return self.shard_model(path, config, dtype)
+
+    def shard_model(
+        self,
+        path: Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        shard: Shard = WHOLE,
+        exchange: int | None = None,
+    ) -> StepModel:
+        """The model, or one rank's part of it."""
+        settings = self._settings
         native = self._is_native(dtype)
 
         prepared = partial(prepare_weight, quantization=settings.quantization, native=native)
         kernels = "native" if native else "torch"
-        weights = weights_of(settings, path, config, dtype, self.device, kernels, prepared)
+        weights = weights_of(settings, path, config, dtype, self.device, kernels, prepared, shard)
         if not native:
             return Model(config, weights, dtype, self.device)
         if reason := unsupported(config, settings.block_size, "native"):
             log.info("native products, norms and gates, but attention by torch: %s", reason)
             return NativeOps(config, weights, dtype, attends=False)
-        return NativeModel(config, weights, dtype)
+        return NativeModel(config, weights, dtype, shard, exchange)
+
+    def allocate(self, num_bytes: int) -> Memory | None:
+        return SharedMemoryArea(num_bytes) if self._settings.tp > 1 else None
+
+    def attach(self, model: Any, memory: Memory | None, layout: KvLayout) -> None:
+        if isinstance(model, RankedModel):
+            assert isinstance(memory, SharedMemoryArea), "ranks map the pool"
+            model.attach(memory, layout)
 
     def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
         if self._settings.simulate:

@@ -78,6 +78,9 @@ class Model:
             hidden, residual = (x.index_select(0, batch.logit_rows) for x in (hidden, residual))
         return self._logits(hidden, residual)
 
+    def close(self) -> None:
+        """Nothing runs elsewhere."""
+
     def _forward(self, token_ids: Tensor, rows: Any, pool: Tensor) -> tuple[Tensor, Tensor]:
         """All layers: what the last one adds, and the residual that it is to be added to."""
         hidden, residual = F.embedding(token_ids, self._weights.embedding), None

@@ -24,6 +24,8 @@ from baton.errors import CheckpointError, quoted
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+LORA_CONFIG = "adapter_config.json"  # PEFT's names
+LORA_FILE = "adapter_model.safetensors"
 MAX_TEXT = 256  # of names and reasons that come from files, as errors show them
 # safetensors' names.
 FLOATS = ("F32", "F16", "BF16")
@@ -55,7 +57,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of the model in `directory`, by name, after its files' headers were checked."""
     if (directory / SINGLE_FILE).is_file():
-        return _file_tensors(directory / SINGLE_FILE)
+        return file_tensors(directory / SINGLE_FILE)
     if (directory / INDEX_FILE).is_file():
         return _sharded_tensors(directory)
     missing = f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}"
@@ -81,7 +83,7 @@ def _sharded_tensors(directory: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(
                 f"{index} names {quoted(shard)}, not a safetensors file beside it"
             )
-        tensors |= _file_tensors(directory / shard)
+        tensors |= file_tensors(directory / shard)
     for name, shard in weight_map.items():
         if name not in tensors or tensors[name].file.name != shard:
             raise CheckpointError(
@@ -90,7 +92,8 @@ def _sharded_tensors(directory: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _file_tensors(file: Path) -> dict[str, StoredTensor]:
+def file_tensors(file: Path) -> dict[str, StoredTensor]:
+    """Every tensor of one file, by name; raises CheckpointError."""
     try:
         with open_regular(file):  # a pipe, say, would never open
             pass
@@ -109,18 +112,21 @@ def _file_tensors(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def fingerprint(path: Path, random_seed: int | None = None) -> str:
+def fingerprint(path: Path, random_seed: int | None = None, lora: Path | None = None) -> str:
     """A hex digest that two workers share exactly when they serve the same model.
 
     `path` is a model directory or a bare config file; `random_seed` stands for the weights where
-    they are random. Reads configs, tokenizer, safetensors headers, sizes, and samples of the data
-    (fine-tuned siblings differ nowhere else): milliseconds for a model of any size.
+    they are random; `lora` is the directory of an adapter. Reads configs, tokenizer, safetensors
+    headers, sizes, and samples of the data (fine-tuned siblings differ nowhere else): milliseconds
+    for a model of any size.
     """
     digest = hashlib.sha256()
     files = [path]
     if path.is_dir():
         names = ("config.json", "generation_config.json", "tokenizer.json")
         files = [file for name in names if (file := path / name).is_file()]
+    if lora is not None:
+        files.append(lora / LORA_CONFIG)
     for file in files:
         content = read_bytes(file, MAX_TOKENIZER_BYTES)
         digest.update(f"{file.name} {len(content)}\n".encode())
@@ -128,7 +134,10 @@ def fingerprint(path: Path, random_seed: int | None = None) -> str:
     if random_seed is not None:
         digest.update(f"random {random_seed}".encode())
         return digest.hexdigest()
-    for file in sorted({tensor.file for tensor in stored_tensors(path).values()}):
+    files = sorted({tensor.file for tensor in stored_tensors(path).values()})
+    if lora is not None:
+        files.append(lora / LORA_FILE)
+    for file in files:
         _digest_weights(digest, file)
     return digest.hexdigest()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from baton.engine.ops.torch.linear import exact_products, product
 from baton.engine.weights.quantize import FP8, quantize_rows
+from baton.errors import CheckpointError
 
 # Weights are quantised so many rows at a time, so that no float32 copy of a whole one exists.
 _ROWS_AT_ONCE = 4096
@@ -34,6 +35,17 @@ class Weight(ABC):
         """Of all its tensors."""
         return sum(part.nbytes for part in vars(self).values() if isinstance(part, Tensor))
 
+    def take_outputs(self, rows: Tensor) -> Weight:
+        """Some of its outputs, int64 `[n]`, as a weight of their own."""
+        raise TypeError(f"{type(self).__name__} is not cut by outputs")
+
+    def take_inputs(self, columns: range) -> Weight:
+        """Some of its inputs, next to each other: products of all such parts add up to its own.
+
+        Raises CheckpointError where the format has no cut there.
+        """
+        raise TypeError(f"{type(self).__name__} is not cut by inputs")
+
     @abstractmethod
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x @ weight.T + bias`: x `[rows, in]`, bias `[out]` → `[rows, out]` of x's type."""
@@ -49,6 +61,12 @@ class DenseWeight(Weight):
     def shape(self) -> tuple[int, int]:
         outputs, inputs = self.tensor.shape
         return outputs, inputs
+
+    def take_outputs(self, rows: Tensor) -> DenseWeight:
+        return DenseWeight(self.tensor[rows.to(self.tensor.device)])
+
+    def take_inputs(self, columns: range) -> DenseWeight:
+        return DenseWeight(self.tensor[:, columns.start : columns.stop].contiguous())
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return product(x, self.tensor, bias)
@@ -77,6 +95,14 @@ class RowScaledWeight(Weight):
     def shape(self) -> tuple[int, int]:
         outputs, inputs = self.values.shape
         return outputs, inputs
+
+    def take_outputs(self, rows: Tensor) -> Self:
+        rows = rows.to(self.values.device)
+        return type(self)(self.values[rows], self.scales[rows])
+
+    def take_inputs(self, columns: range) -> Self:
+        values = self.values[:, columns.start : columns.stop]
+        return type(self)(values.contiguous(), self.scales)
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The same, with x's rows quantised to `DTYPE` too."""
@@ -162,6 +188,23 @@ class Int4Weight(Weight):
     def group(self) -> int:
         """Inputs that share a scale."""
         return self.shape[1] // self.scales.shape[1]
+
+    def take_outputs(self, rows: Tensor) -> Int4Weight:
+        rows = rows.to(self.values.device)
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return Int4Weight(self.values[rows], self.scales[rows], zeros, self.order)
+
+    def take_inputs(self, columns: range) -> Int4Weight:
+        group, first, end = self.group, columns.start, columns.stop
+        if self.order is not None or first % group or end % group:
+            raise CheckpointError(
+                f"a matrix of {self.shape[1]} inputs in int4 is not cut at {first} and {end}: its "
+                f"parts are whole groups of {group}, without act-order; choose another --tp"
+            )
+        groups = slice(first // group, end // group)
+        values, scales = self.values[:, first // 2 : end // 2], self.scales[:, groups]
+        zeros = None if self.zeros is None else self.zeros[:, groups].contiguous()
+        return Int4Weight(values.contiguous(), scales.contiguous(), zeros)
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The same, with the weight in x's type, a part of the outputs at a time."""

@@ -25,7 +25,9 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.engine.models.config import EMBEDDING, FINAL_NORM, LM_HEAD, ModelConfig, check_tensors
 from baton.engine.models.quantization import Shapes, weight_format
+from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights.checkpoint import ELEMENT_BYTES, StoredTensor, stored_tensors
+from baton.engine.weights.lora import LoraAdapter
 from baton.engine.weights.quantized_checkpoint import read_quantized, read_stacked
 from baton.engine.weights.weight import DenseWeight, Weight
 from baton.errors import CheckpointError
@@ -131,10 +133,13 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     prepare: Prepare = _as_read,
+    lora: Path | None = None,
+    shard: Shard = WHOLE,
 ) -> Weights:
     """The weights in a model directory, converted to dtype and moved to device.
 
-    `prepare` is applied to what activations are multiplied with; embedding, norms, biases stay.
+    `lora` is an adapter's directory. `prepare` is applied to what activations are multiplied with;
+    embedding, norms, biases stay.
 
     Raises CheckpointError naming the file and the tensor when a file is missing, broken, truncated
     or pickled, or when a tensor is missing, unknown or of another shape than the config says.
@@ -144,6 +149,10 @@ def load_weights(
     stored = stored_tensors(path)
     check_tensors(path, config, stored)
     expected = config.checkpoint_tensors
+    adapter = None
+    if lora is not None:
+        sizes = {name: one.shape for name, one in expected.items() if len(one.shape) == 2}
+        adapter = LoraAdapter.load(lora, sizes)
     unread = stored.keys() & expected.keys()
     total, done = sum(_num_bytes(stored[name]) for name in unread), 0
     began = logged = time.monotonic()
@@ -169,10 +178,11 @@ def load_weights(
             parts = whole.split([shape[0] for shape in shapes.values()])
             for name, target in zip(shapes, parts, strict=True):
                 if (part := config.stacked_part(name)) is None:
-                    target.copy_(read(name))
+                    tensor = read(name)
                 else:
                     assert config.experts is not None
-                    target.copy_(read_stacked(part, config.experts.mxfp4, read))
+                    tensor = read_stacked(part, config.experts.mxfp4, read)
+                target.copy_(adapter.adapted(name, tensor.to(device)) if adapter else tensor)
             report()
             return whole
 
@@ -198,7 +208,7 @@ def load_weights(
                     done / _GIB, total / _GIB, rate / _GIB, (total - done) / rate,
                 )  # fmt: skip
 
-        return _assemble(config, make, make_weight, prepare)
+        return _assemble(config, make, make_weight, prepare, shard)
 
 
 def random_weights(
@@ -207,6 +217,7 @@ def random_weights(
     device: torch.device,
     seed: int,
     prepare: Prepare = _as_read,
+    shard: Shard = WHOLE,
 ) -> Weights:
     """Seeded random weights, the same on every machine: for benchmarks that need no real model.
 
@@ -229,17 +240,21 @@ def random_weights(
             piece.copy_(shifted[: len(piece)])
         return whole
 
-    return _assemble(config, make, lambda shapes: DenseWeight(make(shapes)), prepare)
+    return _assemble(config, make, lambda shapes: DenseWeight(make(shapes)), prepare, shard)
 
 
 def _assemble(
-    config: ModelConfig, make: Make, make_weight: Callable[[Shapes], Weight], prepare: Prepare
+    config: ModelConfig,
+    make: Make,
+    make_weight: Callable[[Shapes], Weight],
+    prepare: Prepare,
+    shard: Shard,
 ) -> Weights:
     sizes = (config.vocab_size, config.hidden_size)
 
     def part(field: str, parts: Shapes) -> Any:
         if any(len(shape) != 2 for shape in parts.values()):
-            return _arranged(config, field, make(parts))
+            return shard.tensor(config, field, _arranged(config, field, make(parts)))
         weight = make_weight(parts)
         if field == "qkv" and config.head_order is not None:
             if not isinstance(weight, DenseWeight):
@@ -249,7 +264,7 @@ def _assemble(
                     "--quantization"
                 )
             weight = DenseWeight(_arranged(config, field, weight.tensor))
-        return prepare(weight)
+        return prepare(shard.weight(config, field, weight))
 
     def parts_of(tensors: dict[str, Shapes]) -> dict[str, Any]:
         return {field: part(field, parts) for field, parts in tensors.items()}
@@ -263,11 +278,13 @@ def _assemble(
             experts = ExpertWeights(experts=every, **parts_of(once))
         return LayerWeights(**fields, experts=experts)
 
-    embedding = make({EMBEDDING: sizes})
+    embedding = shard.tensor(config, "embedding", make({EMBEDDING: sizes}))
     layers = tuple(layer(index) for index in range(config.num_layers))
     norm = _arranged(config, "final_norm", make({FINAL_NORM: sizes[1:]}))
     tied = config.tie_embeddings
-    lm_head = DenseWeight(embedding) if tied else make_weight({LM_HEAD: sizes})
+    lm_head: Weight = DenseWeight(embedding)
+    if not tied:
+        lm_head = shard.weight(config, "lm_head", make_weight({LM_HEAD: sizes}))
     return Weights(embedding, layers, norm, prepare(lm_head))
 
 
@@ -309,6 +326,7 @@ def weights_of(
     device: torch.device,
     kernels: str,
     prepare: Prepare = _as_read,
+    shard: Shard = WHOLE,
 ) -> Weights:
     """The weights of the model at `path`, or made-up ones, on the device, prepared one by one.
 
@@ -317,12 +335,13 @@ def weights_of(
     started, held = time.monotonic(), weight_format(settings, config.quantization)
     seed = random_seed(settings, device)
     if seed is not None:
-        weights = random_weights(config, dtype, device, seed, prepare)
+        weights = random_weights(config, dtype, device, seed, prepare, shard)
     else:
-        weights = load_weights(path, config, dtype, device, prepare)
+        weights = load_weights(path, config, dtype, device, prepare, settings.lora, shard)
     log.info(
-        "loaded %s: %.1f M parameters, %.2f GiB a step, %s%s on %s, %s kernels, %.1f s",
-        path.name, config.num_parameters / 1e6, weights.num_bytes / _GIB,
+        "loaded %s%s: %.1f M parameters, %.2f GiB a step, %s%s on %s, %s kernels, %.1f s",
+        path.name, f" with {settings.lora.name}" if settings.lora else "",
+        config.num_parameters / 1e6, weights.num_bytes / _GIB,
         f"{held} weights, " if held != "none" else "", dtype, device, kernels,
         time.monotonic() - started,
     )  # fmt: skip

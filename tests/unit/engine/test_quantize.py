@@ -140,7 +140,8 @@ def layout(dtype, block_size=16):
 
 
 def pool_of(dtype, block_size=16):
-    return allocate_pool(layout(dtype, block_size), None, torch.device("cpu"))
+    pool, _ = allocate_pool(layout(dtype, block_size), None, torch.device("cpu"))
+    return pool
 
 
 @by_format

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton import shared_memory
 from baton.errors import TransferFailed
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import shm
@@ -136,8 +137,8 @@ def test_a_closed_link_maps_no_further_and_an_older_kernel_maps_on_demand(pool, 
     stop = threading.Event()
     stop.set()
     with mmap.mmap(pool.area.fd, pool.area.nbytes) as second:
-        assert not shm._populate(second, shm._MADV_POPULATE_WRITE, stop)
-    monkeypatch.setattr(shm, "_MADV_POPULATE_WRITE", 9999)
+        assert not shared_memory.populate(second, shared_memory._MADV_POPULATE_WRITE, stop)
+    monkeypatch.setattr(shared_memory, "_MADV_POPULATE_WRITE", 9999)
     pool.area.touch()
     assert not pool.area.touched
     assert resident(pool.area.name) == [0]

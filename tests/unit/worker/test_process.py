@@ -8,10 +8,10 @@ import torch
 from baton.config import EngineConfig, WorkerConfig
 from baton.engine import build
 from baton.errors import ConfigError
+from baton.shared_memory import SharedMemoryArea
 from baton.worker import node
 from baton.worker.node import shareable_memory
 from kvtransfer import copier
-from kvtransfer.transports.shm import SharedMemoryArea
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -23,7 +23,7 @@ def test_loading_touches_memory_and_compiles_before_the_warm_up(monkeypatch, rol
 
     def load(config, allocate):
         calls.append((config.graphs, config.overlap))
-        pool = allocate(2 * 64).view(torch.float32).view(2, 1, 2, 1, 4, 2)
+        pool = allocate(2 * 64).tensor.view(torch.float32).view(2, 1, 2, 1, 4, 2)
         return SimpleNamespace(runner=SimpleNamespace(pool=pool))
 
     def prepare(pool):

@@ -32,7 +32,10 @@ class Norm(Structure):
 class Pool(Structure):
     """The KV pool."""
 
-    _fields_ = _fields(("data", c_void_p), ("layers kv_heads block_size head_size int8", c_int32))
+    _fields_ = _fields(
+        ("data", c_void_p),
+        ("layers all_heads first_head kv_heads block_size head_size int8", c_int32),
+    )
 
 
 class Span(Structure):
@@ -72,15 +75,28 @@ class Layer(Structure):
     )
 
 
+class Embedding(Structure):
+    """Of the tokens from `first` on."""
+
+    _fields_ = _fields(("table", c_void_p), ("first count", c_int32))
+
+
+class Ranks(Structure):
+    """One rank of several; `exchange` is null where there is one only."""
+
+    _fields_ = _fields(("exchange", c_void_p), ("rank count", c_int32))
+
+
 class WholeModel(Structure):
     """All weights and settings of a model."""
 
     _fields_ = _fields(
-        ("embedding", c_void_p),
+        ("embedding", Embedding),
         ("final_norm", Norm),
         ("layers", POINTER(Layer)),
         ("lm_head", Linear),
-        ("num_layers hidden heads kv_heads head_size", c_int32),
+        ("ranks", Ranks),
+        ("vocab_size num_layers hidden heads kv_heads head_size", c_int32),
         ("num_experts per_token normed activation", c_int32),
         ("eps logit_scale logit_cap embedding_scale residual_scale", c_float),
     )
@@ -90,7 +106,8 @@ class Step(Structure):
     """What one step computes and where it writes."""
 
     _fields_ = _fields(
-        ("token_ids context_lens query_lens block_tables logit_rows logits workspace", c_void_p),
+        ("token_ids context_lens query_lens block_tables logit_rows", c_void_p),
+        ("logits own_logits workspace", c_void_p),
         ("pool", Pool),
         ("rows sequences width num_logits", c_int32),
     )
@@ -117,6 +134,7 @@ def declare(kernels: ctypes.CDLL) -> ctypes.CDLL:
     for name, arguments in _ON_THREADS.items():
         function = getattr(kernels, f"baton_{name}")
         function.argtypes, function.restype = (c_int32, *arguments), None
+    kernels.baton_step.restype = c_bool
     for name, of in _SIZES.items():
         function = getattr(kernels, f"baton_{name}")
         function.argtypes, function.restype = (POINTER(of), c_int32), c_size_t

@@ -14,14 +14,18 @@ from baton.engine.batch import StepBatch
 from baton.engine.models.config import ModelConfig
 from baton.engine.ops.native.interface import (
     AttentionShape,
+    Embedding,
     Expert,
     Layer,
     Linear,
+    Ranks,
     Step,
     WholeModel,
 )
 from baton.engine.ops.native.ops import ACTIVATIONS, NativeOps
 from baton.engine.ops.native.packing import PackedWeight
+from baton.engine.runner import RunnerFailed
+from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights.weight import Weight
 from baton.engine.weights.weights import LayerWeights, Weights
 
@@ -31,19 +35,34 @@ _HUGE_PAGE = 2 << 20  # where a workspace begins; elsewhere prompts take up to a
 class NativeModel(NativeOps):
     """Packed weights, and scratch memory that one thread at a time may use."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype) -> None:
-        """Weights may be packed already. Raises ConfigError where there is no library."""
-        super().__init__(config, weights, dtype)
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        dtype: torch.dtype,
+        shard: Shard = WHOLE,
+        exchange: int | None = None,
+    ) -> None:
+        """Weights may be packed already; `config` is of the whole model, they are the shard's.
+
+        exchange: address of the memory that several ranks share. Raises ConfigError where there is
+        no library.
+        """
+        super().__init__(shard.config(config), weights, dtype)
+        self._kv_heads, self._tokens = shard.kv_heads(config), shard.tokens(config)
+        self._ranks = Ranks(exchange, shard.rank, shard.count)
         self._kept: list[object] = []  # what the structures point at
         self._model = self._whole(weights)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._rows = 0  # that the workspace is for
         self._scores = torch.empty(0, config.vocab_size)
+        self._own_scores = torch.empty(0, len(self._tokens))
 
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """Runs a step's rows through the model and writes their K and V to the pool.
 
-        The next-token scores of its `logit_rows`, float32 `[n, vocab]`; valid until the next step.
+        The next-token scores of its `logit_rows`, float32 `[n, vocab]`, on the first rank; valid
+        until the next step. Raises RunnerFailed when another rank does not answer.
         """
         rows, wanted = len(batch.token_ids), len(batch.logit_rows)
         if rows > self._rows:
@@ -53,13 +72,15 @@ class NativeModel(NativeOps):
             self._workspace = room[-room.data_ptr() % _HUGE_PAGE :]
         if wanted > len(self._scores):
             self._scores = torch.empty(wanted, self.config.vocab_size)
+            self._own_scores = torch.empty(wanted, len(self._tokens))
         inputs = (
             batch.token_ids, batch.context_lens, batch.query_lens, batch.block_tables,
-            batch.logit_rows, self._scores, self._workspace,
+            batch.logit_rows, self._scores, self._own_scores, self._workspace,
         )  # fmt: skip
         sizes = (rows, len(batch.query_lens), batch.block_tables.shape[1], wanted)
         step = Step(*(tensor.data_ptr() for tensor in inputs), self._pool(pool), *sizes)
-        self._native.baton_step(torch.get_num_threads(), self._model, step)
+        if not self._native.baton_step(torch.get_num_threads(), self._model, step):
+            raise RunnerFailed("a rank of this worker has ended or hangs: the step is lost")
         return self._scores[:wanted]
 
     def _whole(self, weights: Weights) -> WholeModel:
@@ -68,11 +89,18 @@ class NativeModel(NativeOps):
         counted = iter(() if self.expert_tokens is None else self.expert_tokens)
         tokens = (next(counted) if layer.experts else None for layer in weights.layers)
         return WholeModel(
-            weights.embedding.data_ptr(),
+            Embedding(weights.embedding.data_ptr(), self._tokens.start, len(self._tokens)),
             self._norm(weights.final_norm),
             (Layer * config.num_layers)(*map(self._layer, weights.layers, self._shapes, tokens)),
             self._linear(weights.lm_head),
-            *(config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads),
+            self._ranks,
+            *(
+                config.vocab_size,
+                config.num_layers,
+                config.hidden_size,
+                config.num_heads,
+                config.num_kv_heads,
+            ),
             config.head_size,
             *((experts.count, experts.per_token, experts.normed) if experts else (0, 0, 0)),
             ACTIVATIONS.index(config.activation),

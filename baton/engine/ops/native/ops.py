@@ -36,6 +36,7 @@ class NativeOps(Model):
         super().__init__(config, weights, dtype, torch.device("cpu"), of_tables)
         self._native = library.require(dtype)
         self._attends = attends
+        self._kv_heads = range(config.num_kv_heads)  # that are used of the pool's
         self._shapes = list(map(self._shape, range(config.num_layers), weights.layers))
 
     def _add_rms_norm(
@@ -107,6 +108,7 @@ class NativeOps(Model):
         return Norm() if weight is None else Norm(weight.data_ptr(), weight.dtype != self.dtype)
 
     def _pool(self, pool: Tensor) -> Pool:
-        _, layers, _, kv_heads, block_size, _ = pool.shape
-        int8, head_size = pool.dtype == torch.int8, self.config.head_size
-        return Pool(pool.data_ptr(), layers, kv_heads, block_size, head_size, int8)
+        _, layers, _, heads, block_size, _ = pool.shape
+        int8, mine = pool.dtype == torch.int8, self._kv_heads
+        used = (heads, mine.start, len(mine))
+        return Pool(pool.data_ptr(), layers, *used, block_size, self.config.head_size, int8)

@@ -117,7 +117,6 @@ def test_the_pool_is_what_the_budget_leaves(checkpoint, caplog, monkeypatch):
 
     def allocate(num_bytes):
         given.append(num_bytes)
-        return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def watched(*args):
         gpu.held += 3 * GIB
@@ -202,7 +201,9 @@ def test_the_gpu_is_the_engine_threads_before_anything_else(checkpoint, monkeypa
     on_cpu = build.load(EngineConfig(str(checkpoint), **{**SETTINGS, "kernels": "torch"}))
     device = torch.device("cuda", 1)
     runner = SimpleNamespace(
-        pool=SimpleNamespace(device=device), wait_for_writes=lambda blocks=None: None
+        pool=SimpleNamespace(device=device),
+        wait_for_writes=lambda blocks=None: None,
+        close=lambda: None,
     )
     for loaded in (on_cpu, replace(on_cpu, runner=runner)):
         engine = loaded.engine(lambda report: None)

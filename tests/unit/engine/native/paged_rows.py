@@ -160,7 +160,8 @@ class PagedRows:
         for at, (span, table) in enumerate(zip(spans, tables, strict=True)):
             structs[at] = interface.Span(row, span.count, span.context, table.data_ptr())
             row += span.count
-        sizes = (LAYERS, heads.kv_heads, heads.block_size, heads.head_size, heads.int8)
+        all_heads = (heads.kv_heads, 0, heads.kv_heads)
+        sizes = (LAYERS, *all_heads, heads.block_size, heads.head_size, heads.int8)
         pool = Pool(self.pool.data_ptr(), *sizes)
         function = getattr(library.require(heads.dtype), f"baton_{name}")
         results = [out.data_ptr()] if out is not None else []

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "ranks.h"
 
 namespace baton {
 
@@ -21,11 +22,12 @@ struct Layer {
 };
 
 struct Model {
-    const Activation* embedding;  // [vocab][hidden]
+    Embedding embedding;
     Norm final_norm;
     const Layer* layers;
-    Linear lm_head;
-    int32_t num_layers, hidden, heads, kv_heads, head_size;
+    Linear lm_head;  // with several ranks, a part of the tokens
+    Ranks ranks;
+    int32_t vocab_size, num_layers, hidden, heads, kv_heads, head_size;
     int32_t num_experts, per_token, normed;  // the taken ones' shares add up to 1
     Gate activation;
     float eps, logit_scale, logit_cap, embedding_scale, residual_scale;
@@ -37,7 +39,8 @@ struct Step {
     const int32_t* query_lens;    // [sequences]
     const int32_t* block_tables;  // [sequences][width]
     const int32_t* logit_rows;    // [num_logits]
-    float* logits;                // [num_logits][vocab]
+    float* logits;                // [num_logits][vocab_size], on rank 0
+    float* own_logits;            // with several ranks, [num_logits][this one's tokens]
     void* workspace;              // `baton_workspace` bytes
     Pool pool;
     int32_t rows, sequences, width, num_logits;
@@ -140,6 +143,7 @@ struct Forward {
     const Model& model;
     const Step& step;
     const Buffers& at;
+    Exchanges exchanges;
 
     // Adds a branch to the residual stream; returns what comes next reads.
     const Activation* norm(const Activation* added, Norm norm, int rows) {
@@ -203,12 +207,14 @@ struct Forward {
         const Layer& layer = model.layers[index];
         attend(team, at.qkv, spans.data(), int(spans.size()), layer.attention, step.pool, at.mixed);
         product(at.mixed, rows, layer.o, at.branch);
+        exchanges.sum(at.branch, size_t(rows) * model.hidden);
         norm_branch(layer.attention_norm, rows);
         const Activation* x = norm(at.branch, layer.mlp_norm, rows);
         if (layer.experts)
             mix_experts(layer, x, rows);
         else
             mlp(x, rows, layer.gate_up, layer.down, at.branch);
+        exchanges.sum(at.branch, size_t(rows) * model.hidden);
         norm_branch(layer.output_norm, rows);
     }
 
@@ -216,6 +222,7 @@ struct Forward {
         const int last = model.num_layers - 1;
         embed(team, model.embedding, step.token_ids, step.rows, model.hidden,
               model.embedding_scale, at.hidden);
+        exchanges.sum(at.hidden, size_t(step.rows) * model.hidden);
         for (int i = 0; i < last; i++) {
             store_keys(i, spans);
             attend_and_mix(i, step.rows, spans);
@@ -230,22 +237,29 @@ struct Forward {
         team.barrier();
         attend_and_mix(last, step.num_logits, wanted);
         const Activation* x = norm(at.branch, model.final_norm, step.num_logits);
-        product(x, step.num_logits, model.lm_head, step.logits);
+        float* logits = model.ranks.exchange ? step.own_logits : step.logits;
+        product(x, step.num_logits, model.lm_head, logits);
         if (model.logit_scale != 1.0f || model.logit_cap != 0.0f)
-            scale_logits(team, step.logits, step.num_logits, model.lm_head.out, model.logit_scale,
+            scale_logits(team, logits, step.num_logits, model.lm_head.out, model.logit_scale,
                          model.logit_cap);
+        if (model.ranks.exchange)
+            exchanges.gather(logits, step.num_logits, model.vocab_size, step.logits);
     }
 };
 
 }  // namespace
 
 extern "C" {
-void baton_step(int threads, const Model* model, const Step* step) {
+// Returns false if another rank failed: what was computed is of no use then.
+bool baton_step(int threads, const Model* model, const Step* step) {
     Workspace space{uintptr_t(step->workspace)};
     const Buffers at(space, *model, step->rows);
     const std::vector<Span> spans = spans_of(*step), wanted = wanted_spans(*step, spans);
     with_team(threads,
-              [&](Team& team) { Forward{team, *model, *step, at}.run(spans, wanted); });
+              [&](Team& team) {
+                  Forward{team, *model, *step, at, Exchanges(team, model->ranks)}.run(spans, wanted);
+              });
+    return !model->ranks.exchange || !model->ranks.exchange->aborted.load();
 }
 
 // Bytes of `Step::workspace` for so many rows.

@@ -45,8 +45,15 @@ struct Norm {
     int32_t wide;
 };
 
-// hidden[row] = table[token_ids[row]] * scale, rows of `size` elements.
-void embed(Team& team, const Activation* table, const int32_t* token_ids, int rows, int size,
+// The tokens [first, first + count), whose rows [count][size] a table has.
+struct Embedding {
+    const Activation* table;
+    int32_t first, count;
+};
+
+// hidden[row] = table[token_ids[row] - first] * scale, rows of `size` elements; zeros for tokens
+// that the table does not have.
+void embed(Team& team, const Embedding& embedding, const int32_t* token_ids, int rows, int size,
            float scale, Activation* hidden);
 
 // hidden += added * scale (unless null); out = hidden scaled to unit mean square, times the norm's
@@ -89,11 +96,12 @@ void mix(Team& team, const Activation* outputs, int rows, int per_token, int siz
 constexpr int MAX_HEAD_SIZE = 256;
 constexpr int MAX_QUERIES = 128;  // query heads that share a KV head
 
-// The pool [blocks][layers][2][kv_heads][block_size][row], K at 0 and V at 1. A row is head_size
-// elements of the compute type, or head_size int8 followed by their float scale.
+// The pool [blocks][layers][2][all_heads][block_size][row], K at 0 and V at 1, of which the heads
+// [first_head, first_head + kv_heads) are used. A row is head_size elements of the compute type, or
+// head_size int8 followed by their float scale.
 struct Pool {
     void* data;
-    int32_t layers, kv_heads;
+    int32_t layers, all_heads, first_head, kv_heads;
     int32_t block_size, head_size;  // multiples of 16, the latter at most MAX_HEAD_SIZE
     int32_t int8;                   // 1: rows are int8 with a scale
 };
@@ -147,8 +155,9 @@ struct PagedRows {
           block_size(pool.block_size),
           stride(pool.int8 ? pool.head_size + sizeof(float) : pool.head_size * sizeof(Activation)) {
         const size_t head_bytes = stride * block_size;
-        block_bytes = head_bytes * pool.kv_heads * 2 * pool.layers;
-        const size_t head = (size_t(layer) * 2 + part) * pool.kv_heads + kv_head;
+        block_bytes = head_bytes * pool.all_heads * 2 * pool.layers;
+        const size_t head =
+            (size_t(layer) * 2 + part) * pool.all_heads + pool.first_head + kv_head;
         begin = (char*)pool.data + head * head_bytes;
     }
 

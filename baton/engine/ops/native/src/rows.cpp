@@ -88,12 +88,15 @@ void rotate_row(Activation* heads, int position, const int32_t* table, const Att
 
 }  // namespace
 
-void embed(Team& team, const Activation* table, const int32_t* token_ids, int rows, int size,
+void embed(Team& team, const Embedding& embedding, const int32_t* token_ids, int rows, int size,
            float scale, Activation* hidden) {
     team.share(rows, [&](int row) {
-        const Activation* from = table + size_t(token_ids[row]) * size;
+        const int token = token_ids[row] - embedding.first;
+        const Activation* from = embedding.table + size_t(token) * size;
         Activation* to = hidden + size_t(row) * size;
-        if (scale == 1.0f)
+        if (token < 0 || token >= embedding.count)
+            std::memset(to, 0, size * sizeof(Activation));
+        else if (scale == 1.0f)
             std::memcpy(to, from, size * sizeof(Activation));
         else
             for (int i = 0; i < size; i += LANES)

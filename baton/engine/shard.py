@@ -1,0 +1,124 @@
+"""What one rank of a tensor-parallel worker holds of a model.
+
+Query, key, value, gate and up projections, embedding and output layer are cut by outputs; what
+takes their results in, by inputs, so that the ranks' results add up (Shoeybi et al., "Megatron-LM",
+2019). Norms are on every rank, and so is a KV head that several ranks' queries read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from baton.config import EngineConfig
+from baton.engine.models.config import ModelConfig
+from baton.engine.weights.weight import Weight
+from baton.errors import ConfigError
+
+BY_INPUTS = ("o", "down")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of `count` ranks."""
+
+    rank: int = 0
+    count: int = 1
+
+    def settings(self, settings: EngineConfig) -> EngineConfig:
+        """With a rank's share of the worker's threads and cores."""
+        if self.count == 1:
+            return settings
+        cpus = tuple(settings.cpus[at] for at in self._part(len(settings.cpus)))
+        threads = (settings.threads or len(settings.cpus) or torch.get_num_threads()) // self.count
+        return replace(settings, cpus=cpus, threads=max(1, threads))
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises ConfigError for a model that cannot be cut so."""
+        ranks, experts = self.count, config.experts
+        sizes = {"num_attention_heads": config.num_heads}
+        if experts is None or not all(experts.layers):
+            sizes["intermediate_size"] = config.intermediate_size
+        if experts is not None:
+            sizes["moe_intermediate_size"] = experts.size
+            if experts.shared_size:
+                sizes["shared_expert_intermediate_size"] = experts.shared_size
+        for name, size in sizes.items():
+            if size % ranks:
+                raise ConfigError(f"--tp {ranks} does not divide the model's {name}, {size}")
+        if config.num_kv_heads % ranks and ranks % config.num_kv_heads:
+            raise ConfigError(
+                f"--tp {ranks} neither divides the model's {config.num_kv_heads} KV heads nor is a "
+                "multiple of them"
+            )
+        if config.differs.qk_norm == "row" and ranks > 1:
+            raise ConfigError(
+                f"{config.architecture} norms all heads of a token together: leave --tp out"
+            )
+
+    def kv_heads(self, config: ModelConfig) -> range:
+        """The KV heads that this rank's queries read."""
+        count = config.num_kv_heads
+        if self.count <= count:
+            return self._part(count)
+        first = self.rank * count // self.count
+        return range(first, first + 1)
+
+    def tokens(self, config: ModelConfig) -> range:
+        """The part of the vocabulary whose embeddings and scores are here."""
+        return self._part(config.vocab_size)
+
+    def config(self, config: ModelConfig) -> ModelConfig:
+        """What a rank computes, as a model: its heads; the vocabulary and other sizes are whole."""
+        heads = len(self._part(config.num_heads))
+        return replace(config, num_heads=heads, num_kv_heads=len(self.kv_heads(config)))
+
+    def weight(self, config: ModelConfig, field: str, weight: Weight) -> Weight:
+        """This rank's part of a matrix of `Weights`, by its field."""
+        if self.count == 1:
+            return weight
+        outputs, inputs = weight.shape
+        if field in BY_INPUTS:
+            return weight.take_inputs(self._part(inputs))
+        return weight.take_outputs(self._outputs(config, field, outputs))
+
+    def tensor(self, config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
+        """This rank's part of a norm or a bias; one that all would add is added by the first."""
+        if self.count == 1 or field.endswith("norm"):
+            return tensor
+        if field == "sinks":
+            heads = self._part(config.num_heads)
+            return tensor[heads.start : heads.stop].contiguous()
+        name = field.removesuffix("_bias")
+        if name in BY_INPUTS:
+            return tensor if self.rank == 0 else torch.zeros_like(tensor)
+        return tensor[self._outputs(config, name, len(tensor))]
+
+    def _outputs(self, config: ModelConfig, field: str, outputs: int) -> Tensor:
+        match field:
+            case "qkv":
+                heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
+                queries, keys = self._part(heads), self.kv_heads(config)
+                starts = accumulate((heads, kv_heads), initial=0)
+                parts = [
+                    range((start + part.start) * size, (start + part.stop) * size)
+                    for start, part in zip(starts, (queries, keys, keys), strict=True)
+                ]
+            case "gate_up":
+                half = outputs // 2
+                part = self._part(half)
+                parts = [part, range(half + part.start, half + part.stop)]
+            case "embedding" | "lm_head":
+                parts = [self._part(outputs)]
+            case _:  # a router's, or a gate's: on every rank
+                parts = [range(outputs)]
+        return torch.cat([torch.arange(part.start, part.stop) for part in parts])
+
+    def _part(self, size: int) -> range:
+        return range(size * self.rank // self.count, size * (self.rank + 1) // self.count)
+
+
+WHOLE = Shard()

@@ -1,0 +1,64 @@
+"""Memory that several processes of one host map: a KV pool, or what ranks exchange."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import threading
+
+import torch
+
+# From <linux/mman.h>, since Linux 5.14; Python does not name them yet.
+MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_TOUCHED_AT_ONCE = 4 << 20  # briefly: the GIL is held for as long
+
+
+class SharedMemoryArea:
+    """Memory that other processes can map. `tensor` is all of it, uint8, zero at first.
+
+    `touched` says whether every page is in memory. Raises OSError when there is too little memory.
+    """
+
+    on_gpu = False
+
+    def __init__(self, nbytes: int) -> None:
+        self.name = f"baton-kv-{secrets.token_hex(16)}"
+        self.nbytes = nbytes
+        self.fd = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, nbytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+            self._map = mmap.mmap(self.fd, nbytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.touched = False
+
+    def touch(self) -> None:
+        """Allocates every page now, not at the first write to it. Raises OSError."""
+        self.touched = populate(self._map, _MADV_POPULATE_WRITE, threading.Event())
+
+    def close(self) -> None:
+        """No process can map the area any more; the memory is freed with its last tensor."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def populate(area: mmap.mmap, advice: int, stop: threading.Event) -> bool:
+    """Maps every page of `area`, unless `stop` is set; False where the kernel cannot do that."""
+    for start in range(0, len(area), _TOUCHED_AT_ONCE):
+        if stop.is_set():
+            return False
+        try:
+            area.madvise(advice, start, min(_TOUCHED_AT_ONCE, len(area) - start))
+        except OSError as error:
+            if error.errno == errno.EINVAL:  # Linux before 5.14: pages come as they are written
+                return False
+            raise
+    return True

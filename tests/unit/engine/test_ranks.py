@@ -1,0 +1,123 @@
+"""Tensor parallelism on a CPU: the tokens of one process, and a worker that ends as one."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from baton.config import EngineConfig
+from baton.engine import build, ranks
+from baton.engine.sequence import Sequence
+from baton.engine.weights.weight import DenseWeight, Int4Weight, Int8Weight
+from baton.errors import CheckpointError, ConfigError
+from baton.sampling import SamplingParams
+from tests.unit.engine.bench import WAIT_S, Bench
+from tests.unit.engine.checkpoints import make_checkpoint
+
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+PROMPTS = [[(n * i) % 250 + 2 for i in range(20 * n)] for n in (1, 2, 3)]
+SETTINGS = {"dtype": "float32", "kv_blocks": 32, "chunk_tokens": 32, "threads": 2, "device": "cpu"}
+
+
+def load(path, **settings):
+    return build.load(EngineConfig(str(path), **{**SETTINGS, **settings}))
+
+
+def generated(loaded):
+    """Prompts of several chunks beside each other: what each got."""
+    with Bench(loaded.engine) as bench:
+        sequences = (Sequence(f"{n}", list(p), len(p), GREEDY) for n, p in enumerate(PROMPTS))
+        return bench.tokens(*sequences)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "settings"),
+    [
+        ("LlamaForCausalLM", {"num_key_value_heads": 1, "attention_bias": True}, {"tp": 4}),
+        ("Qwen3ForCausalLM", {"tie_word_embeddings": True, "vocab_size": 321}, {"tp": 2}),
+        ("Qwen2MoeForCausalLM", {"num_experts": 4, "shared_expert_intermediate_size": 64},
+         {"tp": 2, "kv_dtype": "int8"}),
+        ("Gemma2ForCausalLM", {"intermediate_size": 128}, {"tp": 2, "quantization": "int8"}),
+    ],
+    ids=["shared KV head, biases", "tied, odd vocabulary", "experts", "int8"],
+)  # fmt: skip
+def test_ranks_give_the_tokens_of_one_process(tmp_path, architecture, options, settings):
+    make_checkpoint(tmp_path, architecture, **options)
+    one, several = load(tmp_path, **{**settings, "tp": 1}), load(tmp_path, **settings)
+    assert one.descriptor == several.descriptor, "they may be paired"
+    expected, found = generated(one), generated(several)
+    if "quantization" in settings:  # whose scales are each shard's own
+        pairs = [
+            (a, b) for name in expected for a, b in zip(expected[name], found[name], strict=True)
+        ]
+        assert sum(a == b for a, b in pairs) / len(pairs) > 0.5
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("make", [DenseWeight, Int8Weight.of, Int4Weight.of])
+def test_parts_of_a_weight_give_its_outputs_or_add_up_to_them(make):
+    generator = torch.Generator().manual_seed(1)
+    weight = make(torch.randn(96, 256, generator=generator))
+    x = torch.randn(5, 256, generator=generator)
+    whole, rows = weight.apply(x), torch.tensor([3, 90, 4])
+    close = {"atol": 0.3 if isinstance(weight, Int8Weight) else 1e-4, "rtol": 0.02}
+    torch.testing.assert_close(weight.take_outputs(rows).apply(x), whole[:, rows])
+    parts = (range(64), range(64, 256))
+    sums = sum(weight.take_inputs(one).apply(x[:, one.start : one.stop]) for one in parts)
+    torch.testing.assert_close(sums, whole, **close)
+
+
+def test_what_cannot_be_cut_is_refused_by_name(tmp_path):
+    make_checkpoint(tmp_path / "a", num_key_value_heads=2)
+    make_checkpoint(tmp_path / "b", "Olmo2ForCausalLM")
+    for path, settings, message in (
+        ("a", {"tp": 3}, "--tp 3 does not divide the model's num_attention_heads, 4"),
+        ("b", {"tp": 2}, "Olmo2ForCausalLM norms all heads of a token together"),
+        ("a", {"tp": 2, "kernels": "torch"}, "--tp on a CPU needs native kernels"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(tmp_path / path, **settings)
+    with pytest.raises(CheckpointError, match="whole groups of 64"):
+        Int4Weight.of(torch.ones(8, 128)).take_inputs(range(96))
+
+
+def test_a_rank_that_cannot_load_says_why_and_none_is_left(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path)
+    start, started = ranks.subprocess.Popen, []
+
+    def without_weights(*args, **options):
+        (tmp_path / "model.safetensors").rename(tmp_path / f"gone-{len(started)}")
+        started.append(start(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(ranks.subprocess, "Popen", without_weights)
+    with pytest.raises(ConfigError, match="has neither model"):
+        load(tmp_path, tp=2)
+    assert started[0].poll() is not None
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_ends_or_hangs_fails_the_engine_in_time(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(ranks, "RANK_TIMEOUT_S", 1.0)
+    make_checkpoint(tmp_path)
+    loaded = load(tmp_path, tp=4)
+    others = [rank.process for rank in loaded.runner.model._ranks]
+    with (
+        pytest.raises(Exception, match="rank of this worker has ended"),
+        Bench(loaded.engine) as bench,
+    ):
+        long = SamplingParams(max_tokens=400, ignore_eos=True)
+        bench.engine.add(Sequence("a", [1, 2, 3], 3, long)).result(WAIT_S)
+        bench.next_report()
+        os.kill(others[1].pid, number)
+        began = time.monotonic()
+        try:
+            bench.engine.ended.result(WAIT_S)
+        finally:
+            took = time.monotonic() - began
+            monkeypatch.setattr(ranks, "_STOP_S", 0.5)
+    assert took < 20
+    assert all(process.wait(WAIT_S) is not None for process in others)
