@@ -32,9 +32,8 @@ class NativeModel(NativeOps):
     """Packed weights, and scratch memory that one thread at a time may use."""
 
     def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype) -> None:
-        """Weights may be packed already. Raises ConfigError where there is no library."""
+        """All matrices are packed. Raises ConfigError where there is no library."""
         super().__init__(config, weights, dtype)
-        self._kept: list[object] = []  # what the structures point at
         self._model = self._whole(weights)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._rows = 0  # that the workspace is for
@@ -68,7 +67,7 @@ class NativeModel(NativeOps):
             weights.embedding.data_ptr(),
             self._norm(weights.final_norm),
             (Layer * config.num_layers)(*map(self._layer, weights.layers, self._shapes)),
-            self._linear(weights.lm_head),
+            _linear(weights.lm_head),
             *(config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads),
             config.head_size,
             *((experts.count, experts.per_token, experts.normed) if experts else (0, 0, 0)),
@@ -80,21 +79,21 @@ class NativeModel(NativeOps):
     def _layer(self, layer: LayerWeights, attention: AttentionShape) -> Layer:
         norms = (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)
         products = [
-            self._linear(layer.qkv, layer.qkv_bias),
-            self._linear(layer.o, layer.o_bias),
-            self._linear(layer.gate_up, layer.gate_up_bias),
-            self._linear(layer.down, layer.down_bias),
+            _linear(layer.qkv, layer.qkv_bias),
+            _linear(layer.o, layer.o_bias),
+            _linear(layer.gate_up, layer.gate_up_bias),
+            _linear(layer.down, layer.down_bias),
         ]
         router, shared_gate, experts = Linear(), Linear(), None
         if (mixture := layer.experts) is not None:
-            router, shared_gate = map(self._linear, (mixture.router, mixture.shared_gate))
-            each = [Expert(*map(self._linear, (one.gate_up, one.down))) for one in mixture.experts]
+            router, shared_gate = map(_linear, (mixture.router, mixture.shared_gate))
+            each = [Expert(*map(_linear, (one.gate_up, one.down))) for one in mixture.experts]
             experts = (Expert * len(each))(*each)
         return Layer(*map(self._norm, norms), *products, router, shared_gate, experts, attention)
 
-    def _linear(self, weight: Weight | None, bias: Tensor | None = None) -> Linear:
-        if weight is None:
-            return Linear()
-        packed = PackedWeight.of(weight)
-        self._kept.append(packed)
-        return packed.linear(bias)
+
+def _linear(weight: Weight | None, bias: Tensor | None = None) -> Linear:
+    if weight is None:
+        return Linear()
+    assert isinstance(weight, PackedWeight), "what native code reads is packed"
+    return weight.linear(bias)
