@@ -51,8 +51,9 @@ def make(kernels, config, weights, dtype=torch.float32):
         return Model(config, weights, dtype, CPU)
     if library.load() is None:
         pytest.skip("no native library can be built here")
+    weights = packed(weights)
     if unsupported(config, 16, "native"):
-        return NativeOps(config, packed(weights), dtype, attends=False)
+        return NativeOps(config, weights, dtype, attends=False)
     return NativeModel(config, weights, dtype)
 
 

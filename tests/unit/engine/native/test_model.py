@@ -24,7 +24,7 @@ from baton.engine.weights.weight import DenseWeight, Weight, quantized
 from baton.engine.weights.weights import Weights, load_weights, random_weights
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.paged import PagedRun, PagedSequence
-from tests.unit.engine.small_models import small_config
+from tests.unit.engine.small_models import packed, small_config
 
 pytestmark = pytest.mark.skipif(
     library.load() is None, reason="no native library can be built here"
@@ -45,11 +45,10 @@ CONFIG = small_config(
 TOKENS = torch.randint(0, 301, (90,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def weights_of(dtype: torch.dtype, int8: bool = False, native: bool = False) -> Weights:
+def weights_of(dtype: torch.dtype, int8: bool = False) -> Weights:
     def prepare(weight: Weight) -> Weight:
         assert isinstance(weight, DenseWeight)
-        weight = quantized(weight, "int8" if int8 else "none")
-        return PackedWeight.of(weight) if native else weight
+        return quantized(weight, "int8" if int8 else "none")
 
     return random_weights(CONFIG, dtype, CPU, seed=3, prepare=prepare)
 
@@ -71,7 +70,7 @@ def test_it_is_as_close_to_float32_as_torch_is(int8: bool, int8_kv: bool) -> Non
         return logits(Model(CONFIG, weights_of(dtype, int8), dtype, CPU), (90,), int8_kv)
 
     def by_native(kind: type[NativeOps], dtype: torch.dtype) -> Tensor:
-        model = kind(CONFIG, weights_of(dtype, int8, native=True), dtype)
+        model = kind(CONFIG, packed(weights_of(dtype, int8)), dtype)
         return logits(model, (37, 1, 52), int8_kv)
 
     exact = by_torch(torch.float32)
@@ -109,7 +108,7 @@ def test_gates_far_from_zero_do_not_overflow() -> None:
     f32 = torch.float32
     weights = random_weights(CONFIG, f32, CPU, seed=3, prepare=widened)
     expected = logits(Model(CONFIG, weights, f32, CPU), (90,))
-    assert relative_error(logits(NativeModel(CONFIG, weights, f32), (90,)), expected) < 1e-5
+    assert relative_error(logits(NativeModel(CONFIG, packed(weights), f32), (90,)), expected) < 1e-5
 
 
 @pytest.mark.parametrize("target", library.TARGETS, ids=lambda target: target.name)
@@ -120,7 +119,7 @@ def test_every_kind_of_cpu_computes_the_same(
         pytest.skip(f"this CPU is no {target.name}")
     f32, bf16 = torch.float32, torch.bfloat16
     for dtype, int8, limit in ((f32, False, 1e-6), (bf16, False, 2e-2), (f32, True, 3e-3)):
-        weights = weights_of(dtype, int8)
+        weights = packed(weights_of(dtype, int8))
         expected = logits(NativeModel(CONFIG, weights, dtype), (90,))
         with monkeypatch.context() as patch:
             patch.setattr(library, "require", lambda dtype: library.load_target(target, dtype))
@@ -139,7 +138,7 @@ def scores_of(run: PagedRun, sequence: PagedSequence, count: int, rows: list[int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_without_scores_change_nothing(dtype: torch.dtype) -> None:
-    model = NativeModel(CONFIG, weights_of(dtype), dtype)
+    model = NativeModel(CONFIG, packed(weights_of(dtype)), dtype)
     whole = logits(model, (90,))
     run = PagedRun(model)
     sequence, other = run.add(TOKENS), run.add(TOKENS)
@@ -159,7 +158,7 @@ print(digest())
 
 def digest() -> str:
     """Of the bits of all logits of a prompt in three chunks."""
-    model = NativeModel(CONFIG, weights_of(torch.float32), torch.float32)
+    model = NativeModel(CONFIG, packed(weights_of(torch.float32)), torch.float32)
     return hashlib.sha256(logits(model, (37, 1, 52)).numpy().tobytes()).hexdigest()
 
 
