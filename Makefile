@@ -79,11 +79,11 @@ format: $(STAMP)
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-# build/dist/*.whl with the native kernels for AVX2, AVX-512 and AVX512-BF16: needs no compiler where it is installed.
+# build/dist/*.whl with the native kernels for all CPUs of this machine's kind: needs no compiler where it is installed.
 wheel: $(STAMP)
 	@$(BIN)/python -m baton.engine.ops.native.library
 	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/dist .
-	@$(BIN)/python -m wheel tags --remove --platform-tag linux_x86_64 build/dist/*-none-any.whl
+	@$(BIN)/python -m wheel tags --remove --platform-tag linux_$$(uname -m) build/dist/*-none-any.whl
 
 protos: $(STAMP) $(PROTOS)
 	@$(BIN)/python scripts/protos.py

@@ -68,7 +68,7 @@ TARGETS = (  # the best first
     ),
     Target("avx512", _V4, ("-march=x86-64-v4", "-mprefer-vector-width=512")),
     Target("avx2", _V3, ("-march=x86-64-v3",)),
-    Target("neon_bf16", _NEON | {"bf16", "i8mm"}, ("-march=armv8.6-a",), "aarch64"),
+    Target("neon_bf16", _NEON | {"bf16", "i8mm"}, ("-march=armv8.2-a+bf16+i8mm",), "aarch64"),
     Target("neon", _NEON, ("-march=armv8-a",), "aarch64"),
 )
 

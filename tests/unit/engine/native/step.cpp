@@ -1,0 +1,145 @@
+// Steps of small models with made-up weights through the kernels: prints all scores, as `%a` does.
+//
+// Compiled for another kind of CPU and run in an emulator, it shows what that CPU would compute.
+#include "forward.cpp"
+
+#include <cmath>
+#include <cstdio>
+#include <deque>
+
+using namespace baton;
+
+namespace {
+
+enum Form { DENSE, INT8, INT4 };
+constexpr int HIDDEN = 128, HEADS = 6, KV_HEADS = 2, HEAD = 32, INNER = 192, VOCAB = 201;
+constexpr int LAYERS = 2, CONTEXT = 256, BLOCK = 16, WIDTH = 10, EXPERTS = 5;
+std::deque<std::vector<char>> kept;
+uint64_t state = 42;
+
+uint32_t random_bits() {
+    state = state * 6364136223846793005ull + 1442695040888963407ull;
+    return state >> 33;
+}
+
+float random_number() { return int(random_bits() % 20001) / 10000.0f - 1.0f; }
+
+template <class Element>
+Element* room(size_t count) {
+    kept.emplace_back(count * sizeof(Element) + 64);
+    return (Element*)((uintptr_t(kept.back().data()) + 63) / 64 * 64);
+}
+
+Activation* activations(size_t count, float mean, float scale) {
+    auto* made = room<Activation>(count);
+    for (size_t i = 0; i < count; i++) {
+        const float value = mean + scale * random_number();
+        uint32_t bits;
+        std::memcpy(&bits, &value, sizeof bits);
+        bits &= 0xffff0000;  // a bf16
+        std::memcpy(made + i, (char*)&bits + 4 - sizeof(Activation), sizeof(Activation));
+    }
+    return made;
+}
+
+float* scales(size_t count, float largest) {
+    auto* made = room<float>(count);
+    for (size_t i = 0; i < count; i++) made[i] = largest * (1.0f + random_bits() % 100 / 100.0f) / 2;
+    return made;
+}
+
+Linear weight(int in, int out, Form form, bool bias = false) {
+    Linear made{};
+    made.in = in, made.out = out;
+    const size_t columns = (out + PANEL - 1) / PANEL * PANEL;
+    const float wide = 2.0f / std::sqrt(float(in));
+    if (bias) made.bias = activations(out, 0, 1);
+    if (form == DENSE) {
+        made.packed = activations(columns * in, 0, wide);
+    } else if (form == INT8) {
+        auto* values = room<int8_t>(columns * in);
+        auto* offsets = room<int32_t>(columns);
+        std::fill(offsets, offsets + columns, 0);
+        for (size_t i = 0; i < columns * in; i++) {
+            values[i] = int8_t(random_bits() % 255 - 127);
+            offsets[i / (PANEL * in) * PANEL + i / 4 % PANEL] += 128 * values[i];
+        }
+        made.packed = values, made.offsets = offsets, made.scales = scales(columns, wide / 127);
+    } else {
+        auto* words = room<uint32_t>(columns * in / 8);
+        for (size_t i = 0; i < columns * in / 8; i++) words[i] = random_bits() ^ random_bits() << 16;
+        made.group = 32;
+        auto* zeros = room<float>(columns * in / made.group);
+        for (size_t i = 0; i < columns * in / made.group; i++) zeros[i] = int(random_bits() % 16) - 8;
+        made.packed = words, made.zeros = zeros;
+        made.scales = scales(columns * in / made.group, wide / 8);
+    }
+    return made;
+}
+
+Norm norm(int size) { return {activations(size, 1, 0.3f), 0}; }
+
+Layer layer(Form form, int window, bool experts) {
+    Layer made{};
+    made.input_norm = norm(HIDDEN), made.mlp_norm = norm(HIDDEN);
+    made.q_norm = norm(HEAD), made.k_norm = norm(HEAD);
+    made.qkv = weight(HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD, form, true);
+    made.o = weight(HEADS * HEAD, HIDDEN, form);
+    made.window = window;
+    if (experts) {
+        auto* each = room<Expert>(EXPERTS);
+        for (int i = 0; i < EXPERTS; i++)
+            each[i] = {weight(HIDDEN, 2 * INNER, form), weight(INNER, HIDDEN, form)};
+        made.experts = each, made.router = weight(HIDDEN, EXPERTS, DENSE);
+    } else {
+        made.gate_up = weight(HIDDEN, 2 * INNER, form), made.down = weight(INNER, HIDDEN, form);
+    }
+    return made;
+}
+
+void run(Form form, bool int8_kv, float cap, bool experts) {
+    const Layer layers[LAYERS] = {layer(form, 0, experts), layer(form, 20, experts)};
+    auto* tables = room<float>(2 * CONTEXT * HEAD);
+    for (int i = 0; i < CONTEXT * HEAD; i++) {
+        const double turn = i / HEAD * std::pow(1e4, -2.0 * (i % (HEAD / 2)) / HEAD);
+        tables[i] = float(std::cos(turn)), tables[CONTEXT * HEAD + i] = float(std::sin(turn));
+    }
+    Model model{};
+    model.embedding = activations(VOCAB * HIDDEN, 0, 1), model.tables = tables;
+    model.final_norm = norm(HIDDEN), model.layers = layers;
+    model.lm_head = weight(HIDDEN, VOCAB, form), model.num_layers = LAYERS, model.hidden = HIDDEN;
+    model.heads = HEADS, model.kv_heads = KV_HEADS, model.head_size = HEAD;
+    model.max_context = CONTEXT, model.num_experts = experts ? EXPERTS : 0, model.per_token = 2;
+    model.normed = 1, model.gelu = cap != 0, model.eps = 1e-6f;
+    model.attention_scale = 0.2f, model.attention_cap = cap;
+    model.logit_scale = model.embedding_scale = model.residual_scale = 1;
+
+    const size_t row = int8_kv ? HEAD + sizeof(float) : HEAD * sizeof(Activation);
+    const size_t pool_size = 2 * WIDTH * LAYERS * 2 * KV_HEADS * BLOCK * row;
+    char* pool = room<char>(pool_size);
+    std::fill(pool, pool + pool_size, 0);
+    int32_t block_tables[2 * WIDTH], context_lens[2] = {};
+    for (int i = 0; i < WIDTH; i++) block_tables[i] = i * 7 % 10, block_tables[WIDTH + i] = 19 - i;
+    const int32_t steps[][2] = {{70, 5}, {1, 33}, {1, 1}, {3, 17}};
+    for (const auto& query_lens : steps) {
+        const int rows = query_lens[0] + query_lens[1];
+        std::vector<int32_t> token_ids(rows), logit_rows{query_lens[0] - 1, rows - 1};
+        for (auto& id : token_ids) id = random_bits() % VOCAB;
+        float logits[2 * VOCAB];
+        const Step step{token_ids.data(), context_lens, query_lens, block_tables, logit_rows.data(),
+                        logits, room<char>(baton_workspace(&model, rows)),
+                        {pool, LAYERS, KV_HEADS, BLOCK, HEAD, int8_kv}, rows, 2, WIDTH, 2};
+        baton_step(2, &model, &step);
+        for (float score : logits) std::printf("%a\n", score);
+        for (int i = 0; i < 2; i++) context_lens[i] += query_lens[i];
+    }
+}
+
+}  // namespace
+
+int main() {
+    run(DENSE, false, 0, false);
+    run(DENSE, false, 5, true);
+    run(INT8, true, 0, false);
+    run(INT4, true, 0, false);
+}
