@@ -134,7 +134,8 @@ def load_weights(
 ) -> Weights:
     """The weights in a model directory, converted to dtype and moved to device.
 
-    `prepare` is applied to what activations are multiplied with; embedding, norms, biases stay.
+    `prepare` is applied to what activations are multiplied with; embedding, norms, biases and the
+    routers of experts stay: small, they decide much.
 
     Raises CheckpointError naming the file and the tensor when a file is missing, broken, truncated
     or pickled, or when a tensor is missing, unknown or of another shape than the config says.
@@ -249,7 +250,7 @@ def _assemble(
                     "--quantization"
                 )
             weight = DenseWeight(_arranged(config, field, weight.tensor))
-        return prepare(weight)
+        return weight if field in ("router", "shared_gate") else prepare(weight)
 
     def parts_of(tensors: dict[str, Shapes]) -> dict[str, Any]:
         return {field: part(field, parts) for field, parts in tensors.items()}
