@@ -139,7 +139,7 @@ def load_weights(
     """The weights in a model directory, converted to dtype and moved to device.
 
     `lora` is an adapter's directory. `prepare` is applied to what activations are multiplied with;
-    embedding, norms, biases stay.
+    embedding, norms, biases and the routers of experts stay: small, they decide much.
 
     Raises CheckpointError naming the file and the tensor when a file is missing, broken, truncated
     or pickled, or when a tensor is missing, unknown or of another shape than the config says.
@@ -264,7 +264,8 @@ def _assemble(
                     "--quantization"
                 )
             weight = DenseWeight(_arranged(config, field, weight.tensor))
-        return prepare(shard.weight(config, field, weight))
+        weight = shard.weight(config, field, weight)
+        return weight if field in ("router", "shared_gate") else prepare(weight)
 
     def parts_of(tensors: dict[str, Shapes]) -> dict[str, Any]:
         return {field: part(field, parts) for field, parts in tensors.items()}

@@ -161,6 +161,7 @@ def test_quantised_experts_are_those_of_the_dense_model_of_their_values(kernels,
     weights, expected = (
         random_weights(config, F32, CPU, seed=3, prepare=one) for one in (prepare, dense)
     )
+    assert isinstance(weights.layers[0].experts.router, DenseWeight), "routers stay exact"
     got = paged_logits(small_models.make(kernels, config, weights))
     wanted = paged_logits(small_models.make("torch", config, expected))
     assert wanted.std() > 0.3, "a model that says nothing proves nothing"
