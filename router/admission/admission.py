@@ -20,6 +20,7 @@ from router.dispatch.request_state import TokenizedRequest
 MAX_MESSAGES = 4096
 MAX_CHARS_PER_TOKEN = 16  # of a whole prompt; longer texts are refused before they are tokenized
 _LONG_TEXT_CHARS = 4096  # longer texts are tokenized on a thread, off the event loop
+_MANY_TURNS = 64  # the same of chats, which a template has to render first
 _TEXT_THREADS = 4
 _PRIORITIES = common_pb2.Priority.values()
 # Tokens a second before any worker has measured: only the order of virtual finish times matters
@@ -189,8 +190,11 @@ class Admission:
             raise InvalidRequest(
                 f"chat may have {MAX_MESSAGES} messages at most, not {len(messages)}", "chat"
             )
-        _check_chars(sum(len(m.role) + len(m.content) for m in messages), limit)
+        num_chars = sum(len(m.role) + len(m.content) for m in messages)
+        _check_chars(num_chars, limit)
         turns = [(message.role, message.content) for message in messages]
+        if num_chars <= _LONG_TEXT_CHARS and len(turns) <= _MANY_TURNS:
+            return self.tokenizer.encode_chat(turns, limit)
         return await self.in_thread(self.tokenizer.encode_chat, turns, limit)
 
     def _work_s(self, request: TokenizedRequest) -> float:

@@ -204,6 +204,7 @@ async def test_a_passed_deadline_is_reported_before_anything_else(admission, mon
         with pytest.raises(DeadlineExceeded):
             await admit(admission, model="other", time_left_s=time_left_s)
     stuck = threading.Event()
+    monkeypatch.setattr("router.admission.admission._LONG_TEXT_CHARS", 0)
     monkeypatch.setattr(type(admission.tokenizer), "encode_chat", lambda *_: stuck.wait(5) and [1])
     try:
         async with asyncio.timeout(2):
@@ -225,7 +226,7 @@ async def test_what_will_be_refused_is_not_tokenized(admission_of, monkeypatch):
             await admit(admission, asked)
 
 
-async def test_texts_are_tokenized_on_a_few_threads_of_their_own(admission, monkeypatch):
+async def test_longer_texts_are_tokenized_on_a_few_threads_of_their_own(admission, monkeypatch):
     names = []
 
     def encode_chat(*_):
@@ -234,6 +235,9 @@ async def test_texts_are_tokenized_on_a_few_threads_of_their_own(admission, monk
         return [1]
 
     monkeypatch.setattr(type(admission.tokenizer), "encode_chat", encode_chat)
+    await admit(admission, chat=[("user", "Hi")])
+    assert names.pop() == threading.current_thread().name
+    monkeypatch.setattr("router.admission.admission._LONG_TEXT_CHARS", 5)
     await asyncio.gather(*(admit(admission, chat=[("user", "Hi")]) for _ in range(64)))
     assert len(names) == 64 and len(set(names)) <= 4
     assert {name.partition("_")[0] for name in names} == {"text"}
