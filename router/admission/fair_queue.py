@@ -8,9 +8,9 @@ prompt that would end at the earliest virtual time goes first; after the tenant'
 No other tenant is part of that, so one that waits gets no less than its share among all that send,
 to within three of the largest prompts, whoever came first and with however much. A tenant that
 comes while others wait begins at the latest mean of virtual times, less its own prompt or LEAD_S,
-so that a light tenant goes first; or where it stood, if that is later, so that leaving is no gain. (The
-mean itself falls when the tenant with the most leaves, and what came next would pass all that it
-owes to others.) Idle capacity is free.
+so that a light tenant goes first; or where it stood, if that is later, so that leaving is no gain.
+(The mean itself falls when the tenant with the most leaves, and what came next would pass all that
+it owes to others.) Idle capacity is free.
 
 The prompts of one tenant go by rank, which is fixed at admission: the virtual time at which i would
 end if all of them ran at once by priority. Until then, j takes min(w_j, w_i * p_j / p_i):
