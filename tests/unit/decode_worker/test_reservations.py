@@ -10,12 +10,14 @@ from baton import connection, rpc
 from baton.errors import InvalidRequest, Overloaded, Stale, TransferFailed, Unavailable
 from baton.v1 import common_pb2, handoff_pb2
 from baton.worker import node
+from tests.unit.engine.checkpoints import byte_tokenizer
 from tests.unit.worker.running import (
     PATIENCE_S,
     Router,
     Worker,
     asked,
     granted,
+    matching,
     offer_of,
     prompt,
     spec,
@@ -76,6 +78,7 @@ async def test_a_step_is_one_message_for_all_of_a_routers_sequences(decode):
 
 
 SAMPLING = common_pb2.SamplingParams(max_tokens=4, temperature=-1)
+EOS = 1
 
 
 @pytest.mark.parametrize(
@@ -89,6 +92,7 @@ SAMPLING = common_pb2.SamplingParams(max_tokens=4, temperature=-1)
         (spec("x", prompt(4), prompt_tokens=5), "sequence.prompt_tokens"),
         (spec("x", prompt(4), prompt_tokens=0), "sequence.prompt_tokens"),
         (spec("x", prompt(4), sampling=SAMPLING), "sampling.temperature"),
+        (matching("x", prompt(4), "("), "sampling.structured_output"),
     ],
 )
 async def test_a_malformed_sequence_is_refused_alone(decode, router, bad, field):
@@ -113,6 +117,42 @@ async def test_a_router_that_cancels_while_the_engine_is_busy_leaves_nothing(dec
     assert await decode.clean()
     assert decode.spans.ended.count("decode") == 2
     assert router.messages == []
+
+
+async def test_others_are_answered_while_a_grammar_is_compiled(decode, router):
+    gate = decode.hold_grammars()
+    waits = router.reserving(matching("waits", prompt(20), "[ab]{3}"), local=20)
+    await router.reserve(spec("other", prompt(20, start=5)))
+    assert not waits.done() and (await decode.blocks()).blocks_held == 2
+    gate.set()
+    assert (await asyncio.wait_for(waits, PATIENCE_S)).started
+    *matched, end = await router.tokens("waits")
+    a, b = byte_tokenizer().encode("ab").ids
+    assert len(matched) == 3 and set(matched) <= {a, b} and end == EOS
+    await router.cancel("other")
+
+
+@pytest.mark.parametrize("end", ["cancelled", "lost", "late"])
+async def test_what_ends_while_its_grammar_is_compiled_leaves_nothing(decode, router, end):
+    gate, twice = decode.hold_grammars(), asked(decode, "reserve", 2)
+    wanted = matching("a", prompt(20), "[ab]{3}", time_left_ms=200 if end == "late" else 0)
+    async with Router(decode, "other") as other:
+        answer = other.reserving(wanted, local=20)
+        while "a" not in decode.node._reservations._entries:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        if end == "lost":
+            other.connection.transport.abort()
+        elif end == "cancelled":
+            await other.cancel("a")
+        await asyncio.wait_for(decode.node.idle(), PATIENCE_S)
+        if end != "lost":
+            with pytest.raises(Stale, match="while its grammar"):
+                await asyncio.wait_for(answer, PATIENCE_S)
+    gate.set()
+    await router.reserve(matching("next", prompt(20, start=5), "c"))  # the thread is free again
+    await router.cancel("next")
+    assert decode.node.engine._sequences == {} and not twice.is_set()
+    assert len(decode.node.grammars._waiting) == 0 and decode.spans.ended.count("decode") == 2
 
 
 async def test_cancel_frees_in_any_state_but_nothing_of_another_router(decode, router):

@@ -14,6 +14,7 @@ from tests.unit.worker.running import (
     Router,
     Worker,
     asked,
+    matching,
     prompt,
     spec,
     target,
@@ -163,6 +164,31 @@ async def test_a_reservation_cancelled_on_the_way_fails_the_prompt(pair):
     paced.allow.release(4)
     with pytest.raises(Exception, match=r"gone|not reserved"):
         await messages(call)
+
+
+@pytest.mark.parametrize("end", ["cancelled", "lost", "late"])
+async def test_what_ends_while_its_grammar_is_compiled_runs_no_chunk(pair, end):
+    wanted = matching("a", prompt(20), "[ab]{3}")
+    to = target(pair.decode, await pair.router.reserve(wanted))
+    gate, submitted = pair.prefill.hold_grammars(), pair.prefill.node.grammars._waiting
+    wanted.time_left_ms = 300 if end == "late" else 0
+    async with Router(pair.prefill, "other") as other:
+        call = other.prefill(wanted, to)
+        while len(submitted) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        if end == "late":
+            with pytest.raises(DeadlineExceeded):
+                await messages(call)
+        elif end == "lost":
+            other.connection.transport.abort()
+        else:
+            call.cancel()
+        await asyncio.wait_for(pair.prefill.node.idle(), PATIENCE_S)
+    gate.set()
+    await pair.router.cancel("a")
+    assert (await pair.prefill.blocks()).steps == 0
+    assert len(await messages(await pair.start(matching("b", prompt(20), "[ab]{3}")))) == 3
+    assert len(await pair.router.tokens("b")) == 3 and not submitted
 
 
 @pytest.mark.parametrize("steps", [1, 4])

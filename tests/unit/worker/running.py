@@ -88,6 +88,12 @@ class Worker:
         self.node.engine.submit(gate.wait)
         return gate
 
+    def hold_grammars(self):
+        """No grammar is compiled until the event is set."""
+        gate = threading.Event()
+        self.node.grammars._submit(gate.wait)
+        return gate
+
     async def __aenter__(self):
         self.life = asyncio.create_task(self.run())
         ready = asyncio.create_task(self.ready())
@@ -342,6 +348,13 @@ def spec(handoff_id, token_ids, max_tokens=4, **fields):
     sampling = common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
     fields = {"prompt_tokens": len(token_ids), "sampling": sampling, **fields}
     return common_pb2.SequenceSpec(handoff_id=handoff_id, token_ids=token_ids, **fields)
+
+
+def matching(handoff_id, token_ids, regex, **fields):
+    """Its output has to match."""
+    output = common_pb2.StructuredOutput(regex=regex)
+    sampling = common_pb2.SamplingParams(max_tokens=16, structured_output=output)
+    return spec(handoff_id, token_ids, sampling=sampling, **fields)
 
 
 def target(decode, reserved):
