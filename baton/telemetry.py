@@ -164,10 +164,15 @@ def _recorded(
         entered.set_attribute("baton.cancelled", True)
         raise
     except Exception as error:
-        entered.set_status(StatusCode.ERROR, str(error)[:_MAX_STATUS_CHARS])
+        failed(entered, error)
         raise
     finally:
         entered.end()
+
+
+def failed(span: Span, error: Exception) -> None:
+    """Marks a span as failed."""
+    span.set_status(StatusCode.ERROR, str(error)[:_MAX_STATUS_CHARS])
 
 
 def record(

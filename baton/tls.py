@@ -12,6 +12,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import ssl
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,9 @@ DOMAIN = "baton"
 _SAN = "x509_subject_alternative_name"
 _FOR_CALLERS = ("/baton.v1.InferenceService/", "/grpc.health.v1.Health/")
 _WORKERS = frozenset({"prefill", "decode"})
-_ROUTERS = frozenset({"router"})
 # Who may call what on a worker: methods, services, and everybody who has a certificate.
 _CALLERS = {
-    "/baton.v1.DecodeService/": _ROUTERS,
-    "/baton.v1.PrefillService/": _ROUTERS,
     "/baton.v1.HandoffService/": _WORKERS,
-    "/baton.v1.WorkerService/KeepTraces": _ROUTERS,
     "/baton.v1.WorkerService/Drain": frozenset({"admin"}),
 }
 
@@ -198,9 +195,28 @@ def is_loopback(host: str) -> bool:
 
 def roles_of(auth_context: Any) -> frozenset[str]:
     """The roles that a caller's certificate names; none without a certificate."""
-    names = (name.decode("utf-8", "replace") for name in auth_context.get(_SAN, ()))
+    return _roles(name.decode("utf-8", "replace") for name in auth_context.get(_SAN, ()))
+
+
+def _roles(names: Iterable[str]) -> frozenset[str]:
     suffix = f".{DOMAIN}"
     return frozenset(n.removesuffix(suffix) for n in names if n.endswith(suffix)) & set(ROLES)
+
+
+def why_no_router(certificate: Mapping[str, Any] | None) -> str:
+    """Why this caller, by its certificate as `ssl` has it, is no router; empty where it is one.
+
+    Ports that do not ask for certificates take everybody.
+    """
+    if _process.client_ca_file is None:
+        return ""
+    names = (certificate or {}).get("subjectAltName", ())
+    roles = _roles(name for kind, name in names if kind == "DNS")
+    return "" if "router" in roles else f"this port is for router only, and this is {_who(roles)}"
+
+
+def _who(roles: frozenset[str]) -> str:
+    return " and ".join(sorted(roles)) or "a caller without a role of this cluster"
 
 
 def why_refused(method: str, auth_context: Any) -> str:
@@ -215,5 +231,4 @@ def why_refused(method: str, auth_context: Any) -> str:
     allowed = _CALLERS.get(method) or _CALLERS.get(service) or frozenset(ROLES)
     if roles & allowed:
         return ""
-    who = " and ".join(sorted(roles)) or "a caller without a role of this cluster"
-    return f"{method} is for {' and '.join(sorted(allowed))} only, and this is {who}"
+    return f"{method} is for {' and '.join(sorted(allowed))} only, and this is {_who(roles)}"

@@ -6,8 +6,7 @@
 Each entry has a lease that expires by itself, so that no lost message can leak blocks. While a
 remote writer may still write into an entry's blocks they are quarantined, not freed.
 
-Routers get events by a stream each, one message for each engine step. A stream's id is its router's
-secret, because a second stream of an id replaces the first; so it is not logged either.
+A router's sequences belong to its connection: they end with it, and nobody else can name them.
 """
 
 from __future__ import annotations
@@ -16,30 +15,35 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 
 from baton import telemetry
-from baton.engine.loop import Engine, Progress, StepReport
+from baton.engine.loop import Engine, Progress, Reserved, StepReport
 from baton.engine.sequence import Sequence
-from baton.errors import InvalidRequest, Stale, Unavailable
+from baton.errors import BatonError, InvalidRequest, Overloaded, Stale
 from baton.log_format import about
 from baton.prefix import token_digest
-from baton.structured_output import GrammarCompiler
+from baton.structured_output import GrammarCompiler, GrammarMatcher
 from baton.v1 import decode_pb2
-from baton.worker.messages import FINISH_REASONS, ModelLimits, logprobs_proto, sequence_of
+from baton.v1.dispatch_pb2 import WorkerMessage
+from baton.worker.messages import (
+    FINISH_REASONS,
+    ModelLimits,
+    compiled_grammar,
+    logprobs_proto,
+    sequence_of,
+)
+from baton.worker.router_port import RouterConnection
 from kvtransfer.deadline import in_background
 from kvtransfer.receiver import HandoffReceiver, ReservedBlocks
 
 log = logging.getLogger(__name__)
-
-MAX_BACKLOG = 4096  # messages a router may be behind before its stream is cut
-
-Messages = asyncio.Queue[decode_pb2.StreamEventsResponse | None]  # None: the end
 
 
 class DecodeSpans:
@@ -93,7 +97,7 @@ class Entry:
     """One sequence that holds blocks here."""
 
     handoff_id: str
-    stream_id: str
+    router: RouterConnection
     sequence: Sequence
     num_tokens: int  # known when it was reserved; the handoff covers all of them
     deadline: float | None  # loop time
@@ -101,6 +105,7 @@ class Entry:
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     blocks: ReservedBlocks | None = None
     decoding: bool = False
+    compiled: asyncio.Future[GrammarMatcher] | None = None  # its grammar, if there is one to come
     timer: asyncio.TimerHandle | None = None
 
     @property
@@ -112,12 +117,16 @@ class Reservations:
     """All entries, by handoff id. Event-loop thread only; kvtransfer's `BlockOwner`."""
 
     def __init__(
-        self, engine: Engine, limits: ModelLimits, grammars: GrammarCompiler, lease_s: float
+        self,
+        engine: Engine,
+        limits: ModelLimits,
+        grammars: GrammarCompiler,
+        lease_s: float,
+        count: Callable[[str], None] = lambda outcome: None,
     ) -> None:
+        """`count` gets each reservation's outcome, as `WorkerMetrics.reserved` has them."""
         self._engine, self._limits, self._lease_s = engine, limits, lease_s
-        self._grammars = grammars
-        self._streams: dict[str, tuple[Messages, str]] = {}  # with the router's name, for the log
-        self._closed = False
+        self._grammars, self._count = grammars, count
         self._entries: dict[str, Entry] = {}
         # By (handoff id, token): what the engine answers to their release.
         self._quarantined: dict[tuple[str, str], Future[list[int]]] = {}
@@ -126,84 +135,65 @@ class Reservations:
         self._idle.set()
         self.receiver: HandoffReceiver  # set once, when the worker is built
 
-    async def reserve(
-        self, request: decode_pb2.ReserveRequest, incarnation: str, spans: DecodeSpans
-    ) -> decode_pb2.ReserveResponse:
-        """Holds blocks, or refuses at once.
+    def reserve(
+        self, router: RouterConnection, request: decode_pb2.ReserveRequest, spans: DecodeSpans
+    ) -> None:
+        """Has blocks held, or not: the router gets a ReserveResponse, or a failure.
 
-        Raises Overloaded when there is no room, Unavailable when the router does not listen.
+        That is Overloaded where there is no room, and comes as soon as the engine has answered.
         """
         spec = request.sequence
         now = asyncio.get_running_loop().time()
         deadline = now + spec.time_left_ms / 1000 if spec.time_left_ms else None
-        sequence = await sequence_of(spec, self._limits, self._grammars)
-        # From here on it is one step to the entry that a cancellation finds.
-        if request.stream_id not in self._streams:
-            raise Unavailable("the router has no event stream open here")
-        if spec.handoff_id in self._entries:
-            raise InvalidRequest(f"handoff {spec.handoff_id} exists", "handoff_id")
-        whose = spec.handoff_id, request.stream_id
-        entry = Entry(*whose, sequence, sequence.num_tokens, deadline, spans)
+        try:
+            if spec.handoff_id in self._entries:
+                raise InvalidRequest(f"handoff {spec.handoff_id} exists", "handoff_id")
+            sequence = sequence_of(spec, self._limits)
+            compiled = compiled_grammar(sequence, self._grammars)
+        except BatonError as error:
+            self.refuse(router, spec.handoff_id, spans, error)
+            return
+        entry = Entry(spec.handoff_id, router, sequence, sequence.num_tokens, deadline, spans)
         self._entries[spec.handoff_id] = entry
         self._idle.clear()
         self._renew(entry)
-        try:
-            blocks, started = await self._hold(entry, request.local_prefill_max_tokens)
-        except BaseException:  # also a caller that hung up: the engine may have reserved by now
-            if self._entries.get(spec.handoff_id) is entry:
-                self._forget(spec.handoff_id)
-                self._free(entry)
-            raise
-        spans.reserved(blocks.cached_tokens, started)
-        return decode_pb2.ReserveResponse(
-            reservation_token=entry.token,
-            cached_tokens=blocks.cached_tokens,
-            started=started,
-            incarnation=incarnation,
-        )
+        local_tokens = request.local_prefill_max_tokens
+        if compiled is None:
+            self._hold(entry, local_tokens)
+        else:
+            entry.compiled = asyncio.wrap_future(compiled)
+            entry.compiled.add_done_callback(partial(self._compiled, entry, local_tokens))
 
-    async def cancel(self, *handoff_ids: str) -> None:
-        """Ends entries in any state, even if the caller hangs up; unknown ids are ignored."""
-        endings = []
+    def refuse(
+        self, router: RouterConnection, handoff_id: str, spans: DecodeSpans, error: BaseException
+    ) -> None:
+        """Tells the router why nothing is held."""
+        spans.end(str(error) or type(error).__name__)
+        self._count("refused" if isinstance(error, Overloaded) else "failed")
+        router.failed(handoff_id, error)
+
+    def cancel(self, router: RouterConnection, *handoff_ids: str) -> None:
+        """Ends entries of this router, in any state; unknown ids are ignored."""
         for handoff_id in handoff_ids:
-            if entry := self._forget(handoff_id):
-                entry.spans.end("cancelled")
-                endings.append(self._free(entry))
-        if endings:
-            await asyncio.wait(endings)
+            entry = self._entries.get(handoff_id)
+            if entry is not None and entry.router is router:
+                self._end(entry, "cancelled")
 
-    def listen(self, stream_id: str, router_id: str) -> Messages:
-        """Starts queueing events for this router, whose earlier stream ends, with its sequences.
-
-        Raises Unavailable when this worker has closed its streams.
-        """
-        self._cancel_stream(stream_id)  # the router gave them up when that one broke
-        if self._closed:
-            raise Unavailable("the decode worker has drained")
-        self._end_stream(stream_id)
-        messages: Messages = asyncio.Queue()
-        self._streams[stream_id] = messages, router_id
-        return messages
-
-    def hang_up(self, stream_id: str, messages: Messages) -> None:
-        """This stream is over; unless another has replaced it, so are its router's sequences."""
-        if stream_id in self._streams and self._streams[stream_id][0] is messages:
-            del self._streams[stream_id]
-        if stream_id not in self._streams:
-            self._cancel_stream(stream_id)
+    def lost(self, router: RouterConnection) -> None:
+        """Ends all entries of a router whose connection has ended."""
+        for entry in [e for e in self._entries.values() if e.router is router]:
+            reason = "the router's connection ended"
+            log.warning("handoff %s: %s", entry.handoff_id, reason, extra=entry.about)
+            self._end(entry, reason)
 
     async def idle(self) -> None:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Gives every entry back to its router, waits until their blocks are dealt with, and ends
-        the streams."""
-        for handoff_id in list(self._entries):
-            self._start_ending(handoff_id, "the decode worker is draining")
+        """Gives every entry back to its router, and waits until their blocks are dealt with."""
+        for entry in list(self._entries.values()):
+            self._give_up(entry, "the decode worker is draining")
         await asyncio.gather(*self._endings, return_exceptions=True)
-        self._closed = True
-        for stream_id in list(self._streams):
-            self._end_stream(stream_id)
 
     def find(self, handoff_id: str, token: str) -> ReservedBlocks:
         """What a handoff may write into. Raises Stale when it is not reserved (any more)."""
@@ -228,11 +218,10 @@ class Reservations:
         entry = self._entries.get(handoff_id)
         if entry is not None and entry.token == token and not entry.decoding:
             log.info("handoff %s aborted: %s", handoff_id, reason, extra=entry.about)
-            await self.cancel(handoff_id)
+            await asyncio.wait([self._end(entry, "cancelled")])
 
     def on_step(self, report: StepReport) -> None:
-        """Sends each router one message with the events of its sequences."""
-        events: dict[str, list[decode_pb2.SequenceEvent]] = {}
+        """Tells each router, in one message, what its sequences got."""
         for progress in report.progress:
             entry = self._entries.get(progress.seq_id)
             if entry is None:
@@ -240,34 +229,63 @@ class Reservations:
             if not entry.decoding:
                 self._start_decoding(entry)
             entry.spans.step(report.started_ns, report.ended_ns, progress)
-            if event := _event(progress):
-                events.setdefault(entry.stream_id, []).append(event)
+            if progress.token_ids or progress.abort_reason:  # else its prompt is being computed
+                _add_event(entry.router.outgoing, progress)
             if progress.finish_reason or progress.abort_reason:
-                self._forget(progress.seq_id)
+                self._forget(entry)
                 entry.spans.end(progress.finish_reason or "failed")
-        for stream_id, stream_events in events.items():
-            self._send(stream_id, stream_events)
 
-    async def _hold(self, entry: Entry, start_tokens: int) -> tuple[ReservedBlocks, bool]:
-        """Takes blocks; true where the sequence has started, and may have finished.
+    def _compiled(
+        self, entry: Entry, local_tokens: int, compiled: asyncio.Future[GrammarMatcher]
+    ) -> None:
+        """The grammar is compiled, or cannot be, or the entry has ended, which cancels it."""
+        error = None if compiled.cancelled() else compiled.exception()
+        if self._entries.get(entry.handoff_id) is not entry:
+            error = Stale("the request ended while its grammar was compiled")
+        if error is None:
+            entry.sequence.grammar = compiled.result()
+            self._renew(entry)
+            self._hold(entry, local_tokens)
+            return
+        self.refuse(entry.router, entry.handoff_id, entry.spans, error)
+        if self._entries.get(entry.handoff_id) is entry:
+            self._end(entry, "")
 
-        Raises Overloaded, or Stale when the entry was ended meanwhile.
-        """
-        sequence = entry.sequence
-        digest = token_digest(sequence.tokens, sequence.cache_salt)
-        reserved = await asyncio.wrap_future(self._engine.reserve(sequence, start_tokens))
-        if not entry.decoding:  # no step's report has come before this
-            if self._entries.get(entry.handoff_id) is not entry:
-                raise Stale("the request was cancelled while it was being reserved")
-            if reserved.started:
-                self._start_decoding(entry)
+    def _hold(self, entry: Entry, local_tokens: int) -> None:
+        digest = token_digest(entry.sequence.tokens, entry.sequence.cache_salt)
+        reserved = self._engine.reserve(entry.sequence, local_tokens)
+        asyncio.wrap_future(reserved).add_done_callback(partial(self._reserved, entry, digest))
+
+    def _reserved(self, entry: Entry, digest: bytes, answer: asyncio.Future[Reserved]) -> None:
+        """The engine has answered."""
+        spans, router = entry.spans, entry.router
+        error = answer.exception()
+        # Where a step's report has come before this, it may have finished by now.
+        if (
+            error is None
+            and not entry.decoding
+            and self._entries.get(entry.handoff_id) is not entry
+        ):
+            error = Stale("the request was cancelled while it was being reserved")
+        if error is not None:
+            self.refuse(router, entry.handoff_id, spans, error)
+            if self._entries.get(entry.handoff_id) is entry:
+                self._end(entry, "")
+            return
+        reserved = answer.result()
+        if reserved.started and not entry.decoding:
+            self._start_decoding(entry)
         entry.blocks = ReservedBlocks(
-            reserved.block_ids,
-            entry.num_tokens,
-            reserved.num_cached,
-            digest,
+            reserved.block_ids, entry.num_tokens, reserved.num_cached, digest
         )
-        return entry.blocks, reserved.started
+        spans.reserved(reserved.num_cached, reserved.started)
+        self._count("started" if reserved.started else "held")
+        router.outgoing.reserved.add(
+            handoff_id=entry.handoff_id,
+            reservation_token=entry.token,
+            cached_tokens=reserved.num_cached,
+            started=reserved.started,
+        )
 
     def _renew(self, entry: Entry) -> None:
         lease_end = asyncio.get_running_loop().time() + self._lease_s
@@ -294,38 +312,17 @@ class Reservations:
             return
         reason = f"its {'deadline' if overdue else 'reservation lease'} has passed"
         log.warning("handoff %s: %s", entry.handoff_id, reason, extra=entry.about)
-        self._start_ending(entry.handoff_id, reason)
+        self._give_up(entry, reason)
 
-    def _start_ending(self, handoff_id: str, reason: str) -> None:
-        entry = self._forget(handoff_id)
-        if entry is None:  # its router was just cut off
-            return
+    def _give_up(self, entry: Entry, reason: str) -> None:
+        """Ends an entry of which its router does not know why."""
+        self._end(entry, reason)
+        entry.router.outgoing.events.add(handoff_id=entry.handoff_id, abort_reason=reason)
+
+    def _end(self, entry: Entry, reason: str) -> asyncio.Task[None]:
+        self._forget(entry)
         entry.spans.end(reason)
-        event = decode_pb2.SequenceEvent(handoff_id=handoff_id, abort_reason=reason)
-        self._free(entry)
-        self._send(entry.stream_id, [event])
-
-    def _send(self, stream_id: str, events: list[decode_pb2.SequenceEvent]) -> None:
-        """Queues one message, unless the router is too far behind: then it is cut off."""
-        if stream_id not in self._streams:
-            return
-        queue, name = self._streams[stream_id]
-        if queue.qsize() < MAX_BACKLOG:
-            queue.put_nowait(decode_pb2.StreamEventsResponse(events=events))
-            return
-        log.warning("router %s is %d messages behind: cutting it off", name, MAX_BACKLOG)
-        while not queue.empty():
-            queue.get_nowait()
-        self._end_stream(stream_id)
-        self._cancel_stream(stream_id)
-
-    def _cancel_stream(self, stream_id: str) -> None:
-        for handoff_id in [h for h, e in self._entries.items() if e.stream_id == stream_id]:
-            self._start_ending(handoff_id, "the router's event stream broke")
-
-    def _end_stream(self, stream_id: str) -> None:
-        if stream_id in self._streams:
-            self._streams.pop(stream_id)[0].put_nowait(None)
+        return self._free(entry)
 
     def _free(self, entry: Entry) -> asyncio.Task[None]:
         """Frees the blocks, or quarantines those that a sender may still write into.
@@ -343,13 +340,14 @@ class Reservations:
         self.receiver.forget(handoff_id)
         return in_background(self._endings, _released(released))
 
-    def _forget(self, handoff_id: str) -> Entry | None:
-        entry = self._entries.pop(handoff_id, None)
-        if entry is not None and entry.timer is not None:
+    def _forget(self, entry: Entry) -> None:
+        del self._entries[entry.handoff_id]
+        if entry.timer is not None:
             entry.timer.cancel()
+        if entry.compiled is not None:
+            entry.compiled.cancel()
         if not self._entries:
             self._idle.set()
-        return entry
 
 
 async def _released(released: Future[list[int]]) -> None:
@@ -359,16 +357,12 @@ async def _released(released: Future[list[int]]) -> None:
         log.error("blocks were not freed: %s", error)
 
 
-def _event(progress: Progress) -> decode_pb2.SequenceEvent | None:
-    """A step's event for the router; none while a prompt is still being computed."""
-    if not progress.token_ids and not progress.abort_reason:
-        return None
+def _add_event(message: WorkerMessage, progress: Progress) -> None:
     # What most events lack is set apart: as arguments, empty ones cost as much as the others.
-    event = decode_pb2.SequenceEvent(handoff_id=progress.seq_id, token_ids=progress.token_ids)
+    event = message.events.add(handoff_id=progress.seq_id, token_ids=progress.token_ids)
     if progress.logprobs:
         event.logprobs.extend(map(logprobs_proto, progress.logprobs))
     if progress.finish_reason:
         event.finish_reason = FINISH_REASONS[progress.finish_reason]
     if progress.abort_reason:
         event.abort_reason, event.invalid = progress.abort_reason, progress.invalid
-    return event

@@ -157,7 +157,7 @@ class Handoff:
         link, put = self._link, self._put
         if link is None:
             # Nothing was granted, and the router that reserved the blocks cancels them; if it is
-            # gone itself, its broken event stream does.
+            # gone itself, the end of its connection does.
             return
         request = handoff_pb2.AbortRequest(**self._names, reason=reason)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import grpc
 from opentelemetry.context import Context
@@ -23,9 +23,10 @@ from baton.engine.sequence import Sequence
 from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, Unavailable
 from baton.prefix import token_digest
 from baton.v1 import prefill_pb2, worker_pb2
-from baton.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
-from baton.worker.messages import FINISH_REASONS, logprobs_proto, sequence_of
+from baton.v1.dispatch_pb2 import RouterMessage
+from baton.worker.messages import FINISH_REASONS, compiled_grammar, logprobs_proto, sequence_of
 from baton.worker.node import Node
+from baton.worker.router_port import RouterConnection
 from kvtransfer.interface import Transport
 from kvtransfer.links import LinkPool
 from kvtransfer.pool import KvPool, Slots
@@ -33,7 +34,8 @@ from kvtransfer.sender import Handoff
 
 log = logging.getLogger(__name__)
 
-Send = Callable[[prefill_pb2.PrefillResponse], Awaitable[None]]
+Send = Callable[[prefill_pb2.PrefillResponse], None]
+_HANDOFF_ID = "sequence.handoff_id"
 
 
 @dataclass
@@ -49,19 +51,19 @@ class Prompt:
     steps: asyncio.Queue[tuple[StepReport, Progress] | None] = field(default_factory=asyncio.Queue)
 
 
-class PrefillWorker(Node, PrefillServiceServicer):
+class PrefillWorker(Node):
     """Runs prompts for routers and hands their KV over."""
 
     def begin(self, loaded: Loaded, pool: KvPool, usable: list[Transport]) -> None:
         self._links = LinkPool(pool, self.record, usable, self.find)
         self.metrics.observe_links(self._links.status)
         self._prompts: dict[str, Prompt] = {}
+        self._tasks: dict[tuple[RouterConnection, str], asyncio.Task[None]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
     def add_to(self, server: grpc.aio.Server) -> list[str]:
-        add_PrefillServiceServicer_to_server(self, server)
-        return ["baton.v1.PrefillService"]
+        return []
 
     def pairs(self) -> list[worker_pb2.PairStatus]:
         return self._links.status()
@@ -85,9 +87,38 @@ class PrefillWorker(Node, PrefillServiceServicer):
             log.warning("%d prompts did not end; their calls are cancelled", len(self._prompts))
         await self._links.close()
 
-    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> None:
-        trace = telemetry.extract(context.invocation_metadata())
-        await self.prefill(request, trace, context.write)
+    def dispatch(self, router: RouterConnection, message: RouterMessage) -> None:
+        for request in message.prefill:
+            key = router, request.sequence.handoff_id
+            if key in self._tasks:
+                router.failed(key[1], InvalidRequest(f"handoff {key[1]} runs here", _HANDOFF_ID))
+                continue
+            self._tasks[key] = asyncio.create_task(self._answer(router, request))
+            self._tasks[key].add_done_callback(partial(self._answered, key))
+        for handoff_id in message.cancel:
+            if task := self._tasks.get((router, handoff_id)):
+                task.cancel()
+
+    def _answered(self, key: tuple[RouterConnection, str], _: asyncio.Task[None]) -> None:
+        del self._tasks[key]
+
+    def lost(self, router: RouterConnection) -> None:
+        for (whose, _), task in self._tasks.items():
+            if whose is router:
+                task.cancel()
+
+    async def _answer(self, router: RouterConnection, request: prefill_pb2.PrefillRequest) -> None:
+        """Runs a prompt for a router, which is told of its end too, unless that cancels it."""
+        handoff_id = request.sequence.handoff_id
+
+        def send(response: prefill_pb2.PrefillResponse) -> None:
+            response.handoff_id = handoff_id
+            router.outgoing.prefill.append(response)
+
+        try:
+            await self.prefill(request, telemetry.extract(request.trace.items()), send)
+        except Exception as error:
+            router.failed(handoff_id, error)
 
     async def prefill(
         self, request: prefill_pb2.PrefillRequest, trace: Context, send: Send
@@ -98,9 +129,9 @@ class PrefillWorker(Node, PrefillServiceServicer):
         """
         self.refuse_if_draining()
         spec, cached_tokens = request.sequence, request.target.cached_tokens
-        sequence = await sequence_of(spec, self.limits, self.grammars, park_after=1)
+        sequence = sequence_of(spec, self.limits, park_after=1)
         if sequence.seq_id in self._prompts:
-            raise InvalidRequest(f"handoff {sequence.seq_id} runs here", "sequence.handoff_id")
+            raise InvalidRequest(f"handoff {sequence.seq_id} runs here", _HANDOFF_ID)
         size = self.limits.block_size
         if cached_tokens % size or cached_tokens >= sequence.num_tokens:
             raise InvalidRequest(
@@ -137,6 +168,8 @@ class PrefillWorker(Node, PrefillServiceServicer):
                 step_timeout_s=self.config.transfer_timeout_s,
             ) as handoff:
                 try:
+                    if compiled := compiled_grammar(sequence, self.grammars):
+                        sequence.grammar = await asyncio.wrap_future(compiled)
                     await asyncio.wrap_future(self.engine.add(sequence))
                     last = await self._compute(prompt, handoff, send)
                 except BaseException:  # also a caller that hung up: no further chunk runs
@@ -151,7 +184,7 @@ class PrefillWorker(Node, PrefillServiceServicer):
                         transfer_ms=stats.transfer_s * 1e3,
                         transport=stats.kind,
                     )
-                    await send(prefill_pb2.PrefillResponse(committed=committed))
+                    send(prefill_pb2.PrefillResponse(committed=committed))
         finally:  # and no earlier: the blocks have to stay until the handoff is aborted
             del self._prompts[seq_id]
             self.engine.release(seq_id)
@@ -178,9 +211,9 @@ class PrefillWorker(Node, PrefillServiceServicer):
                 if progress.token_ids:
                     handoff.conclude(progress.token_ids[0])
             if started is not None:
-                await send(prefill_pb2.PrefillResponse(started=started))
+                send(prefill_pb2.PrefillResponse(started=started))
             if progress.token_ids:
-                await send(prefill_pb2.PrefillResponse(first_token=_first_token(progress)))
+                send(prefill_pb2.PrefillResponse(first_token=_first_token(progress)))
                 return progress
 
     def _send_blocks(self, prompt: Prompt, handoff: Handoff) -> None:

@@ -110,8 +110,7 @@ async def _run(
         operators = FleetServicer(service, _what_stays(config, address, admission.model), shared)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(operators, server)
         health.add_to(server, _SERVICES)
-        for ended in (sampler.close, dispatch.close, partial(server.stop, STOP_GRACE_S)):
-            stack.push_async_callback(ended)
+        stack.push_async_callback(server.stop, STOP_GRACE_S)
         readiness = _run_within(stack, _follow_readiness(fleet, health), "readiness")
         await server.start()
         settle()

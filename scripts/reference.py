@@ -99,7 +99,8 @@ def _option_row(one: argparse.Action) -> str:
 
 def grpc() -> Iterator[str]:
     """The commented protos, callers' services first."""
-    names = ("inference", "fleet", "trace", "prefill", "decode", "handoff", "worker", "common")
+    callers, workers = ("inference", "fleet", "trace"), ("prefill", "decode", "handoff", "worker")
+    names = (*callers, "dispatch", *workers, "common")
     files = {path.stem: path for path in (ROOT / "protos/baton/v1").glob("*.proto")}
     assert files.keys() == {*names, "etcd"}, "a proto without a place"
     for name in names:

@@ -1,4 +1,5 @@
 from baton.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping
@@ -17,12 +18,21 @@ class HandoffTarget(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., reservation_token: _Optional[str] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("sequence", "target")
+    __slots__ = ("sequence", "target", "trace")
+    class TraceEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     sequence: _common_pb2.SequenceSpec
     target: HandoffTarget
-    def __init__(self, sequence: _Optional[_Union[_common_pb2.SequenceSpec, _Mapping]] = ..., target: _Optional[_Union[HandoffTarget, _Mapping]] = ...) -> None: ...
+    trace: _containers.ScalarMap[str, str]
+    def __init__(self, sequence: _Optional[_Union[_common_pb2.SequenceSpec, _Mapping]] = ..., target: _Optional[_Union[HandoffTarget, _Mapping]] = ..., trace: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
     __slots__ = ("queue_ms", "cached_tokens")
@@ -53,11 +63,13 @@ class PrefillCommitted(_message.Message):
     def __init__(self, transfer_bytes: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., transport: _Optional[_Union[_common_pb2.Transport, str]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("started", "first_token", "committed")
+    __slots__ = ("handoff_id", "started", "first_token", "committed")
+    HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    handoff_id: str
     started: PrefillStarted
     first_token: PrefillFirstToken
     committed: PrefillCommitted
-    def __init__(self, started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[PrefillFirstToken, _Mapping]] = ..., committed: _Optional[_Union[PrefillCommitted, _Mapping]] = ...) -> None: ...
+    def __init__(self, handoff_id: _Optional[str] = ..., started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[PrefillFirstToken, _Mapping]] = ..., committed: _Optional[_Union[PrefillCommitted, _Mapping]] = ...) -> None: ...

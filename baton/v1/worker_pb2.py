@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\x11\n\x0f\x44\x65scribeRequest\"}\n\x10\x44\x65scribeResponse\x12&\n\x06record\x18\x01 \x01(\x0b\x32\x16.baton.v1.WorkerRecord\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.baton.v1.Load\x12#\n\x05pairs\x18\x03 \x03(\x0b\x32\x14.baton.v1.PairStatus\"$\n\x0cWatchRequest\x12\x14\n\x0cheartbeat_ms\x18\x01 \x01(\r\"\xe2\x02\n\x04Load\x12\x14\n\x0cqueue_tokens\x18\x01 \x01(\x04\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x04 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x05 \x01(\r\x12\x15\n\rblocks_cached\x18\x06 \x01(\r\x12\x13\n\x0b\x62locks_held\x18\x07 \x01(\r\x12\x1a\n\x12\x62locks_quarantined\x18\x08 \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\t \x01(\x01\x12\x0f\n\x07step_ms\x18\n \x01(\x01\x12\r\n\x05steps\x18\x0b \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0c \x01(\x04\x12\x13\n\x0bstep_age_ms\x18\r \x01(\x01\x12\x17\n\x0ftokens_computed\x18\x0e \x01(\x04\x12\x18\n\x10tokens_generated\x18\x0f \x01(\x04\x12\x14\n\x0c\x63hunk_tokens\x18\x10 \x01(\r\">\n\nCacheEvent\x12\x0e\n\x06stored\x18\x01 \x03(\x06\x12\x0f\n\x07\x65victed\x18\x02 \x03(\x06\x12\x0f\n\x07\x63leared\x18\x03 \x01(\x08\"\xaa\x01\n\nPairStatus\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\x12&\n\ttransport\x18\x03 \x01(\x0e\x32\x13.baton.v1.Transport\x12\r\n\x05state\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x12\n\nsent_bytes\x18\x06 \x01(\x04\x12\x0f\n\x07sent_ms\x18\x07 \x01(\x01\x12\x10\n\x08\x66\x61llback\x18\x08 \x01(\t\"\x9d\x01\n\rWatchResponse\x12\x1c\n\x04load\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Load\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12#\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x14.baton.v1.CacheEvent\x12#\n\x05pairs\x18\x04 \x03(\x0b\x32\x14.baton.v1.PairStatus\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"&\n\x11KeepTracesRequest\x12\x11\n\ttrace_ids\x18\x01 \x03(\t\"\x14\n\x12KeepTracesResponse2\x91\x02\n\rWorkerService\x12\x41\n\x08\x44\x65scribe\x12\x19.baton.v1.DescribeRequest\x1a\x1a.baton.v1.DescribeResponse\x12:\n\x05Watch\x12\x16.baton.v1.WatchRequest\x1a\x17.baton.v1.WatchResponse0\x01\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponse\x12G\n\nKeepTraces\x12\x1b.baton.v1.KeepTracesRequest\x1a\x1c.baton.v1.KeepTracesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/worker.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\x11\n\x0f\x44\x65scribeRequest\"}\n\x10\x44\x65scribeResponse\x12&\n\x06record\x18\x01 \x01(\x0b\x32\x16.baton.v1.WorkerRecord\x12\x1c\n\x04load\x18\x02 \x01(\x0b\x32\x0e.baton.v1.Load\x12#\n\x05pairs\x18\x03 \x03(\x0b\x32\x14.baton.v1.PairStatus\"\xe2\x02\n\x04Load\x12\x14\n\x0cqueue_tokens\x18\x01 \x01(\x04\x12\x0f\n\x07running\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x04 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x05 \x01(\r\x12\x15\n\rblocks_cached\x18\x06 \x01(\r\x12\x13\n\x0b\x62locks_held\x18\x07 \x01(\r\x12\x1a\n\x12\x62locks_quarantined\x18\x08 \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\t \x01(\x01\x12\x0f\n\x07step_ms\x18\n \x01(\x01\x12\r\n\x05steps\x18\x0b \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0c \x01(\x04\x12\x13\n\x0bstep_age_ms\x18\r \x01(\x01\x12\x17\n\x0ftokens_computed\x18\x0e \x01(\x04\x12\x18\n\x10tokens_generated\x18\x0f \x01(\x04\x12\x14\n\x0c\x63hunk_tokens\x18\x10 \x01(\r\">\n\nCacheEvent\x12\x0e\n\x06stored\x18\x01 \x03(\x06\x12\x0f\n\x07\x65victed\x18\x02 \x03(\x06\x12\x0f\n\x07\x63leared\x18\x03 \x01(\x08\"\xaa\x01\n\nPairStatus\x12\x0f\n\x07prefill\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x02 \x01(\t\x12&\n\ttransport\x18\x03 \x01(\x0e\x32\x13.baton.v1.Transport\x12\r\n\x05state\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x12\n\nsent_bytes\x18\x06 \x01(\x04\x12\x0f\n\x07sent_ms\x18\x07 \x01(\x01\x12\x10\n\x08\x66\x61llback\x18\x08 \x01(\t\"\x9a\x01\n\nLoadReport\x12\x1c\n\x04load\x18\x01 \x01(\x0b\x32\x0e.baton.v1.Load\x12$\n\x05state\x18\x02 \x01(\x0e\x32\x15.baton.v1.WorkerState\x12#\n\x05\x63\x61\x63he\x18\x03 \x01(\x0b\x32\x14.baton.v1.CacheEvent\x12#\n\x05pairs\x18\x04 \x03(\x0b\x32\x14.baton.v1.PairStatus\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse2\x8c\x01\n\rWorkerService\x12\x41\n\x08\x44\x65scribe\x12\x19.baton.v1.DescribeRequest\x1a\x1a.baton.v1.DescribeResponse\x12\x38\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x17.baton.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,24 +36,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEREQUEST']._serialized_end=75
   _globals['_DESCRIBERESPONSE']._serialized_start=77
   _globals['_DESCRIBERESPONSE']._serialized_end=202
-  _globals['_WATCHREQUEST']._serialized_start=204
-  _globals['_WATCHREQUEST']._serialized_end=240
-  _globals['_LOAD']._serialized_start=243
-  _globals['_LOAD']._serialized_end=597
-  _globals['_CACHEEVENT']._serialized_start=599
-  _globals['_CACHEEVENT']._serialized_end=661
-  _globals['_PAIRSTATUS']._serialized_start=664
-  _globals['_PAIRSTATUS']._serialized_end=834
-  _globals['_WATCHRESPONSE']._serialized_start=837
-  _globals['_WATCHRESPONSE']._serialized_end=994
-  _globals['_DRAINREQUEST']._serialized_start=996
-  _globals['_DRAINREQUEST']._serialized_end=1010
-  _globals['_DRAINRESPONSE']._serialized_start=1012
-  _globals['_DRAINRESPONSE']._serialized_end=1027
-  _globals['_KEEPTRACESREQUEST']._serialized_start=1029
-  _globals['_KEEPTRACESREQUEST']._serialized_end=1067
-  _globals['_KEEPTRACESRESPONSE']._serialized_start=1069
-  _globals['_KEEPTRACESRESPONSE']._serialized_end=1089
-  _globals['_WORKERSERVICE']._serialized_start=1092
-  _globals['_WORKERSERVICE']._serialized_end=1365
+  _globals['_LOAD']._serialized_start=205
+  _globals['_LOAD']._serialized_end=559
+  _globals['_CACHEEVENT']._serialized_start=561
+  _globals['_CACHEEVENT']._serialized_end=623
+  _globals['_PAIRSTATUS']._serialized_start=626
+  _globals['_PAIRSTATUS']._serialized_end=796
+  _globals['_LOADREPORT']._serialized_start=799
+  _globals['_LOADREPORT']._serialized_end=953
+  _globals['_DRAINREQUEST']._serialized_start=955
+  _globals['_DRAINREQUEST']._serialized_end=969
+  _globals['_DRAINRESPONSE']._serialized_start=971
+  _globals['_DRAINRESPONSE']._serialized_end=986
+  _globals['_WORKERSERVICE']._serialized_start=989
+  _globals['_WORKERSERVICE']._serialized_end=1129
 # @@protoc_insertion_point(module_scope)

@@ -21,12 +21,6 @@ class DescribeResponse(_message.Message):
     pairs: _containers.RepeatedCompositeFieldContainer[PairStatus]
     def __init__(self, record: _Optional[_Union[_common_pb2.WorkerRecord, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., pairs: _Optional[_Iterable[_Union[PairStatus, _Mapping]]] = ...) -> None: ...
 
-class WatchRequest(_message.Message):
-    __slots__ = ("heartbeat_ms",)
-    HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
-    heartbeat_ms: int
-    def __init__(self, heartbeat_ms: _Optional[int] = ...) -> None: ...
-
 class Load(_message.Message):
     __slots__ = ("queue_tokens", "running", "waiting", "blocks_total", "blocks_free", "blocks_cached", "blocks_held", "blocks_quarantined", "prefill_tokens_per_s", "step_ms", "steps", "preemptions", "step_age_ms", "tokens_computed", "tokens_generated", "chunk_tokens")
     QUEUE_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -93,7 +87,7 @@ class PairStatus(_message.Message):
     fallback: str
     def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., transport: _Optional[_Union[_common_pb2.Transport, str]] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., sent_ms: _Optional[float] = ..., fallback: _Optional[str] = ...) -> None: ...
 
-class WatchResponse(_message.Message):
+class LoadReport(_message.Message):
     __slots__ = ("load", "state", "cache", "pairs")
     LOAD_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -110,15 +104,5 @@ class DrainRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DrainResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class KeepTracesRequest(_message.Message):
-    __slots__ = ("trace_ids",)
-    TRACE_IDS_FIELD_NUMBER: _ClassVar[int]
-    trace_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, trace_ids: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class KeepTracesResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

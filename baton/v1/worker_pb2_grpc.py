@@ -40,20 +40,10 @@ class WorkerServiceStub(object):
                 request_serializer=baton_dot_v1_dot_worker__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.DescribeResponse.FromString,
                 _registered_method=True)
-        self.Watch = channel.unary_stream(
-                '/baton.v1.WorkerService/Watch',
-                request_serializer=baton_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_worker__pb2.WatchResponse.FromString,
-                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/baton.v1.WorkerService/Drain',
                 request_serializer=baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
-                _registered_method=True)
-        self.KeepTraces = channel.unary_unary(
-                '/baton.v1.WorkerService/KeepTraces',
-                request_serializer=baton_dot_v1_dot_worker__pb2.KeepTracesRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_worker__pb2.KeepTracesResponse.FromString,
                 _registered_method=True)
 
 
@@ -68,22 +58,8 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Watch(self, request, context):
-        """Load now and whenever it changes, and changes of the prefix cache.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Drain(self, request, context):
         """Starts draining, as SIGTERM does; answers when nothing runs any more.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def KeepTraces(self, request, context):
-        """Exports the spans of these traces, though they were not sampled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,20 +73,10 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_v1_dot_worker__pb2.DescribeRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.DescribeResponse.SerializeToString,
             ),
-            'Watch': grpc.unary_stream_rpc_method_handler(
-                    servicer.Watch,
-                    request_deserializer=baton_dot_v1_dot_worker__pb2.WatchRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_worker__pb2.WatchResponse.SerializeToString,
-            ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
-            ),
-            'KeepTraces': grpc.unary_unary_rpc_method_handler(
-                    servicer.KeepTraces,
-                    request_deserializer=baton_dot_v1_dot_worker__pb2.KeepTracesRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_worker__pb2.KeepTracesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -152,33 +118,6 @@ class WorkerService(object):
             _registered_method=True)
 
     @staticmethod
-    def Watch(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/baton.v1.WorkerService/Watch',
-            baton_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
-            baton_dot_v1_dot_worker__pb2.WatchResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Drain(request,
             target,
             options=(),
@@ -195,33 +134,6 @@ class WorkerService(object):
             '/baton.v1.WorkerService/Drain',
             baton_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.DrainResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def KeepTraces(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.WorkerService/KeepTraces',
-            baton_dot_v1_dot_worker__pb2.KeepTracesRequest.SerializeToString,
-            baton_dot_v1_dot_worker__pb2.KeepTracesResponse.FromString,
             options,
             channel_credentials,
             insecure,

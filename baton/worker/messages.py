@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from baton.engine.build import Loaded
@@ -12,7 +12,7 @@ from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest
 from baton.prefix import hash_chain
 from baton.sampling import SamplingParams
-from baton.structured_output import GrammarCompiler
+from baton.structured_output import GrammarCompiler, GrammarMatcher
 from baton.v1 import common_pb2
 
 FINISH_REASONS = {
@@ -46,16 +46,12 @@ class ModelLimits:
             )
 
 
-async def sequence_of(
-    spec: common_pb2.SequenceSpec,
-    limits: ModelLimits,
-    grammars: GrammarCompiler,
-    park_after: int | None = None,
+def sequence_of(
+    spec: common_pb2.SequenceSpec, limits: ModelLimits, park_after: int | None = None
 ) -> Sequence:
-    """The engine's sequence for a router's request. Raises InvalidRequest.
+    """The engine's sequence for a router's request, but for its grammar. Raises InvalidRequest.
 
-    Its blocks are hashed and its grammar is compiled here, not on the engine's thread, which a long
-    prompt would delay.
+    Its blocks are hashed here, not on the engine's thread, which a long prompt would delay.
     """
     num_tokens, params = len(spec.token_ids), SamplingParams.from_proto(spec.sampling)
     if not spec.handoff_id:
@@ -72,11 +68,7 @@ async def sequence_of(
         )
     limits.check_token(max(spec.token_ids), "sequence.token_ids")
     params.validate(limits.vocab_size)
-    tokens, output = list(spec.token_ids), params.structured_output
-    grammar = None
-    if output is not None:
-        compiled = grammars.compile(output, tokens, spec.prompt_tokens)
-        grammar = await asyncio.wrap_future(compiled)
+    tokens = list(spec.token_ids)
     return Sequence(
         seq_id=spec.handoff_id,
         tokens=tokens,
@@ -86,8 +78,20 @@ async def sequence_of(
         priority=time.monotonic() + spec.virtual_finish_ms / 1000,
         park_after=park_after,
         block_hashes=hash_chain(tokens, limits.block_size, spec.cache_salt),
-        grammar=grammar,
     )
+
+
+def compiled_grammar(
+    sequence: Sequence, grammars: GrammarCompiler
+) -> Future[GrammarMatcher] | None:
+    """What a sequence with structured output needs before it is the engine's; None without it.
+
+    Raises and fails as `GrammarCompiler.compile`; cancelling the future is enough to give it up.
+    """
+    output = sequence.params.structured_output
+    if output is None:
+        return None
+    return grammars.compile(output, sequence.tokens, sequence.prompt_tokens)
 
 
 def logprobs_proto(logprobs: TokenLogprobs) -> common_pb2.PositionLogprobs:

@@ -5,10 +5,9 @@ Everything here runs on the event loop, nothing on the engine's thread.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from opentelemetry.context import Context
 from torch import Tensor
@@ -34,9 +33,8 @@ class LoadTracker:
     def __init__(self) -> None:
         self.load = worker_pb2.Load()
         self.mean_step_s = 0.0  # over steps of every kind; 0 before the first
-        self._cached: set[int] = set()  # every prefix hash that can be hit
-        self._watchers: set[_Watcher] = set()
-        self._closed = False
+        self.cached: set[int] = set()  # every prefix hash that can be hit
+        self.watchers: set[CacheWatcher] = set()
 
     def update(self, report: StepReport) -> None:
         load = worker_pb2.Load(**vars(report.load))
@@ -50,53 +48,30 @@ class LoadTracker:
         if report.num_tokens and kind_of(report) == "decode":
             load.step_ms = _smooth(load.step_ms, step_s * 1e3)
         self.load = load
-        self._cached.difference_update(report.cache.evicted)
-        self._cached.update(report.cache.stored)
-        for watcher in self._watchers:
+        self.cached.difference_update(report.cache.evicted)
+        self.cached.update(report.cache.stored)
+        for watcher in self.watchers:
             watcher.add(report.cache)
         self.wake()
 
     def wake(self) -> None:
-        for watcher in self._watchers:
-            watcher.changed.set()
+        """Tells routers of load and state as they are now."""
+        for watcher in self.watchers:
+            watcher.on_change()
+
+
+class CacheWatcher:
+    """Changes not yet sent to one router: the net effect, however far it is behind."""
+
+    def __init__(self, tracker: LoadTracker, on_change: Callable[[], None]) -> None:
+        """`on_change` is called, until `close`, where load, state or cache may have changed."""
+        self.on_change = on_change
+        self._watchers = tracker.watchers
+        self._stored, self._evicted, self._cleared = set(tracker.cached), set[int](), True
+        self._watchers.add(self)
 
     def close(self) -> None:
-        """Ends every watch after its last event."""
-        self._closed = True
-        self.wake()
-
-    async def watch(
-        self, interval_s: float, heartbeat_s: float = 0.0
-    ) -> AsyncGenerator[worker_pb2.CacheEvent, None]:
-        """Cache changes, now and after each change of load, at most once in `interval_s`.
-
-        The first event carries all that is cached. Without changes an empty one comes after
-        `heartbeat_s` (0: never), or after `interval_s` if that is longer.
-        """
-        silence_s = max(0.0, heartbeat_s - interval_s) if heartbeat_s else None
-        watcher = _Watcher(self._cached)
-        self._watchers.add(watcher)
-        try:
-            while True:
-                last = self._closed
-                yield watcher.event()
-                if last:
-                    return
-                await asyncio.sleep(interval_s)  # bounds the rate; the next wait is for an event
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(silence_s):
-                        await watcher.changed.wait()
-                watcher.changed.clear()
-        finally:
-            self._watchers.discard(watcher)
-
-
-class _Watcher:
-    """Changes not yet sent to one watcher: the net effect, however far it is behind."""
-
-    def __init__(self, cached: Iterable[int]) -> None:
-        self.changed = asyncio.Event()
-        self._stored, self._evicted, self._cleared = set(cached), set[int](), True
+        self._watchers.discard(self)
 
     def add(self, changes: CacheChanges) -> None:
         """Adds one step's changes; within a step blocks are evicted before others are stored."""
@@ -106,7 +81,10 @@ class _Watcher:
         self._stored |= stored - self._evicted
         self._evicted -= stored
 
-    def event(self) -> worker_pb2.CacheEvent:
+    def event(self) -> worker_pb2.CacheEvent | None:
+        """What has changed since the last event, if anything; the first has all that is cached."""
+        if not (self._stored or self._evicted or self._cleared):
+            return None
         event = worker_pb2.CacheEvent(
             stored=self._stored, evicted=self._evicted, cleared=self._cleared
         )

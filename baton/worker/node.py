@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,10 +37,12 @@ from baton.structured_output import GrammarCompiler
 from baton.telemetry import Telemetry
 from baton.text import text_fingerprint
 from baton.v1 import common_pb2, worker_pb2
+from baton.v1.dispatch_pb2 import RouterMessage
 from baton.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 from baton.worker import hardware
 from baton.worker.messages import ModelLimits
 from baton.worker.metrics import LoadTracker, WorkerMetrics
+from baton.worker.router_port import RouterConnection, RouterPort
 from kvtransfer import copier, transports
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
@@ -53,7 +55,6 @@ STOP_GRACE_S = 2.0
 CLOSE_GRACE_S = 5.0  # for what ends right after the last transfer
 REGISTRY_TIMEOUT_S = 5.0
 RECORD_WAIT_S = 1.0  # for the record of a worker that a router knows already to arrive here
-WATCH_INTERVAL_S = 0.05
 STALL_MIN_S = 30.0  # no shorter step counts as stalled
 STALL_STEPS = 50  # mean steps that a step may take
 
@@ -83,6 +84,7 @@ class Node(WorkerServiceServicer, ABC):
         self._stepped = asyncio.Event()
         self._failure: Exception | None = None  # that no request here can survive
         self._health = Health()
+        self._port = RouterPort(self)
 
     @abstractmethod
     def begin(self, loaded: Loaded, pool: KvPool, usable: list[Transport]) -> None:
@@ -91,6 +93,14 @@ class Node(WorkerServiceServicer, ABC):
     @abstractmethod
     def add_to(self, server: grpc.aio.Server) -> list[str]:
         """Adds its own services to a server; their full names."""
+
+    @abstractmethod
+    def dispatch(self, router: RouterConnection, message: RouterMessage) -> None:
+        """Does what a router asks for."""
+
+    @abstractmethod
+    def lost(self, router: RouterConnection) -> None:
+        """A router's connection has ended: frees what runs for it."""
 
     @abstractmethod
     def on_step(self, report: StepReport) -> None:
@@ -119,7 +129,11 @@ class Node(WorkerServiceServicer, ABC):
             loop.add_signal_handler(number, self._stop.set)
         server, address = bind(self.config.host, self.config.port)
         self.record.address = self.config.advertise or address
+        host, _ = split_address(self.record.address)
+        wanted = self.config.host.strip("[]"), self.config.router_port
+        self.record.router_address = f"{host}:{self._port.listen(*wanted)}"
         async with (
+            contextlib.aclosing(self._port),
             self._registry.register(self.record) as registration,
             self._registry.watch() as self._members,
         ):
@@ -133,9 +147,8 @@ class Node(WorkerServiceServicer, ABC):
             self.limits = ModelLimits.of(loaded)
             eos_token_ids = loaded.model_config.eos_token_ids
             self.grammars = GrammarCompiler(loaded.path, self.limits.vocab_size, eos_token_ids)
-            host, _ = split_address(self.record.address)
-            wanted = self.config.transport, self.config.kv_host
-            usable = transports.usable(pool, host, *wanted)
+            kv = self.config.transport, self.config.kv_host
+            usable = transports.usable(pool, host, *kv)
             self.begin(loaded, pool, usable)
             self.engine.start()
             async with contextlib.AsyncExitStack() as ending:  # whatever happens, in reverse
@@ -155,6 +168,20 @@ class Node(WorkerServiceServicer, ABC):
         load.step_age_ms = self.engine.step_age_s * 1e3
         return load
 
+    @property
+    def incarnation(self) -> str:
+        return self.record.incarnation
+
+    def report(self) -> worker_pb2.LoadReport:
+        """Load, state and links now."""
+        return worker_pb2.LoadReport(load=self.load(), state=self.record.state, pairs=self.pairs())
+
+    def take(self, router: RouterConnection, message: RouterMessage) -> None:
+        """Handles a router's message."""
+        for trace_id in message.keep_traces:
+            self.telemetry.keep(trace_id)
+        self.dispatch(router, message)
+
     async def find(self, incarnation: str) -> common_pb2.WorkerRecord:
         """The registry's record of a worker of the other role. Raises TransferFailed when it has
         none."""
@@ -172,26 +199,10 @@ class Node(WorkerServiceServicer, ABC):
     async def Describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
         return worker_pb2.DescribeResponse(record=self.record, load=self.load(), pairs=self.pairs())
 
-    async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
-        watch = self.load_tracker.watch(WATCH_INTERVAL_S, request.heartbeat_ms / 1000)
-        async with contextlib.aclosing(watch) as events:
-            async for cache in events:
-                state = self.record.state
-                yield worker_pb2.WatchResponse(
-                    load=self.load(), state=state, cache=cache, pairs=self.pairs()
-                )
-
     async def Drain(self, request: Any, context: Any) -> worker_pb2.DrainResponse:
         self._stop.set()
         await self._drained.wait()
         return worker_pb2.DrainResponse()
-
-    async def KeepTraces(
-        self, request: worker_pb2.KeepTracesRequest, context: Any
-    ) -> worker_pb2.KeepTracesResponse:
-        for trace_id in request.trace_ids:
-            self.telemetry.keep(trace_id)
-        return worker_pb2.KeepTracesResponse()
 
     async def _describe(self, loaded: Loaded, usable: list[Transport]) -> None:
         record, device = self.record, loaded.runner.pool.device
@@ -227,6 +238,7 @@ class Node(WorkerServiceServicer, ABC):
         add_WorkerServiceServicer_to_server(self, server)
         self._health.add_to(server, [*self.add_to(server), "baton.v1.WorkerService"])
         await server.start()
+        await self._port.open()
         settle()
         load = await asyncio.wrap_future(self.engine.load())
         self.load_tracker.load.CopyFrom(worker_pb2.Load(**vars(load)))
@@ -261,17 +273,17 @@ class Node(WorkerServiceServicer, ABC):
             async with asyncio.timeout(REGISTRY_TIMEOUT_S):
                 await registration.update(self.record)
         except (TimeoutError, Unavailable):
-            log.warning("the registry does not answer; routers get this state from Watch")
+            log.warning("the registry does not answer; routers get this state from us")
 
     async def _leave(self) -> None:
-        """Frees everything, then ends the watches and answers Drain calls."""
+        """Frees everything, then ends routers' connections and answers Drain calls."""
         try:
             async with asyncio.timeout(self.config.transfer_timeout_s + CLOSE_GRACE_S):
                 await self.close()
         except TimeoutError:
             log.error("a step or a transfer does not end: leaving without it")
         finally:
-            self.load_tracker.close()
+            await self._port.aclose()
             self._drained.set()
 
     async def _watch_for_stalls(self) -> None:

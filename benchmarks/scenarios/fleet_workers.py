@@ -2,9 +2,9 @@
 
     python benchmarks/scenarios/fleet_workers.py 500 decode-worker --config …
 
-What a router and etcd see of them is real: for each worker a gRPC server at a port of its own, a
-record under a lease of its own, load reports as often as workers send them, and event streams with
-a message for each step. A step is a timer (`--simulate`), KV is counted but not moved, and decode
+What a router and etcd see of them is real: for each worker a port of its own for routers, a record
+under a lease of its own, load reports and heartbeats as often as workers send them, and a message
+for each step. A step is a timer (`--simulate`), KV is counted but not moved, and decode
 starts a sequence by the clock instead of a Commit. /metrics has the number of messages sent.
 """
 
@@ -18,12 +18,10 @@ import signal
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import grpc
 import uvloop
 from prometheus_client import generate_latest
 
@@ -33,14 +31,15 @@ from baton.metrics.recorder import Gaps
 from baton.metrics.server import serving
 from baton.metrics.table import of
 from baton.registry import EtcdRegistry
-from baton.server import EventLoop, bind, measure_lag, settle
+from baton.server import EventLoop, measure_lag, settle
 from baton.text import text_fingerprint
-from baton.v1 import common_pb2, decode_pb2, prefill_pb2, worker_pb2
-from baton.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
-from baton.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
-from baton.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
+from baton.v1 import common_pb2, prefill_pb2, worker_pb2
+from baton.v1.decode_pb2 import ReserveRequest
+from baton.v1.dispatch_pb2 import RouterMessage
+from baton.v1.prefill_pb2 import PrefillRequest
 from baton.worker import node
 from baton.worker.metrics import LoadTracker
+from baton.worker.router_port import RouterConnection, RouterPort
 
 _BLOCK, _BLOCKS, _MAX_BATCH, _CONTEXT = 16, 4096, 64, 65536
 _TOKEN_BYTES = 131072
@@ -54,26 +53,38 @@ SENT: Counter[str] = Counter()  # messages, by kind
 LAG = Gaps(of("router")["baton.event_loop.lag"])
 
 
-class Worker(WorkerServiceServicer, ABC):
+class Router(RouterConnection):
+    """A router, and the count of what it is sent."""
+
+    def flush(self) -> None:
+        message = self.outgoing
+        kinds = {"step": message.events, "prefill message": message.prefill}
+        kind = next((kind for kind, of in kinds.items() if of), "")
+        kind = kind or ("load report" if message.HasField("report") else "")
+        SENT[kind or ("heartbeat" if not message.ByteSize() else "answer")] += 1
+        super().flush()
+
+
+class Worker(ABC):
     """One worker; its role is a subclass."""
 
     role: common_pb2.WorkerRole
 
     def __init__(self, name: str, fingerprint: str, config: WorkerConfig) -> None:
         self.speed = SimulatedSpeed.parse(config.engine.simulate)
-        self.tracker = LoadTracker()
-        self.load = self.tracker.load
+        self.load_tracker = LoadTracker()
+        self.load = self.load_tracker.load
         self.load.blocks_total = self.load.blocks_free = _BLOCKS
         self.load.prefill_tokens_per_s = self.speed.prefill_tokens_per_s
         self.load.chunk_tokens = int(0.06 * self.speed.prefill_tokens_per_s)
         self.load.step_ms = self.speed.step_s(0, 1) * 1e3
-        self.server, address = bind(config.host, 0)
-        add_WorkerServiceServicer_to_server(self, self.server)
-        self.add_to(self.server)
+        self.port = RouterPort(self, Router)
+        address = f"{config.host}:{self.port.listen(config.host, 0)}"
         self.record = common_pb2.WorkerRecord(
             incarnation=new_incarnation(name),
             role=self.role,
             address=address,
+            router_address=address,
             host_id=host_id(),
             pid=os.getpid(),
             state=common_pb2.WORKER_STATE_READY,
@@ -89,91 +100,96 @@ class Worker(WorkerServiceServicer, ABC):
             max_batch=_MAX_BATCH,
         )  # fmt: skip
 
-    @abstractmethod
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """Adds the service of its role."""
+    @property
+    def incarnation(self) -> str:
+        return self.record.incarnation
 
-    def take(self, blocks: int) -> None:
+    def report(self) -> worker_pb2.LoadReport:
+        return worker_pb2.LoadReport(load=self.load, state=self.record.state)
+
+    @abstractmethod
+    def take(self, router: RouterConnection, message: RouterMessage) -> None:
+        """Does what a router asks for."""
+
+    def lost(self, router: RouterConnection) -> None:  # noqa: B027 - the run is over
+        """Nothing is freed."""
+
+    def hold(self, blocks: int) -> None:
         """Holds blocks, or frees them."""
         self.load.blocks_free -= blocks
         self.load.blocks_held += blocks
-        self.tracker.wake()
-
-    async def Describe(self, request: Any, context: Any) -> worker_pb2.DescribeResponse:
-        return worker_pb2.DescribeResponse(record=self.record, load=self.load)
-
-    async def Watch(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
-        watch = self.tracker.watch(node.WATCH_INTERVAL_S, request.heartbeat_ms / 1000)
-        last = worker_pb2.Load()
-        async with contextlib.aclosing(watch) as events:
-            async for cache in events:
-                SENT["heartbeat" if self.load == last else "load report"] += 1
-                last.CopyFrom(self.load)
-                state = self.record.state
-                yield worker_pb2.WatchResponse(load=self.load, state=state, cache=cache)
+        self.load_tracker.wake()
 
 
-class PrefillWorker(Worker, PrefillServiceServicer):
+class PrefillWorker(Worker):
     role = common_pb2.WORKER_ROLE_PREFILL
     _free_at = 0.0  # when all prompts are computed
 
-    def add_to(self, server: grpc.aio.Server) -> None:
-        add_PrefillServiceServicer_to_server(self, server)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def Prefill(
-        self, request: prefill_pb2.PrefillRequest, context: Any
-    ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+    def take(self, router: RouterConnection, message: RouterMessage) -> None:
+        for request in message.prefill:
+            handoff_id = request.sequence.handoff_id
+            self._tasks[handoff_id] = asyncio.create_task(self._prefill(router, request))
+        for handoff_id in message.cancel:
+            if task := self._tasks.get(handoff_id):
+                task.cancel()
+
+    async def _prefill(self, router: RouterConnection, request: PrefillRequest) -> None:
+        handoff_id = request.sequence.handoff_id
         loop, tokens = asyncio.get_running_loop(), len(request.sequence.token_ids)
         blocks = math.ceil(tokens / _BLOCK)
         waits_s = max(0.0, self._free_at - loop.time())
         self._free_at = loop.time() + waits_s + self.speed.step_s(tokens, 0)
         self.load.queue_tokens += tokens
         self.load.running += 1
-        self.take(blocks)
+        self.hold(blocks)
         try:
             await asyncio.sleep(self._free_at - loop.time())
             self.load.steps += 1
             started = prefill_pb2.PrefillStarted(queue_ms=waits_s * 1e3)
-            yield prefill_pb2.PrefillResponse(started=started)
+            router.outgoing.prefill.add(handoff_id=handoff_id, started=started)
             token = prefill_pb2.PrefillFirstToken(token_id=_FIRST_ID)
-            yield prefill_pb2.PrefillResponse(first_token=token)
+            router.outgoing.prefill.add(handoff_id=handoff_id, first_token=token)
             await asyncio.sleep(_HANDOFF_S)
             committed = prefill_pb2.PrefillCommitted(
                 transfer_bytes=tokens * _TOKEN_BYTES,
                 transfer_ms=_HANDOFF_S * 1e3,
                 transport=common_pb2.TRANSPORT_SHM,
             )
-            yield prefill_pb2.PrefillResponse(committed=committed)
-            SENT["prefill message"] += 3
+            router.outgoing.prefill.add(handoff_id=handoff_id, committed=committed)
         finally:
+            del self._tasks[handoff_id]
             self.load.queue_tokens -= tokens
             self.load.running -= 1
-            self.take(-blocks)
+            self.hold(-blocks)
 
 
 @dataclass
 class _Sequence:
-    stream_id: str
+    router: RouterConnection
     num_blocks: int
     starts_at: float  # by the loop's clock
     left: int  # tokens to generate
 
 
-class DecodeWorker(Worker, DecodeServiceServicer):
+class DecodeWorker(Worker):
     role = common_pb2.WORKER_ROLE_DECODE
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._streams: dict[str, asyncio.Queue[list[decode_pb2.SequenceEvent]]] = {}
         self._sequences: dict[str, _Sequence] = {}
         self._engine: asyncio.Task[None] | None = None
 
-    def add_to(self, server: grpc.aio.Server) -> None:
-        add_DecodeServiceServicer_to_server(self, server)
+    def take(self, router: RouterConnection, message: RouterMessage) -> None:
+        for request in message.reserve:
+            self._reserve(router, request)
+        for handoff_id in message.cancel:
+            self._end(handoff_id)
 
-    async def Reserve(
-        self, request: decode_pb2.ReserveRequest, context: Any
-    ) -> decode_pb2.ReserveResponse:
+    def _reserve(self, router: RouterConnection, request: ReserveRequest) -> None:
         spec = request.sequence
         tokens, new = len(spec.token_ids), spec.sampling.max_tokens
         started = tokens <= request.local_prefill_max_tokens
@@ -181,36 +197,13 @@ class DecodeWorker(Worker, DecodeServiceServicer):
         ready_s = self.speed.step_s(tokens, 0) + (0.0 if started else _HANDOFF_S)
         starts_at = asyncio.get_running_loop().time() + ready_s
         left = new if started else new - 1
-        self._sequences[spec.handoff_id] = _Sequence(request.stream_id, blocks, starts_at, left)
-        self.take(blocks)
+        self._sequences[spec.handoff_id] = _Sequence(router, blocks, starts_at, left)
+        self.hold(blocks)
         if self._engine is None or self._engine.done():
             self._engine = asyncio.create_task(self._run())
-        return decode_pb2.ReserveResponse(
-            reservation_token="fleet", started=started, incarnation=self.record.incarnation
+        router.outgoing.reserved.add(
+            handoff_id=spec.handoff_id, reservation_token="fleet", started=started
         )
-
-    async def Cancel(
-        self, request: decode_pb2.CancelRequest, context: Any
-    ) -> decode_pb2.CancelResponse:
-        for handoff_id in request.handoff_ids:
-            self._end(handoff_id)
-        return decode_pb2.CancelResponse()
-
-    async def StreamEvents(
-        self, request: decode_pb2.StreamEventsRequest, context: Any
-    ) -> AsyncIterator[decode_pb2.StreamEventsResponse]:
-        queue = self._streams[request.stream_id] = asyncio.Queue()
-        await context.send_initial_metadata(())
-        try:
-            while True:
-                events, kind = [], "event heartbeat"
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(request.heartbeat_ms / 1000 or None):
-                        events, kind = await queue.get(), "step"
-                SENT[kind] += 1
-                yield decode_pb2.StreamEventsResponse(events=events)
-        finally:
-            del self._streams[request.stream_id]
 
     async def _run(self) -> None:
         """Steps while there are sequences: one message to each router that has some."""
@@ -223,29 +216,24 @@ class DecodeWorker(Worker, DecodeServiceServicer):
                 continue
             await asyncio.sleep(self.speed.step_s(0, len(batch)))
             load.running, load.steps = len(batch), load.steps + 1
-            events: dict[str, list[decode_pb2.SequenceEvent]] = {}
             for name, one in batch.items():
                 if name not in self._sequences:
                     continue  # cancelled meanwhile
                 one.left -= 1
-                event = decode_pb2.SequenceEvent(
+                one.router.outgoing.events.add(
                     handoff_id=name,
                     token_ids=[_FIRST_ID + one.left % _NUM_IDS],
                     finish_reason=_UNFINISHED if one.left else _LENGTH,
                 )
-                events.setdefault(one.stream_id, []).append(event)
                 if not one.left:
                     self._end(name)
-            self.tracker.wake()
-            for stream_id, some in events.items():
-                if stream := self._streams.get(stream_id):
-                    stream.put_nowait(some)
+            self.load_tracker.wake()
         load.running = 0
-        self.tracker.wake()
+        self.load_tracker.wake()
 
     def _end(self, handoff_id: str) -> None:
         if sequence := self._sequences.pop(handoff_id, None):
-            self.take(-sequence.num_blocks)
+            self.hold(-sequence.num_blocks)
 
 
 _ROLES = {"prefill": PrefillWorker, "decode": DecodeWorker}
@@ -264,13 +252,12 @@ async def _run(number: int, config: WorkerConfig) -> int:
     gate = asyncio.Semaphore(_AT_A_TIME)
 
     async def serve(worker: Worker) -> None:
-        await worker.server.start()
+        await worker.port.open()
         async with contextlib.AsyncExitStack() as registered:
             async with gate:
                 await registered.enter_async_context(registry.register(worker.record))
             await stop.wait()
-            worker.tracker.close()
-        await worker.server.stop(None)
+        await worker.port.aclose()
 
     def page(accept: str) -> tuple[str, bytes]:
         lines = [f'sent_total{{kind="{kind}"}} {count}\n' for kind, count in SENT.items()]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
+from opentelemetry.trace import INVALID_SPAN, Span
+
+from baton import telemetry
 from baton.errors import BatonError, InternalError, InvalidRequest, TransferFailed
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.fleet.member import Event, Member
 from router.fleet.snapshot import AssignedPrompt
 
 _COMMIT_ACK_S = 1.0
-T = TypeVar("T")
 # Takes new tokens, their log-probabilities, and the reason why they are the last, if they are; true
 # when no more are wanted. It neither waits nor raises.
 Deliver = Callable[
@@ -22,7 +24,7 @@ Deliver = Callable[
 
 
 class Attempt:
-    """The two workers' calls and messages, until the last token or the first error."""
+    """What two workers send, until the last token or the first error."""
 
     def __init__(self, handoff_id: str, deliver: Deliver) -> None:
         self.handoff_id = handoff_id
@@ -36,9 +38,10 @@ class Attempt:
         self._handed_over = False  # decode has all it needs, or needs nothing
         # Decode may send before prefill's first token.
         self._early: list[decode_pb2.SequenceEvent] | None = []
-        self._prefill: asyncio.Task[None] | None = None
         self._assigned: Member | None = None
-        self._call: asyncio.Timeout | None = None  # while `unless_lost` waits
+        self._reserved: asyncio.Future[decode_pb2.ReserveResponse] | None = None  # if asked for
+        self._prefill_over: asyncio.Event | None = None  # once a prefill worker has the prompt
+        self._prefill_span: Span = INVALID_SPAN
         self._over = asyncio.Event()
         self._error: Exception | None = None
 
@@ -54,26 +57,50 @@ class Attempt:
             self._assigned.unassign(self.handoff_id)
             self._assigned = None
 
-    def follow(self, prefill: Coroutine[None, None, None]) -> None:
-        """Runs the prefill call beside the decode events; its failure fails the attempt."""
-        self._prefill = asyncio.create_task(prefill)
-        self._prefill.add_done_callback(self._prefill_ended)
+    async def reserved(self) -> decode_pb2.ReserveResponse:
+        """The decode worker's answer, to be awaited at once; raises its refusal, or its loss."""
+        self._reserved = asyncio.get_running_loop().create_future()
+        return await self._reserved
 
-    def on_prefill(self, message: prefill_pb2.PrefillResponse) -> None:
-        if message.HasField("committed"):
-            self._handed_over = self._early is None
-            self.suspects.clear()
-        elif message.HasField("first_token"):
-            first = message.first_token
-            self._handed_over |= bool(first.finish_reason)
-            logprobs = [first.logprobs] if first.HasField("logprobs") else []
-            self._output([first.token_id], logprobs, first.finish_reason)
-            self.first_token_seen()
+    @property
+    def prefilling(self) -> bool:
+        """Whether a prefill worker has the prompt and will send more of it."""
+        return self._prefill_over is not None and not self._prefill_over.is_set()
 
-    def on_prefill_lost(self, event: Event) -> None:
-        """Handles the loss of the prefill worker, unless it is no longer needed."""
-        if isinstance(event, BatonError) and not self._handed_over:
-            self._end(event)
+    def prefill_sent(self, span: Span) -> None:
+        """A prefill worker has the prompt: `on_prefill` gets what it sends, and ends the span."""
+        self._prefill_over, self._prefill_span = asyncio.Event(), span
+
+    def prefill_ended(self, error: BatonError | None = None) -> None:
+        """The prefill worker sends no more; may be called again."""
+        if self.prefilling:
+            assert self._prefill_over is not None
+            self._prefill_over.set()
+            if error is not None:
+                telemetry.failed(self._prefill_span, error)
+            self._prefill_span.end()
+
+    def on_prefill(self, event: Event) -> None:
+        """An error ends the attempt, unless the worker is no longer needed."""
+        if not self.prefilling:
+            return
+        if isinstance(event, BatonError):
+            self.prefill_ended(event)
+            if not self._handed_over:
+                self._end(event)
+        elif isinstance(event, prefill_pb2.PrefillResponse):
+            if event.HasField("committed"):
+                self.prefill_ended()
+                self._handed_over = self._early is None
+                self.suspects.clear()
+            elif event.HasField("first_token"):
+                first = event.first_token
+                if first.finish_reason:
+                    self.prefill_ended()
+                    self._handed_over = True
+                logprobs = [first.logprobs] if first.HasField("logprobs") else []
+                self._output([first.token_id], logprobs, first.finish_reason)
+                self.first_token_seen()
 
     def first_token_seen(self) -> None:
         """From now on decode's events come in order by themselves."""
@@ -84,16 +111,21 @@ class Attempt:
     def on_decode(self, event: Event) -> None:
         if isinstance(event, BatonError):
             self.suspects.clear()
-            self._end(event)
-            if self._call is not None and not self._call.expired():
-                self._call.reschedule(asyncio.get_running_loop().time())
-        elif event.abort_reason:
+            self._decode_failed(event)
+        elif isinstance(event, decode_pb2.ReserveResponse):
+            if self._reserved is not None and not self._reserved.done():
+                self._reserved.set_result(event)
+        elif isinstance(event, decode_pb2.SequenceEvent):
+            self._on_event(event)
+
+    def _on_event(self, event: decode_pb2.SequenceEvent) -> None:
+        if event.abort_reason:
             # Before Commit it is the handoff that failed: either end may be the reason.
-            waits = self._prefill is not None and not self._handed_over
+            waits = self._prefill_over is not None and not self._handed_over
             failed: type[BatonError] = TransferFailed if waits else InternalError
             if event.invalid:
                 failed = InvalidRequest
-            self._end(failed(event.abort_reason))
+            self._decode_failed(failed(event.abort_reason))
         elif self._early is not None:
             self._early.append(event)
         else:
@@ -107,16 +139,11 @@ class Attempt:
             self.finished_on_decode = bool(reason)
             self._output(event.token_ids, event.logprobs, reason)
 
-    async def unless_lost(self, call: Awaitable[T]) -> T:
-        """The call's result; raises as soon as the decode worker is lost, and cancels the call."""
-        try:
-            async with asyncio.timeout(None) as self._call:
-                return await call
-        except TimeoutError:
-            assert self._error is not None
-            raise self._error from None
-        finally:
-            self._call = None
+    def _decode_failed(self, error: BatonError) -> None:
+        if self._reserved is None or self._reserved.done():
+            self._end(error)
+        else:
+            self._reserved.set_exception(error)
 
     async def finished(self) -> None:
         """Waits until all output was delivered; raises what ended it early."""
@@ -124,16 +151,16 @@ class Attempt:
         if self._error is not None:
             raise self._error
 
-    async def close(self) -> None:
-        """Ends the prefill call, which frees the prompt's blocks there."""
-        if self._prefill is None:
-            return
-        try:
-            if self.finished_on_decode:  # so Commit was verified: its last message is on its way
-                await asyncio.wait([self._prefill], timeout=_COMMIT_ACK_S)
-        finally:
-            self._prefill.cancel()
-            await asyncio.gather(self._prefill, return_exceptions=True)
+    async def acknowledged(self) -> None:
+        """Waits a moment for the prefill worker's last message where it is on its way.
+
+        That is where decode has finished, so that it has verified Commit.
+        """
+        if self.prefilling and self.finished_on_decode:
+            assert self._prefill_over is not None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_COMMIT_ACK_S):
+                    await self._prefill_over.wait()
 
     def _output(
         self,
@@ -152,13 +179,3 @@ class Attempt:
         if not self._over.is_set():
             self._error = error
             self._over.set()
-
-    def _prefill_ended(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled() or self._handed_over:  # by `close`, or it is no longer needed
-            return
-        error = task.exception()
-        if error is None:
-            error = InternalError("the prefill call ended before the handoff was done")
-        elif not isinstance(error, BatonError):
-            error = InternalError(f"{type(error).__name__}: {error}")
-        self._end(error)

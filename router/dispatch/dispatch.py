@@ -37,7 +37,7 @@ from router.admission.wait_queue import WaitQueue
 from router.dispatch.attempt import Attempt, Deliver
 from router.dispatch.request_state import RequestState
 from router.fleet.fleet import Fleet
-from router.fleet.member import Member
+from router.fleet.member import Event, Member
 from router.fleet.snapshot import AssignedPrompt, Snapshot
 from router.placement import placement
 from router.placement.cost_model import Estimate, PlacementRequest
@@ -67,7 +67,6 @@ class Dispatch:
         self._local_prefill = limits.local_prefill_max_tokens, limits.max_itl_s
         self._tracer = tracer
         self.stats = RouterStats()
-        self._cancels: set[asyncio.Task[None]] = set()
 
     async def run(self, state: RequestState, parent: Context, deliver: Deliver) -> None:
         """Gives the request's tokens to `deliver`, each once, in order, and returns after the last.
@@ -103,11 +102,6 @@ class Dispatch:
     def placement_request(self, state: RequestState) -> PlacementRequest:
         return state.placement_request(*self._local_prefill)
 
-    async def close(self) -> None:
-        """Waits for the cancellations that are still under way."""
-        while self._cancels:
-            await asyncio.gather(*self._cancels, return_exceptions=True)
-
     async def _attempt(self, state: RequestState, parent: Context, deliver: Deliver) -> None:
         handoff_id = f"{state.request.request_id}-{state.attempts}"
         with telemetry.span(self._tracer, "router.attempt", parent) as span:
@@ -117,6 +111,7 @@ class Dispatch:
             attempt.on_decoding = self._fleet.breakers[pair.decode.incarnation].succeeded
             _describe(span, pair, reserved, state)
             streams_ns = time.time_ns() if reserved.started else 0
+            prefill: Member | None = None
             try:
                 if reserved.started:
                     if not pair.decode_prefills:
@@ -126,7 +121,8 @@ class Dispatch:
                 else:
                     attempt.suspects = {pair.prefill.incarnation}  # it may have left by now
                     self._assign(attempt, pair.on_prefill, pair)
-                    attempt.follow(self._prefill(state, pair, reserved, attempt, trace))
+                    prefill = self._fleet.member(pair.prefill.incarnation)
+                    self._prefill(state, pair, prefill, reserved, attempt, trace)
                 await attempt.finished()
             except BatonError as error:
                 state.failed_workers |= self._fleet.breakers.failed_attempt(
@@ -140,10 +136,15 @@ class Dispatch:
                 attempt.unassign()
                 decode.unsubscribe(handoff_id)
                 try:
-                    await attempt.close()
+                    await attempt.acknowledged()
                 finally:
+                    if prefill is not None:
+                        prefill.unsubscribe(handoff_id)
+                        if attempt.prefilling:
+                            prefill.cancel(handoff_id)
+                            attempt.prefill_ended()
                     if not attempt.finished_on_decode:
-                        self._cancel(decode, handoff_id)
+                        decode.cancel(handoff_id)
 
     async def _reserve(self, state: RequestState, attempt: Attempt, trace: Context) -> _Placed:
         """Blocks on the best decode worker; waits for room as long as the deadline allows.
@@ -201,7 +202,7 @@ class Dispatch:
                 if isinstance(error, Overloaded):
                     self._fleet.breakers[pair.decode.incarnation].succeeded()  # it answered
                 else:
-                    self._cancel(decode, attempt.handoff_id)  # it may hold blocks for us
+                    decode.cancel(attempt.handoff_id)  # it may hold blocks for us
                     if isinstance(error, BatonError):
                         state.failed_workers |= self._fleet.breakers.failed_attempt(
                             pair.names, attempt.suspects, error
@@ -219,75 +220,63 @@ class Dispatch:
     async def _call_reserve(
         self, state: RequestState, attempt: Attempt, pair: Pair, decode: Member, trace: Context
     ) -> decode_pb2.ReserveResponse:
-        request = decode_pb2.ReserveRequest(
-            stream_id=decode.stream_id,
-            sequence=state.spec(attempt.handoff_id),
-            local_prefill_max_tokens=pair.local_prefill_max_tokens,
-        )
         name = decode.record.incarnation
         timeout_s = min(RESERVE_TIMEOUT_S, state.request.time_left_s)
         self._fleet.breakers[name].sent()
         state.workers.add(name)
+        decode.outgoing.reserve.add(
+            sequence=state.spec(attempt.handoff_id),
+            local_prefill_max_tokens=pair.local_prefill_max_tokens,
+            trace=dict(telemetry.inject(trace)),
+        )
         try:
-            with decode.calling():
-                call = decode.decode.Reserve(
-                    request, timeout=timeout_s, metadata=telemetry.inject(trace)
-                )
-                reserved: decode_pb2.ReserveResponse = await attempt.unless_lost(call)
-        except DeadlineExceeded as error:
-            if timeout_s < RESERVE_TIMEOUT_S:
-                raise  # the caller's own deadline
+            async with asyncio.timeout(timeout_s):
+                return await attempt.reserved()
+        except DeadlineExceeded:
+            raise  # the worker's
+        except TimeoutError as error:
+            if timeout_s < RESERVE_TIMEOUT_S:  # the caller's own deadline
+                raise DeadlineExceeded("the deadline passed during a reservation") from error
             raise Unavailable(f"decode worker {name} did not answer in {timeout_s} s") from error
-        if reserved.incarnation != name:
-            raise Stale(f"another process, {reserved.incarnation}, has taken the place of {name}")
-        return reserved
 
-    async def _prefill(
+    def _prefill(
         self,
         state: RequestState,
         pair: Pair,
+        member: Member,
         reserved: decode_pb2.ReserveResponse,
         attempt: Attempt,
         trace: Context,
     ) -> None:
-        """Runs the prompt on the prefill worker and feeds its messages into the attempt."""
+        """Has the prefill worker run the prompt; what it sends goes into the attempt."""
         name, breakers = pair.prefill.incarnation, self._fleet.breakers
-        member = self._fleet.member(name)
-        request = prefill_pb2.PrefillRequest(
-            sequence=state.spec(attempt.handoff_id),
-            target=prefill_pb2.HandoffTarget(
-                incarnation=reserved.incarnation,
-                reservation_token=reserved.reservation_token,
-                cached_tokens=reserved.cached_tokens,
-            ),
-        )
-        member.subscribe(attempt.handoff_id, attempt.on_prefill_lost)
+
+        def on_event(event: Event) -> None:
+            if isinstance(event, prefill_pb2.PrefillResponse):
+                if event.HasField("first_token"):
+                    attempt.unassign()
+                    attempt.suspects.add(pair.decode.incarnation)  # of a failed handoff
+                    breakers[name].succeeded()
+                elif event.HasField("committed"):
+                    breakers[pair.names].succeeded()
+                state.note(event)
+            attempt.on_prefill(event)
+
         breakers[name].sent()
         breakers[pair.names].sent()
         state.workers.add(name)
-        calling = telemetry.span(self._tracer, "router.prefill", trace, kind=SpanKind.CLIENT)
-        try:
-            with calling, member.calling():
-                call = member.prefill.Prefill(
-                    request, timeout=state.request.time_left_s, metadata=telemetry.inject(trace)
-                )
-                async for message in call:
-                    if message.HasField("first_token"):
-                        attempt.unassign()
-                        attempt.suspects.add(reserved.incarnation)  # of a failed handoff
-                        breakers[name].succeeded()
-                    elif message.HasField("committed"):
-                        breakers[pair.names].succeeded()
-                    state.note(message)
-                    attempt.on_prefill(message)
-        finally:
-            member.unsubscribe(attempt.handoff_id)
-
-    def _cancel(self, decode: Member, handoff_id: str) -> None:
-        """Frees the sequence's blocks without waiting for it."""
-        task = asyncio.create_task(decode.cancel([handoff_id]))
-        self._cancels.add(task)
-        task.add_done_callback(self._cancels.discard)
+        member.outgoing.prefill.add(
+            sequence=state.spec(attempt.handoff_id),
+            target=prefill_pb2.HandoffTarget(
+                incarnation=pair.decode.incarnation,
+                reservation_token=reserved.reservation_token,
+                cached_tokens=reserved.cached_tokens,
+            ),
+            trace=dict(telemetry.inject(trace)),
+        )
+        span = self._tracer.start_span("router.prefill", trace, SpanKind.CLIENT)
+        attempt.prefill_sent(span)
+        member.subscribe(attempt.handoff_id, on_event)
 
 
 def _pick_among(snapshot: Snapshot, request: PlacementRequest, full: Set[str]) -> Pair:

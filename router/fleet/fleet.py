@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 
 from baton.errors import Unavailable
 from baton.registry import Membership
@@ -157,6 +157,8 @@ class Fleet:
                 f"its tokenizer ({record.text_fingerprint[:12]}) is not the router's "
                 f"({self._text_fingerprint[:12]}): start both with the same model"
             )
+        elif not record.router_address:
+            mismatch = "it has no port for routers: its version is another than the router's"
         return Member(
             record,
             self._router_id,
@@ -195,9 +197,6 @@ class Fleet:
         self._changed = asyncio.Event()
 
 
-async def _close(members: Collection[Member], reason: str) -> None:
-    """All streams first: to close a connection, gRPC looks at every task of the event loop."""
-    following = [member.stop_following(reason) for member in members]
-    await asyncio.gather(*following, return_exceptions=True)
-    for member in members:
-        await member.close(reason)
+async def _close(members: Iterable[Member], reason: str) -> None:
+    closing = [member.close(reason) for member in members]
+    await asyncio.gather(*closing, return_exceptions=True)

@@ -1,6 +1,6 @@
 """`python -m tests.cluster.other_version KIND router|prefill-worker|decode-worker …`.
 
-The real command, but what it sends, over gRPC and to etcd, is what another version would send:
+The real command, but what it sends, to processes and to etcd, is what another version would send:
 
 newer         every message, and every message within one, has a field that this version lacks
 older         optional fields are missing
@@ -20,6 +20,8 @@ import grpc
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
+from baton import connection
+
 # Field 1999 of type string: its key, length and value.
 _UNKNOWN = b"\xfa\x7c\x05newer"
 # What a receiver must do without: measurements, reports, and what stands for "not given".
@@ -31,7 +33,7 @@ _OPTIONAL = {
     "OfferRequest": ("reachable_gpus",),
     "PrefillStarted": ("queue_ms",),
     "PrefillCommitted": ("transfer_ms",),
-    "WatchResponse": ("pairs",),
+    "LoadReport": ("pairs",),
     "DescribeResponse": ("pairs",),
     "GenerateRequest": ("ttft_target_ms", "priority"),
     "RouterStatus": ("counts", "latency", "events", "otlp"),
@@ -70,11 +72,14 @@ def install(kind: str) -> None:
     """From now on this process sends what that version would."""
     seen = set()
 
+    def says(message: Any) -> None:
+        if message.DESCRIPTOR.name not in seen:
+            seen.add(message.DESCRIPTOR.name)
+            print(f"sends {message.DESCRIPTOR.name}", flush=True)
+
     def speaking(serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
         def serialized(message: Any) -> bytes:
-            if message.DESCRIPTOR.name not in seen:
-                seen.add(message.DESCRIPTOR.name)
-                print(f"sends {message.DESCRIPTOR.name}", flush=True)
+            says(message)
             return serialize(changed(message, kind))
 
         return serialized
@@ -82,6 +87,13 @@ def install(kind: str) -> None:
     for shape in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
         _wrap(grpc, f"{shape}_rpc_method_handler", "response_serializer", speaking)
         _wrap(grpc.aio._channel.Channel, shape, "request_serializer", speaking)
+    framed = connection.framed
+
+    def framed_message(message: Any) -> bytes:
+        says(message)
+        return framed(changed(message, kind))
+
+    connection.framed = framed_message
     to_json = json_format.MessageToJson
 
     def record(message: Any, **options: Any) -> str:

@@ -218,6 +218,7 @@ async def test_no_worker_of_a_role(clusters):
             with pytest.raises(Unavailable, match=f"no {role} worker is ready") as refused:
                 await client.generate([5] * 40, max_tokens=4, timeout=30.0)
             assert refused.value.retry_after_s > 0
+            await cluster.processes[f"{role}-0"].wait()
             await cluster.start_again(f"{role}-0")
 
 

@@ -11,13 +11,11 @@ from baton.config import RouterLimits
 from baton.errors import Unavailable
 from baton.v1 import (
     common_pb2,
-    decode_pb2,
     fleet_pb2,
     fleet_pb2_grpc,
     handoff_pb2,
     inference_pb2,
     inference_pb2_grpc,
-    prefill_pb2,
     worker_pb2,
 )
 from tests.cluster.oracle import SIMULATED, all_blocks_free, check
@@ -26,7 +24,7 @@ from tests.cluster.other_version import changed
 PROGRAM = (sys.executable, "-m", "tests.cluster.other_version")
 SERVICES = [
     service
-    for module in (inference_pb2, fleet_pb2, decode_pb2, prefill_pb2, handoff_pb2, worker_pb2)
+    for module in (inference_pb2, fleet_pb2, handoff_pb2, worker_pb2)
     for service in module.DESCRIPTOR.services_by_name.values()
 ]
 MESSAGES = {
@@ -34,12 +32,12 @@ MESSAGES = {
     for service in SERVICES
     for method in service.methods
     for message in (method.input_type, method.output_type)
-}
+} | {"RouterMessage", "WorkerMessage"}
 OF_CLIENTS = {
     "GenerateRequest", "TokenizeRequest", "ListModelsRequest", "GetStatusRequest", "ExplainRequest",
 }  # fmt: skip
 # `baton` itself never calls these.
-UNUSED = {"DrainRequest", "DrainResponse"}
+UNUSED = {"DrainRequest", "DrainResponse", "DescribeRequest", "DescribeResponse"}
 
 
 async def test_newer_and_older_processes_serve_together(clusters, simulated):

@@ -16,6 +16,7 @@ import os
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -35,6 +36,7 @@ from baton.prefix import token_digest
 from baton.structured_output import GrammarCompiler
 from baton.v1 import common_pb2, decode_pb2
 from baton.v1 import handoff_pb2 as pb
+from baton.v1.dispatch_pb2 import WorkerMessage
 from baton.worker.messages import ModelLimits
 from decode_worker.reservations import DecodeSpans, Reservations
 from kvtransfer import receiver
@@ -45,7 +47,7 @@ from .kvtransfer_parts import MemoryTransport, answer
 
 BLOCKS, BLOCK_SIZE = 10, 4
 LEASE_S, DEADLINE_S = 10.0, 4.0
-ROUTERS = ("r0", "r1")
+MOST_ROUTERS = 2
 OUTPUT = 900  # tokens from here on are sampled, those below are prompts'
 DESCRIPTOR = common_pb2.KvDescriptor(model_fingerprint="m", block_size=BLOCK_SIZE)
 REST = (None, True)  # until nothing moves
@@ -200,6 +202,20 @@ class Handoff:
         return {**sender, "incarnation": self.writer.incarnation}
 
 
+class Router:
+    """A router's connection, as reservations use it."""
+
+    def __init__(self):
+        self.waiting = {}  # for an answer to a reservation, by handoff id
+        self.outgoing = SimpleNamespace(reserved=self, events=WorkerMessage().events)
+
+    def add(self, **answer):
+        self.waiting.pop(answer["handoff_id"]).set_result(answer)
+
+    def failed(self, handoff_id, error):
+        self.waiting.pop(handoff_id).set_exception(error)
+
+
 class DecodeWorker(RuleBasedStateMachine):
     """A decode worker, and what its routers and prefill processes know of their handoffs.
 
@@ -211,7 +227,7 @@ class DecodeWorker(RuleBasedStateMachine):
         super().__init__()
         self.verified = set()  # sequences that may run
         self.numbers, self.calls, self.errors = itertools.count(), set(), []
-        self.handoffs, self.writers, self.queues = [], [], {}
+        self.handoffs, self.writers, self.routers = [], [], []
         self.loop, self.pool = Loop(), new_pool()
         self.loop.set_exception_handler(lambda loop, context: self.errors.append(context))
         self.loop._default_executor = Inline()  # a real thread would not be at rest in time
@@ -317,17 +333,14 @@ class DecodeWorker(RuleBasedStateMachine):
                 handoff.owes_abort = False
         self.go(self.receiver.peer_gone(writer.incarnation), pace)
 
-    @precondition(lambda self: len(self.queues) < len(ROUTERS) or self.writing())
+    @precondition(lambda self: len(self.routers) < MOST_ROUTERS or self.writing())
     @rule(which=WHICH, pace=PACE)
     def router_comes_or_goes(self, which, pace):
-        gone = [router for router in ROUTERS if router not in self.queues]
-        router = gone[0] if gone else pick(ROUTERS, which)
-
         async def change():
-            if gone:
-                self.queues[router] = self.reservations.listen(router, "router")
+            if len(self.routers) < MOST_ROUTERS:
+                self.routers.append(Router())
             else:
-                self.reservations.hang_up(router, self.queues.pop(router))
+                self.reservations.lost(self.routers.pop(which % MOST_ROUTERS))
 
         self.go(change(), (1, False))
         self.move(pace)
@@ -346,23 +359,24 @@ class DecodeWorker(RuleBasedStateMachine):
             handoff_id=name, token_ids=tokens, prompt_tokens=num_tokens, sampling=sampling,
             time_left_ms=int(time_left_s * 1000),
         )  # fmt: skip
-        request = decode_pb2.ReserveRequest(
-            stream_id=pick(list(self.queues), which), sequence=spec, local_prefill_max_tokens=local
-        )
+        request = decode_pb2.ReserveRequest(sequence=spec, local_prefill_max_tokens=local)
+        router = pick(self.routers, which)
 
         async def send():
             if local:
                 self.verified.add(name)  # should it start by itself, it may run at once
             try:
                 spans = DecodeSpans(NoOpTracer(), Context())
-                reserved = await self.reservations.reserve(request, "d", spans)
+                answer = router.waiting[name] = self.loop.create_future()
+                self.reservations.reserve(router, request, spans)
+                reserved = await answer
             except (Overloaded, Unavailable, Stale):
                 return
-            if reserved.started:
+            if reserved["started"]:
                 return
             self.verified.discard(name)
             if entry := self.reservations._entries.get(name):
-                token, cached = reserved.reservation_token, reserved.cached_tokens
+                token, cached = reserved["reservation_token"], reserved["cached_tokens"]
                 self.handoffs.append(Handoff(name, tokens, cached, token, entry.sequence))
 
         self.go(send(), pace)
@@ -520,7 +534,13 @@ class DecodeWorker(RuleBasedStateMachine):
     @precondition(lambda self: self.handoffs)
     @rule(which=WHICH, pace=PACE)
     def cancel(self, which, pace):
-        self.go(self.reservations.cancel(pick(self.handoffs, which).name), pace)
+        name = pick(self.handoffs, which).name
+        entry = self.reservations._entries.get(name)
+
+        async def cancel():
+            self.reservations.cancel(entry.router if entry else self.routers[0], name)
+
+        self.go(cancel(), pace)
 
     @precondition(lambda self: self.handoffs and self.living())
     @rule(which=WHICH, whose=WHICH, what=st.sampled_from(["Ready", "Commit", "Abort"]))

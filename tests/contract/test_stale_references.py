@@ -18,7 +18,7 @@ from baton.config import EngineConfig
 from baton.errors import Overloaded, Stale
 from baton.local.single import SingleProcess
 from baton.sampling import SamplingParams
-from baton.v1 import handoff_pb2, prefill_pb2
+from baton.v1 import handoff_pb2
 from tests.memory_registry import MemoryRegistry
 from tests.unit.worker.running import (
     BLOCK_SIZE,
@@ -60,21 +60,21 @@ def alone(directory):
 
 @dataclass
 class Cluster:
-    """A prefill and a decode worker, and a router's side of their requests."""
+    """A prefill and a decode worker, and a router's connections to them."""
 
     prefill: Worker
     decode: Worker
     router: Router
+    prompts: Router
 
-    def send(self, wanted, reserved, prefill=None):
-        """The running Prefill call for what was reserved."""
-        request = prefill_pb2.PrefillRequest(sequence=wanted, target=target(self.decode, reserved))
-        return (prefill or self.prefill).prefill.Prefill(request, timeout=2 * PATIENCE_S)
+    def send(self, wanted, reserved, prompts=None):
+        """The running prompt for what was reserved."""
+        return (prompts or self.prompts).prefill(wanted, target(self.decode, reserved))
 
-    async def hand_over(self, name, token_ids, count, prefill=None):
+    async def hand_over(self, name, token_ids, count, prompts=None):
         """Every token of a request that both workers serve."""
         wanted = spec(name, token_ids, count)
-        first = await first_token(self.send(wanted, await self.router.reserve(wanted), prefill))
+        first = await first_token(self.send(wanted, await self.router.reserve(wanted), prompts))
         return [first, *await self.router.tokens(name)]
 
     async def compute(self, name, token_ids, count):
@@ -136,8 +136,7 @@ class HeldWrite:
 
 
 async def first_token(call):
-    with rpc.translated():
-        messages = [message async for message in call]
+    messages = await call.all()
     assert messages[-1].HasField("committed")
     return next(m.first_token.token_id for m in messages if m.HasField("first_token"))
 
@@ -149,8 +148,9 @@ async def cluster(directory, transport, **decode):
         Worker("decode", directory, store, transport=transport, **decode) as receiver,
         Worker("prefill", directory, store, transport=transport) as sender,
         Router(receiver) as router,
+        Router(sender) as prompts,
     ):
-        made = Cluster(sender, receiver, router)
+        made = Cluster(sender, receiver, router, prompts)
         yield made
         assert await made.clean()
 
@@ -252,8 +252,11 @@ async def test_a_restarted_prefill_worker_cannot_answer_for_the_one_before_it(di
     async with Worker("decode", directory, store) as decode, Router(decode) as router:
         process = await asyncio.create_subprocess_exec("cat", stdin=asyncio.subprocess.PIPE)
         names = await granted(decode, router, "half-sent", process.pid)
-        async with Worker("prefill", directory, store, incarnation="writer-2") as prefill:
-            c = Cluster(prefill, decode, router)
+        async with (
+            Worker("prefill", directory, store, incarnation="writer-2") as prefill,
+            Router(prefill) as prompts,
+        ):
+            c = Cluster(prefill, decode, router, prompts)
             assert await c.hand_over("opens", token_ids, 8) == alone(token_ids, 8)
             (link,) = prefill.node._links._links.values()
             claims = {**names, "incarnation": "writer-2"}

@@ -42,6 +42,7 @@ from baton.text.chat_template import ChatTemplate
 from baton.v1 import (
     common_pb2,
     decode_pb2,
+    dispatch_pb2,
     fleet_pb2,
     handoff_pb2,
     inference_pb2,
@@ -74,21 +75,9 @@ RPCS: dict[str, dict[str, Any]] = {
     },
     "worker": {
         "WorkerService/Describe": worker_pb2.DescribeRequest(),
-        "WorkerService/Watch": worker_pb2.WatchRequest(heartbeat_ms=50),
-        "WorkerService/KeepTraces": worker_pb2.KeepTracesRequest(trace_ids=["0" * 32]),
     },
-    "prefill": {
-        "PrefillService/Prefill": prefill_pb2.PrefillRequest(
-            sequence=SEQUENCE,
-            target=prefill_pb2.HandoffTarget(incarnation="d", reservation_token="t"),
-        ),
-    },
+    "prefill": {},
     "decode": {
-        "DecodeService/Reserve": decode_pb2.ReserveRequest(stream_id="s", sequence=SEQUENCE),
-        "DecodeService/Cancel": decode_pb2.CancelRequest(handoff_ids=["h"]),
-        "DecodeService/StreamEvents": decode_pb2.StreamEventsRequest(
-            router_id="r", stream_id="s", heartbeat_ms=50
-        ),
         "HandoffService/Offer": handoff_pb2.OfferRequest(
             incarnation="p", target_incarnation="d", transports=[common_pb2.TRANSPORT_SHM]
         ),
@@ -97,6 +86,22 @@ RPCS: dict[str, dict[str, Any]] = {
         "HandoffService/Abort": handoff_pb2.AbortRequest(handoff_id="h"),
     },
 }
+
+# What a router sends to a worker, a connection each.
+ROUTER_MESSAGES = [
+    dispatch_pb2.RouterMessage(
+        hello=dispatch_pb2.Hello(router_id="r", heartbeat_ms=50),
+        reserve=[decode_pb2.ReserveRequest(sequence=SEQUENCE)],
+        prefill=[
+            prefill_pb2.PrefillRequest(
+                sequence=SEQUENCE,
+                target=prefill_pb2.HandoffTarget(incarnation="d", reservation_token="t"),
+            )
+        ],
+        cancel=["h"],
+        keep_traces=["0" * 32],
+    )
+]
 
 
 class Fuzz:
@@ -197,17 +202,32 @@ class Fuzz:
                     call = channel.unary_stream(f"/baton.v1.{method}")(data, timeout=0.5)
                     try:
                         async for _ in call:
-                            if method.endswith(("Watch", "StreamEvents")):
-                                call.cancel()
-                    except asyncio.CancelledError:
-                        if not call.cancelled():
-                            raise
+                            pass
                     except grpc.aio.AioRpcError as error:
                         code = error.code()
                         text = error.details() or ""
                         if code.name == "UNKNOWN" or text.startswith("unexpected"):
                             self.found(method, data, f"{code.name}: {text}")
                     self.tried[method.partition("/")[0]] += 1
+
+    async def router_messages(self, address: str) -> None:
+        """Frames to a worker's port for routers, which answers or hangs up; then half of one."""
+        host, _, port = address.rpartition(":")
+        mutator = self.mutator([m.SerializeToString() for m in ROUTER_MESSAGES])
+        while self.goes_on:
+            data = mutator.next()
+            reader, writer = await asyncio.open_connection(host, int(port))
+            try:
+                writer.write(len(data).to_bytes(4, "big") + data + b"\0\0")
+                async with asyncio.timeout(15):
+                    await reader.read(1 << 16)
+            except TimeoutError:
+                self.found("router messages", data, "neither an answer nor an end")
+            except OSError:
+                pass  # it hung up while we were writing
+            finally:
+                writer.transport.abort()
+            self.tried["router messages"] += 1
 
     async def health(self, address: str, delays_s: list[float]) -> None:
         """How long a router takes to answer while all this goes on."""
@@ -234,7 +254,7 @@ async def run(seed: int, seconds: float) -> Fuzz:
         client = await stack.enter_async_context(AsyncClient(cluster.address))
         await client.generate([1, 2, 3] * 20, max_tokens=4)
         processes = {name: psutil.Process(p.pid) for name, p in cluster.processes.items()}
-        addresses = {record.pid: record.address for record in cluster.membership.records.values()}
+        records = {record.pid: record for record in cluster.membership.records.values()}
         fuzz._until = time.monotonic() + min(5.0, seconds / 20)
         sizes: dict[str, int] = {}
         delays_s: list[float] = []
@@ -249,7 +269,9 @@ async def run(seed: int, seconds: float) -> Fuzz:
                     if name != "router":
                         role = name.partition("-")[0]
                         methods = {**RPCS["worker"], **RPCS[role]}
-                        group.create_task(fuzz.rpcs(addresses[process.pid], methods))
+                        record = records[process.pid]
+                        group.create_task(fuzz.rpcs(record.address, methods))
+                        group.create_task(fuzz.router_messages(record.router_address))
             if not sizes:
                 sizes = {name: p.memory_info().rss for name, p in processes.items()}
                 fuzz._until = time.monotonic() + seconds / 2

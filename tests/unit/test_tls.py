@@ -1,7 +1,6 @@
 """Ports with TLS: who gets an answer, from whom, and what happens when files change."""
 
 import asyncio
-import gc
 import shutil
 import ssl
 
@@ -9,12 +8,16 @@ import httpx
 import pytest
 
 from baton import rpc, tls
+from baton.connection import MessageConnection, connect
 from baton.errors import ConfigError, Unauthenticated, Unavailable
 from baton.local import certs
 from baton.metrics.server import serving
 from baton.server import Health, bind
 from baton.tls import Credentials, is_loopback, why_refused
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
+from baton.worker.metrics import LoadTracker
+from baton.worker.router_port import RouterPort
 
 TIMEOUT_S = 20.0
 
@@ -52,12 +55,6 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
     async def Drain(self, request, context):
         return worker_pb2.DrainResponse()
 
-    async def Watch(self, request, context):
-        yield worker_pb2.WatchResponse()
-        while request.heartbeat_ms:
-            await asyncio.sleep(request.heartbeat_ms / 1000)
-            yield worker_pb2.WatchResponse()
-
 
 @pytest.fixture
 async def worker(folder):
@@ -84,13 +81,12 @@ async def call(address, credentials, method="Describe", role="decode"):
         with rpc.translated():
             request = getattr(worker_pb2, f"{method}Request")()
             answer = getattr(stub, method)(request, timeout=TIMEOUT_S / 2)
-            return [message async for message in answer] if method == "Watch" else await answer
+            return await answer
 
 
 async def test_a_worker_answers_its_cluster_alone_and_each_role_what_it_may_call(worker, folder):
     for role in tls.ROLES:
         assert await call(worker, of(folder, role)) == worker_pb2.DescribeResponse()
-        assert len(await call(worker, of(folder, role), "Watch")) == 1
     assert await call(worker, of(folder, "admin"), "Drain") == worker_pb2.DrainResponse()
     with pytest.raises(Unauthenticated, match="Drain is for admin only, and this is prefill"):
         await call(worker, of(folder, "prefill"), "Drain")
@@ -123,11 +119,7 @@ def test_which_calls_are_for_which_roles():
     assert not refused("/baton.v1.WorkerService/Drain")  # a port without certificates
     tls._process.client_ca_file = "ca.pem"
     for service, allowed in (
-        ("DecodeService/Reserve", {"router"}),
-        ("DecodeService/StreamEvents", {"router"}),
-        ("PrefillService/Prefill", {"router"}),
         ("HandoffService/Commit", {"prefill", "decode"}),
-        ("WorkerService/KeepTraces", {"router"}),
         ("WorkerService/Describe", set(tls.ROLES)),
         ("FleetService/GetStatus", set(tls.ROLES)),
     ):
@@ -136,6 +128,78 @@ def test_which_calls_are_for_which_roles():
         assert "without a role" in refused(method, "guest") and "without a role" in refused(method)
     assert not refused("/baton.v1.InferenceService/Generate")
     assert not refused("/grpc.health.v1.Health/Check")
+
+
+class Accepting:
+    """A worker, as its port for routers has it."""
+
+    incarnation = "d"
+
+    def __init__(self):
+        self.load_tracker, self.taken = LoadTracker(), 0
+
+    def report(self):
+        return worker_pb2.LoadReport()
+
+    def take(self, router, message):
+        self.taken += 1
+
+    def lost(self, router):
+        """Nothing runs here."""
+
+
+class Asking(MessageConnection):
+    """A router's end, or that of a stranger; `answer` is the first thing that comes."""
+
+    received, sent = WorkerMessage, RouterMessage
+
+    def __init__(self):
+        super().__init__()
+        self.answer = asyncio.get_running_loop().create_future()
+
+    def take(self, message):
+        if not self.answer.done():
+            self.answer.set_result(message)
+
+
+async def test_a_port_for_routers_takes_routers_alone(folder, tmp_path):
+    certs.write(tmp_path / "other", [])
+    other = of(tmp_path / "other", "router")
+    worker, ours = Accepting(), of(folder, "decode", client_ca_file=folder / "ca.pem")
+    tls.use(ours)
+    port = RouterPort(worker)
+    address = f"127.0.0.1:{port.listen('127.0.0.1', 0)}"
+    await port.open()
+
+    async def answer(credentials, role="decode"):
+        tls.use(credentials)
+        asking = Asking()
+        await connect(asking, address, role, TIMEOUT_S)
+        tls.use(ours)
+        asking.outgoing.hello.router_id = "r"
+        try:
+            ends = {asking.answer, asyncio.ensure_future(asyncio.shield(asking.closed))}
+            await asyncio.wait(ends, timeout=TIMEOUT_S, return_when="FIRST_COMPLETED")
+            return asking.answer.result() if asking.answer.done() else await asking.closed
+        finally:
+            asking.close(at_once=True)
+
+    assert (await answer(of(folder, "router"))).incarnation == "d"
+    assert worker.taken == 1
+    for role in ("prefill", "decode", "admin"):
+        (failure,) = (await answer(of(folder, role))).failures
+        assert failure.text == f"this port is for router only, and this is {role}"
+    for stranger in (
+        Credentials(ca_file=folder / "ca.pem"),
+        Credentials(other.cert_file, other.key_file, folder / "ca.pem"),
+        Credentials(),
+    ):
+        with pytest.raises(Unavailable):
+            await answer(stranger)
+    with pytest.raises(Unavailable, match="cannot connect"):
+        await answer(of(folder, "router"), "prefill")  # not taken for another role's
+    assert worker.taken == 1
+    await port.aclose()
 
 
 async def test_new_certificates_are_taken_up_and_broken_ones_are_not(worker, folder, caplog):
@@ -191,8 +255,7 @@ async def test_calls_take_a_new_certificate_and_those_that_run_go_on_with_the_ol
     held = rpc.channel(worker, old, role="decode")
     stub = worker_pb2_grpc.WorkerServiceStub(held)
     async with asyncio.timeout(TIMEOUT_S):
-        watching = stub.Watch(worker_pb2.WatchRequest(heartbeat_ms=1))
-        await watching.read()
+        await stub.Describe(worker_pb2.DescribeRequest())
         (folder / "ca-key.pem").unlink()
         certs.write(folder, [])  # another authority: the worker's, and that of its callers
         await call(worker, of(folder, "router"))
@@ -206,10 +269,8 @@ async def test_calls_take_a_new_certificate_and_those_that_run_go_on_with_the_ol
             shutil.copy(folder / name, ours)
         assert router.of_client() is not old
         await call(worker, router)
-        del held, stub
-        gc.collect()
-        assert await watching.read()
-        watching.cancel()
+        # A connection that is open goes on with the certificates that it was made with.
+        await stub.Describe(worker_pb2.DescribeRequest())
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.9", "example.com"])

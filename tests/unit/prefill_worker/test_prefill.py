@@ -5,9 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
-from opentelemetry.context import Context
 
-from baton import rpc
 from baton.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from baton.v1 import common_pb2, prefill_pb2
 from tests.unit.worker.running import (
@@ -16,6 +14,7 @@ from tests.unit.worker.running import (
     Router,
     Worker,
     asked,
+    matching,
     prompt,
     spec,
     target,
@@ -26,22 +25,22 @@ TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 
 @dataclass
 class Pair:
-    """A prefill and a decode worker, and a router between them."""
+    """A prefill and a decode worker, and a router's connections to both."""
 
     prefill: Worker
     decode: Worker
     router: Router
+    prompts: Router
 
     async def start(self, wanted):
-        """Reserves, and returns the running Prefill call."""
+        """Reserves, and returns the running prompt."""
         return self.call(wanted, target(self.decode, await self.router.reserve(wanted)))
 
     def call(self, wanted, to):
-        request = prefill_pb2.PrefillRequest(sequence=wanted, target=to)
-        return self.prefill.prefill.Prefill(request, timeout=PATIENCE_S)
+        return self.prompts.prefill(wanted, to)
 
     async def start_paced(self, wanted):
-        """The running call, its first step waiting for `allow`."""
+        """The running prompt, its first step waiting for `allow`."""
         paced = Paced(self.prefill)
         call = await self.start(wanted)
         await paced.waits()
@@ -62,8 +61,9 @@ async def pair_of(directory, store, prefix_cache=True, drain_s=10.0):
         Worker("decode", directory, store, prefix_cache=prefix_cache) as decode,
         Worker("prefill", directory, store, drain_s=drain_s) as prefill,
         Router(decode) as router,
+        Router(prefill) as prompts,
     ):
-        pair = Pair(prefill, decode, router)
+        pair = Pair(prefill, decode, router, prompts)
         yield pair
         assert await (decode.clean() if prefill.life.done() else pair.clean())
 
@@ -75,8 +75,7 @@ async def pair(directory, store):
 
 
 async def messages(call):
-    with rpc.translated():
-        return [message async for message in call]
+    return await call.all()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 33, 100])
@@ -100,29 +99,7 @@ async def test_the_first_token_does_not_wait_for_the_handoff(pair):
     assert (await call.read()).HasField("first_token")
     gate.set()
     assert (await call.read()).HasField("committed")
-    assert await call.code() is not None
     await pair.router.tokens("a")
-
-
-async def test_the_handoff_does_not_wait_until_its_caller_has_read(pair):
-    """Decode goes on with the sequence before the first token was read."""
-    wanted = spec("h", prompt(20))
-    to = target(pair.decode, await pair.router.reserve(wanted))
-    request = prefill_pb2.PrefillRequest(sequence=wanted, target=to)
-    responses, read = [], asyncio.Event()
-
-    async def send(message):
-        responses.append(message.WhichOneof("event"))
-        if not message.HasField("started"):
-            await read.wait()
-
-    prefilling = pair.prefill.node.prefill(request, Context(), send)
-    running = asyncio.create_task(prefilling)
-    assert len(await pair.router.tokens("h")) > 1
-    assert responses == ["started", "first_token"]
-    read.set()
-    await running
-    assert responses == ["started", "first_token", "committed"]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -189,6 +166,31 @@ async def test_a_reservation_cancelled_on_the_way_fails_the_prompt(pair):
         await messages(call)
 
 
+@pytest.mark.parametrize("end", ["cancelled", "lost", "late"])
+async def test_what_ends_while_its_grammar_is_compiled_runs_no_chunk(pair, end):
+    wanted = matching("a", prompt(20), "[ab]{3}")
+    to = target(pair.decode, await pair.router.reserve(wanted))
+    gate, submitted = pair.prefill.hold_grammars(), pair.prefill.node.grammars._waiting
+    wanted.time_left_ms = 300 if end == "late" else 0
+    async with Router(pair.prefill, "other") as other:
+        call = other.prefill(wanted, to)
+        while len(submitted) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        if end == "late":
+            with pytest.raises(DeadlineExceeded):
+                await messages(call)
+        elif end == "lost":
+            other.connection.transport.abort()
+        else:
+            call.cancel()
+        await asyncio.wait_for(pair.prefill.node.idle(), PATIENCE_S)
+    gate.set()
+    await pair.router.cancel("a")
+    assert (await pair.prefill.blocks()).steps == 0
+    assert len(await messages(await pair.start(matching("b", prompt(20), "[ab]{3}")))) == 3
+    assert len(await pair.router.tokens("b")) == 3 and not submitted
+
+
 @pytest.mark.parametrize("steps", [1, 4])
 async def test_a_deadline_ends_the_chunks_and_the_wait_for_commit(pair, steps):
     await pair.open_link()
@@ -217,8 +219,10 @@ async def test_a_deadline_ends_the_chunks_and_the_wait_for_commit(pair, steps):
 async def test_a_malformed_request_fails_alone(pair, bad, cached_tokens, field):
     paced, good = await pair.start_paced(spec("a", prompt(40)))
     with pytest.raises(InvalidRequest) as refused:
-        await messages(pair.call(bad, prefill_pb2.HandoffTarget(cached_tokens=cached_tokens)))
+        to = prefill_pb2.HandoffTarget(cached_tokens=cached_tokens)
+        await messages(pair.prompts.prefill(bad, to))
     assert refused.value.field == field
+    pair.prompts.prompts["a"] = good
     paced.allow.release(9)
     assert len(await messages(good)) == 3
     await pair.router.tokens("a")

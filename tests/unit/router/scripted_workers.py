@@ -1,4 +1,4 @@
-"""Workers whose answers a test writes, on real gRPC servers at free ports, and a fleet over them.
+"""Workers whose answers a test writes, on real ports, and a fleet over them.
 
 Their model is plain: output token i of every request is 100 + i, up to max_tokens. So a stream is
 right exactly when it counts up from 100 without a gap, whichever worker computed a part of it.
@@ -15,16 +15,9 @@ from opentelemetry.context import Context
 from baton.config import RouterLimits
 from baton.errors import Unavailable
 from baton.sampling import SamplingParams
-from baton.server import bind
-from baton.v1 import (
-    common_pb2,
-    decode_pb2,
-    decode_pb2_grpc,
-    prefill_pb2,
-    prefill_pb2_grpc,
-    worker_pb2,
-    worker_pb2_grpc,
-)
+from baton.v1 import common_pb2, decode_pb2, prefill_pb2, worker_pb2
+from baton.worker.metrics import LoadTracker
+from baton.worker.router_port import RouterConnection, RouterPort
 from router.admission.wait_queue import WaitQueue
 from router.dispatch.dispatch import Dispatch
 from router.dispatch.request_state import RequestState, TokenizedRequest
@@ -37,7 +30,6 @@ READY, DRAINING = common_pb2.WORKER_STATE_READY, common_pb2.WORKER_STATE_DRAININ
 LENGTH, UNFINISHED = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_UNSPECIFIED
 FINGERPRINT = "f" * 64
 TIMEOUT_S = 20.0
-CALLS = ("Describe", "Watch", "StreamEvents")  # on which a worker gives heartbeats
 
 
 def token(sequence, ahead=0):
@@ -63,7 +55,19 @@ def committed(num_bytes=1000):
     return prefill_pb2.PrefillResponse(committed=message)
 
 
-class Worker(worker_pb2_grpc.WorkerServiceServicer):
+class Connection(RouterConnection):
+    """Sends nothing while its worker is still."""
+
+    def connection_made(self, transport):
+        super().connection_made(transport)
+        self._port.worker.connected.put_nowait(None)
+
+    def flush(self):
+        if not self._port.worker.is_still:
+            super().flush()
+
+
+class Worker:
     """What prefill and decode workers have in common."""
 
     role = PREFILL
@@ -82,97 +86,97 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
                 **fields,
             }
         )
+        self.incarnation = name
         self.load = worker_pb2.Load(blocks_total=100, blocks_free=100)
         self.state = READY
         self.pairs = ()
-        self.cached = []  # hashes, sent in the first message of a watch
-        self.watches = set()
-        self.broken = asyncio.Queue()  # names of streams that the router has given up
-        self.server = None
-        self.kept = []  # trace ids of each KeepTraces
-        self.keeps = asyncio.Event()  # and whether it is answered
-        self.keeps.set()
-        self.described = asyncio.Queue()  # one entry for each call of Describe
-        self._awake = {name: asyncio.Event() for name in CALLS}
-        self.wake()
+        self.load_tracker = LoadTracker()
+        self.connected = asyncio.Queue()  # one entry for each connection
+        self.broken = asyncio.Queue()  # names of routers whose connections have ended
+        self.kept = []  # trace ids
+        self.tasks = {}  # by router and handoff id
+        self.is_still = False
+        self.port = None
+
+    @property
+    def routers(self):
+        """Those that have said hello."""
+        return [router for router in self.port.routers if router.name]
 
     async def start(self):
         """Serves, at the same port as before if there was one."""
-        port = int(self.record.address.rpartition(":")[2] or 0)
-        self.server, self.record.address = bind("127.0.0.1", port)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self.server)
-        self.add_own_service(self.server)
-        await self.server.start()
+        self.port = RouterPort(self, Connection)
+        port = self.port.listen(
+            "127.0.0.1", int(self.record.router_address.rpartition(":")[2] or 0)
+        )
+        self.record.router_address = f"127.0.0.1:{port}"
+        await self.port.open()
 
     async def stop(self):
-        """Breaks every call at once, as a killed process does."""
-        await self.server.stop(None)
+        """Breaks every connection at once, as a killed process does."""
+        self.break_connections()
+        await self.port.aclose()
 
-    async def KeepTraces(self, request, context):
-        self.kept.append(list(request.trace_ids))
-        await self.keeps.wait()
-        return worker_pb2.KeepTracesResponse()
-
-    def stop_still(self, *calls):
+    def stop_still(self):
         """From now on sends nothing, as a stopped process: its connections stay open."""
-        for name in calls or CALLS:
-            self._awake[name].clear()
+        self.is_still = True
 
     def wake(self):
         """Goes on with what it was at."""
-        for awake in self._awake.values():
-            awake.set()
+        self.is_still = False
+        for router in self.port.routers:
+            router.flush()
 
     def tell(self, state=READY, pairs=(), **load):
-        """Sends a changed load to all watches."""
+        """Sends a changed load to all routers."""
         self.state, self.pairs = state, pairs
         self.load = worker_pb2.Load(**{"blocks_total": 100, "blocks_free": 100, **load})
-        for watch in self.watches:
-            watch.put_nowait(self._update())
+        self.load_tracker.wake()
 
-    def break_watches(self):
-        """Ends the watches with an error; new ones are served."""
-        for watch in self.watches:
-            watch.put_nowait(None)
+    def break_connections(self):
+        """Ends all connections; new ones are served."""
+        for router in list(self.port.routers):
+            router.fail(Unavailable("it broke"))
 
-    async def Describe(self, request, context):
-        self.described.put_nowait(None)
-        await self._awake["Describe"].wait()
-        return worker_pb2.DescribeResponse(record=self.record, load=self.load)
+    def report(self):
+        return worker_pb2.LoadReport(load=self.load, state=self.state, pairs=self.pairs)
 
-    async def Watch(self, request, context):
-        watch, first = asyncio.Queue(), self._update()
-        first.cache.stored.extend(self.cached)
-        watch.put_nowait(first)
-        self.watches.add(watch)
+    def take(self, router, message):
+        self.kept += message.keep_traces
+        for request in (*message.reserve, *message.prefill):
+            handoff_id = request.sequence.handoff_id
+            task = asyncio.create_task(self._answer(router, handoff_id, request))
+            self.tasks[router, handoff_id] = task
+        for handoff_id in message.cancel:
+            self._end(router, handoff_id)
+            self.on_cancel(handoff_id)
+
+    def lost(self, router):
+        self.broken.put_nowait(router.name)
+        for whose, handoff_id in list(self.tasks):
+            if whose is router:
+                self._end(router, handoff_id)
+                self.release(handoff_id)
+
+    def on_cancel(self, handoff_id):
+        """A router cancels what it asked for."""
+
+    def release(self, handoff_id):
+        """Frees what a sequence holds."""
+
+    async def _answer(self, router, handoff_id, request):
+        self.requests.append(request)
         try:
-            async for sent in self._beating("Watch", watch, request.heartbeat_ms, self._update):
-                yield sent
-            raise Unavailable("the watch broke")
-        except (asyncio.CancelledError, GeneratorExit):
-            self.broken.put_nowait("Watch")
-            raise
-        finally:
-            self.watches.discard(watch)
+            await self.answer(router, handoff_id, request)
+        except Exception as error:
+            router.failed(handoff_id, error)
 
-    async def _beating(self, name, messages, heartbeat_ms, beat):
-        """Messages until None, and a heartbeat whenever there was none for a while."""
-        while True:
-            try:
-                async with asyncio.timeout(heartbeat_ms / 1e3 if heartbeat_ms else None):
-                    message = await messages.get()
-            except TimeoutError:
-                message = beat()
-            await self._awake[name].wait()
-            if message is None:
-                return
-            yield message
-
-    def _update(self):
-        return worker_pb2.WatchResponse(load=self.load, state=self.state, pairs=self.pairs)
+    def _end(self, router, handoff_id):
+        if task := self.tasks.pop((router, handoff_id), None):
+            task.cancel()
 
 
-class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServiceServicer):
+class PrefillWorker(Worker):
     """Runs the n-th prompt by the n-th script, and the good one when there is none left."""
 
     def __init__(self, name, decodes=(), **fields):
@@ -180,20 +184,16 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServiceServicer):
         self.decodes = decodes
         self.scripts = []
         self.requests = []
-        self.ended = asyncio.Queue()  # handoff ids whose calls have ended, however they did
+        self.ended = asyncio.Queue()  # handoff ids of prompts that have ended, however they did
 
-    def add_own_service(self, server):
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
-
-    async def Prefill(self, request, context):
-        self.requests.append(request)
+    async def answer(self, router, handoff_id, request):
         script = self.scripts.pop(0) if self.scripts else self.good
         try:
             async with contextlib.aclosing(script(request)) as messages:
                 async for message in messages:
-                    yield message
+                    router.outgoing.prefill.add(handoff_id=handoff_id).MergeFrom(message)
         finally:
-            self.ended.put_nowait(request.sequence.handoff_id)
+            self.ended.put_nowait(handoff_id)
 
     async def good(self, request):
         """A prompt that goes well."""
@@ -212,7 +212,7 @@ class PrefillWorker(Worker, prefill_pb2_grpc.PrefillServiceServicer):
         decode.begin(request.sequence, 1)
 
 
-class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
+class DecodeWorker(Worker):
     """Answers the n-th Reserve by the n-th script; decodes the n-th handoff by the n-th run."""
 
     role = DECODE
@@ -223,18 +223,14 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
         self.runs = []
         self.requests = []
         self.held = set()  # handoff ids
-        self.streams = {}
-        self.cancelled = asyncio.Queue()  # handoff ids, as Cancel named them
+        self.cancelled = asyncio.Queue()  # handoff ids, as routers named them
         self.freed = asyncio.Event()  # pulsed whenever the last handoff is gone
-        self.stream_opened = asyncio.Event()
 
-    def add_own_service(self, server):
-        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
-
-    async def Reserve(self, request, context):
-        self.requests.append(request)
+    async def answer(self, router, handoff_id, request):
         script = self.reserves.pop(0) if self.reserves else self.accept
-        return await script(request)
+        answer = await script(request)
+        answer.handoff_id = handoff_id
+        router.outgoing.reserved.append(answer)
 
     async def accept(self, request, cached_tokens=0):
         """Room for it."""
@@ -242,7 +238,6 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
         return decode_pb2.ReserveResponse(
             reservation_token="secret",
             cached_tokens=cached_tokens,
-            incarnation=self.record.incarnation,
         )
 
     async def accept_and_start(self, request):
@@ -252,44 +247,17 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
         self.begin(request.sequence, 0)
         return answer
 
-    async def Cancel(self, request, context):
-        for handoff_id in request.handoff_ids:
-            await self.on_cancel(handoff_id)
-            self.release(handoff_id)
-            self.cancelled.put_nowait(handoff_id)
-        return decode_pb2.CancelResponse()
-
-    async def on_cancel(self, handoff_id):
-        """What a test puts in Cancel's way."""
-
-    async def StreamEvents(self, request, context):
-        await self._awake["StreamEvents"].wait()
-        stream = self.streams[request.stream_id] = asyncio.Queue()
-        await context.send_initial_metadata(())
-        self.stream_opened.set()
-        try:
-            beat = decode_pb2.StreamEventsResponse
-            beats = self._beating("StreamEvents", stream, request.heartbeat_ms, beat)
-            async for message in beats:
-                yield message
-            raise Unavailable("the event stream broke")
-        except (asyncio.CancelledError, GeneratorExit):
-            self.broken.put_nowait("StreamEvents")
-            raise
-
-    def break_streams(self):
-        """Ends the event streams; new ones are served."""
-        self.stream_opened.clear()
-        for stream in self.streams.values():
-            stream.put_nowait(None)
+    def on_cancel(self, handoff_id):
+        self.release(handoff_id)
+        self.cancelled.put_nowait(handoff_id)
 
     def send(self, handoff_id, *token_ids, reason=UNFINISHED, abort=""):
         """One step's output of one sequence."""
         event = decode_pb2.SequenceEvent(
             handoff_id=handoff_id, token_ids=token_ids, finish_reason=reason, abort_reason=abort
         )
-        for stream in self.streams.values():
-            stream.put_nowait(decode_pb2.StreamEventsResponse(events=[event]))
+        for router in self.routers:
+            router.outgoing.events.append(event)
 
     def begin(self, sequence, ahead):
         """Decodes from `ahead` tokens after the sequence on."""
@@ -319,8 +287,8 @@ class DecodeWorker(Worker, decode_pb2_grpc.DecodeServiceServicer):
 
         async def steps():
             while sequence.handoff_id in self.held:
-                for stream in self.streams.values():
-                    stream.put_nowait(decode_pb2.StreamEventsResponse(events=[event]))
+                for router in self.routers:
+                    router.outgoing.events.append(event)
                 await asyncio.sleep(0.001)
 
         self.flooding = asyncio.create_task(steps())
@@ -368,7 +336,6 @@ class Cluster:
         return self
 
     async def __aexit__(self, *exc):
-        await self.dispatch.close()
         members = self.fleet._members.values()
         kept = {view.incarnation: view for view in self._views(self.fleet._look())}
         assert kept == {view.incarnation: view for view in (m.view for m in members)}
@@ -376,10 +343,7 @@ class Cluster:
         await asyncio.gather(self._following, return_exceptions=True)
         await self._stack.aclose()
         left = asyncio.all_tasks() - self._tasks_before - {asyncio.current_task()}
-        # gRPC's own task for a call does not always hear of its end when the channel closes too.
-        # (The loop closes the generator of a handler that gRPC left, in a task of its own.)
-        left = {task for task in left if "_AioCall." not in str(task.get_coro())}
-        if left:  # handlers of a stopped server need another moment
+        if left:  # what workers were at ends in another moment
             _, left = await asyncio.wait(left, timeout=1.0)
         assert not left, f"tasks were left behind: {left}"
         assert not self.problems, f"errors that were not handled: {self.problems}"

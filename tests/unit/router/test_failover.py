@@ -34,15 +34,14 @@ from .scripted_workers import (
 QUICK = LivenessConfig(silence_s=0.6, stall_s=2.0)
 
 
-def failing(error=None, tokens=0):
-    """A prefill script that starts, and fails or just ends."""
+def failing(error, tokens=0):
+    """A prefill script that starts and fails."""
 
     async def script(request):
         yield started(queue_ms=1.0)
         if tokens:
             yield first_token(100)
-        if error:
-            raise error
+        raise error
 
     return script
 
@@ -59,7 +58,6 @@ async def assert_goes_on(cluster, state=None, attempts=2, after=None):
     assert reason == LENGTH
     assert after == {}
     assert state.final_route().attempts == attempts
-    await cluster.dispatch.close()
     view = cluster.fleet.snapshot()
     assert all(worker.assigned_tokens == 0 for worker in view.prefill)
     assert all(worker.assigned_sequences == 0 for worker in (*view.prefill, *view.decode))
@@ -101,9 +99,8 @@ def assert_continued(request, delivered):
         (failing(Cancelled("c")), {"p0"}, 0),
         (failing(DeadlineExceeded("of a step")), {"p0"}, 0),
         (failing(ValueError("v")), {"p0"}, 0),
-        (failing(), {"p0"}, 0),  # the call just ends
         # After the first token it is the handoff that failed: either end may be the reason.
-        (failing(tokens=1), {"p0", "d0"}, 1),
+        (failing(InternalError("i"), tokens=1), {"p0", "d0"}, 1),
         (failing(TransferFailed("lost"), tokens=1), {"p0", "d0"}, 1),
     ],
 )
@@ -176,7 +173,7 @@ async def test_a_prefill_worker_that_leaves_during_reserve_is_the_one_to_avoid(c
 
 
 async def breaks(cluster, decode):
-    decode.break_streams()
+    decode.break_connections()
 
 
 async def falls_silent(cluster, decode):
@@ -222,17 +219,11 @@ async def leaves_registry(cluster, decode, request):
 
 
 async def loses_its_stream(cluster, decode, request):
-    decode.break_streams()
+    decode.break_connections()
     await asyncio.Event().wait()
 
 
-async def another_process(cluster, decode, request):
-    answer = await decode.accept(request)
-    answer.incarnation = "d7"
-    return answer
-
-
-@pytest.mark.parametrize("fault", [silent, leaves_registry, loses_its_stream, another_process])
+@pytest.mark.parametrize("fault", [silent, leaves_registry, loses_its_stream])
 async def test_a_failed_reserve_is_tried_elsewhere(cluster_of, monkeypatch, fault):
     timeout_s = 0.05 if fault is silent else 60.0  # only a silent worker is waited for
     monkeypatch.setattr(router.dispatch.dispatch, "RESERVE_TIMEOUT_S", timeout_s)
@@ -241,10 +232,9 @@ async def test_a_failed_reserve_is_tried_elsewhere(cluster_of, monkeypatch, faul
     decode.reserves = [partial(fault, cluster, decode)]
     state = await assert_goes_on(cluster)
     assert (state.failed_workers, state.final_route().decode) == ({"d0"}, "d1")
-    if fault is not leaves_registry:
-        assert await received(decode.cancelled) == "r-1"
-        assert decode.held == set()
+    assert decode.held == set()
     if fault is silent:
+        assert await received(decode.cancelled) == "r-1"
         assert "d0 did not answer" in cluster.dispatch.stats.events[0].text
 
 

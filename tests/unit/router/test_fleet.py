@@ -48,7 +48,7 @@ async def test_another_tokenizer_is_a_mismatch_that_names_both(cluster):
     worker = await cluster.add(DecodeWorker("d9", text_fingerprint="e" * 64))
     view = await cluster.until_state(worker, "MISMATCH")
     assert "eeeeeeeeeeee" in view.reason and "ffffffffffff" in view.reason
-    assert worker.streams == {}, "it is not followed"
+    assert worker.connected.empty(), "it is not followed"
 
 
 async def test_a_worker_that_dies_is_unreachable_and_comes_back_by_itself(cluster):
@@ -57,25 +57,21 @@ async def test_a_worker_that_dies_is_unreachable_and_comes_back_by_itself(cluste
     view = await cluster.until_state(worker, "UNREACHABLE")
     assert cluster.fleet.snapshot().why_not_ready
     assert view.reason
-    worker.streams.clear()
     await worker.start()
     await cluster.until_state(worker, "READY")
 
 
-async def test_a_broken_event_stream_fails_its_sequences_once_and_is_opened_again(cluster):
+async def test_a_broken_connection_fails_its_sequences_once_and_is_opened_again(cluster):
     worker = cluster.decodes[0]
     waiting = [cluster.subscribe(worker, f"h{i}") for i in range(2)]
-    worker.break_streams()
+    worker.break_connections()
     await cluster.until_state(worker, "UNREACHABLE")
-    between = cluster.subscribe(worker, "between")
+    with pytest.raises(Unavailable, match="d0 is not connected: the connection was closed"):
+        _ = cluster.member(worker).outgoing
     for queue in waiting:
         error = await received(queue)
         assert isinstance(error, Unavailable)
-        assert "event stream of decode worker d0 broke" in str(error)
-    # What was subscribed while no stream was open is gone on the worker when one is.
-    assert "opened anew" in str(await received(between))
-    async with asyncio.timeout(TIMEOUT_S):
-        await worker.stream_opened.wait()
+        assert "the connection to worker d0 broke" in str(error)
     await cluster.until_state(worker, "READY")
     again = cluster.subscribe(worker, "h3")
     worker.send("h1", 1)
@@ -84,7 +80,7 @@ async def test_a_broken_event_stream_fails_its_sequences_once_and_is_opened_agai
     assert all(queue.empty() for queue in waiting)
 
 
-async def test_subscribers_and_calls_end_when_the_worker_leaves_or_the_fleet_stops(cluster):
+async def test_subscribers_end_when_the_worker_leaves_or_the_fleet_stops(cluster):
     worker = cluster.decodes[0]
     waiting, left = cluster.subscribe(worker), cluster.member(worker)
     await cluster.leave(worker)
@@ -93,28 +89,19 @@ async def test_subscribers_and_calls_end_when_the_worker_leaves_or_the_fleet_sto
     await cluster.until(lambda s: s.prefill and not s.decode)
     async with asyncio.timeout(TIMEOUT_S):
         await left.close("once more: now it is over")
-    with pytest.raises(Unavailable, match="d0 has left"), left.calling():
-        await left.worker.Describe(worker_pb2.DescribeRequest())
-
-    async def call():
-        with left.calling():
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(call())
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):  # the caller's own is not taken for the worker's
-        await task
+    with pytest.raises(Unavailable, match="d0 has left"):
+        _ = left.outgoing
+    left.cancel("h")
     waiting = cluster.subscribe(cluster.prefills[0])
     cluster._following.cancel()
     assert "router is stopping" in str(await received(waiting))
 
 
-@pytest.mark.parametrize("source", ["watch", "registry"])
+@pytest.mark.parametrize("source", ["worker", "registry"])
 async def test_draining_is_learned_from_either_source_and_stays(cluster, source):
     worker = cluster.decodes[0]
     waiting = cluster.subscribe(worker)
-    if source == "watch":
+    if source == "worker":
         worker.tell(state=DRAINING)
     else:
         await cluster.registrations["d0"].update(changed(worker, state=DRAINING))
@@ -143,7 +130,7 @@ async def test_records_of_workers_that_do_not_exist_cost_one_look_together(clust
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
         for i in range(300):
-            record = changed(cluster.decodes[0], incarnation=f"ghost{i}", address=address)
+            record = changed(cluster.decodes[0], incarnation=f"ghost{i}", router_address=address)
             cluster.store.put(record)
             await asyncio.sleep(0)
         await cluster.until(lambda s: len(s.decode) == 301)

@@ -10,12 +10,10 @@ import pytest
 from baton import tls
 from baton.errors import Stale, Unavailable
 from baton.local import certs
-from baton.v1 import decode_pb2, worker_pb2
 from router.fleet.heartbeat import HeartbeatStream, LivenessConfig
-from router.fleet.member import CANCEL_BATCH, MOST_ORPHANS
 from router.fleet.snapshot import AssignedPrompt
 
-from .scripted_workers import TIMEOUT_S, DecodeWorker, PrefillWorker, received, seen
+from .scripted_workers import DecodeWorker, PrefillWorker, received, seen
 
 
 @pytest.fixture(params=["prefill", "decode"])
@@ -31,17 +29,6 @@ def tick(cluster, worker, times):
     """Lets ticks pass for one worker without any time in which it could answer."""
     for _ in range(times):
         cluster.member(worker).tick()
-
-
-async def reconnecting(cluster, worker):
-    """Waits until every stream of a worker has been opened anew, as far as the worker lets it."""
-    for _ in cluster.member(worker)._streams:
-        await received(worker.described)
-
-
-def forget_described(worker):
-    while not worker.described.empty():
-        worker.described.get_nowait()
 
 
 # Silence.
@@ -64,49 +51,68 @@ async def test_a_suspected_worker_gets_nothing_new_and_keeps_what_it_has(cluster
     assert waiting.empty() and worker.broken.empty()
 
 
-async def test_a_lost_workers_requests_fail_and_it_comes_back_on_fresh_streams(cluster, worker):
-    forget_described(worker)
+async def test_a_lost_workers_requests_fail_and_it_comes_back_on_a_fresh_connection(
+    cluster, worker
+):
+    await received(worker.connected)
     worker.stop_still()
-    waiting, lost_ticks = [cluster.subscribe(worker, f"h{i}") for i in range(3)], 0
-    for _ in range(3):  # connecting is given up and tried again
-        lost_ticks += cluster.liveness.lost_ticks
+    waiting = [cluster.subscribe(worker, f"h{i}") for i in range(3)]
+    for _ in range(3):  # an answer is given up and another one waited for
         tick(cluster, worker, cluster.liveness.lost_ticks)
         assert state(cluster, worker) == "SILENT"
-        await reconnecting(cluster, worker)
+        await received(worker.connected)
     for queue in waiting:
         error = await received(queue)
         assert isinstance(error, Unavailable)
         assert f"{worker.record.incarnation} is lost: no heartbeat" in str(error)
-    broken = {await received(worker.broken) for _ in cluster.member(worker)._streams}
-    assert broken == ({"Watch", "StreamEvents"} if worker in cluster.decodes else {"Watch"})
+    assert await received(worker.broken) == "router"
     late = cluster.subscribe(worker)
     tick(cluster, worker, 1)
     assert isinstance(await received(late), Unavailable)
-    worker.wake()
-    await cluster.until_state(worker, "READY")
-
-
-@pytest.mark.parametrize("mute", ["Watch", "StreamEvents"])
-async def test_a_decode_worker_needs_both_streams(cluster, mute):
-    worker = cluster.decodes[0]
-    forget_described(worker)
-    worker.stop_still(mute)
-    waiting = cluster.subscribe(worker)
-    tick(cluster, worker, cluster.liveness.lost_ticks)
-    assert isinstance(await received(waiting), Unavailable)
-    await reconnecting(cluster, worker)
-    await seen(lambda: any(stream.alive for stream in cluster.member(worker)._streams))
-    assert state(cluster, worker) == "SILENT"  # one of two is not enough
+    with pytest.raises(Unavailable, match="not connected: no heartbeat"):
+        _ = cluster.member(worker).outgoing
     worker.wake()
     await cluster.until_state(worker, "READY")
 
 
 async def test_heartbeats_reset_the_count_of_silence_and_are_no_change(cluster):
-    changed, streams = cluster.fleet.changed, cluster.member(cluster.decodes[0])._streams
-    for stream in streams:
-        stream.silent_ticks = 7
-    await seen(lambda: all(stream.silent_ticks < 7 for stream in streams))
+    changed, stream = cluster.fleet.changed, cluster.member(cluster.decodes[0])._stream
+    stream.silent_ticks = 7
+    await seen(lambda: stream.silent_ticks < 7)
     assert not changed.is_set()
+
+
+async def test_what_is_sent_in_one_turn_is_one_message(cluster):
+    """Also to a worker: what a router tells it leaves together."""
+    worker, messages = cluster.decodes[0], []
+    take = worker.take
+    worker.take = lambda router, message: (messages.append(message), take(router, message))
+    mine, other = cluster.subscribe(worker, "mine"), cluster.subscribe(worker, "other")
+    for handoff_id, token_id in (("mine", 1), ("nobody's", 9), ("other", 3), ("mine", 2)):
+        worker.send(handoff_id, token_id)
+    assert [list((await received(mine)).token_ids) for _ in range(2)] == [[1], [2]]
+    assert list((await received(other)).token_ids) == [3] and other.empty()
+    member = cluster.member(worker)
+    member.cancel("mine")
+    member.keep_traces(["t"])
+    member.cancel("other")
+    await seen(lambda: not worker.cancelled.empty())
+    (message,) = messages
+    assert (list(message.cancel), worker.kept) == (["mine", "other"], ["t"])
+
+
+async def test_a_router_says_now_and_then_that_it_is_there(cluster, worker):
+    """A worker frees what a router that is silent for too long has there."""
+    (router,) = worker.routers
+    router._beats_unheard = 5
+    tick(cluster, worker, cluster.liveness.ticks_in(5.0))
+    await seen(lambda: router._beats_unheard < 5)
+    await received(worker.connected)
+    waiting = cluster.subscribe(worker)
+    router._beats_unheard = 10_000
+    await seen(lambda: not worker.broken.empty())
+    assert isinstance(await received(waiting), Unavailable)
+    await cluster.until_state(worker, "READY")
 
 
 async def test_a_worker_whose_engine_is_stuck_is_stalled_until_it_gets_on(cluster, worker):
@@ -118,9 +124,11 @@ async def test_a_worker_whose_engine_is_stuck_is_stalled_until_it_gets_on(cluste
     worker.tell(step_age_ms=stall_ms + 1)
     stalled = await cluster.until_state(worker, "STALLED")
     assert "at one step for 10.0 s" in stalled.reason
+    tick(cluster, worker, 1)
     assert "stalled" in str(await received(waiting))
     late = cluster.subscribe(worker)
-    assert isinstance(await received(late), Unavailable)  # at the next heartbeat
+    tick(cluster, worker, 1)
+    assert isinstance(await received(late), Unavailable)
     worker.tell(step_age_ms=5.0)
     await cluster.until_state(worker, "READY")
     assert worker.broken.empty()  # it answers: there is nothing to open anew
@@ -203,15 +211,15 @@ async def test_a_worker_that_never_answered_is_called_rarely(remote):
     await stream.close()
 
 
-async def test_a_new_watch_replaces_what_was_known_of_the_cache(cluster, worker):
-    worker.cached = [1, 2]
+async def test_a_new_connection_replaces_what_was_known_of_the_cache(cluster, worker):
+    worker.load_tracker.cached = {1, 2}
     for _ in range(2):
-        worker.break_watches()
+        worker.break_connections()
         view = await cluster.until_state(worker, "UNREACHABLE")
-        assert view.reason == "the watch broke"
+        assert view.reason == "the connection was closed"
         await cluster.until_state(worker, "READY")
-        assert cluster.member(worker).cached == set(worker.cached)
-        worker.cached = [3]
+        assert cluster.member(worker).cached == worker.load_tracker.cached
+        worker.load_tracker.cached = {3}
 
 
 @pytest.mark.parametrize("kind", [PrefillWorker, DecodeWorker])
@@ -224,70 +232,19 @@ async def test_another_process_at_the_same_address_is_not_taken_for_the_old_one(
     gone.assign("h", AssignedPrompt(5, 0.0))
     waiting = cluster.subscribe(old)
     await old.stop()
-    new.record.address = old.record.address
+    new.record.router_address = old.record.router_address
     await cluster.add(new)
     fresh = await cluster.until_state(new, "READY")
     assert (fresh.load.queue_tokens, fresh.assigned, fresh.assigned_sequences) == (0, (), 0)
     await cluster.until(lambda s: "has taken the place" in gone.view.reason)
     assert gone.view.state == "UNREACHABLE"
     assert isinstance(await received(waiting), Unavailable)
-    with pytest.raises(Stale, match="another process, new, has taken"), gone.calling():
-        await gone.worker.Describe(worker_pb2.DescribeRequest())
-    # The old one's streams do not come back to fight for the router's place there.
+    with pytest.raises(Stale, match="another process, new, has taken"):
+        _ = gone.outgoing
+    assert await received(new.broken) == "router"  # the connection that expected the old one
+    # It does not come back.
     await asyncio.sleep(0.3)
     assert state(cluster, new) == "READY" and new.broken.empty()
-
-
-# Sequences whose Cancel was lost.
-
-
-async def test_events_go_to_their_request_and_one_without_a_request_is_cancelled(cluster):
-    worker, member = cluster.decodes[0], cluster.member(cluster.decodes[0])
-    mine, other = cluster.subscribe(worker, "mine"), cluster.subscribe(worker, "other")
-    worker.send("done", 1, reason=1)  # its end is no orphan's
-    worker.send("given up", abort="no room")
-    for handoff_id, token in (("mine", 1), ("other", 3), ("mine", 2)):
-        worker.send(handoff_id, token)
-    assert [list((await received(mine)).token_ids) for _ in range(2)] == [[1], [2]]
-    assert list((await received(other)).token_ids) == [3] and other.empty()
-    assert not member._orphans
-    async with asyncio.timeout(TIMEOUT_S):
-        while worker.cancelled.empty():
-            worker.send("lost", 1)
-            worker.send("mine", 2)
-            await asyncio.sleep(0.05)
-    assert await received(worker.cancelled) == "lost"
-    assert worker.cancelled.empty()
-
-
-async def test_orphans_are_of_two_rounds_bounded_and_cancelled_once_at_a_time(cluster, monkeypatch):
-    member, go_on, calls = cluster.member(cluster.decodes[0]), asyncio.Event(), []
-
-    async def cancel(handoff_ids):
-        calls.append(handoff_ids)
-        await go_on.wait()
-
-    async def cancelled_after(*handoff_ids):
-        calls.clear()
-        for handoff_id in handoff_ids:
-            member._deliver(decode_pb2.SequenceEvent(handoff_id=handoff_id, token_ids=[1]))
-        member._cancel_orphans()
-        await asyncio.sleep(0)
-        return [*calls]
-
-    monkeypatch.setattr(member, "cancel", cancel)
-    # A Cancel under way crosses the events of one round.
-    for names in (("h1",), (), ("h1",), (), ("h1", "h2")):
-        assert await cancelled_after(*names) == []
-    assert await cancelled_after("h2", "h3") == [["h2"]]
-    assert await cancelled_after("h2") == [], "one Cancel is under way"
-    go_on.set()
-    await member._cancelling
-    many = [f"h{i}" for i in range(2 * MOST_ORPHANS)]
-    await cancelled_after(*many)
-    assert len(member._orphans_before) == MOST_ORPHANS
-    (batch,) = await cancelled_after(*many)
-    assert len(batch) == CANCEL_BATCH
 
 
 async def test_a_worker_is_connected_to_again_with_the_certificates_of_that_time(

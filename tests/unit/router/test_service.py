@@ -375,25 +375,6 @@ def test_a_caller_has_its_time_from_the_first_output_on(monkeypatch):
         unread.add(240, 50)
 
 
-async def test_the_deadline_does_not_wait_for_a_stopped_worker_to_answer_cancel(router_of):
-    """A stopped process keeps its sockets open and answers nothing."""
-    router = await router_of(default_timeout_s=0.5)
-    arrived, go_on = asyncio.Event(), asyncio.Event()
-    router.decode.runs = [pauses]
-
-    async def unanswered(handoff_id):
-        arrived.set()
-        await go_on.wait()
-
-    router.decode.on_cancel = unanswered
-    error = await failure_of(router.generate())
-    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    async with asyncio.timeout(TIMEOUT_S):
-        await arrived.wait()
-        await router.service.idle()  # though Cancel is still under way
-    go_on.set()
-
-
 async def test_a_caller_that_hangs_up_frees_everything_and_its_spans_end(router_of, spans):
     tracer, exporter = spans
     router = await router_of(cluster={"tracer": tracer})

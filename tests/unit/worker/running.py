@@ -9,17 +9,10 @@ from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 from baton import rpc
 from baton.config import EngineConfig, RegistryConfig, WorkerConfig, host_id
+from baton.connection import MessageConnection, connect, error_of
 from baton.telemetry import Telemetry
-from baton.v1 import (
-    common_pb2,
-    decode_pb2,
-    decode_pb2_grpc,
-    handoff_pb2,
-    handoff_pb2_grpc,
-    prefill_pb2,
-    prefill_pb2_grpc,
-    worker_pb2_grpc,
-)
+from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, worker_pb2_grpc
+from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
 from baton.worker import node
 from decode_worker.worker import DecodeWorker
 from prefill_worker.worker import PrefillWorker
@@ -95,6 +88,12 @@ class Worker:
         self.node.engine.submit(gate.wait)
         return gate
 
+    def hold_grammars(self):
+        """No grammar is compiled until the event is set."""
+        gate = threading.Event()
+        self.node.grammars._submit(gate.wait)
+        return gate
+
     async def __aenter__(self):
         self.life = asyncio.create_task(self.run())
         ready = asyncio.create_task(self.ready())
@@ -105,8 +104,6 @@ class Worker:
             self.life.result()  # why it did not become READY
         self.channel = rpc.channel(self.node.record.address)
         self.worker = worker_pb2_grpc.WorkerServiceStub(self.channel)
-        self.decode = decode_pb2_grpc.DecodeServiceStub(self.channel)
-        self.prefill = prefill_pb2_grpc.PrefillServiceStub(self.channel)
         self.handoff = handoff_pb2_grpc.HandoffServiceStub(self.channel)
         return self
 
@@ -157,43 +154,98 @@ class Paced:
         assert await asyncio.to_thread(self.begun.wait, PATIENCE_S)
 
 
-class Router:
-    """Listens to a decode worker's events; `events` has them by sequence, `messages` by step."""
+class Connection(MessageConnection):
+    """A router's end, which gives all that comes to `take`."""
 
-    def __init__(self, decode, router_id="router", heartbeat_ms=0):
-        self.router_id, self.stream_id = router_id, f"stream of {router_id}"
+    received, sent = WorkerMessage, RouterMessage
+
+    def __init__(self, take):
+        super().__init__()
+        self.take = take
+
+    def take(self, message):
+        """Handles a message."""
+
+
+class Prompt:
+    """What a prefill worker sends of one prompt, until its end."""
+
+    def __init__(self, router, handoff_id):
+        self.events = asyncio.Queue()
+        self._router, self._handoff_id = router, handoff_id
+
+    async def read(self):
+        """The next event; None behind the last. Raises why the prompt failed."""
+        event = await asyncio.wait_for(self.events.get(), PATIENCE_S)
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    def cancel(self):
+        self._router.connection.outgoing.cancel.append(self._handoff_id)
+
+    async def all(self):
+        """All events up to the last."""
+        events = []
+        while True:
+            events.append(await self.read())
+            if events[-1].HasField("committed") or events[-1].first_token.finish_reason:
+                return events
+
+
+class Router:
+    """A router's connection to a worker; `messages` has those with events."""
+
+    def __init__(self, worker, router_id="router", heartbeat_ms=0):
+        self.router_id = router_id
         self.heartbeat_ms = heartbeat_ms
         self.messages = []
-        self._decode = decode
+        self.reports = asyncio.Queue()
+        self._worker = worker
         self._queues = {}
+        self._answers = {}
+        self.prompts = {}
+        self._answered = asyncio.Event()
         self._heartbeats = asyncio.Queue()
 
     async def __aenter__(self):
-        request = decode_pb2.StreamEventsRequest(
-            router_id=self.router_id, stream_id=self.stream_id, heartbeat_ms=self.heartbeat_ms
-        )
-        self.call = self._decode.decode.StreamEvents(request)
-        await asyncio.wait_for(self.call.initial_metadata(), PATIENCE_S)
-        self.ended = asyncio.create_task(self._listen())
+        self.connection = Connection(self._take)
+        record = self._worker.node.record
+        role = self._worker.config.role
+        await connect(self.connection, record.router_address, role, PATIENCE_S)
+        hello = self.connection.outgoing.hello
+        hello.router_id, hello.heartbeat_ms = self.router_id, self.heartbeat_ms
+        self.ended = self.connection.closed
+        await asyncio.wait_for(self._answered.wait(), PATIENCE_S)
         return self
 
     async def __aexit__(self, *_):
-        self.call.cancel()
-        self.ended.cancel()
-        await asyncio.gather(self.ended, return_exceptions=True)
+        self.connection.close()
+        await asyncio.wait([self.ended], timeout=PATIENCE_S)
 
     async def reserve(self, spec, local=0):
-        """Reserves for this router; `local` is the most tokens decode computes by itself."""
-        request = decode_pb2.ReserveRequest(
-            stream_id=self.stream_id, sequence=spec, local_prefill_max_tokens=local
-        )
-        with rpc.translated():
-            return await self._decode.decode.Reserve(request, timeout=PATIENCE_S)
+        """Reserves; `local` is the most tokens decode computes by itself."""
+        return await asyncio.wait_for(self.reserving(spec, local), PATIENCE_S)
+
+    def reserving(self, spec, local=0):
+        """The answer to come."""
+        answer = self._answers[spec.handoff_id] = asyncio.get_running_loop().create_future()
+        self.connection.outgoing.reserve.add(sequence=spec, local_prefill_max_tokens=local)
+        return answer
+
+    def prefill(self, spec, target):
+        """Has a prompt run."""
+        prompt = self.prompts[spec.handoff_id] = Prompt(self, spec.handoff_id)
+        self.connection.outgoing.prefill.add(sequence=spec, target=target)
+        return prompt
 
     async def cancel(self, *handoff_ids):
-        await self._decode.decode.Cancel(
-            decode_pb2.CancelRequest(handoff_ids=handoff_ids), timeout=PATIENCE_S
-        )
+        """Returns once their blocks are freed, or quarantined."""
+        self.connection.outgoing.cancel.extend(handoff_ids)
+        reservations = self._worker.node._reservations
+        async with asyncio.timeout(PATIENCE_S):
+            while reservations._entries.keys() & set(handoff_ids) or reservations._endings:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
 
     async def event(self, handoff_id):
         """The sequence's next event."""
@@ -210,17 +262,37 @@ class Router:
                 return tokens
 
     async def heartbeat(self):
-        """Waits for the next message without events."""
+        """Waits for the next message without anything in it."""
         await asyncio.wait_for(self._heartbeats.get(), PATIENCE_S)
 
-    async def _listen(self):
-        with rpc.translated():
-            async for message in self.call:
-                self.messages.append(message)
-                if not message.events:
-                    self._heartbeats.put_nowait(message)
-                for event in message.events:
-                    self._queue(event.handoff_id).put_nowait(event)
+    async def report(self):
+        """The next report of load."""
+        return await asyncio.wait_for(self.reports.get(), PATIENCE_S)
+
+    def _take(self, message):
+        self._answered.set()
+        if message.events:
+            self.messages.append(message)
+        if not message.ByteSize():
+            self._heartbeats.put_nowait(message)
+        if message.HasField("report"):
+            self.reports.put_nowait(message.report)
+        for answer in message.reserved:
+            self._answer(answer.handoff_id, answer)
+        for event in message.prefill:
+            self.prompts[event.handoff_id].events.put_nowait(event)
+        for event in message.events:
+            self._queue(event.handoff_id).put_nowait(event)
+        for failure in message.failures:
+            self._answer(failure.handoff_id, error_of(failure))
+
+    def _answer(self, handoff_id, answer):
+        if prompt := self.prompts.get(handoff_id):
+            prompt.events.put_nowait(answer)
+        elif not isinstance(answer, Exception):
+            self._answers[handoff_id].set_result(answer)
+        elif not self._answers[handoff_id].done():
+            self._answers[handoff_id].set_exception(answer)
 
     def _queue(self, handoff_id):
         return self._queues.setdefault(handoff_id, asyncio.Queue())
@@ -276,6 +348,13 @@ def spec(handoff_id, token_ids, max_tokens=4, **fields):
     sampling = common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
     fields = {"prompt_tokens": len(token_ids), "sampling": sampling, **fields}
     return common_pb2.SequenceSpec(handoff_id=handoff_id, token_ids=token_ids, **fields)
+
+
+def matching(handoff_id, token_ids, regex, **fields):
+    """Its output has to match."""
+    output = common_pb2.StructuredOutput(regex=regex)
+    sampling = common_pb2.SamplingParams(max_tokens=16, structured_output=output)
+    return spec(handoff_id, token_ids, sampling=sampling, **fields)
 
 
 def target(decode, reserved):

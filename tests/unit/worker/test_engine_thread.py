@@ -11,7 +11,6 @@ from baton.engine import build, loop
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Unavailable
 from baton.sampling import SamplingParams
-from baton.structured_output import GrammarCompiler
 from baton.v1 import common_pb2
 from baton.worker.messages import ModelLimits, sequence_of
 from tests.unit.engine.bench import WAIT_S, Bench
@@ -81,7 +80,7 @@ def test_work_is_done_although_its_caller_hung_up_and_fails_its_caller_alone(ben
     assert (load.blocks_held, load.blocks_total) == (0, 16)
 
 
-async def test_it_hashes_no_prompt(bench, loaded, monkeypatch):
+def test_it_hashes_no_prompt(bench, loaded, monkeypatch):
     """A long one's blocks would hold up every stream, when it is reserved and at its Commit."""
     hashed, hash64 = [], prefix._hash64
 
@@ -96,8 +95,7 @@ async def test_it_hashes_no_prompt(bench, loaded, monkeypatch):
     asked = common_pb2.SequenceSpec(
         handoff_id="a", token_ids=[5] * 200, prompt_tokens=200, sampling=sampling
     )
-    grammars = GrammarCompiler(loaded.path, loaded.model_config.vocab_size, ())
-    sequence = await sequence_of(asked, ModelLimits.of(loaded), grammars)
+    sequence = sequence_of(asked, ModelLimits.of(loaded))
     engine.reserve(sequence).result(WAIT_S)
     engine.resume("a", 200, 7).result(WAIT_S)
     assert len(engine._blocks._by_hash) == 12

@@ -13,7 +13,13 @@ from baton.engine.loop import Load, Progress, StepReport
 from baton.engine.runner import StepRunner
 from baton.errors import Stale
 from baton.v1 import common_pb2, worker_pb2
-from baton.worker.metrics import ExpertImbalance, LoadTracker, WorkerMetrics, kind_of
+from baton.worker.metrics import (
+    CacheWatcher,
+    ExpertImbalance,
+    LoadTracker,
+    WorkerMetrics,
+    kind_of,
+)
 
 LOAD = Load(0, 0, 0, 8, 8, 0, 0, 0, 1, 0, 2000.0, 120)
 
@@ -166,23 +172,22 @@ def cache_step(stored=(), evicted=(), tokens=0, ms=0):
     return StepReport(0, ms * 1_000_000, tokens, [], LOAD, changes)
 
 
-async def test_a_watcher_gets_all_that_is_cached_and_then_the_net_effect():
-    tracker = LoadTracker()
+def test_a_watcher_gets_all_that_is_cached_and_then_the_net_effect():
+    tracker, wakes = LoadTracker(), []
     tracker.update(cache_step((1, 2)))
     tracker.update(cache_step((), (2,)))
-    watch = tracker.watch(0.0)
-    event = await anext(watch)
+    watcher = CacheWatcher(tracker, lambda: wakes.append(True))
+    event = watcher.event()
     assert event.cleared and (list(event.stored), list(event.evicted)) == ([1], [])
     for changes in (((2,), (1,)), ((1,), (2,)), ((3, 2), ()), ((), (3, 1)), ((1,), ()), ((), (1,))):
         tracker.update(cache_step(*changes))
-    event = await anext(watch)
+    event = watcher.event()
     assert not event.cleared and (list(event.stored), list(event.evicted)) == ([2], [1])
     tracker.update(cache_step((2,), (2,)))  # stored again in the step that evicted it
-    assert await anext(watch) == worker_pb2.CacheEvent()
+    assert watcher.event() is None
+    watcher.close()
     tracker.update(cache_step((7,)))
-    tracker.close()
-    assert list((await anext(watch)).stored) == [7]
-    assert await anext(watch, None) is None
+    assert (watcher.event(), len(wakes)) == (None, 7)
 
 
 def test_a_load_has_the_time_of_decode_steps_whatever_their_batch():

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton import rpc
 from baton.errors import ConfigError, InternalError, Unavailable
 from baton.v1 import common_pb2, worker_pb2
-from baton.worker import node
+from baton.worker import node, router_port
 from tests.unit.worker.running import PATIENCE_S, Paced, Router, Worker, prompt, spec
 
 SERVING, NOT_SERVING = (
@@ -42,7 +42,11 @@ async def read(updates):
 async def test_a_worker_from_its_start_to_its_end(directory, store):
     seen = []
     watching = asyncio.create_task(states(store, seen))
-    async with Worker("decode", directory, store) as worker, Router(worker) as router:
+    async with (
+        Worker("decode", directory, store) as worker,
+        Router(worker) as router,
+        contextlib.AsyncExitStack() as stack,
+    ):
         answer = await worker.worker.Describe(worker_pb2.DescribeRequest(), timeout=PATIENCE_S)
         record = answer.record
         assert (record.incarnation, record.pid) == ("decode-0", os.getpid())
@@ -52,18 +56,18 @@ async def test_a_worker_from_its_start_to_its_end(directory, store):
         assert list(record.transports) == [common_pb2.TRANSPORT_SHM]
         health = health_pb2_grpc.HealthStub(worker.channel).Watch(health_pb2.HealthCheckRequest())
         assert (await read(health)).status == SERVING
-        # A watch begins with all that is cached.
+        # Reports begin with all that is cached.
         await router.reserve(spec("a", prompt(40)), local=40)
         await router.tokens("a")
-        updates = worker.worker.Watch(worker_pb2.WatchRequest())
-        first = await read(updates)
+        late = await stack.enter_async_context(Router(worker, "late"))
+        first = await late.report()
         assert first.state == common_pb2.WORKER_STATE_READY and first.cache.cleared
         known = set(first.cache.stored)
         assert len(known) == 2
         await router.reserve(spec("b", prompt(40, start=90)), local=40)
         await router.tokens("b")
         while len(known) < 4:
-            change = (await read(updates)).cache
+            change = (await late.report()).cache
             assert not change.cleared
             known |= set(change.stored)
         assert known == set(worker.node.engine._blocks._by_hash)
@@ -73,8 +77,10 @@ async def test_a_worker_from_its_start_to_its_end(directory, store):
         assert (await read(health)).status == NOT_SERVING
         assert len(await router.tokens("c")) == 30
         await asyncio.wait_for(drain, PATIENCE_S)
-        while (message := await read(updates)) is not grpc.aio.EOF:
-            last = message.state
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(late.ended, PATIENCE_S)
+        while not late.reports.empty():
+            last = late.reports.get_nowait().state
         assert last == common_pb2.WORKER_STATE_DRAINING
         await asyncio.wait_for(worker.life, PATIENCE_S)
         with pytest.raises(grpc.RpcError) as failed:
@@ -110,9 +116,12 @@ async def test_a_worker_needs_a_port_and_at_its_start_the_registry(directory, st
         port = int(worker.node.record.address.rpartition(":")[2])
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
             await Worker("decode", directory, store, port=port, incarnation="second").run()
+        port = int(worker.node.record.router_address.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=f"{port} for routers.* --router-port"):
+            await Worker("decode", directory, store, router_port=port, incarnation="third").run()
         store.stop()
         with pytest.raises(Unavailable):
-            await Worker("decode", directory, store, incarnation="third").run()
+            await Worker("decode", directory, store, incarnation="fourth").run()
         await router.reserve(spec("a", prompt(20)), local=20)
         assert len(await router.tokens("a")) == 4
 
@@ -193,27 +202,46 @@ async def test_a_step_that_never_ends_does_not_keep_the_worker(directory, store,
     assert reason == "the decode worker is draining"
 
 
-async def test_watch_sends_heartbeats_with_the_age_of_a_step_that_hangs(directory, store):
+async def test_a_router_gets_heartbeats_with_the_age_of_a_step_that_hangs(directory, store):
     async with Worker("decode", directory, store) as worker, Router(worker) as router:
         paced = Paced(worker)
-        updates = worker.worker.Watch(worker_pb2.WatchRequest(heartbeat_ms=60))
-        first = await read(updates)
-        assert (first.cache.cleared, first.load.step_age_ms) == (True, 0)
-        await router.reserve(spec("a", prompt(20)), local=20)
-        await paced.waits()
-        ages = [0.0]
-        while len(ages) < 5 or ages[-5] == 0.0:
-            message = await read(updates)
-            assert message.state == common_pb2.WORKER_STATE_READY
-            ages.append(message.load.step_age_ms)
-        assert ages == sorted(ages)
-        described = await worker.worker.Describe(worker_pb2.DescribeRequest(), timeout=PATIENCE_S)
-        assert described.load.step_age_ms >= ages[-1]
-        paced.allow.release(99)
-        await router.tokens("a")
-        while (await read(updates)).load.step_age_ms:
-            pass
-        updates.cancel()
+        async with Router(worker, "other", heartbeat_ms=60) as other:
+            first = await other.report()
+            assert (first.cache.cleared, first.load.step_age_ms) == (True, 0)
+            for _ in range(3):
+                await other.heartbeat()  # nothing has changed
+            assert other.reports.empty()
+            await router.reserve(spec("a", prompt(20)), local=20)
+            await paced.waits()
+            ages = [0.0]
+            while len(ages) < 5 or ages[-5] == 0.0:
+                report = await other.report()
+                assert report.state == common_pb2.WORKER_STATE_READY
+                ages.append(report.load.step_age_ms)
+            assert ages == sorted(ages)
+            request = worker_pb2.DescribeRequest()
+            described = await worker.worker.Describe(request, timeout=PATIENCE_S)
+            assert described.load.step_age_ms >= ages[-1]
+            paced.allow.release(99)
+            await router.tokens("a")
+            while (await other.report()).load.step_age_ms:
+                pass
+
+
+async def test_a_router_that_says_nothing_for_long_is_lost(directory, store, monkeypatch):
+    monkeypatch.setattr(router_port, "ROUTER_SILENCE_S", 0.4)
+    async with (
+        Worker("decode", directory, store) as worker,
+        Router(worker, heartbeat_ms=50) as router,
+    ):
+        await router.reserve(spec("a", prompt(20)))
+        for _ in range(12):
+            await router.heartbeat()
+            _ = router.connection.outgoing  # an empty message is enough
+        assert not router.ended.done()
+        with pytest.raises(Unavailable):
+            await asyncio.wait_for(asyncio.shield(router.ended), PATIENCE_S)
+        assert await worker.clean()
 
 
 async def test_health_says_when_a_step_stalls_and_when_it_has_ended(directory, store, monkeypatch):
