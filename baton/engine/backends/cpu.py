@@ -69,9 +69,9 @@ class CpuBackend(Backend):
             )
         native = self._is_native(config, dtype)
 
-        def prepare(weight: Weight) -> Weight:
+        def prepare(weight: Weight, is_output: bool) -> Weight:
             if isinstance(weight, DenseWeight):
-                weight = quantized(weight, settings.quantization)
+                weight = quantized(weight, settings.quantization, is_output)
             return PackedWeight.of(weight) if native else weight
 
         kernels = "native" if native else "torch"

@@ -6,13 +6,14 @@ become float32, and values and zero points of 4 bits stay what they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from baton.engine.models.quantization import QuantizationConfig, Shapes
-from baton.engine.weights.weight import Fp8Weight, Int4Weight, Int8Weight, Weight
+from baton.engine.models.quantization import BLOCK, QuantizationConfig, Shapes
+from baton.engine.weights.weight import Fp8BlockWeight, Fp8Weight, Int4Weight, Int8Weight, Weight
 from baton.errors import CheckpointError
 
 # A word's eight values, the lowest bits first, are those of outputs 0 2 4 6 1 3 5 7. The way back:
@@ -28,6 +29,14 @@ def read_quantized(config: QuantizationConfig, parts: Shapes, get: Get) -> Weigh
     Raises CheckpointError naming a part whose inputs are in another order than the first's.
     """
     modules = {name.removesuffix(".weight"): shape for name, shape in parts.items()}
+    if config.weights == "fp8_block":
+        return Fp8BlockWeight(
+            _joined(_found(get, f"{module}.weight") for module in modules),
+            _joined(
+                _of_groups(_found(get, f"{module}.weight_scale_inv").float(), *shape)
+                for module, shape in modules.items()
+            ),
+        )
     if config.weights != "int4":
         kind = Int8Weight if config.weights == "int8" else Fp8Weight
         return kind(
@@ -55,6 +64,16 @@ def read_quantized(config: QuantizationConfig, parts: Shapes, get: Get) -> Weigh
         None if (zeros == Int4Weight.MIDDLE).all() else zeros,
         None if in_order else order,
     )
+
+
+def _of_groups(blocks: Tensor, outputs: int, inputs: int) -> Tensor:
+    """Scales of blocks as those of each output's groups, which are equal: `[out, groups]`.
+
+    A last block of fewer inputs makes groups smaller.
+    """
+    group = math.gcd(BLOCK, inputs)
+    wide = blocks.repeat_interleave(BLOCK // group, dim=1)[:, : inputs // group]
+    return wide.repeat_interleave(BLOCK, dim=0)[:outputs]
 
 
 Int4 = tuple[Tensor, Tensor, Tensor]

@@ -35,8 +35,11 @@ RANDOM_STD = 0.02
 _NOISE = (1 << 24) - 3  # numbers; prime, so that a matrix's rows differ
 _GIB = float(1 << 30)
 
-Prepare = Callable[[Weight], Weight]
-"""What is done to each weight as soon as it is read; what it was read into is then given up."""
+Prepare = Callable[[Weight, bool], Weight]
+"""What is done to each weight as soon as it is read, told whether it is the output layer's.
+
+What it was read into is then given up.
+"""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ Make = Callable[[Shapes], Tensor]
 """Makes one tensor of those with these names and shapes, joined along the first axis."""
 
 
-def _as_read(weight: Weight) -> Weight:
+def _as_read(weight: Weight, is_output: bool) -> Weight:
     return weight
 
 
@@ -185,7 +188,7 @@ def load_weights(
                     done / _GIB, total / _GIB, rate / _GIB, (total - done) / rate,
                 )  # fmt: skip
 
-        return _assemble(config, make, make_weight, prepare)
+        return _assemble(config, make, make_weight, prepare, device)
 
 
 def random_weights(
@@ -216,11 +219,15 @@ def random_weights(
             piece.copy_(shifted[: len(piece)])
         return whole
 
-    return _assemble(config, make, lambda shapes: DenseWeight(make(shapes)), prepare)
+    return _assemble(config, make, lambda shapes: DenseWeight(make(shapes)), prepare, device)
 
 
 def _assemble(
-    config: ModelConfig, make: Make, make_weight: Callable[[Shapes], Weight], prepare: Prepare
+    config: ModelConfig,
+    make: Make,
+    make_weight: Callable[[Shapes], Weight],
+    prepare: Prepare,
+    device: torch.device,
 ) -> Weights:
     sizes = (config.vocab_size, config.hidden_size)
 
@@ -229,14 +236,9 @@ def _assemble(
             return _arranged(config, field, make(parts))
         weight = make_weight(parts)
         if field == "qkv" and config.head_order is not None:
-            if not isinstance(weight, DenseWeight):
-                raise CheckpointError(
-                    f"{', '.join(parts)}: quantised matrices of a rotary embedding that is partial "
-                    "or of neighbours are not supported; serve the model that it was made of, with "
-                    "--quantization"
-                )
-            weight = DenseWeight(_arranged(config, field, weight.tensor))
-        return prepare(weight)
+            rows = torch.arange(weight.shape[0])[:, None]
+            weight = weight.with_outputs(_arranged(config, field, rows)[:, 0].to(device))
+        return prepare(weight, False)
 
     def parts_of(tensors: dict[str, Shapes]) -> dict[str, Any]:
         return {field: part(field, parts) for field, parts in tensors.items()}
@@ -255,7 +257,7 @@ def _assemble(
     norm = _arranged(config, "final_norm", make({FINAL_NORM: sizes[1:]}))
     tied = config.tie_embeddings
     lm_head = DenseWeight(embedding) if tied else make_weight({LM_HEAD: sizes})
-    return Weights(embedding, layers, norm, prepare(lm_head))
+    return Weights(embedding, layers, norm, prepare(lm_head, True))
 
 
 def _arranged(config: ModelConfig, field: str, tensor: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ LEAST_CAPABILITY: dict[str, Capability] = {
     "int8": (8, 0),
     "fp8": (8, 9),
     "int4": (8, 0),
+    "fp8_block": (8, 0),
 }
 # GPUs with 99 KB of shared memory for a program; tiles of larger heads need more.
 SMALL_MEMORY, SMALL_HEAD_SIZE = ((8, 6), (8, 9), (12, 0), (12, 1)), 128
@@ -64,8 +65,8 @@ class GpuBackend(Backend):
         load = partial(weights_of, settings, path, config, dtype, self.device, kernels)
         if kernels == "torch":
             return Model(config, load(), dtype, self.device)
-        quantize = partial(prepare, quantization=settings.quantization)
-        return GpuModel(config, load(quantize), dtype, self.device)
+        weights = load(lambda weight, last: prepare(weight, settings.quantization, last))
+        return GpuModel(config, weights, dtype, self.device)
 
     def layout(
         self,
