@@ -221,7 +221,7 @@ class Int4Weight(GroupScaledWeight):
         return super().apply(x if self.order is None else x[:, self.order], bias)
 
     def numbers(self, rows: slice = slice(None)) -> Tensor:
-        groups = self.nibbles(rows).unflatten(1, (-1, self.group)).float()
+        groups: Tensor = self.nibbles(rows).unflatten(1, (-1, self.group)).float()
         groups -= self.MIDDLE if self.zeros is None else self.zeros[rows, :, None].float()
         return groups.flatten(1)
 
