@@ -1,9 +1,9 @@
-// Products with weights of which groups of inputs share a scale: int4 (W4A16).
+// Products with weights of which groups of inputs share a scale: int4 (W4A16) and fp8 (W8A16).
 //
-// Of every row and output they are, in this order, group after group: scale * (sum of x * value +
-// Values are whole numbers that bf16 and float hold exactly, so a product of few
-// rows, which unpacks them in registers, and one of many, which unpacks a piece of the weights for
-// all of them, give the same bits.
+// Of every row and output they are, in this order, group after group: scale * (zero * sum of x + sum of
+// x * value), where a zero is 8 less the zero point. Values are numbers that bf16 and float hold
+// exactly, so a product of few rows, which unpacks them in registers, and one of many, which unpacks a
+// piece of the weights for all of them, give the same bits.
 #include "kernels.h"
 
 namespace baton {
@@ -22,21 +22,35 @@ struct Int4 {
     uint32_t word;
 };
 
-}  // namespace
+// Four values of float8_e4m3fn, in the order of inputs 0, 2, 1 and 3, for the same reason.
+struct Fp8 {
+    uint32_t word;
+};
 
-template <>
-struct Product<Int4> {
-    static constexpr int GROUP = 8, WIDTH = 1;
+template <int VALUES>
+struct PackedProduct {
+    static constexpr int GROUP = VALUES, WIDTH = 1;
     typedef Wide Left;
     typedef f32x16 Sum;
 };
 
-template <>
-struct Lanes<Int4> : Lanes<Wide> {
-    static constexpr int PARTS = Product<Int4>::GROUP / Product<Wide>::GROUP;
+template <int VALUES>
+struct PackedLanes : Lanes<Wide> {
+    static constexpr int PARTS = VALUES / Product<Wide>::GROUP;
     static auto left(const Wide* from, int p) {
         return Lanes<Wide>::left(from + p * Product<Wide>::GROUP, 0);
     }
+};
+
+}  // namespace
+
+template <>
+struct Product<Int4> : PackedProduct<8> {};
+template <>
+struct Product<Fp8> : PackedProduct<4> {};
+
+template <>
+struct Lanes<Int4> : PackedLanes<8> {
 #if defined(__AVX512BF16__) && defined(BATON_BF16)
     static Words right(const Int4* from, int p) {
         // -8 to 7 in bf16, twice: the fifth bit of an index is the next value's.
@@ -52,6 +66,32 @@ struct Lanes<Int4> : Lanes<Wide> {
         // Behind the exponent of 2^23 bits count ones, so that no conversion is needed.
         const Words bits = load<Words>(from) >> (p / 2 * 4 + p % 2 * 16) & 15;
         return (Floats)(bits | 0x4b000000u) - (8388608.0f + 8.0f);
+    }
+#endif
+};
+
+template <>
+struct Lanes<Fp8> : PackedLanes<4> {
+    // The exponent is moved to its place and grows by the difference of biases. Without one, a value is
+    // less than its leading digit of 2^-6 makes it.
+#if defined(__AVX512BF16__) && defined(BATON_BF16)
+    static Words right(const Fp8* from, int p) {
+        alignas(64) static constexpr uint16_t SMALL[32] = {
+            0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+        const Halves bytes = (Halves)(load<Words>(from) >> 8 * p);
+        const __m512i bits = (__m512i)(bytes & 0x7f);
+        const __m512i value = (__m512i)(((Halves)bits << 4) + (120 << 7));
+        const __m512i exact = _mm512_mask_permutexvar_epi16(
+            value, _mm512_cmplt_epu16_mask(bits, _mm512_set1_epi16(8)), bits, _mm512_load_si512(SMALL));
+        return (Words)((Halves)exact | (bytes & 0x80) << 8);
+    }
+#else
+    static Floats right(const Fp8* from, int p) {
+        const Words byte = load<Words>(from) >> (p / 2 * 8 + p % 2 * 16), bits = byte & 0x7f;
+        const Words small = (Words)(bits < 8);
+        const Floats value = (Floats)(((bits | (small & 8)) << 20) + (120u << 23));
+        const Floats exact = value - (Floats)(small & (121u << 23));
+        return (Floats)((Words)exact | (byte & 0x80) << 24);
     }
 #endif
 };
@@ -245,7 +285,11 @@ void grouped_linear(Team& team, const Activation* x, int rows, const Linear& wei
                 sums[row * count + g] = sum(lanes);
             }
         });
-    product<Int4>(team, copied ? copied : (const Wide*)x, sums, rows, weights, y);
+    const Wide* left = copied ? copied : (const Wide*)x;
+    if (weights.fp8)
+        product<Fp8>(team, left, sums, rows, weights, y);
+    else
+        product<Int4>(team, left, sums, rows, weights, y);
 }
 
 template void grouped_linear(Team&, const Activation*, int, const Linear&, Activation*, void*);
