@@ -88,7 +88,9 @@ def test_operations_one_by_one_compute_what_a_whole_step_does(
 ) -> None:
     make_checkpoint(tmp_path, architecture, sliding_window=24)
     config = ModelConfig.load(tmp_path)
-    weights = load_weights(tmp_path, config, torch.float32, CPU, PackedWeight.of)
+    weights = load_weights(
+        tmp_path, config, torch.float32, CPU, lambda one, _: PackedWeight.of(one)
+    )
     whole, one_by_one = (
         logits(kind(config, weights, torch.float32), (37, 1, 52))
         for kind in (NativeModel, NativeOps)
