@@ -51,6 +51,7 @@ class NativeModel(NativeOps):
         super().__init__(shard.config(config), weights, dtype)
         self._kv_heads, self._tokens = shard.kv_heads(config), shard.tokens(config)
         self._ranks = Ranks(exchange, shard.rank, shard.count)
+        self._routers: list[PackedWeight | None] = []  # which are read as they are
         self._model = self._whole(weights)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._rows = 0  # that the workspace is for
@@ -120,8 +121,13 @@ class NativeModel(NativeOps):
         router, shared_gate, experts, tokens = Linear(), Linear(), None, None
         if (mixture := layer.experts) is not None:
             assert expert_tokens is not None
-            router = _linear(mixture.router, mixture.router_bias)
-            shared_gate, tokens = _linear(mixture.shared_gate), expert_tokens.data_ptr()
+            packed, packed_gate = (
+                None if one is None else PackedWeight.of(one)
+                for one in (mixture.router, mixture.shared_gate)
+            )
+            self._routers += packed, packed_gate
+            router, shared_gate = _linear(packed, mixture.router_bias), _linear(packed_gate)
+            tokens = expert_tokens.data_ptr()
             each = [
                 Expert(
                     _linear(one.gate_up, one.gate_up_bias),
