@@ -205,15 +205,18 @@ struct Panel {
     }
 
     // Row by row: their places in memory lie far apart.
-    template <class Output>
-    void write(Output* y) const {
+    void write(Results y) const {
         for (int row = begin; row < end; row++)
             for (int v = 0; v < PANEL / LANES; v++) {
                 const int first = column + v * LANES, count = weights.out - first;
                 if (count <= 0) break;
                 f32x16 result = kept[row - begin][v];
                 if (weights.bias) result += load_floats(weights.bias + first, count);
-                store_floats(y + size_t(row) * weights.out + first, result, count);
+                const size_t at = size_t(row) * weights.out + first;
+                if (y.floats)
+                    store_floats((float*)y.rows + at, result, count);
+                else
+                    store_floats((Activation*)y.rows + at, result, count);
             }
     }
 };
@@ -225,9 +228,9 @@ inline int block_rows(int rows, int panels, int threads) {
     return parts(rows, blocks > needed ? blocks : needed);
 }
 
-template <class Weight, class Output>
+template <class Weight>
 void product(Team& team, const Wide* x, const float* sums, int rows, const Linear& weights,
-             Output* y) {
+             Results y) {
     typedef Product<Weight> P;
     if (rows == 0) return;
     const int panels = parts(weights.out, PANEL), block = block_rows(rows, panels, team.threads());
@@ -248,6 +251,10 @@ void product(Team& team, const Wide* x, const float* sums, int rows, const Linea
     });
 }
 
+inline void copy_one(const Activation* from, Activation* to) { *to = *from; }
+
+inline void copy_one(const bf16* from, float* to) { *to = load_floats(from, 1)[0]; }
+
 bool copies(const Linear& weights) {
     return weights.order || !std::is_same_v<Wide, Activation>;
 }
@@ -259,8 +266,7 @@ size_t grouped_scratch(const Linear& weights, int rows) {
     return rows * (sums + (copies(weights) ? weights.in * sizeof(Wide) : 0));
 }
 
-template <class Output>
-void grouped_linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
+void grouped_linear(Team& team, const Activation* x, int rows, const Linear& weights, Results y,
                     void* scratch) {
     const size_t in = weights.in, count = in / weights.group;
     float* sums = weights.zeros ? (float*)scratch : nullptr;
@@ -270,12 +276,7 @@ void grouped_linear(Team& team, const Activation* x, int rows, const Linear& wei
             const Activation* from = x + row * in;
             Wide* to = copied + row * in;
             if (weights.order)
-                for (size_t i = 0; i < in; i++) {
-                    if constexpr (std::is_same_v<Wide, Activation>)
-                        to[i] = from[weights.order[i]];
-                    else
-                        to[i] = load_floats(from + weights.order[i], 1)[0];
-                }
+                for (size_t i = 0; i < in; i++) copy_one(from + weights.order[i], to + i);
             else if (copied)
                 for (size_t i = 0; i < in; i += LANES) store_floats(to + i, load_floats(from + i));
             for (size_t g = 0; sums && g < count; g++) {
@@ -291,10 +292,5 @@ void grouped_linear(Team& team, const Activation* x, int rows, const Linear& wei
     else
         product<Int4>(team, left, sums, rows, weights, y);
 }
-
-template void grouped_linear(Team&, const Activation*, int, const Linear&, Activation*, void*);
-#ifdef BATON_BF16
-template void grouped_linear(Team&, const Activation*, int, const Linear&, float*, void*);
-#endif
 
 }  // namespace baton

@@ -34,10 +34,15 @@ template <class Output>
 void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
             void* scratch);
 
+// Rows of results: of floats or of activations.
+struct Results {
+    void* rows;
+    bool floats;
+};
+
 // The same of weights with a group, which `linear` calls.
 size_t grouped_scratch(const Linear& weights, int rows);
-template <class Output>
-void grouped_linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
+void grouped_linear(Team& team, const Activation* x, int rows, const Linear& weights, Results y,
                     void* scratch);
 
 // A norm's weight, or null. A wide one is of floats: rows are rounded after it, and not before.
