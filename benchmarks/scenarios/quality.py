@@ -2,10 +2,12 @@
 
 The model reads each text in windows, chunk by chunk as a worker computes a prompt: the same model
 code and kernels, and the KV of earlier chunks comes out of the pool. It does so in float32 and in
-bfloat16, then in bfloat16 with int8 weights (which multiply int8 activations), with int4 weights,
-with int8 KV, and with int8 for both. For each:
+bfloat16, then in bfloat16 with int8 weights (which multiply int8 activations), with fp8 weights
+(fp8 activations, in torch), with int4 weights as --quantization int4 has them (the output layer in
+int8) and with the output layer in int4 too, with int8 KV, and with int8 for both. For each:
 
 nats/token, bits/byte   how well it predicts, as in baton/demo_model/README.md: lower is better
+perplexity              e to the power of nats/token
 KL                      of its next-token probabilities from float32's and from bfloat16's, in nats:
                         mean, 99th percentile and largest over all tokens
 same                    how often its likeliest token is theirs
@@ -33,8 +35,12 @@ from torch.nn import functional as F
 from baton.bench.terminal import table
 from baton.config import EngineConfig, model_path
 from baton.engine import build
-from baton.engine.batch import StepBatch
+from baton.engine.batch import StepBatch, StepModel
+from baton.engine.models.config import ModelConfig
+from baton.engine.models.decoder import Model
 from baton.engine.runner import Runner
+from baton.engine.weights.weight import DenseWeight, Weight, quantized
+from baton.engine.weights.weights import load_weights
 from baton.text import Tokenizer, load_tokenizer
 from benchmarks.environment import console
 
@@ -46,10 +52,13 @@ VARIANTS: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8 weights": {"dtype": "bfloat16", "quantization": "int8"},
+    "fp8 weights": {"dtype": "bfloat16"},
     "int4 weights": {"dtype": "bfloat16", "quantization": "int4"},
+    "int4, output too": {"dtype": "bfloat16"},
     "int8 KV": {"dtype": "bfloat16", "kv_dtype": "int8"},
     "int8 both": {"dtype": "bfloat16", "quantization": "int8", "kv_dtype": "int8"},
 }
+IN_TORCH = {"fp8 weights": "fp8", "int4, output too": "int4"}  # formats that no CPU engine has
 REFERENCES = ("float32", "bfloat16")
 WINDOW, CHUNK = 2048, 512
 
@@ -57,11 +66,14 @@ WINDOW, CHUNK = 2048, 512
 class Variant:
     """A model loaded with some settings, and the KV of one window."""
 
-    def __init__(self, settings: EngineConfig) -> None:
+    def __init__(self, settings: EngineConfig, in_torch: str | None = None) -> None:
         loaded = build.load(settings)
         assert isinstance(loaded.runner, Runner)
         self.token_bytes = loaded.layout.bytes_per_token
-        self._model, self._pool = loaded.runner.model, loaded.runner.pool
+        self._model: StepModel = loaded.runner.model
+        self._pool = loaded.runner.pool
+        if in_torch is not None:
+            self._model = torch_model(model_path(settings.model), in_torch)
         self._blocks = torch.arange(loaded.layout.num_blocks, dtype=torch.int32)
 
     @torch.inference_mode()
@@ -80,6 +92,17 @@ class Variant:
             num_decodes=int(count == 1),
         )
         return self._model.step(batch, self._pool).log_softmax(dim=-1)
+
+
+def torch_model(path: Path, quantization: str) -> Model:
+    """The model in bfloat16 with all its matrices quantised, computed by torch."""
+
+    def prepare(weight: Weight, is_output: bool) -> Weight:
+        return quantized(weight, quantization) if isinstance(weight, DenseWeight) else weight
+
+    config, device = ModelConfig.load(path), torch.device("cpu")
+    weights = load_weights(path, config, torch.bfloat16, device, prepare)
+    return Model(config, weights, torch.bfloat16, device)
 
 
 def chunks(stream: Tensor, window: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -165,10 +188,10 @@ def main(args: argparse.Namespace) -> None:
         kv_blocks=window // EngineConfig.block_size + 1,
     )
     variants = {
-        name: Variant(replace(settings, **changes))  # type: ignore[arg-type]
+        name: Variant(replace(settings, **changes), IN_TORCH.get(name))  # type: ignore[arg-type]
         for name, changes in VARIANTS.items()
     }
-    columns = ["nats/token", "bits/byte", "KV"]
+    columns = ["nats/token", "perplexity", "bits/byte", "KV"]
     columns += [c for reference in REFERENCES for c in (f"KL {reference}", "p99", "max", "same")]
     for name, documents in texts(args.text).items():
         stream = encode(tokenizer, documents, args.tokens)
@@ -176,8 +199,9 @@ def main(args: argparse.Namespace) -> None:
         rows = []
         for variant, of in score(variants, stream, window).items():
             nats = float(of["nats"].sum())
-            bits = nats / math.log(2) / num_bytes
-            fit = f"{nats / len(of['nats']):.4f}", f"{bits:.4f}", f"{variants[variant].token_bytes}"
+            each, bits = nats / len(of["nats"]), nats / math.log(2) / num_bytes
+            fit = [f"{value:.4f}" for value in (each, math.exp(each), bits)]
+            fit.append(f"{variants[variant].token_bytes}")
             rows.append([variant, *fit, *(cell for name in REFERENCES for cell in cells(of, name))])
         console.print(f"\n{name}: {len(stream) - 1} tokens, {num_bytes} bytes")
         console.print(table("", columns, rows))

@@ -124,10 +124,10 @@ class CpuBackend(Backend):
         return self._settings.kernels != "torch" and library.load(dtype) is not None
 
 
-def prepare_weight(weight: Weight, quantization: str, native: bool) -> Weight:
+def prepare_weight(weight: Weight, is_output: bool, quantization: str, native: bool) -> Weight:
     """A weight as native or torch's kernels are to apply it; dense ones are quantised."""
     if isinstance(weight, DenseWeight):
-        weight = quantized(weight, quantization)
+        weight = quantized(weight, quantization, is_output)
     return PackedWeight.of(weight) if native else weight
 
 

@@ -2,15 +2,16 @@
 
 Read are AWQ (gemm packing, https://github.com/casper-hansen/AutoAWQ), GPTQ of 4 bits, also with
 act-order (https://github.com/AutoGPTQ/AutoGPTQ, and the second version of its zero points,
-https://github.com/ModelCloud/GPTQModel), and of compressed-tensors
-(https://github.com/vllm-project/compressed-tensors) W4A16 packed and W8A8 in int8 and fp8. What
-would be computed otherwise is refused by name. Torch-free; `weights/quantized_checkpoint.py` reads
-the tensors.
+https://github.com/ModelCloud/GPTQModel), blocks of fp8 (https://arxiv.org/abs/2412.19437), and of
+compressed-tensors (https://github.com/vllm-project/compressed-tensors) W4A16 packed and W8A8 in
+int8 and fp8. What would be computed otherwise is refused by name. Torch-free;
+`weights/quantized_checkpoint.py` reads the tensors.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -21,6 +22,7 @@ from baton.engine.weights.checkpoint import FLOATS
 from baton.errors import CheckpointError, ConfigError
 
 GROUP_SIZES = (32, 64, 128)
+BLOCK = 128  # outputs and inputs of a block of fp8 that share a scale
 _PACKED = 8  # values of 4 bits in an int32
 _MULTIPLE = 16  # of the sizes of 8-bit matrices, as products on GPUs need them
 _REMEDY = "; or serve the model that it was made of, with --quantization int4, int8 or fp8"
@@ -47,8 +49,8 @@ class QuantizationConfig:
     each output, else one · ignored: patterns (fnmatch) of modules that are not quantised.
     """
 
-    method: Literal["awq", "gptq", "compressed-tensors"]
-    weights: Literal["int4", "int8", "fp8"]
+    method: Literal["awq", "gptq", "fp8", "compressed-tensors"]
+    weights: Literal["int4", "int8", "fp8", "fp8_block"]
     group_size: int = 0
     zero_points: bool = False
     zero_offset: int = 0
@@ -62,7 +64,8 @@ class QuantizationConfig:
         if fields.values.get("quantization_config") is None:
             return None
         inside = fields.inside("quantization_config", _REMEDY)
-        methods = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed_tensors}
+        methods = {"awq": _awq, "gptq": _gptq, "fp8": _fp8,
+                   "compressed-tensors": _compressed_tensors}  # fmt: skip
         method: str = inside.read("quant_method", one_of(*methods))
         return methods[method](inside)
 
@@ -76,6 +79,15 @@ class QuantizationConfig:
         Raises CheckpointError for a shape that the format cannot hold.
         """
         outputs, inputs = shape
+        if self.weights == "fp8_block":
+            if inputs % GROUP_SIZES[0]:
+                raise CheckpointError(
+                    f"{module} has {inputs} inputs: of fp8 in blocks they have to be a multiple of "
+                    f"{GROUP_SIZES[0]}{_REMEDY}"
+                )
+            blocks = math.ceil(outputs / BLOCK), math.ceil(inputs / BLOCK)
+            return {f"{module}.weight": Stored(shape, ("F8_E4M3",)),
+                    f"{module}.weight_scale_inv": Stored(blocks)}  # fmt: skip
         multiple = self.group_size or _MULTIPLE, _PACKED if self.group_size else _MULTIPLE
         if inputs % multiple[0] or outputs % multiple[1]:
             raise CheckpointError(
@@ -130,7 +142,7 @@ def weight_format(settings: EngineConfig, stored: QuantizationConfig | None) -> 
         raise ConfigError(
             f"--random-weights: the model is quantised ({stored.method}), and random weights are "
             f"not; take the config.json of the model that it was made of, and --quantization "
-            f"{stored.weights}"
+            f"{stored.weights.removesuffix('_block')}"
         )
     return stored.weights
 
@@ -166,6 +178,21 @@ def _gptq(fields: Fields) -> QuantizationConfig:
         act_order=fields.read("desc_act", BOOLEAN, False),
         ignored=("lm_head",),
     )
+
+
+def _fp8(fields: Fields) -> QuantizationConfig:
+    fields.read("weight_block_size", one_of([BLOCK, BLOCK]))
+    fields.read("activation_scheme", one_of("dynamic"))
+    fields.read("fmt", one_of("e4m3"), "e4m3")
+    fields.read("scale_fmt", one_of("float"), "float")
+    fields.read("modules_to_convert", _EMPTY)
+    names = ["lm_head", "mlp.gate", *_names(fields, "modules_to_not_convert")]
+    # A list names modules from the first or the last part on, or what they are parts of.
+    patterns = [
+        f"{before}{_literal(name)}{after}"
+        for name in names for before in ("", "*.") for after in ("", ".*")
+    ]  # fmt: skip
+    return QuantizationConfig("fp8", "fp8_block", ignored=tuple(patterns))
 
 
 def _compressed_tensors(fields: Fields) -> QuantizationConfig:

@@ -6,14 +6,15 @@ become float32, and values and zero points of 4 bits stay what they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from baton.engine.models.quantization import QuantizationConfig, Shapes
+from baton.engine.models.quantization import BLOCK, QuantizationConfig, Shapes
 from baton.engine.models.stacked_experts import StackedPart
-from baton.engine.weights.weight import Fp8Weight, Int4Weight, Int8Weight, Weight
+from baton.engine.weights.weight import Fp8BlockWeight, Fp8Weight, Int4Weight, Int8Weight, Weight
 from baton.errors import CheckpointError
 
 # A word's eight values, the lowest bits first, are those of outputs 0 2 4 6 1 3 5 7. The way back:
@@ -32,6 +33,14 @@ def read_quantized(config: QuantizationConfig, parts: Shapes, get: Get) -> Weigh
     Raises CheckpointError naming a part whose inputs are in another order than the first's.
     """
     modules = {name.removesuffix(".weight"): shape for name, shape in parts.items()}
+    if config.weights == "fp8_block":
+        return Fp8BlockWeight(
+            _joined(_found(get, f"{module}.weight") for module in modules),
+            _joined(
+                _of_groups(_found(get, f"{module}.weight_scale_inv").float(), *shape)
+                for module, shape in modules.items()
+            ),
+        )
     if config.weights != "int4":
         kind = Int8Weight if config.weights == "int8" else Fp8Weight
         return kind(
@@ -75,6 +84,16 @@ def read_stacked(part: StackedPart, is_mxfp4: bool, get: Callable[[str], Tensor]
     numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     table = torch.tensor((*_E2M1, *(-x for x in _E2M1)), device=blocks.device)
     return torch.ldexp(table[numbers.int()], scales[..., None].int() - 127).flatten(1)
+
+
+def _of_groups(blocks: Tensor, outputs: int, inputs: int) -> Tensor:
+    """Scales of blocks as those of each output's groups, which are equal: `[out, groups]`.
+
+    A last block of fewer inputs makes groups smaller.
+    """
+    group = math.gcd(BLOCK, inputs)
+    wide = blocks.repeat_interleave(BLOCK // group, dim=1)[:, : inputs // group]
+    return wide.repeat_interleave(BLOCK, dim=0)[:outputs]
 
 
 Int4 = tuple[Tensor, Tensor, Tensor]

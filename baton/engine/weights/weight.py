@@ -8,7 +8,7 @@ activations too, row by row (`quantize.py`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import torch
@@ -137,19 +137,85 @@ class Fp8Weight(RowScaledWeight):
 
 
 @dataclass(frozen=True)
-class Int4Weight(Weight):
-    """W4A16: `(values - zeros) * scales` by groups of inputs; activations stay as they are.
+class GroupScaledWeight(Weight):
+    """A weight in fewer bits of which groups of inputs share a scale; activations stay as they are.
 
-    values: uint8 `[out, in / 2]`, two numbers of 0 to 15 a byte, the lower bits first · scales:
-    float32 `[out, groups]` · zeros: uint8 `[out, groups]` of 0 to 16, or None where all are 8 ·
-    order: int64 `[in]`, the input of each column (act-order), or None where they are in order.
+    values: `[out, …]` · scales: float32 `[out, groups]`.
     """
 
     values: Tensor
     scales: Tensor
+
+    NAME: ClassVar[str]
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.shape[1] // self.scales.shape[1]
+
+    def take_outputs(self, rows: Tensor) -> Self:
+        rows = rows.to(self.values.device)
+        return replace(self, values=self.values[rows], scales=self.scales[rows])
+
+    def take_inputs(self, columns: range) -> Self:
+        if columns.start % self.group or columns.stop % self.group:
+            raise CheckpointError(
+                f"a {self.NAME} matrix of {self.shape[1]} inputs is not cut at {columns.start} and "
+                f"{columns.stop}: its parts are whole groups of {self.group}; choose another --tp"
+            )
+        width = self.values.shape[1]
+        first, end = (at * width // self.shape[1] for at in (columns.start, columns.stop))
+        groups = slice(columns.start // self.group, columns.stop // self.group)
+        values, scales = self.values[:, first:end], self.scales[:, groups]
+        return replace(self, values=values.contiguous(), scales=scales.contiguous())
+
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The same, with the weight in x's type, a part of the outputs at a time."""
+        parts = []
+        for first in range(0, len(self.values), _ROWS_AT_ONCE):
+            rows = slice(first, first + _ROWS_AT_ONCE)
+            part = self.dequantized(x.dtype, rows)
+            parts.append(product(x, part, None if bias is None else bias[rows]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def dequantized(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+        """Rows of the matrix, of dtype, its inputs as values have them."""
+        groups = self.numbers(rows).unflatten(1, (-1, self.group))
+        full: Tensor = groups * self.scales[rows, :, None]
+        return full.flatten(1).to(dtype)
+
+    @abstractmethod
+    def numbers(self, rows: slice = slice(None)) -> Tensor:
+        """Rows of what is scaled: float32 `[rows, in]`."""
+
+
+class Fp8BlockWeight(GroupScaledWeight):
+    """W8A16 of float8_e4m3fn `[out, in]`, as checkpoints with scales of blocks are held."""
+
+    NAME = "block-fp8"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, inputs = self.values.shape
+        return outputs, inputs
+
+    def numbers(self, rows: slice = slice(None)) -> Tensor:
+        return self.values[rows].float()
+
+
+@dataclass(frozen=True)
+class Int4Weight(GroupScaledWeight):
+    """W4A16: `(values - zeros) * scales`.
+
+    values: uint8 `[out, in / 2]`, two numbers of 0 to 15 a byte, the lower bits first · zeros:
+    uint8 `[out, groups]` of 0 to 16, or None where all are 8 · order: int64 `[in]`, the input of
+    each column (act-order), or None where they are in order.
+    """
+
     zeros: Tensor | None = None
     order: Tensor | None = None
 
+    NAME = "int4"
     GROUP: ClassVar[int] = 64  # inputs that share a scale, where a dense weight is quantised
     MIDDLE: ClassVar[int] = 8  # the zero point of symmetric groups
 
@@ -184,46 +250,33 @@ class Int4Weight(Weight):
         outputs, pairs = self.values.shape
         return outputs, 2 * pairs
 
-    @property
-    def group(self) -> int:
-        """Inputs that share a scale."""
-        return self.shape[1] // self.scales.shape[1]
+    def take_outputs(self, rows: Tensor) -> Self:
+        taken = super().take_outputs(rows)
+        return (
+            taken
+            if self.zeros is None
+            else replace(taken, zeros=self.zeros[rows.to(self.zeros.device)])
+        )
 
-    def take_outputs(self, rows: Tensor) -> Int4Weight:
-        rows = rows.to(self.values.device)
-        zeros = None if self.zeros is None else self.zeros[rows]
-        return Int4Weight(self.values[rows], self.scales[rows], zeros, self.order)
-
-    def take_inputs(self, columns: range) -> Int4Weight:
-        group, first, end = self.group, columns.start, columns.stop
-        if self.order is not None or first % group or end % group:
-            raise CheckpointError(
-                f"a matrix of {self.shape[1]} inputs in int4 is not cut at {first} and {end}: its "
-                f"parts are whole groups of {group}, without act-order; choose another --tp"
-            )
-        groups = slice(first // group, end // group)
-        values, scales = self.values[:, first // 2 : end // 2], self.scales[:, groups]
-        zeros = None if self.zeros is None else self.zeros[:, groups].contiguous()
-        return Int4Weight(values.contiguous(), scales.contiguous(), zeros)
+    def take_inputs(self, columns: range) -> Self:
+        if self.order is not None:
+            raise CheckpointError("int4 with act-order is not cut by inputs: leave --tp out")
+        taken = super().take_inputs(columns)
+        if self.zeros is None:
+            return taken
+        groups = slice(columns.start // self.group, columns.stop // self.group)
+        return replace(taken, zeros=self.zeros[:, groups].contiguous())
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The same, with the weight in x's type, a part of the outputs at a time."""
-        x = x if self.order is None else x[:, self.order]
-        parts = []
-        for first in range(0, len(self.values), _ROWS_AT_ONCE):
-            rows = slice(first, first + _ROWS_AT_ONCE)
-            part = self.dequantized(x.dtype, rows)
-            parts.append(product(x, part, None if bias is None else bias[rows]))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def dequantized(self, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
-        """Rows of the matrix, of dtype, its inputs in `order`."""
-        numbers = self.numbers(rows).unflatten(1, (-1, self.group)).float()
-        zeros = self.MIDDLE if self.zeros is None else self.zeros[rows, :, None].float()
-        full: Tensor = (numbers - zeros) * self.scales[rows, :, None]
-        return full.flatten(1).to(dtype)
+        """The same."""
+        return super().apply(x if self.order is None else x[:, self.order], bias)
 
     def numbers(self, rows: slice = slice(None)) -> Tensor:
+        groups: Tensor = self.nibbles(rows).unflatten(1, (-1, self.group)).float()
+        groups -= self.MIDDLE if self.zeros is None else self.zeros[rows, :, None].float()
+        return groups.flatten(1)
+
+    def nibbles(self, rows: slice = slice(None)) -> Tensor:
         """Rows of values, one in a byte: uint8 `[rows, in]`."""
         pairs = self.values[rows]
         return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
@@ -233,10 +286,13 @@ def _pairs(numbers: Tensor) -> Tensor:
     return numbers[:, 0::2] | numbers[:, 1::2] << 4
 
 
-def quantized(weight: DenseWeight, quantization: str) -> Weight:
-    """A weight in the format of `--quantization`; not in int4 if its inputs are no whole groups."""
+def quantized(weight: DenseWeight, quantization: str, is_output: bool = False) -> Weight:
+    """A weight in the format of `--quantization`; not in int4 if its inputs are no whole groups.
+
+    A model's output layer is not either, but in int8: it is what a model loses most by.
+    """
     match quantization:
-        case "int8":
+        case "int8" | "int4" if is_output or quantization == "int8":
             return Int8Weight.of(weight.tensor)
         case "fp8":
             return Fp8Weight.of(weight.tensor)

@@ -37,8 +37,11 @@ RANDOM_STD = 0.02
 _NOISE = (1 << 24) - 3  # numbers; prime, so that a matrix's rows differ
 _GIB = float(1 << 30)
 
-Prepare = Callable[[Weight], Weight]
-"""What is done to each weight as soon as it is read; what it was read into is then given up."""
+Prepare = Callable[[Weight, bool], Weight]
+"""What is done to each weight as soon as it is read, told whether it is the output layer's.
+
+What it was read into is then given up.
+"""
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ Make = Callable[[Shapes], Tensor]
 """Makes one tensor of those with these names and shapes, joined along the first axis."""
 
 
-def _as_read(weight: Weight) -> Weight:
+def _as_read(weight: Weight, is_output: bool) -> Weight:
     return weight
 
 
@@ -257,15 +260,10 @@ def _assemble(
             return shard.tensor(config, field, _arranged(config, field, make(parts)))
         weight = make_weight(parts)
         if field == "qkv" and config.head_order is not None:
-            if not isinstance(weight, DenseWeight):
-                raise CheckpointError(
-                    f"{', '.join(parts)}: quantised matrices of a rotary embedding that is partial "
-                    "or of neighbours are not supported; serve the model that it was made of, with "
-                    "--quantization"
-                )
-            weight = DenseWeight(_arranged(config, field, weight.tensor))
+            rows = torch.arange(weight.shape[0])[:, None]
+            weight = weight.take_outputs(_arranged(config, field, rows)[:, 0])
         weight = shard.weight(config, field, weight)
-        return weight if field in ("router", "shared_gate") else prepare(weight)
+        return weight if field in ("router", "shared_gate") else prepare(weight, False)
 
     def parts_of(tensors: dict[str, Shapes]) -> dict[str, Any]:
         return {field: part(field, parts) for field, parts in tensors.items()}
@@ -286,7 +284,7 @@ def _assemble(
     lm_head: Weight = DenseWeight(embedding)
     if not tied:
         lm_head = shard.weight(config, "lm_head", make_weight({LM_HEAD: sizes}))
-    return Weights(embedding, layers, norm, prepare(lm_head))
+    return Weights(embedding, layers, norm, prepare(lm_head, True))
 
 
 def _arranged(config: ModelConfig, field: str, tensor: Tensor) -> Tensor:

@@ -102,6 +102,8 @@ def write(config, generator, shape, order):
     form = config.get("format", config["quant_method"])
     if form in ("int-quantized", "float-quantized"):
         return write_8_bits(config, generator, shape, form)
+    if form == "fp8":
+        return write_fp8_blocks(generator, shape)
     held = config if form in ("awq", "gptq") else config["config_groups"]["group_0"]["weights"]
     size = held["group_size"]
     symmetric = held.get("sym", held.get("symmetric", False))
@@ -166,6 +168,18 @@ def write_8_bits(config, generator, shape, form):
     values = values.to(torch.int8) if form == "int-quantized" else values.float().to(FP8)
     full = values.double() * scales.double()
     return {"weight": values, "weight_scale": scales}, full.float()
+
+
+def write_fp8_blocks(generator, shape):
+    """Values of all sizes that fp8 has, and a scale of each block of 128 by 128."""
+    values = generator.normal(size=shape) * 2.0 ** generator.integers(-12, 8, shape)
+    values = torch.tensor(values).float().to(FP8)
+    blocks = [-(-size // 128) for size in shape]
+    scales = torch.tensor(generator.uniform(0.5, 1.5, blocks) / (40 * shape[1] ** 0.5)).float()
+    full = values.double()
+    for i, j in np.ndindex(*blocks):
+        full[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] *= scales[i, j].item()
+    return {"weight": values, "weight_scale_inv": scales}, full.float()
 
 
 def quantize_inputs(reference, kind):

@@ -154,6 +154,9 @@ def test_stop_tokens_of_generation_config_win(tmp_path):
 REMEDY = "--quantization int4"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64}
+FP8 = {
+    "quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
+}  # fmt: skip
 
 
 def compressed(form, weights=None, activations=None, **changes):
@@ -182,7 +185,10 @@ def compressed(form, weights=None, activations=None, **changes):
 REFUSED_FORMATS: list[Any] = [
     ({"bits": 4}, ["quantization_config.quant_method", "None", "gptq", REMEDY]),
     ({"quant_method": "bitsandbytes"}, ["quant_method", "'bitsandbytes'", "awq", REMEDY]),
-    ({"quant_method": "fp8"}, ["quant_method", "'fp8'", "compressed-tensors", REMEDY]),
+    ({"quant_method": "fp8"}, ["weight_block_size is None", "[128, 128]", REMEDY]),
+    ({**FP8, "weight_block_size": [1, 128]}, ["weight_block_size", "[128, 128]", REMEDY]),
+    ({**FP8, "activation_scheme": "static"}, ["activation_scheme", "dynamic", REMEDY]),
+    ({**FP8, "scale_fmt": "ue8m0"}, ["scale_fmt is 'ue8m0'", "float", REMEDY]),
     ({**GPTQ, "bits": 3}, ["quantization_config.bits is 3", REMEDY]),
     ({**GPTQ, "bits": 8}, ["quantization_config.bits is 8", REMEDY]),
     ({**GPTQ, "group_size": -1}, ["group_size is -1", "32, 64, 128", REMEDY]),

@@ -49,7 +49,21 @@ FORMATS: dict[str, Any] = {
     "w4a16 32 asymmetric act-order": compressed(
         "pack-quantized", {**INT4, "group_size": 32, "symmetric": False, "actorder": "group"}
     ),
+    "fp8": {
+        "quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+    },
 }  # fmt: skip
+# Of some, rotary embeddings that the decoder takes in another order; fp8 has smaller last blocks.
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+MODELS: dict[str, Any] = {
+    "w4a16 32 experts": (
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 96},
+    ),
+    "w4a16 32 asymmetric act-order": ("Phi3ForCausalLM", {"rope_parameters": PARTIAL}),
+    "fp8": ("Glm4ForCausalLM", {"intermediate_size": 160}),
+}
 
 
 def model_of(kernels, directory, dtype=F32):
@@ -82,12 +96,9 @@ def greedy(step, count=64):
 
 @pytest.mark.parametrize("kernels", small_models.KERNELS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_int4_gives_the_tokens_of_the_dense_model(tmp_path, name, kernels):
-    architecture = "Qwen2ForCausalLM" if "gptq" in name else "LlamaForCausalLM"
-    sizes = {}
-    if "experts" in name:
-        architecture = "Qwen3MoeForCausalLM"
-        sizes = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
+def test_int4_and_blocks_of_fp8_give_the_tokens_of_the_dense_model(tmp_path, name, kernels):
+    default = "Qwen2ForCausalLM" if "gptq" in name else "LlamaForCausalLM", {}
+    architecture, sizes = MODELS.get(name, default)
     reference = make_quantized(tmp_path, FORMATS[name], architecture, **sizes)
     model = model_of(kernels, tmp_path)
     expected = logits_of(reference)
@@ -148,11 +159,11 @@ def test_quantised_experts_are_those_of_the_dense_model_of_their_values(kernels,
         experts=ExpertsConfig(6, 3, 64, normed=True, layers=(True, True)),
     )
 
-    def prepare(weight):
+    def prepare(weight, is_output):
         return quantized(DenseWeight(weight.tensor * 8), quantization)
 
-    def dense(weight):
-        held = prepare(weight)
+    def dense(weight, is_output):
+        held = prepare(weight, is_output)
         if isinstance(held, Int4Weight):
             return DenseWeight(held.dequantized(F32))
         assert isinstance(held, Int8Weight)
@@ -212,6 +223,8 @@ def load_config(directory, quantization, **changes):
         {**FORMATS["awq 32"], "modules_to_not_convert": ["self_attn"]},
         {**FORMATS["w4a16 128"], "ignore": ["lm_head", r"re:.*self_attn\..*_proj$"]},
         {**FORMATS["w4a16 128"], "ignore": ["lm_head", "re:^model.layers.0.self_attn"]},
+        {**FORMATS["fp8"], "modules_to_not_convert": ["model.layers.0.self_attn", "mlp.up"]},
+        {**FORMATS["fp8"], "modules_to_not_convert": ["self_attn.q_proj"]},
     ],
 )
 def test_modules_that_a_config_leaves_out_stay_dense(tmp_path, config):

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from baton.config import EngineConfig
 from baton.engine import build, ranks
 from baton.engine.sequence import Sequence
-from baton.engine.weights.weight import DenseWeight, Int4Weight, Int8Weight
+from baton.engine.weights.weight import DenseWeight, Fp8BlockWeight, Int4Weight, Int8Weight
 from baton.errors import CheckpointError, ConfigError
 from baton.sampling import SamplingParams
 from tests.unit.engine.bench import WAIT_S, Bench
@@ -57,15 +58,27 @@ def test_ranks_give_the_tokens_of_one_process(tmp_path, architecture, options, s
         assert found == expected
 
 
-@pytest.mark.parametrize("make", [DenseWeight, Int8Weight.of, Int4Weight.of])
+def fp8_of(dense):
+    return Fp8BlockWeight(dense.to(torch.float8_e4m3fn), torch.linspace(1, 2, 192).view(96, 2))
+
+
+def asymmetric_int4_of(dense):
+    int4 = Int4Weight.of(dense)
+    zeros = torch.arange(96 * 4, dtype=torch.uint8).view(96, 4) % 17
+    return replace(int4, zeros=zeros)
+
+
+@pytest.mark.parametrize(
+    "make", [DenseWeight, Int8Weight.of, Int4Weight.of, asymmetric_int4_of, fp8_of]
+)
 def test_parts_of_a_weight_give_its_outputs_or_add_up_to_them(make):
     generator = torch.Generator().manual_seed(1)
     weight = make(torch.randn(96, 256, generator=generator))
     x = torch.randn(5, 256, generator=generator)
     whole, rows = weight.apply(x), torch.tensor([3, 90, 4])
     close = {"atol": 0.3 if isinstance(weight, Int8Weight) else 1e-4, "rtol": 0.02}
-    torch.testing.assert_close(weight.take_outputs(rows).apply(x), whole[:, rows])
-    parts = (range(64), range(64, 256))
+    torch.testing.assert_close(weight.take_outputs(rows).apply(x), whole[:, rows], **close)
+    parts = (range(128), range(128, 256))
     sums = sum(weight.take_inputs(one).apply(x[:, one.start : one.stop]) for one in parts)
     torch.testing.assert_close(sums, whole, **close)
 
@@ -80,8 +93,14 @@ def test_what_cannot_be_cut_is_refused_by_name(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             load(tmp_path / path, **settings)
-    with pytest.raises(CheckpointError, match="whole groups of 64"):
-        Int4Weight.of(torch.ones(8, 128)).take_inputs(range(96))
+    int4 = Int4Weight.of(torch.ones(8, 128))
+    for weight, message in (
+        (int4, "int4 matrix of 128 inputs is not cut at 0 and 96: .* whole groups of 64"),
+        (replace(int4, order=torch.arange(128)), "act-order"),
+        (fp8_of(torch.ones(96, 256)), "block-fp8 matrix of 256 .* whole groups of 128"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            weight.take_inputs(range(96))
 
 
 def test_a_rank_that_cannot_load_says_why_and_none_is_left(tmp_path, monkeypatch):

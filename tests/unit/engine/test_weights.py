@@ -218,7 +218,7 @@ def test_projections_and_lm_head_are_int8_and_nothing_else(tmp_path, dtype, tied
     full = source(kind, tmp_path, dtype)
     before = []
 
-    def prepare(weight):
+    def prepare(weight, is_output):
         assert all(one() is None for one in before), "one at a time is there in full"
         if not (tied and len(before) == 8):  # the embedding, which stays
             before.append(weakref.ref(weight.tensor))

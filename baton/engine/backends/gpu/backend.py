@@ -33,6 +33,7 @@ LEAST_CAPABILITY: dict[str, Capability] = {
     "int8": (8, 0),
     "fp8": (8, 9),
     "int4": (8, 0),
+    "fp8_block": (8, 0),
 }
 # GPUs with 99 KB of shared memory for a program; tiles of larger heads need more.
 SMALL_MEMORY, SMALL_HEAD_SIZE = ((8, 6), (8, 9), (12, 0), (12, 1)), 128

@@ -19,7 +19,7 @@ class Linear(Structure):
     """A packed weight and its bias."""
 
     _fields_ = _fields(
-        ("packed scales offsets zeros order bias", c_void_p), ("inputs outputs group", c_int32)
+        ("packed scales offsets zeros order bias", c_void_p), ("inputs outputs group fp8", c_int32)
     )
 
 

@@ -51,7 +51,7 @@ class NativeModel(NativeOps):
         super().__init__(shard.config(config), weights, dtype)
         self._kv_heads, self._tokens = shard.kv_heads(config), shard.tokens(config)
         self._ranks = Ranks(exchange, shard.rank, shard.count)
-        self._kept: list[object] = []  # what the structures point at
+        self._routers: list[PackedWeight | None] = []  # which are read as they are
         self._model = self._whole(weights)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._rows = 0  # that the workspace is for
@@ -92,7 +92,7 @@ class NativeModel(NativeOps):
             Embedding(weights.embedding.data_ptr(), self._tokens.start, len(self._tokens)),
             self._norm(weights.final_norm),
             (Layer * config.num_layers)(*map(self._layer, weights.layers, self._shapes, tokens)),
-            self._linear(weights.lm_head),
+            _linear(weights.lm_head),
             self._ranks,
             *(
                 config.vocab_size,
@@ -113,20 +113,25 @@ class NativeModel(NativeOps):
     ) -> Layer:
         norms = (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)
         products = [
-            self._linear(layer.qkv, layer.qkv_bias),
-            self._linear(layer.o, layer.o_bias),
-            self._linear(layer.gate_up, layer.gate_up_bias),
-            self._linear(layer.down, layer.down_bias),
+            _linear(layer.qkv, layer.qkv_bias),
+            _linear(layer.o, layer.o_bias),
+            _linear(layer.gate_up, layer.gate_up_bias),
+            _linear(layer.down, layer.down_bias),
         ]
         router, shared_gate, experts, tokens = Linear(), Linear(), None, None
         if (mixture := layer.experts) is not None:
             assert expert_tokens is not None
-            router = self._linear(mixture.router, mixture.router_bias)
-            shared_gate, tokens = self._linear(mixture.shared_gate), expert_tokens.data_ptr()
+            packed, packed_gate = (
+                None if one is None else PackedWeight.of(one)
+                for one in (mixture.router, mixture.shared_gate)
+            )
+            self._routers += packed, packed_gate
+            router, shared_gate = _linear(packed, mixture.router_bias), _linear(packed_gate)
+            tokens = expert_tokens.data_ptr()
             each = [
                 Expert(
-                    self._linear(one.gate_up, one.gate_up_bias),
-                    self._linear(one.down, one.down_bias),
+                    _linear(one.gate_up, one.gate_up_bias),
+                    _linear(one.down, one.down_bias),
                 )
                 for one in mixture.experts
             ]
@@ -134,9 +139,9 @@ class NativeModel(NativeOps):
         products += router, shared_gate
         return Layer(*map(self._norm, norms), *products, tokens, experts, attention)
 
-    def _linear(self, weight: Weight | None, bias: Tensor | None = None) -> Linear:
-        if weight is None:
-            return Linear()
-        packed = PackedWeight.of(weight)  # routers of experts come as they are
-        self._kept.append(packed)
-        return packed.linear(bias)
+
+def _linear(weight: Weight | None, bias: Tensor | None = None) -> Linear:
+    if weight is None:
+        return Linear()
+    assert isinstance(weight, PackedWeight), "what native code reads is packed"
+    return weight.linear(bias)

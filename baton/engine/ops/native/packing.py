@@ -3,7 +3,7 @@
 A product takes the outputs in panels of 64 columns. Along the depth, as many neighbours as fit
 into 32 bits form a group, and a panel stores group after group:
 `[panels][groups][64][group]`, depth and columns padded with zeros. Mirrors `src/kernels.h`; where a
-word has its eight values of int4, `src/grouped.cpp` tells.
+word has its eight values of int4 or four of fp8, `src/grouped.cpp` tells.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from torch import Tensor
 
 from baton.engine.ops.native import library
 from baton.engine.ops.native.interface import Linear
-from baton.engine.weights.weight import DenseWeight, Int4Weight, Int8Weight, Weight
+from baton.engine.weights.weight import (
+    DenseWeight,
+    Fp8BlockWeight,
+    Int4Weight,
+    Int8Weight,
+    Weight,
+)
 
 PANEL = 64
 ACTIVATION_OFFSET = 128  # added to int8 activations, which the product takes as unsigned bytes
@@ -30,8 +36,9 @@ class PackedWeight(Weight):
     """A matrix `[out, in]` as native products read it.
 
     int8 ones have a float32 scale for each output, and what the activations' offset adds to each
-    output's sum, int32 `[out]`, for the product to take off. int4 ones have float32 scales, and 8
-    less the zero points unless all are 8, `[panels][in / group][64]`, and int32 `order` `[in]`.
+    output's sum, int32 `[out]`, for the product to take off. Those with a group, int4 and fp8, have
+    float32 scales `[panels][in / group][64]`; int4 ones also 8 less the zero points unless all are
+    8, in the same order, and int32 `order` `[in]`.
     """
 
     packed: Tensor
@@ -42,6 +49,7 @@ class PackedWeight(Weight):
     zeros: Tensor | None = None
     order: Tensor | None = None
     group: int = 0
+    fp8: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,7 +57,7 @@ class PackedWeight(Weight):
 
     @classmethod
     def of(cls, weight: Weight) -> PackedWeight:
-        """A weight, packed unless it is. Native code has no fp8."""
+        """A weight, packed unless it is. Native code has no fp8 but in blocks."""
         match weight:
             case PackedWeight():
                 return weight
@@ -58,6 +66,9 @@ class PackedWeight(Weight):
             case Int8Weight(values, scales):
                 offsets = values.sum(1, dtype=torch.int32) * ACTIVATION_OFFSET
                 return cls(pack(values), *weight.shape, scales, offsets)
+            case Fp8BlockWeight(values, scales):
+                packed = pack_fp8(values)
+                return cls(packed, *weight.shape, pack(scales), group=weight.group, fp8=True)
             case Int4Weight(_, scales, zeros, order):
                 return cls(
                     pack_int4(weight),
@@ -78,7 +89,7 @@ class PackedWeight(Weight):
     @cached_property
     def _without_bias(self) -> Linear:
         tensors = (self.packed, self.scales, self.offsets, self.zeros, self.order, None)
-        return Linear(*map(address, tensors), self.inputs, self.outputs, self.group)
+        return Linear(*map(address, tensors), self.inputs, self.outputs, self.group, self.fp8)
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         native, weights, rows = library.load(x.dtype), self.linear(bias), len(x)
@@ -125,6 +136,12 @@ def pack_int4(weight: Int4Weight) -> Tensor:
     at = torch.tensor(shifts, dtype=torch.int32, device=device)
     for first in range(0, words.shape[0], PANELS_AT_ONCE):
         rows = slice(first * PANEL, (first + PANELS_AT_ONCE) * PANEL)
-        eights = weight.numbers(rows).int().unflatten(1, (-1, 8))
+        eights = weight.nibbles(rows).int().unflatten(1, (-1, 8))
         words[first : first + PANELS_AT_ONCE] = pack((eights << at).sum(-1, dtype=torch.int32))
     return words
+
+
+def pack_fp8(values: Tensor) -> Tensor:
+    """Values `[out, in]`, whole words → int8 `[panels, in / 4, 64, 4]`."""
+    words = values.view(torch.int8).unflatten(1, (-1, 4))
+    return pack(words[..., [0, 2, 1, 3]].flatten(1))

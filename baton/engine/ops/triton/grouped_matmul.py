@@ -18,13 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.ops.triton.attention import Tiles, plan_tiles
-from baton.engine.ops.triton.int4_matmul import int4_sums
+from baton.engine.ops.triton.group_matmul import group_sums
 from baton.engine.ops.triton.rows import quantize_rows
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
 from baton.engine.ops.triton.tuning import choose
+from baton.engine.weights.quantize import FP8
 from baton.engine.weights.weight import (
     DenseWeight,
+    Fp8BlockWeight,
     Fp8Weight,
+    GroupScaledWeight,
     Int4Weight,
     Int8Weight,
     RowScaledWeight,
@@ -37,7 +40,7 @@ _POINTED = {
     torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
     torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv, torch.uint8: tl.uint8,
 }  # fmt: skip
-Held = DenseWeight | RowScaledWeight | Int4Weight
+Held = DenseWeight | RowScaledWeight | GroupScaledWeight
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class GroupedWeight:
         out = torch.empty((len(slots.order), num_outputs), dtype=x.dtype, device=x.device)
         config = config or choose(NAME, _key(self, tiles), x.device)
         first, row_scales = self.weights[0], None
+        group = first.group if isinstance(first, GroupScaledWeight) else 0
         if isinstance(first, RowScaledWeight):
             x, row_scales = quantize_rows(x, self.dtype)
         assert x.is_contiguous() and (shares is None or shares.is_contiguous())
@@ -118,16 +122,17 @@ class GroupedWeight:
         _grouped_matmul[grid](
             x, row_scales, self.values, self.scales, self.zeros, self.bias, slots.order,
             slots.counts, tiles.places, shares, out, num_outputs, depth, PER_ROW=slots.per_row,
-            STORED=_POINTED[self.dtype], GROUP=first.group if isinstance(first, Int4Weight) else 0,
-            BIAS=_POINTED[out.dtype], TYPE=factors, SUMS=tl.int32 if is_int8 else tl.float32,
-            WHOLE=depth % config["DEPTH"] == 0, ROWS=tiles.rows, **config,
+            STORED=tl.uint8 if group else _POINTED[self.dtype], GROUP=group,
+            FP8=isinstance(first, Fp8BlockWeight), BIAS=_POINTED[out.dtype], TYPE=factors,
+            SUMS=tl.int32 if is_int8 else tl.float32, WHOLE=depth % config["DEPTH"] == 0,
+            ROWS=tiles.rows, **config,
         )  # fmt: skip
         return out
 
 
 def _uniform(weight: Weight) -> Held:
     """A weight with zero points, if they are int4's."""
-    assert isinstance(weight, DenseWeight | RowScaledWeight | Int4Weight)
+    assert isinstance(weight, DenseWeight | RowScaledWeight | GroupScaledWeight)
     if not isinstance(weight, Int4Weight):
         return weight
     if weight.order is not None:
@@ -162,9 +167,9 @@ def _expert_row(addresses, expert, columns, wanted, TYPE: tl.constexpr):
 @triton.jit
 def _grouped_matmul(
     x, row_scales, values, scales, zeros, biases, order, counts, places, shares, out, num_outputs,
-    depth, PER_ROW: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
-    TYPE: tl.constexpr, SUMS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
+    depth, PER_ROW: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr,
+    BIAS: tl.constexpr, TYPE: tl.constexpr, SUMS: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of an expert's places, and some outputs. Grid `[tiles, outputs / OUTPUTS]`."""
     place = places + tl.program_id(0) * 3
@@ -186,9 +191,11 @@ def _grouped_matmul(
     left = x + rows.to(tl.int64) * depth
     if GROUP > 0:
         scale = tl.load(scales + expert).to(tl.pointer_type(tl.float32))
-        zero = tl.load(zeros + expert).to(tl.pointer_type(tl.uint8))
-        found = int4_sums(
-            left, matrix, scale, zero, outputs, has_row, has_output, depth, GROUP, TYPE, ROWS,
+        zero = zeros
+        if zeros is not None:
+            zero = tl.load(zeros + expert).to(tl.pointer_type(tl.uint8))
+        found = group_sums(
+            left, matrix, scale, zero, outputs, has_row, has_output, depth, GROUP, FP8, TYPE, ROWS,
             OUTPUTS,
         )  # fmt: skip
     else:
@@ -230,6 +237,9 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     dtype, is_down = dtype_of(shape), bool(shape.get("down"))
     formats: dict[str, Callable[[Tensor], Weight]] = {
         "int8": Int8Weight.of, "fp8": Fp8Weight.of, "int4": Int4Weight.of,
+        "fp8_block": lambda dense: Fp8BlockWeight(
+            dense.to(FP8), torch.rand(outputs, depth // 64, device=device) / 8
+        ),
     }  # fmt: skip
     held: Callable[[Tensor], Weight] = formats.get(str(shape.get("weight")), DenseWeight)
 
@@ -287,6 +297,7 @@ _CASES: tuple[Key, ...] = (
     {"weight": "fp8", "down": 1, "least": 89},
     {"weight": "int4", "bias": 1},
     {"weight": "int4", "rows": 600, "per_row": 4, "down": 1},
+    {"weight": "fp8_block", "bias": 1},
 )
 
 

@@ -75,7 +75,7 @@ def weights_of(config, dtype=torch.float32, quantization="none"):
         lm_head if config.tie_embeddings else drawn.embedding * 50,
         tuple(_layer(layer, seed, quantization) for seed, layer in enumerate(drawn.layers)),
         _norm(drawn.final_norm, 99),
-        linear.prepare(DenseWeight(lm_head), quantization),
+        linear.prepare(DenseWeight(lm_head), True, quantization),
     )
 
 
@@ -86,7 +86,7 @@ def _layer(layer, seed, quantization):
         return _norm(tensor, 10 * seed + list(vars(layer)).index(name))
 
     def of_weight(weight):
-        return linear.prepare(DenseWeight(weight.tensor * 8), quantization)
+        return linear.prepare(DenseWeight(weight.tensor * 8), False, quantization)
 
     return changed(layer, of_weight, of_tensor)
 

@@ -23,10 +23,10 @@ def test_prepare_leaves_what_products_refuse(quantization):
     odd = quantization == "int4"  # which takes any number of outputs
     for shape, fits in (((48, 64), True), ((301, 64), odd), ((48, 65), False)):
         weight = DenseWeight(random(*shape))
-        prepared = gpu.prepare(weight, quantization)
+        prepared = gpu.prepare(weight, False, quantization)
         assert type(prepared) is (kind[quantization] if fits else DenseWeight)
         assert prepared.shape == weight.shape
-        assert type(gpu.prepare(weight, "none")) is DenseWeight
+        assert type(gpu.prepare(weight, False, "none")) is DenseWeight
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -71,7 +71,7 @@ def test_on_a_gpu(quantization, dtype):
         pytest.skip(f"this GPU is too old for {quantization}")
     full, bias = random(208, 512, seed=1, dtype=dtype), random(208, seed=2, dtype=dtype)
     weight, there = (
-        gpu.prepare(DenseWeight(matrix), quantization) for matrix in (full, full.cuda())
+        gpu.prepare(DenseWeight(matrix), False, quantization) for matrix in (full, full.cuda())
     )
     # Sums of 512 products of numbers around 1; tensor cores round those of fp8 on the way.
     atol = 0.2 if quantization == "fp8" else 1e-3 if dtype == torch.float32 else 0.02

@@ -79,18 +79,19 @@ Linear weight(int in, int out, Form form, bool bias = false) {
 
 Norm norm(int size) { return {activations(size, 1, 0.3f), 0}; }
 
-Layer layer(Form form, int window, bool experts) {
+Layer layer(Form form, int index, int window, float cap, const float* tables, bool experts) {
     Layer made{};
     made.input_norm = norm(HIDDEN), made.mlp_norm = norm(HIDDEN);
-    made.q_norm = norm(HEAD), made.k_norm = norm(HEAD);
     made.qkv = weight(HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD, form, true);
     made.o = weight(HEADS * HEAD, HIDDEN, form);
-    made.window = window;
+    made.attention = {HEADS, index, window, 0.2f, cap, 1e-6f, tables, tables + CONTEXT * HEAD,
+                      norm(HEAD), norm(HEAD), 0, nullptr};
     if (experts) {
         auto* each = room<Expert>(EXPERTS);
         for (int i = 0; i < EXPERTS; i++)
             each[i] = {weight(HIDDEN, 2 * INNER, form), weight(INNER, HIDDEN, form)};
         made.experts = each, made.router = weight(HIDDEN, EXPERTS, DENSE);
+        made.expert_tokens = room<int64_t>(EXPERTS);
     } else {
         made.gate_up = weight(HIDDEN, 2 * INNER, form), made.down = weight(INNER, HIDDEN, form);
     }
@@ -98,20 +99,20 @@ Layer layer(Form form, int window, bool experts) {
 }
 
 void run(Form form, bool int8_kv, float cap, bool experts) {
-    const Layer layers[LAYERS] = {layer(form, 0, experts), layer(form, 20, experts)};
     auto* tables = room<float>(2 * CONTEXT * HEAD);
     for (int i = 0; i < CONTEXT * HEAD; i++) {
         const double turn = i / HEAD * std::pow(1e4, -2.0 * (i % (HEAD / 2)) / HEAD);
         tables[i] = float(std::cos(turn)), tables[CONTEXT * HEAD + i] = float(std::sin(turn));
     }
+    const Layer layers[LAYERS] = {layer(form, 0, 0, cap, tables, experts),
+                                  layer(form, 1, 20, cap, tables, experts)};
     Model model{};
-    model.embedding = activations(VOCAB * HIDDEN, 0, 1), model.tables = tables;
+    model.embedding = {activations(VOCAB * HIDDEN, 0, 1), 0, VOCAB}, model.vocab_size = VOCAB;
     model.final_norm = norm(HIDDEN), model.layers = layers;
     model.lm_head = weight(HIDDEN, VOCAB, form), model.num_layers = LAYERS, model.hidden = HIDDEN;
     model.heads = HEADS, model.kv_heads = KV_HEADS, model.head_size = HEAD;
-    model.max_context = CONTEXT, model.num_experts = experts ? EXPERTS : 0, model.per_token = 2;
-    model.normed = 1, model.gelu = cap != 0, model.eps = 1e-6f;
-    model.attention_scale = 0.2f, model.attention_cap = cap;
+    model.num_experts = experts ? EXPERTS : 0, model.per_token = 2, model.normed = 1;
+    model.activation = cap != 0 ? GELU_TANH : SILU, model.eps = 1e-6f;
     model.logit_scale = model.embedding_scale = model.residual_scale = 1;
 
     const size_t row = int8_kv ? HEAD + sizeof(float) : HEAD * sizeof(Activation);
@@ -127,8 +128,9 @@ void run(Form form, bool int8_kv, float cap, bool experts) {
         for (auto& id : token_ids) id = random_bits() % VOCAB;
         float logits[2 * VOCAB];
         const Step step{token_ids.data(), context_lens, query_lens, block_tables, logit_rows.data(),
-                        logits, room<char>(baton_workspace(&model, rows)),
-                        {pool, LAYERS, KV_HEADS, BLOCK, HEAD, int8_kv}, rows, 2, WIDTH, 2};
+                        logits, nullptr, room<char>(baton_workspace(&model, rows)),
+                        {pool, LAYERS, KV_HEADS, 0, KV_HEADS, BLOCK, HEAD, int8_kv}, rows, 2,
+                        WIDTH, 2};
         baton_step(2, &model, &step);
         for (float score : logits) std::printf("%a\n", score);
         for (int i = 0; i < 2; i++) context_lens[i] += query_lens[i];

@@ -12,8 +12,15 @@ from torch import Tensor
 
 from baton.engine.ops.native import library
 from baton.engine.ops.native.packing import PackedWeight
-from baton.engine.weights.quantize import quantize_rows
-from baton.engine.weights.weight import DenseWeight, Int4Weight, Int8Weight, Weight
+from baton.engine.weights.quantize import FP8, quantize_rows
+from baton.engine.weights.weight import (
+    DenseWeight,
+    Fp8BlockWeight,
+    GroupScaledWeight,
+    Int4Weight,
+    Int8Weight,
+    Weight,
+)
 from tests.unit.engine.native.paged_rows import native, random_tensor
 
 pytestmark = pytest.mark.skipif(native is None, reason="no native library can be built here")
@@ -66,17 +73,17 @@ def check(
         exact, magnitude = product + added, product.abs() + added.abs()
     elif isinstance(weight, Int4Weight):
         ordered = x.double() if weight.order is None else x.double()[:, weight.order]
-        scales = weight.scales.double().repeat_interleave(weight.group, dim=1)
+        exact = ordered @ weight.dequantized(torch.float64).T + added
+        # What is added up: values less 8, and what zero points differ from it.
         zeros = torch.full_like(weight.scales, 8) if weight.zeros is None else weight.zeros
         zeros = zeros.double().repeat_interleave(weight.group, dim=1)
-        values = weight.numbers().double()
-        exact = ordered @ ((values - zeros) * scales).T + added
-        # What is added up: values less 8, and what zero points differ from it.
-        terms = ((values - 8).abs() + (zeros - 8).abs()) * scales.abs()
+        scales = weight.scales.double().repeat_interleave(weight.group, dim=1)
+        terms = ((weight.nibbles().double() - 8).abs() + (zeros - 8).abs()) * scales.abs()
         magnitude = ordered.abs() @ terms.T + added.abs()
     else:
-        assert isinstance(weight, DenseWeight)
-        full = weight.tensor.double()
+        assert isinstance(weight, DenseWeight | Fp8BlockWeight)
+        is_fp8 = isinstance(weight, Fp8BlockWeight)
+        full = weight.dequantized(torch.float64) if is_fp8 else weight.tensor.double()
         exact = x.double() @ full.T + added
         magnitude = x.double().abs() @ full.abs().T + added.abs()
     tolerance = 1e-6 * magnitude
@@ -92,14 +99,21 @@ def int8_product(x: Tensor, weight: Int8Weight) -> Tensor:
     return sums.float() * (scales[:, None] * weight.scales)
 
 
-def int4_weight(outputs: int, inputs: int, group: int, seed: int, form: str) -> Int4Weight:
-    """Random numbers; form: of which tensors there are."""
+def grouped_weight(
+    outputs: int, inputs: int, group: int, seed: int, form: str
+) -> GroupScaledWeight:
+    """Random numbers; form: of which tensors there are, of int4, or fp8 with all its numbers."""
     generator = torch.Generator().manual_seed(seed)
+    scales = random(outputs, inputs // group, seed=seed)
+    if form == "fp8":
+        held = torch.randint(0, 256, (outputs, inputs), generator=generator).to(torch.uint8)
+        held[held & 127 == 127] = 0  # NaN
+        return Fp8BlockWeight(held.view(FP8), scales)
     values = torch.randint(0, 16, (outputs, inputs), generator=generator).to(torch.uint8)
     zeros = torch.randint(0, 17, (outputs, inputs // group), generator=generator).to(torch.uint8)
     return Int4Weight.packed(
         values,
-        random(outputs, inputs // group, seed=seed),
+        scales,
         zeros if "zeros" in form else None,
         torch.randperm(inputs, generator=generator) if "order" in form else None,
     )
@@ -129,26 +143,26 @@ def test_products_are_exact_but_for_rounding(
 
 
 @by_kind
-@pytest.mark.parametrize("form", ["symmetric", "zeros", "order", "zeros and order"])
+@pytest.mark.parametrize("form", ["symmetric", "zeros", "order", "zeros and order", "fp8"])
 @settings(max_examples=25, deadline=None)
 @given(
     rows=st.sampled_from([0, 1, 2, 3, 6, 7, 13, 48, 101]), group=st.sampled_from([32, 64, 128]),
     groups=st.integers(1, 4), outputs=st.sampled_from([1, 16, 63, 64, 65, 130, 577]),
     with_bias=st.booleans(), threads=st.integers(1, 2), seed=st.integers(0, 9),
 )  # fmt: skip
-def test_int4_products_are_exact_but_for_rounding(
+def test_products_of_groups_are_exact_but_for_rounding(
     kind: Kind, form: str, rows: int, group: int, groups: int, outputs: int, with_bias: bool,
     threads: int, seed: int,
 ) -> None:  # fmt: skip
     x = random(rows, group * groups, seed=seed, dtype=kind[0])
     bias = random(outputs, seed=seed + 20, dtype=kind[0]) if with_bias else None
-    check(kind, x, int4_weight(outputs, group * groups, group, seed, form), bias, threads)
+    check(kind, x, grouped_weight(outputs, group * groups, group, seed, form), bias, threads)
 
 
 def test_a_packed_weight_by_itself_is_a_product() -> None:
     x, bias = random(3, 128, dtype=BF16), random(70, seed=1, dtype=BF16)
     for weight in (DenseWeight(random(70, 128, dtype=BF16)), Int8Weight.of(random(70, 128)),
-                   int4_weight(70, 128, 64, 1, "zeros and order")):  # fmt: skip
+                   grouped_weight(70, 128, 64, 1, "zeros and order")):  # fmt: skip
         packed = PackedWeight.of(weight)
         assert PackedWeight.of(packed) is packed
         assert packed.shape == weight.shape
@@ -177,8 +191,9 @@ def test_a_row_has_the_same_bits_in_every_batch_on_every_kind_of_cpu(
         bias = random(outputs, seed=3, dtype=kind[0])
         weights: list[Weight] = [DenseWeight(plain), Int8Weight.of(plain)]
         if inputs % 128 == 0:
-            weights = [int4_weight(outputs, inputs, 64, 2, "symmetric"),
-                       int4_weight(outputs, inputs, 128, 2, "zeros and order")]  # fmt: skip
+            weights = [grouped_weight(outputs, inputs, 64, 2, "symmetric"),
+                       grouped_weight(outputs, inputs, 128, 2, "zeros and order"),
+                       grouped_weight(outputs, inputs, 128, 2, "fp8")]  # fmt: skip
         for weight in weights:
             check(kind, x, weight, bias, threads=2, kernels=kernels)
             together = linear(kind, x, weight, bias, kernels=kernels)

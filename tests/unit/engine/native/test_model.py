@@ -46,7 +46,7 @@ TOKENS = torch.randint(0, 301, (90,), generator=torch.Generator().manual_seed(1)
 
 
 def weights_of(dtype: torch.dtype, int8: bool = False) -> Weights:
-    def prepare(weight: Weight) -> Weight:
+    def prepare(weight: Weight, is_output: bool) -> Weight:
         assert isinstance(weight, DenseWeight)
         return quantized(weight, "int8" if int8 else "none")
 
@@ -88,7 +88,9 @@ def test_operations_one_by_one_compute_what_a_whole_step_does(
 ) -> None:
     make_checkpoint(tmp_path, architecture, sliding_window=24)
     config = ModelConfig.load(tmp_path)
-    weights = load_weights(tmp_path, config, torch.float32, CPU, PackedWeight.of)
+    weights = load_weights(
+        tmp_path, config, torch.float32, CPU, lambda one, _: PackedWeight.of(one)
+    )
     whole, one_by_one = (
         logits(kind(config, weights, torch.float32), (37, 1, 52))
         for kind in (NativeModel, NativeOps)
@@ -100,7 +102,7 @@ def test_operations_one_by_one_compute_what_a_whole_step_does(
 
 
 def test_gates_far_from_zero_do_not_overflow() -> None:
-    def widened(weight: Weight) -> Weight:
+    def widened(weight: Weight, is_output: bool) -> Weight:
         assert isinstance(weight, DenseWeight)
         wide = weight.shape[0] == 2 * CONFIG.intermediate_size
         return DenseWeight(weight.tensor * 1000) if wide else weight

@@ -1,9 +1,9 @@
-// Products with weights of which groups of inputs share a scale: int4 (W4A16).
+// Products with weights of which groups of inputs share a scale: int4 (W4A16) and fp8 (W8A16).
 //
-// Of every row and output they are, in this order, group after group: scale * (sum of x * value +
-// Values are whole numbers that bf16 and float hold exactly, so a product of few
-// rows, which unpacks them in registers, and one of many, which unpacks a piece of the weights for
-// all of them, give the same bits.
+// Of every row and output they are, in this order, group after group: scale * (zero * sum of x + sum of
+// x * value), where a zero is 8 less the zero point. Values are numbers that bf16 and float hold
+// exactly, so a product of few rows, which unpacks them in registers, and one of many, which unpacks a
+// piece of the weights for all of them, give the same bits.
 #include "kernels.h"
 
 namespace baton {
@@ -22,21 +22,35 @@ struct Int4 {
     uint32_t word;
 };
 
-}  // namespace
+// Four values of float8_e4m3fn, in the order of inputs 0, 2, 1 and 3, for the same reason.
+struct Fp8 {
+    uint32_t word;
+};
 
-template <>
-struct Product<Int4> {
-    static constexpr int GROUP = 8, WIDTH = 1;
+template <int VALUES>
+struct PackedProduct {
+    static constexpr int GROUP = VALUES, WIDTH = 1;
     typedef Wide Left;
     typedef f32x16 Sum;
 };
 
-template <>
-struct Lanes<Int4> : Lanes<Wide> {
-    static constexpr int PARTS = Product<Int4>::GROUP / Product<Wide>::GROUP;
+template <int VALUES>
+struct PackedLanes : Lanes<Wide> {
+    static constexpr int PARTS = VALUES / Product<Wide>::GROUP;
     static auto left(const Wide* from, int p) {
         return Lanes<Wide>::left(from + p * Product<Wide>::GROUP, 0);
     }
+};
+
+}  // namespace
+
+template <>
+struct Product<Int4> : PackedProduct<8> {};
+template <>
+struct Product<Fp8> : PackedProduct<4> {};
+
+template <>
+struct Lanes<Int4> : PackedLanes<8> {
 #if defined(__AVX512BF16__) && defined(BATON_BF16)
     static Words right(const Int4* from, int p) {
         // -8 to 7 in bf16, twice: the fifth bit of an index is the next value's.
@@ -52,6 +66,32 @@ struct Lanes<Int4> : Lanes<Wide> {
         // Behind the exponent of 2^23 bits count ones, so that no conversion is needed.
         const Words bits = load<Words>(from) >> (p / 2 * 4 + p % 2 * 16) & 15;
         return (Floats)(bits | 0x4b000000u) - (8388608.0f + 8.0f);
+    }
+#endif
+};
+
+template <>
+struct Lanes<Fp8> : PackedLanes<4> {
+    // The exponent is moved to its place and grows by the difference of biases. Without one, a value is
+    // less than its leading digit of 2^-6 makes it.
+#if defined(__AVX512BF16__) && defined(BATON_BF16)
+    static Words right(const Fp8* from, int p) {
+        alignas(64) static constexpr uint16_t SMALL[32] = {
+            0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+        const Halves bytes = (Halves)(load<Words>(from) >> 8 * p);
+        const __m512i bits = (__m512i)(bytes & 0x7f);
+        const __m512i value = (__m512i)(((Halves)bits << 4) + (120 << 7));
+        const __m512i exact = _mm512_mask_permutexvar_epi16(
+            value, _mm512_cmplt_epu16_mask(bits, _mm512_set1_epi16(8)), bits, _mm512_load_si512(SMALL));
+        return (Words)((Halves)exact | (bytes & 0x80) << 8);
+    }
+#else
+    static Floats right(const Fp8* from, int p) {
+        const Words byte = load<Words>(from) >> (p / 2 * 8 + p % 2 * 16), bits = byte & 0x7f;
+        const Words small = (Words)(bits < 8);
+        const Floats value = (Floats)(((bits | (small & 8)) << 20) + (120u << 23));
+        const Floats exact = value - (Floats)(small & (121u << 23));
+        return (Floats)((Words)exact | (byte & 0x80) << 24);
     }
 #endif
 };
@@ -165,15 +205,18 @@ struct Panel {
     }
 
     // Row by row: their places in memory lie far apart.
-    template <class Output>
-    void write(Output* y) const {
+    void write(Results y) const {
         for (int row = begin; row < end; row++)
             for (int v = 0; v < PANEL / LANES; v++) {
                 const int first = column + v * LANES, count = weights.out - first;
                 if (count <= 0) break;
                 f32x16 result = kept[row - begin][v];
                 if (weights.bias) result += load_floats(weights.bias + first, count);
-                store_floats(y + size_t(row) * weights.out + first, result, count);
+                const size_t at = size_t(row) * weights.out + first;
+                if (y.floats)
+                    store_floats((float*)y.rows + at, result, count);
+                else
+                    store_floats((Activation*)y.rows + at, result, count);
             }
     }
 };
@@ -185,9 +228,9 @@ inline int block_rows(int rows, int panels, int threads) {
     return parts(rows, blocks > needed ? blocks : needed);
 }
 
-template <class Weight, class Output>
+template <class Weight>
 void product(Team& team, const Wide* x, const float* sums, int rows, const Linear& weights,
-             Output* y) {
+             Results y) {
     typedef Product<Weight> P;
     if (rows == 0) return;
     const int panels = parts(weights.out, PANEL), block = block_rows(rows, panels, team.threads());
@@ -208,6 +251,10 @@ void product(Team& team, const Wide* x, const float* sums, int rows, const Linea
     });
 }
 
+inline void copy_one(const Activation* from, Activation* to) { *to = *from; }
+
+inline void copy_one(const bf16* from, float* to) { *to = load_floats(from, 1)[0]; }
+
 bool copies(const Linear& weights) {
     return weights.order || !std::is_same_v<Wide, Activation>;
 }
@@ -219,8 +266,7 @@ size_t grouped_scratch(const Linear& weights, int rows) {
     return rows * (sums + (copies(weights) ? weights.in * sizeof(Wide) : 0));
 }
 
-template <class Output>
-void grouped_linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
+void grouped_linear(Team& team, const Activation* x, int rows, const Linear& weights, Results y,
                     void* scratch) {
     const size_t in = weights.in, count = in / weights.group;
     float* sums = weights.zeros ? (float*)scratch : nullptr;
@@ -230,12 +276,7 @@ void grouped_linear(Team& team, const Activation* x, int rows, const Linear& wei
             const Activation* from = x + row * in;
             Wide* to = copied + row * in;
             if (weights.order)
-                for (size_t i = 0; i < in; i++) {
-                    if constexpr (std::is_same_v<Wide, Activation>)
-                        to[i] = from[weights.order[i]];
-                    else
-                        to[i] = load_floats(from + weights.order[i], 1)[0];
-                }
+                for (size_t i = 0; i < in; i++) copy_one(from + weights.order[i], to + i);
             else if (copied)
                 for (size_t i = 0; i < in; i += LANES) store_floats(to + i, load_floats(from + i));
             for (size_t g = 0; sums && g < count; g++) {
@@ -245,12 +286,11 @@ void grouped_linear(Team& team, const Activation* x, int rows, const Linear& wei
                 sums[row * count + g] = sum(lanes);
             }
         });
-    product<Int4>(team, copied ? copied : (const Wide*)x, sums, rows, weights, y);
+    const Wide* left = copied ? copied : (const Wide*)x;
+    if (weights.fp8)
+        product<Fp8>(team, left, sums, rows, weights, y);
+    else
+        product<Int4>(team, left, sums, rows, weights, y);
 }
-
-template void grouped_linear(Team&, const Activation*, int, const Linear&, Activation*, void*);
-#ifdef BATON_BF16
-template void grouped_linear(Team&, const Activation*, int, const Linear&, float*, void*);
-#endif
 
 }  // namespace baton

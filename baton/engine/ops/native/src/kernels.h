@@ -13,13 +13,14 @@ namespace baton {
 // y = x @ weight.T + bias.
 struct Linear {
     const void* packed;      // [panels][groups][PANEL][GROUP]; depth and columns padded with zeros
-    const float* scales;     // int8 weights: [out], of each output; int4: as `zeros`; otherwise null
+    const float* scales;     // int8: [out], of each output; int4 and fp8: as `zeros`; otherwise null
     const int32_t* offsets;  // int8 weights: [out], 128 times the sum of an output's weights
     const float* zeros;      // int4 weights: [panels][in / group][PANEL], 8 less zero points, or null
     const int32_t* order;    // int4 weights: [in], the input of each place in the depth, or null
     const Activation* bias;  // [out], or null
     int32_t in, out;
-    int32_t group;  // int4 weights: inputs that share a scale, a multiple of 8; otherwise 0
+    int32_t group;  // int4 and fp8 weights: inputs that share a scale, a multiple of 32; otherwise 0
+    int32_t fp8;    // 1: of a group's weights
 };
 
 constexpr int PANEL = 64;  // columns packed side by side
@@ -33,10 +34,15 @@ template <class Output>
 void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
             void* scratch);
 
+// Rows of results: of floats or of activations.
+struct Results {
+    void* rows;
+    bool floats;
+};
+
 // The same of weights with a group, which `linear` calls.
 size_t grouped_scratch(const Linear& weights, int rows);
-template <class Output>
-void grouped_linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
+void grouped_linear(Team& team, const Activation* x, int rows, const Linear& weights, Results y,
                     void* scratch);
 
 // A norm's weight, or null. A wide one is of floats: rows are rounded after it, and not before.

@@ -205,7 +205,10 @@ template <class Output>
 void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
             void* scratch) {
     const size_t in = weights.in;
-    if (weights.group) return grouped_linear(team, x, rows, weights, y, scratch);
+    if (weights.group) {
+        const Results results{y, std::is_same_v<Output, float>};
+        return grouped_linear(team, x, rows, weights, results, scratch);
+    }
     if (!weights.scales)
         return product(team, Left<Activation>{x, in, nullptr}, rows, weights, y);
     const size_t stride = quantized_stride(weights.in);
