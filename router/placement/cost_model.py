@@ -294,7 +294,8 @@ def _on_decode(
 ) -> OnDecode:  # fmt: skip
     """`lone_ms` is what its measured step would be with one sequence; 0 when there is none."""
     uncached = request.num_tokens - cached
-    rate = _settled(xp, d.rate, usual_rate)
+    # Rates of small steps say little: that decode is the faster one is not believed.
+    rate = xp.minimum(_settled(xp, d.rate, usual_rate), usual_rate)
     outdated = (lone_ms > usual_ms) & (d.running == 0)  # of a batch long gone
     lone_ms = xp.where(outdated, usual_ms, _settled(xp, lone_ms, usual_ms))
     tpot_s = lone_ms / 1e3 * _relative_step(d.busy + 1)

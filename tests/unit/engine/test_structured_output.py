@@ -12,11 +12,11 @@ from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.blocks import BlockPool
 from baton.engine.loop import Engine
-from baton.engine.planner import Planner
+from baton.engine.planner import ChunkSize, Planner
 from baton.engine.sampling import sampler
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.engine.sequence import Sequence
-from baton.engine.speculative.ngram import SpeculativeConfig
+from baton.engine.speculative.ngram import NgramProposer
 from baton.sampling import SamplingParams, StructuredOutput
 from baton.structured_output import GrammarCompiler
 from baton.text import load_tokenizer
@@ -55,9 +55,9 @@ def grammars(demo):
     return GrammarCompiler(demo.path, demo.model_config.vocab_size, {EOS})
 
 
-def engine_of(demo, num_blocks=200, speculation=None, max_batch=8):
+def engine_of(demo, num_blocks=200, proposer=None, max_batch=8):
     blocks = BlockPool(num_blocks, demo.layout.block_size, False)
-    planner = Planner(blocks, 64, max_batch, speculation)
+    planner = Planner(blocks, ChunkSize(64), max_batch, proposer)
 
     def make_engine(publish):
         return Engine(demo.runner, planner, frozenset({EOS}), demo.max_context, publish)
@@ -167,8 +167,8 @@ def test_speculation_changes_no_token(demo, grammars, tokenizer, params, monkeyp
     prompt = '[{"name": "aaaaaaaaaaaaaaaaaaaaaaaaaa", "size": 1}, ' * 4
     with Bench(engine_of(demo)) as bench:
         plain = bench.tokens(sequence_of(grammars, tokenizer, "a", params, prompt))["a"]
-    speculation = SpeculativeConfig(8, demo.max_context)
-    with Bench(engine_of(demo, speculation=speculation)) as bench:
+    proposer = NgramProposer(8, demo.max_context)
+    with Bench(engine_of(demo, proposer=proposer)) as bench:
         sequence = sequence_of(grammars, tokenizer, "a", params, prompt)
         accepts, cut = sequence.grammar.accepts, []
 
@@ -184,7 +184,7 @@ def test_speculation_changes_no_token(demo, grammars, tokenizer, params, monkeyp
 
 def test_a_prefix_from_the_cache_changes_no_token(demo, grammars, tokenizer):
     def make_engine(publish):
-        planner = Planner(BlockPool(200, demo.layout.block_size, True), 64, 8)
+        planner = Planner(BlockPool(200, demo.layout.block_size, True), ChunkSize(64), 8)
         return Engine(demo.runner, planner, frozenset({EOS}), demo.max_context, publish)
 
     with Bench(make_engine) as bench:

@@ -65,7 +65,9 @@ def test_equals_the_torch_model(name):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_equals_transformers(architecture, tmp_path):
-    reference = make_checkpoint(tmp_path, architecture, sliding_window=12)
+    few = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    reference = make_checkpoint(tmp_path, architecture, sliding_window=12, **few, **sizes)
     config = ModelConfig.load(tmp_path)
     if reason := refused(config, 16, (9, 0)):
         pytest.skip(reason)
