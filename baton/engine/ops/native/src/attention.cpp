@@ -62,7 +62,7 @@ typedef float TileScores[TILE_KEYS];
 
 // Turns a query's scores into weights; their sum is added to what was before, corrected.
 [[gnu::noinline]] inline void weigh(const TileScores& scores, const float* value_scales,
-                                    float correction, Softmax& state, Activation* weights) {
+                                    float correction, Softmax& state, Factor* weights) {
     f32x16 total = state.total * correction;
     for (int i = 0; i < TILE_KEYS; i += LANES) {
         const f32x16 weight = power_of_two(load<f32x16>(scores + i) - state.peak);
@@ -76,7 +76,7 @@ typedef float TileScores[TILE_KEYS];
 template <int ROWS>
 inline void softmax(TileScores (&scores)[ROWS], float cap, const Visible (&visible)[ROWS],
                     const KeyTile& tile, Softmax* states, float* corrections,
-                    Activation (&weights)[ROWS][TILE_KEYS]) {
+                    Factor (&weights)[ROWS][TILE_KEYS]) {
     static_assert(ROWS <= LANES);
     float lag[LANES] = {};
     for (int i = 0; i < ROWS; i++) {
@@ -117,12 +117,13 @@ class PieceAttention {
     }
 
    private:
-    static constexpr int GROUP = Product<Activation>::GROUP;
+    static constexpr int GROUP = Product<Factor>::GROUP;
 
     void take_queries(const Activation* from, size_t stride) {
         const size_t elements = group_ * size_;
         for (int i = 0; i < count_; i++)
-            std::copy_n(from + i * stride, elements, queries_ + i * elements);
+            for (size_t j = 0; j < elements; j += LANES)
+                store_floats(queries_ + i * elements + j, load_floats(from + i * stride + j));
         std::fill_n(sums_, count_ * elements, 0.0f);
         for (int i = 0; i < count_ * group_; i++) states_[i] = Softmax{f32x16{}, NEVER};
     }
@@ -162,7 +163,7 @@ class PieceAttention {
     template <int ROWS>
     void visit(int query, int key) {
         alignas(64) TileScores scores[ROWS];
-        alignas(64) Activation weights[ROWS][TILE_KEYS];
+        alignas(64) Factor weights[ROWS][TILE_KEYS];
         float corrections[LANES];
         Visible visible[ROWS];
         for (int i = 0; i < ROWS; i++) {
@@ -179,10 +180,10 @@ class PieceAttention {
     // to [ROWS][columns] = what is there times each row's correction (null: nothing is), plus rows of
     // a, `depth` elements each, times columns of b.
     template <int ROWS>
-    void accumulate(const Activation* a, int depth, const Activation* b, int columns,
+    void accumulate(const Factor* a, int depth, const Factor* b, int columns,
                     const float* corrections, float* to) {
         constexpr int STEP = 8;  // depth / GROUP is a multiple of it
-        in_parts<TILE_VECTORS>(0, columns / LANES, [&](auto vectors, int first) {
+        in_parts<tile_vectors(ROWS)>(0, columns / LANES, [&](auto vectors, int first) {
             f32x16 sums[ROWS][vectors()] = {};
             float* const part = to + first * LANES;
             for (int i = 0; corrections && i < ROWS; i++)
@@ -216,7 +217,7 @@ class PieceAttention {
     const float cap_;
     int first_, count_;  // positions of the piece's rows
     // The queries that share a KV head, and what attention has made of them so far.
-    alignas(64) Activation queries_[MAX_QUERIES * MAX_HEAD_SIZE];
+    alignas(64) Factor queries_[MAX_QUERIES * MAX_HEAD_SIZE];
     alignas(64) float sums_[MAX_QUERIES * MAX_HEAD_SIZE];  // of weighted values
     Softmax states_[MAX_QUERIES];
     KeyTile tile_;

@@ -20,6 +20,17 @@ constexpr int SHORT_CHUNK = 64, LONG_CHUNK = 64;
 constexpr int LONE_ROWS = 0;
 #endif
 
+// Where tiles are narrow or weights narrower than what is multiplied, so many rows go through weights
+// that have been widened and laid out in the order of the tiles, as much as the cache holds of them.
+template <class Weight>
+constexpr bool WIDENS = !std::is_same_v<Weight, Int4> &&
+                        (REGISTER == 32 || !std::is_same_v<Operand<Weight>, Weight>);
+constexpr int WIDENED_ROWS = 9;
+// Otherwise parts need registers, too.
+template <class Weight>
+constexpr int DIRECT_ROWS = REGISTER == 32 && Lanes<Weight>::PARTS > 1 ? 4 : TILE_ROWS;
+constexpr int WIDENED_STEPS = 256;  // of the depth, as 32 bits a column
+
 // Rows that go through a panel together: the sums of more would not stay in the cache.
 constexpr int BLOCK = 48 * TILE_ROWS;
 constexpr int SMALL_BLOCK = 8 * TILE_ROWS;
@@ -72,8 +83,14 @@ struct Finish {
     }
 };
 
+// Rows of results: of floats or of activations.
+struct Results {
+    void* rows;
+    bool floats;
+};
+
 // Sixty-four columns of the weights, and a block of rows to go through them.
-template <class Weight, class Output>
+template <class Weight>
 struct Panel {
     typedef Product<Weight> P;
     typedef typename P::Sum Sum;
@@ -83,17 +100,18 @@ struct Panel {
     const Weight* b;
     int column;      // its first
     int begin, end;  // rows
-    Output* y;
+    Results y;
     Sum (*kept)[PANEL / LANES];  // sums between chunks, of each row of the block
+    Operand<Weight>* widened;    // room for a chunk, or null
 
     // All rows, in tiles of nearly equal height.
     void take(const Chunk& chunk, const Weight* next) const {
-        const int tiles = parts(end - begin, TILE_ROWS);
+        const int tiles = parts(end - begin, DIRECT_ROWS<Weight>);
         const int passes = tiles * (PANEL / LANES / tile_vectors(parts(end - begin, tiles)));
         const int lines = end - begin > LONE_ROWS ? parts(GROUP_LINES, passes) : 0;
         const size_t bytes = size_t(chunk.groups) * GROUP_LINES * LINE;
         Fetch fetch{(const char*)next, (const char*)next + bytes, lines};
-        in_parts<TILE_ROWS>(begin, end, [&](auto rows, int row) {
+        in_parts<DIRECT_ROWS<Weight>>(begin, end, [&](auto rows, int row) {
             constexpr int VECTORS = tile_vectors(rows());
             for (int vector = 0; vector < PANEL / LANES; vector += VECTORS) {
                 this->template tile<rows(), VECTORS>(row, vector, chunk, fetch);
@@ -102,7 +120,33 @@ struct Panel {
         });
     }
 
-    template <int ROWS, int VECTORS>
+    // The same by way of `widened`. Tiles one below the other share columns, which stay in the cache.
+    void take_widened(const Chunk& chunk, const Weight* next) const {
+        widen(chunk);
+        const size_t bytes = size_t(chunk.groups) * GROUP_LINES * LINE;
+        Fetch fetch{(const char*)next, (const char*)next + bytes, 1};
+        for (int vector = 0; vector < PANEL / LANES; vector += TILE_VECTORS)
+            in_parts<TILE_ROWS>(begin, end, [&](auto rows, int row) {
+                this->template tile<rows(), TILE_VECTORS, true>(row, vector, chunk, fetch);
+                fetch.advance(chunk.groups * Lanes<Weight>::PARTS);
+            });
+    }
+
+    // -> [tiles][groups][parts][columns of a tile], 32 bits each.
+    void widen(const Chunk& chunk) const {
+        typedef Lanes<Weight> L;
+        constexpr int OF_TILE = TILE_VECTORS * LANES, TILES = PANEL / OF_TILE;
+        const Weight* from = b + size_t(chunk.first) * PANEL * P::WIDTH;
+        uint32_t* to = (uint32_t*)widened;
+        for (int g = 0; g < chunk.groups; g++, to += L::PARTS * OF_TILE)
+            for (int tile = 0; tile < TILES; tile++)
+                for (int i = 0; i < OF_TILE; i += WORDS, from += WORDS * P::WIDTH)
+                    for (int part = 0; part < L::PARTS; part++)
+                        store(to + (size_t(tile) * chunk.groups * L::PARTS + part) * OF_TILE + i,
+                              L::right(from, part));
+    }
+
+    template <int ROWS, int VECTORS, bool WIDENED = false>
     void tile(int row, int vector, const Chunk& chunk, const Fetch& fetch) const {
         const auto* a = left.rows + row * left.stride + chunk.first * P::GROUP;
         const Weight* from = b + (size_t(chunk.first) * PANEL + vector * LANES) * P::WIDTH;
@@ -112,12 +156,19 @@ struct Panel {
                 sums[r][v] = chunk.first == 0 ? Sum{} : kept[row - begin + r][vector + v];
         if constexpr (std::is_same_v<Weight, Int4>)
             add_groups(a, from, row, vector, chunk, sums, fetch);
-        else
+        else if constexpr (WIDENED) {
+            typedef Operand<Weight> Wide;
+            constexpr int WIDTH = VECTORS * LANES * Product<Wide>::WIDTH;
+            const int steps = chunk.groups * Lanes<Weight>::PARTS;
+            const Wide* columns = widened + size_t(vector / VECTORS) * steps * WIDTH;
+            multiply(a, left.stride, columns, WIDTH, steps, sums, fetch);
+        } else
             multiply(a, left.stride, from, size_t(PANEL) * P::WIDTH, chunk.groups, sums, fetch);
         if (chunk.ends) {
-            if constexpr (!std::is_same_v<Weight, Int4>)
+            if constexpr (std::is_same_v<typename P::Left, Weight>)
                 if (weights.in % P::GROUP) add_rest(a, from, chunk.groups, sums);
-            for (int v = 0; v < VECTORS; v++) write(sums, v, row, column + (vector + v) * LANES);
+            for (int v = 0; v < VECTORS; v++)
+                write(&sums[0][v], VECTORS, row, ROWS, column + (vector + v) * LANES);
             return;
         }
         for (int r = 0; r < ROWS; r++)
@@ -162,22 +213,33 @@ struct Panel {
         multiply(padded, P::GROUP, from + size_t(groups) * PANEL * P::GROUP, 0, 1, sums);
     }
 
-    // Not inlined for every tile: that would be half of the compiler's time, and no faster.
-    template <int ROWS, int VECTORS>
-    [[gnu::noinline]] void write(const Sum (&sums)[ROWS][VECTORS], int v, int row, int first) const {
+    // Sixteen columns of a tile; its rows' sums lie `step` apart. Not inlined for every tile: that would
+    // be half of the compiler's time, and no faster.
+    [[gnu::noinline]] void write(const Sum* sums, int step, int row, int rows, int first) const {
         const int count = weights.out - first;
         if (count <= 0) return;
         const Finish finish(weights, first, count);
-        for (int r = 0; r < ROWS; r++) {
+        for (int r = 0; r < rows; r++) {
             const float row_scale = left.scales ? left.scales[row + r] : 1.0f;
-            Output* to = y + size_t(row + r) * weights.out + first;
-            store_floats(to, finish(sums[r][v], row_scale), count);
+            const size_t at = size_t(row + r) * weights.out + first;
+            const f32x16 result = finish(sums[r * step], row_scale);
+            if (y.floats)
+                store_floats((float*)y.rows + at, result, count);
+            else
+                store_floats((Activation*)y.rows + at, result, count);
         }
     }
 };
 
+template <class Weight>
+inline bool widens(int rows) {
+    return WIDENS<Weight> && rows >= WIDENED_ROWS;
+}
+
+template <class Weight>
 inline int chunk_groups(int rows, int groups) {
-    const int longest = rows > LONE_ROWS && rows < MANY_ROWS ? SHORT_CHUNK : LONG_CHUNK;
+    const int longest = widens<Weight>(rows) ? WIDENED_STEPS / Lanes<Weight>::PARTS
+                        : rows > LONE_ROWS && rows < MANY_ROWS ? SHORT_CHUNK : LONG_CHUNK;
     return groups ? parts(groups, parts(groups, longest)) : 1;
 }
 
@@ -188,41 +250,77 @@ inline int block_rows(int rows, int panels, int threads) {
     return parts(rows, blocks > needed ? blocks : needed);
 }
 
-template <class Weight, class Output>
-void product(Team& team, const Left<Weight>& left, int rows, const Linear& weights, Output* y) {
+template <class Weight>
+void product(Team& team, const Left<Weight>& left, int rows, const Linear& weights, Results y) {
     typedef Product<Weight> P;
     if (rows == 0) return;
     const int panels = parts(weights.out, PANEL), block = block_rows(rows, panels, team.threads());
     const int whole = weights.in / P::GROUP, unit = weights.group ? weights.group / P::GROUP : 1;
-    const int groups = parts(chunk_groups(block, whole), unit) * unit;
+    const int groups = parts(chunk_groups<Weight>(block, whole), unit) * unit;
     const size_t panel_size = size_t(parts(weights.in, P::GROUP)) * P::WIDTH * PANEL;
     team.share(panels * parts(rows, block), [&](int i) {
         alignas(64) typename P::Sum kept[BLOCK][PANEL / LANES];
+        alignas(64) uint32_t widened[WIDENS<Weight> ? WIDENED_STEPS * PANEL : 1];
         const int begin = i / panels * block, end = begin + block < rows ? begin + block : rows;
         const Weight* b = (const Weight*)weights.packed + i % panels * panel_size;
         const Weight* following = b + team.threads() * panel_size;  // most likely this thread's
-        const Panel<Weight, Output> panel{weights, left, b,    i % panels * PANEL,
-                                                   begin,   end,  y, kept};
+        const Panel<Weight> panel{weights, left, b, i % panels * PANEL,
+                                  begin,   end,  y, kept,
+                                  (Operand<Weight>*)widened};
         for (int first = 0; first == 0 || first < whole; first += groups) {
             const int now = whole - first < groups ? whole - first : groups;
             const bool ends = first + now == whole;
             const Weight* next = b + size_t(first + now) * PANEL * P::WIDTH;
-            panel.take(Chunk{first, now, ends}, ends ? following : next);
+            const Chunk chunk{first, now, ends};
+            if (widens<Weight>(block))
+                panel.take_widened(chunk, ends ? following : next);
+            else
+                panel.take(chunk, ends ? following : next);
         }
     });
 }
 
-inline size_t quantized_stride(int in) {
-    return size_t(parts(in, Product<int8_t>::GROUP)) * Product<int8_t>::GROUP;
+// Elements of a left operand's row in scratch memory: whole groups.
+template <class Weight>
+inline size_t scratch_stride(int in) {
+    return size_t(parts(in, Product<Weight>::GROUP)) * Product<Weight>::GROUP;
+}
+
+// Rows as the left operand of weights of their own type.
+template <class Element>
+Left<Element> widened(Team& team, const Element* x, int rows, int in, void* scratch) {
+    if constexpr (std::is_same_v<Operand<Element>, Element>) {
+        return {x, size_t(in), nullptr, nullptr};
+    } else {
+        const size_t stride = scratch_stride<Element>(in);
+        Operand<Element>* to = (Operand<Element>*)scratch;
+        team.share(rows, [&](int row) {
+            for (int i = 0; i < in; i += LANES)
+                store_floats(to + row * stride + i, load_floats(x + size_t(row) * in + i, in - i),
+                             int(stride) - i);
+        });
+        return {to, stride, nullptr, nullptr};
+    }
+}
+
+// Sixteen bytes, or the first `count`, as the left operand of int8 weights.
+inline void store_bytes(int8_t* to, u8x16 bytes, int count) { store_some(to, bytes, count); }
+
+inline void store_bytes(int16_t* to, u8x16 bytes, int count) {  // 0 and 2 of each four, then 1 and 3
+    typedef uint64_t u64x4 __attribute__((vector_size(32)));
+    typedef uint32_t u32x4 __attribute__((vector_size(16)));
+    const u64x4 fours = __builtin_convertvector((u32x4)bytes, u64x4);
+    store_some(to, (fours & 0xff00ff) | (fours << 24 & 0xff00ff00000000), count);
 }
 
 // One row as bytes 128 + q, where x is about q times the scale that is returned.
-float quantize(const Activation* x, int size, uint8_t* to) {
+template <class Left>
+float quantize(const Activation* x, int size, Left* to, int stride) {
     const float peak = largest_magnitude(x, size);
     const float inverse = 127.0f / (peak > 1e-36f ? peak : 1e-36f);  // of less it would be infinite
     for (int i = 0; i < size; i += LANES) {
         const i32x16 bytes = round_whole(load_floats(x + i, size - i) * inverse) + 128;
-        store_some(to + i, __builtin_convertvector(bytes, u8x16), size - i);
+        store_bytes(to + i, __builtin_convertvector(bytes, u8x16), stride - i);
     }
     return peak / 127.0f;
 }
@@ -234,13 +332,16 @@ size_t linear_scratch(const Linear& weights, int rows) {
         const size_t sums = weights.zeros ? weights.in / weights.group * sizeof(float) : 0;
         return size_t(rows) * (sums + (weights.order ? weights.in * sizeof(Activation) : 0));
     }
-    if (!weights.scales) return 0;
-    return size_t(rows) * (quantized_stride(weights.in) + sizeof(float));
+    if (weights.scales)
+        return rows * (scratch_stride<int8_t>(weights.in) * sizeof(Int8Operand) + sizeof(float));
+    if (std::is_same_v<Operand<Activation>, Activation>) return 0;
+    return rows * scratch_stride<Activation>(weights.in) * sizeof(Operand<Activation>);
 }
 
 template <class Output>
-void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
+void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* to,
             void* scratch) {
+    const Results y{to, std::is_same_v<Output, float>};
     const size_t in = weights.in;
     if (weights.group) {
         const size_t count = in / weights.group;
@@ -264,20 +365,20 @@ void linear(Team& team, const Activation* x, int rows, const Linear& weights, Ou
         const Left<Int4> left{weights.order ? ordered : x, in, nullptr, sums};
         return product(team, left, rows, weights, y);
     }
-    if (!weights.scales)
-        return product(team, Left<Activation>{x, in, nullptr, nullptr}, rows, weights, y);
-    const size_t stride = quantized_stride(weights.in);
+    Linear padded = weights;  // to whole groups, as the weights are and rows in scratch memory
+    if (!weights.scales) {
+        const Left<Activation> left = widened(team, x, rows, weights.in, scratch);
+        if (left.stride > in) padded.in = int(left.stride);
+        return product(team, left, rows, padded, y);
+    }
+    const size_t stride = scratch_stride<int8_t>(weights.in);
+    padded.in = int(stride);
     float* scales = (float*)scratch;
-    uint8_t* bytes = (uint8_t*)(scales + rows);
+    Int8Operand* bytes = (Int8Operand*)(scales + rows);
     team.share(rows, [&](int row) {
-        uint8_t* to = bytes + row * stride;
-        for (size_t i = weights.in; i < stride; i++) to[i] = 0;  // the weights there are zeros
-        scales[row] = quantize(x + row * in, weights.in, to);
+        scales[row] = quantize(x + row * in, weights.in, bytes + row * stride, int(stride));
     });
-    Linear padded = weights;
-    padded.in = int(stride);  // as the bytes and the weights are
-    const Left<int8_t> left{(const int8_t*)bytes, stride, scales, nullptr};
-    product(team, left, rows, padded, y);
+    product(team, Left<int8_t>{bytes, stride, scales, nullptr}, rows, padded, y);
 }
 
 template void linear(Team&, const Activation*, int, const Linear&, Activation*, void*);

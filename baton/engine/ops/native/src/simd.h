@@ -153,14 +153,30 @@ struct Int4 {
     uint32_t word;
 };
 
+// What elements of one type are multiplied as: themselves where an instruction takes a group of them.
+#ifdef __AVX512BF16__
+typedef bf16 Bf16Operand;
+#else
+typedef float Bf16Operand;
+#endif
+#ifdef __AVX512VNNI__
+typedef int8_t Int8Operand;
+#else
+typedef int16_t Int8Operand;  // products of bytes would saturate
+#endif
+template <class Element>
+using Operand = std::conditional_t<
+    std::is_same_v<Element, bf16>, Bf16Operand,
+    std::conditional_t<std::is_same_v<Element, int8_t>, Int8Operand, Element>>;
+
 // How elements of one type are multiplied: `GROUP` neighbours along the depth in one 32-bit lane, which
-// are `WIDTH` elements. Of int8 the left operand is unsigned, an int8 plus 128: what that adds is taken
-// off by the caller. int4 is multiplied with activations, each value less 8.
+// are `WIDTH` elements. The left operand is widened beforehand; of int8 it is an int8 plus 128: what
+// that adds is taken off by the caller. int4 is multiplied with activations, each value less 8.
 template <class Element>
 struct Product {
     static constexpr int GROUP = 4 / sizeof(Element), WIDTH = GROUP;
-    typedef Element Left;
-    typedef std::conditional_t<sizeof(Element) == 1, i32x16, f32x16> Sum;
+    typedef Operand<Element> Left;
+    typedef std::conditional_t<std::is_integral_v<Element>, i32x16, f32x16> Sum;
 };
 
 template <>
@@ -178,7 +194,7 @@ constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;  // the largest tile whose sums s
 constexpr int tile_vectors(int) { return TILE_VECTORS; }  // how wide a tile of so many rows is
 #else
 constexpr int REGISTER = 32;
-constexpr int TILE_ROWS = 4, TILE_VECTORS = 1;  // 8 of 16, which leaves room for columns in parts
+constexpr int TILE_ROWS = 6, TILE_VECTORS = 1;  // 12 of 16
 // With few sums, each addition would wait for the one before.
 constexpr int tile_vectors(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #endif
@@ -199,8 +215,8 @@ inline Words repeat(const void* from) {
 #endif
 }
 
-// How groups are multiplied in registers. One of bf16 or int8 is taken in two parts where no
-// instruction takes it at once: then only one part of the columns is in registers.
+// How groups are multiplied in registers. Where the left operand is wider, so are they: they are taken
+// in two parts, each of 32 bits a lane.
 template <class Element>
 struct Lanes {  // float
     static constexpr int PARTS = 1;
@@ -215,17 +231,35 @@ struct Lanes<bf16> {
     typedef Floats Sum;
 #ifdef __AVX512BF16__
     static constexpr int PARTS = 1;
-    static Words part(Words pairs, int) { return pairs; }
+    static Words left(const bf16* from, int) { return repeat(from); }
+    static Words right(const bf16* from, int) { return load<Words>(from); }
     static Sum add(Sum sum, Words a, Words b) {
         return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
     }
 #else
     static constexpr int PARTS = 2;
-    static Floats part(Words pairs, int p) { return (Floats)(p ? pairs & 0xffff0000u : pairs << 16); }
+    static Floats left(const float* from, int p) { return from[p] - Floats{}; }
+    static Floats right(const bf16* from, int p) {
+        const Words pairs = load<Words>(from);
+        return (Floats)(p ? pairs & 0xffff0000u : pairs << 16);
+    }
     static Sum add(Sum sum, Floats a, Floats b) { return sum + a * b; }
 #endif
-    static auto left(const bf16* from, int p) { return part(repeat(from), p); }
-    static auto right(const bf16* from, int p) { return part(load<Words>(from), p); }
+};
+
+template <>
+struct Lanes<int16_t> {
+    static constexpr int PARTS = 1;
+    typedef Ints Sum;
+    static Shorts left(const int16_t* from, int) { return (Shorts)repeat(from); }
+    static Shorts right(const int16_t* from, int) { return load<Shorts>(from); }
+    static Sum add(Sum sum, Shorts a, Shorts b) {
+#ifdef __AVX512BW__
+        return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#else
+        return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#endif
+    }
 };
 
 template <>
@@ -239,23 +273,13 @@ struct Lanes<int8_t> {
         return (Sum)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
     }
 #else
-    // As pairs of 16 bits, bytes 0 and 2, then 1 and 3: products of bytes would saturate.
-    static constexpr int PARTS = 2;
-    static Shorts left(const int8_t* from, int p) {
-        const Halves bytes = (Halves)repeat(from);
-        return (Shorts)(p ? bytes >> 8 : bytes & 0xff);
-    }
+    static constexpr int PARTS = 2;  // bytes 0 and 2 of each four, then 1 and 3: of both operands
+    static Shorts left(const int16_t* from, int p) { return (Shorts)repeat(from + 2 * p); }
     static Shorts right(const int8_t* from, int p) {
         const Shorts bytes = load<Shorts>(from);
         return (p ? bytes : bytes << 8) >> 8;
     }
-    static Sum add(Sum sum, Shorts a, Shorts b) {
-#ifdef __AVX512BW__
-        return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#else
-        return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#endif
-    }
+    static Sum add(Sum sum, Shorts a, Shorts b) { return Lanes<int16_t>::add(sum, a, b); }
 #endif
 };
 
