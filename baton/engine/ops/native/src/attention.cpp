@@ -17,14 +17,6 @@ namespace {
 
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
-inline f32x16 larger(f32x16 a, f32x16 b) {
-#ifdef __AVX512F__
-    return (f32x16)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
-#else
-    return a > b ? a : b;
-#endif
-}
-
 // Keys of a tile that a query sees, [first, last].
 struct Visible {
     int first, last;
@@ -33,8 +25,12 @@ struct Visible {
 
 inline f32x16 hide(f32x16 scores, Visible visible, int first_key) {
     const i32x16 key = i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first_key;
-    const i32x16 seen = (key >= visible.first) & (key <= visible.last);
-    return seen ? scores : splat(NEVER);
+    return by_registers(
+        [&](auto scores, auto key) {
+            const auto seen = (key >= visible.first) & (key <= visible.last);
+            return seen ? scores : decltype(scores){} + NEVER;
+        },
+        scores, key);
 }
 
 // What is known of a query after some tiles.

@@ -319,8 +319,8 @@ float quantize(const Activation* x, int size, Left* to, int stride) {
     const float peak = largest_magnitude(x, size);
     const float inverse = 127.0f / (peak > 1e-36f ? peak : 1e-36f);  // of less it would be infinite
     for (int i = 0; i < size; i += LANES) {
-        const i32x16 bytes = round_whole(load_floats(x + i, size - i) * inverse) + 128;
-        store_bytes(to + i, __builtin_convertvector(bytes, u8x16), stride - i);
+        const u8x16 bytes = round_bytes(load_floats(x + i, size - i) * inverse, 128);
+        store_bytes(to + i, bytes, stride - i);
     }
     return peak / 127.0f;
 }

@@ -22,6 +22,12 @@ typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
 constexpr int LANES = 16;
 
+#ifdef __AVX512F__
+constexpr int REGISTER = 64;  // bytes
+#else
+constexpr int REGISTER = 32;
+#endif
+
 struct bf16 {
     uint16_t bits;
 };
@@ -47,6 +53,35 @@ inline void store(Element* to, Vector value) {
 
 inline f32x16 splat(float value) { return f32x16{} + value; }
 
+template <class Element>
+struct RegisterOf {
+    typedef Element type __attribute__((vector_size(REGISTER)));
+};
+
+// work(vectors...) of sixteen lanes, register by register: comparisons of wider vectors the compiler
+// takes apart lane by lane.
+template <class Work, class... Vectors>
+inline f32x16 by_registers(const Work& work, Vectors... vectors) {
+#ifdef __AVX512F__
+    return (f32x16)work(vectors...);
+#else
+    f32x16 result;
+    for (int half = 0; half < 2; half++)
+        store((float*)&result + half * LANES / 2,
+              work(load<typename RegisterOf<std::remove_reference_t<decltype(vectors[0])>>::type>(
+                  (const float*)&vectors + half * LANES / 2)...));
+    return result;
+#endif
+}
+
+inline f32x16 larger(f32x16 a, f32x16 b) {
+#ifdef __AVX512F__
+    return (f32x16)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+#else
+    return by_registers([](auto a, auto b) { return _mm256_max_ps(a, b); }, a, b);
+#endif
+}
+
 // The first `count` lanes of a vector; the others are zeros.
 template <class Vector, class Element>
 inline Vector load_some(const Element* from, int count) {
@@ -63,7 +98,15 @@ inline void store_some(Element* to, Vector value, int count) {
 }
 
 inline f32x16 widen_bf16(u16x16 bits) {
+#ifdef __AVX512F__
     return (f32x16)(__builtin_convertvector(bits, u32x16) << 16);
+#else
+    __m128i halves[2];
+    std::memcpy(halves, &bits, sizeof halves);
+    const __m256i words[2] = {_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves[0]), 16),
+                              _mm256_slli_epi32(_mm256_cvtepu16_epi32(halves[1]), 16)};
+    return load<f32x16>(words);
+#endif
 }
 
 // To the nearest, ties to even.
@@ -71,10 +114,12 @@ inline u16x16 round_bf16(f32x16 value) {
 #ifdef __AVX512BF16__
     return (u16x16)_mm512_cvtneps_pbh((__m512)value);
 #else
-    const u32x16 bits = (u32x16)value;
-    const u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const u32x16 quiet = (bits >> 16) | 0x40;  // a NaN stays one
-    return __builtin_convertvector(value == value ? rounded : quiet, u16x16);
+    const auto round = [](auto value, auto bits) {
+        const auto rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        const auto quiet = (bits >> 16) | 0x40;  // a NaN stays one
+        return value == value ? rounded : quiet;
+    };
+    return __builtin_convertvector((u32x16)by_registers(round, value, (u32x16)value), u16x16);
 #endif
 }
 
@@ -93,15 +138,20 @@ inline void store_floats(bf16* to, f32x16 value, int count = LANES) {
     store_some(to, round_bf16(value), count);
 }
 
-// To the nearest whole numbers, ties to even.
-inline i32x16 round_whole(f32x16 value) {
+// To the nearest whole numbers, ties to even, of a magnitude of 127 at most; plus an offset, as bytes.
+inline u8x16 round_bytes(f32x16 value, uint8_t offset) {
 #ifdef __AVX512F__
-    return (i32x16)_mm512_maskz_cvtps_epi32(0xffff, (__m512)value);
+    const __m512i whole = _mm512_maskz_cvtps_epi32(0xffff, (__m512)value);
+    return (u8x16)_mm512_maskz_cvtepi32_epi8(0xffff, whole) + offset;
 #else
     __m256 halves[2];
     std::memcpy(halves, &value, sizeof halves);
-    const __m256i whole[2] = {_mm256_cvtps_epi32(halves[0]), _mm256_cvtps_epi32(halves[1])};
-    return load<i32x16>(whole);
+    const __m256i mixed = _mm256_packs_epi32(_mm256_cvtps_epi32(halves[0]),
+                                             _mm256_cvtps_epi32(halves[1]));
+    const __m256i ordered = _mm256_permute4x64_epi64(mixed, 0xd8);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(ordered),
+                                          _mm256_extracti128_si256(ordered, 1));
+    return (u8x16)bytes + offset;
 #endif
 }
 
@@ -110,12 +160,7 @@ inline f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
 #ifdef __AVX512F__
     return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #else
-    __m256 x[2], y[2], z[2];
-    std::memcpy(x, &a, sizeof x);
-    std::memcpy(y, &b, sizeof y);
-    std::memcpy(z, &c, sizeof z);
-    const __m256 done[2] = {_mm256_fmadd_ps(x[0], y[0], z[0]), _mm256_fmadd_ps(x[1], y[1], z[1])};
-    return load<f32x16>(done);
+    return by_registers([](auto a, auto b, auto c) { return _mm256_fmadd_ps(a, b, c); }, a, b, c);
 #endif
 }
 
@@ -141,8 +186,7 @@ inline float largest_magnitude(const auto* from, int size) {
     f32x16 peak{};
     for (int i = 0; i < size; i += LANES) {
         const f32x16 value = load_floats(from + i, size - i);
-        const f32x16 magnitude = (f32x16)((u32x16)value & 0x7fffffffu);
-        peak = peak > magnitude ? peak : magnitude;
+        peak = larger(peak, (f32x16)((u32x16)value & 0x7fffffffu));
     }
     return largest(peak);
 }
@@ -189,11 +233,9 @@ struct Product<Int4> {
 // The CPU's own registers. Without AVX-512 products are taken in these, of eight lanes: the compiler
 // would keep vectors of sixteen in memory.
 #ifdef __AVX512F__
-constexpr int REGISTER = 64;                    // bytes
 constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;  // the largest tile whose sums stay in 24 of 32
 constexpr int tile_vectors(int) { return TILE_VECTORS; }  // how wide a tile of so many rows is
 #else
-constexpr int REGISTER = 32;
 constexpr int TILE_ROWS = 6, TILE_VECTORS = 1;  // 12 of 16
 // With few sums, each addition would wait for the one before.
 constexpr int tile_vectors(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
@@ -332,7 +374,10 @@ inline void multiply(const typename Product<Element>::Left* a, size_t a_stride, 
     constexpr int GROUP = Product<Element>::GROUP, WIDTH = Product<Element>::WIDTH;
     constexpr int REGISTERS = VECTORS * LANES / WORDS;
     typename L::Sum held[ROWS][REGISTERS];
-    std::memcpy(held, sums, sizeof held);
+    // Not as a whole: they would stay in memory.
+    const auto at = [&](int r, int v) { return (int32_t*)sums[r] + v * WORDS; };
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < REGISTERS; v++) held[r][v] = load<typename L::Sum>(at(r, v));
     for (int g = 0; g < groups; g++) {
         for (int part = 0; part < L::PARTS; part++) {
             decltype(L::right(b, part)) columns[REGISTERS];
@@ -346,7 +391,8 @@ inline void multiply(const typename Product<Element>::Left* a, size_t a_stride, 
         a += GROUP;
         b += b_stride;
     }
-    std::memcpy(sums, held, sizeof held);
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < REGISTERS; v++) store(at(r, v), held[r][v]);
 }
 
 inline int parts(int count, int size) { return (count + size - 1) / size; }
@@ -386,13 +432,15 @@ inline f32x16 power_of_two(f32x16 x) {
     p = p * r + 6.931472028e-1f;
     p = p * r + 1.0f;
     const i32x16 power = (i32x16)shifted << 23;  // the magic's own bits are shifted out
-    return x < -126.0f ? f32x16{} : (f32x16)((i32x16)p + power);
+    return by_registers([](auto x, auto result) { return x < -126 ? decltype(result){} : result; }, x,
+                        (f32x16)((i32x16)p + power));
 }
 
 // 1 / (1 + e^-x), by the power of the negative magnitude alone, which cannot overflow.
 inline f32x16 sigmoid(f32x16 x) {
-    const f32x16 power = power_of_two((x < 0 ? x : -x) * LOG2_E);
-    return (x < 0 ? power : splat(1.0f)) / (power + 1.0f);
+    const f32x16 power = power_of_two((f32x16)((u32x16)x | 0x80000000u) * LOG2_E);
+    return by_registers([](auto x, auto p) { return (x < 0 ? p : decltype(p){} + 1) / (p + 1); }, x,
+                        power);
 }
 
 // c * tanh(x / c) of a cap c, as 2 / (1 + e^(-2x / c)) - 1.
