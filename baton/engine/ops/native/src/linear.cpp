@@ -20,16 +20,17 @@ constexpr int SHORT_CHUNK = 64, LONG_CHUNK = 64;
 constexpr int LONE_ROWS = 0;
 #endif
 
-// Where tiles are narrow or weights narrower than what is multiplied, so many rows go through weights
-// that have been widened and laid out in the order of the tiles, as much as the cache holds of them.
+// Where tiles are narrow, or weights narrower than what they are multiplied as, this many rows or more
+// go through weights that have been widened and laid out in the order of the tiles, a chunk at a time.
 template <class Weight>
 constexpr bool WIDENS = !std::is_same_v<Weight, Int4> &&
                         (REGISTER == 32 || !std::is_same_v<Operand<Weight>, Weight>);
 constexpr int WIDENED_ROWS = 9;
-// Otherwise parts need registers, too.
+constexpr int WIDENED_STEPS = 256;  // a chunk's depth, of 32 bits a column
+
+// Rows of a tile that takes its columns from the weights themselves: their parts need registers.
 template <class Weight>
 constexpr int DIRECT_ROWS = REGISTER == 32 && Lanes<Weight>::PARTS > 1 ? 4 : TILE_ROWS;
-constexpr int WIDENED_STEPS = 256;  // of the depth, as 32 bits a column
 
 // Rows that go through a panel together: the sums of more would not stay in the cache.
 constexpr int BLOCK = 48 * TILE_ROWS;
@@ -102,7 +103,7 @@ struct Panel {
     int begin, end;  // rows
     Results y;
     Sum (*kept)[PANEL / LANES];  // sums between chunks, of each row of the block
-    Operand<Weight>* widened;    // room for a chunk, or null
+    Operand<Weight>* widened;    // room for a chunk
 
     // All rows, in tiles of nearly equal height.
     void take(const Chunk& chunk, const Weight* next) const {
@@ -232,14 +233,9 @@ struct Panel {
 };
 
 template <class Weight>
-inline bool widens(int rows) {
-    return WIDENS<Weight> && rows >= WIDENED_ROWS;
-}
-
-template <class Weight>
 inline int chunk_groups(int rows, int groups) {
-    const int longest = widens<Weight>(rows) ? WIDENED_STEPS / Lanes<Weight>::PARTS
-                        : rows > LONE_ROWS && rows < MANY_ROWS ? SHORT_CHUNK : LONG_CHUNK;
+    int longest = rows > LONE_ROWS && rows < MANY_ROWS ? SHORT_CHUNK : LONG_CHUNK;
+    if (WIDENS<Weight> && rows >= WIDENED_ROWS) longest = WIDENED_STEPS / Lanes<Weight>::PARTS;
     return groups ? parts(groups, parts(groups, longest)) : 1;
 }
 
@@ -264,18 +260,19 @@ void product(Team& team, const Left<Weight>& left, int rows, const Linear& weigh
         const int begin = i / panels * block, end = begin + block < rows ? begin + block : rows;
         const Weight* b = (const Weight*)weights.packed + i % panels * panel_size;
         const Weight* following = b + team.threads() * panel_size;  // most likely this thread's
-        const Panel<Weight> panel{weights, left, b, i % panels * PANEL,
-                                  begin,   end,  y, kept,
-                                  (Operand<Weight>*)widened};
+        const Panel<Weight> panel{weights, left, b, i % panels * PANEL,       begin,
+                                  end,     y,    kept, (Operand<Weight>*)widened};
         for (int first = 0; first == 0 || first < whole; first += groups) {
             const int now = whole - first < groups ? whole - first : groups;
             const bool ends = first + now == whole;
             const Weight* next = b + size_t(first + now) * PANEL * P::WIDTH;
             const Chunk chunk{first, now, ends};
-            if (widens<Weight>(block))
-                panel.take_widened(chunk, ends ? following : next);
-            else
-                panel.take(chunk, ends ? following : next);
+            if constexpr (WIDENS<Weight>)
+                if (block >= WIDENED_ROWS) {
+                    panel.take_widened(chunk, ends ? following : next);
+                    continue;
+                }
+            panel.take(chunk, ends ? following : next);
         }
     });
 }
@@ -368,7 +365,7 @@ void linear(Team& team, const Activation* x, int rows, const Linear& weights, Ou
     Linear padded = weights;  // to whole groups, as the weights are and rows in scratch memory
     if (!weights.scales) {
         const Left<Activation> left = widened(team, x, rows, weights.in, scratch);
-        if (left.stride > in) padded.in = int(left.stride);
+        padded.in = int(left.stride);
         return product(team, left, rows, padded, y);
     }
     const size_t stride = scratch_stride<int8_t>(weights.in);

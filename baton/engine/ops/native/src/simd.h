@@ -244,7 +244,6 @@ typedef float Floats __attribute__((vector_size(REGISTER)));
 typedef uint32_t Words __attribute__((vector_size(REGISTER)));
 typedef int32_t Ints __attribute__((vector_size(REGISTER)));
 typedef int16_t Shorts __attribute__((vector_size(REGISTER)));
-typedef uint16_t Halves __attribute__((vector_size(REGISTER)));
 constexpr int WORDS = REGISTER / 4;
 
 // One word in all lanes.
