@@ -110,8 +110,8 @@ def best_target() -> Target:
     asked = os.environ.get(CPU_VARIABLE)
     if asked and asked not in usable:
         raise ConfigError(
-            f"{CPU_VARIABLE}={asked}: this machine can use {', '.join(usable) or 'none'}; name one of "
-            "them, or leave the variable out for the best"
+            f"{CPU_VARIABLE}={asked}: this machine can use {', '.join(usable) or 'none'}; name one "
+            "of them, or leave the variable out for the best"
         )
     if not usable:
         raise BuildFailed("native kernels need an x86-64 CPU with AVX2 and FMA")
