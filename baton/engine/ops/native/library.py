@@ -4,6 +4,8 @@ There is one library for each kind of CPU in `TARGETS` and each type of activati
 that a first start compiles only what it will run. It lies in the user's cache folder under a key
 made of the sources and the compiler's options; an installation may bring libraries built before, in
 `built/` (`python -m baton.engine.ops.native.library` makes them), and then needs no compiler.
+
+The variable BATON_CPU names a target to use in place of the best: to time or test an older CPU's.
 """
 
 from __future__ import annotations
@@ -73,13 +75,19 @@ TARGETS = (  # the best first
 )
 
 
+CPU_VARIABLE = "BATON_CPU"
+
+
 class BuildFailed(Exception):
     """There is no native library here; the message says why."""
 
 
 @functools.cache
 def load(dtype: torch.dtype = torch.float32) -> ctypes.CDLL | None:
-    """The library for activations of `dtype`, or None, with one warning, where there is none."""
+    """The library for activations of `dtype`, or None, with one warning, where there is none.
+
+    Raises ConfigError for a BATON_CPU that this CPU is not.
+    """
     try:
         return load_target(best_target(), dtype)
     except BuildFailed as error:
@@ -99,12 +107,23 @@ def require(dtype: torch.dtype = torch.float32) -> ctypes.CDLL:
 
 
 def best_target() -> Target:
-    """The first kind of CPU that this one is. Raises BuildFailed when it is none of them."""
+    """The kind of CPU that BATON_CPU names, else the first that this one is.
+
+    Raises BuildFailed when it is none of them, and ConfigError when it is not the named one.
+    """
     have = _cpu_flags()
-    for target in TARGETS:
-        if target.cpu <= have:
-            return target
-    raise BuildFailed("native kernels need an x86-64 CPU with AVX2 and FMA, or a 64-bit ARM CPU")
+    usable = {target.name: target for target in TARGETS if target.cpu <= have}
+    asked = os.environ.get(CPU_VARIABLE)
+    if asked and asked not in usable:
+        raise ConfigError(
+            f"{CPU_VARIABLE}={asked}: this machine can use {', '.join(usable) or 'none'}; name one "
+            "of them, or leave the variable out for the best"
+        )
+    if not usable:
+        raise BuildFailed(
+            "native kernels need an x86-64 CPU with AVX2 and FMA, or a 64-bit ARM CPU"
+        )
+    return usable[asked] if asked else next(iter(usable.values()))
 
 
 @functools.cache

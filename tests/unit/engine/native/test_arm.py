@@ -48,7 +48,8 @@ def scores(
         # A last bit may give an activation or a key another int8.
         ("neon", torch.float32, (1e-5, 1e-5, 0.01, 0.01)),
         ("neon", torch.bfloat16, (0, 0, 0, 0)),
-        ("neon_bf16", torch.bfloat16, (0.05, 0.05, 0, 0)),
+        # AVX2 multiplies floats where this has bfloat16.
+        ("neon_bf16", torch.bfloat16, (0.05, 0.05, 0.1, 0.1)),
     ],
 )
 def test_steps_on_arm_equal_those_of_avx2(

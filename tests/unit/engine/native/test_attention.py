@@ -13,7 +13,10 @@ from torch import Tensor
 
 from tests.unit.engine.native.paged_rows import Heads, PagedRows, native
 
-pytestmark = pytest.mark.skipif(native is None, reason="no native library can be built here")
+pytestmark = [
+    pytest.mark.skipif(native is None, reason="no native library can be built here"),
+    pytest.mark.usefixtures("every_cpu"),
+]
 
 KINDS = {
     "float32": Heads(),

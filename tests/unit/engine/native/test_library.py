@@ -125,6 +125,19 @@ def test_the_best_target_is_chosen(
         library.best_target()
 
 
+@pytest.mark.parametrize("asked", ["avx2", "avx512_bf16", "neon"])
+def test_baton_cpu_names_another_target_and_is_refused_where_the_cpu_is_not_one(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_cpu_flags", lambda: library.TARGETS[1].cpu)
+    monkeypatch.setenv("BATON_CPU", asked)
+    if asked == "avx2":
+        assert library.best_target().name == asked
+        return
+    with pytest.raises(ConfigError, match=f"BATON_CPU={asked}: this machine can use avx512, avx2"):
+        library.load()
+
+
 def test_without_proc_cpuinfo_torch_computes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -23,7 +23,10 @@ from baton.engine.weights.weight import (
 )
 from tests.unit.engine.native.paged_rows import native, random_tensor
 
-pytestmark = pytest.mark.skipif(native is None, reason="no native library can be built here")
+pytestmark = [
+    pytest.mark.skipif(native is None, reason="no native library can be built here"),
+    pytest.mark.usefixtures("every_cpu"),
+]
 F32, BF16 = torch.float32, torch.bfloat16
 # Types of activations and of outputs.
 by_kind = pytest.mark.parametrize(
@@ -40,10 +43,9 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> Tensor:
 
 
 def linear(
-    kind: Kind, x: Tensor, weight: Weight, bias: Tensor | None = None, threads: int = 1,
-    kernels: ctypes.CDLL | None = None,
-) -> Tensor:  # fmt: skip
-    kernels, rows, packed = kernels or library.require(kind[0]), len(x), PackedWeight.of(weight)
+    kind: Kind, x: Tensor, weight: Weight, bias: Tensor | None = None, threads: int = 1
+) -> Tensor:
+    kernels, rows, packed = library.require(kind[0]), len(x), PackedWeight.of(weight)
     assert packed.packed.data_ptr() % 64 == 0
     weights = packed.linear(bias)
     # Of int8 rows and their scales, or of int4's ordered rows and sums of 32 elements.
@@ -59,11 +61,10 @@ def linear(
 
 
 def check(
-    kind: Kind, x: Tensor, weight: Weight, bias: Tensor | None = None, threads: int = 1,
-    kernels: ctypes.CDLL | None = None,
-) -> None:  # fmt: skip
+    kind: Kind, x: Tensor, weight: Weight, bias: Tensor | None = None, threads: int = 1
+) -> None:
     """Within rounding of float32 additions, then of one to bfloat16; int8 sums are exact."""
-    got = linear(kind, x, weight, bias, threads, kernels)
+    got = linear(kind, x, weight, bias, threads)
     added = torch.zeros(1) if bias is None else bias.double()
     if isinstance(weight, Int8Weight):
         product = int8_product(x, weight)
@@ -176,15 +177,9 @@ def test_int8_takes_rows_of_zeros_and_of_extremes() -> None:
     assert torch.equal(got, int8_product(x, weight)) and not got[0].any()
 
 
-@pytest.mark.parametrize("target", library.TARGETS, ids=lambda target: target.name)
 @by_kind
-def test_a_row_has_the_same_bits_in_every_batch_on_every_kind_of_cpu(
-    kind: Kind, target: library.Target
-) -> None:
+def test_a_row_has_the_same_bits_in_every_batch(kind: Kind) -> None:
     """Also in products of several chunks of the depth and several blocks of rows and outputs."""
-    if not target.cpu <= library._cpu_flags():
-        pytest.skip(f"this CPU is no {target.name}")
-    kernels = library.load_target(target, kind[0])
     for inputs, outputs in ((577, 200), (4500, 70), (65, 4200), (768, 200)):
         x = random(700, inputs, seed=1, dtype=kind[0])
         plain = random(outputs, inputs, seed=2, dtype=kind[0])
@@ -195,11 +190,11 @@ def test_a_row_has_the_same_bits_in_every_batch_on_every_kind_of_cpu(
                        grouped_weight(outputs, inputs, 128, 2, "zeros and order"),
                        grouped_weight(outputs, inputs, 128, 2, "fp8")]  # fmt: skip
         for weight in weights:
-            check(kind, x, weight, bias, threads=2, kernels=kernels)
-            together = linear(kind, x, weight, bias, kernels=kernels)
+            check(kind, x, weight, bias, threads=2)
+            together = linear(kind, x, weight, bias)
             for rows in range(1, 41):
                 some = x[-rows:].contiguous()
-                got = linear(kind, some, weight, bias, 1 + rows % 2, kernels)
+                got = linear(kind, some, weight, bias, 1 + rows % 2)
                 assert torch.equal(got, together[-rows:])
 
 

@@ -26,9 +26,10 @@ from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.paged import PagedRun, PagedSequence
 from tests.unit.engine.small_models import packed, small_config
 
-pytestmark = pytest.mark.skipif(
-    library.load() is None, reason="no native library can be built here"
-)
+pytestmark = [
+    pytest.mark.skipif(library.load() is None, reason="no native library can be built here"),
+    pytest.mark.usefixtures("every_cpu"),
+]
 CPU = torch.device("cpu")
 CONFIG = small_config(
     window=40,
@@ -111,23 +112,6 @@ def test_gates_far_from_zero_do_not_overflow() -> None:
     weights = random_weights(CONFIG, f32, CPU, seed=3, prepare=widened)
     expected = logits(Model(CONFIG, weights, f32, CPU), (90,))
     assert relative_error(logits(NativeModel(CONFIG, packed(weights), f32), (90,)), expected) < 1e-5
-
-
-@pytest.mark.parametrize("target", library.TARGETS, ids=lambda target: target.name)
-def test_every_kind_of_cpu_computes_the_same(
-    target: library.Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not target.cpu <= library._cpu_flags():
-        pytest.skip(f"this CPU is no {target.name}")
-    f32, bf16 = torch.float32, torch.bfloat16
-    for dtype, int8, limit in ((f32, False, 1e-6), (bf16, False, 2e-2), (f32, True, 3e-3)):
-        weights = packed(weights_of(dtype, int8))
-        expected = logits(NativeModel(CONFIG, weights, dtype), (90,))
-        with monkeypatch.context() as patch:
-            patch.setattr(library, "require", lambda dtype: library.load_target(target, dtype))
-            other = NativeModel(CONFIG, weights, dtype)
-        got = logits(other, (50, 1, 39))
-        assert relative_error(got, expected) <= limit
 
 
 def scores_of(run: PagedRun, sequence: PagedSequence, count: int, rows: list[int]) -> Tensor:

@@ -17,14 +17,6 @@ namespace {
 
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
-inline f32x16 larger(f32x16 a, f32x16 b) {
-#ifdef __AVX512F__
-    return (f32x16)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
-#else
-    return a > b ? a : b;
-#endif
-}
-
 // Keys of a tile that a query sees, [first, last].
 struct Visible {
     int first, last;
@@ -33,8 +25,12 @@ struct Visible {
 
 inline f32x16 hide(f32x16 scores, Visible visible, int first_key) {
     const i32x16 key = i32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first_key;
-    const i32x16 seen = (key >= visible.first) & (key <= visible.last);
-    return seen ? scores : splat(NEVER);
+    return by_registers(
+        [&](auto scores, auto key) {
+            const auto seen = (key >= visible.first) & (key <= visible.last);
+            return seen ? scores : decltype(scores){} + NEVER;
+        },
+        scores, key);
 }
 
 // What is known of a query after some tiles.
@@ -62,7 +58,7 @@ typedef float TileScores[TILE_KEYS];
 
 // Turns a query's scores into weights; their sum is added to what was before, corrected.
 [[gnu::noinline]] inline void weigh(const TileScores& scores, const float* value_scales,
-                                    float correction, Softmax& state, Activation* weights) {
+                                    float correction, Softmax& state, Factor* weights) {
     f32x16 total = state.total * correction;
     for (int i = 0; i < TILE_KEYS; i += LANES) {
         const f32x16 weight = power_of_two(load<f32x16>(scores + i) - state.peak);
@@ -76,7 +72,7 @@ typedef float TileScores[TILE_KEYS];
 template <int ROWS>
 inline void softmax(TileScores (&scores)[ROWS], float cap, const Visible (&visible)[ROWS],
                     const KeyTile& tile, Softmax* states, float* corrections,
-                    Activation (&weights)[ROWS][TILE_KEYS]) {
+                    Factor (&weights)[ROWS][TILE_KEYS]) {
     static_assert(ROWS <= LANES);
     float lag[LANES] = {};
     for (int i = 0; i < ROWS; i++) {
@@ -118,12 +114,13 @@ class PieceAttention {
     }
 
    private:
-    static constexpr int GROUP = Product<Activation>::GROUP;
+    static constexpr int GROUP = Product<Factor>::GROUP;
 
     void take_queries(const Activation* from, size_t stride) {
         const size_t elements = group_ * size_;
         for (int i = 0; i < count_; i++)
-            std::copy_n(from + i * stride, elements, queries_ + i * elements);
+            for (size_t j = 0; j < elements; j += LANES)
+                store_floats(queries_ + i * elements + j, load_floats(from + i * stride + j));
         std::fill_n(sums_, count_ * elements, 0.0f);
     }
 
@@ -170,7 +167,7 @@ class PieceAttention {
     template <int ROWS>
     void visit(int query, int key) {
         alignas(64) TileScores scores[ROWS];
-        alignas(64) Activation weights[ROWS][TILE_KEYS];
+        alignas(64) Factor weights[ROWS][TILE_KEYS];
         float corrections[LANES];
         Visible visible[ROWS];
         for (int i = 0; i < ROWS; i++) {
@@ -187,10 +184,10 @@ class PieceAttention {
     // to [ROWS][columns] = what is there times each row's correction (null: nothing is), plus rows of
     // a, `depth` elements each, times columns of b.
     template <int ROWS>
-    void accumulate(const Activation* a, int depth, const Activation* b, int columns,
+    void accumulate(const Factor* a, int depth, const Factor* b, int columns,
                     const float* corrections, float* to) {
         constexpr int STEP = 8;  // depth / GROUP is a multiple of it
-        in_parts<TILE_VECTORS>(0, columns / LANES, [&](auto vectors, int first) {
+        in_parts<tile_vectors(ROWS)>(0, columns / LANES, [&](auto vectors, int first) {
             f32x16 sums[ROWS][vectors()] = {};
             float* const part = to + first * LANES;
             for (int i = 0; corrections && i < ROWS; i++)
@@ -224,7 +221,7 @@ class PieceAttention {
     const float cap_;
     int first_, count_;  // positions of the piece's rows
     // The queries that share a KV head, and what attention has made of them so far.
-    alignas(64) Activation queries_[MAX_QUERIES * MAX_HEAD_SIZE];
+    alignas(64) Factor queries_[MAX_QUERIES * MAX_HEAD_SIZE];
     alignas(64) float sums_[MAX_QUERIES * MAX_HEAD_SIZE];  // of weighted values
     Softmax states_[MAX_QUERIES];
     KeyTile tile_;

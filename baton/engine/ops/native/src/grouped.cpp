@@ -4,7 +4,7 @@
 // x * value), where a zero is 8 less the zero point. Values are numbers that bf16 and float hold
 // exactly, so a product of few rows, which unpacks them in registers, and one of many, which unpacks a
 // piece of the weights for all of them, give the same bits.
-#include "kernels.h"
+#include "panels.h"
 
 namespace baton {
 namespace {
@@ -78,6 +78,7 @@ struct Lanes<Fp8> : PackedLanes<4> {
     static Words right(const Fp8* from, int p) {
         alignas(64) static constexpr uint16_t SMALL[32] = {
             0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+        typedef uint16_t Halves __attribute__((vector_size(REGISTER)));
         const Halves bytes = (Halves)(load<Words>(from) >> 8 * p);
         const __m512i bits = (__m512i)(bytes & 0x7f);
         const __m512i value = (__m512i)(((Halves)bits << 4) + (120 << 7));
@@ -99,36 +100,15 @@ struct Lanes<Fp8> : PackedLanes<4> {
 namespace {
 
 // Weights are unpacked in registers for each tile of so many rows at most, of tiles so wide.
+template <class Weight>
+constexpr int FEW_ROWS = (REGISTER == 64 ? 4 : 1) * DIRECT_ROWS<Weight>;
 #ifdef __AVX512F__
-constexpr int FEW_ROWS = 4 * TILE_ROWS;
 constexpr int few_vectors(int rows) { return tile_vectors(rows); }
 #else
-constexpr int FEW_ROWS = TILE_ROWS;
 constexpr int few_vectors(int rows) { return rows <= 2 ? 2 : 1; }
 #endif
 
-constexpr int LINE = 64;  // bytes that memory delivers together
 constexpr int FEW_CHUNK = 512, MANY_CHUNK = 1024;  // inputs that all rows go through together
-
-// As in linear.cpp.
-constexpr int BLOCK = 48 * TILE_ROWS;
-constexpr int SMALL_BLOCK = 8 * TILE_ROWS;
-constexpr int PIECES_PER_THREAD = 8;
-
-// Fetches some lines of the next chunk a group, while rows go through those of this one.
-struct Fetch {
-    const char* from;
-    const char* end;
-    int lines;
-
-    void operator()() {
-        for (int i = 0; i < lines; i++, from += LINE) __builtin_prefetch(from);
-    }
-    void advance(int groups) {
-        from += size_t(groups) * lines * LINE;
-        if (from >= end) lines = 0;
-    }
-};
 
 // Sixty-four columns of the weights, and a block of rows to go through them.
 template <class Weight>
@@ -147,8 +127,8 @@ struct Panel {
         const int words = (last - first) * weights.group / P::GROUP;
         const char* next = (const char*)(packed + size_t(words) * PANEL * P::WIDTH);
         Fetch fetch{next, next + size_t(words) * PANEL * 4, 1};
-        if (end - begin <= FEW_ROWS) {
-            const int tiles = parts(end - begin, TILE_ROWS);
+        if (end - begin <= FEW_ROWS<Weight>) {
+            const int tiles = parts(end - begin, DIRECT_ROWS<Weight>);
             const int passes = tiles * (PANEL / LANES / few_vectors(parts(end - begin, tiles)));
             fetch.lines = parts(PANEL * 4 / LINE, passes);
             return all_tiles(first, last, packed, fetch);
@@ -164,7 +144,7 @@ struct Panel {
     // b: the weights of these groups.
     template <class Element>
     void all_tiles(int first, int last, const Element* b, Fetch fetch) const {
-        in_parts<TILE_ROWS>(begin, end, [&](auto rows, int row) {
+        in_parts<DIRECT_ROWS<Element>>(begin, end, [&](auto rows, int row) {
             constexpr bool UNPACKED = std::is_same_v<Element, Wide>;
             constexpr int VECTORS = UNPACKED ? tile_vectors(rows()) : few_vectors(rows());
             for (int vector = 0; vector < PANEL / LANES; vector += VECTORS) {
@@ -213,20 +193,10 @@ struct Panel {
                 f32x16 result = kept[row - begin][v];
                 if (weights.bias) result += load_floats(weights.bias + first, count);
                 const size_t at = size_t(row) * weights.out + first;
-                if (y.floats)
-                    store_floats((float*)y.rows + at, result, count);
-                else
-                    store_floats((Activation*)y.rows + at, result, count);
+                baton::write(y, at, result, count);
             }
     }
 };
-
-inline int block_rows(int rows, int panels, int threads) {
-    const int wanted = threads > 1 ? parts(PIECES_PER_THREAD * threads, panels) : 1;
-    const int possible = rows < 2 * SMALL_BLOCK ? 1 : rows / SMALL_BLOCK;
-    const int blocks = wanted < possible ? wanted : possible, needed = parts(rows, BLOCK);
-    return parts(rows, blocks > needed ? blocks : needed);
-}
 
 template <class Weight>
 void product(Team& team, const Wide* x, const float* sums, int rows, const Linear& weights,
@@ -235,7 +205,7 @@ void product(Team& team, const Wide* x, const float* sums, int rows, const Linea
     if (rows == 0) return;
     const int panels = parts(weights.out, PANEL), block = block_rows(rows, panels, team.threads());
     const int count = weights.in / weights.group;
-    const int chunk = (block <= FEW_ROWS ? FEW_CHUNK : MANY_CHUNK) / weights.group;
+    const int chunk = (block <= FEW_ROWS<Weight> ? FEW_CHUNK : MANY_CHUNK) / weights.group;
     const size_t group_size = size_t(weights.group) / P::GROUP * P::WIDTH * PANEL;
     team.share(panels * parts(rows, block), [&](int i) {
         alignas(64) f32x16 kept[BLOCK][PANEL / LANES];

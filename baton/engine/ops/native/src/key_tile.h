@@ -58,13 +58,18 @@ inline Words widen_byte(Words words, int byte) {
     return (Words)__builtin_convertvector(whole, Floats);
 }
 
-// Stores words of a type of row as elements: words of four int8 become rows of words, `stride`
+// What keys, values, queries and weights are multiplied as.
+typedef Operand<Activation> Factor;
+
+// Stores words of a type of row as factors: words of four int8 become rows of words, `stride`
 // elements apart.
 template <class Row>
-inline void store_words(Words words, Activation* to, size_t stride) {
-    if constexpr (std::is_same_v<Row, Activation>) {
+inline void store_words(Words words, Factor* to, size_t stride) {
+    if constexpr (std::is_same_v<Row, Factor>) {
         store(to, words);
-    } else if constexpr (sizeof(Activation) == 2) {
+    } else if constexpr (std::is_same_v<Row, bf16>) {
+        for (int i = 0; i < 2; i++) store(to + i * stride, Lanes<bf16>::right((bf16*)&words, i));
+    } else if constexpr (sizeof(Factor) == 2) {
         for (int i = 0; i < 2; i++)  // a bf16 holds an int8 exactly, in the upper half of its float
             store(to + i * stride, widen_byte(words, 2 * i) >> 16 | widen_byte(words, 2 * i + 1));
     } else {
@@ -155,10 +160,10 @@ class Prefetcher {
 // The 64 keys from a multiple of 64 on; those behind a sequence's end are zeros.
 class KeyTile {
    public:
-    static constexpr int GROUP = Product<Activation>::GROUP;
+    static constexpr int GROUP = Product<Factor>::GROUP;
 
-    alignas(64) Activation keys[MAX_HEAD_SIZE * TILE_KEYS];    // [head_size / GROUP][keys][GROUP]
-    alignas(64) Activation values[TILE_KEYS * MAX_HEAD_SIZE];  // [keys / GROUP][head_size][GROUP]
+    alignas(64) Factor keys[MAX_HEAD_SIZE * TILE_KEYS];    // [head_size / GROUP][keys][GROUP]
+    alignas(64) Factor values[TILE_KEYS * MAX_HEAD_SIZE];  // [keys / GROUP][head_size][GROUP]
     alignas(64) float key_scales[TILE_KEYS];                // what scores are to be multiplied by
     alignas(64) float value_scales[TILE_KEYS];              // and weights
     Prefetcher prefetcher;                                  // of the tile that comes next
@@ -214,7 +219,7 @@ class KeyTile {
                 prefetcher.fetch(4);
                 Words columns[4];
                 transpose(rows + row * stride + i * sizeof(Row), stride, columns);
-                Activation* to = keys + i * TILE_KEYS + (run + row) * GROUP;
+                Factor* to = keys + i * TILE_KEYS + (run + row) * GROUP;
                 for (int j = 0; j < 4; j++)
                     store_words<Row>(columns[j], to + j * PER_WORD * TILE_KEYS, TILE_KEYS * GROUP);
             }
@@ -232,8 +237,8 @@ class KeyTile {
 
     void clear(int run) {
         for (int word = 0; word < size_ / GROUP; word++)
-            std::memset(keys + (word * TILE_KEYS + run) * GROUP, 0, RUN * GROUP * sizeof(Activation));
-        std::memset(values + run * size_, 0, RUN * size_ * sizeof(Activation));
+            std::memset(keys + (word * TILE_KEYS + run) * GROUP, 0, RUN * GROUP * sizeof(Factor));
+        std::memset(values + run * size_, 0, RUN * size_ * sizeof(Factor));
     }
 
     const int size_;

@@ -1,9 +1,8 @@
-#include "kernels.h"
+#include "panels.h"
 
 namespace baton {
 namespace {
 
-constexpr int LINE = 64;                       // bytes that memory delivers together
 constexpr int GROUP_LINES = PANEL * 4 / LINE;  // of one group of a panel
 
 // A product of few rows waits for memory, one of many for the multipliers. In between, weights must
@@ -20,10 +19,12 @@ constexpr int SHORT_CHUNK = 64, LONG_CHUNK = 64;
 constexpr int LONE_ROWS = 0;
 #endif
 
-// Rows that go through a panel together: the sums of more would not stay in the cache.
-constexpr int BLOCK = 48 * TILE_ROWS;
-constexpr int SMALL_BLOCK = 8 * TILE_ROWS;
-constexpr int PIECES_PER_THREAD = 8;  // at least, so that all threads end at nearly the same time
+// Where tiles are narrow, or weights narrower than what they are multiplied as, this many rows or more
+// go through weights that have been widened and laid out in the order of the tiles, a chunk at a time.
+template <class Weight>
+constexpr bool WIDENS = REGISTER < 64 || !std::is_same_v<Operand<Weight>, Weight>;
+constexpr int WIDENED_ROWS = 9;
+constexpr int WIDENED_STEPS = 256;  // a chunk's depth, of 32 bits a column
 
 // The left operand of a product: activations as they are, or quantised.
 template <class Weight>
@@ -37,21 +38,6 @@ struct Left {
 struct Chunk {
     int first, groups;
     bool ends;  // the depth
-};
-
-// Fetches some lines of the next weights a group, while a product is computed from others.
-struct Fetch {
-    const char* from;
-    const char* end;
-    int lines;
-
-    void operator()() {
-        for (int i = 0; i < lines; i++, from += LINE) __builtin_prefetch(from);
-    }
-    void advance(int groups) {
-        from += size_t(groups) * lines * LINE;
-        if (from >= end) lines = 0;
-    }
 };
 
 // Makes outputs of the sums of sixteen columns.
@@ -72,7 +58,7 @@ struct Finish {
 };
 
 // Sixty-four columns of the weights, and a block of rows to go through them.
-template <class Weight, class Output>
+template <class Weight>
 struct Panel {
     typedef Product<Weight> P;
     typedef typename P::Sum Sum;
@@ -82,17 +68,18 @@ struct Panel {
     const Weight* b;
     int column;      // its first
     int begin, end;  // rows
-    Output* y;
+    Results y;
     Sum (*kept)[PANEL / LANES];  // sums between chunks, of each row of the block
+    Operand<Weight>* widened;    // room for a chunk
 
     // All rows, in tiles of nearly equal height.
     void take(const Chunk& chunk, const Weight* next) const {
-        const int tiles = parts(end - begin, TILE_ROWS);
+        const int tiles = parts(end - begin, DIRECT_ROWS<Weight>);
         const int passes = tiles * (PANEL / LANES / tile_vectors(parts(end - begin, tiles)));
         const int lines = end - begin > LONE_ROWS ? parts(GROUP_LINES, passes) : 0;
         const size_t bytes = size_t(chunk.groups) * GROUP_LINES * LINE;
         Fetch fetch{(const char*)next, (const char*)next + bytes, lines};
-        in_parts<TILE_ROWS>(begin, end, [&](auto rows, int row) {
+        in_parts<DIRECT_ROWS<Weight>>(begin, end, [&](auto rows, int row) {
             constexpr int VECTORS = tile_vectors(rows());
             for (int vector = 0; vector < PANEL / LANES; vector += VECTORS) {
                 this->template tile<rows(), VECTORS>(row, vector, chunk, fetch);
@@ -101,7 +88,33 @@ struct Panel {
         });
     }
 
-    template <int ROWS, int VECTORS>
+    // The same by way of `widened`. Tiles one below the other share columns, which stay in the cache.
+    void take_widened(const Chunk& chunk, const Weight* next) const {
+        widen(chunk);
+        const size_t bytes = size_t(chunk.groups) * GROUP_LINES * LINE;
+        Fetch fetch{(const char*)next, (const char*)next + bytes, 1};
+        for (int vector = 0; vector < PANEL / LANES; vector += TILE_VECTORS)
+            in_parts<TILE_ROWS>(begin, end, [&](auto rows, int row) {
+                this->template tile<rows(), TILE_VECTORS, true>(row, vector, chunk, fetch);
+                fetch.advance(chunk.groups * Lanes<Weight>::PARTS);
+            });
+    }
+
+    // -> [tiles][groups][parts][columns of a tile], 32 bits each.
+    void widen(const Chunk& chunk) const {
+        typedef Lanes<Weight> L;
+        constexpr int OF_TILE = TILE_VECTORS * LANES, TILES = PANEL / OF_TILE;
+        const Weight* from = b + size_t(chunk.first) * PANEL * P::WIDTH;
+        uint32_t* to = (uint32_t*)widened;
+        for (int g = 0; g < chunk.groups; g++, to += L::PARTS * OF_TILE)
+            for (int tile = 0; tile < TILES; tile++)
+                for (int i = 0; i < OF_TILE; i += WORDS, from += WORDS * P::WIDTH)
+                    for (int part = 0; part < L::PARTS; part++)
+                        store(to + (size_t(tile) * chunk.groups * L::PARTS + part) * OF_TILE + i,
+                              L::right(from, part));
+    }
+
+    template <int ROWS, int VECTORS, bool WIDENED = false>
     void tile(int row, int vector, const Chunk& chunk, const Fetch& fetch) const {
         const auto* a = left.rows + row * left.stride + chunk.first * P::GROUP;
         const Weight* from = b + (size_t(chunk.first) * PANEL + vector * LANES) * P::WIDTH;
@@ -109,10 +122,19 @@ struct Panel {
         for (int r = 0; r < ROWS; r++)
             for (int v = 0; v < VECTORS; v++)
                 sums[r][v] = chunk.first == 0 ? Sum{} : kept[row - begin + r][vector + v];
-        multiply(a, left.stride, from, size_t(PANEL) * P::WIDTH, chunk.groups, sums, fetch);
+        if constexpr (WIDENED) {
+            typedef Operand<Weight> Wide;
+            constexpr int WIDTH = VECTORS * LANES * Product<Wide>::WIDTH;
+            const int steps = chunk.groups * Lanes<Weight>::PARTS;
+            const Wide* columns = widened + size_t(vector / VECTORS) * steps * WIDTH;
+            multiply(a, left.stride, columns, WIDTH, steps, sums, fetch);
+        } else
+            multiply(a, left.stride, from, size_t(PANEL) * P::WIDTH, chunk.groups, sums, fetch);
         if (chunk.ends) {
-            if (weights.in % P::GROUP) add_rest(a, from, chunk.groups, sums);
-            for (int v = 0; v < VECTORS; v++) write(sums, v, row, column + (vector + v) * LANES);
+            if constexpr (std::is_same_v<typename P::Left, Weight>)
+                if (weights.in % P::GROUP) add_rest(a, from, chunk.groups, sums);
+            for (int v = 0; v < VECTORS; v++)
+                finish(&sums[0][v], VECTORS, row, ROWS, column + (vector + v) * LANES);
             return;
         }
         for (int r = 0; r < ROWS; r++)
@@ -129,66 +151,98 @@ struct Panel {
         multiply(padded, P::GROUP, from + size_t(groups) * PANEL * P::GROUP, 0, 1, sums);
     }
 
-    // Not inlined for every tile: that would be half of the compiler's time, and no faster.
-    template <int ROWS, int VECTORS>
-    [[gnu::noinline]] void write(const Sum (&sums)[ROWS][VECTORS], int v, int row, int first) const {
+    // Sixteen columns of a tile; its rows' sums lie `step` apart. Not inlined for every tile: that would
+    // be half of the compiler's time, and no faster.
+    [[gnu::noinline]] void finish(const Sum* sums, int step, int row, int rows, int first) const {
         const int count = weights.out - first;
         if (count <= 0) return;
-        const Finish finish(weights, first, count);
-        for (int r = 0; r < ROWS; r++) {
+        const Finish outputs(weights, first, count);
+        for (int r = 0; r < rows; r++) {
             const float row_scale = left.scales ? left.scales[row + r] : 1.0f;
-            Output* to = y + size_t(row + r) * weights.out + first;
-            store_floats(to, finish(sums[r][v], row_scale), count);
+            const size_t at = size_t(row + r) * weights.out + first;
+            write(y, at, outputs(sums[r * step], row_scale), count);
         }
     }
 };
 
+template <class Weight>
 inline int chunk_groups(int rows, int groups) {
-    const int longest = rows > LONE_ROWS && rows < MANY_ROWS ? SHORT_CHUNK : LONG_CHUNK;
+    int longest = rows > LONE_ROWS && rows < MANY_ROWS ? SHORT_CHUNK : LONG_CHUNK;
+    if (WIDENS<Weight> && rows >= WIDENED_ROWS) longest = WIDENED_STEPS / Lanes<Weight>::PARTS;
     return groups ? parts(groups, parts(groups, longest)) : 1;
 }
 
-inline int block_rows(int rows, int panels, int threads) {
-    const int wanted = threads > 1 ? parts(PIECES_PER_THREAD * threads, panels) : 1;
-    const int possible = rows < 2 * SMALL_BLOCK ? 1 : rows / SMALL_BLOCK;
-    const int blocks = wanted < possible ? wanted : possible, needed = parts(rows, BLOCK);
-    return parts(rows, blocks > needed ? blocks : needed);
-}
-
-template <class Weight, class Output>
-void product(Team& team, const Left<Weight>& left, int rows, const Linear& weights, Output* y) {
+template <class Weight>
+void product(Team& team, const Left<Weight>& left, int rows, const Linear& weights, Results y) {
     typedef Product<Weight> P;
     if (rows == 0) return;
     const int panels = parts(weights.out, PANEL), block = block_rows(rows, panels, team.threads());
-    const int whole = weights.in / P::GROUP, groups = chunk_groups(block, whole);
+    const int whole = weights.in / P::GROUP, groups = chunk_groups<Weight>(block, whole);
     const size_t panel_size = size_t(parts(weights.in, P::GROUP)) * P::WIDTH * PANEL;
     team.share(panels * parts(rows, block), [&](int i) {
         alignas(64) typename P::Sum kept[BLOCK][PANEL / LANES];
+        alignas(64) uint32_t widened[WIDENS<Weight> ? WIDENED_STEPS * PANEL : 1];
         const int begin = i / panels * block, end = begin + block < rows ? begin + block : rows;
         const Weight* b = (const Weight*)weights.packed + i % panels * panel_size;
         const Weight* following = b + team.threads() * panel_size;  // most likely this thread's
-        const Panel<Weight, Output> panel{weights, left, b,    i % panels * PANEL,
-                                                   begin,   end,  y, kept};
+        const Panel<Weight> panel{weights, left, b, i % panels * PANEL,       begin,
+                                  end,     y,    kept, (Operand<Weight>*)widened};
         for (int first = 0; first == 0 || first < whole; first += groups) {
             const int now = whole - first < groups ? whole - first : groups;
             const bool ends = first + now == whole;
             const Weight* next = b + size_t(first + now) * PANEL * P::WIDTH;
-            panel.take(Chunk{first, now, ends}, ends ? following : next);
+            const Chunk chunk{first, now, ends};
+            if constexpr (WIDENS<Weight>)
+                if (block >= WIDENED_ROWS) {
+                    panel.take_widened(chunk, ends ? following : next);
+                    continue;
+                }
+            panel.take(chunk, ends ? following : next);
         }
     });
 }
 
-inline size_t quantized_stride(int in) {
-    return size_t(parts(in, Product<int8_t>::GROUP)) * Product<int8_t>::GROUP;
+// Elements of a left operand's row in scratch memory: whole groups.
+template <class Weight>
+inline size_t scratch_stride(int in) {
+    return size_t(parts(in, Product<Weight>::GROUP)) * Product<Weight>::GROUP;
+}
+
+// Rows as the left operand of weights of their own type.
+template <class Element>
+Left<Element> widened(Team& team, const Element* x, int rows, int in, void* scratch) {
+    if constexpr (std::is_same_v<Operand<Element>, Element>) {
+        return {x, size_t(in), nullptr};
+    } else {
+        const size_t stride = scratch_stride<Element>(in);
+        Operand<Element>* to = (Operand<Element>*)scratch;
+        team.share(rows, [&](int row) {
+            for (int i = 0; i < in; i += LANES)
+                store_floats(to + row * stride + i, load_floats(x + size_t(row) * in + i, in - i),
+                             int(stride) - i);
+        });
+        return {to, stride, nullptr};
+    }
+}
+
+// Sixteen bytes, or the first `count`, as the left operand of int8 weights.
+inline void store_bytes(int8_t* to, u8x16 bytes, int count) { store_some(to, bytes, count); }
+
+inline void store_bytes(int16_t* to, u8x16 bytes, int count) {  // 0 and 2 of each four, then 1 and 3
+    typedef uint64_t u64x4 __attribute__((vector_size(32)));
+    typedef uint32_t u32x4 __attribute__((vector_size(16)));
+    const u64x4 fours = __builtin_convertvector((u32x4)bytes, u64x4);
+    store_some(to, (fours & 0xff00ff) | (fours << 24 & 0xff00ff00000000), count);
 }
 
 // One row as bytes 128 + q, where x is about q times the scale that is returned.
-float quantize(const Activation* x, int size, uint8_t* to) {
+template <class Left>
+float quantize(const Activation* x, int size, Left* to, int stride) {
     const float peak = largest_magnitude(x, size);
     const float inverse = 127.0f / (peak > 1e-36f ? peak : 1e-36f);  // of less it would be infinite
     for (int i = 0; i < size; i += LANES) {
-        const i32x16 bytes = round_whole(load_floats(x + i, size - i) * inverse) + 128;
-        store_some(to + i, __builtin_convertvector(bytes, u8x16), size - i);
+        const u8x16 bytes = round_bytes(load_floats(x + i, size - i) * inverse, 128);
+        store_bytes(to + i, bytes, stride - i);
     }
     return peak / 127.0f;
 }
@@ -197,32 +251,32 @@ float quantize(const Activation* x, int size, uint8_t* to) {
 
 size_t linear_scratch(const Linear& weights, int rows) {
     if (weights.group) return grouped_scratch(weights, rows);
-    if (!weights.scales) return 0;
-    return size_t(rows) * (quantized_stride(weights.in) + sizeof(float));
+    if (weights.scales)
+        return rows * (scratch_stride<int8_t>(weights.in) * sizeof(Int8Operand) + sizeof(float));
+    if (std::is_same_v<Operand<Activation>, Activation>) return 0;
+    return rows * scratch_stride<Activation>(weights.in) * sizeof(Operand<Activation>);
 }
 
 template <class Output>
-void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
+void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* to,
             void* scratch) {
+    const Results y{to, std::is_same_v<Output, float>};
     const size_t in = weights.in;
-    if (weights.group) {
-        const Results results{y, std::is_same_v<Output, float>};
-        return grouped_linear(team, x, rows, weights, results, scratch);
+    if (weights.group) return grouped_linear(team, x, rows, weights, y, scratch);
+    Linear padded = weights;  // to whole groups, as the weights are and rows in scratch memory
+    if (!weights.scales) {
+        const Left<Activation> left = widened(team, x, rows, weights.in, scratch);
+        padded.in = int(left.stride);
+        return product(team, left, rows, padded, y);
     }
-    if (!weights.scales)
-        return product(team, Left<Activation>{x, in, nullptr}, rows, weights, y);
-    const size_t stride = quantized_stride(weights.in);
+    const size_t stride = scratch_stride<int8_t>(weights.in);
+    padded.in = int(stride);
     float* scales = (float*)scratch;
-    uint8_t* bytes = (uint8_t*)(scales + rows);
+    Int8Operand* bytes = (Int8Operand*)(scales + rows);
     team.share(rows, [&](int row) {
-        uint8_t* to = bytes + row * stride;
-        for (size_t i = weights.in; i < stride; i++) to[i] = 0;  // the weights there are zeros
-        scales[row] = quantize(x + row * in, weights.in, to);
+        scales[row] = quantize(x + row * in, weights.in, bytes + row * stride, int(stride));
     });
-    Linear padded = weights;
-    padded.in = int(stride);  // as the bytes and the weights are
-    const Left<int8_t> left{(const int8_t*)bytes, stride, scales};
-    product(team, left, rows, padded, y);
+    product(team, Left<int8_t>{bytes, stride, scales}, rows, padded, y);
 }
 
 template void linear(Team&, const Activation*, int, const Linear&, Activation*, void*);

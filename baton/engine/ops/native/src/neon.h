@@ -34,20 +34,4 @@ inline f32x4 dot_bf16(f32x4 sum, u32x4 a, u32x4 b) {
 }
 #endif
 
-// work(quarter, ...) of vectors of sixteen lanes, for each quarter.
-template <class Work, class Vector, class... Vectors>
-inline auto by_quarters(const Work& work, const Vector& first, const Vectors&... others) {
-    typedef float32x4_t Quarter;
-    const auto part = [](const auto& whole, int i) {
-        Quarter taken;
-        __builtin_memcpy(&taken, (const char*)&whole + i * sizeof taken, sizeof taken);
-        return taken;
-    };
-    struct {
-        decltype(work(part(first, 0), part(others, 0)...)) quarters[4];
-    } done;
-    for (int i = 0; i < 4; i++) done.quarters[i] = work(part(first, i), part(others, i)...);
-    return done;
-}
-
 }  // namespace baton

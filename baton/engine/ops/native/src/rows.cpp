@@ -44,10 +44,8 @@ void turn(Activation* head, const float* cos, const float* sin, int size) {
 void quantise(const Activation* head, int size, char* row) {
     const float peak = largest_magnitude(head, size);
     const float inverse = peak > 0.0f ? 127.0f / peak : 0.0f, scale = peak / 127.0f;
-    for (int i = 0; i < size; i += LANES) {
-        const i32x16 units = round_whole(load_floats(head + i) * inverse);
-        store(row + i, __builtin_convertvector(units, i8x16));
-    }
+    for (int i = 0; i < size; i += LANES)
+        store(row + i, round_bytes(load_floats(head + i) * inverse, 0));
     std::memcpy(row + size, &scale, sizeof scale);
 }
 

@@ -26,6 +26,14 @@ typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
 constexpr int LANES = 16;
 
+#ifdef __AVX512F__
+constexpr int REGISTER = 64;  // bytes
+#elif defined(__aarch64__)
+constexpr int REGISTER = 16;
+#else
+constexpr int REGISTER = 32;
+#endif
+
 struct bf16 {
     uint16_t bits;
 };
@@ -51,6 +59,37 @@ inline void store(Element* to, Vector value) {
 
 inline f32x16 splat(float value) { return f32x16{} + value; }
 
+template <class Element>
+struct RegisterOf {
+    typedef Element type __attribute__((vector_size(REGISTER)));
+};
+
+// work(vectors...) of sixteen lanes, register by register: comparisons of wider vectors the compiler
+// takes apart lane by lane.
+template <class Work, class... Vectors>
+inline f32x16 by_registers(const Work& work, Vectors... vectors) {
+#ifdef __AVX512F__
+    return (f32x16)work(vectors...);
+#else
+    f32x16 result;
+    for (int first = 0; first < LANES; first += REGISTER / 4)
+        store((float*)&result + first,
+              work(load<typename RegisterOf<std::remove_reference_t<decltype(vectors[0])>>::type>(
+                  (const float*)&vectors + first)...));
+    return result;
+#endif
+}
+
+inline f32x16 larger(f32x16 a, f32x16 b) {
+#ifdef __AVX512F__
+    return (f32x16)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b);
+#elif defined(__aarch64__)
+    return by_registers([](auto a, auto b) { return a > b ? a : b; }, a, b);
+#else
+    return by_registers([](auto a, auto b) { return _mm256_max_ps(a, b); }, a, b);
+#endif
+}
+
 // The first `count` lanes of a vector; the others are zeros.
 template <class Vector, class Element>
 inline Vector load_some(const Element* from, int count) {
@@ -67,7 +106,15 @@ inline void store_some(Element* to, Vector value, int count) {
 }
 
 inline f32x16 widen_bf16(u16x16 bits) {
+#if defined(__AVX512F__) || defined(__aarch64__)
     return (f32x16)(__builtin_convertvector(bits, u32x16) << 16);
+#else
+    __m128i halves[2];
+    std::memcpy(halves, &bits, sizeof halves);
+    const __m256i words[2] = {_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves[0]), 16),
+                              _mm256_slli_epi32(_mm256_cvtepu16_epi32(halves[1]), 16)};
+    return load<f32x16>(words);
+#endif
 }
 
 // To the nearest, ties to even.
@@ -75,10 +122,12 @@ inline u16x16 round_bf16(f32x16 value) {
 #ifdef __AVX512BF16__
     return (u16x16)_mm512_cvtneps_pbh((__m512)value);
 #else
-    const u32x16 bits = (u32x16)value;
-    const u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const u32x16 quiet = (bits >> 16) | 0x40;  // a NaN stays one
-    return __builtin_convertvector(value == value ? rounded : quiet, u16x16);
+    const auto round = [](auto value, auto bits) {
+        const auto rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        const auto quiet = (bits >> 16) | 0x40;  // a NaN stays one
+        return value == value ? rounded : quiet;
+    };
+    return __builtin_convertvector((u32x16)by_registers(round, value, (u32x16)value), u16x16);
 #endif
 }
 
@@ -97,18 +146,23 @@ inline void store_floats(bf16* to, f32x16 value, int count = LANES) {
     store_some(to, round_bf16(value), count);
 }
 
-// To the nearest whole numbers, ties to even.
-inline i32x16 round_whole(f32x16 value) {
+// To the nearest whole numbers, ties to even, of a magnitude of 127 at most; plus an offset, as bytes.
+inline u8x16 round_bytes(f32x16 value, uint8_t offset) {
 #ifdef __AVX512F__
-    return (i32x16)_mm512_maskz_cvtps_epi32(0xffff, (__m512)value);
+    const __m512i whole = _mm512_maskz_cvtps_epi32(0xffff, (__m512)value);
+    return (u8x16)_mm512_maskz_cvtepi32_epi8(0xffff, whole) + offset;
 #elif defined(__aarch64__)
-    const auto whole = by_quarters([](auto part) { return vcvtnq_s32_f32(part); }, value);
-    return load<i32x16>(&whole);
+    const auto whole = by_registers([](auto part) { return vcvtnq_s32_f32(part); }, value);
+    return __builtin_convertvector((i32x16)whole, u8x16) + offset;
 #else
     __m256 halves[2];
     std::memcpy(halves, &value, sizeof halves);
-    const __m256i whole[2] = {_mm256_cvtps_epi32(halves[0]), _mm256_cvtps_epi32(halves[1])};
-    return load<i32x16>(whole);
+    const __m256i mixed = _mm256_packs_epi32(_mm256_cvtps_epi32(halves[0]),
+                                             _mm256_cvtps_epi32(halves[1]));
+    const __m256i ordered = _mm256_permute4x64_epi64(mixed, 0xd8);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(ordered),
+                                          _mm256_extracti128_si256(ordered, 1));
+    return (u8x16)bytes + offset;
 #endif
 }
 
@@ -117,16 +171,9 @@ inline f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
 #ifdef __AVX512F__
     return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__aarch64__)
-    const auto done =
-        by_quarters([](auto a, auto b, auto c) { return vfmaq_f32(c, a, b); }, a, b, c);
-    return load<f32x16>(&done);
+    return by_registers([](auto a, auto b, auto c) { return vfmaq_f32(c, a, b); }, a, b, c);
 #else
-    __m256 x[2], y[2], z[2];
-    std::memcpy(x, &a, sizeof x);
-    std::memcpy(y, &b, sizeof y);
-    std::memcpy(z, &c, sizeof z);
-    const __m256 done[2] = {_mm256_fmadd_ps(x[0], y[0], z[0]), _mm256_fmadd_ps(x[1], y[1], z[1])};
-    return load<f32x16>(done);
+    return by_registers([](auto a, auto b, auto c) { return _mm256_fmadd_ps(a, b, c); }, a, b, c);
 #endif
 }
 
@@ -159,35 +206,47 @@ inline float largest_magnitude(const auto* from, int size) {
     f32x16 peak{};
     for (int i = 0; i < size; i += LANES) {
         const f32x16 value = load_floats(from + i, size - i);
-        const f32x16 magnitude = (f32x16)((u32x16)value & 0x7fffffffu);
-        peak = peak > magnitude ? peak : magnitude;
+        peak = larger(peak, (f32x16)((u32x16)value & 0x7fffffffu));
     }
     return largest(peak);
 }
 
+// What elements of one type are multiplied as: themselves where an instruction takes a group of them.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+typedef bf16 Bf16Operand;
+#else
+typedef float Bf16Operand;
+#endif
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_MATMUL_INT8)
+typedef int8_t Int8Operand;
+#else
+typedef int16_t Int8Operand;  // products of bytes would saturate
+#endif
+template <class Element>
+using Operand = std::conditional_t<
+    std::is_same_v<Element, bf16>, Bf16Operand,
+    std::conditional_t<std::is_same_v<Element, int8_t>, Int8Operand, Element>>;
+
 // How elements of one type are multiplied: `GROUP` neighbours along the depth in one 32-bit lane, which
-// are `WIDTH` elements. Of int8 the left operand is unsigned, an int8 plus 128: what that adds is taken
-// off by the caller.
+// are `WIDTH` elements. The left operand is widened beforehand; of int8 it is an int8 plus 128: what
+// that adds is taken off by the caller.
 template <class Element>
 struct Product {
     static constexpr int GROUP = 4 / sizeof(Element), WIDTH = GROUP;
-    typedef Element Left;
-    typedef std::conditional_t<sizeof(Element) == 1, i32x16, f32x16> Sum;
+    typedef Operand<Element> Left;
+    typedef std::conditional_t<std::is_integral_v<Element>, i32x16, f32x16> Sum;
 };
 
 // The CPU's own registers. Without AVX-512 products are taken in these, of eight lanes: the compiler
 // would keep vectors of sixteen in memory.
 #ifdef __AVX512F__
-constexpr int REGISTER = 64;                    // bytes
 constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;  // the largest tile whose sums stay in 24 of 32
 constexpr int tile_vectors(int) { return TILE_VECTORS; }  // how wide a tile of so many rows is
 #elif defined(__aarch64__)
-constexpr int REGISTER = 16;
 constexpr int TILE_ROWS = 6, TILE_VECTORS = 1;  // 24 of 32
 constexpr int tile_vectors(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 #else
-constexpr int REGISTER = 32;
-constexpr int TILE_ROWS = 4, TILE_VECTORS = 1;  // 8 of 16, which leaves room for columns in parts
+constexpr int TILE_ROWS = 6, TILE_VECTORS = 1;  // 12 of 16
 // With few sums, each addition would wait for the one before.
 constexpr int tile_vectors(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #endif
@@ -195,7 +254,6 @@ typedef float Floats __attribute__((vector_size(REGISTER)));
 typedef uint32_t Words __attribute__((vector_size(REGISTER)));
 typedef int32_t Ints __attribute__((vector_size(REGISTER)));
 typedef int16_t Shorts __attribute__((vector_size(REGISTER)));
-typedef uint16_t Halves __attribute__((vector_size(REGISTER)));
 constexpr int WORDS = REGISTER / 4;
 
 // One word in all lanes.
@@ -208,8 +266,8 @@ inline Words repeat(const void* from) {
 #endif
 }
 
-// How groups are multiplied in registers. One of bf16 or int8 is taken in two parts where no
-// instruction takes it at once: then only one part of the columns is in registers.
+// How groups are multiplied in registers. Where the left operand is wider, so are they: they are taken
+// in two parts, each of 32 bits a lane.
 template <class Element>
 struct Lanes {  // float
     static constexpr int PARTS = 1;
@@ -224,21 +282,42 @@ struct Lanes<bf16> {
     typedef Floats Sum;
 #ifdef __AVX512BF16__
     static constexpr int PARTS = 1;
-    static Words part(Words pairs, int) { return pairs; }
+    static Words left(const bf16* from, int) { return repeat(from); }
+    static Words right(const bf16* from, int) { return load<Words>(from); }
     static Sum add(Sum sum, Words a, Words b) {
         return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
     }
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     static constexpr int PARTS = 1;
-    static Words part(Words pairs, int) { return pairs; }
+    static Words left(const bf16* from, int) { return repeat(from); }
+    static Words right(const bf16* from, int) { return load<Words>(from); }
     static Sum add(Sum sum, Words a, Words b) { return dot_bf16(sum, a, b); }
 #else
     static constexpr int PARTS = 2;
-    static Floats part(Words pairs, int p) { return (Floats)(p ? pairs & 0xffff0000u : pairs << 16); }
+    static Floats left(const float* from, int p) { return from[p] - Floats{}; }
+    static Floats right(const bf16* from, int p) {
+        const Words pairs = load<Words>(from);
+        return (Floats)(p ? pairs & 0xffff0000u : pairs << 16);
+    }
     static Sum add(Sum sum, Floats a, Floats b) { return sum + a * b; }
 #endif
-    static auto left(const bf16* from, int p) { return part(repeat(from), p); }
-    static auto right(const bf16* from, int p) { return part(load<Words>(from), p); }
+};
+
+template <>
+struct Lanes<int16_t> {
+    static constexpr int PARTS = 1;
+    typedef Ints Sum;
+    static Shorts left(const int16_t* from, int) { return (Shorts)repeat(from); }
+    static Shorts right(const int16_t* from, int) { return load<Shorts>(from); }
+    static Sum add(Sum sum, Shorts a, Shorts b) {
+#ifdef __AVX512BW__
+        return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__aarch64__)
+        return sum + dot_int16(a, b);
+#else
+        return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#endif
+    }
 };
 
 template <>
@@ -257,25 +336,13 @@ struct Lanes<int8_t> {
     static Ints right(const int8_t* from, int) { return load<Ints>(from); }
     static Sum add(Sum sum, Ints a, Ints b) { return dot_int8(sum, a, b); }
 #else
-    // As pairs of 16 bits, bytes 0 and 2, then 1 and 3: products of bytes would saturate.
-    static constexpr int PARTS = 2;
-    static Shorts left(const int8_t* from, int p) {
-        const Halves bytes = (Halves)repeat(from);
-        return (Shorts)(p ? bytes >> 8 : bytes & 0xff);
-    }
+    static constexpr int PARTS = 2;  // bytes 0 and 2 of each four, then 1 and 3: of both operands
+    static Shorts left(const int16_t* from, int p) { return (Shorts)repeat(from + 2 * p); }
     static Shorts right(const int8_t* from, int p) {
         const Shorts bytes = load<Shorts>(from);
         return (p ? bytes : bytes << 8) >> 8;
     }
-    static Sum add(Sum sum, Shorts a, Shorts b) {
-#ifdef __AVX512BW__
-        return sum + (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__aarch64__)
-        return sum + dot_int16(a, b);
-#else
-        return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#endif
-    }
+    static Sum add(Sum sum, Shorts a, Shorts b) { return Lanes<int16_t>::add(sum, a, b); }
 #endif
 };
 
@@ -298,7 +365,10 @@ inline void multiply(const typename Product<Element>::Left* a, size_t a_stride, 
     constexpr int GROUP = Product<Element>::GROUP, WIDTH = Product<Element>::WIDTH;
     constexpr int REGISTERS = VECTORS * LANES / WORDS;
     typename L::Sum held[ROWS][REGISTERS];
-    std::memcpy(held, sums, sizeof held);
+    // Not as a whole: they would stay in memory.
+    const auto at = [&](int r, int v) { return (int32_t*)sums[r] + v * WORDS; };
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < REGISTERS; v++) held[r][v] = load<typename L::Sum>(at(r, v));
     for (int g = 0; g < groups; g++) {
         for (int part = 0; part < L::PARTS; part++) {
             decltype(L::right(b, part)) columns[REGISTERS];
@@ -312,7 +382,8 @@ inline void multiply(const typename Product<Element>::Left* a, size_t a_stride, 
         a += GROUP;
         b += b_stride;
     }
-    std::memcpy(sums, held, sizeof held);
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < REGISTERS; v++) store(at(r, v), held[r][v]);
 }
 
 inline int parts(int count, int size) { return (count + size - 1) / size; }
@@ -352,13 +423,15 @@ inline f32x16 power_of_two(f32x16 x) {
     p = p * r + 6.931472028e-1f;
     p = p * r + 1.0f;
     const i32x16 power = (i32x16)shifted << 23;  // the magic's own bits are shifted out
-    return x < -126.0f ? f32x16{} : (f32x16)((i32x16)p + power);
+    return by_registers([](auto x, auto result) { return x < -126 ? decltype(result){} : result; }, x,
+                        (f32x16)((i32x16)p + power));
 }
 
 // 1 / (1 + e^-x), by the power of the negative magnitude alone, which cannot overflow.
 inline f32x16 sigmoid(f32x16 x) {
-    const f32x16 power = power_of_two((x < 0 ? x : -x) * LOG2_E);
-    return (x < 0 ? power : splat(1.0f)) / (power + 1.0f);
+    const f32x16 power = power_of_two((f32x16)((u32x16)x | 0x80000000u) * LOG2_E);
+    return by_registers([](auto x, auto p) { return (x < 0 ? p : decltype(p){} + 1) / (p + 1); }, x,
+                        power);
 }
 
 // c * tanh(x / c) of a cap c, as 2 / (1 + e^(-2x / c)) - 1.
