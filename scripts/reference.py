@@ -114,8 +114,8 @@ def model_names() -> Iterator[str]:
 
 def models() -> Iterator[str]:
     """The table of architectures, as transformers configures each if nothing else is said."""
-    yield "| models | `architectures` in config.json | unlike Llama | native | Triton | AWQ, … |"
-    yield "|---|---|---|---|---|---|"
+    yield "| models | `architectures` in config.json | unlike Llama | native | Triton |"
+    yield "|---|---|---|---|---|"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
         for name, one in ARCHITECTURES.items():
@@ -125,7 +125,6 @@ def models() -> Iterator[str]:
             reasons = (
                 unsupported(config, block_size, "native"),
                 refused(config, block_size, LEAST_CAPABILITY["none"]),
-                config.head_order,
             )
             cells = " | ".join("no" if reason else "yes" for reason in reasons)
             yield f"| {one.models} | `{name}` | {', '.join(_differences(one))} | {cells} |"
@@ -151,6 +150,8 @@ def _differences(one: Architecture) -> Iterator[str]:
         yield "softcaps"
     if one.scaled_embedding or "embedding_multiplier" in one.defaults:
         yield "scaled embeddings"
+    if one.sinks:
+        yield "sinks"
     if one.experts:
         shared = "shared_expert_intermediate_size" in one.defaults
         yield f"mixture of experts{', one of them for all tokens' if shared else ''}"

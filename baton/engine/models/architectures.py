@@ -214,6 +214,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         norm_rounds_once=True,
         windows=2,
         sinks=True,
+        models="gpt-oss",
         experts=ExpertNames(
             "num_local_experts", "intermediate_size", router="router", biased=True, stacked=True
         ),
