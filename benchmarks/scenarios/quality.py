@@ -54,11 +54,11 @@ VARIANTS: dict[str, dict[str, str]] = {
     "int8 weights": {"dtype": "bfloat16", "quantization": "int8"},
     "fp8 weights": {"dtype": "bfloat16"},
     "int4 weights": {"dtype": "bfloat16", "quantization": "int4"},
-    "int4, output too": {"dtype": "bfloat16"},
+    "int4, all": {"dtype": "bfloat16"},
     "int8 KV": {"dtype": "bfloat16", "kv_dtype": "int8"},
     "int8 both": {"dtype": "bfloat16", "quantization": "int8", "kv_dtype": "int8"},
 }
-IN_TORCH = {"fp8 weights": "fp8", "int4, output too": "int4"}  # formats that no CPU engine has
+IN_TORCH = {"fp8 weights": "fp8", "int4, all": "int4"}  # formats that no CPU engine has
 REFERENCES = ("float32", "bfloat16")
 WINDOW, CHUNK = 2048, 512
 

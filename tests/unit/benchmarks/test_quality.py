@@ -39,7 +39,7 @@ def test_scores_are_transformers_own(kernels, tmp_path, monkeypatch):
     reference = make_checkpoint(tmp_path)
     base = {"model": str(tmp_path), "kv_blocks": 6, "kernels": kernels}
     variants = {
-        name: quality.Variant(EngineConfig(**{**base, **changes}))
+        name: quality.Variant(EngineConfig(**{**base, **changes}), quality.IN_TORCH.get(name))
         for name, changes in quality.VARIANTS.items()
     }
     tokens = stream(250)
