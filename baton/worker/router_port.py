@@ -173,11 +173,9 @@ class RouterConnection(MessageConnection[RouterMessage, WorkerMessage]):
         if self._beats_unheard * self._heartbeat_s > ROUTER_SILENCE_S:
             self.fail(Unavailable(f"it said nothing for {ROUTER_SILENCE_S:.0f} s"))
             return
-        due = self._sent_at + self._heartbeat_s
-        if due <= self._loop.time():
+        if self._loop.time() > self._sent_at + self._heartbeat_s / 4:
             self._report()
-            due = self._loop.time() + self._heartbeat_s
-        self._timer = self._loop.call_at(due, self._beat)
+        self._timer = self._loop.call_later(self._heartbeat_s, self._beat)
 
     def _changed(self) -> None:
         """There is something to report; at most so often."""

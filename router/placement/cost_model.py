@@ -310,7 +310,9 @@ def _on_decode(
     tokens = min(request.new_tokens or _NEW_TOKENS, _MOST_NEW_TOKENS)
     rest_us = tpot_s * tokens * 1e6 + _FULL_POOL_MS * used * used * 1e3
     # Decode's batch waits while it computes, so that costs its time once a sequence.
-    local_us = xp.rint(_DECODE_PRICE * (wait_s + compute_s * (1 + d.busy)) * 1e6 + rest_us)
+    # And it costs no less than a handoff: where nothing waits, prefill workers compute.
+    here_s = _DECODE_PRICE * (wait_s + compute_s * (1 + d.busy)) + HANDOFF_S[False]
+    local_us = xp.rint(here_s * 1e6 + rest_us)
     most_local = request.local_prefill_max_tokens
     always = uncached <= most_local
     # One step computes it and what waits there, and lasts no longer than streams can bear.
