@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import select
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -39,6 +41,7 @@ log = logging.getLogger(__name__)
 _EXCHANGE_BYTES, _HEADER_BYTES = 4 << 20, 64
 _ABORTED, _TIMEOUT_MS = 2, 3  # words of the header
 RANK_TIMEOUT_S = 10.0  # a rank that is so much later than another counts as hung
+_LOAD_S = 600.0  # for the other ranks to load, once this one has
 _STOP_S = 5.0
 
 BATCH = ("token_ids", "context_lens", "query_lens", "block_tables", "logit_rows")
@@ -90,7 +93,7 @@ class RankedModel:
             torch.set_num_threads(Shard(0, count).settings(settings).threads)
             self._model = make(Shard(0, count), self._exchange.tensor.data_ptr())
             for rank in self._ranks:
-                rank.expect("ready")
+                rank.expect("ready", _LOAD_S)
         except BaseException:
             self.close()
             raise
@@ -102,7 +105,7 @@ class RankedModel:
         for rank in self._ranks:
             rank.connection.send((layout.shape, layout.dtype))
             send_handle(rank.connection, area.fd, rank.process.pid)
-            rank.expect("attached")
+            rank.expect("attached", RANK_TIMEOUT_S)
 
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """As `StepModel.step`. Raises RunnerFailed when a rank has ended or hangs."""
@@ -149,16 +152,22 @@ class _Rank:
     def __init__(self, work: RankWork) -> None:
         self.number = work.shard.rank
         self.connection, theirs = Pipe()
+        # One that is stopped takes nothing: a batch larger than the buffer must not wait for it.
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
+            timeout = struct.pack("ll", int(RANK_TIMEOUT_S), 0)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         command = [sys.executable, "-m", "baton.engine.rank", str(theirs.fileno())]
         with theirs:
             descriptors = (theirs.fileno(), work.exchange)
             self.process = subprocess.Popen(command, pass_fds=descriptors)
         self.connection.send(work)
 
-    def expect(self, answer: str) -> None:
+    def expect(self, answer: str, timeout_s: float) -> None:
         """Waits for it. Raises ConfigError with what the rank says instead."""
         try:
-            found = self.connection.recv()
+            found = f"nothing came from it in {timeout_s:.0f} s"
+            if self.connection.poll(timeout_s):
+                found = self.connection.recv()
         except (EOFError, OSError):
             found = f"it ended with status {self.process.wait()}"
         if found != answer:
