@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -39,8 +40,11 @@ def errors_of(base, overlays):
 
 
 def service_errors(name, settings, whole):
-    if not settings.get("image"):
+    image = settings.get("image", "")
+    if not image:
         yield "has no image"
+    elif not re.fullmatch(r"baton:\w+|.+:[\w.-]+@sha256:[0-9a-f]{64}", image):
+        yield f"{image} is not pinned by digest"
     if settings.get("container_name"):
         yield "a fixed name prevents --scale"
     if name in ("prefill", "decode") and settings.get("ports"):
@@ -92,6 +96,7 @@ def test_docker_compose_takes_them(overlay):
     ("overlay", "error"),
     [
         ("services: {prefil: {environment: {}}}", "prefil: has no image"),
+        ("services: {etcd: {image: 'etcd:v3'}}", "etcd:v3 is not pinned"),
         ("services: {decode: {ports: ['7700:7700']}}", "published port"),
         ("services: {decode: {container_name: decode}}", "prevents --scale"),
         ("services: {decode: {secrets: [key]}}", "secret key"),
