@@ -19,7 +19,6 @@ from baton.engine.backends.cpu import CpuBackend
 from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import GpuBackend
 from baton.engine.backends.gpu.device import Gpu
-from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.blocks import BlockPool
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool, plan_layout
 from baton.engine.loop import Engine, StepReport
@@ -71,7 +70,7 @@ class Loaded:
         planner = Planner(blocks, chunk, settings.max_batch, proposer)
         eos = frozenset(self.model_config.eos_token_ids)
         engine: Engine
-        if settings.overlap and not proposer and isinstance(runner, GpuRunner):
+        if settings.overlap and not proposer and runner.launches_ahead:
             engine = OverlappedEngine(runner, planner, eos, most, publish)
         else:
             engine = Engine(runner, planner, eos, most, publish)

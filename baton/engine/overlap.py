@@ -4,7 +4,7 @@
 step leaves on the device. So as soon as a step is launched, each of its sequences gets a place for
 the token that is being sampled, `UNKNOWN`, and counts as one token further. The planner plans the
 next step as always, the runner feeds it the tokens on the device, and only then does the host wait
-for the first step and publish it. What needs known tokens (chunks, penalties, logprobs) is computed
+for the first step and publish it. What needs known tokens (chunks, structured output) is computed
 when nothing is in flight, by `Engine`'s own step.
 
 Why that is safe:
@@ -24,11 +24,14 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import TYPE_CHECKING
 
-from baton.engine.backends.gpu.runner import GpuRunner, Launch
 from baton.engine.loop import Engine, Progress
 from baton.engine.planner import Plan, Work
 from baton.engine.runner import SampledTokens
+
+if TYPE_CHECKING:  # it imports triton, which may not be installed
+    from baton.engine.backends.gpu.runner import GpuRunner, Launch
 
 log = logging.getLogger(__name__)
 UNKNOWN = 0  # in the place of a token that is being sampled
@@ -105,4 +108,4 @@ class OverlappedEngine(Engine):
             sequence.new_tokens += len(behind)
         else:
             self._drop(sequence)
-        return Progress(sequence.seq_id, at, sampled.token_ids, (), reason)
+        return Progress(sequence.seq_id, at, sampled.token_ids, sampled.logprobs, reason)

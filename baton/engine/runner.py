@@ -34,6 +34,7 @@ class StepRunner:
     """
 
     expert_tokens: torch.Tensor | None = None
+    launches_ahead = False  # whether it is a runner for `OverlappedEngine`
 
     def __init__(self, pool: torch.Tensor, sampler: Sampler) -> None:
         self.pool = pool

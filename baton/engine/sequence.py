@@ -28,12 +28,15 @@ class TokenCounts:
         self._ids = np.empty(0, np.int64)
         self._times = np.empty(0, np.int64)  # in the output; 0: in the prompt only
 
-    def of(self, token_ids: Tokens[int], prompt_tokens: int, proposed: int) -> tuple[Ints, Ints]:
+    def of(
+        self, token_ids: Tokens[int], prompt_tokens: int, proposed: int, unknown: int = 0
+    ) -> tuple[Ints, Ints]:
         """(distinct tokens, how often each occurs behind the prompt), valid until the next call.
 
-        The last `proposed` of `token_ids` are output that may be rejected.
+        The last `proposed` of `token_ids` are output that may be rejected; the last `unknown` are
+        not counted.
         """
-        known = len(token_ids) - proposed
+        known = len(token_ids) - proposed - unknown
         assert self._counted <= known and prompt_tokens <= known, "tokens only grow"
         if not self._counted:
             self._count_all(np.asarray(token_ids[:known], np.int64), prompt_tokens)
@@ -41,7 +44,11 @@ class TokenCounts:
             self._add(token_ids[at])
         self._counted = known
         ids, times = self._ids[: len(self._places)], self._times[: len(self._places)]
-        return self._with_proposed(ids, times, token_ids[known:]) if proposed else (ids, times)
+        return (
+            self._with_proposed(ids, times, token_ids[known:][:proposed])
+            if proposed
+            else (ids, times)
+        )
 
     def _count_all(self, token_ids: Ints, prompt_tokens: int) -> None:
         ids = np.unique(token_ids)

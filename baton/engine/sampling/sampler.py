@@ -27,8 +27,7 @@ from baton.errors import InternalError
 from baton.sampling import SamplingParams
 from baton.structured_output import GrammarMatcher
 
-# Tokens `[rows]`, on the device of their logits; from a CPU as an array.
-Chosen = Tensor | npt.NDArray[np.int64]
+Chosen = npt.NDArray[np.int64]
 
 # Below this a temperature is 0, as in vLLM: dividing by it would overflow.
 GREEDY_BELOW = 1e-5
@@ -71,6 +70,18 @@ class SampleRow(NamedTuple):
         """Whether its logits are taken as they are, for a token alone; stays so as it grows."""
         params = self.params
         return params.logprobs is None and not (self.adjusted or params.structured_output)
+
+
+class Adjustments(NamedTuple):
+    """Tokens of a row whose logits are changed, each once, in no order; all `[n]`.
+
+    biases: what is added, float32 · times: how often each is in the output, 0 if it is in the
+    prompt alone, -1 if penalties do not count it.
+    """
+
+    ids: npt.NDArray[np.int64]
+    biases: npt.NDArray[np.float32]
+    times: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -124,11 +135,13 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> Sampled:
         """The next token of each row. `logits` is `[rows, vocab]` float32 and is not changed.
 
-        Raises InternalError when a sampled row's logits are not numbers or nothing is allowed.
+        Those of a GPU are copied first (torch's own kernels compute there). Raises InternalError
+        when a sampled row's logits are not numbers or nothing is allowed.
         """
         assert logits.shape == (len(rows), self.vocab_size), (logits.shape, len(rows))
         if not rows:
             return Sampled([], [])
+        logits = logits.cpu()
         if any(row.grammar for row in rows):
             logits = self._masked(logits, rows)
         groups: dict[tuple[bool, bool], list[int]] = {}
@@ -139,8 +152,8 @@ class Sampler:
             some, of = _take(logits, which, copy=adjusted), [rows[i] for i in which]
             if adjusted:
                 self._adjust(some, of)
-            chosen.append(_likeliest(some) if greedy else _sample(some, of))
-        # Only now is a device waited for, when all groups' work is there.
+            # With vector instructions: five times as fast as torch, which has none for this.
+            chosen.append(some.numpy().argmax(1) if greedy else _sample(some, of))
         token_ids: list[int] = [token_id for some in chosen for token_id in some.tolist()]
         if len(groups) > 1:
             order = itertools.chain.from_iterable(groups.values())
@@ -151,22 +164,19 @@ class Sampler:
         return Sampled(token_ids, _logprobs(logits, rows, token_ids))
 
     def _masked(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
-        """A copy of `logits` in which each row's grammar leaves the tokens that may follow.
+        """A copy of `logits` in which each row's grammar leaves the tokens that may follow."""
+        words = self.masks(rows)
+        # torch.where takes twice as long, and ten times where allowed ones are mixed.
+        added = _SCORES.take(words.view(np.uint8), axis=0).reshape(len(rows), -1)
+        return logits + torch.from_numpy(added[:, : self.vocab_size])
 
-        On a GPU the host computes the masks, a bit for each token, while the step runs.
-        """
-        on_cpu = logits.device.type == "cpu"
-        words = torch.full(
-            (len(rows), -(-self.vocab_size // 32)), -1, dtype=torch.int32, pin_memory=not on_cpu
-        )
-        for row, mask in zip(rows, words.numpy(), strict=True):
+    def masks(self, rows: Sequence[SampleRow]) -> npt.NDArray[np.int32]:
+        """What each row's grammar allows, a bit for each token: `[rows, words]`."""
+        words = np.full((len(rows), -(-self.vocab_size // 32)), -1, np.int32)
+        for row, mask in zip(rows, words, strict=True):
             if row.grammar is not None:
                 self._allow(row, row.grammar, mask)
-        if on_cpu:  # torch.where takes twice as long, and ten times where allowed ones are mixed
-            added = _SCORES.take(words.numpy().view(np.uint8), axis=0).reshape(len(rows), -1)
-            return logits + torch.from_numpy(added[:, : self.vocab_size])
-        allowed = _unpacked(words.to(logits.device, non_blocking=True), self.vocab_size)
-        return torch.where(allowed, logits, -torch.inf)
+        return words
 
     def _allow(self, row: SampleRow, grammar: GrammarMatcher, mask: npt.NDArray[np.int32]) -> None:
         """Writes what may follow a row; what ends it before min_tokens only if nothing else may."""
@@ -181,90 +191,58 @@ class Sampler:
         if later.any():
             mask[:] = later.view(np.int32)
 
-    def _adjust(self, logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
-        """Applies bias, min_tokens and penalties to `logits`, in place.
+    def _adjust(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
+        """Applies bias, min_tokens and penalties to `logits`, in place: to what changes alone."""
+        for x, row in zip(logits.numpy(), rows, strict=True):
+            ids, biases, times = self.adjustments(row)
+            params, new = row.params, x[ids] + biases
+            factor = np.float32(params.repetition_penalty)
+            new = np.where(times < 0, new, np.where(new > 0, new / factor, new * factor))
+            subtracted = times.clip(0) * params.frequency_penalty
+            subtracted += (times > 0) * params.presence_penalty
+            x[ids] = new - subtracted.astype(np.float32)
 
-        Only the entries that change are touched, as indices into the flattened `logits`, gathered
-        on the host and changed in a few operations; those of a row are distinct, so that reading,
-        changing and writing them back is exact.
-        """
-        bias: list[np.ndarray] = []  # [2, n] each: flat index, value
-        forbidden: list[int] = []
-        penalties: list[np.ndarray] = []  # [3, n] each: flat index, repetition, subtracted
-        for i, row in enumerate(rows):
-            params, first = row.params, i * self.vocab_size
-            if added := params.logit_bias:
-                flat = np.fromiter(added, np.float64, len(added)) + first
-                bias.append(np.stack([flat, np.fromiter(added.values(), np.float64, len(added))]))
-            if row.output_tokens < params.min_tokens and row.grammar is None:
-                # End-of-sequence is masked even with ignore_eos, as in vLLM.
-                ends = self._eos_token_ids | params.stop_token_ids
-                forbidden.extend(first + token_id for token_id in ends)
-            subtracts = params.frequency_penalty or params.presence_penalty
-            if params.repetition_penalty != 1.0 or subtracts:
-                seen, *factors = _penalties(row)
-                penalties.append(np.stack([seen + first, *factors]))
-        flat_logits = logits.view(-1)
-        if bias:
-            where, values = _columns(bias, logits.device)
-            flat_logits[where.long()] += values.float()
-        if forbidden:
-            flat_logits[torch.tensor(forbidden, device=logits.device)] = -torch.inf
-        if penalties:
-            where, repetition, subtracted = _columns(penalties, logits.device)
-            found = flat_logits[where.long()]
-            factor = repetition.float()
-            found = torch.where(found > 0, found / factor, found * factor)
-            flat_logits[where.long()] = found - subtracted.float()
-        return logits
-
-
-def _unpacked(words: Tensor, vocab_size: int) -> Tensor:
-    """Bits of int32 words `[rows, words]` as bools `[rows, vocab_size]`, the lowest bit first."""
-    bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)
-    return (bits & 1).flatten(1)[:, :vocab_size].bool()
-
-
-def _penalties(row: SampleRow) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, repetition, what is subtracted): repetition counts the prompt, too."""
-    params, kept = row.params, row.counts or TokenCounts()
-    seen, counts = kept.of(row.token_ids, row.prompt_tokens, row.proposed)
-    if params.repetition_penalty == 1.0:
-        seen, counts = seen[counts > 0], counts[counts > 0]
-    subtracted = counts * params.frequency_penalty + (counts > 0) * params.presence_penalty
-    return seen, np.full(len(seen), params.repetition_penalty), subtracted
-
-
-def _columns(parts: list[np.ndarray], device: torch.device) -> tuple[Tensor, ...]:
-    # One copy to the device; float64 holds flat indices exactly up to 2**53.
-    return torch.from_numpy(np.concatenate(parts, 1)).to(device).unbind(0)
+    def adjustments(self, row: SampleRow, unknown: int = 0) -> Adjustments:
+        """What bias, min_tokens and penalties change; the row's last `unknown` tokens left out."""
+        params, added = row.params, dict(row.params.logit_bias)
+        if row.output_tokens < params.min_tokens and row.grammar is None:
+            # End-of-sequence is masked even with ignore_eos, as in vLLM.
+            added |= dict.fromkeys(self._eos_token_ids | params.stop_token_ids, -np.inf)
+        ids = times = np.empty(0, np.int64)
+        repeats = params.repetition_penalty != 1.0  # which counts the prompt, too
+        if repeats or params.frequency_penalty or params.presence_penalty:
+            counts = row.counts or TokenCounts()
+            ids, times = counts.of(row.token_ids, row.prompt_tokens, row.proposed, unknown)
+            if not repeats:
+                ids, times = ids[times > 0], times[times > 0]
+        biases = np.zeros(len(ids), np.float32)
+        if added:
+            others = np.fromiter(added, np.int64, len(added))
+            values = np.fromiter(added.values(), np.float32, len(added))
+            _, here, there = np.intersect1d(ids, others, assume_unique=True, return_indices=True)
+            biases[here] = values[there]
+            ids = np.concatenate([ids, np.delete(others, there)])
+            biases = np.concatenate([biases, np.delete(values, there)])
+            times = np.concatenate([times, np.full(len(added) - len(there), -1)])
+        return Adjustments(ids, biases, times)
 
 
 def _take(logits: Tensor, which: list[int], *, copy: bool = False) -> Tensor:
     """The rows in `which`; `logits` itself when that is all of them and no copy is asked for."""
     if len(which) == logits.shape[0] and not copy:
         return logits
-    return logits.index_select(0, torch.tensor(which, device=logits.device))
-
-
-def _likeliest(logits: Tensor) -> Chosen:
-    """The likeliest token of each row `[rows]`; of equals the one with the lowest id."""
-    if logits.device.type == "cpu":
-        # With vector instructions: five times as fast as torch, which has none for this.
-        likeliest: Chosen = logits.numpy().argmax(1)
-        return likeliest
-    return logits.argmax(1)
+    return logits.index_select(0, torch.tensor(which))
 
 
 def _sample(logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
     """One token for each row `[rows]`, by the number that belongs to its seed and position."""
-    params = [row.params for row in rows]
-    numbers = randomness.uniform([one.seed for one in params], [len(row.token_ids) for row in rows])
-    if logits.device.type == "cpu":
-        return filters.sample_on_cpu(logits.numpy(), params, numbers)
-    uniform = torch.from_numpy(numbers).to(logits.device)
-    weights = filters.weigh(logits, filters.settings_of(params, logits.shape[1]))
-    return filters.sample(weights, uniform)
+    return filters.sample(logits.numpy(), [row.params for row in rows], random_numbers(rows))
+
+
+def random_numbers(rows: Sequence[SampleRow]) -> npt.NDArray[np.float64]:
+    """In [0, 1), by a row's seed and the position of its next token; `[rows]`."""
+    seeds = [row.params.seed for row in rows]
+    return randomness.uniform(seeds, [len(row.token_ids) for row in rows])
 
 
 def _logprobs(
@@ -276,16 +254,20 @@ def _logprobs(
     if not which:
         return result
     logprobs = _take(logits, which).log_softmax(1)
-    chosen_ids = torch.tensor([token_ids[i] for i in which], device=logits.device)
+    chosen_ids = torch.tensor([token_ids[i] for i in which])
     chosen = logprobs.gather(1, chosen_ids[:, None])[:, 0].tolist()
     width = min(max(rows[i].params.logprobs or 0 for i in which), logits.shape[1])
     best = logprobs.topk(width)
-    for i, logprob, values, ids in zip(
-        which, chosen, best.values.tolist(), best.indices.tolist(), strict=True
-    ):
-        # Of equals the lowest id is first, as in a greedy choice.
-        found = (top for top in zip(ids, values, strict=True) if top[1] > -torch.inf)
-        ranked = sorted(found, key=lambda top: (-top[1], top[0]))
-        top = tuple(ranked[: rows[i].params.logprobs])
-        result[i] = TokenLogprobs(token_ids[i], logprob, top)
+    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    for i, logprob, top in zip(which, chosen, tops, strict=True):
+        result[i] = token_logprobs(token_ids[i], logprob, *top, rows[i].params.logprobs or 0)
     return result
+
+
+def token_logprobs(
+    token_id: int, logprob: float, top_ids: Sequence[int], top: Sequence[float], wanted: int
+) -> TokenLogprobs:
+    """Of the likeliest tokens those that are wanted; of equals the lowest id is first."""
+    found = (pair for pair in zip(top_ids, top, strict=True) if pair[1] > -np.inf)
+    ranked = sorted(found, key=lambda pair: (-pair[1], pair[0]))
+    return TokenLogprobs(token_id, logprob, tuple(ranked[:wanted]))

@@ -13,7 +13,6 @@ from baton.engine import build
 from baton.engine.blocks import BlockPool
 from baton.engine.loop import Engine
 from baton.engine.planner import ChunkSize, Planner
-from baton.engine.sampling import sampler
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import NgramProposer
@@ -260,13 +259,6 @@ def test_a_grammar_that_becomes_too_complex_ends_its_sequence_alone(
     assert tokens == undisturbed[0.0]
     assert ends["bad"].invalid
     assert "structured output: behind" in ends["bad"].abort_reason
-
-
-def test_packed_masks_are_the_same_on_a_gpu():
-    vocab = 77
-    words = torch.randint(-(1 << 31), 1 << 31, (5, 3), dtype=torch.int64).int()
-    bits = np.unpackbits(words.numpy().view(np.uint8), axis=1, bitorder="little")[:, :vocab]
-    np.testing.assert_array_equal(sampler._unpacked(words, vocab).numpy(), bits.astype(bool))
 
 
 def test_rows_without_a_grammar_are_not_masked(grammars, tokenizer):

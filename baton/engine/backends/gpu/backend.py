@@ -15,7 +15,6 @@ from baton.engine.backends import Backend, unsupported
 from baton.engine.backends.gpu import memory, warmup
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.backends.gpu.graphs import count_graphs
-from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.batch import StepModel
 from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
 from baton.engine.models.config import ModelConfig
@@ -85,7 +84,8 @@ class GpuBackend(Backend):
         pool, _ = allocate_pool(block, None, self.device)
         rows = settings.chunk_tokens + settings.max_batch
         log.info("measuring a step of %d tokens; kernels that are new are compiled", rows)
-        step = gpu.peak_of(lambda: warmup.largest_step(model, sampler, pool, settings, most))
+        runner = self.runner(model, pool, sampler, most)
+        step = gpu.peak_of(lambda: warmup.largest_step(runner, settings, most))
         decode = gpu.peak_of(lambda: warmup.largest_decode(model, pool, settings, most))
         num_graphs = count_graphs(settings, most) if self._kernels == "triton" else 0
         graphs = memory.graphs_reserve(decode, num_graphs, config.num_layers)
@@ -99,11 +99,13 @@ class GpuBackend(Backend):
     def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
         if self._kernels == "torch":
             return super().runner(model, pool, sampler, max_context)
+        from baton.engine.backends.gpu.runner import GpuRunner  # noqa: PLC0415
+
         return GpuRunner(model, pool, sampler, self._settings, max_context)
 
     def prepare(self, runner: Any) -> None:
         """Compiles every kernel that a step can launch, and captures decode steps."""
-        if not isinstance(runner, GpuRunner):
+        if self._kernels == "torch":
             return
         warmup.warm_up(runner.model, runner.pool, self._settings, self._max_context)
         if self._settings.graphs:

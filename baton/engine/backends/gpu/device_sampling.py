@@ -1,76 +1,176 @@
-"""Sampling on the device, for rows whose logits are taken as they are.
+"""Sampling on the device: what `baton.engine.sampling.sampler` does, put on the stream behind the
+forward pass with no wait in between.
 
-What such a row samples depends on its logits, its settings and one random number, which belongs to
-its seed and position: all but the logits the host knows before they exist. So sampling is put on
-the stream behind the forward pass, with no wait in between. The result is the one of
-`baton.engine.sampling.sampler`, which samples all other rows.
+What a row samples depends on its logits, its settings, its tokens and one random number, which
+belongs to its seed and position. The host knows all but the logits before they exist, and may lack
+the last token, which the launch before has left on the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from baton.engine.backends.gpu.device import Stream
-from baton.engine.sampling import filters, randomness
-from baton.engine.sampling.sampler import GREEDY_BELOW
-from baton.sampling import SamplingParams
+from baton.engine.ops.triton import sampling
+from baton.engine.sampling.sampler import (
+    Adjustments,
+    Sampled,
+    Sampler,
+    SampleRow,
+    TokenLogprobs,
+    random_numbers,
+    token_logprobs,
+)
 
-_NUM_VALUES = filters.NUM_SETTINGS + 2  # and the random numbers, and the rows that sample
-_UNIFORM, _WHICH = filters.NUM_SETTINGS, filters.NUM_SETTINGS + 1
+KNOWN = -1  # the source of a row whose last token the host knows
+
+
+@dataclass
+class _Launch:
+    """One launch's inputs, in pinned memory until it has ended; then its log-probabilities, too.
+
+    integers, floats: what `sampling.adjust` takes, one after the other; of how many rows and tokens
+    logprobs: of how many likely tokens; None is without · found: those of `[rows, 1 + logprobs]`,
+    the chosen token's first, and their ids.
+    """
+
+    rows: Rows[SampleRow]
+    settings: Tensor
+    masks: Tensor | None
+    integers: Tensor
+    floats: Tensor
+    num_adjusted: int
+    num_tokens: int
+    logprobs: int | None
+    found: tuple[Tensor, Tensor] | None = None
 
 
 class DeviceSampler:
-    """Samples for one launch at a time; its inputs lie in pinned memory until that is done.
+    """Samples for one launch at a time.
 
-    tokens: int64 `[max_batch]` on the device · host_tokens: the same, once the launch has ended.
+    tokens: int64 `[rows]` on the device, once the launch has run; as many as it ever had.
     """
 
-    def __init__(self, stream: Stream, max_batch: int) -> None:
-        device = stream.device
-        self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=device)
-        self.host_tokens = stream.pinned(max_batch, torch.int64)
-        self._values = torch.zeros(_NUM_VALUES * max_batch, dtype=torch.float64, device=device)
-        self._host_values = stream.pinned(_NUM_VALUES * max_batch, torch.float64)
+    def __init__(self, stream: Stream, sampler: Sampler, max_rows: int) -> None:
+        self._stream, self._sampler = stream, sampler
+        self._make_room(max_rows)
 
-    def prepare(
-        self, params: Rows[SamplingParams], positions: Rows[int], vocab_size: int
-    ) -> filters.Settings | None:
-        """Prepares to sample one token for each row, at its position: what `sample` is to be given.
+    def _make_room(self, rows: int) -> None:
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=self._stream.device)
+        self._host_tokens = self._stream.pinned(rows, torch.int64)
 
-        None: every row takes its likeliest token.
+    def prepare(self, rows: Rows[SampleRow], sources: Rows[int] = ()) -> None:
+        """Prepares to sample one token for each row, on the host.
+
+        sources: where among the tokens given to `sample` a row's last one is, or KNOWN; if any are
+        given, all are.
         """
-        which = [at for at, row in enumerate(params) if row.temperature >= GREEDY_BELOW]
-        if not which:
-            return None
-        sampled = [params[at] for at in which]
-        settings = filters.settings_of(sampled, vocab_size)
-        values = self._host_values[: _NUM_VALUES * len(which)].numpy().reshape(_NUM_VALUES, -1)
-        values[: filters.NUM_SETTINGS] = settings.values
-        seeds = [row.seed for row in sampled]
-        values[_UNIFORM] = randomness.uniform(seeds, [positions[at] for at in which])
-        values[_WHICH] = np.array(which)
-        return settings
+        if len(rows) > len(self.tokens):
+            self._make_room(len(rows))
+        masks = None
+        if any(row.grammar for row in rows):
+            masks = self._pinned(self._sampler.masks(rows))
+        adjusted = [at for at, row in enumerate(rows) if row.adjusted]
+        sources = [sources[at] if sources else KNOWN for at in adjusted]
+        changes = [
+            self._sampler.adjustments(rows[at], int(source != KNOWN))
+            for at, source in zip(adjusted, sources, strict=True)
+        ]
+        ids, biases, times = (np.concatenate([[], *parts]) for parts in _columns(changes))
+        ends = np.cumsum([len(one.ids) for one in changes])
+        params = [rows[at].params for at in adjusted]
+        penalties = [
+            (row.repetition_penalty, row.frequency_penalty, row.presence_penalty) for row in params
+        ]
+        wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+        self._launch = _Launch(
+            rows,
+            self._pinned(sampling.settings_of([row.params for row in rows], random_numbers(rows))),
+            masks,
+            self._pinned(np.concatenate([adjusted, ends, sources, ids, times]).astype(np.int32)),
+            self._pinned(np.concatenate([np.ravel(penalties), biases]).astype(np.float32)),
+            len(adjusted),
+            len(ids),
+            max(wanted) if wanted else None,
+        )
 
-    def sample(self, settings: filters.Settings | None, logits: Tensor) -> None:
-        """Samples from logits `[rows, vocab_size]`, and copies the tokens to the host.
+    def _pinned(self, values: np.ndarray) -> Tensor:
+        given = torch.from_numpy(values)
+        held = self._stream.pinned(given.numel(), given.dtype).view(given.shape)
+        return held.copy_(given)
 
-        To be called on the stream. A row whose logits are not numbers may give a token beyond the
-        vocabulary.
+    def sample(self, logits: Tensor, newest: Tensor | None = None) -> None:
+        """Samples from logits `[rows, vocab_size]`, and changes them; copies tokens to the host.
+
+        To be called on the stream, once. newest: what `sources` are places in.
         """
-        tokens = self.tokens[: len(logits)]
-        sampled = 0 if settings is None else settings.values.shape[1]
-        if sampled < len(logits):
-            torch.argmax(logits, 1, out=tokens)
-        if settings is not None:
-            count = _NUM_VALUES * sampled
-            self._values[:count].copy_(self._host_values[:count], non_blocking=True)
-            values = self._values[:count].view(_NUM_VALUES, sampled)
-            which = values[_WHICH].long()
-            some = logits if sampled == len(logits) else logits.index_select(0, which)
-            weights = filters.weigh(some, settings, values)
-            tokens.index_copy_(0, which, filters.sample(weights, values[_UNIFORM]))
-        self.host_tokens[: len(logits)].copy_(tokens, non_blocking=True)
+        launch, tokens = self._launch, self.tokens[: len(logits)]
+        on_device = self._on_device
+        if launch.masks is not None:
+            logits.masked_fill_(~_unpacked(on_device(launch.masks), logits.shape[1]), -torch.inf)
+        raw = logits.clone() if launch.logprobs is not None and launch.num_adjusted else logits
+        if rows := launch.num_adjusted:
+            integers = on_device(launch.integers)
+            which, ends, sources, ids, times = integers.split([rows] * 3 + [launch.num_tokens] * 2)
+            penalties, biases = on_device(launch.floats).split(
+                [sampling.NUM_PENALTIES * rows, launch.num_tokens]
+            )
+            newest = tokens if newest is None else newest
+            sampling.adjust(logits, which, ends, ids, biases, times, penalties, sources, newest)
+        sampling.sample(logits, on_device(launch.settings), tokens)
+        self._host_tokens[: len(tokens)].copy_(tokens, non_blocking=True)
+        if launch.logprobs is not None:
+            self._score(launch, raw, tokens, launch.logprobs)
+
+    def _score(self, launch: _Launch, logits: Tensor, tokens: Tensor, likely: int) -> None:
+        """Puts log-probabilities into the launch."""
+        best = logits.topk(min(likely, logits.shape[1]))
+        # A token beyond the vocabulary is an error, raised by `sampled`, but must be no index.
+        chosen = tokens.clamp(max=logits.shape[1] - 1)[:, None]
+        scores = torch.cat([logits.gather(1, chosen), best.values], 1)
+        scores -= logits.logsumexp(1, keepdim=True)
+        found = scores, torch.cat([chosen, best.indices], 1)
+        launch.found = (
+            self._stream.pinned(scores.numel(), scores.dtype).view(scores.shape),
+            self._stream.pinned(scores.numel(), torch.int64).view(scores.shape),
+        )
+        for host, there in zip(launch.found, found, strict=True):
+            host.copy_(there, non_blocking=True)
+
+    def _on_device(self, host: Tensor) -> Tensor:
+        return host.to(self._stream.device, non_blocking=True)
+
+    def sampled(self) -> Sampled:
+        """What the launch sampled, once it has ended.
+
+        A row whose logits are not numbers has a token beyond the vocabulary: see `checked`.
+        """
+        launch = self._launch
+        tokens = self._host_tokens[: len(launch.rows)].tolist()
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        if launch.found is not None:
+            scores, ids = (part.tolist() for part in launch.found)
+            for at, row in enumerate(launch.rows):
+                if row.params.logprobs is not None:
+                    first, *rest = scores[at]
+                    logprobs[at] = token_logprobs(
+                        tokens[at], first, ids[at][1:], rest, row.params.logprobs
+                    )
+        return Sampled(tokens, logprobs)
+
+
+def _columns(changes: list[Adjustments]) -> Iterator[list[np.ndarray]]:
+    for at in range(len(Adjustments._fields)):
+        yield [one[at] for one in changes]
+
+
+def _unpacked(words: Tensor, vocab_size: int) -> Tensor:
+    """Bits of int32 words `[rows, words]` as bools `[rows, vocab_size]`, the lowest bit first."""
+    bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)
+    return (bits & 1).flatten(1)[:, :vocab_size].bool()

@@ -1,11 +1,11 @@
-"""Computes plans on a GPU: decode steps by graphs, sampled on the device; all else as on a CPU.
+"""Computes plans on a GPU: decode steps by graphs, and all tokens sampled on the device.
 
-A decode step that needs nothing of the host is one launch: a copy of its inputs, a graph, sampling,
-a copy of the tokens back. Kernels find inputs at fixed places, so that a graph reads whatever was
-copied there last. The host writes them into pinned memory, of which there are two buffers, used in
-turn: while one is being read, the next launch's inputs are written into the other. What else a plan
-may hold (chunks, proposed tokens, rows whose logits the host changes) is computed tensor by tensor.
-Engine thread only.
+A decode step is one launch: a copy of its inputs, a graph, sampling, a copy of the tokens back.
+Kernels find inputs at fixed places, so that a graph reads whatever was copied there last. The host
+writes them into pinned memory, of which there are two buffers, used in turn: while one is being
+read, the next launch's inputs are written into the other. What else a plan may hold (chunks,
+proposed tokens, rows whose grammar must know the last token) is computed tensor by tensor, and
+waited for. Engine thread only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.engine.backends.gpu.device import CudaStream, Stream
-from baton.engine.backends.gpu.device_sampling import DeviceSampler
+from baton.engine.backends.gpu.device_sampling import KNOWN, DeviceSampler
 from baton.engine.backends.gpu.graphs import (
     PADDING,
     DecodeGraphs,
@@ -29,15 +29,13 @@ from baton.engine.backends.gpu.graphs import (
     sections,
 )
 from baton.engine.planner import Plan, Work
-from baton.engine.runner import Runner, SampledTokens
-from baton.engine.sampling.sampler import Sampler, SampleRow
+from baton.engine.runner import Runner, SampledTokens, sample_rows, tokens_by_sequence
+from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError, InternalError
 
 if TYPE_CHECKING:  # it imports triton, which may not be installed
     from baton.engine.backends.gpu.model import GpuModel
-
-KNOWN = -1  # the source of a row whose token the host knows
 
 
 @dataclass
@@ -88,9 +86,9 @@ class BlockTables:
 class _Slot:
     """The pinned memory of one launch, and when it may be written again."""
 
-    def __init__(self, stream: Stream, max_batch: int, table_width: int) -> None:
+    def __init__(self, stream: Stream, sampler: Sampler, max_batch: int, table_width: int) -> None:
         self.inputs = stream.pinned(num_elements(max_batch, table_width), torch.int32)
-        self.sampler = DeviceSampler(stream, max_batch)
+        self.sampler = DeviceSampler(stream, sampler, max_batch)
         self.event = stream.record_event()
 
 
@@ -110,6 +108,8 @@ class Launch:
 
 class GpuRunner(Runner):
     """Runs a model on a GPU's stream, or, for tests, on a CPU's."""
+
+    launches_ahead = True
 
     def __init__(
         self,
@@ -133,7 +133,8 @@ class GpuRunner(Runner):
         with torch.inference_mode():
             self._graphs = DecodeGraphs(model, pool, stream, self._max_batch, width)
             self._tables = BlockTables(self._max_batch, width)
-            self._slots = [_Slot(stream, self._max_batch, width) for _ in range(2)]
+            self._slots = [_Slot(stream, sampler, self._max_batch, width) for _ in range(2)]
+            self._waiting_sampler = DeviceSampler(stream, sampler, self._max_batch)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -159,10 +160,9 @@ class GpuRunner(Runner):
             self._stream.record_event().synchronize()
 
     def launches(self, plan: Plan) -> bool:
-        """Whether one launch computes a plan and samples its tokens."""
+        """Whether one launch computes a plan and samples its tokens, the last ones unknown."""
         return self._are_decoding(plan.work) and all(
-            SampleRow(one.params, one.tokens, one.prompt_tokens).plain
-            for one in (item.sequence for item in plan.work)
+            item.sequence.grammar is None for item in plan.work
         )
 
     @torch.inference_mode()
@@ -172,15 +172,12 @@ class GpuRunner(Runner):
         before, sampled = {}, None
         if self._last is not None:
             before, sampled = self._last.rows, self._last.slot.sampler.tokens
-        slot, shape = self._write_inputs(plan.work, [before.get(one, KNOWN) for one in sequences])
-        settings = slot.sampler.prepare(
-            [one.params for one in sequences],
-            [item.start + 1 for item in plan.work],
-            self.sampler.vocab_size,
-        )
+        sources = [before.get(one, KNOWN) for one in sequences]
+        slot, shape = self._write_inputs(plan.work, sources)
+        slot.sampler.prepare([row for item in plan.work for row in sample_rows(item)], sources)
 
         def work() -> None:
-            slot.sampler.sample(settings, self._decode(shape, slot, sampled)[: len(sequences)])
+            slot.sampler.sample(self._decode(shape, slot, sampled)[: len(sequences)], sampled)
 
         try:
             self._stream.put(work)
@@ -199,13 +196,22 @@ class GpuRunner(Runner):
             self._last = None
         with nullcontext() if wanted else suppress(Exception):
             launch.slot.event.synchronize()
-        tokens = launch.slot.sampler.host_tokens[: len(launch.rows)].tolist()
+        sampled = launch.slot.sampler.sampled()
         self.decode_rows["wanted"] += len(wanted)
-        self.decode_rows["wasted"] += len(tokens) - len(wanted)
-        found = {one.seq_id: SampledTokens((tokens[launch.rows[one]],)) for one in wanted}
-        if any(one.token_ids[0] >= self.sampler.vocab_size for one in found.values()):
-            raise InternalError("logits are not finite numbers: the model's output is broken")
+        self.decode_rows["wasted"] += len(launch.rows) - len(wanted)
+        found = {}
+        for sequence in wanted:
+            row = launch.rows[sequence]
+            logprobs = sampled.logprobs[row]
+            found[sequence.seq_id] = SampledTokens(
+                (self._token(sampled.token_ids[row]),), (logprobs,) if logprobs else ()
+            )
         return found
+
+    def _token(self, token_id: int) -> int:
+        if token_id >= self.sampler.vocab_size:
+            raise InternalError("logits are not finite numbers: the model's output is broken")
+        return token_id
 
     def scrub(self, blocks: list[int]) -> None:
         """Zeroes blocks that unverified bytes came into; see `Runner.scrub`."""
@@ -230,7 +236,7 @@ class GpuRunner(Runner):
                     self._last.slot.event.synchronize()
 
     def _compute(self, work: list[Work]) -> dict[str, SampledTokens]:
-        """Computes any work, and samples as the host does: on the stream."""
+        """Computes and samples any work: on the stream, and waited for."""
         if self._are_decoding(work):
             slot, shape = self._write_inputs(work, [KNOWN] * len(work))
             logits = self._decode(shape, slot, None)[: len(work)]
@@ -238,6 +244,19 @@ class GpuRunner(Runner):
         else:
             logits = self.model.step(self._batches.build(Plan(work)), self.pool)
         return self._sample(work, logits)
+
+    def _sample(self, work: list[Work], logits: Tensor) -> dict[str, SampledTokens]:
+        sampling = [item for item in work if item.samples]
+        if not sampling:
+            return {}
+        sampler = self._waiting_sampler
+        sampler.prepare([row for item in sampling for row in sample_rows(item)])
+        sampler.sample(logits)
+        self._stream.record_event().synchronize()
+        sampled = sampler.sampled()
+        for token_id in sampled.token_ids:
+            self._token(token_id)
+        return tokens_by_sequence(sampling, sampled)
 
     def _are_decoding(self, work: list[Work]) -> bool:
         """Whether these are single tokens, all of which sample, no more than a batch holds."""

@@ -9,7 +9,6 @@ means nothing: all their blocks are the pool's first, which must be free.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,36 +16,31 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.engine.batch import BatchBuilder, StepModel
 from baton.engine.planner import Plan, Work
-from baton.engine.runner import Runner
-from baton.engine.sampling.sampler import Sampler
+from baton.engine.runner import StepRunner
 from baton.engine.sequence import Sequence
 from baton.sampling import SamplingParams
 
-# Of all settings these take the most memory. Top-p ranks in one way behind a top-k and in another
-# without.
+# Of all settings these take the most memory and launch the most kernels.
 _RANKED = SamplingParams(
     temperature=1.0, top_k=64, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=20
 )
-_NUCLEUS = replace(_RANKED, top_k=0)
 _GREEDY = SamplingParams()
 
 
-def largest_step(
-    model: StepModel, sampler: Sampler, pool: Tensor, settings: EngineConfig, max_context: int
-) -> None:
+def largest_step(runner: StepRunner, settings: EngineConfig, max_context: int) -> None:
     """A full batch with all the budget that a step has, at the end of full contexts."""
+    pool = runner.pool
     rest = settings.chunk_tokens
     proposed = min(settings.speculate, rest // settings.max_batch, max_context - 2)
     rest -= proposed * settings.max_batch
     work = [
-        _work(max_context, 1 + proposed, pool, proposed, _NUCLEUS if at % 2 else _RANKED)
-        for at in range(settings.max_batch)
+        _work(max_context, 1 + proposed, pool, proposed, _RANKED) for _ in range(settings.max_batch)
     ]
     while rest > 0:
         work.append(_work(max_context, min(rest, max_context - 1), pool))
         rest -= work[-1].count
     work.sort(key=lambda item: item.count > 1)  # as planners order it
-    Runner(model, pool, sampler).run(Plan(work))
+    runner.run(Plan(work))
 
 
 def largest_decode(

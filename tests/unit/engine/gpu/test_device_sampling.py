@@ -1,4 +1,4 @@
-"""Tokens sampled on the device are the sampler's."""
+"""Tokens sampled on the device, and their log-probabilities, are the sampler's."""
 
 import random
 
@@ -8,76 +8,96 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.backends.gpu.device import Stream
-from baton.engine.backends.gpu.device_sampling import DeviceSampler
-from baton.engine.sampling import filters
+from baton.engine.backends.gpu.device_sampling import KNOWN, DeviceSampler
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.sampling import SamplingParams
 
-VOCAB = 700
-VOCABS = (7, VOCAB, 1536)  # less than a block of sums, some and a rest, whole ones
-MOST = 150  # more rows than are cut at once
+VOCABS = (7, 1500, 2048)  # less than a block of the kernel, one and a rest, whole ones
+EOS = frozenset({2})
 
 
-def a_row(dice):
-    temperature = dice.choice((0.0, 1e-6, 0.4, 1.0, 1.7))
+def a_row(dice, vocab):
+    length, prompt = dice.randrange(2, 50), 1
     params = SamplingParams(
-        temperature=temperature,
-        top_k=dice.choice((0, 0, 1, 2, 40, VOCAB, 5000)),
+        temperature=dice.choice((0.0, 1e-6, 0.4, 1.0, 1.7)),
+        top_k=dice.choice((0, 0, 1, 2, 40, 300, 5000)),
         top_p=dice.choice((1.0, 1.0, 0.999, 0.95, 0.5, 1e-9)),
         min_p=dice.choice((0.0, 0.0, 0.1)),
+        repetition_penalty=dice.choice((1.0, 1.0, 1.3, 0.7)),
+        frequency_penalty=dice.choice((0.0, 0.0, 0.5, -0.5)),
+        presence_penalty=dice.choice((0.0, 0.0, 1.0)),
+        logit_bias=dice.choice(({}, {}, {1: 3.0, 5: -4.0})),
+        min_tokens=dice.choice((0, 0, 30)),
+        logprobs=dice.choice((None, None, 0, 3)),
         seed=dice.randrange(1 << 64),
     )
-    length = dice.randrange(1, 50)
-    return SampleRow(params, [3] * length, length)
+    return SampleRow(params, [dice.randrange(vocab) for _ in range(length)], prompt)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 1 << 30), st.sampled_from((1, 2, 9, MOST)), st.sampled_from(VOCABS))
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1 << 30), st.sampled_from((1, 2, 6)), st.sampled_from(VOCABS))
 def test_whatever_the_rows_ask_for(seed, count, vocab):
-    """The host draws row by row in numpy, the device all rows at once."""
     dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    sampler = DeviceSampler(Stream(), MOST)
+    host = Sampler(EOS, vocab)
+    device = DeviceSampler(Stream(), host, 4)
     for _ in range(2):  # memory is used again
-        rows = [a_row(dice) for _ in range(count)]
+        rows = [a_row(dice, vocab) for _ in range(count)]
         logits = torch.randn(count, vocab, generator=generator) * dice.choice((0.1, 3.0, 20.0))
         if dice.random() < 0.3:  # equals, everywhere
             logits = logits.round()
-        before = logits.clone()
-        positions = [len(row.token_ids) for row in rows]
-        sampler.sample(sampler.prepare([row.params for row in rows], positions, vocab), logits)
-        expected = Sampler(frozenset(), vocab).sample(logits, rows).token_ids
-        assert sampler.host_tokens[:count].tolist() == expected
-        assert sampler.tokens[:count].tolist() == expected
-        assert torch.equal(logits, before)
+        wanted = host.sample(logits, rows)
+        if dice.random() < 0.5:  # the host lacks last tokens of some, which lie in any order
+            places = dice.sample(range(count), count)
+            newest = torch.zeros(count, dtype=torch.int64)
+            newest[places] = torch.tensor([row.token_ids[-1] for row in rows])
+            sources = [place if dice.random() < 0.7 else KNOWN for place in places]
+            lacking = [
+                row if source == KNOWN else row._replace(token_ids=[*row.token_ids[:-1], 0])
+                for row, source in zip(rows, sources, strict=True)
+            ]
+            device.prepare(lacking, sources)
+            device.sample(logits, newest)
+        else:
+            device.prepare(rows)
+            device.sample(logits)
+        found = device.sampled()
+        assert found.token_ids == wanted.token_ids == device.tokens[:count].tolist()
+        for one, other in zip(found.logprobs, wanted.logprobs, strict=True):
+            assert (one is None) == (other is None)
+            if one and other:
+                assert one.logprob == pytest.approx(other.logprob, rel=1e-5, abs=1e-5)
+                assert one.top == [
+                    (token, pytest.approx(score, rel=1e-5, abs=1e-5)) for token, score in other.top
+                ] or sorted(x for _, x in one.top) == pytest.approx(
+                    sorted(x for _, x in other.top), rel=1e-5, abs=1e-5
+                )
 
 
 @pytest.mark.parametrize("flat", [0.0, 1e-4, 1.0])
 def test_a_large_vocabulary_is_cut_where_a_ranking_of_it_is(flat):
-    """Tens of thousands of weights in the one bucket in which top-p is reached, or nearly."""
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(3, 50_000, generator=generator) * flat
-    shares = (0.1, 0.5, 0.999)
-    whole, kept = (
-        filters.weigh(logits, filters.settings_of(params, 50_000)).double()
-        for params in (
-            [SamplingParams(temperature=1.0)] * 3,
-            [SamplingParams(temperature=1.0, top_p=p) for p in shares],
-        )
-    )
-    for share, weights, some in zip(shares, whole, kept, strict=True):
-        ranked, ids = weights.sort(descending=True, stable=True)
-        before = ranked.cumsum(0) - ranked
-        expected = ids[before < share * weights.sum()]
-        assert torch.equal(some.nonzero()[:, 0], expected.sort().values)
+    """Tens of thousands of weights at the edge of top-p, or nearly: every last token is drawn."""
+    vocab, shares = 20_000, (0.1, 0.5, 0.999)
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(1)) * flat
+    ranked, ids = logits[0].double().softmax(0).sort(descending=True, stable=True)
+    for share in shares:
+        kept = ids[ranked.cumsum(0) - ranked < share].tolist()
+        row = SampleRow(SamplingParams(temperature=1.0, top_p=share, seed=5), [0], 1)
+        device = DeviceSampler(Stream(), Sampler(EOS, vocab), 1)
+        device.prepare([row])
+        device.sample(logits.clone())
+        (token,) = device.sampled().token_ids
+        assert token in kept
+        assert [token] == Sampler(EOS, vocab).sample(logits, [row]).token_ids
 
 
 def test_logits_that_are_no_numbers_give_a_token_beyond_the_vocabulary():
-    sampler = DeviceSampler(Stream(), 4)
-    logits = torch.zeros(3, VOCAB)
-    logits[1] = torch.nan
-    for params in ({"top_p": 0.5}, {"top_k": 3}, {}):
-        sampled = SamplingParams(temperature=1.0, **params)
-        sampler.sample(sampler.prepare([sampled] * 3, [1, 2, 3], VOCAB), logits)
-        tokens = sampler.host_tokens[:3].tolist()
-        assert tokens[1] >= VOCAB
-        assert max(tokens[0], tokens[2]) < VOCAB
+    device = DeviceSampler(Stream(), Sampler(EOS, 300), 4)
+    for params in ({"top_p": 0.5}, {"top_k": 3}, {}, {"logprobs": 2}, {"temperature": 0.0}):
+        logits = torch.zeros(3, 300)
+        logits[1, 7] = torch.nan
+        row = SampleRow(SamplingParams(**{"temperature": 1.0, **params}), [1], 1)
+        device.prepare([row] * 3)
+        device.sample(logits)
+        tokens = device.sampled().token_ids
+        assert tokens[1] >= 300
+        assert max(tokens[0], tokens[2]) < 300

@@ -202,6 +202,7 @@ def test_the_gpu_is_the_engine_threads_before_anything_else(checkpoint, monkeypa
     device = torch.device("cuda", 1)
     runner = SimpleNamespace(
         pool=SimpleNamespace(device=device),
+        launches_ahead=False,
         wait_for_writes=lambda blocks=None: None,
         close=lambda: None,
     )
