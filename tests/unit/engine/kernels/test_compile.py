@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+PREFILL = re.compile(r"prefill_attention-tokens-70-.*ragged-0-")
+DECODE = re.compile(r"decode_attention-(splits|window)-.*-decode_kernel-")
+
 BROKEN = """
 from types import SimpleNamespace
 import torch, triton
@@ -54,6 +57,17 @@ def test_all_kernels_compile_for_all_architectures(tmp_path: Path) -> None:
             assert text.count("ld.global.v4.b32") >= 4, name
             assert (text.count("st.global.v4.b32") >= 4) != ("use-checksum" in name), name
     assert not re.search(r"^move_blocks( +\S+){4} +[1-9]", done.stdout, re.MULTILINE), "it spills"
+    hopper = {name: text for name, text in files.items() if name.endswith("-sm_90.ptx")}
+    (prefill,) = (text for name, text in hopper.items() if PREFILL.match(name))
+    assert "wgmma.mma_async" in prefill, "Hopper's products of whole tiles"
+    decode = [text for name, text in hopper.items() if DECODE.match(name)]
+    assert decode
+    for text in decode:  # 16 bytes at a time, which pass by the first-level cache
+        assert "cp.async.cg.shared.global" in text and "cp.async.ca" not in text
+    bfloat16 = re.findall(
+        r"^(?:pre|de)\S+_attention .* (\d+) +\d+  (?:splits|tokens|window)=.*", done.stdout, re.M
+    )
+    assert bfloat16 and not any(map(int, bfloat16)), "attention over a bfloat16 pool spills"
 
 
 def test_a_kernel_that_does_not_compile_is_named(tmp_path: Path) -> None:
