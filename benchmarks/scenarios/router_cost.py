@@ -36,7 +36,7 @@ from baton.config import ClusterConfig, EngineConfig, RouterLimits
 from baton.local import ports
 from baton.local.cluster import LocalCluster
 from benchmarks.environment import console, cores, machine, rotated
-from benchmarks.scenarios.common import connected, samples
+from benchmarks.scenarios.common import connected
 
 _WARM_UP = 64
 _CHAT_WORDS = 58  # of a prompt: 70 tokens with the template
@@ -103,8 +103,9 @@ async def main(args: argparse.Namespace) -> None:
                 found["dumps"] = found["router"] / (1000 * args.tokens) / dumps_s
                 results.setdefault(kind + name, []).append(found)
         for name, cluster in clusters.items():
-            ways = await samples(cluster.http_addresses[0], "baton_requests_served_total")
-            console.print(f"requests{name}: { ({s.labels['way']: int(s.value) for s in ways}) }")
+            async with AsyncClient(cluster.address) as client:
+                counts = (await client.status())["router"]["counts"]
+            console.print(f"requests{name}: {counts['served']}")
     columns = {kind + name: results[kind + name] for kind, name in cases}
     console.print("", median_table(f"{args.callers} callers", FIGURES, columns), sep="\n")
     if args.waiting:
