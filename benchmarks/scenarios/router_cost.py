@@ -81,6 +81,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 async def main(args: argparse.Namespace) -> None:
+    if 0 < args.waiting <= _FULL_BLOCKS:
+        raise SystemExit(f"--waiting: {_FULL_BLOCKS} run at once; give more than that, or 0")
     here = machine(cores(), len(cores()))
     console.print(f"{here['processor']}, {len(cores())} cores, load before {here['load_before']}")
     checkouts = {"": None} if args.beside is None else {"": None, " beside": args.beside.resolve()}
