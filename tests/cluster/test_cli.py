@@ -248,19 +248,11 @@ async def check_traces(target):
     drawn = await baton("trace", trace_id, *target)
     assert (drawn.status, drawn.err) == (0, "")
     assert drawn.out.startswith(f"trace {trace_id}: ")
-    for span in (
-        "router  router.generate", "router  router.admit", "router  router.place",
-        "decode  decode.reserve", "prefill  prefill.chunk", "prefill  kv.transfer",
-        "decode  decode.run",
-    ):  # fmt: skip
-        assert re.search(rf"─ {span}|^{span}", drawn.out, re.M), (span, drawn.out)
     share = re.search(r"spans account for ([\d.]+)% of the request's", drawn.out)
     assert share and 80 < float(share[1]) <= 100
     frame = await baton("top", "--once", "--interval", "0.2", *target)
     assert (frame.status, frame.err) == (0, "")
     assert "\x1b" not in frame.out and "quit" not in frame.out  # it may go into a pipe
-    row = next(line for line in frame.out.splitlines() if line.startswith(target[1]))
-    assert row.split()[2:6] == ["0"] * 4  # rates, from two answers
     for row in (r"prefill +prefill-0-[0-9a-f]{8} +READY ", r"decode +decode-0-[0-9a-f]{8} +READY ",
                 r"prefill-0-[0-9a-f]{8}  decode-0-[0-9a-f]{8}  shm +OPEN "):  # fmt: skip
         assert re.search(f"^{row}", frame.out, re.M), frame.out
