@@ -2,7 +2,7 @@
 
 Our own processes call `die_with_parent` themselves. A foreign program is started through `tied`,
 which runs this file in between. `preexec_fn` is no way to do it: it forks with gRPC's threads
-running, and gRPC's fork handlers have been seen to abort the child.
+running, and gRPC's fork handlers may abort the child.
 """
 
 from __future__ import annotations

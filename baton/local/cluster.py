@@ -39,6 +39,9 @@ _GPU_START_S = 900.0  # a large model's weights come from a disk, and kernels ar
 _STATUS_S = 5.0
 _LOOK_S = 0.2  # at most between two looks at a router
 
+Access = tuple[grpc.ChannelCredentials | None, str | None]  # and an API key
+Condition = Callable[[fleet_pb2.GetStatusResponse], bool]
+
 
 class LocalCluster(Supervisor):
     """Starts, supervises, restarts and stops the processes of `config`.
@@ -90,7 +93,7 @@ class LocalCluster(Supervisor):
         return self.addresses[0]
 
     @property
-    def _access(self) -> tuple[grpc.ChannelCredentials | None, str]:
+    def _access(self) -> Access:
         return self._credentials, self._api_key
 
     @property
@@ -110,7 +113,7 @@ class LocalCluster(Supervisor):
                 await self._until(lambda: all(p.is_ready for p in self._wanted()))
                 await workers_ready(self.membership, self._worker_pids)
                 for address in self._routers.values():
-                    await router_sees(address, self._worker_pids(), *self._access)
+                    await router_says(sees(self._worker_pids()), address, self._access)
         except TimeoutError:
             waiting = [process.name for process in self._wanted() if not process.is_ready]
             missing = ", ".join(waiting) or "a worker's record in etcd"
@@ -223,7 +226,7 @@ class LocalCluster(Supervisor):
     async def _serves(self, process: ChildProcess) -> str:
         if process.role == "router":
             router = self._all_routers[process.name]
-            await router_serving(router, *self._access)
+            await router_says(serves, router, self._access)
             address = router if isinstance(router, str) else router.address
             return f"serving after {process.age_s:.1f} s ({address}, pid {process.pid})"
         ready = await workers_ready(self.membership, lambda: {process.pid})
@@ -234,7 +237,7 @@ class LocalCluster(Supervisor):
     async def _is_back(self, process: ChildProcess) -> None:
         if process.role != "router":
             for router in self._routers.values():
-                await router_sees(router, {process.pid}, *self._access)
+                await router_says(sees({process.pid}), router, self._access)
 
     def _groups(self) -> Sequence[Sequence[ChildProcess]]:
         """Routers before workers."""
@@ -275,47 +278,31 @@ async def workers_ready(
     raise Unavailable("the registry is no longer watched")
 
 
-async def router_serving(
-    router: str | RouterProcess,
-    credentials: grpc.ChannelCredentials | None = None,
-    api_key: str | None = None,
+def serves(status: fleet_pb2.GetStatusResponse) -> bool:
+    """Whether a router says that it takes requests."""
+    return status.router.state == "SERVING"
+
+
+def sees(pids: Set[int]) -> Condition:
+    """Whether a router says that it can place requests on the workers with these pids."""
+    return lambda status: pids <= {w.record.pid for w in status.workers if w.state == "READY"}
+
+
+async def router_says(
+    condition: Condition, router: str | RouterProcess, access: Access = (None, None)
 ) -> None:
-    """Returns once a router, by its address, reports SERVING, however late it starts to listen."""
-    access = credentials, api_key
-    await _router_says(router, *access, lambda status: status.router.state == "SERVING")
-
-
-async def router_sees(
-    router: str | RouterProcess,
-    pids: Set[int],
-    credentials: grpc.ChannelCredentials | None = None,
-    api_key: str | None = None,
-) -> None:
-    """Returns once a router can place requests on the workers with these pids."""
-    await _router_says(
-        router,
-        credentials,
-        api_key,
-        lambda status: pids <= {w.record.pid for w in status.workers if w.state == "READY"},
-    )
-
-
-async def _router_says(
-    router: str | RouterProcess,
-    credentials: grpc.ChannelCredentials | None,
-    api_key: str | None,
-    is_so: Callable[[fleet_pb2.GetStatusResponse], bool],
-) -> None:
+    """Returns once a router, by its address, says so, however late it starts to listen."""
     backoff = Backoff(most_s=_LOOK_S)
     if isinstance(router, RouterProcess):  # a call would reach any of its siblings
-        while (status := router.status()) is None or not is_so(status):
+        while (status := router.status()) is None or not condition(status):
             await backoff.wait()
         return
+    credentials, api_key = access
     async with rpc.channel(router, credentials, role="router") as channel:
         fleet = fleet_pb2_grpc.FleetServiceStub(channel)
         while True:
             with contextlib.suppress(Unavailable, DeadlineExceeded), rpc.translated():
                 request, key = fleet_pb2.GetStatusRequest(), rpc.bearer(api_key)
-                if is_so(await fleet.GetStatus(request, timeout=_STATUS_S, metadata=key)):
+                if condition(await fleet.GetStatus(request, timeout=_STATUS_S, metadata=key)):
                     return
             await backoff.wait()

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-import signal
-import sys
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from baton import tls
 from baton.config import RouterConfig
-from baton.local import commands, ports
+from baton.local import commands, ports, supervisor
 from baton.local.process import ChildProcess
-from baton.local.supervisor import INTERRUPTED, Supervisor, cancel_on_signals, restart_on
+from baton.local.supervisor import Supervisor, echo
 from baton.registry.backoff import Backoff
 from baton.v1 import fleet_pb2
 from router.shared_state import SharedState
@@ -74,23 +70,16 @@ class SharedPorts:
 
 
 async def run(config: RouterConfig) -> int:
-    """Runs a router's processes until SIGINT or SIGTERM, then drains them; a second signal kills.
-
-    SIGHUP restarts them one after the other. The exit status is 0 once all served. Raises
-    ConfigError or Unavailable when they cannot start.
-    """
+    """Runs a router's processes until SIGINT or SIGTERM, then drains them; see `supervisor.run`."""
     tls.use_config(config, config.insecure)
     tls.current().check_exposed(config.host)
-    cancel_on_signals(log.info)
-    hangup = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
-    was_ready = False
-    with contextlib.suppress(asyncio.CancelledError):
-        async with _RouterProcesses(config) as router:
-            was_ready = True
-            log.info("%d processes serve at %s", config.router_processes, router.address)
-            await restart_on(hangup, router, log.info)
-    return 0 if was_ready else INTERRUPTED
+
+    async def start(stack: AsyncExitStack) -> Supervisor:
+        router = await stack.enter_async_context(_RouterProcesses(config))
+        log.info("%d processes serve at %s", config.router_processes, router.address)
+        return router
+
+    return await supervisor.run(start, log.info)
 
 
 class _RouterProcesses(Supervisor):
@@ -118,7 +107,7 @@ class _RouterProcesses(Supervisor):
             one = self._all[name] = shared.process(number)
             own = replace(config, name=name, port=shared.port, metrics_port=page)
             argv = [*commands.PROGRAM, *commands.arguments("router", own), *one.args]
-            on_line = partial(_echo, config.log_format == "text", name)
+            on_line = partial(echo, name if config.log_format == "text" else "")
             await self._launch(ChildProcess(name, "router", argv, {}, on_line, one.forget))
         await self._until(lambda: all(process.is_ready for process in self.processes.values()))
 
@@ -135,9 +124,3 @@ class _RouterProcesses(Supervisor):
 
     async def _is_back(self, process: ChildProcess) -> None:
         """Others do not look for it."""
-
-
-def _echo(named: bool, name: str, line: str) -> None:
-    """A process's log line, on stderr."""
-    with contextlib.suppress(OSError):
-        print(f"[{name}] {line}" if named else line, file=sys.stderr, flush=True)

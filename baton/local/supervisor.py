@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Self
 
@@ -222,9 +222,9 @@ def say(text: str) -> None:
 
 
 def echo(name: str, line: str) -> None:
-    """A process's log line, on stderr."""
+    """A process's log line, on stderr; without a name as it is."""
     with contextlib.suppress(OSError):
-        print(f"[{name}] {line}", file=sys.stderr, flush=True)
+        print(f"[{name}] {line}" if name else line, file=sys.stderr, flush=True)
 
 
 def cancel_on_signals(say: Say = say) -> None:
@@ -241,7 +241,25 @@ def cancel_on_signals(say: Say = say) -> None:
         asyncio.get_running_loop().add_signal_handler(signum, cancel)
 
 
-async def restart_on(hangup: asyncio.Event, processes: Supervisor, say: Say = say) -> None:
+async def run(start: Callable[[AsyncExitStack], Awaitable[Supervisor]], say: Say = say) -> int:
+    """Runs what `start` starts until SIGINT or SIGTERM, then stops it; a second signal kills it.
+
+    SIGHUP restarts all processes in turn. The exit status is 0 once all served. Raises ConfigError
+    or Unavailable when they cannot start.
+    """
+    cancel_on_signals(say)
+    hangup = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
+    was_ready = False
+    with contextlib.suppress(asyncio.CancelledError):
+        async with AsyncExitStack() as stack:
+            processes = await start(stack)
+            was_ready = True
+            await _restart_on(hangup, processes, say)
+    return 0 if was_ready else INTERRUPTED
+
+
+async def _restart_on(hangup: asyncio.Event, processes: Supervisor, say: Say) -> None:
     """Restarts all processes in turn at each SIGHUP, until the terminal is gone."""
     had_terminal = _has_terminal()
     while True:

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import signal
 import time
 from contextlib import AsyncExitStack
 from functools import partial
 
 from baton.config import ClusterConfig
-from baton.local import trace_tree
+from baton.local import supervisor, trace_tree
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore
-from baton.local.supervisor import INTERRUPTED, cancel_on_signals, echo, restart_on, say
+from baton.local.supervisor import echo, say
 from baton.local.trace_tree import entry_of
 from router.admission.tenants import Tenants
 from router.service import authorize
@@ -28,26 +27,17 @@ _SPANS_PER_TRACE = 24  # on average, at about 1 KiB a span
 
 
 async def run(config: ClusterConfig) -> int:
-    """Runs the cluster until SIGINT or SIGTERM, then stops it; a second signal kills it.
+    """Runs the cluster until SIGINT or SIGTERM, and says so; see `supervisor.run`."""
 
-    The exit status is 0 once it was ready. Raises ConfigError or Unavailable when it cannot start.
-    """
-    cancel_on_signals()
-    hangup = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hangup.set)
-    was_ready = False
-    try:
-        async with AsyncExitStack() as stack:
-            here = await _with_receiver(config, stack)
-            cluster = LocalCluster(here, say=say, on_line=echo)
-            await stack.enter_async_context(cluster)
-            was_ready = True
-            say(_ready_text(cluster, keeps_traces=here is not config))
-            await restart_on(hangup, cluster)
-    except asyncio.CancelledError:
-        pass
+    async def start(stack: AsyncExitStack) -> LocalCluster:
+        here = await _with_receiver(config, stack)
+        cluster = await stack.enter_async_context(LocalCluster(here, say=say, on_line=echo))
+        say(_ready_text(cluster, keeps_traces=here is not config))
+        return cluster
+
+    status = await supervisor.run(start)
     say("stopped")
-    return 0 if was_ready else INTERRUPTED
+    return status
 
 
 async def _with_receiver(config: ClusterConfig, stack: AsyncExitStack) -> ClusterConfig:

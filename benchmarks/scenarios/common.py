@@ -11,9 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import aiohttp
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample
 from rich.console import Console
 
 from baton.bench import serve, servers
@@ -142,15 +139,6 @@ async def blocks_held(address: str, wait_s: float = 20.0) -> int:
                 break
             await asyncio.sleep(_POLL_S)
         return int(held)
-
-
-async def samples(address: str, *names: str) -> list[Sample]:
-    """The samples of these names, all labels, on the metrics page at host:port."""
-    async with aiohttp.request("GET", f"http://{address}/metrics") as response:
-        response.raise_for_status()
-        page = await response.text()
-    families = text_string_to_metric_families(page)
-    return [sample for family in families for sample in family.samples if sample.name in names]
 
 
 def spread(values_s: Iterable[float | None]) -> str:

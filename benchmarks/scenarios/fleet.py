@@ -18,7 +18,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import aiohttp
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from baton.bench.generator import Generator
 from baton.bench.terminal import table
@@ -29,7 +32,7 @@ from baton.local.cluster import LocalCluster
 from benchmarks.child import Failed
 from benchmarks.environment import console, cores, machine
 from benchmarks.scenarios import fleet_workers
-from benchmarks.scenarios.common import connected, lag_of, samples, spread
+from benchmarks.scenarios.common import connected, lag_of, spread
 
 _WORDS = 58  # of a prompt: 70 tokens with the template
 _SEEN_S, _POLL_S = 120.0, 0.2
@@ -141,16 +144,16 @@ class _Reading:
         buckets = {
             what: {
                 float(sample.labels["le"]): sample.value
-                for sample in await samples(cluster.metrics[name], series)
+                for sample in await _samples(cluster.metrics[name], series)
             }
             for what, (name, series) in _HISTOGRAMS.items()
         }
         sent, etcd = Counter[str](), Counter[str]()
         for name in ("prefill-0", "decode-0"):
-            for sample in await samples(cluster.metrics[name], "sent_total"):
+            for sample in await _samples(cluster.metrics[name], "sent_total"):
                 sent[sample.labels["kind"]] += int(sample.value)
         for what, series in _ETCD.items():
-            for sample in await samples(cluster.etcd_address, series):
+            for sample in await _samples(cluster.etcd_address, series):
                 etcd[what] += int(sample.value)
         return cls(
             time.monotonic(),
@@ -179,6 +182,15 @@ class _Reading:
         rows.append(("router, CPU µs a message", f"{1e6 * router_s / max(1, sent.total()):.0f}"))
         rows += [(f"etcd: {what}/s", f"{count / seconds:.0f}") for what, count in etcd.items()]
         return table(title, ("",), rows)
+
+
+async def _samples(address: str, *names: str) -> list[Sample]:
+    """The samples of these names, all labels, on the metrics page at host:port."""
+    async with aiohttp.request("GET", f"http://{address}/metrics") as response:
+        response.raise_for_status()
+        page = await response.text()
+    families = text_string_to_metric_families(page)
+    return [sample for family in families for sample in family.samples if sample.name in names]
 
 
 def _mib(num_bytes: int) -> str:

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,10 @@ from baton.config import ClusterConfig, EngineConfig, RouterLimits
 from baton.local import ports
 from baton.local.cluster import LocalCluster
 from benchmarks.environment import console, cores, machine, rotated
-from benchmarks.scenarios.common import connected, samples
-from benchmarks.scenarios.dynamo import dynamo
+from benchmarks.scenarios.common import connected
 
 _WARM_UP = 64
-_CHAT_WORDS, _SHORT_TOKENS = 58, 16  # of a prompt; the words are 70 tokens with the template
+_CHAT_WORDS = 58  # of a prompt: 70 tokens with the template
 _DUMPS = 20_000
 _WAITING_TOKENS = (64, 1024)  # of prompts that wait; in this order, as memory does not shrink
 _FULL_BLOCKS = 96  # of a worker that few of them fill
@@ -78,21 +77,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     text = "of the router: 1; gRPC's one connection reaches one, HTTP's one for each caller all"
     add("--router-processes", type=int, default=1, metavar="N", help=text)
     add("--waiting", type=int, default=2000, help="requests that wait: 2000; 0 leaves that out")
-    add("--short", action="store_true", help="prompts of 16 token ids, which decode computes")
     add("--beside", type=Path, metavar="DIR", help="another checkout, in turns with this one")
-    add("--dynamo", type=Path, metavar="VENV", help="Dynamo's frontend, in turns, from this venv")
-
-
-@dataclass(frozen=True)
-class _Target:
-    """What requests are sent to, and its processes by name, as in FIGURES."""
-
-    http: str  # host:port
-    grpc: str  # the same; empty: none
-    pids: Mapping[str, int]
 
 
 async def main(args: argparse.Namespace) -> None:
+    if 0 < args.waiting <= _FULL_BLOCKS:
+        raise SystemExit(f"--waiting: {_FULL_BLOCKS} run at once; give more than that, or 0")
     here = machine(cores(), len(cores()))
     console.print(f"{here['processor']}, {len(cores())} cores, load before {here['load_before']}")
     checkouts = {"": None} if args.beside is None else {"": None, " beside": args.beside.resolve()}
@@ -100,27 +90,24 @@ async def main(args: argparse.Namespace) -> None:
     # The demo model for its tokenizer: without one, streams over HTTP would carry empty texts.
     engine = EngineConfig(simulate="1e9,0", prefix_cache=False)
     async with AsyncExitStack() as stack:
-        targets = dict[str, _Target]()
-        for name, directory in checkouts.items():
-            cluster = await stack.enter_async_context(
+        clusters = {
+            name: await stack.enter_async_context(
                 _cluster(directory, engine, args.router_processes)
             )
-            pids = {process.name: process.pid for process in cluster.processes.values()}
-            targets[name] = _Target(cluster.http_addresses[0], cluster.address, pids)
-        if args.dynamo:
-            address, pids = await stack.enter_async_context(dynamo(args.dynamo.absolute()))
-            targets[" dynamo"] = _Target(address, "", pids)
-        cases = [(k, n) for k in KINDS for n in targets if KINDS[k][0] or targets[n].grpc]
+            for name, directory in checkouts.items()
+        }
+        cases = [(kind, name) for kind in KINDS for name in clusters]
         for round_ in range(args.rounds):
             dumps_s = _dumps_s()
             console.print(f"round {round_ + 1}: one json.dumps takes {dumps_s * 1e6:.2f} µs")
             for kind, name in rotated(cases, round_):
-                found = await _measure(args, targets[name], kind, round_)
+                found = await _measure(args, clusters[name], kind, round_)
                 found["dumps"] = found["router"] / (1000 * args.tokens) / dumps_s
                 results.setdefault(kind + name, []).append(found)
-        for name in checkouts:
-            ways = await samples(targets[name].http, "baton_requests_served_total")
-            console.print(f"requests{name}: { ({s.labels['way']: int(s.value) for s in ways}) }")
+        for name, cluster in clusters.items():
+            async with AsyncClient(cluster.address) as client:
+                counts = (await client.status())["router"]["counts"]
+            console.print(f"requests{name}: {counts['served']}")
     columns = {kind + name: results[kind + name] for kind, name in cases}
     console.print("", median_table(f"{args.callers} callers", FIGURES, columns), sep="\n")
     if args.waiting:
@@ -149,14 +136,15 @@ async def _cluster(
 
 
 async def _measure(
-    args: argparse.Namespace, target: _Target, kind: str, round_: int
+    args: argparse.Namespace, cluster: LocalCluster, kind: str, round_: int
 ) -> dict[str, float]:
     """One kind of requests, by names of FIGURES."""
     is_http, options = KINDS[kind]
-    url = f"http://{target.http}" if is_http else target.grpc
-    length, form = (_SHORT_TOKENS, "ids") if args.short else (_CHAT_WORDS, "chat")
+    url = f"http://{cluster.http_addresses[0]}" if is_http else cluster.address
+    pids = {process.name: process.pid for process in cluster.processes.values()}
     load = Workload(
-        prompt_lengths=Lengths(length, length), output_lengths=Lengths(args.tokens, args.tokens)
+        prompt_lengths=Lengths(_CHAT_WORDS, _CHAT_WORDS),
+        output_lengths=Lengths(args.tokens, args.tokens),
     )
 
     async def send(server: Server, part: int, count: int, callers: int) -> Run:
@@ -165,12 +153,12 @@ async def _measure(
         assert run.ok == count, next(o for o in run.outcomes if not o.ok).message
         return run
 
-    async with connected(url, prompt_form=form, **options) as server:
+    async with connected(url, prompt_form="chat", **options) as server:
         await send(server, 0, _WARM_UP, args.callers)
         alone = (await send(server, 1, args.requests // 4, 1)).outcomes
-        before = _cpu_s(target.pids)
+        before = _cpu_s(pids)
         run = await send(server, 2, args.requests, args.callers)
-        after = _cpu_s(target.pids)
+        after = _cpu_s(pids)
     return {
         "prompt_tokens": percentile((o.prompt_tokens for o in run.outcomes), 50),
         "first_s": percentile((o.ttft_s or 0.0 for o in alone), 50),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.local.cluster import LocalCluster, router_serving, workers_ready
+from baton.local.cluster import LocalCluster, router_says, serves, workers_ready
 from tests.proxy import Proxy
 
 # By kind: how often it happens, relative to the others; seconds that it lasts, if it does.
@@ -234,7 +234,7 @@ class Injector:
             while process.starts == starts:  # noqa: ASYNC110 - its supervisor sends no event
                 await asyncio.sleep(0.05)
             if name in self.routers:
-                await router_serving(self.routers[name])
+                await router_says(serves, self.routers[name])
             else:
                 await workers_ready(self.cluster.membership, lambda: {process.pid})
 

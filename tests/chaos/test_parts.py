@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
-import os
-import time
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 
 from baton import errors
 from baton.client import Completion, TokenLogprobs, Usage
-from baton.local import ports
 from tests.chaos import load
-from tests.chaos.checks import SLACK, leaks
-from tests.chaos.faults import KINDS, TARGETS, Fault, Injector, Outage, Outages, plan
+from tests.chaos.faults import KINDS, TARGETS, Outage, Outages, plan
 from tests.chaos.judge import violation
-from tests.chaos.kv_faults import Control, FaultyTransport
 from tests.chaos.load import ChaosRequest, Outcome, Run
-from tests.contract.kvtransfer_parts import TRANSPORTS, Pair, slots
-from tests.proxy import Proxy, owner
 
 TOKENS = tuple(range(100, 140))
 TEXT = "".join(chr(97 + i % 26) for i in range(40))
@@ -149,101 +135,3 @@ def test_outages_of_a_role_of_one_router_and_of_memory() -> None:
     assert not outages.any_down(("router-1",), 71.0, 72.0)
     assert outages.memory_lost(9.0, 11.0)
     assert not outages.memory_lost(14.0, 40.0), "only a kill's beginning counts"
-
-
-async def test_the_last_of_a_role_is_spared_unless_it_is_meant() -> None:
-    processes = {name: SimpleNamespace(name=name, role=role) for name, role in PROCESSES.items()}
-    cluster = mock.Mock(processes=processes)
-    injector = Injector(cluster, {}, Path(), {}, lambda line: None)
-    injector.outages.all.append(Outage("decode-0", "kill", 0.0))
-    await injector.run([
-        Fault(0.0, "stop", "decode-1"),
-        Fault(0.0, "stop", "prefill-1"),
-        Fault(0.01, "stop", "prefill-0"),
-        Fault(0.02, "stop", "decode-1", may_hit_last=True),
-    ])  # fmt: skip
-    assert {call.args[0] for call in cluster.kill.mock_calls} == {"prefill-1", "decode-1"}
-    assert (injector.done["stop"], injector.skipped) == (2, 2)
-
-
-def test_leaks_are_what_grew_beyond_the_slack_in_processes_that_lived() -> None:
-    def grown(pid: int, extra: int) -> list[str]:
-        rest: dict[str, dict[str, int]] = {"tasks": {"a": 3}, "threads": {"main": 1}}
-        before, after = ({**rest, "files": {"socket": 10 + more}} for more in (0, extra))
-        return leaks({1: before}, {pid: after})
-
-    assert grown(1, SLACK["files"]) == grown(2, 1000) == []
-    assert "socket" in grown(1, SLACK["files"] + 1)[0]
-
-
-async def test_the_proxy_cuts_holds_and_slows_one_caller_alone() -> None:
-    names: dict[int, str] = {}  # by local port
-
-    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(1 << 16):
-                writer.write(data)
-
-    async def dial(caller: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        names[mine := ports.free()] = caller
-        port = int(proxy.address.rpartition(":")[2])
-        assert owner(mine, {"me": os.getpid()}) == "unknown"
-        streams = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.1", mine))
-        assert owner(mine, {"gone": 2**22 + 1, "me": os.getpid()}) == "me"
-        return streams
-
-    async def echoed(caller: str, size: int = 4, timeout_s: float = 5.0) -> None:
-        reader, writer = streams[caller]
-        writer.write(b"x" * size)
-        async with asyncio.timeout(timeout_s):
-            assert await reader.readexactly(size) == b"x" * size
-
-    server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    async with server, Proxy(server.sockets[0].getsockname()[1], names.__getitem__) as proxy:
-        streams = {caller: await dial(caller) for caller in ("one", "other")}
-        for caller in streams:
-            await echoed(caller, 100_000)
-        proxy.cut("one")
-        with pytest.raises(ConnectionResetError):
-            await streams["one"][0].readexactly(1)
-        proxy.hold("one")
-        streams["one"] = await dial("one")  # a new connection is held, too
-        with pytest.raises(TimeoutError):
-            await echoed("one", timeout_s=0.1)
-        await echoed("other")
-        proxy.release("one")
-        assert await streams["one"][0].readexactly(4) == b"xxxx"
-        proxy.slow(200_000.0, "one")
-        began = time.monotonic()
-        await echoed("one", 60_000)
-        assert time.monotonic() - began > 0.2
-        for _, writer in streams.values():
-            writer.transport.abort()
-
-
-@pytest.mark.parametrize("name", ["shm", "gloo"])
-def test_faults_of_kv_transfers(tmp_path: Path, name: str) -> None:
-    """Nothing without a control file; else bytes or the link are broken, and the sender's stay."""
-    control = tmp_path / "kv.json"
-    local, remote = slots(12, 3, 4, 5), slots(12, 9, 2, 7)
-    pair = Pair(FaultyTransport(TRANSPORTS[name](), Control(control)))
-    try:
-        before = pair.source.tensor.clone()
-        sent, arrived = pair.move(local, remote)
-        assert (sent.value, sent.num_bytes) == (arrived.value, arrived.num_bytes)
-        assert torch.equal(pair.target.tensor[9], pair.source.tensor[3])
-        for fault in ("corrupt", "lose"):
-            control.write_text(json.dumps({"fault": fault, "every": 2}))
-            spared = []
-            for _ in range(2):
-                sent, arrived = pair.move(local, remote)
-                assert pair.source.digest(local).value == sent.value
-                spared.append(sent.value == arrived.value)
-            assert spared == [True, False]
-        control.write_text(json.dumps({"fault": "fail"}))
-        with pytest.raises(errors.TransferFailed):
-            pair.move(local, remote)
-        assert torch.equal(pair.source.tensor, before), "the sender's blocks are as they were"
-        assert control.with_suffix(".done").read_text() == "corrupt\nlose\nfail\n"
-    finally:
-        pair.close()

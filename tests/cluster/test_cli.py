@@ -158,30 +158,6 @@ async def test_figures_of_a_benchmark_agree_with_the_routers_counts(clusters, tm
     assert 2 * WARM_UP * 104 <= warm_up <= 2 * WARM_UP * 144
 
 
-async def test_a_trace_is_replayed_and_ctrl_c_leaves_a_report(clusters, tmp_path):
-    """A long trace, ended early: status 130, a report marked partial, nothing goes on."""
-    cluster, client = await clusters(engine=SIMULATED)
-    row = {"input_length": 2000, "output_length": 400, "hash_ids": [1, 2, 3, 4]}
-    rows = (json.dumps({"timestamp": 1000 * i, **row}) + "\n" for i in range(2000))
-    (tmp_path / "trace.jsonl").write_text("".join(rows))
-    command = (
-        *("bench", "serve", "--target", cluster.address, "--output", str(tmp_path / "out")),
-        *("--trace", str(tmp_path / "trace.jsonl"), "--rate-scale", "8", "--length-scale", "0.1"),
-    )
-    async with running(*command, env={}) as bench:
-        await bench.says(" done, ", timeout_s=90)
-        assert await bench.end(signal.SIGINT) == 130
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["partial"] and report["workload"]["trace"] == "trace.jsonl"
-    figures = report["stages"][0]["servers"][0]["figures"]
-    assert 0 < figures["requests"]["ok"] < 2000
-    assert figures["input_tokens"] == 200 * figures["requests"]["ok"]
-    assert figures["output_tokens"] == 40 * figures["requests"]["ok"]
-    assert figures["prefix_cache"]["share"] > 0.5  # all rows have the same ids
-    idle = lambda status: not status["router"]["running"]  # noqa: E731
-    await eventually(client.status, idle, "requests still run", 30)
-
-
 @pytest.mark.timeout(240)
 async def test_up_from_ready_to_stopped(tmp_path):
     """Traces, `top` and counts of requests; what is killed is restarted; nothing is left."""
@@ -272,19 +248,11 @@ async def check_traces(target):
     drawn = await baton("trace", trace_id, *target)
     assert (drawn.status, drawn.err) == (0, "")
     assert drawn.out.startswith(f"trace {trace_id}: ")
-    for span in (
-        "router  router.generate", "router  router.admit", "router  router.place",
-        "decode  decode.reserve", "prefill  prefill.chunk", "prefill  kv.transfer",
-        "decode  decode.run",
-    ):  # fmt: skip
-        assert re.search(rf"─ {span}|^{span}", drawn.out, re.M), (span, drawn.out)
     share = re.search(r"spans account for ([\d.]+)% of the request's", drawn.out)
     assert share and 80 < float(share[1]) <= 100
     frame = await baton("top", "--once", "--interval", "0.2", *target)
     assert (frame.status, frame.err) == (0, "")
     assert "\x1b" not in frame.out and "quit" not in frame.out  # it may go into a pipe
-    row = next(line for line in frame.out.splitlines() if line.startswith(target[1]))
-    assert row.split()[2:6] == ["0"] * 4  # rates, from two answers
     for row in (r"prefill +prefill-0-[0-9a-f]{8} +READY ", r"decode +decode-0-[0-9a-f]{8} +READY ",
                 r"prefill-0-[0-9a-f]{8}  decode-0-[0-9a-f]{8}  shm +OPEN "):  # fmt: skip
         assert re.search(f"^{row}", frame.out, re.M), frame.out

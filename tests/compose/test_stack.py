@@ -269,52 +269,6 @@ def test_prometheus_finds_every_container(serving: Stack, prometheus: str) -> No
     )
 
 
-def silent_panels(prometheus: str) -> set[str]:
-    """The panels whose every query is answered with nothing; raises for one that is an error."""
-    silent = set()
-    for file in (FOLDER / "observability" / "grafana" / "dashboards").glob("*.json"):
-        for panel in json.loads(file.read_text())["panels"]:
-            answers = []
-            for target in panel.get("targets", ()):
-                query = target["expr"].replace("$__rate_interval", "1m")
-                query = query.replace("$job", "prefill").replace("$instance", ".*")
-                answers.append(asked(prometheus, query))
-            if answers and not any(answers):
-                silent.add(f"{file.stem}: {panel['title']}")
-    return silent
-
-
-def test_dashboards_ask_what_prometheus_can_answer(serving: Stack, prometheus: str) -> None:
-    """Nothing is a syntax error, and panels that need no failure have data."""
-    needs_failure = {
-        *("overview: Failovers", "overview: Ejections", "overview: Refusals by cause"),
-        *("kv-transfer: Failures", "kv-transfer: Sent again"),
-        *("capacity: Refused for want of room", "worker: Reservations"),  # decode has these
-    }
-    with serving.client() as client:
-        client.generate(f"{time.time()}" * 20, max_tokens=8)
-    eventually(
-        lambda: silent_panels(prometheus) - needs_failure,
-        lambda seen: not seen,
-        "these panels show nothing",
-    )
-
-
-def test_alert_rules_are_loaded_and_quiet(serving: Stack, prometheus: str) -> None:
-    def rules() -> list[dict[str, Any]]:
-        groups = fetched(f"{prometheus}/rules")["data"]["groups"]
-        return [rule for group in groups for rule in group["rules"]]
-
-    evaluated = eventually(
-        rules,
-        lambda seen: bool(seen) and all(rule["health"] == "ok" for rule in seen),
-        "rules are not evaluated",
-    )
-    pages = [rule for rule in evaluated if rule["labels"]["severity"] == "page"]
-    assert len(pages) >= 5
-    assert not [rule["name"] for rule in pages if rule["state"] == "firing"]
-
-
 def test_everything_stops_with_exit_status_0(serving: Stack) -> None:
     """Last: it stops the stack."""
     running = [one["Id"] for one in serving.containers(*OURS) if one["State"]["Running"]]

@@ -135,6 +135,21 @@ async def test_a_signal_ends_it_early(monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.parametrize(
+    ("partial", "answered", "status"), [(False, (3, 1), 0), (False, (3, 0), 1), (True, (3, 0), 130)]
+)
+def test_the_exit_status_says_how_it_ended(partial, answered, status, monkeypatch, capsys):
+    servers = [{"figures": {"requests": {"ok": number}}} for number in answered]
+    report = {"partial": partial, "stages": [{"servers": servers}], "interference": None}
+
+    async def run(settings, progress):
+        return report
+
+    monkeypatch.setattr(serve, "run", run)
+    assert cli.main(["bench", "serve", "--json"]) == status
+    assert json.loads(capsys.readouterr().out) == report
+
+
 async def test_a_server_that_does_not_answer_is_an_error(tmp_path):
     server = ScriptedOpenAI((503, "warming up"))
     blocked = tmp_path / "file"

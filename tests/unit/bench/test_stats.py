@@ -1,13 +1,12 @@
 """Statistics of known requests, computed by hand; numpy is the oracle of percentiles."""
 
-import math
 from array import array
 
 import pytest
 
 from baton.bench.report import compared, knee_of
 from baton.bench.request import INTERRUPTED, Outcome
-from baton.bench.stats import percentile, spread_of, stats_of, timeline_of
+from baton.bench.stats import stats_of, timeline_of
 from baton.slo import Slo
 from tests.unit.bench.outcomes import failed, finish, outcome
 
@@ -15,17 +14,6 @@ FAST = outcome(0.1, 0.2, 0.3, 0.4)  # TTFT 0.1, TPOT 0.1, E2E 0.4
 SLOW = outcome(1.0, 1.5, 2.5)  # TTFT 1.0, TPOT 0.75, E2E 2.5
 SHORT = outcome(0.3)  # no TPOT
 BOTH = Slo.parse("ttft=0.5,tpot=0.5")
-
-
-def test_percentiles_lie_linearly_between_ranks():
-    """Rank 0.95 * 4 = 3.8 of 1, 2, 3, 4, 10: from 4, eight tenths of the way to 10."""
-    assert spread_of([10, 1, 3, None, 2, 4]) == {
-        "count": 5, "mean": 4, "min": 1, "max": 10, "p50": 3,
-        "p90": pytest.approx(7.6), "p95": pytest.approx(8.8), "p99": pytest.approx(9.76),
-    }  # fmt: skip
-    assert percentile([10, 1, 3, 2, 4], 95) == pytest.approx(8.8)
-    assert spread_of([]) is None and spread_of([None]) is None
-    assert math.isnan(percentile([], 50))
 
 
 def test_latencies_of_one_request():

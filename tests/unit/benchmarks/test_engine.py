@@ -1,24 +1,19 @@
 """The comparison of engines: adapters' answers, rounds, and a real run of Baton's engine."""
 
 import argparse
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from dataclasses import asdict
 
-import psutil
 import pytest
 
 from benchmarks.child import ROOT, Child, Failed
 from benchmarks.engine import compare
 from benchmarks.engine.adapters.protocol import Setup
 from benchmarks.engine.adapters.transformers_model import Transformers
-from benchmarks.engine.compare import ENTRIES, Work, measure, works
-from benchmarks.environment import Missing, Rivals
+from benchmarks.engine.compare import Work, measure, works
+from benchmarks.environment import Missing
 from benchmarks.shapes import SHAPES
 
 SETUP = Setup("/nowhere", 512, 1, (min(os.sched_getaffinity(0)),), 4, 80, 64, {"dtype": "float32"})
@@ -177,72 +172,3 @@ def test_transformers_is_measured_with_random_weights(generate):
     adapter = Transformers(Setup("", 512, 1, (), 0, 0, 0, options))
     for seconds, how in (adapter.decode(2, 20, 3), adapter.prefill(30)):
         assert seconds > 0 and how.split()[0] in ("sdpa", "eager")
-
-
-def test_threads_are_set_before_anything_is_imported(tmp_path):
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "libiomp5.so").touch()
-    rivals = Rivals(venv=tmp_path, llama_cpp=tmp_path / "llama")
-    assert compare.variables(ENTRIES["baton-bf16"], rivals, 1)["OMP_NUM_THREADS"] == "1"
-    assert "LD_PRELOAD" not in compare.variables(ENTRIES["llama.cpp-bf16"], rivals, 1)
-    vllm = compare.variables(ENTRIES["vllm-bf16"], rivals, 1)
-    assert vllm["LD_PRELOAD"].startswith(str(tmp_path / "lib" / "libiomp5.so"))
-    assert vllm["LLAMA_CPP_LIB_PATH"] == str(tmp_path / "llama")
-
-
-SLOW = """
-import signal, subprocess
-from benchmarks.engine.adapters.protocol import Adapter, main
-class Slow(Adapter):
-    def about(self): return {}
-    def decode(self, batch, context, steps):
-        subprocess.run(["sleep", "60"])
-    def prefill(self, tokens): pass
-def load(setup):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a library in the middle of its work does
-    return Slow(setup)
-main(load)
-"""
-BENCH = """
-import runpy, sys
-from benchmarks import checkpoint
-from benchmarks.engine import compare
-checkpoint.directory_of = lambda shape, cache: cache
-compare.ADAPTERS = ""
-compare.ENTRIES["baton-float32"] = compare.Entry("slow_adapter")
-sys.argv = ["benchmarks", "engine", "--shape", "tiny", "--candidates", "baton-float32"]
-runpy.run_module("benchmarks", run_name="__main__")
-"""
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_engines_end_with_it(tmp_path, signum):
-    """At once and without a traceback, whatever they are doing, and what they started too.
-
-    After a SIGKILL the kernel ends the adapters.
-    """
-    (tmp_path / "slow_adapter.py").write_text(SLOW)
-    bench = psutil.Popen(
-        [sys.executable, "-c", BENCH],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    )
-    children = {}
-    try:
-        assert any("warm-up: batch 1" in line for line in bench.stderr), "it ended"
-        while "sleep" not in children.values():
-            time.sleep(0.02)
-            children = {child: child.name() for child in bench.children(recursive=True)}
-        os.killpg(bench.pid, signum)  # as a terminal does
-        assert bench.wait(10) == (130 if signum != signal.SIGKILL else -signum)
-        assert "Traceback" not in bench.stderr.read()
-        ended = [c for c, name in children.items() if signum != signal.SIGKILL or name != "sleep"]
-        assert len(ended) == len(children) - (signum == signal.SIGKILL)
-        assert not psutil.wait_procs(ended, timeout=10)[1]
-    finally:
-        for process in (*children, bench):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        bench.communicate()

@@ -157,13 +157,18 @@ async def test_a_rolling_restart_takes_one_process_after_the_other(monkeypatch):
     """Each leaves by itself and is found again before the next has to go."""
     said: list[str] = []
     found: list[tuple[str, int]] = []
-    seen = local_cluster.router_sees
+    says, sees, asked = local_cluster.router_says, local_cluster.sees, {}
 
-    async def router_sees(address: str, pids: set[int], *access: object) -> None:
-        await seen(address, pids, *access)
-        found.extend((address, pid) for pid in pids)
+    def noted(pids: set[int]) -> object:
+        asked[condition := sees(pids)] = pids
+        return condition
 
-    monkeypatch.setattr(local_cluster, "router_sees", router_sees)
+    async def router_says(condition: object, address: str, access: object) -> None:
+        await says(condition, address, access)
+        found.extend((address, pid) for pid in asked.get(condition, ()))
+
+    monkeypatch.setattr(local_cluster, "sees", noted)
+    monkeypatch.setattr(local_cluster, "router_says", router_says)
     async with cluster(routers=2, prefill=2, say=said.append) as started:
         before = {name: process.pid for name, process in started.processes.items()}
         assert list(before) == ["router-0", "router-1", "prefill-0", "prefill-1", "decode-0"]
@@ -193,7 +198,7 @@ async def test_a_rolling_restart_takes_one_process_after_the_other(monkeypatch):
         assert started.processes["router-1"].starts == 3
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
-                await seen(started.addresses[1], {os.getpid()})
+                await says(sees({os.getpid()}), started.addresses[1])
 
 
 async def test_without_restarts_a_process_comes_back_when_asked():
