@@ -135,6 +135,11 @@ TABLE: tuple[Instrument, ...] = (
         "Requests by SLO class (`--slo`), and whether they met all of its targets. One that failed "
         "or was refused has not; one that the caller left or that was invalid is not counted.",
         ("slo", "met")),
+    Instrument("baton.batches", GAUGE, "{batch}", (ROUTER,),
+        "Batches of the HTTP API by status, at the process that runs those of its `--batch-dir`.",
+        ("status",)),
+    Instrument("baton.batch.requests", COUNTER, "{request}", (ROUTER,),
+        "Requests of batches whose result was written: completed, or failed.", ("result",)),
     Instrument("baton.workers", GAUGE, "{worker}", (ROUTER,),
         "Workers by role, and by state as this router sees them.", ("role", "state")),
     Instrument("baton.breaker.ejections", COUNTER, "{ejection}", (ROUTER,),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from opentelemetry.context import Context
 
@@ -66,11 +67,12 @@ class RouterMetrics(RequestListener):
         observe("baton.requests.running", lambda: service.running)
         observe("baton.requests.queued", lambda: service.wait_queue.depth)
         observe("baton.tokens.output", lambda: service.stats.counts.output_tokens)
-        served = service.stats.counts.served
-        observe(
-            "baton.requests.served",
-            lambda: [(number, {"way": way}) for way, number in served.items()],
-        )
+        for name, label, counts in (
+            ("baton.requests.served", "way", service.stats.counts.served),
+            ("baton.batches", "status", service.batches),
+            ("baton.batch.requests", "result", service.batch_lines),
+        ):
+            observe(name, partial(_by, label, counts))
         observe("baton.workers", lambda: _workers(service.fleet))
         service.fleet.on_ejected = self._ejected
 
@@ -132,6 +134,10 @@ class RouterMetrics(RequestListener):
     def _ejected(self, key: Key) -> None:
         kind = "worker" if isinstance(key, str) else "pair"
         self._recorder.count("baton.breaker.ejections", 1, {"kind": kind})
+
+
+def _by(label: str, counts: Mapping[str, int]) -> list[tuple[float, Attributes]]:
+    return [(number, {label: value}) for value, number in counts.items()]
 
 
 def _cause_of(record: RequestRecord, error: Exception) -> str:
