@@ -256,6 +256,7 @@ class GenerationService:
         ):
             record.span, record.trace_id = span, telemetry.trace_id_of(span)
             record.held = telemetry.is_held(span)
+            record.in_batch = bool(caller.tenant)
             record.operation = "chat" if request.HasField("chat") else "text_completion"
             trace = telemetry.context_of(span)
             with telemetry.span(self._tracer, "router.admit", trace):

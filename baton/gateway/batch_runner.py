@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import time
@@ -18,12 +17,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from baton.errors import InvalidRequest, Overloaded, RetryableError, Unauthenticated, Unavailable
+from baton.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    RetryableError,
+    Unauthenticated,
+    Unavailable,
+)
 from baton.gateway.batch_store import (
     FINISHED,
     MAX_LINES,
@@ -33,6 +39,7 @@ from baton.gateway.batch_store import (
     BatchStore,
     File,
     new_id,
+    try_lock,
 )
 from baton.gateway.generation import MAX_BODY_BYTES, Endpoint
 from baton.http_errors import JSON_TYPE, Header, failure_of
@@ -44,8 +51,11 @@ log = logging.getLogger(__name__)
 _LOOK_S = 1.0  # between two looks at the folder, and at the lock while another process has it
 _RETRY_S = 1.0  # before a line that was refused runs again, at least
 _MAX_RETRY_S = 60.0
-_MAX_FAILURES = 3  # of a line that began and failed with 503: it may be what ends its workers
-_GRACE_S = 60.0  # the batch expires before its requests do
+_REFUSALS = (Overloaded, Unauthenticated)
+_FAILURES = (Unavailable, DeadlineExceeded)
+_MAX_FAILURES = 3  # of a line that had begun: it may be what ends its workers
+_GRACE_S = 60.0
+_TRY_S = 3600.0  # for a line, its wait for room included
 _RESTART_S = 30.0  # before a batch goes on whose files could not be read or written
 _STALE_PART_S = 3600.0  # what an upload left behind that a kill ended
 _READ_BYTES = 1 << 20
@@ -135,8 +145,9 @@ class _Results:
 
     def publish(self, store: BatchStore, created_at: int) -> str | None:
         """Makes it a file of the tenant's; its id, or None where it is empty."""
-        if not (size := self.path.stat().st_size):
-            self.path.unlink()
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if not size:
+            self.path.unlink(missing_ok=True)
             return None
         file = File(
             id=self.path.stem,
@@ -178,12 +189,11 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Runs batches while no other process does; until cancelled."""
-        try:
-            with (self._folder / "lock").open("r+b") as lock:
-                while not _locked(lock):  # noqa: ASYNC110 - a lock tells nobody that it is free
+        with (self._folder / "lock").open("ab") as lock:
+            try:
+                while not try_lock(lock):  # noqa: ASYNC110 - a lock tells nobody that it is free
                     await asyncio.sleep(_LOOK_S)
                 log.info("batches of %s run here", self._folder)
-                await self.on_disk(self._remove_stale)
                 async with asyncio.TaskGroup() as group:
                     while True:
                         await self._look(group)
@@ -191,36 +201,35 @@ class BatchRunner:
                         with contextlib.suppress(TimeoutError):
                             async with asyncio.timeout(_LOOK_S):
                                 await self.wake.wait()
-        finally:
-            self.service.batches.clear()
-            await asyncio.to_thread(self._disk.shutdown)
+            finally:
+                self.service.batches.clear()
+                await asyncio.to_thread(self._disk.shutdown)  # before another process may write
 
     async def _look(self, group: asyncio.TaskGroup) -> None:
         """Starts what may run, and tells what runs that it is cancelled or has no room."""
         try:
-            found = await self.on_disk(self._scan)
-            for tenant, batches in found.items():
-                for batch in batches:
-                    self._consider(tenant, batch, group)
+            unfinished, full, counts = await self.on_disk(self._scan)
+            self.service.batches.clear()
+            self.service.batches.update(counts)
+            for tenant, batch in unfinished:
+                job = self._jobs.get(batch.id)
+                if job is None and self._may_start(tenant, batch):
+                    job = self._jobs[batch.id] = _Job(self, tenant, batch)
+                    group.create_task(self._run(job), name=batch.id)
+                if job and batch.status == "cancelling":
+                    job.stop("batch_cancelled")
+                elif job and tenant in full:
+                    job.stop("disk_share_used_up")
             await self.on_disk(self._save_progress)
-        except (OSError, msgspec.DecodeError) as error:
-            log.error("%s cannot be read or written: %s", self._folder, error)
+        except Exception as error:
+            log.exception("%s cannot be read or written: %s", self._folder, error)
             await asyncio.sleep(_RESTART_S)
 
-    def _consider(self, tenant: str, batch: Batch, group: asyncio.TaskGroup) -> None:
-        cancelling, now = batch.status == "cancelling", time.time()
-        if job := self._jobs.get(batch.id):
-            if cancelling:
-                job.stop("batch_cancelled")
-            return
+    def _may_start(self, tenant: str, batch: Batch) -> bool:
+        now = time.time()
         is_free = all(job.tenant != tenant for job in self._jobs.values())
-        if now >= self._not_before.get(batch.id, 0) and (
-            is_free or cancelling or now >= batch.expires_at
-        ):
-            job = self._jobs[batch.id] = _Job(self, tenant, batch)
-            if cancelling:
-                job.stop("batch_cancelled")
-            group.create_task(self._run(job), name=batch.id)
+        ends = batch.status == "cancelling" or now >= batch.expires_at
+        return (is_free or ends) and now >= self._not_before.get(batch.id, 0)
 
     async def _run(self, job: _Job) -> None:
         try:
@@ -229,10 +238,6 @@ class BatchRunner:
             # A group's first error is the one that ended the others.
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
-            if isinstance(error, FileNotFoundError):
-                gone = BatchError("file_missing", "the input file is not there any more")
-                await self.on_disk(job.fail, [gone])
-                return
             log.error(
                 "%s goes on in %.0f s: %s", job.batch.id, _RESTART_S, error,
                 exc_info=None if isinstance(error, OSError) else error,
@@ -242,48 +247,34 @@ class BatchRunner:
             del self._jobs[job.batch.id]
             self.wake.set()
 
-    def _scan(self) -> dict[str, list[Batch]]:
-        """Batches that have not finished, by tenant, oldest first; counts all by status."""
-        finished, found = {}, {}
+    def _scan(self) -> tuple[list[tuple[str, Batch]], set[str], Counter[str]]:
+        """What has not finished with its tenant, oldest first; full tenants; all by status."""
+        for part in self._folder.glob("*/*.part"):
+            with contextlib.suppress(FileNotFoundError):
+                if part.stat().st_mtime < time.time() - _STALE_PART_S:
+                    part.unlink()
+        finished, unfinished, full = {}, [], set()
         counts: Counter[str] = Counter()
         for folder in sorted(path for path in self._folder.iterdir() if path.is_dir()):
-            store, batches = self.store(folder.name), []
+            store = self.store(folder.name)
             for batch_id in store.batch_ids():
                 key = folder.name, batch_id
                 if not (status := self._finished.get(key)):
                     batch = store.batch(batch_id)
                     status = batch.status
                     if not batch.finished:
-                        batches.append(batch)
+                        unfinished.append((folder.name, batch))
                 counts[status] += 1
                 if status in FINISHED:
                     finished[key] = status
-            if batches and store.is_full:
-                for job in tuple(self._jobs.values()):
-                    if job.tenant == folder.name:
-                        job.is_full = True
-            found[folder.name] = batches
+            if store.is_full:
+                full.add(folder.name)
         self._finished = finished
-        self.service.batches.clear()
-        self.service.batches.update(counts)
-        return found
+        return unfinished, full, counts
 
     def _save_progress(self) -> None:
         for job in tuple(self._jobs.values()):
             job.save_progress()
-
-    def _remove_stale(self) -> None:
-        for part in self._folder.glob("*/*.part"):
-            if part.stat().st_mtime < time.time() - _STALE_PART_S:
-                part.unlink()
-
-
-def _locked(lock: BinaryIO) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 class _Job:
@@ -292,7 +283,6 @@ class _Job:
     def __init__(self, runner: BatchRunner, tenant: str, batch: Batch) -> None:
         self.tenant = tenant
         self.batch = batch
-        self.is_full = False
         self._runner = runner
         self._store = runner.store(tenant)
         number = batch.id.removeprefix("batch_")
@@ -313,6 +303,9 @@ class _Job:
     async def run(self) -> None:
         """Runs it to its end. Raises OSError where a file cannot be read or written."""
         batch, on_disk = self.batch, self._runner.on_disk
+        if not await on_disk(self._store.content(batch.input_file_id).exists):
+            await on_disk(self.fail, [BatchError("file_missing", "the input file is gone")])
+            return
         is_new = not batch.in_progress_at and not self._stopped
         if is_new and (problems := await on_disk(self._check_input)):
             await on_disk(self.fail, problems)
@@ -339,8 +332,6 @@ class _Job:
         while some := await self._runner.on_disk(next, lines, None):
             for line in some:
                 await self._room.acquire()
-                if self.is_full:
-                    self.stop("disk_share_used_up")
                 task = group.create_task(self._run_line(line))
                 task.add_done_callback(lambda _: self._room.release())
 
@@ -349,7 +340,9 @@ class _Job:
         failures = 0
         while True:
             exchange = _LineExchange(line.url, _low_priority(line.body))
-            caller = Caller(tenant=self.tenant, time_left_s=self._left_s + _GRACE_S)
+            # The batch expires before a request of it does.
+            left_s = min(self._left_s + _GRACE_S, _TRY_S)
+            caller = Caller(tenant=self.tenant, time_left_s=left_s)
             wait_s = _RETRY_S
             async with self._runner.slots:
                 try:
@@ -358,8 +351,8 @@ class _Job:
                     break
                 except Exception as error:
                     began = b"x-request-id" in exchange.answer_headers
-                    failures += began and isinstance(error, Unavailable)
-                    again = isinstance(error, Overloaded | Unavailable | Unauthenticated)
+                    failures += began and isinstance(error, _FAILURES)
+                    again = isinstance(error, _REFUSALS + _FAILURES)
                     if not again or failures >= _MAX_FAILURES:
                         failure = failure_of(error)
                         status, answer = failure.status, failure.body

@@ -11,13 +11,14 @@ folder answers for all of it. Everything here blocks.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, BinaryIO, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -159,9 +160,19 @@ def prepare(folder: Path) -> None:
     """Makes the folder of `--batch-dir`. Raises ConfigError where nothing can be kept in it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (folder / "lock").touch()
+        with (folder / "lock").open("ab") as lock:
+            try_lock(lock)
     except OSError as error:
         raise ConfigError(f"--batch-dir {folder} cannot be used: {error.strerror}") from error
+
+
+def try_lock(lock: BinaryIO) -> bool:
+    """Takes the lock of a folder until the file is closed, unless another process has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def new_id() -> str:

@@ -122,7 +122,7 @@ class BatchApi:
         async def handler(exchange: HttpExchange) -> None:
             _, store = self._callers(exchange)
             found = await asyncio.to_thread(method, store, _id(exchange))
-            if self._runner:
+            if self._runner and method is BatchStore.cancel:
                 self._runner.wake.set()
             exchange.answer(200, msgspec.json.encode(found))
 

@@ -107,7 +107,7 @@ class App:
         cors = cors_headers(exchange, self._origins)
         exchange.answer_headers = {**cors, **id_headers(exchange)}
         method, path = exchange.method, exchange.path
-        if (handlers := self._routes.get(_pattern(path))) is None:
+        if not (handlers := self._routes.get(path) or self._routes.get(_pattern(path))):
             raise HttpError(404, f"{method} {path}: there is no such path")
         allowed = ", ".join(handlers)
         if method == "OPTIONS":

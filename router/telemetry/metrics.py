@@ -106,7 +106,7 @@ class RouterMetrics(RequestListener):
             waited_s = state.placed_at - state.started
             context = _exemplar(record)
             self._recorder.record("baton.request.queue_time", waited_s, context=context)
-        elif outcome.error is not None:
+        elif outcome.error is not None and not record.in_batch:
             count("baton.requests.refused", 1, {"cause": _cause_of(record, outcome.error)})
         if outcome.status == OK and state is not None:
             self._record("gen_ai.server.request.duration", record, state.e2e_s)
@@ -116,7 +116,11 @@ class RouterMetrics(RequestListener):
             for kind, number in (("input", len(state.request.prompt)), ("output", new_tokens)):
                 more = {"gen_ai.token.type": kind}
                 self._record("gen_ai.client.token.usage", record, number, more)
-        if outcome.status != CANCELLED and not isinstance(outcome.error, _CALLER_ERRORS):
+        if not (
+            record.in_batch
+            or outcome.status == CANCELLED
+            or isinstance(outcome.error, _CALLER_ERRORS)
+        ):
             for slo in self._slos:
                 met = outcome.status == OK and state is not None and state.is_within(slo)
                 count("baton.slo.requests", 1, {"slo": slo.name, "met": str(met).lower()})
