@@ -72,7 +72,7 @@ class World:
                 stats=self.stats,
                 batches={"completed": 1},
                 batch_lines={"failed": 2},
-            )  # fmt: skip
+            )
         )
 
     def request(
