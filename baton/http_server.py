@@ -15,11 +15,11 @@ import socket
 import time
 from collections import deque
 from collections.abc import (
-    AsyncGenerator,
     AsyncIterator,
     Callable,
     Coroutine,
     Iterable,
+    Iterator,
     Mapping,
     Sequence,
 )
@@ -106,27 +106,32 @@ class HttpExchange:
             await self._body_ended.wait()
         return b"".join(self._parts) if self._size <= max_bytes else None
 
-    async def body_parts(self) -> AsyncGenerator[bytes, None]:
+    @contextlib.contextmanager
+    def body_parts(self) -> Iterator[AsyncIterator[bytes]]:
         """The request's body as it comes, whatever its size; no more is read while parts wait.
 
-        What is left of it when the iteration ends is dropped.
+        What of it comes after the block is dropped.
         """
         came = self._part_came = asyncio.Event()
         self._continue()
         try:
-            while self._parts or not self._body_ended.is_set():
-                if self._parts:
-                    whole = b"".join(self._parts)
-                    self._parts.clear()
-                    self._waiting_bytes = 0
-                    self._resume()
-                    yield whole
-                else:
-                    came.clear()
-                    await came.wait()
+            yield self._body_parts(came)
         finally:
             self._max_bytes = -1
+            self._parts.clear()
             self._resume()
+
+    async def _body_parts(self, came: asyncio.Event) -> AsyncIterator[bytes]:
+        while self._parts or not self._body_ended.is_set():
+            if self._parts:
+                whole = b"".join(self._parts)
+                self._parts.clear()
+                self._waiting_bytes = 0
+                self._resume()
+                yield whole
+            else:
+                came.clear()
+                await came.wait()
 
     def has_progressed(self) -> bool:
         """Whether a body that is read in parts has come on since the last call."""
@@ -138,9 +143,9 @@ class HttpExchange:
             self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _resume(self) -> None:
-        if self._is_paused:
-            self._is_paused = False
+        if self._is_paused and not self._transport.is_closing():
             self._transport.resume_reading()
+        self._is_paused = False
 
     def feed(self, part: bytes) -> None:
         """Takes a part of the body."""

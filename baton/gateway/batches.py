@@ -143,13 +143,12 @@ class BatchApi:
         tenant.charge_request()
         self._uploads += 1
         try:
-            with contextlib.ExitStack() as stack:
+            with exchange.body_parts() as parts:
                 upload = await asyncio.to_thread(_Upload, store, options[b"boundary"])
-                stack.callback(upload.close)
-                async with contextlib.aclosing(exchange.body_parts()) as parts:
+                with contextlib.closing(upload):
                     async for part in parts:
                         await asyncio.to_thread(upload.write, part)
-                file = await asyncio.to_thread(upload.finish)
+                    file = await asyncio.to_thread(upload.finish)
         finally:
             self._uploads -= 1
         exchange.answer(200, msgspec.json.encode(file))
@@ -199,18 +198,14 @@ class BatchApi:
         found = [
             file for file in await asyncio.to_thread(store.files) if purpose in ("", file.purpose)
         ]
-        page, more = query.page(found, newest_first=query.text("order", "desc") == "desc")
-        first, last = (page[0].id, page[-1].id) if page else (None, None)
-        files = Files(data=page, has_more=more, first_id=first, last_id=last)
-        exchange.answer(200, msgspec.json.encode(files))
+        page = query.page(found, newest_first=query.text("order", "desc") == "desc")
+        exchange.answer(200, msgspec.json.encode(Files(**page)))
 
     async def _list_batches(self, exchange: HttpExchange) -> None:
         _, store = self._callers(exchange)
         query = _Query(exchange, limit=20, most=100)
-        page, more = query.page(await asyncio.to_thread(store.batches), newest_first=True)
-        first, last = (page[0].id, page[-1].id) if page else (None, None)
-        batches = Batches(data=page, has_more=more, first_id=first, last_id=last)
-        exchange.answer(200, msgspec.json.encode(batches))
+        page = query.page(await asyncio.to_thread(store.batches), newest_first=True)
+        exchange.answer(200, msgspec.json.encode(Batches(**page)))
 
 
 def _id(exchange: HttpExchange) -> str:
@@ -235,13 +230,16 @@ class _Query:
     def text(self, name: str, default: str) -> str:
         return self._given.get(name, [default])[-1]
 
-    def page(self, items: list[Item], *, newest_first: bool) -> tuple[list[Item], bool]:
-        """Of items, oldest first, those that were asked for, and whether more follow."""
+    def page(self, items: list[Item], *, newest_first: bool) -> dict[str, Any]:
+        """What `Files` and `Batches` have, of items that come oldest first."""
         if newest_first:
             items = [item for item in reversed(items) if not self._after or item.id < self._after]
         else:
             items = [item for item in items if item.id > self._after]
-        return items[: self._limit], len(items) > self._limit
+        page = items[: self._limit]
+        first, last = (page[0].id, page[-1].id) if page else (None, None)
+        more = len(items) > self._limit
+        return {"data": page, "has_more": more, "first_id": first, "last_id": last}
 
 
 class _Upload:

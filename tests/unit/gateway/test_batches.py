@@ -381,6 +381,9 @@ async def test_a_tenants_share_of_the_disk_holds_for_uploads_and_results(gateway
     batch_store.prepare(config.batch_dir)
     gateway = await gateway_of(api=config)
     assert (await upload(gateway, b"x" * 70_000)).status_code == 400
+    config.batch_dir.joinpath("default", "file").write_bytes(b"x" * 70_000)
+    assert (await upload(gateway, b"x" * (8 << 20))).status_code == 400
+    config.batch_dir.joinpath("default", "file").unlink()
     assert not list(config.batch_dir.glob("default/*"))
     gateway.decode.runs = [gateway.decode.run_to_end] * 300
     lines = [line(number, {**BODY, "logprobs": 5}) for number in range(200)]
