@@ -196,8 +196,8 @@ class BatchRunner:
                 log.info("batches of %s run here", self._folder)
                 async with asyncio.TaskGroup() as group:
                     while True:
-                        await self._look(group)
                         self.wake.clear()
+                        await self._look(group)
                         with contextlib.suppress(TimeoutError):
                             async with asyncio.timeout(_LOOK_S):
                                 await self.wake.wait()

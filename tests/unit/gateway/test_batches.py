@@ -10,7 +10,7 @@ import pytest
 
 from baton import http_server
 from baton.config import ApiConfig, RouterConfig
-from baton.errors import ConfigError, Overloaded, Unavailable
+from baton.errors import ConfigError, Overloaded, Unauthenticated, Unavailable
 from baton.gateway import batch_runner, batch_store, batches, frontend
 from baton.v1 import common_pb2
 from router.admission.tenants import Tenants
@@ -148,7 +148,7 @@ async def test_a_router_that_begins_runs_only_what_has_no_result(gateway_of, api
 
 
 async def test_a_line_that_is_refused_waits_for_room(gateway, monkeypatch):
-    errors = [Overloaded("full", 0.01), Unavailable("no worker"), Overloaded("full")] * 3
+    errors = [Overloaded("full", 0.01), Unavailable("none"), Unauthenticated("not now")] * 3
     generate = gateway.service.generate
 
     async def refused(*args):
