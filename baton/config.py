@@ -489,8 +489,53 @@ class RouterLimits:
         return min(promised, default=DEFAULT_MAX_ITL_S)
 
 
+def origins(text: str) -> tuple[str, ...]:
+    """Origins of web pages, as browsers send them, or "*" alone. Raises ConfigError."""
+    found = tuple(text.split(","))
+    for origin in found:
+        if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9.:\[\]-]+", origin):
+            raise ConfigError(
+                f"{origin!r} is no origin: write https://chat.example or http://127.0.0.1:3000 as "
+                "the browser sends it, without a path and in lower case, or *"
+            )
+    return found
+
+
 @dataclass(frozen=True)
-class RouterConfig(RouterLimits, ServedModel, TlsConfig, ServiceConfig):
+class ApiConfig:
+    """What a router's API offers beside its model: the same for every router of a cluster."""
+
+    GROUP: ClassVar[str] = "API"
+    model_aliases: tuple[str, ...] = option(
+        (), "--model-alias NAME", "one more name of the model in requests", str, many=True
+    )
+    cors_origins: tuple[str, ...] = option(
+        (),
+        "--cors-origins ORIGINS",
+        "of web pages that may call the HTTP API (CORS), separated by commas, as "
+        "https://chat.example; * is all (default: none)",
+        origins,
+    )
+    batch_dir: Path | None = option(
+        None,
+        "--batch-dir DIR",
+        "serve /v1/files and /v1/batches, and keep them here; routers of one machine may share it "
+        "(default: neither)",
+        Path,
+    )
+    batch_concurrency: int = option(
+        32, "--batch-concurrency REQUESTS", "of all batches that run at once", least=1
+    )
+    batch_disk: int = option(
+        4 << 30, "--batch-disk SIZE", "in --batch-dir, for each tenant (default: 4GiB)", least=1
+    )
+
+    def __post_init__(self) -> None:
+        options.check(self)
+
+
+@dataclass(frozen=True)
+class RouterConfig(RouterLimits, ApiConfig, ServedModel, TlsConfig, ServiceConfig):
     """One router. Of a model it needs the tokenizer; made-up weights may come without one."""
 
     GROUP: ClassVar[str] = "service"
@@ -512,6 +557,12 @@ class RouterConfig(RouterLimits, ServedModel, TlsConfig, ServiceConfig):
     name: str = option("", "--name NAME", NAME_TEXT)
     incarnation: str = field(default_factory=lambda: new_incarnation("router"))
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for flag, value in (("--batch-dir", self.batch_dir), ("--cors-origins", self.cors_origins)):
+            if value and not self.http_port:
+                raise ConfigError(f"{flag} is for the HTTP API: give --http-port PORT too")
+
     @property
     def served_name(self) -> str:
         return self.model_name or default_model_name(self.model)
@@ -524,6 +575,7 @@ class ClusterConfig(WorkerServiceConfig):
     GROUP: ClassVar[str] = "cluster"
     engine: EngineConfig = part(EngineConfig, without=("cpus", "nice"))
     limits: RouterLimits = part(RouterLimits)
+    api: ApiConfig = part(ApiConfig)
     etcd_access: RegistryConfig = part(RegistryConfig, without=("etcd", "lease_ttl_s"))
     prefill: int = option(1, "--prefill N", "prefill workers", least=1, hint=_EACH_ROLE)
     decode: int = option(1, "--decode N", "decode workers", least=1, hint=_EACH_ROLE)

@@ -14,7 +14,15 @@ import resource
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.client import responses
@@ -29,6 +37,8 @@ from baton.http_errors import JSON_TYPE, Header, HttpError, failure_of
 
 log = logging.getLogger(__name__)
 
+MAX_WAITING_BYTES = 1 << 20  # of a body that is read in parts; more stays with the client
+MIN_BODY_BYTES = 1 << 20  # of such a body must come in each BODY_TIMEOUT_S
 MAX_PIPELINED = 16  # requests behind the one that is being answered
 MAX_HEADERS = 128
 MAX_HEADER_BYTES = 64 << 10  # of a request, and everything else of it that is not its body
@@ -57,6 +67,8 @@ class HttpExchange:
         path: str,
         headers: dict[bytes, bytes],
         *,
+        query: bytes = b"",
+        writable: asyncio.Event,
         chunked: bool,
         keep_alive: bool,
         on_end: Callable[[], None],
@@ -64,9 +76,11 @@ class HttpExchange:
         """`chunked` is whether the client knows chunks, which HTTP/1.0 has not."""
         self.method = method
         self.path = path
+        self.query = query  # behind the path's question mark, encoded
         self.keep_alive = keep_alive
         self.started = False  # to be answered
-        self.answer_headers: Sequence[Header] = ()  # of its answer, whatever that will be
+        self.answer_headers: Mapping[bytes, bytes] = {}  # of its answer, whatever that will be
+        self.writable = writable  # while the client reads what it is sent
         self._transport = transport
         self.headers = headers  # of the request, by their names in lower case
         self._chunked = chunked
@@ -76,6 +90,9 @@ class HttpExchange:
         self._size = 0
         self._max_bytes = self._max_dropped_bytes = 1 << 62
         self._body_ended = asyncio.Event()
+        self._part_came: asyncio.Event | None = None  # of a body that is read in parts
+        self._is_paused = False
+        self._waiting_bytes = self._size_seen = 0
 
     async def body(self, max_bytes: int, max_dropped_bytes: int) -> bytes | None:
         """The request's body; None when it is larger.
@@ -85,16 +102,62 @@ class HttpExchange:
         """
         self._max_bytes, self._max_dropped_bytes = max_bytes, max_dropped_bytes
         if not self._body_ended.is_set():
-            if self._chunked and self.headers.get(b"expect", b"").lower() == b"100-continue":
-                self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._continue()
             await self._body_ended.wait()
         return b"".join(self._parts) if self._size <= max_bytes else None
+
+    @contextlib.contextmanager
+    def body_parts(self) -> Iterator[AsyncIterator[bytes]]:
+        """The request's body as it comes, whatever its size; no more is read while parts wait.
+
+        What of it comes after the block is dropped.
+        """
+        came = self._part_came = asyncio.Event()
+        self._continue()
+        try:
+            yield self._body_parts(came)
+        finally:
+            self._max_bytes = -1
+            self._parts.clear()
+            self._resume()
+
+    async def _body_parts(self, came: asyncio.Event) -> AsyncIterator[bytes]:
+        while self._parts or not self._body_ended.is_set():
+            if self._parts:
+                whole = b"".join(self._parts)
+                self._parts.clear()
+                self._waiting_bytes = 0
+                self._resume()
+                yield whole
+            else:
+                came.clear()
+                await came.wait()
+
+    def has_progressed(self) -> bool:
+        """Whether a body that is read in parts has come on since the last call."""
+        more, self._size_seen = self._size - self._size_seen, self._size
+        return self._part_came is not None and (self._is_paused or more >= MIN_BODY_BYTES)
+
+    def _continue(self) -> None:
+        if self._chunked and self.headers.get(b"expect", b"").lower() == b"100-continue":
+            self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _resume(self) -> None:
+        if self._is_paused and not self._transport.is_closing():
+            self._transport.resume_reading()
+        self._is_paused = False
 
     def feed(self, part: bytes) -> None:
         """Takes a part of the body."""
         self._size += len(part)
         if self._size <= self._max_bytes:
             self._parts.append(part)
+            self._waiting_bytes += len(part)
+            if self._part_came is not None:
+                self._part_came.set()
+                if self._waiting_bytes > MAX_WAITING_BYTES:
+                    self._is_paused = True
+                    self._transport.pause_reading()
         else:
             self._parts.clear()
             if self._size > self._max_dropped_bytes:
@@ -103,6 +166,9 @@ class HttpExchange:
     def feed_end(self) -> None:
         """All of the body has come."""
         self._body_ended.set()
+        if self._part_came is not None:
+            self._part_came.set()
+        self._resume()  # before a request behind it may pause reading
 
     @property
     def unread_bytes(self) -> int:
@@ -138,9 +204,13 @@ class HttpExchange:
             part = b"%x\r\n%b\r\n0\r\n\r\n" % (len(part), part)
         self._end(self._head + part)
 
+    def abort(self) -> None:
+        """Hangs up in the middle of an answer, so that the client sees that it is not whole."""
+        self._transport.abort()
+
     def _begin(self, status: int, headers: Sequence[Header]) -> bytes:
         self.started = True
-        headers = [*headers, *self.answer_headers]
+        headers = [*headers, *self.answer_headers.items()]
         if _CLOSE in headers:
             self.keep_alive = False
         elif not self.keep_alive:
@@ -256,6 +326,8 @@ class Connection(asyncio.Protocol):
         self._headers: dict[bytes, bytes] = {}
         self._exchanges: deque[HttpExchange] = deque()  # the first one is being answered
         self._answering: asyncio.Task[None] | None = None
+        self._writable = asyncio.Event()
+        self._writable.set()
         self._expected = "request"  # what comes next, or headers or body
         self._timed = ""  # what the timer is for
         self._timer: asyncio.TimerHandle | None = None
@@ -299,6 +371,14 @@ class Connection(asyncio.Protocol):
         if expected != self._timed:
             self._expect(expected, BODY_TIMEOUT_S if expected == "body" else HEADERS_TIMEOUT_S)
 
+    def pause_writing(self) -> None:
+        """The client leaves what it was sent unread."""
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        """It has read most of that."""
+        self._writable.set()
+
     def on_message_begin(self) -> None:
         """The first byte of a request."""
         self._url, self._headers = b"", {}
@@ -324,11 +404,14 @@ class Connection(asyncio.Protocol):
         self._expect("", 0.0)
         self._expected = "body"
         is_1_1 = self._parser.get_http_version() == "1.1"
+        url = httptools.parse_url(self._url)
         exchange = HttpExchange(
             self.transport,
             self._parser.get_method().decode(),
-            unquote(httptools.parse_url(self._url).path.decode("ascii")),
+            unquote(url.path.decode("ascii")),
             self._headers,
+            query=url.query or b"",
+            writable=self._writable,
             chunked=is_1_1,
             keep_alive=is_1_1 and self._parser.should_keep_alive(),
             on_end=self._on_answered,
@@ -409,7 +492,7 @@ class Connection(asyncio.Protocol):
     def _too_late(self, seconds: float) -> None:
         if self.transport.is_closing():
             self.transport.abort()  # the client does not read the end
-        elif self._waits_for_us:
+        elif self._waits_for_us or (self._exchanges and self._exchanges[-1].has_progressed()):
             self._expect(self._timed, seconds)
         elif self._expected == "request":
             self._hang_up()

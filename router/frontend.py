@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,7 +22,7 @@ from baton.text import Tokenizer
 from baton.v1 import common_pb2, fleet_pb2, inference_pb2
 from router.admission import feasibility
 from router.admission.admission import Admission, Choices
-from router.admission.tenants import AdmissionLease
+from router.admission.tenants import AdmissionLease, Tenant
 from router.admission.wait_queue import WaitQueue
 from router.dispatch.dispatch import Dispatch
 from router.dispatch.request_state import RequestState, TextStream
@@ -46,6 +47,7 @@ class Caller:
 
     metadata: tuple[tuple[str, str | bytes], ...] = ()
     time_left_s: float | None = None  # None: no deadline of its own
+    tenant: str = ""  # of a caller within this process, which has no key
 
 
 class Sink(Protocol):
@@ -192,6 +194,8 @@ class GenerationService:
         self._idle.set()
         self._deliveries: set[_Delivery] = set()  # of requests that run
         self.running = 0
+        self.batches: Counter[str] = Counter()  # of the HTTP API that run here, by status
+        self.batch_lines: Counter[str] = Counter()  # their requests that ended here, by result
         self.draining = False
         # Calls that end the taking of connections, where a sibling takes them.
         self.on_leave: list[Callable[[], None]] = []
@@ -219,7 +223,12 @@ class GenerationService:
 
     def check_key(self, caller: Caller) -> None:
         """Raises Unauthenticated unless the caller has a tenant."""
-        self.admission.tenants.of(caller.metadata)
+        self.tenant_of(caller)
+
+    def tenant_of(self, caller: Caller) -> Tenant:
+        """Whose requests these are. Raises Unauthenticated."""
+        tenants = self.admission.tenants
+        return tenants.named(caller.tenant) if caller.tenant else tenants.of(caller.metadata)
 
     def check_operator(self, caller: Caller) -> None:
         """Raises Unauthenticated unless the caller has an operator's key, or none is needed."""
@@ -247,6 +256,7 @@ class GenerationService:
         ):
             record.span, record.trace_id = span, telemetry.trace_id_of(span)
             record.held = telemetry.is_held(span)
+            record.in_batch = bool(caller.tenant)
             record.operation = "chat" if request.HasField("chat") else "text_completion"
             trace = telemetry.context_of(span)
             with telemetry.span(self._tracer, "router.admit", trace):
@@ -271,7 +281,7 @@ class GenerationService:
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, caller: Caller
     ) -> inference_pb2.TokenizeResponse:
-        tenant = self.admission.tenants.of(caller.metadata)
+        tenant = self.tenant_of(caller)
         self.admission.check_model(request.model)
         tenant.charge_request()
         token_ids = await self.admission.tokenize(request, self.fleet.snapshot().max_context)
@@ -280,13 +290,15 @@ class GenerationService:
 
     def models(self, caller: Caller) -> list[inference_pb2.Model]:
         self.check_key(caller)
-        model = inference_pb2.Model(
-            name=self.admission.model,
-            max_context=self.max_context,
-            vocab_size=self.tokenizer.vocab_size,
-            chat=self.tokenizer.has_chat_template,
-        )
-        return [model]
+        return [
+            inference_pb2.Model(
+                name=name,
+                max_context=self.max_context,
+                vocab_size=self.tokenizer.vocab_size,
+                chat=self.tokenizer.has_chat_template,
+            )
+            for name in dict.fromkeys((self.admission.model, *self.admission.aliases))
+        ]
 
     async def explain(
         self, request: inference_pb2.GenerateRequest, caller: Caller
@@ -322,7 +334,7 @@ class GenerationService:
             raise Unavailable("the router is draining: try another one", RETRY_AFTER_S)
         if not request.resumed_token_ids:  # that one was admitted before
             self.wait_queue.check_room()
-        tenant = self.admission.tenants.of(caller.metadata)
+        tenant = self.tenant_of(caller)
         record.tenant = tenant.name
         admitted = await self.admission.admit(
             request,

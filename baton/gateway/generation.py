@@ -59,8 +59,9 @@ class Endpoint(Generic[T]):
     parse: Callable[[bytes], T]
     answer: Callable[[GenerationService, T, Caller, HttpExchange], Awaitable[None]]
 
-    async def __call__(self, exchange: HttpExchange) -> None:
-        caller = caller_of(exchange)
+    async def __call__(self, exchange: HttpExchange, caller: Caller | None = None) -> None:
+        """Answers a POST, of `caller` where its headers do not say whose it is."""
+        caller = caller or caller_of(exchange)
         self.service.check_key(caller)
         await self.answer(self.service, await self._parsed(exchange), caller, exchange)
 
@@ -173,9 +174,8 @@ class _Generation:
     def _on_start(self, started: inference_pb2.Started) -> None:
         if not self._started.request_id:
             self._started = started
-            self.exchange.answer_headers = id_headers(
-                self.exchange, started.request_id, started.trace_id
-            )
+            ids = id_headers(self.exchange, started.request_id, started.trace_id)
+            self.exchange.answer_headers = {**self.exchange.answer_headers, **ids}
 
     def _event(self, choice: Any) -> bytes:
         return self._chunk(choices=[choice], **self._no_usage)

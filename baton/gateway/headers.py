@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 
 from baton.errors import InvalidRequest
 from baton.http_errors import Header
@@ -12,6 +13,9 @@ from router.frontend import Caller
 
 TIMEOUT_HEADER = "x-request-timeout"
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86400.0
+ALLOW_ORIGIN = b"access-control-allow-origin"
+_REQUEST_ID, _TRACE_ID = b"x-request-id", b"x-trace-id"
+_EXPOSED = b"x-request-id, x-trace-id, traceparent, retry-after, retry-after-ms"
 _TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -28,14 +32,42 @@ def caller_of(exchange: HttpExchange) -> Caller:
     return Caller(tuple(metadata), _time_left_s(headers.get(TIMEOUT_HEADER.encode())))
 
 
-def id_headers(exchange: HttpExchange, request_id: str = "", trace_id: str = "") -> list[Header]:
+def id_headers(
+    exchange: HttpExchange, request_id: str = "", trace_id: str = ""
+) -> dict[bytes, bytes]:
     """Response headers that name the request and its trace."""
-    headers = [(b"x-request-id", request_id.encode())] if request_id else []
+    headers = {_REQUEST_ID: request_id.encode()} if request_id else {}
     if found := _TRACEPARENT.fullmatch(exchange.headers.get(b"traceparent", b"")):
-        headers += [(b"x-trace-id", found[1]), (b"traceparent", found[0])]
+        headers |= {_TRACE_ID: found[1], b"traceparent": found[0]}
     elif trace_id:
-        headers.append((b"x-trace-id", trace_id.encode()))
+        headers[_TRACE_ID] = trace_id.encode()
     return headers
+
+
+def cors_headers(exchange: HttpExchange, origins: Collection[str]) -> dict[bytes, bytes]:
+    """Response headers that let a web page of one of `origins` read the answer."""
+    if not origins:
+        return {}
+    origin = exchange.headers.get(b"origin", b"")
+    headers = {b"access-control-expose-headers": _EXPOSED}
+    if "*" in origins:
+        return {ALLOW_ORIGIN: b"*", **headers}
+    if origin.decode("latin-1") in origins:
+        return {ALLOW_ORIGIN: origin, b"vary": b"origin", **headers}
+    return {b"vary": b"origin"}
+
+
+def preflight_headers(exchange: HttpExchange, methods: str) -> list[Header]:
+    """What a browser asks for before it sends a page's request; see `cors_headers`.
+
+    Any header may be sent: a key is one, and no cookie is looked at.
+    """
+    asked = exchange.headers.get(b"access-control-request-headers", b"")
+    return [
+        (b"access-control-allow-methods", methods.encode()),
+        *([(b"access-control-allow-headers", asked)] if asked else []),
+        (b"access-control-max-age", b"7200"),
+    ]
 
 
 def _time_left_s(text: bytes | None) -> float | None:

@@ -7,13 +7,14 @@ from typing import Any
 import msgspec
 
 from baton.gateway import api
+from baton.gateway.batch_store import Batch, Batches, BatchRequest, File, FileDeleted, Files
 from baton.gateway.headers import MAX_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_HEADER
 
 Part = dict[str, Any]
-_REQUESTS = (api.CompletionRequest, api.ChatRequest, api.TokenizeRequest)
+_REQUESTS = (api.CompletionRequest, api.ChatRequest, api.TokenizeRequest, BatchRequest)
 _ANSWERS = (
     *(api.Completion, api.ChatCompletion, api.Tokens, api.Models, api.Model, api.Status),
-    *(api.Version, api.Error),
+    *(api.Version, api.Error, File, Files, FileDeleted, Batch, Batches),
 )
 _STRING: Part = {"type": "string"}
 _DESCRIPTIONS = {
@@ -47,7 +48,7 @@ _ERRORS = ("400", "401", "404", "408", "413", "429", "500", "503", "504")
 
 def document() -> Part:
     """The whole document."""
-    completion, chat, tokenize = _REQUESTS
+    completion, chat, tokenize, batch = _REQUESTS
     model = {"name": "model", "in": "path", "required": True, "schema": _STRING}
     return {
         "openapi": "3.1.0",
@@ -65,6 +66,7 @@ def document() -> Part:
                 "parameters": [model],
                 **_get("One model.", api.Model, "401", "404"),
             },
+            **_batch_paths(batch),
             "/health": _get("Whether this process answers.", api.Status),
             "/ready": _get("Whether requests are let in.", api.Status, "503"),
             "/version": _get("The server's version.", api.Version),
@@ -77,6 +79,62 @@ def document() -> Part:
     }
 
 
+def _batch_paths(batch: type) -> Part:
+    """Those of files and batches, which are 404 where the router has no folder for them."""
+    file_id = {"parameters": [{"name": "id", "in": "path", "required": True, "schema": _STRING}]}
+    binary = {"type": "string", "format": "binary"}
+    form = {
+        "type": "object",
+        "required": ["purpose", "file"],
+        "properties": {"purpose": {"enum": ["batch"]}, "file": binary},
+    }
+    content = _operation("A file's content.", File, ("401", "404"))
+    content["responses"]["200"]["content"] = {"application/octet-stream": {"schema": binary}}
+    cancel = _operation("Cancel a batch.", Batch, (*_ERRORS, "409"))
+    return {
+        "/v1/files": {
+            "post": {
+                **_operation("Upload a file of requests.", File, _ERRORS),
+                "requestBody": {
+                    "required": True,
+                    "content": {"multipart/form-data": {"schema": form}},
+                },
+            },
+            "get": {
+                **_operation("The caller's files.", Files, ("400", "401", "404")),
+                "parameters": [
+                    _query("limit", {"type": "integer", "minimum": 1, "maximum": 10_000}),
+                    _query("after", _STRING),
+                    _query("order", {"enum": ["asc", "desc"]}),
+                    _query("purpose", _STRING),
+                ],
+            },
+        },
+        "/v1/files/{id}": {
+            **file_id,
+            **_get("One file.", File, "401", "404"),
+            "delete": _operation("Delete a file.", FileDeleted, ("401", "404", "409")),
+        },
+        "/v1/files/{id}/content": {**file_id, "get": content},
+        "/v1/batches": {
+            **_post("Run a file of requests.", batch, Batch),
+            "get": {
+                **_operation("The caller's batches.", Batches, ("400", "401", "404")),
+                "parameters": [
+                    _query("limit", {"type": "integer", "minimum": 1, "maximum": 100}),
+                    _query("after", _STRING),
+                ],
+            },
+        },
+        "/v1/batches/{id}": {**file_id, **_get("One batch.", Batch, "401", "404")},
+        "/v1/batches/{id}/cancel": {**file_id, "post": cancel},
+    }
+
+
+def _query(name: str, schema: Part) -> Part:
+    return {"name": name, "in": "query", "schema": schema}
+
+
 def _schemas() -> Part:
     _, schemas = msgspec.json.schema_components(
         (*_REQUESTS, *_ANSWERS), ref_template="#/components/schemas/{name}"
@@ -85,7 +143,7 @@ def _schemas() -> Part:
         properties = schemas[request.__name__]["properties"]
         for name in _DESCRIPTIONS.keys() & properties.keys():
             properties[name]["description"] = _DESCRIPTIONS[name]
-        for name, neutral in request.unsupported.items():
+        for name, neutral in api.unsupported_in(request).items():
             properties[name] = {"enum": [None, *neutral], "description": "Not supported."}
     return schemas
 

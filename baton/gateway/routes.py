@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -13,10 +13,18 @@ from typing import Any
 import msgspec
 
 from baton import http_server
+from baton.config import ApiConfig, RouterConfig
 from baton.errors import InvalidRequest, ModelNotFound, Unavailable, quoted
-from baton.gateway import api
+from baton.gateway import api, batch_store
+from baton.gateway.batches import BatchApi, Handler
 from baton.gateway.generation import Endpoint, generate
-from baton.gateway.headers import caller_of, id_headers
+from baton.gateway.headers import (
+    ALLOW_ORIGIN,
+    caller_of,
+    cors_headers,
+    id_headers,
+    preflight_headers,
+)
 from baton.gateway.openapi import document
 from baton.gateway.output import ChatOutput, CompletionOutput, shown
 from baton.gateway.request import parse_chat, parse_completion, parse_tokenize
@@ -34,21 +42,30 @@ _RETRY_AFTER_S = 1.0
 _MODEL = "/v1/models/"  # and a name
 
 
-def frontend(host: str, port: int, *, shared: bool = False) -> Frontend:
-    """HTTP at `host`:`port`, perhaps `shared` with other processes, for `router.main.run`.
+def frontend(config: RouterConfig, *, shared: bool = False) -> Frontend:
+    """HTTP at `config.http_port`, perhaps `shared` with other processes, for `router.main.run`.
 
     Listens at once, so that a port in use is a ConfigError before anything has begun; where it is
     `shared` only once it serves: siblings take connections until then.
     """
-    listen = partial(http_server.listen, host, port, "HTTP", "--http-port", shared=shared)
+    where = config.host, config.http_port
+    if config.batch_dir:
+        batch_store.prepare(config.batch_dir)
+    listen = partial(http_server.listen, *where, "HTTP", "--http-port", shared=shared)
     listener = None if shared else listen()
-    return lambda service: serving(service, listener or listen())
+    return lambda service: serving(service, listener or listen(), config)
 
 
 @contextlib.asynccontextmanager
-async def serving(service: GenerationService, listener: socket.socket) -> AsyncIterator[None]:
+async def serving(
+    service: GenerationService, listener: socket.socket, config: ApiConfig
+) -> AsyncIterator[None]:
     """The API over one service, while inside."""
-    async with http_server.serving(App(service), listener, MAX_CONNECTIONS) as port:
+    app = App(service, config)
+    async with (
+        http_server.serving(app, listener, MAX_CONNECTIONS) as port,
+        app.batches.running(),
+    ):
         log.info("HTTP at %s", port.url)
         service.on_leave.append(port.leave)
         yield
@@ -57,62 +74,74 @@ async def serving(service: GenerationService, listener: socket.socket) -> AsyncI
 class App:
     """The API over one service."""
 
-    def __init__(self, service: GenerationService) -> None:
+    def __init__(self, service: GenerationService, config: ApiConfig) -> None:
         self._service = service
+        self._origins = config.cors_origins
         self._num_posts = 0  # being answered
-        self._posts: dict[str, Callable[[HttpExchange], Awaitable[None]]] = {
+        posts: dict[str, Endpoint[Any]] = {
             "/v1/completions": Endpoint(
                 service, parse_completion, partial(generate, CompletionOutput)
             ),
             "/v1/chat/completions": Endpoint(service, parse_chat, partial(generate, ChatOutput)),
             "/tokenize": Endpoint(service, parse_tokenize, _tokenize),
         }
+        for_batches = {path: one for path, one in posts.items() if path.startswith("/v1/")}
+        self.batches = BatchApi(service, config, for_batches)
         openapi = document()
-        self._gets: dict[str, Callable[[HttpExchange], Any]] = {
+        gets: dict[str, Callable[[HttpExchange], Any]] = {
             "/v1/models": lambda exchange: api.Models(self._models(exchange)),
             "/health": lambda exchange: api.Status("ok"),
             "/ready": lambda exchange: self._ready(),
             "/version": lambda exchange: api.Version(metadata.version("baton-serving")),
             "/openapi.json": lambda exchange: openapi,
+            _MODEL: self._model,
+        }
+        self._routes: dict[str, dict[str, Handler]] = {
+            **{path: {"POST": endpoint} for path, endpoint in posts.items()},
+            **{path: _reading(partial(_answer, found)) for path, found in gets.items()},
+            "/metrics": _reading(self._metrics),
+            **self.batches.routes,
         }
 
     async def __call__(self, exchange: HttpExchange) -> None:
-        exchange.answer_headers = id_headers(exchange)
+        cors = cors_headers(exchange, self._origins)
+        exchange.answer_headers = {**cors, **id_headers(exchange)}
         method, path = exchange.method, exchange.path
-        if path not in (*self._posts, *self._gets, "/metrics") and not path.startswith(_MODEL):
+        if not (handlers := self._routes.get(path) or self._routes.get(_pattern(path))):
             raise HttpError(404, f"{method} {path}: there is no such path")
-        allowed = "POST" if path in self._posts else "GET, HEAD"
-        if method == "OPTIONS":  # CORS is not offered
-            exchange.answer(204, b"", [(b"allow", f"{allowed}, OPTIONS".encode())])
-        elif method not in allowed.split(", "):
+        allowed = ", ".join(handlers)
+        if method == "OPTIONS":
+            preflight = preflight_headers(exchange, allowed) if ALLOW_ORIGIN in cors else []
+            exchange.answer(204, b"", [(b"allow", f"{allowed}, OPTIONS".encode()), *preflight])
+        elif method not in handlers:
             allow = ((b"allow", allowed.encode()),)
             raise HttpError(405, f"{method} {path}: this path takes {allowed}", allow)
-        elif path in self._posts:
-            await self._post(path, exchange)
-        elif path == "/metrics":
-            self._service.check_operator(caller_of(exchange))
-            accept = exchange.headers.get(b"accept", b"").decode("latin-1")
-            kind, page = self._service.metrics_page(accept)
-            exchange.answer(200, page, kind=(b"content-type", kind.encode()))
+        elif method == "POST":
+            await self._post(handlers[method], exchange)
         else:
-            found = self._gets[path] if path in self._gets else partial(self._model, path)
-            exchange.answer(200, msgspec.json.encode(found(exchange)))
+            await handlers[method](exchange)
 
-    async def _post(self, path: str, exchange: HttpExchange) -> None:
+    async def _post(self, handler: Handler, exchange: HttpExchange) -> None:
         if self._num_posts >= MAX_REQUESTS:
             raise Unavailable("too many requests at a time", _RETRY_AFTER_S)
         self._num_posts += 1
         try:
-            await self._posts[path](exchange)
+            await handler(exchange)
         finally:
             self._num_posts -= 1
+
+    async def _metrics(self, exchange: HttpExchange) -> None:
+        self._service.check_operator(caller_of(exchange))
+        accept = exchange.headers.get(b"accept", b"").decode("latin-1")
+        kind, page = self._service.metrics_page(accept)
+        exchange.answer(200, page, kind=(b"content-type", kind.encode()))
 
     def _models(self, exchange: HttpExchange) -> list[api.Model]:
         models = self._service.models(caller_of(exchange))
         return [api.Model(model.name, model.max_context) for model in models]
 
-    def _model(self, path: str, exchange: HttpExchange) -> api.Model:
-        name = path.removeprefix(_MODEL)
+    def _model(self, exchange: HttpExchange) -> api.Model:
+        name = exchange.path.removeprefix(_MODEL)
         for model in self._models(exchange):
             if model.id == name:
                 return model
@@ -122,6 +151,24 @@ class App:
         if why_not := self._service.why_not_ready:
             raise Unavailable(why_not, _RETRY_AFTER_S)
         return api.Status("ready")
+
+
+def _pattern(path: str) -> str:
+    """A path as the routes have it; a model's name may have slashes."""
+    if path.startswith(_MODEL):
+        return _MODEL
+    parts = path.split("/")
+    if path.startswith(("/v1/files/", "/v1/batches/")) and parts[3]:
+        parts[3] = "{id}"
+    return "/".join(parts)
+
+
+def _reading(handler: Handler) -> dict[str, Handler]:
+    return {"GET": handler, "HEAD": handler}
+
+
+async def _answer(found: Callable[[HttpExchange], Any], exchange: HttpExchange) -> None:
+    exchange.answer(200, msgspec.json.encode(found(exchange)))
 
 
 async def _tokenize(

@@ -34,6 +34,7 @@ def router(
     digest = hashlib.sha256(admin_key.encode()).hexdigest() if has_operators else ""
     settings = RouterConfig(
         **vars(config.limits),
+        **vars(config.api),
         **_shared(config, RouterConfig),
         model=config.engine.model,
         random_weights=config.engine.random_weights,

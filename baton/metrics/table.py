@@ -102,7 +102,8 @@ TABLE: tuple[Instrument, ...] = (
         "or did not read its output.", ("status", "tenant")),
     Instrument("baton.requests.refused", COUNTER, "{request}", (ROUTER,),
         "Of those, the ones that ended before any work: queue_full, too_late, tenant_limit, "
-        "tenant_unknown, no_worker, draining, invalid, deadline, internal.", ("cause",)),
+        "tenant_unknown, no_worker, draining, invalid, deadline, internal. Requests of batches, "
+        "which are tried again, are not counted.", ("cause",)),
     Instrument("baton.requests.served", COUNTER, "{request}", (ROUTER,),
         "Requests that ended OK, by the way their KV came to decode: handed_over by a prefill "
         "worker; local, computed there; cached, computed there beside what its prefix cache had; "
@@ -133,8 +134,14 @@ TABLE: tuple[Instrument, ...] = (
         "Output tokens delivered; counted as they stream."),
     Instrument("baton.slo.requests", COUNTER, "{request}", (ROUTER,),
         "Requests by SLO class (`--slo`), and whether they met all of its targets. One that failed "
-        "or was refused has not; one that the caller left or that was invalid is not counted.",
+        "or was refused has not; one that the caller left, or that was invalid or of a batch, is "
+        "not counted.",
         ("slo", "met")),
+    Instrument("baton.batches", GAUGE, "{batch}", (ROUTER,),
+        "Batches of the HTTP API by status, at the process that runs those of its `--batch-dir`.",
+        ("status",)),
+    Instrument("baton.batch.requests", COUNTER, "{request}", (ROUTER,),
+        "Requests of batches whose result was written: completed, or failed.", ("result",)),
     Instrument("baton.workers", GAUGE, "{worker}", (ROUTER,),
         "Workers by role, and by state as this router sees them.", ("role", "state")),
     Instrument("baton.breaker.ejections", COUNTER, "{ejection}", (ROUTER,),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -56,6 +56,7 @@ class Admission:
     max_prompt_tokens: int = 0  # 0: what the context holds
     prefill_rate: Callable[[], float] = lambda: 0.0  # the fleet's, tokens a second; 0: not known
     tenants: Tenants = field(default_factory=Tenants)
+    aliases: Sequence[str] = ()  # more names of the model
     grammars: GrammarCompiler = field(default_factory=lambda: GrammarCompiler(Path(), 0, ()))
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_TEXT_THREADS, "text"), init=False, repr=False
@@ -162,7 +163,7 @@ class Admission:
 
     def check_model(self, model: str) -> None:
         """Raises ModelNotFound unless the request means the model that is served."""
-        if model not in ("", self.model):
+        if model not in ("", self.model, *self.aliases):
             raise ModelNotFound(f"model {quoted(model)} is not served here; {self.model!r} is")
 
     async def in_thread(self, work: Callable[..., T], *args: object) -> T:

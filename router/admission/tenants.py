@@ -332,6 +332,12 @@ class Tenants:
             raise Unauthenticated("the API key is unknown")
         return tenant
 
+    def named(self, name: str) -> Tenant:
+        """The tenant of that name. Raises Unauthenticated where the file has it no more."""
+        if name not in self._names:
+            raise Unauthenticated(f"there is no tenant {name!r}")
+        return self._known[name]
+
     def of_operator(self, metadata: Metadata | None) -> Tenant:
         """As whom an operator asks: the key's tenant, the keyless one, or one without limits."""
         try:

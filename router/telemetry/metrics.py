@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from opentelemetry.context import Context
 
@@ -66,11 +67,12 @@ class RouterMetrics(RequestListener):
         observe("baton.requests.running", lambda: service.running)
         observe("baton.requests.queued", lambda: service.wait_queue.depth)
         observe("baton.tokens.output", lambda: service.stats.counts.output_tokens)
-        served = service.stats.counts.served
-        observe(
-            "baton.requests.served",
-            lambda: [(number, {"way": way}) for way, number in served.items()],
-        )
+        for name, label, counts in (
+            ("baton.requests.served", "way", service.stats.counts.served),
+            ("baton.batches", "status", service.batches),
+            ("baton.batch.requests", "result", service.batch_lines),
+        ):
+            observe(name, partial(_by, label, counts))
         observe("baton.workers", lambda: _workers(service.fleet))
         service.fleet.on_ejected = self._ejected
 
@@ -104,7 +106,7 @@ class RouterMetrics(RequestListener):
             waited_s = state.placed_at - state.started
             context = _exemplar(record)
             self._recorder.record("baton.request.queue_time", waited_s, context=context)
-        elif outcome.error is not None:
+        elif outcome.error is not None and not record.in_batch:
             count("baton.requests.refused", 1, {"cause": _cause_of(record, outcome.error)})
         if outcome.status == OK and state is not None:
             self._record("gen_ai.server.request.duration", record, state.e2e_s)
@@ -114,7 +116,11 @@ class RouterMetrics(RequestListener):
             for kind, number in (("input", len(state.request.prompt)), ("output", new_tokens)):
                 more = {"gen_ai.token.type": kind}
                 self._record("gen_ai.client.token.usage", record, number, more)
-        if outcome.status != CANCELLED and not isinstance(outcome.error, _CALLER_ERRORS):
+        if not (
+            record.in_batch
+            or outcome.status == CANCELLED
+            or isinstance(outcome.error, _CALLER_ERRORS)
+        ):
             for slo in self._slos:
                 met = outcome.status == OK and state is not None and state.is_within(slo)
                 count("baton.slo.requests", 1, {"slo": slo.name, "met": str(met).lower()})
@@ -132,6 +138,10 @@ class RouterMetrics(RequestListener):
     def _ejected(self, key: Key) -> None:
         kind = "worker" if isinstance(key, str) else "pair"
         self._recorder.count("baton.breaker.ejections", 1, {"kind": kind})
+
+
+def _by(label: str, counts: Mapping[str, int]) -> list[tuple[float, Attributes]]:
+    return [(number, {label: value}) for value, number in counts.items()]
 
 
 def _cause_of(record: RequestRecord, error: Exception) -> str:

@@ -42,6 +42,7 @@ class RequestRecord:
     kept: bool = False  # that trace is exported nevertheless
     operation: str = ""  # as GenAI conventions call it
     tenant: str = ""  # empty until it is known
+    in_batch: bool = False  # nobody waits for it, and a refusal only puts it off
     state: RequestState | None = None  # None until it is admitted
     finished: bool = False  # its caller has all of it
     arrived: float = field(default_factory=time.monotonic)

@@ -41,7 +41,7 @@ class SamplingPolicy(RequestListener):
     def first_token(self, record: RequestRecord) -> None:
         """Keeps the trace if it is slow already."""
         assert record.state is not None
-        if record.held and record.state.ttft_s > self._slow_s:
+        if record.held and not record.in_batch and record.state.ttft_s > self._slow_s:
             record.kept = True
 
     def ended(self, record: RequestRecord, outcome: Outcome) -> None:
@@ -60,4 +60,4 @@ class SamplingPolicy(RequestListener):
         if outcome.status != OK or state is None:
             return record.placed or not isinstance(outcome.error, _REFUSALS)
         met_none = bool(self._slos) and not any(map(state.is_within, self._slos))
-        return state.attempts > 1 or met_none
+        return state.attempts > 1 or (met_none and not record.in_batch)

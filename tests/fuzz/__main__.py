@@ -30,10 +30,11 @@ import psutil
 
 from baton import rpc
 from baton.client import AsyncClient
-from baton.config import ClusterConfig, EngineConfig
+from baton.config import ApiConfig, ClusterConfig, EngineConfig
 from baton.engine.models.config import ModelConfig
 from baton.engine.weights.checkpoint import stored_tensors
 from baton.errors import CheckpointError, ConfigError, InvalidRequest
+from baton.gateway.batch_runner import parse_line
 from baton.gateway.request import parse_chat, parse_completion, parse_tokenize
 from baton.local import ports
 from baton.local.cluster import LocalCluster
@@ -144,12 +145,22 @@ class Fuzz:
             (parse_completion, inputs.COMPLETIONS, InvalidRequest),
             (parse_chat, inputs.CHATS, InvalidRequest),
             (parse_tokenize, [*inputs.CHATS, b'{"prompt":"x"}'], InvalidRequest),
+            (parse_line, inputs.BATCHES, InvalidRequest),
             (template, inputs.TEMPLATES, Exception),
             (model_config, inputs.MODEL_CONFIGS, CheckpointError),
             (checkpoint, inputs.WEIGHTS, CheckpointError),
             (partial(decode, b"/baton/v1/c/workers/decode/w"), inputs.RECORDS, InvalidRequest),
         ]  # fmt: skip
-        named = ("completion", "chat", "tokenize", "template", "config.json", "safetensors", "etcd")
+        named = (
+            "completion",
+            "chat",
+            "tokenize",
+            "batch",
+            "template",
+            "config.json",
+            "safetensors",
+            "etcd",
+        )
         mutators = [self.mutator(seeds) for _, seeds, _ in cases]
         while self.goes_on:
             for name, (parse, _, expected), mutator in zip(named, cases, mutators, strict=True):
@@ -246,11 +257,14 @@ async def run(seed: int, seconds: float) -> Fuzz:
         fuzz.parsers(Path(folder))
     print(f"parsers: {dict(fuzz.tried)}, {len(fuzz.broken)} broken promises", flush=True)
     engine = EngineConfig(simulate="1e9,0", kv_blocks=512)
-    config = ClusterConfig(engine=engine, port=0, http_port=ports.free(), restart=False)
-    async with (
-        LocalCluster(config, say=lambda text: None) as cluster,
-        contextlib.AsyncExitStack() as stack,
-    ):
+    async with contextlib.AsyncExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-fuzz-"))
+        api = ApiConfig(batch_dir=Path(folder))
+        config = ClusterConfig(
+            engine=engine, port=0, http_port=ports.free(), restart=False, api=api
+        )
+        started = LocalCluster(config, say=lambda text: None)
+        cluster = await stack.enter_async_context(started)
         client = await stack.enter_async_context(AsyncClient(cluster.address))
         await client.generate([1, 2, 3] * 20, max_tokens=4)
         processes = {name: psutil.Process(p.pid) for name, p in cluster.processes.items()}

@@ -68,7 +68,22 @@ HTTP = [
     b'3f\r\n{"messages":[{"role":"user","content":"hello"}],"max_tokens":3}\r\n0\r\n\r\n',
     b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key\r\n\r\n",
     b"GET /openapi.json HTTP/1.0\r\n\r\nGET /health HTTP/1.1\r\n\r\n",
+    b"POST /v1/files HTTP/1.1\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+    b"content-length: 166\r\n\r\n--b\r\ncontent-disposition: form-data; name=purpose\r\n\r\n"
+    b"batch\r\n"
+    b'--b\r\ncontent-disposition: form-data; name=file; filename="x"\r\n\r\n'
+    b'{"custom_id":"1","method":"POST"}\r\n--b--\r\n',
+    b"POST /v1/batches HTTP/1.1\r\ncontent-length: 85\r\n\r\n"
+    b'{"input_file_id":"file-0","endpoint":"/v1/completions","completion_window":"24h" }   ',
+    b"GET /v1/files?limit=2&after=file-0&order=asc HTTP/1.1\r\n\r\n",
+    b"POST /v1/batches/batch_0/cancel HTTP/1.1\r\norigin: http://x\r\ncontent-length: 0\r\n\r\n",
+    b"DELETE /v1/files/file-0/../x HTTP/1.1\r\n\r\n",
     b'POST /tokenize HTTP/1.1\r\ncontent-length: 14\r\n\r\n{"prompt":"x"}',
+]
+BATCHES = [
+    b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"prompt":"x"}}\n'
+    b'{"custom_id":"b","method":"POST","url":"/v1/completions","body":{"prompt":[1],"n":2}}\n',
+    b'{"custom_id":"\\u00e9","method":"POST","url":"/v1/completions","body":{"stream":true}}\n\n',
 ]
 COMPLETIONS = [
     b'{"prompt":"def f(x):","max_tokens":8,"temperature":0.5,"top_p":0.9,"top_k":5,"seed":1,"n":2}',

@@ -105,7 +105,7 @@ def children(*argv, share=None):
     """The settings that `baton up`'s router and prefill worker take out of their command lines."""
     cluster = settings("up", *argv)
     etcd = cluster.etcd or "h:1"
-    router = commands.router(cluster, etcd, 7701, metrics_port=cluster.metrics_port)
+    router = commands.router(cluster, etcd, 7701, 7781, cluster.metrics_port)
     worker = commands.worker(cluster, etcd, "prefill", share or Share((), 1), cluster.metrics_port)
     assert parse(*router).die_with_parent == parse(*worker).die_with_parent == os.getpid()
     return settings(*router), settings(*worker)
@@ -118,6 +118,7 @@ def flags_of(cls):
         "etcd-cert": "/c", "etcd-key": "/k", "slo": "batch:e2e=9", "kv-cache": "12345",
         "device": "cpu", "simulate": "5000,2", "ttft-target": "0.9", "gpu-memory": "0.5",
         "trace-sample": "0.25", "advertise": "h:8", "cpus": "4,5", "metrics-port": "9400",
+        "cors-origins": "https://a.example",
     }  # fmt: skip
     argv = []
     for key, one in options.declared(cls).items():

@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 
-from baton.config import DEMO_MODEL
+from baton.config import DEMO_MODEL, ApiConfig
 from baton.gateway.routes import serving
 from baton.http_server import listen
 from baton.server import EventLoop
@@ -30,6 +30,8 @@ class Gateway:
 
     def __init__(self, cluster, tokenizer, **limits):
         limits.setdefault("grammars", GrammarCompiler(DEMO_MODEL, 4096, {1}))
+        self.api = limits.pop("api", ApiConfig())
+        limits.setdefault("aliases", self.api.model_aliases)
         admission = Admission("tiny", tokenizer, limits.pop("default_timeout_s", 10.0), **limits)
         self.cluster = cluster
         self.tokenizer = tokenizer
@@ -46,7 +48,7 @@ class Gateway:
         self.listener = listener = listen("127.0.0.1", 0, "HTTP", "--http-port")
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        await self._stack.enter_async_context(serving(self.service, listener))
+        await self._stack.enter_async_context(serving(self.service, listener, self.api))
         client = httpx.AsyncClient(base_url=self.url, timeout=TIMEOUT_S)
         self.client = await self._stack.enter_async_context(client)
         return self

@@ -20,6 +20,8 @@ from schemathesis.config import (
 )
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
+from baton.config import ApiConfig
+from baton.gateway import batch_store
 from baton.gateway.openapi import document
 from tests.unit.router.scripted_workers import Cluster
 from tests.unit.router.small_tokenizers import byte_tokenizer
@@ -49,10 +51,12 @@ schema = described()
 def url(tmp_path_factory):
     """A gateway on a thread of its own, for schemathesis waits where it calls."""
     tokenizer = byte_tokenizer(tmp_path_factory.mktemp("model"))
+    api = ApiConfig(batch_dir=tmp_path_factory.mktemp("batches"))
+    batch_store.prepare(api.batch_dir)
 
     @contextlib.asynccontextmanager
     async def serving():
-        async with Cluster() as cluster, Gateway(cluster, tokenizer) as gateway:
+        async with Cluster() as cluster, Gateway(cluster, tokenizer, api=api) as gateway:
             yield gateway.url
 
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(serving()) as url:

@@ -10,6 +10,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from baton import http_server
+from baton.config import ApiConfig, RouterConfig, origins
 from baton.errors import ConfigError
 from baton.gateway import frontend, routes
 from baton.gateway.output import ChatOutput, CompletionOutput
@@ -43,6 +44,55 @@ async def test_what_can_be_read(gateway):
     fields = described["components"]["schemas"]["CompletionRequest"]["properties"]
     assert fields["temperature"]["anyOf"][0]["maximum"] == 100
     assert (fields["suffix"]["enum"], len(fields["prompt"]["anyOf"])) == ([None, ""], 4)
+
+
+async def test_a_model_has_its_aliases(gateway_of):
+    gateway = await gateway_of(api=ApiConfig(model_aliases=("org/other", "tiny")))
+    listed = (await gateway.client.get("/v1/models")).json()["data"]
+    assert [model["id"] for model in listed] == ["tiny", "org/other"]
+    assert (await gateway.client.get("/v1/models/org%2Fother")).json() == listed[1]
+    answer = (await gateway.complete(model="org/other")).json()
+    assert (answer["model"], answer["choices"][0]["text"]) == ("org/other", "abcde")
+    refused = await gateway.complete(model="another")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
+PAGE = {"origin": "https://a.example", "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization, x-y"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "allowed"),
+    [
+        ("", None),
+        ("https://b.example", None),
+        ("https://b.example,https://a.example", "https://a.example"),
+        ("*", "*"),
+    ],
+)
+async def test_web_pages_of_given_origins_may_call(gateway_of, given, allowed):
+    gateway = await gateway_of(api=ApiConfig(cors_origins=origins(given) if given else ()))
+    preflight = await gateway.client.options("/v1/completions", headers=PAGE)
+    assert (preflight.status_code, preflight.headers["allow"]) == (204, "POST, OPTIONS")
+    methods = preflight.headers.get("access-control-allow-methods")
+    headers = preflight.headers.get("access-control-allow-headers")
+    assert (methods, headers) == (("POST", "authorization, x-y") if allowed else (None, None))
+    for answer in (
+        await gateway.complete(PAGE),
+        await gateway.complete(PAGE, stream=True),
+        await gateway.complete(PAGE, max_tokens=-1),
+        await gateway.client.get("/nothing", headers=PAGE),
+    ):
+        assert answer.headers.get("access-control-allow-origin") == allowed
+        exposed = answer.headers.get("access-control-expose-headers", "")
+        assert ("x-request-id" in exposed) is bool(allowed)
+        assert ("x-request-id" in answer.headers) is (answer.status_code == 200)
+
+
+@pytest.mark.parametrize("text", ["a.example", "https://a.example/", "null", "https://a.b,", ""])
+def test_what_is_no_origin_is_refused(text):
+    with pytest.raises(ConfigError, match="is no origin: write https"):
+        origins(text)
 
 
 async def test_tokens_are_returned(gateway):
@@ -370,7 +420,7 @@ def test_a_port_in_use_is_an_error_before_anything_starts():
     with listen("127.0.0.1", 0, "HTTP", "--http-port") as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port} for HTTP.*--http-port"):
-            frontend("127.0.0.1", port)
+            frontend(RouterConfig(http_port=port))
     with pytest.raises(ConfigError, match="--http-port"):
         listen("no.such.host.invalid", 0, "HTTP", "--http-port")
 

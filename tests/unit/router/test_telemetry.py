@@ -66,13 +66,19 @@ class World:
         wait_queue = SimpleNamespace(depth=queued)
         self.metrics.observe(
             SimpleNamespace(
-                fleet=self.fleet, wait_queue=wait_queue, running=running, stats=self.stats
+                fleet=self.fleet,
+                wait_queue=wait_queue,
+                running=running,
+                stats=self.stats,
+                batches={"completed": 1},
+                batch_lines={"failed": 2},
             )
         )
 
     def request(
         self, error=None, *, tokens=3, ttft_s=0.1, tpot_s=0.01, admitted=True, placed=True,
-        finished=False, attempts=1, workers=(), predicted_ttft_s=0.0, cached=0, **fields,
+        finished=False, attempts=1, workers=(), predicted_ttft_s=0.0, cached=0,
+        in_batch=False, **fields,
     ):  # fmt: skip
         """One request from arrival to end; its record."""
         try:
@@ -82,7 +88,7 @@ class World:
             ):
                 record.span, record.trace_id = span, telemetry.trace_id_of(span)
                 record.held = telemetry.is_held(span)
-                record.operation, record.tenant = "chat", "t"
+                record.operation, record.tenant, record.in_batch = "chat", "t", in_batch
                 if admitted:
                     self._run(record, tokens if placed else 0, ttft_s, tpot_s, fields)
                     record.state.attempts, record.state.workers = attempts, set(workers)
@@ -247,6 +253,8 @@ def test_goodput_is_counted_by_class_and_not_of_what_callers_did(world):
     world.request(FULL, placed=False, cached=2)
     world.request(INVALID, placed=False)
     world.request(LEFT)
+    world.request(ttft_s=0.3, in_batch=True)
+    world.request(FULL, admitted=False, in_batch=True)
     counts = {
         (slo, met): world.value("baton_slo_requests_total", slo=slo, met=met)
         for slo in ("fast", "slow")
@@ -256,8 +264,10 @@ def test_goodput_is_counted_by_class_and_not_of_what_callers_did(world):
         ("fast", "true"): 0, ("fast", "false"): 4, ("slow", "true"): 2, ("slow", "false"): 2
     }  # fmt: skip
     assert world.value("baton_requests_ended_total", status="CANCELLED", tenant="t") == 1
-    assert world.value("gen_ai_server_request_duration_seconds_count", **LABELS) == 2
-    assert world.value("baton_tokens_input_total") == 4 * 3, "of what was placed"
+    assert world.value("gen_ai_server_request_duration_seconds_count", **LABELS) == 3
+    assert world.value("baton_tokens_input_total") == 5 * 3, "of what was placed"
+    assert world.value("baton_requests_refused_total", cause="tenant_limit") == 0
+    assert world.value("baton_batch_requests_total", result="failed") == 2
     assert world.value("baton_tokens_cached_total") == 0
 
 
@@ -317,6 +327,7 @@ async def test_fleet_queue_and_ejections_are_read_at_each_look(cluster_of):
         ({}, False),
         ({"attempts": 2}, True),
         ({"ttft_s": 1.5}, True),
+        ({"ttft_s": 1.5, "in_batch": True}, False),
         ({"error": InternalError("x")}, True),
         ({"error": InternalError("x"), "placed": False}, True),
         ({"error": Unavailable("x"), "placed": False}, True),
@@ -329,6 +340,7 @@ async def test_fleet_queue_and_ejections_are_read_at_each_look(cluster_of):
         ({"slos": SLOS, "ttft_s": 0.6}, False),
         ({"slos": SLOS[:1], "ttft_s": 0.1}, False),
         ({"slos": SLOS[:1], "ttft_s": 0.6}, True),
+        ({"slos": SLOS[:1], "ttft_s": 0.6, "in_batch": True}, False),
     ],
 )
 async def test_traces_of_failed_and_slow_requests_are_kept(fields, kept):

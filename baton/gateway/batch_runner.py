@@ -1,0 +1,503 @@
+"""Runs batches: each line of a file is a POST to an endpoint of this process, at low priority.
+
+The output and error files are the record of what is done. Lines are appended to them and brought to
+the disk in groups; a process that begins, after whatever end of the last one, cuts half a line off
+and runs the lines that are in neither. Of several processes with one folder the one that holds its
+lock runs the batches, one of each tenant at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from baton.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    RetryableError,
+    Unauthenticated,
+    Unavailable,
+)
+from baton.gateway.batch_store import (
+    FINISHED,
+    MAX_LINES,
+    Batch,
+    BatchError,
+    BatchErrors,
+    BatchStore,
+    File,
+    new_id,
+    try_lock,
+)
+from baton.gateway.generation import MAX_BODY_BYTES, Endpoint
+from baton.http_errors import JSON_TYPE, Header, failure_of
+from baton.http_server import HttpExchange
+from router.frontend import Caller, GenerationService
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0  # between two looks at the folder, and at the lock while another process has it
+_RETRY_S = 1.0  # before a line that was refused runs again, at least
+_MAX_RETRY_S = 60.0
+_REFUSALS = (Overloaded, Unauthenticated)
+_FAILURES = (Unavailable, DeadlineExceeded)
+_MAX_FAILURES = 3  # of a line that had begun: it may be what ends its workers
+_GRACE_S = 60.0
+_TRY_S = 3600.0  # for a line, its wait for room included
+_RESTART_S = 30.0  # before a batch goes on whose files could not be read or written
+_STALE_PART_S = 3600.0  # what an upload left behind that a kill ended
+_READ_BYTES = 1 << 20
+_MAX_LINE_BYTES = MAX_BODY_BYTES + 4096
+_MAX_ERRORS = 100  # of a batch's input that are told
+_LOW = Raw(b'"low"')
+# A line is answered whole and waits for room, whatever its body asks for.
+_DROPPED = ("stream", "stream_options", "ttft_target_ms")
+
+T = TypeVar("T")
+
+
+class Line(Struct):
+    """One request of a batch's input."""
+
+    custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    method: Literal["POST"]
+    url: str
+    body: Raw
+
+
+class _Done(Struct):
+    """What is read of a result."""
+
+    custom_id: str
+
+
+class _LineExchange(HttpExchange):
+    """A request from within this process; its answer is kept."""
+
+    def __init__(self, path: str, body: bytes) -> None:
+        super().__init__(
+            asyncio.Transport(),
+            "POST",
+            path,
+            {b"content-type": b"application/json"},
+            writable=asyncio.Event(),
+            chunked=False,
+            keep_alive=False,
+            on_end=lambda: None,
+        )
+        self.status, self.answered = 0, b""
+        self.feed(body)
+        self.feed_end()
+
+    def answer(self, status: int, body: bytes, headers: Any = (), kind: Header = JSON_TYPE) -> None:
+        self.started, self.status, self.answered = True, status, body
+
+
+class _Results:
+    """One of a batch's two files. `waiting` is filled anywhere, the rest is the disk thread's."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.waiting: deque[bytes] = deque()
+
+    def read(self) -> set[str]:
+        """The `custom_id`s in it. What follows the last whole line is cut."""
+        done, end = set(), 0
+        with self.path.open("a+b") as file:
+            size = file.tell()
+            file.seek(0)
+            for line in file:
+                try:
+                    found = msgspec.json.decode(line, type=_Done)
+                except msgspec.DecodeError:
+                    break
+                if not line.endswith(b"\n"):
+                    break
+                done.add(found.custom_id)
+                end += len(line)
+            if end < size:
+                log.warning("%s: %d bytes behind its last line are cut", self.path, size - end)
+                file.truncate(end)
+        return done
+
+    def flush(self) -> None:
+        """Brings what waits to the disk."""
+        lines = []
+        while self.waiting:
+            lines.append(self.waiting.popleft())
+        if lines:
+            with self.path.open("ab") as file:
+                file.write(b"".join(lines))
+                file.flush()
+                os.fsync(file.fileno())
+
+    def publish(self, store: BatchStore, created_at: int) -> str | None:
+        """Makes it a file of the tenant's; its id, or None where it is empty."""
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if not size:
+            self.path.unlink(missing_ok=True)
+            return None
+        file = File(
+            id=self.path.stem,
+            bytes=size,
+            created_at=created_at,
+            filename=self.path.name,
+            purpose="batch_output",
+        )
+        return store.publish(file).id
+
+
+class BatchRunner:
+    """Runs the batches of all tenants, those of a tenant one after the other."""
+
+    def __init__(
+        self,
+        folder: Path,
+        store: Callable[[str], BatchStore],
+        service: GenerationService,
+        endpoints: Mapping[str, Endpoint[Any]],
+        concurrency: int,
+    ) -> None:
+        """`store` is a tenant's, by name. `concurrency` is of all batches together."""
+        self._folder = folder
+        self.store = store
+        self.service = service
+        self.endpoints = endpoints
+        self.concurrency = concurrency
+        self.slots = asyncio.Semaphore(concurrency)
+        self.wake = asyncio.Event()  # a batch was created or cancelled here
+        self._disk = ThreadPoolExecutor(1, "batches")  # one: writes end before what follows them
+        self._finished: dict[tuple[str, str], str] = {}  # (tenant, id) to status
+        self._jobs: dict[str, _Job] = {}
+        self._not_before: dict[str, float] = {}
+
+    async def on_disk(self, work: Callable[..., T], *args: Any) -> T:
+        """Runs it on the thread that alone writes what this runner writes."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, work, *args)
+
+    async def run(self) -> None:
+        """Runs batches while no other process does; until cancelled."""
+        with (self._folder / "lock").open("ab") as lock:
+            try:
+                while not try_lock(lock):  # noqa: ASYNC110 - a lock tells nobody that it is free
+                    await asyncio.sleep(_LOOK_S)
+                log.info("batches of %s run here", self._folder)
+                async with asyncio.TaskGroup() as group:
+                    while True:
+                        self.wake.clear()
+                        await self._look(group)
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(_LOOK_S):
+                                await self.wake.wait()
+            finally:
+                self.service.batches.clear()
+                await asyncio.to_thread(self._disk.shutdown)  # before another process may write
+
+    async def _look(self, group: asyncio.TaskGroup) -> None:
+        """Starts what may run, and tells what runs that it is cancelled or has no room."""
+        try:
+            unfinished, full, counts = await self.on_disk(self._scan)
+            self.service.batches.clear()
+            self.service.batches.update(counts)
+            for tenant, batch in unfinished:
+                job = self._jobs.get(batch.id)
+                if job is None and self._may_start(tenant, batch):
+                    job = self._jobs[batch.id] = _Job(self, tenant, batch)
+                    group.create_task(self._run(job), name=batch.id)
+                if job and batch.status == "cancelling":
+                    job.stop("batch_cancelled")
+                elif job and tenant in full:
+                    job.stop("disk_share_used_up")
+            await self.on_disk(self._save_progress)
+        except Exception as error:
+            log.exception("%s cannot be read or written: %s", self._folder, error)
+            await asyncio.sleep(_RESTART_S)
+
+    def _may_start(self, tenant: str, batch: Batch) -> bool:
+        now = time.time()
+        is_free = all(job.tenant != tenant for job in self._jobs.values())
+        ends = batch.status == "cancelling" or now >= batch.expires_at
+        return (is_free or ends) and now >= self._not_before.get(batch.id, 0)
+
+    async def _run(self, job: _Job) -> None:
+        try:
+            await job.run()
+        except Exception as error:
+            # A group's first error is the one that ended the others.
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            log.error(
+                "%s goes on in %.0f s: %s", job.batch.id, _RESTART_S, error,
+                exc_info=None if isinstance(error, OSError) else error,
+            )  # fmt: skip
+            self._not_before[job.batch.id] = time.time() + _RESTART_S
+        finally:
+            del self._jobs[job.batch.id]
+            self.wake.set()
+
+    def _scan(self) -> tuple[list[tuple[str, Batch]], set[str], Counter[str]]:
+        """What has not finished with its tenant, oldest first; full tenants; all by status."""
+        for part in self._folder.glob("*/*.part"):
+            with contextlib.suppress(FileNotFoundError):
+                if part.stat().st_mtime < time.time() - _STALE_PART_S:
+                    part.unlink()
+        finished, unfinished, full = {}, [], set()
+        counts: Counter[str] = Counter()
+        for folder in sorted(path for path in self._folder.iterdir() if path.is_dir()):
+            store = self.store(folder.name)
+            for batch_id in store.batch_ids():
+                key = folder.name, batch_id
+                if not (status := self._finished.get(key)):
+                    batch = store.batch(batch_id)
+                    status = batch.status
+                    if not batch.finished:
+                        unfinished.append((folder.name, batch))
+                counts[status] += 1
+                if status in FINISHED:
+                    finished[key] = status
+            if store.is_full:
+                full.add(folder.name)
+        self._finished = finished
+        return unfinished, full, counts
+
+    def _save_progress(self) -> None:
+        for job in tuple(self._jobs.values()):
+            job.save_progress()
+
+
+class _Job:
+    """One batch that runs."""
+
+    def __init__(self, runner: BatchRunner, tenant: str, batch: Batch) -> None:
+        self.tenant = tenant
+        self.batch = batch
+        self._runner = runner
+        self._store = runner.store(tenant)
+        number = batch.id.removeprefix("batch_")
+        self._output = _Results(self._store.content(f"file-{number}-output"))
+        self._errors = _Results(self._store.content(f"file-{number}-errors"))
+        self._room = asyncio.Semaphore(runner.concurrency)  # for lines in memory
+        self._scope = asyncio.timeout(None)
+        self._stopped = ""  # code of what ended it before its last line
+        self._saved = ""
+
+    def stop(self, code: str) -> None:
+        """Ends it; lines that have no result get this error."""
+        if not self._stopped:
+            self._stopped = code
+            with contextlib.suppress(RuntimeError):  # it has not begun, or it ends by itself
+                self._scope.reschedule(0.0)
+
+    async def run(self) -> None:
+        """Runs it to its end. Raises OSError where a file cannot be read or written."""
+        batch, on_disk = self.batch, self._runner.on_disk
+        if not await on_disk(self._store.content(batch.input_file_id).exists):
+            await on_disk(self.fail, [BatchError("file_missing", "the input file is gone")])
+            return
+        is_new = not batch.in_progress_at and not self._stopped
+        if is_new and (problems := await on_disk(self._check_input)):
+            await on_disk(self.fail, problems)
+            return
+        if batch.in_progress_at:
+            done = await on_disk(self._resume)
+            loop = asyncio.get_running_loop()
+            try:
+                async with self._scope:
+                    left_s = 0.0 if self._stopped else self._left_s
+                    self._scope.reschedule(loop.time() + left_s)
+                    async with asyncio.TaskGroup() as group:
+                        await self._run_lines(done, group)
+            except TimeoutError:
+                self._stopped = self._stopped or "batch_expired"
+        await on_disk(self._finish)
+
+    @property
+    def _left_s(self) -> float:
+        return self.batch.expires_at - time.time()
+
+    async def _run_lines(self, done: set[str], group: asyncio.TaskGroup) -> None:
+        lines = self._lines(done)
+        while some := await self._runner.on_disk(next, lines, None):
+            for line in some:
+                await self._room.acquire()
+                task = group.create_task(self._run_line(line))
+                task.add_done_callback(lambda _: self._room.release())
+
+    async def _run_line(self, line: Line) -> None:
+        """Runs a line until it has a result that is not a refusal."""
+        failures = 0
+        while True:
+            exchange = _LineExchange(line.url, _low_priority(line.body))
+            # The batch expires before a request of it does.
+            left_s = min(self._left_s + _GRACE_S, _TRY_S)
+            caller = Caller(tenant=self.tenant, time_left_s=left_s)
+            wait_s = _RETRY_S
+            async with self._runner.slots:
+                try:
+                    await self._runner.endpoints[line.url](exchange, caller)
+                    status, answer = exchange.status, exchange.answered
+                    break
+                except Exception as error:
+                    began = b"x-request-id" in exchange.answer_headers
+                    failures += began and isinstance(error, _FAILURES)
+                    again = isinstance(error, _REFUSALS + _FAILURES)
+                    if not again or failures >= _MAX_FAILURES:
+                        failure = failure_of(error)
+                        status, answer = failure.status, failure.body
+                        break
+                    if isinstance(error, RetryableError):
+                        wait_s = max(wait_s, error.retry_after_s)
+            await asyncio.sleep(min(wait_s * (1 + failures), _MAX_RETRY_S))
+        request_id = exchange.answer_headers.get(b"x-request-id", b"").decode()
+        response = {"status_code": status, "request_id": request_id, "body": Raw(answer)}
+        result = "completed" if status == 200 else "failed"
+        results = self._output if status == 200 else self._errors
+        results.waiting.append(_result(line.custom_id, response, None))
+        await self._runner.on_disk(results.flush)
+        counts = self.batch.request_counts
+        setattr(counts, result, getattr(counts, result) + 1)
+        self._runner.service.batch_lines[result] += 1
+
+    # From here on: for the disk thread.
+
+    def save_progress(self) -> None:
+        """The counts, for whoever asks."""
+        counts = str(self.batch.request_counts)
+        if self.batch.status == "in_progress" and counts != self._saved:
+            self._store.save(self.batch)
+            self._saved = counts
+
+    def _check_input(self) -> list[BatchError]:
+        """What is wrong with the input; if nothing, the batch is in progress."""
+        problems: list[BatchError] = []
+        seen: set[str] = set()
+        number = 0
+        with self._store.content(self.batch.input_file_id).open("rb") as file:
+            while text := file.readline(_MAX_LINE_BYTES + 1):
+                number += 1
+                if not text.strip() and len(text) <= _MAX_LINE_BYTES:
+                    continue
+                problem = self._check_line(text, seen)
+                if len(seen) > MAX_LINES:
+                    problem = BatchError("too_many_lines", f"at most {MAX_LINES} may be given")
+                if problem:
+                    problem.line = number
+                    problems.append(problem)
+                    if len(problems) >= _MAX_ERRORS or len(text) > _MAX_LINE_BYTES:
+                        break
+                    if len(seen) > MAX_LINES:
+                        break
+        if not seen and not problems:
+            problems.append(BatchError("empty_file", "the file has no requests"))
+        if not problems:
+            self.batch.status, self.batch.in_progress_at = "in_progress", int(time.time())
+            self.batch.request_counts.total = len(seen)
+            self._store.save(self.batch)
+        return problems
+
+    def _check_line(self, text: bytes, seen: set[str]) -> BatchError | None:
+        if len(text) > _MAX_LINE_BYTES:
+            return BatchError("line_too_long", f"at most {_MAX_LINE_BYTES} bytes may be given")
+        try:
+            line = parse_line(text)
+        except InvalidRequest as error:
+            return BatchError("invalid_line", str(error))
+        if line.url != self.batch.endpoint:
+            return BatchError("mismatched_url", f"the batch is for {self.batch.endpoint}", 0, "url")
+        if line.custom_id in seen:
+            return BatchError("duplicate_custom_id", "an earlier line has it", 0, "custom_id")
+        seen.add(line.custom_id)
+        return None
+
+    def _resume(self) -> set[str]:
+        """The lines that have results."""
+        done, failed = self._output.read(), self._errors.read()
+        counts = self.batch.request_counts
+        counts.completed, counts.failed = len(done), len(failed)
+        return done | failed
+
+    def _lines(self, done: set[str]) -> Iterator[list[Line]]:
+        """The others, some at a time."""
+        with self._store.content(self.batch.input_file_id).open("rb") as file:
+            while texts := file.readlines(_READ_BYTES):
+                lines = [msgspec.json.decode(text, type=Line) for text in texts if text.strip()]
+                if missing := [line for line in lines if line.custom_id not in done]:
+                    yield missing
+
+    def _finish(self) -> None:
+        """Gives every line a result, and publishes them."""
+        batch, code = self.batch, self._stopped
+        if batch.in_progress_at:
+            for results in (self._output, self._errors):
+                results.flush()
+            done = self._resume()
+            error = {"code": code, "message": _WITHOUT_RESULT.get(code)}
+            for lines in self._lines(done) if code in _WITHOUT_RESULT else ():
+                self._errors.waiting.extend(_result(line.custom_id, None, error) for line in lines)
+                batch.request_counts.failed += len(lines)
+                self._errors.flush()
+        if code == "disk_share_used_up":
+            text = "the results need more than the tenant's share (--batch-disk): delete some files"
+            self.fail([BatchError(code, text)])
+        else:
+            self._end({"batch_cancelled": "cancelled", "batch_expired": "expired"}.get(code))
+
+    def fail(self, problems: list[BatchError]) -> None:
+        """Ends it with what it has."""
+        self.batch.errors = BatchErrors(problems)
+        self._end("failed")
+
+    def _end(self, status: Any) -> None:
+        batch, now = self.batch, int(time.time())
+        if batch.in_progress_at:
+            batch.finalizing_at = now
+            batch.output_file_id = self._output.publish(self._store, now)
+            batch.error_file_id = self._errors.publish(self._store, now)
+        batch.end(status or "completed")
+        self._store.save(batch)
+        counts = batch.request_counts
+        log.info(
+            "%s of %s: %s, %d of %d requests completed, %d failed",
+            batch.id, self.tenant, batch.status, counts.completed, counts.total, counts.failed,
+        )  # fmt: skip
+
+
+_WITHOUT_RESULT = {
+    "batch_cancelled": "The batch was cancelled before this request executed.",
+    "batch_expired": "This request could not be executed before the completion window expired.",
+}
+
+
+def parse_line(text: bytes) -> Line:
+    """A line of a batch's input. Raises InvalidRequest."""
+    try:
+        line = msgspec.json.decode(text, type=Line)
+        _low_priority(line.body)
+        return line
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(str(error)) from error
+
+
+def _low_priority(body: Raw) -> bytes:
+    """A line's body as it is run."""
+    members = msgspec.json.decode(body, type=dict[str, Raw])
+    for name in _DROPPED:
+        members.pop(name, None)
+    return msgspec.json.encode({**members, "priority": _LOW})
+
+
+def _result(custom_id: str, response: Any, error: Any) -> bytes:
+    found = {"custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode({"id": f"batch_req_{new_id()}", **found}) + b"\n"

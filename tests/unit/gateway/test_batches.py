@@ -1,0 +1,496 @@
+"""Files and batches: what is uploaded is run line by line, whatever happens on the way."""
+
+import asyncio
+import contextlib
+import json
+import os
+import threading
+
+import pytest
+
+from baton import http_server
+from baton.config import ApiConfig, RouterConfig
+from baton.errors import ConfigError, Overloaded, Unauthenticated, Unavailable
+from baton.gateway import batch_runner, batch_store, batches, frontend
+from baton.v1 import common_pb2
+from router.admission.tenants import Tenants
+from tests.waiting import eventually
+
+from .conftest import PROMPT
+
+BODY = {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}
+URL = "/v1/completions"
+FINISHED = ("completed", "failed", "cancelled", "expired")
+
+
+def line(number, body=BODY, url=URL):
+    return {"custom_id": f"r{number}", "method": "POST", "url": url, "body": body}
+
+
+def jsonl(lines):
+    return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """What waits between two tries waits hardly at all."""
+    for name in ("_LOOK_S", "_RETRY_S"):
+        monkeypatch.setattr(batch_runner, name, 0.02)
+
+
+@pytest.fixture
+def api(tmp_path):
+    config = ApiConfig(batch_dir=tmp_path / "batches", batch_concurrency=4)
+    batch_store.prepare(config.batch_dir)
+    return config
+
+
+@pytest.fixture
+async def gateway(gateway_of, api):
+    return await gateway_of(api=api)
+
+
+async def upload(gateway, content, headers=None, name="in.jsonl", purpose="batch"):
+    content = content if isinstance(content, bytes) else jsonl(content)
+    form = {"data": {"purpose": purpose}, "files": {"file": (name, content)}}
+    return await gateway.client.post("/v1/files", headers=headers, **form)
+
+
+async def create(gateway, lines, headers=None, **more):
+    file = (await upload(gateway, lines, headers)).json()
+    body = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h", **more}
+    return (await gateway.post("/v1/batches", body, headers)).json()
+
+
+async def get(gateway, batch):
+    return (await gateway.client.get(f"/v1/batches/{batch['id']}")).json()
+
+
+async def finished(gateway, batch):
+    return await eventually(
+        lambda: get(gateway, batch), lambda seen: seen["status"] in FINISHED, "it goes on"
+    )
+
+
+async def content(gateway, file_id):
+    if file_id is None:
+        return []
+    page = await gateway.client.get(f"/v1/files/{file_id}/content")
+    assert page.status_code == 200
+    return [json.loads(each) for each in page.text.splitlines()]
+
+
+async def results(gateway, batch):
+    return [await content(gateway, batch[f"{kind}_file_id"]) for kind in ("output", "error")]
+
+
+async def test_each_line_is_answered_as_a_request_of_its_own(gateway, monkeypatch):
+    priorities, generate = [], gateway.service.generate
+
+    async def spy(request, *args, **more):
+        priorities.append(request.priority)
+        await generate(request, *args, **more)
+
+    monkeypatch.setattr(gateway.service, "generate", spy)
+    wrong = {**BODY, "max_tokens": -1}
+    urgent = {**BODY, "priority": "high", "stream": True, "ttft_target_ms": 1, "model": "tiny"}
+    batch = await create(gateway, [line(0), line(1, wrong), line(2, urgent)], metadata={"a": "b"})
+    assert (batch["status"], batch["metadata"]) == ("validating", {"a": "b"})
+    batch = await finished(gateway, batch)
+    assert batch["status"] == "completed"
+    assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    answered, refused = await results(gateway, batch)
+    assert {each["custom_id"] for each in answered} == {"r0", "r2"}
+    for each in answered:
+        assert (each["error"], each["response"]["status_code"]) == (None, 200)
+        body = each["response"]["body"]
+        assert body["choices"][0]["text"] == "abcde"
+        assert body["id"] == f"cmpl-{each['response']['request_id']}"
+    (bad,) = refused
+    assert (bad["custom_id"], bad["response"]["status_code"]) == ("r1", 400)
+    assert bad["response"]["body"]["error"]["param"] == "max_tokens"
+    assert priorities == [common_pb2.PRIORITY_LOW] * 2
+    assert gateway.service.batch_lines == {"completed": 2, "failed": 1}
+    await eventually(
+        lambda: asyncio.sleep(0, gateway.service.batches), {"completed": 1}.__eq__, "counts"
+    )
+
+
+async def test_a_router_that_begins_runs_only_what_has_no_result(gateway_of, api, monkeypatch):
+    """The first one is stopped in the midst, and half a line is added as a crash may leave it."""
+    first = await gateway_of(api=api)
+    held = []
+    first.decode.runs = [first.decode.run_to_end] * 3 + [lambda *run: held.append(run)] * 20
+    batch = await create(first, [line(number) for number in range(8)])
+    await eventually(
+        lambda: get(first, batch), lambda seen: seen["request_counts"]["completed"] == 3, "3 lines"
+    )
+    number = batch["id"].removeprefix("batch_")
+    output = api.batch_dir / "default" / f"file-{number}-output.jsonl"
+    before = output.read_bytes()
+    second = await gateway_of(api=api)  # which waits for the lock
+    prompts = []
+    generate = second.service.generate
+    monkeypatch.setattr(
+        second.service, "generate", lambda *args: (prompts.append(args), generate(*args))[1]
+    )
+    await asyncio.sleep(0.1)
+    assert (await get(second, batch))["status"] == "in_progress" and not prompts
+    await first._stack.aclose()
+    await first.idle()
+    with output.open("ab") as file:
+        file.write(b'{"id":"batch_req_1","custom_id":"r7","resp')
+    batch = await finished(second, batch)
+    assert batch["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
+    answered, _ = await results(second, batch)
+    assert sorted(each["custom_id"] for each in answered) == [f"r{number}" for number in range(8)]
+    assert output.read_bytes().startswith(before) and len(prompts) == 5
+
+
+async def test_a_line_that_is_refused_waits_for_room(gateway, monkeypatch):
+    errors = [Overloaded("full", 0.01), Unavailable("none"), Unauthenticated("not now")] * 3
+    generate = gateway.service.generate
+
+    async def refused(*args):
+        if errors:
+            raise errors.pop()
+        await generate(*args)
+
+    monkeypatch.setattr(gateway.service, "generate", refused)
+    batch = await finished(gateway, await create(gateway, [line(0), line(1)]))
+    assert batch["request_counts"]["completed"] == 2 and not errors
+
+
+async def test_a_line_that_fails_again_and_again_is_given_up(gateway):
+    """As one may that ends every worker it comes to."""
+
+    async def fails(*args):
+        gateway.decode.requests.clear()
+        raise Unavailable("the worker died")
+
+    gateway.decode.reserves = [fails] * 100
+    batch = await finished(gateway, await create(gateway, [line(0)]))
+    assert batch["request_counts"] == {"total": 1, "completed": 0, "failed": 1}
+    _, (failed,) = await results(gateway, batch)
+    assert failed["response"]["status_code"] == 503
+    assert failed["response"]["request_id"]
+
+
+@pytest.mark.parametrize("end", ["cancelled", "expired"])
+async def test_a_batch_that_ends_early_gives_every_line_a_result(gateway, monkeypatch, end):
+    if end == "expired":
+        monkeypatch.setattr(batch_store, "WINDOW_S", 1.5)
+    gateway.decode.runs = [gateway.decode.run_to_end] * 2 + [lambda *run: None] * 20
+    batch = await create(gateway, [line(number) for number in range(8)])
+    await eventually(
+        lambda: get(gateway, batch), lambda seen: seen["request_counts"]["completed"] == 2, "2"
+    )
+    path = f"/v1/batches/{batch['id']}"
+    if end == "cancelled":
+        assert (await gateway.client.post(f"{path}/cancel")).json()["status"] == "cancelling"
+    batch = await finished(gateway, batch)
+    assert (batch["status"], bool(batch[f"{end}_at"])) == (end, True)
+    assert batch["request_counts"] == {"total": 8, "completed": 2, "failed": 6}
+    answered, missing = await results(gateway, batch)
+    assert sorted(each["custom_id"] for each in [*answered, *missing]) == [
+        f"r{number}" for number in range(8)
+    ]
+    assert {(each["response"], each["error"]["code"]) for each in missing} == {
+        (None, f"batch_{end}")
+    }
+    assert (await gateway.client.post(f"{path}/cancel")).status_code == 409
+    await gateway.idle()  # nothing of it runs on
+
+
+async def test_a_batch_that_waits_for_another_can_be_cancelled(gateway):
+    gateway.decode.runs = [lambda *run: None] * 20
+    first, second = [await create(gateway, [line(0)]) for _ in range(2)]
+    await eventually(
+        lambda: get(gateway, first), lambda seen: seen["status"] == "in_progress", "it waits"
+    )
+    await gateway.client.post(f"/v1/batches/{second['id']}/cancel")
+    second = await finished(gateway, second)
+    assert (second["status"], second["output_file_id"]) == ("cancelled", None)
+    listed = (await gateway.client.get("/v1/batches")).json()
+    assert [each["status"] for each in listed["data"]] == ["cancelled", "in_progress"]
+    in_use = await gateway.client.delete(f"/v1/files/{first['input_file_id']}")
+    assert (in_use.status_code, first["id"] in in_use.text) == (409, True)
+    await gateway.client.post(f"/v1/batches/{first['id']}/cancel")
+    assert (await finished(gateway, first))["status"] == "cancelled"
+    assert not list(gateway.api.batch_dir.glob("*/*-output.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "code"),
+    [
+        (jsonl([line(0), line(0)]), 2, "duplicate_custom_id"),
+        (jsonl([line(0), line(1, url="/v1/chat/completions")]), 2, "mismatched_url"),
+        (jsonl([line(0, body=[1])]), 1, "invalid_line"),
+        (jsonl([line(0, body='{"a"')]), 1, "invalid_line"),
+        (jsonl([{**line(0), "method": "GET"}]), 1, "invalid_line"),
+        (jsonl([{**line(0), "custom_id": ""}]), 1, "invalid_line"),
+        (b"\n\n" + jsonl([line(0)])[:-3], 3, "invalid_line"),
+        (b"[" * 100_000, 1, "invalid_line"),
+        (b'{"custom_id":"a","method":"POST","url":"' + URL.encode() + b'","body":{"\xff":1}}', 1,
+         "invalid_line"),
+        (jsonl([line(0)]) + b" " * 3000 + jsonl([line(1)]), 2, "line_too_long"),
+        (jsonl(line(number) for number in range(6)), 6, "too_many_lines"),
+        (b"\n \n", None, "empty_file"),
+    ],
+)  # fmt: skip
+async def test_a_batch_with_a_wrong_line_fails_and_names_it(
+    gateway, monkeypatch, text, number, code
+):
+    monkeypatch.setattr(batch_runner, "_MAX_LINE_BYTES", 2500)
+    monkeypatch.setattr(batch_runner, "MAX_LINES", 5)
+    if text.startswith(b"["):
+        monkeypatch.setattr(batch_runner, "_MAX_LINE_BYTES", 1 << 20)
+    batch = await finished(gateway, await create(gateway, text))
+    assert (batch["status"], batch["output_file_id"]) == ("failed", None)
+    first = batch["errors"]["data"][0]
+    assert (first["line"], first["code"]) == (number, code)
+    assert not gateway.decode.requests
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        ({"endpoint": "/tokenize"}, 400, "endpoint"),
+        ({"completion_window": "1h"}, 400, "completion_window"),
+        ({"metadata": {"a": "b" * 513}}, 400, "metadata"),
+        ({"input_file_id": "file-" + "0" * 24}, 404, None),
+        ({"input_file_id": "../../etc/passwd"}, 404, None),
+        ({"input_file_id": None}, 400, "input_file_id"),
+    ],
+)
+async def test_a_batch_that_cannot_be_is_refused(gateway, body, status, field):
+    file = (await upload(gateway, [line(0)])).json()
+    good = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
+    answer = await gateway.post("/v1/batches", {**good, **body})
+    found = (answer.json()["error"]["param"] or "").removesuffix("[...]") or None
+    assert (answer.status_code, found) == (status, field)
+    assert (await gateway.client.get("/v1/batches")).json()["data"] == []
+
+
+async def test_files_can_be_listed_read_and_deleted(gateway):
+    files = [(await upload(gateway, b"%d\n" % n, name=f"{n}é")).json() for n in range(3)]
+    assert [file["filename"] for file in files] == ["0é", "1é", "2é"]
+    ids = sorted(file["id"] for file in files)
+
+    async def listed(**query):
+        page = (await gateway.client.get("/v1/files", params=query)).json()
+        found = [file["id"] for file in page["data"]]
+        ends = (found[0], found[-1]) if found else (None, None)
+        assert (page["first_id"], page["last_id"]) == ends
+        return found, page["has_more"]
+
+    assert await listed() == (ids[::-1], False)
+    assert await listed(order="asc", limit=2) == (ids[:2], True)
+    assert await listed(order="asc", after=ids[1]) == (ids[2:], False)
+    assert await listed(after=ids[2], limit=1) == (ids[1:2], True)
+    assert await listed(purpose="batch_output") == ([], False)
+    for wrong in ({"limit": "0"}, {"limit": "x"}, {"order": "up"}):
+        assert (await gateway.client.get("/v1/files", params=wrong)).status_code == 400
+    path = f"/v1/files/{files[0]['id']}"
+    assert (await gateway.client.get(path)).json() == files[0]
+    assert (await gateway.client.get(f"{path}/content")).content == b"0\n"
+    assert (await gateway.client.delete(path)).json()["deleted"]
+    for gone in (path, f"{path}/content", "/v1/files/..%2Flock", "/v1/files/lock"):
+        assert (await gateway.client.get(gone)).status_code == 404
+    assert await listed() == ([id for id in ids[::-1] if id != files[0]["id"]], False)
+
+
+async def test_a_tenant_has_its_own_files_and_batches(gateway_of, api, tmp_path):
+    (tmp_path / "ann").write_text("ann-key")
+    (tmp_path / "bob").write_text("bob-key")
+    file = tmp_path / "tenants.toml"
+    file.write_text('[tenants.ann]\nkey_files = ["ann"]\n[tenants.bob]\nkey_files = ["bob"]\n')
+    gateway = await gateway_of(api=api, tenants=Tenants(file))
+    ann, bob = ({"authorization": f"Bearer {name}-key"} for name in ("ann", "bob"))
+    batch = await create(gateway, [line(0)], ann)
+    for path in (f"/v1/files/{batch['input_file_id']}", f"/v1/batches/{batch['id']}",
+                 f"/v1/files/{batch['input_file_id']}/content"):  # fmt: skip
+        assert (await gateway.client.get(path, headers=ann)).status_code == 200
+        assert (await gateway.client.get(path, headers=bob)).status_code == 404
+        assert (await gateway.client.get(path)).status_code == 401
+    for path in ("/v1/files", "/v1/batches"):
+        assert (await gateway.client.get(path, headers=bob)).json()["data"] == []
+
+    async def anns():
+        return (await gateway.client.get(f"/v1/batches/{batch['id']}", headers=ann)).json()
+
+    seen = await eventually(anns, lambda seen: seen["status"] == "completed", "it goes on")
+    assert seen["request_counts"]["completed"] == 1
+    (request,) = gateway.cluster.prefills[0].requests
+    assert request.sequence.cache_salt == "ann/"
+
+
+async def test_without_a_folder_there_are_neither_files_nor_batches(gateway_of, tmp_path):
+    gateway = await gateway_of()
+    for answer in (
+        await upload(gateway, [line(0)]),
+        await gateway.post("/v1/batches", {}),
+        await gateway.client.get("/v1/files/x/content"),
+    ):
+        assert (answer.status_code, "--batch-dir DIR" in answer.text) == (404, True)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--batch-dir .* cannot be used"):
+        frontend(RouterConfig(http_port=1, batch_dir=tmp_path / "file" / "x"))
+    with pytest.raises(ConfigError, match="--batch-dir is for the HTTP API"):
+        RouterConfig(batch_dir=tmp_path)
+
+
+FORM = b'--b\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b\r\n'
+FILE = FORM % (b"file", b'; filename="x"', b"abc")
+PURPOSE = FORM % (b"purpose", b"", b"batch")
+END = b"--b--\r\n"
+
+
+@pytest.mark.parametrize(
+    ("form", "status", "text"),
+    [
+        (FILE + PURPOSE + END, 200, '"bytes":3'),
+        (PURPOSE + FORM % (b"other", b"", b"x" * 900) + FILE + END, 200, '"filename":"x"'),
+        (FILE + PURPOSE, 400, "ends before its last boundary"),
+        (PURPOSE + END, 400, "file is missing or empty"),
+        (PURPOSE + FORM % (b"file", b"", b"") + END, 400, "file is missing or empty"),
+        (FILE + END, 400, "purpose must be given"),
+        (FILE + FORM % (b"purpose", b"", b"vision") + END, 400, "purpose must be given"),
+        (FILE + FILE + PURPOSE + END, 400, "one file"),
+        (FORM % (b"x", b"", b"x" * 2000) + END, 400, "1024 bytes"),
+        (PURPOSE * 17 + END, 400, "16 parts"),
+        (b"nonsense", 400, "this is no form"),
+        (b"", 400, "ends before"),
+        (PURPOSE + FORM % (b"file", b"", b"x" * 5000) + END, 413, "4000 bytes"),
+    ],
+)
+async def test_what_a_form_may_be(gateway, monkeypatch, form, status, text):
+    monkeypatch.setattr(batches, "MAX_FILE_BYTES", 4000)
+    kind = {"content-type": "multipart/form-data; boundary=b"}
+    answer = await gateway.client.post("/v1/files", content=form, headers=kind)
+    assert (answer.status_code, text in answer.text) == (status, True), answer.text
+    assert len(list(gateway.api.batch_dir.glob("default/*"))) == (2 if status == 200 else 0)
+    for kind in ("application/json", "multipart/form-data", "multipart/form-data; boundary="):
+        sent = {"content": form, "headers": {"content-type": kind}}
+        answer = await gateway.client.post("/v1/files", **sent)
+        assert (answer.status_code, "multipart/form-data" in answer.text) == (400, True)
+
+
+async def test_a_tenants_share_of_the_disk_holds_for_uploads_and_results(gateway_of, tmp_path):
+    config = ApiConfig(batch_dir=tmp_path / "b", batch_disk=60_000)
+    batch_store.prepare(config.batch_dir)
+    gateway = await gateway_of(api=config)
+    assert (await upload(gateway, b"x" * 70_000)).status_code == 400
+    config.batch_dir.joinpath("default", "file").write_bytes(b"x" * 70_000)
+    assert (await upload(gateway, b"x" * (8 << 20))).status_code == 400
+    config.batch_dir.joinpath("default", "file").unlink()
+    assert not list(config.batch_dir.glob("default/*"))
+    gateway.decode.runs = [gateway.decode.run_to_end] * 300
+    lines = [line(number, {**BODY, "logprobs": 5}) for number in range(200)]
+    batch = await finished(gateway, await create(gateway, lines))
+    assert (batch["status"], batch["errors"]["data"][0]["code"]) == ("failed", "disk_share_used_up")
+    answered, _ = await results(gateway, batch)
+    assert 0 < len(answered) == batch["request_counts"]["completed"] < 200
+    refused = await upload(gateway, [line(0)])
+    assert (refused.status_code, "--batch-disk" in refused.text) == (400, True)
+    await gateway.client.delete(f"/v1/files/{batch['output_file_id']}")
+    assert (await upload(gateway, [line(0)])).status_code == 200
+
+
+class Uploads:
+    """Uploads over a socket of our own; the server's connections are seen."""
+
+    def __init__(self, monkeypatch):
+        self.connections = connections = []
+        made = http_server.Connection.connection_made
+
+        def connection_made(connection, transport):
+            made(connection, transport)
+            connections.append(connection)
+
+        monkeypatch.setattr(http_server.Connection, "connection_made", connection_made)
+
+    @contextlib.asynccontextmanager
+    async def begin(self, gateway, size):
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(
+            b"POST /v1/files HTTP/1.1\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+            b"content-length: %d\r\n\r\n" % size
+        )
+        try:
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
+
+async def test_an_upload_goes_no_faster_than_the_disk(gateway, monkeypatch):
+    go_on, write = threading.Event(), batches._Upload.write
+    monkeypatch.setattr(batches._Upload, "write", lambda *args: (go_on.wait(20), write(*args)))
+    uploads = Uploads(monkeypatch)
+    form = PURPOSE + FORM % (b"file", b"", b"x" * (16 << 20)) + END
+    async with uploads.begin(gateway, len(form)) as (reader, writer):
+        writer.write(form)
+        sending = asyncio.create_task(writer.drain())
+        (connection,) = uploads.connections
+
+        async def waiting():
+            exchanges = connection._exchanges
+            return sum(map(len, exchanges[0]._parts)) if exchanges else 0
+
+        await eventually(waiting, lambda size: size > http_server.MAX_WAITING_BYTES, "no pause")
+        await asyncio.sleep(0.2)
+        assert await waiting() <= http_server.MAX_WAITING_BYTES + (256 << 10)
+        assert not sending.done()
+        go_on.set()
+        assert b" 200 " in await reader.readline()
+        writer.write(b"GET /health HTTP/1.1\r\n\r\n")
+        while (await reader.readline()).strip():
+            pass
+        assert b'"bytes":16777216' in await reader.readuntil(b"}")
+        assert b" 200 " in await reader.readline()  # the connection goes on
+
+
+async def test_an_upload_may_take_long_while_it_comes(gateway, monkeypatch):
+    monkeypatch.setattr(http_server, "BODY_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(http_server, "MIN_BODY_BYTES", 100)
+    form = PURPOSE + FORM % (b"file", b"", b"x" * 2000) + END
+    uploads = Uploads(monkeypatch)
+    for piece, status in ((300, b" 200 "), (10, b" 408 ")):
+        async with uploads.begin(gateway, len(form)) as (reader, writer):
+            answered = asyncio.create_task(reader.readline())
+            for start in range(0, len(form), piece):
+                if not answered.done():
+                    writer.write(form[start : start + piece])
+                    await asyncio.sleep(0.15)
+            async with asyncio.timeout(5):
+                assert status in await answered
+    await eventually(
+        lambda: asyncio.sleep(0, list(gateway.api.batch_dir.glob("*/*.part"))),
+        lambda parts: not parts, "what was uploaded of the second one is still there",
+    )  # fmt: skip
+    assert len((await gateway.client.get("/v1/files")).json()["data"]) == 1
+
+
+async def test_a_file_is_sent_no_faster_than_it_is_read(gateway, monkeypatch):
+    uploads = Uploads(monkeypatch)
+    text = os.urandom(24 << 20)
+    file = (await upload(gateway, text)).json()
+    path = f"/v1/files/{file['id']}/content"
+    async with gateway.client.stream("GET", path) as response:
+        (connection,) = uploads.connections
+        parts = response.aiter_raw()
+        got = [await anext(parts)]
+        await asyncio.sleep(0.3)
+        assert connection.transport.get_write_buffer_size() < 1 << 20
+        got += [part async for part in parts]
+    assert b"".join(got) == text
+    monkeypatch.setattr(batches, "UNREAD_S", 0.2)
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(b"GET %b HTTP/1.1\r\n\r\n" % path.encode())
+    await asyncio.sleep(1.0)
+    read = b""
+    async with asyncio.timeout(10):
+        with contextlib.suppress(ConnectionResetError):
+            read = await reader.read()
+    assert len(read) < len(text)
+    writer.transport.abort()
