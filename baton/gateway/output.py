@@ -24,6 +24,7 @@ _REASONS: dict[int, FinishReason | None] = {
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
+_UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
 _encode = msgspec.json.Encoder().encode
 _PHASES = ("queue_ms", "ttft_ms", "transfer_ms", "tpot_ms", "e2e_ms")
 _MIN_LOGPROB = -9999.0  # JSON has no infinity
@@ -88,9 +89,16 @@ class Output(ABC):
                 before, after = self._around_text
                 self._send(before + _encode(text) + after)
             return
+        if not beside:
+            parsed = None
+        elif parsed is not None and len(parsed.tool_calls) > 1:
+            # A chunk for each: some clients look at a chunk's first one only.
+            for call in parsed.tool_calls[:-1]:
+                self.put(text, (), (), _UNFINISHED, ParsedOutput(parsed.reasoning, (call,)))
+                text, parsed = "", ParsedOutput("", parsed.tool_calls[-1:])
         members = self._members(logprobs, list(token_ids), reason)
         text = text if self._begun else self._echo + text
-        self._send(self._event(self._choice(text, parsed if beside else None, **members)))
+        self._send(self._event(self._choice(text, parsed, **members)))
         if not self._begun:
             self._begun = True
             if not (reason or self._with_logprobs or self._with_token_ids):

@@ -186,8 +186,11 @@ class ToolParser:
         self._add(ToolCallDelta(self.num_calls - 1, self._new_id(), name, ""))
 
     def _argue(self, text: str) -> None:
+        index, last = self.num_calls - 1, self._deltas[-1] if self._deltas else None
+        if last and last.index == index and not last.id:
+            text = self._deltas.pop().arguments + text
         if text:
-            self._add(ToolCallDelta(self.num_calls - 1, "", "", text))
+            self._add(ToolCallDelta(index, "", "", text))
 
     def _add(self, delta: ToolCallDelta) -> None:
         if not (self._single and delta.index):
