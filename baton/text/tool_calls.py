@@ -264,7 +264,10 @@ class ToolFormat:
         `special` has the ids of markers that are special tokens, and `options` are added to each
         schema.
         """
-        first, between, last = (_lark(text, special) for text in self.around)
+        first, between, last = self.around
+        if answer is not None and (first + self.call[0]).startswith("{"):
+            first = self.markers[0]  # or it would be undecided what a "{" begins
+        first, between, last = (_lark(text, special) for text in (first, between, last))
         more = "" if single or not self.parallel else f"({between} call)*"
         rules = [f"start: calls{'' if answer is None else ' | answer'}"]
         rules.append(f"calls: {first} call {more} {last}")
