@@ -22,7 +22,9 @@ async def test_a_stream_and_its_completion_with_everything(connect, serve):
         chosen=common_pb2.TokenLogprob(token_id=1, logprob=-0.5),
         top=[common_pb2.TokenLogprob(token_id=4, logprob=-0.25)],
     )
-    usage = {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 2}
+    usage = {
+        "prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 2, "reasoning_tokens": 1,
+    }  # fmt: skip
     timing = {
         "queue_ms": 1.0, "ttft_ms": 2.0, "tpot_ms": 3.0, "e2e_ms": 4.0, "transfer_ms": 5.0,
         "transfer_bytes": 6,
