@@ -87,9 +87,11 @@ class ReasoningTracker:
             self.inside = token_ids[0] == self._reasoning.begin_token_id
         if not self.inside:
             return 0
-        count, end = len(token_ids), self._reasoning.end_token_id
-        if end in token_ids:
-            count, self.inside = token_ids.index(end) + 1, False
+        count = 0
+        for count, token_id in enumerate(token_ids, 1):
+            if token_id == self._reasoning.end_token_id:
+                self.inside = False
+                break
         self.num_tokens += count
         return count
 
