@@ -87,11 +87,10 @@ class ReasoningTracker:
             self.inside = token_ids[0] == self._reasoning.begin_token_id
         if not self.inside:
             return 0
-        count = 0
-        for count, token_id in enumerate(token_ids, 1):
-            if token_id == self._reasoning.end_token_id:
-                self.inside = False
-                break
+        last = self._reasoning.end_token_id
+        end = next((at for at, token_id in enumerate(token_ids, 1) if token_id == last), 0)
+        self.inside = not end
+        count = end or len(token_ids)
         self.num_tokens += count
         return count
 
