@@ -146,7 +146,7 @@ class ChatFormats:
         )
         if len(grammar) > (most := MAX_STRUCTURED_OUTPUT_CHARS):
             raise InvalidRequest(
-                f"as a grammar they have {len(grammar)} characters and at most {most} are taken: "
+                f"as a grammar the tools have {len(grammar)} characters, {most} at most are taken: "
                 "leave tool_choice to the model, or name one",
                 "chat.tools",
             )
@@ -158,14 +158,19 @@ class ChatFormats:
         if chat.template_kwargs:
             variables = _object(chat.template_kwargs, "chat.template_kwargs")
             if len(chat.template_kwargs) > (most := MAX_TEMPLATE_KWARGS_CHARS):
-                raise InvalidRequest(f"{most} characters at most", "chat.template_kwargs")
+                raise InvalidRequest(
+                    f"the template's variables may have {most} characters at most",
+                    "chat.template_kwargs",
+                )
             for name in ("messages", "tools"):
                 if name in variables:
                     raise InvalidRequest(f"{name} is a field of its own", "chat.template_kwargs")
         names = _checked_tools(chat)
         if (_must_call(chat) and not names) or chat.tool_name not in ("", *names):
             raise InvalidRequest(
-                f"there is no tool {quoted(chat.tool_name)}" if chat.tool_name else "needs tools",
+                f"there is no tool {quoted(chat.tool_name)}"
+                if chat.tool_name
+                else "required calls need tools",
                 "chat.tool_name" if chat.tool_name else "chat.tool_choice",
             )
         if not _with_tools(chat):
@@ -213,10 +218,14 @@ def _must_call(chat: inference_pb2.Chat) -> bool:
 def _checked_tools(chat: inference_pb2.Chat) -> set[str]:
     """The tools' names. Raises InvalidRequest."""
     if len(chat.tools) > MAX_TOOLS:
-        raise InvalidRequest(f"{MAX_TOOLS} at most, not {len(chat.tools)}", "chat.tools")
+        raise InvalidRequest(
+            f"there may be {MAX_TOOLS} tools at most, not {len(chat.tools)}", "chat.tools"
+        )
     size = sum(len(t.name) + len(t.description) + len(t.parameters) for t in chat.tools)
     if size > MAX_TOOL_CHARS:
-        raise InvalidRequest(f"{MAX_TOOL_CHARS} characters at most, not {size}", "chat.tools")
+        raise InvalidRequest(
+            f"tools may have {MAX_TOOL_CHARS} characters at most, not {size}", "chat.tools"
+        )
     names: set[str] = set()
     for i, tool in enumerate(chat.tools):
         field = f"chat.tools[{i}]"
@@ -248,7 +257,8 @@ def _message(message: inference_pb2.ChatMessage, index: int) -> Message:
     turn: dict[str, Any] = {"role": message.role, "content": message.content}
     for i, call in enumerate(message.tool_calls):
         if not call.name:
-            raise InvalidRequest("is missing", f"chat.messages[{index}].tool_calls[{i}].name")
+            place = f"messages[{index}].tool_calls[{i}].name"
+            raise InvalidRequest(f"{place} is missing", f"chat.{place}")
     if message.tool_calls:
         turn["tool_calls"] = [
             {
@@ -274,10 +284,11 @@ def _message(message: inference_pb2.ChatMessage, index: int) -> Message:
 
 
 def _object(text: str, field: str) -> dict[str, Any]:
+    name = field.removeprefix("chat.")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"is not JSON: {error}", field) from error
+        raise InvalidRequest(f"{name} is not JSON: {error}", field) from error
     if not isinstance(value, dict):
-        raise InvalidRequest("must be a JSON object", field)
+        raise InvalidRequest(f"{name} must be a JSON object", field)
     return value
