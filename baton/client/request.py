@@ -152,6 +152,9 @@ _RESTRICTIONS: Mapping[str, Callable[[Any], common_pb2.StructuredOutput | None]]
 def _set_tools(chat: inference_pb2.Chat, tools: Sequence[Mapping[str, Any]]) -> None:
     for tool in tools:
         function = tool.get("function", tool)
+        if "name" not in function:
+            form = '{"type": "function", "function": {"name": …, "parameters": {…}}}'
+            raise TypeError(f"a tool is {form}, not {quoted(tool)}")
         parameters = function.get("parameters")
         chat.tools.add(
             name=function["name"],
