@@ -419,6 +419,8 @@ class WorkerConfig(TlsConfig, WorkerServiceConfig):
 
 
 DEFAULT_MAX_ITL_S = 0.05
+TOOL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral")
+REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
 
 
 @dataclass(frozen=True)
@@ -444,6 +446,18 @@ class RouterLimits:
     )
     max_prompt_tokens: int = option(
         0, "--max-prompt-tokens TOKENS", "of a prompt (default: what the context holds)"
+    )
+    tool_parser: str = option(
+        "auto",
+        "--tool-parser",
+        "for tool calls in a chat's output (default: by the chat template)",
+        choices=TOOL_PARSERS,
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "--reasoning-parser",
+        "for what a model thinks before it answers (default: by the chat template)",
+        choices=REASONING_PARSERS,
     )
     tenants_file: Path | None = option(
         None, "--tenants FILE", "TOML: tenants, keys, shares, limits (default: one, unlimited)"

@@ -5,7 +5,7 @@ The router validates it before any work; workers trust what a router sent. No te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType
@@ -21,7 +21,8 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_STRUCTURED_OUTPUT_CHARS = 64 << 10
 MAX_SEED = (1 << 64) - 1
 _OPTIONAL = frozenset(
-    ("top_p", "repetition_penalty", "seed", "max_tokens", "logprobs", "structured_output")
+    {"top_p", "repetition_penalty", "seed", "max_tokens", "logprobs"}
+    | {"structured_output", "reasoning"}
 )
 
 
@@ -52,6 +53,62 @@ class StructuredOutput:
 
 
 @dataclass(frozen=True)
+class Reasoning:
+    """What a model thinks before it answers, between two tokens; see common.proto.
+
+    `max_tokens` are those between the two; None is no limit.
+    """
+
+    begin_token_id: int
+    end_token_id: int
+    begun: bool = False
+    max_tokens: int | None = None
+
+    @classmethod
+    def from_proto(cls, message: common_pb2.Reasoning) -> Reasoning:
+        """The tokens a message names."""
+        most = message.max_tokens if message.HasField("max_tokens") else None
+        return cls(message.begin_token_id, message.end_token_id, message.begun, most)
+
+
+class ReasoningTracker:
+    """Follows the reasoning in one output, by its tokens alone."""
+
+    def __init__(self, reasoning: Reasoning) -> None:
+        self._reasoning = reasoning
+        self._begins = not reasoning.begun  # with the next token, if at all
+        self.inside = reasoning.begun
+        self.num_tokens = 0  # the last one included, the first only where it is output
+
+    def take(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, which follow those of the last call, are still reasoning."""
+        if self._begins and token_ids:
+            self._begins = False
+            self.inside = token_ids[0] == self._reasoning.begin_token_id
+        if not self.inside:
+            return 0
+        last = self._reasoning.end_token_id
+        end = next((at for at, token_id in enumerate(token_ids, 1) if token_id == last), 0)
+        self.inside = not end
+        count = end or len(token_ids)
+        self.num_tokens += count
+        return count
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the next token is the output's first, and may open the reasoning."""
+        return self._begins
+
+    @property
+    def must_end(self) -> bool:
+        """Whether the next token has to be the one that ends it."""
+        most = self._reasoning.max_tokens
+        if not self.inside or most is None:
+            return False
+        return self.num_tokens - (not self._reasoning.begun) >= most
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """Sampling settings; see common.proto for what each one does. `logprobs` None is off."""
 
@@ -70,6 +127,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     structured_output: StructuredOutput | None = None
+    reasoning: Reasoning | None = None  # where a restriction begins behind it, or a limit holds
 
     @cached_property
     def has_penalties(self) -> bool:
@@ -112,13 +170,18 @@ class SamplingParams:
                     "end-of-sequence: leave one of them out",
                     "sampling.ignore_eos",
                 )
+        if self.reasoning is not None:
+            tokens = self.reasoning.begin_token_id, self.reasoning.end_token_id
+            if max(tokens) >= vocab_size:
+                raise InvalidRequest("its tokens must be known ones", "sampling.reasoning")
 
     def to_proto(self) -> common_pb2.SamplingParams:
         values = {name: getattr(self, name) for name in _NAMES}
         values["logit_bias"] = dict(self.logit_bias)
         values["stop_token_ids"] = sorted(self.stop_token_ids)
-        if self.structured_output is not None:
-            values["structured_output"] = vars(self.structured_output)
+        for name in ("structured_output", "reasoning"):
+            if values[name] is not None:
+                values[name] = vars(values[name])
         return common_pb2.SamplingParams(**values)
 
     @classmethod
@@ -142,6 +205,8 @@ class SamplingParams:
         values["stop_token_ids"] = frozenset(message.stop_token_ids)
         if output := values.get("structured_output"):
             values["structured_output"] = StructuredOutput.from_proto(output)
+        if reasoning := values.get("reasoning"):
+            values["reasoning"] = Reasoning.from_proto(reasoning)
         return cls(**values)
 
 

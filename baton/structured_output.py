@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from baton.checkpoint_files import MAX_TOKENIZER_BYTES, read_bytes
 from baton.errors import BatonError, InvalidRequest, Overloaded
-from baton.sampling import StructuredOutput
+from baton.sampling import Reasoning, ReasoningTracker, StructuredOutput
 
 T = TypeVar("T")
 Words = npt.NDArray[np.int32]  # of a mask: token t is bit t % 32 of word t // 32
@@ -47,7 +48,7 @@ MAX_WAITING = 64  # to be compiled
 # of a thread's stack the process would end. Only what is used takes memory.
 _STACK_BYTES = 256 << 20
 # Between JSON's tokens, as in llama.cpp: a model that writes nothing but spaces never ends.
-_JSON_OPTIONS: Any = {"whitespace_pattern": r" |\n[ \t]{0,20}"}
+JSON_OPTIONS: Any = {"whitespace_pattern": r" |\n[ \t]{0,20}"}
 _PLACE_S = 0.25  # of looking for what is wrong in a schema
 _MAX_REASON_CHARS = 300
 _REGEX_ERROR = re.compile(r"regex parse error:\n    .*\n    ( *)\^+\nerror: (.*)")
@@ -60,14 +61,25 @@ _SINGLE = ("items", "additionalItems", "additionalProperties", "not", "contains"
 
 
 class GrammarMatcher:
-    """Follows the output of one sequence, whose tokens only grow. Used by one thread at a time."""
+    """Follows the output of one sequence, whose tokens only grow. Used by one thread at a time.
+
+    Reasoning is free text, but for its end: that does not come with end-of-sequence where a grammar
+    follows, and has to come at its limit. The grammar is that of what is behind it.
+    """
 
     def __init__(
-        self, matcher: LLMatcher, eos_token_ids: Collection[int], prompt_tokens: int
+        self,
+        matcher: LLMatcher | None,
+        eos_token_ids: Collection[int],
+        prompt_tokens: int,
+        reasoning: Reasoning | None = None,
     ) -> None:
+        """Without `matcher` only the reasoning's length is restricted."""
         self._matcher = matcher
         self._eos_token_ids = frozenset(eos_token_ids)
         self._prompt_tokens = self._known = prompt_tokens
+        self._reasoning = reasoning
+        self._tracker = ReasoningTracker(reasoning) if reasoning else None
         # Why the output cannot go on, if it cannot: it left the grammar, or reached a limit.
         self.failure = ""
 
@@ -77,7 +89,9 @@ class GrammarMatcher:
             return
         new = list(token_ids[self._known : end])
         self._known = end
-        if not self.failure and not self._matcher.consume_tokens(new):
+        if self._tracker:
+            new = new[self._tracker.take(new) :]
+        if new and self._matcher and not self.failure and not self._matcher.consume_tokens(new):
             self._fail()
 
     def fill(self, words: Words, guesses: Sequence[int] = ()) -> None:
@@ -89,15 +103,26 @@ class GrammarMatcher:
         if self.failure or taken < len(guesses):
             words.fill(-1)
             return
-        matcher = self._matcher
-        if taken:
-            matcher.consume_tokens(list(guesses))
-        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if matcher.is_error():
+        tracker, guessed = copy(self._tracker), list(guesses)
+        if tracker:
+            guessed = guessed[tracker.take(guessed) :]
+            if tracker.inside:
+                self._fill_reasoning(words, must_end=tracker.must_end)
+                return
+        if self._matcher is None:
+            words.fill(-1)
+            return
+        if guessed:
+            self._matcher.consume_tokens(guessed)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
             self._fail()
             words.fill(-1)
-        elif taken:
-            matcher.rollback(taken)
+            return
+        if guessed:
+            self._matcher.rollback(len(guessed))
+        if tracker and tracker.may_begin and self._reasoning:
+            _set_bit(words, self._reasoning.begin_token_id, True)
 
     def accepts(self, guesses: Sequence[int]) -> int:
         """How many of `guesses` may follow the output; none from end-of-sequence on."""
@@ -105,15 +130,39 @@ class GrammarMatcher:
         count = next(ends, len(guesses))
         if self.failure:
             return 0
+        tracker, reasoned = copy(self._tracker), 0
+        while tracker and reasoned < count and (tracker.inside or tracker.may_begin):
+            must_end, token = tracker.must_end, guesses[reasoned]
+            if not tracker.take([token]):
+                break
+            if must_end and tracker.inside:
+                return reasoned
+            reasoned += 1
+        if self._matcher is None or reasoned == count:
+            return count
         try:
-            return self._matcher.validate_tokens(list(guesses[:count]))
+            return reasoned + self._matcher.validate_tokens(list(guesses[reasoned:count]))
         except ValueError:  # a limit, which `fill` reports
-            return 0
+            return reasoned
+
+    def _fill_reasoning(self, words: Words, *, must_end: bool) -> None:
+        assert self._reasoning is not None
+        words.fill(0 if must_end else -1)
+        _set_bit(words, self._reasoning.end_token_id, True)
+        if self._matcher:
+            for token in self._eos_token_ids:
+                _set_bit(words, token, False)
 
     def _fail(self) -> None:
+        assert self._matcher is not None
         reason = _reason(self._matcher.get_error())
         output = self._known - self._prompt_tokens
         self.failure = f"structured output: behind {output} tokens of output: {reason}"
+
+
+def _set_bit(words: Words, token: int, value: bool) -> None:
+    bits, bit = words.view(np.uint32), np.uint32(1 << token % 32)
+    bits[token // 32] = bits[token // 32] | bit if value else bits[token // 32] & ~bit
 
 
 class GrammarCompiler:
@@ -132,18 +181,27 @@ class GrammarCompiler:
         self._checked = lru_cache(MAX_CHECKED)(self._check)
 
     def compile(
-        self, output: StructuredOutput, token_ids: Sequence[int], prompt_tokens: int
+        self,
+        output: StructuredOutput | None,
+        token_ids: Sequence[int],
+        prompt_tokens: int,
+        reasoning: Reasoning | None = None,
     ) -> Future[GrammarMatcher]:
         """A matcher behind these tokens, of which those behind the prompt are output.
 
         Raises Overloaded where too many wait. The future fails with InvalidRequest for what cannot
         be compiled, and names the place.
         """
-        return self._submit(lambda: self._matcher(output, token_ids, prompt_tokens))
+        return self._submit(lambda: self._matcher(output, token_ids, prompt_tokens, reasoning))
 
-    def check(self, output: StructuredOutput, delivered: Sequence[int]) -> Future[None]:
+    def check(
+        self,
+        output: StructuredOutput,
+        delivered: Sequence[int],
+        reasoning: Reasoning | None = None,
+    ) -> Future[None]:
         """As `compile`, for who needs to know only whether that can be done."""
-        return self._submit(lambda: self._checked(output, tuple(delivered)))
+        return self._submit(lambda: self._checked(output, tuple(delivered), reasoning))
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
         if len(self._waiting) >= MAX_WAITING:
@@ -166,16 +224,23 @@ class GrammarCompiler:
     # On that thread.
 
     def _matcher(
-        self, output: StructuredOutput, token_ids: Sequence[int], prompt_tokens: int
+        self,
+        output: StructuredOutput | None,
+        token_ids: Sequence[int],
+        prompt_tokens: int,
+        reasoning: Reasoning | None,
     ) -> GrammarMatcher:
-        matcher = GrammarMatcher(self._compile(output), self._eos_token_ids, prompt_tokens)
+        compiled = self._compile(output) if output else None
+        matcher = GrammarMatcher(compiled, self._eos_token_ids, prompt_tokens, reasoning)
         matcher.advance(token_ids, len(token_ids))
         if matcher.failure:
             raise InvalidRequest(matcher.failure, "resumed_token_ids")
         return matcher
 
-    def _check(self, output: StructuredOutput, delivered: tuple[int, ...]) -> None:
-        self._matcher(output, delivered, 0)
+    def _check(
+        self, output: StructuredOutput, delivered: tuple[int, ...], reasoning: Reasoning | None
+    ) -> None:
+        self._matcher(output, delivered, 0, reasoning)
 
     def _compile(self, output: StructuredOutput) -> LLMatcher:
         if isinstance(self._vocabulary, InvalidRequest):
@@ -244,7 +309,7 @@ def _schema(text: str) -> dict[str, Any]:
 
 
 def _schema_grammar(schema: dict[str, Any]) -> str:
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), _JSON_OPTIONS)
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), JSON_OPTIONS)
 
 
 def _explained(output: StructuredOutput, error: str) -> str:

@@ -25,7 +25,7 @@ from router.admission.admission import Admission, Choices
 from router.admission.tenants import AdmissionLease, Tenant
 from router.admission.wait_queue import WaitQueue
 from router.dispatch.dispatch import Dispatch
-from router.dispatch.request_state import RequestState, TextStream
+from router.dispatch.request_state import ParsedOutput, RequestState, TextStream
 from router.fleet.fleet import Fleet
 from router.placement.placement import RETRY_AFTER_S
 from router.telemetry.stats import RequestRecord, RouterStats
@@ -62,8 +62,12 @@ class Sink(Protocol):
         token_ids: Sequence[int],
         logprobs: Sequence[common_pb2.PositionLogprobs],
         reason: common_pb2.FinishReason,
+        parsed: ParsedOutput | None = None,
     ) -> None:
-        """Takes new output, without waiting. Raises Cancelled where too much of it is unread."""
+        """Takes new output, without waiting. Raises Cancelled where too much of it is unread.
+
+        `parsed` is what it has beside text, for a chat with tools or of a model that reasons.
+        """
 
     async def finish(self, finish: inference_pb2.Finish) -> None:
         """Returns once the caller has taken all, so far as that can be known."""
@@ -124,6 +128,11 @@ class _Delivery:
         """The stop string that was met, or nothing."""
         return self._text.stop or ""
 
+    def usage(self) -> common_pb2.Usage:
+        usage = self._state.usage()
+        usage.reasoning_tokens = self._text.reasoning_tokens
+        return usage
+
     def put(
         self,
         token_ids: Sequence[int],
@@ -138,9 +147,11 @@ class _Delivery:
             text, count = self._text.advance(token_ids, _REASONS[reason])
             if stopped := self._text.stop is not None:
                 token_ids, logprobs, reason = token_ids[:count], logprobs[:count], _STOP
+            if reason == _STOP and self._text.calls_tools:
+                reason = common_pb2.FINISH_REASON_TOOL_CALLS
             self.reason = reason
             gap_s = self._state.deliver(token_ids)
-            self._sink.put(text, token_ids, logprobs, reason)
+            self._sink.put(text, token_ids, logprobs, reason, self._text.parsed)
             self._on_output(len(token_ids), gap_s)
             return stopped
         except Exception as error:
@@ -385,7 +396,7 @@ class GenerationService:
                     finish = inference_pb2.Finish(
                         reason=delivery.reason,
                         stop=delivery.stop,
-                        usage=state.usage(),
+                        usage=delivery.usage(),
                         timing=state.timing(),
                         route=state.final_route(),
                     )

@@ -90,6 +90,8 @@ async def _run(
             tenants=tenants,
             aliases=config.model_aliases,
             grammars=GrammarCompiler(path, tokenizer.vocab_size, tokenizer.eos_token_ids),
+            tool_parser=config.tool_parser,
+            reasoning_parser=config.reasoning_parser,
         )
         queue = WaitQueue(config.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
         dispatch = Dispatch(fleet, queue, config, trace.tracer)
@@ -120,7 +122,7 @@ async def _run(
             await stack.enter_async_context(page)
         for frontend in frontends:
             await stack.enter_async_context(frontend(service))
-        log.info("router %s at %s serves %s", config.incarnation, address, admission.model)
+        log.info("router %s at %s serves %s", config.incarnation, address, admission)
         _run_within(stack, operators.publish(), "status")
         await stop.wait()
         readiness.cancel()

@@ -11,6 +11,7 @@ from baton import rpc, tls
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from baton.v1.common_pb2 import WorkerRecord
 from router.admission.tenants import Tenants
+from router.dispatch.request_state import ParsedOutput
 from router.frontend import Caller, GenerationService, Unread
 from router.shared_state import SharedState
 
@@ -69,6 +70,7 @@ class _Writer:
         token_ids: Sequence[int],
         logprobs: Sequence[common_pb2.PositionLogprobs],
         reason: common_pb2.FinishReason,
+        parsed: ParsedOutput | None = None,
     ) -> None:
         before = self._num_bytes
         delta = self._waiting[-1].delta if self._waiting else None
@@ -78,6 +80,7 @@ class _Writer:
             delta.token_ids.extend(token_ids)
             delta.logprobs.extend(logprobs)
             delta.finish_reason = reason
+            _add_parsed(delta, parsed)
             self._num_bytes += self._waiting[-1].ByteSize()
         else:
             # Much cheaper than a Delta that is copied into it, and empty fields cost as others do.
@@ -86,6 +89,7 @@ class _Writer:
                 response.delta.logprobs.extend(logprobs)
             if reason:
                 response.delta.finish_reason = reason
+            _add_parsed(response.delta, parsed)
             self._add(response)
         self._unread.add(before, self._num_bytes - before)
 
@@ -107,6 +111,15 @@ class _Writer:
                 response = self._waiting.popleft()
                 await self._context.write(response)
                 self._num_bytes -= response.ByteSize()
+
+
+def _add_parsed(delta: inference_pb2.Delta, parsed: ParsedOutput | None) -> None:
+    if parsed is not None:
+        delta.reasoning += parsed.reasoning
+        for call in parsed.tool_calls:
+            delta.tool_calls.add(
+                index=call.index, id=call.id, name=call.name, arguments=call.arguments
+            )
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):

@@ -2,7 +2,17 @@
 
 from baton.client.aio import AsyncClient, AsyncStream
 from baton.client.request import Options, Prompt
-from baton.client.results import Completion, Delta, Model, Route, Timing, TokenLogprobs, Usage
+from baton.client.results import (
+    Completion,
+    Delta,
+    Model,
+    Route,
+    Timing,
+    TokenLogprobs,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
 from baton.client.retry import RetryPolicy
 from baton.client.sync import Client, Stream
 
@@ -20,5 +30,7 @@ __all__ = [
     "Stream",
     "Timing",
     "TokenLogprobs",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
 ]

@@ -10,7 +10,14 @@ import grpc
 
 from baton import rpc
 from baton.client.call import Attempts, BaseClient, BaseStream
-from baton.client.request import Options, Prompt, generate_request, timeout_of, tokenize_request
+from baton.client.request import (
+    Messages,
+    Options,
+    Prompt,
+    generate_request,
+    timeout_of,
+    tokenize_request,
+)
 from baton.client.results import Completion, Delta, Model, fields_of, models_of, status_of
 from baton.errors import Cancelled
 from baton.v1 import fleet_pb2, inference_pb2
@@ -84,6 +91,10 @@ class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
             async for _ in stream:
                 pass
         return stream.completion
+
+    async def chat(self, messages: Messages, **options: Unpack[Options]) -> Completion:
+        """The answer to a conversation, with `tool_calls` and `reasoning` beside its text."""
+        return await self.generate(messages, **options)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncStream:
         """The same completion as it is written. Raises InvalidRequest before anything is sent."""

@@ -26,6 +26,7 @@ from baton.client.results import (
     Usage,
     delta_of,
     of_message,
+    tool_calls_of,
     transport_name,
 )
 from baton.client.retry import RetryPolicy
@@ -306,6 +307,8 @@ class GenerateCall:
             ),
             trace_id=self._started.trace_id or telemetry.trace_id_of(self._span),
             request_id=self._started.request_id,
+            reasoning="".join(delta.reasoning for delta in self._deltas),
+            tool_calls=tool_calls_of(self._deltas),
         )
 
     def _finish_so_far(self) -> inference_pb2.Finish:

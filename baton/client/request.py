@@ -11,9 +11,12 @@ from typing import Any, TypedDict
 from baton.errors import InvalidRequest, quoted
 from baton.v1 import common_pb2, inference_pb2
 
-# Plain text, token ids, or chat messages such as {"role": "user", "content": "Hello"}. Content may
-# also be parts such as {"type": "text", "text": "Hello"}.
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+# Chat messages such as {"role": "user", "content": "Hello"}. Content may also be parts such as
+# {"type": "text", "text": "Hello"}. An assistant's may have "tool_calls", in OpenAI's form or as
+# `Completion.message` has them, and a tool's message the "tool_call_id" that it answers.
+Messages = Sequence[Mapping[str, Any]]
+# Plain text, token ids, or chat messages.
+Prompt = str | Sequence[int] | Messages
 _PROMPT = (
     'prompt must be text, token ids, or chat messages such as {"role": "user", "content": "Hi"}'
 )
@@ -45,6 +48,14 @@ class Options(TypedDict, total=False):
     # What the output has to match, under one key: "json" (a schema), "json_object" (True), "regex",
     # "choice" (texts), "grammar" (Lark or GBNF); any text
     structured_outputs: Mapping[str, Any] | None
+    # Of a chat: functions that may be called, in OpenAI's form; no tools
+    tools: Sequence[Mapping[str, Any]] | None
+    # "auto", "none", "required", or {"type": "function", "function": {"name": …}}; "auto"
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None  # True
+    max_thinking_tokens: int | None  # of reasoning; as the model likes
+    chat_template_kwargs: Mapping[str, Any] | None  # further variables of the template; none
+    continue_final_message: bool | None  # False: an answer to it
     cache_salt: str | None  # shares the prefix cache
     priority: str | None  # "low", "normal", "high" next to others that wait; the tenant's own
     ttft_target: float | None  # refused at once unless it can begin in so many seconds; no target
@@ -72,10 +83,11 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb
         if value is None or name == "timeout":
             continue
         if name in _RESTRICTIONS:
-            if request.sampling.HasField("structured_output"):
-                raise InvalidRequest(f"give one of {', '.join(_RESTRICTIONS)}", name)
-            if (output := _checked(name, _RESTRICTIONS[name], value)) is not None:
-                request.sampling.structured_output.CopyFrom(output)
+            _restrict(request.sampling, name, value)
+        elif name in _CHAT:
+            if not request.HasField("chat"):
+                raise InvalidRequest(f"{name} is for chat messages", name)
+            _checked(name, _CHAT[name], request.chat, value)
         elif name in _SAMPLING:
             _set(request.sampling, name, value, f"sampling.{name}")
         elif name in _PLAIN:
@@ -91,6 +103,13 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb
         else:
             raise InvalidRequest(f"there is no option {name!r}", name)
     return request
+
+
+def _restrict(sampling: common_pb2.SamplingParams, name: str, value: Any) -> None:
+    if sampling.HasField("structured_output"):
+        raise InvalidRequest(f"give one of {', '.join(_RESTRICTIONS)}", name)
+    if (output := _checked(name, _RESTRICTIONS[name], value)) is not None:
+        sampling.structured_output.CopyFrom(output)
 
 
 def response_format(value: Any) -> common_pb2.StructuredOutput | None:
@@ -127,6 +146,45 @@ def structured_outputs(value: Mapping[str, Any]) -> common_pb2.StructuredOutput:
 _RESTRICTIONS: Mapping[str, Callable[[Any], common_pb2.StructuredOutput | None]] = {
     "response_format": response_format,
     "structured_outputs": structured_outputs,
+}
+
+
+def _set_tools(chat: inference_pb2.Chat, tools: Sequence[Mapping[str, Any]]) -> None:
+    for tool in tools:
+        function = tool.get("function", tool)
+        if "name" not in function:
+            form = '{"type": "function", "function": {"name": …, "parameters": {…}}}'
+            raise TypeError(f"a tool is {form}, not {quoted(tool)}")
+        parameters = function.get("parameters")
+        chat.tools.add(
+            name=function["name"],
+            description=function.get("description") or "",
+            parameters="" if parameters is None else json.dumps(parameters),
+        )
+
+
+def _set_tool_choice(chat: inference_pb2.Chat, choice: Any) -> None:
+    match choice:
+        case "auto":
+            chat.tool_choice = inference_pb2.TOOL_CHOICE_UNSPECIFIED
+        case "none":
+            chat.tool_choice = inference_pb2.TOOL_CHOICE_NONE
+        case "required":
+            chat.tool_choice = inference_pb2.TOOL_CHOICE_REQUIRED
+        case {"function": {"name": str(name)}}:
+            chat.tool_name = name
+        case _:
+            named = '{"type": "function", "function": {"name": …}}'
+            raise TypeError(f"give auto, none, required or {named}, not {quoted(choice)}")
+
+
+_CHAT: Mapping[str, Callable[[inference_pb2.Chat, Any], None]] = {
+    "tools": _set_tools,
+    "tool_choice": _set_tool_choice,
+    "parallel_tool_calls": lambda chat, on: setattr(chat, "single_tool_call", not on),
+    "max_thinking_tokens": lambda chat, most: setattr(chat, "max_thinking_tokens", most),
+    "chat_template_kwargs": lambda chat, given: setattr(chat, "template_kwargs", json.dumps(given)),
+    "continue_final_message": lambda chat, on: setattr(chat, "continue_final_message", on),
 }
 
 
@@ -175,7 +233,18 @@ def _message(message: Mapping[str, Any]) -> inference_pb2.ChatMessage:
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         content = "\n".join(map(_text_of, content))
-    return inference_pb2.ChatMessage(**{**message, "content": content})
+    fields = {name: value for name, value in message.items() if value is not None}
+    if "reasoning_content" in fields:
+        fields["reasoning"] = fields.pop("reasoning_content")
+    fields["tool_calls"] = [_tool_call(call) for call in fields.get("tool_calls", ())]
+    return inference_pb2.ChatMessage(**{**fields, "content": content})
+
+
+def _tool_call(call: Mapping[str, Any]) -> inference_pb2.ToolCall:
+    function = call.get("function", call)
+    return inference_pb2.ToolCall(
+        id=call.get("id"), name=function["name"], arguments=function["arguments"]
+    )
 
 
 def _text_of(part: Any) -> str:
@@ -203,5 +272,6 @@ def _set(message: Any, name: str, value: Any, field: str) -> None:
 def _checked(field: str, convert: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return convert(*arguments)
-    except (TypeError, ValueError, AttributeError) as error:  # what protobuf raises
+    # What protobuf raises, and a mapping without what it needs.
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise InvalidRequest(f"{field}: {error}", field) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
 from google.protobuf.message import Message
@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from baton.v1 import common_pb2, fleet_pb2, inference_pb2, worker_pb2
 
 C = TypeVar("C")
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 _LOAD = (
     *("queue_tokens", "running"),
     *("blocks_total", "blocks_free", "blocks_cached", "blocks_held", "blocks_quarantined"),
@@ -20,6 +20,7 @@ _LOAD = (
 REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 
 
@@ -33,12 +34,33 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call that the model asks for; `arguments` is a JSON object as it wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """A piece of call `index` of an output: first its id and name, then more of its arguments."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True)
 class Delta:
     """New output. `text` may be empty while a character or a stop string is incomplete."""
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,6 +70,7 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in a prefix cache
+    reasoning_tokens: int = 0  # of the output
 
 
 @dataclass(frozen=True)
@@ -77,6 +100,7 @@ class Completion:
     """A completion. Only the partial one of a failed request has no `finish_reason`.
 
     `stop` is the stop string that was met, empty if none was. `logprobs` is empty unless asked for.
+    `reasoning` is what the model thought before its answer, the `text`.
     """
 
     text: str
@@ -89,6 +113,14 @@ class Completion:
     route: Route = Route()
     trace_id: str = ""
     request_id: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant's turn, for the messages of the next call."""
+        calls = [asdict(call) for call in self.tool_calls]
+        return {"role": "assistant", "content": self.text, "tool_calls": calls}
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `baton generate --json` prints."""
@@ -112,7 +144,22 @@ def delta_of(message: inference_pb2.Delta) -> Delta:
         )
         for position in message.logprobs
     ]
-    return Delta(message.text, tuple(message.token_ids), tuple(logprobs))
+    return Delta(
+        message.text,
+        tuple(message.token_ids),
+        tuple(logprobs),
+        message.reasoning,
+        tuple(of_message(ToolCallDelta, call) for call in message.tool_calls),
+    )
+
+
+def tool_calls_of(deltas: Sequence[Delta]) -> tuple[ToolCall, ...]:
+    """The calls of a stream, put together."""
+    calls: dict[int, ToolCall] = {}
+    for piece in (piece for delta in deltas for piece in delta.tool_calls):
+        call = calls.get(piece.index) or ToolCall(piece.id, piece.name, "")
+        calls[piece.index] = replace(call, arguments=call.arguments + piece.arguments)
+    return tuple(calls.values())
 
 
 def of_message(cls: type[C], message: Message) -> C:

@@ -16,7 +16,7 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from baton.errors import InvalidRequest
 from baton.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
 from baton.text.stop_strings import MAX_STOP_CHARS, MAX_STOPS
-from router.admission.admission import MAX_MESSAGES
+from router.admission.chat import MAX_MESSAGES, MAX_TOOLS
 
 MAX_N = 128
 MAX_PROMPTS = 1024
@@ -57,14 +57,7 @@ _UNSUPPORTED: Unsupported = {
     **dict.fromkeys(("allowed_token_ids", "bad_words", "logits_processors"), ([],)),
     **dict.fromkeys(("skip_special_tokens", "detokenize"), (True,)),
 }
-_TEMPLATE: Unsupported = {
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
-    "tools": ([],),
-}
+_TEMPLATE: Unsupported = {"chat_template": (), "documents": ([],)}
 
 
 class StreamOptions(Struct):
@@ -160,17 +153,68 @@ class TextPart(Struct):
     text: str
 
 
+class CalledFunction(Struct):
+    """A function and its arguments, JSON as the model wrote it; in a delta a piece of them."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCall(Struct, kw_only=True):
+    """A function that is called."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class Message(Struct, kw_only=True):
     """One turn; its parts are joined by line breaks."""
 
     role: Text
     content: str | list[TextPart] | None = None
-    tool_calls: Annotated[list[Raw], Meta(max_length=0)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     function_call: None = None
     audio: None = None
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class FunctionDefinition(Struct, kw_only=True):
+    """A function and the JSON schema of its arguments; `strict` changes nothing."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct, kw_only=True):
+    """What the model may call: functions alone."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Struct):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Struct, kw_only=True):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 
 
 class ChatRequest(GenerateOptions, kw_only=True):
@@ -181,8 +225,6 @@ class ChatRequest(GenerateOptions, kw_only=True):
         **_TEMPLATE,
         "echo": (False,),
         "add_special_tokens": (False,),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "audio": (),
@@ -192,8 +234,16 @@ class ChatRequest(GenerateOptions, kw_only=True):
 
     messages: Messages
     max_completion_tokens: Positive | None = None
+    max_thinking_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Text | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -204,17 +254,27 @@ class TokenizeRequest(Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
 
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(Struct):
     """How much of the prompt was cached."""
 
     cached_tokens: Count
+
+
+class CompletionTokensDetails(Struct):
+    """How much of the output was reasoning."""
+
+    reasoning_tokens: Count
 
 
 class ServedBy(Struct):
@@ -240,6 +300,7 @@ class Usage(Struct):
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # where it reasoned
     baton: list[ServedBy] | UnsetType = UNSET  # by choice, for requests with x-baton-route
 
 
@@ -290,18 +351,33 @@ class CompletionChoice(Choice, kw_only=True):
 
 
 class AssistantMessage(Struct):
-    """The whole answer of a chat."""
+    """The whole answer of a chat; reasoning has both names that clients read."""
 
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct, kw_only=True):
+    """A piece of a call; the first one has all but its arguments."""
+
+    index: Count
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: CalledFunction
 
 
 class ChatDelta(Struct):
     """A piece of a message; the first one has the role."""
 
-    content: str
+    content: str | UnsetType = UNSET
     role: Literal["assistant"] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(Choice, kw_only=True):

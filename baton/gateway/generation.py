@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ _STREAM_HEADERS: tuple[Header, ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 )
+_FUNCTION = re.compile(r"(tools\[\d+\]|tool_calls\[\d+\])\.")  # as fields of both are called here
 
 T = TypeVar("T")
 
@@ -100,7 +102,8 @@ async def generate(
         run = _Generation(kind, service, parsed, caller, exchange)
         await (run.stream() if parsed.options.stream else run.whole())
     except InvalidRequest as error:
-        name = error.field.removeprefix("sampling.")
+        name = error.field.removeprefix("sampling.").removeprefix("chat.")
+        name = _FUNCTION.sub(r"\1.function.", name)
         raise InvalidRequest(str(error), parsed.fields.get(name, name)) from error
 
 

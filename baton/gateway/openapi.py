@@ -40,6 +40,12 @@ _DESCRIPTIONS = {
     "ttft_target_ms": "Refuse at once when the first token cannot come in time.",
     "response_format": "JSON, or JSON that a schema describes.",
     "structured_outputs": "What the output has to match; guided_* are older names of the same.",
+    "tools": "Functions that the model may call.",
+    "tool_choice": "auto, none, required, or the one function to call.",
+    "parallel_tool_calls": "False: one call at most.",
+    "max_thinking_tokens": "Then the model has to end its reasoning and answer.",
+    "chat_template_kwargs": "Further variables of the chat template.",
+    "continue_final_message": "Go on with the last message instead of answering it.",
     "cache_salt": "Shares cached prefixes only with requests of the same salt.",
     "add_special_tokens": "Only the default: true for a prompt, false for messages.",
 }

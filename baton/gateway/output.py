@@ -14,13 +14,17 @@ from baton.client.results import transport_name
 from baton.gateway import api
 from baton.gateway.api import ChatDelta, ChatLogprobs, ChatToken, CompletionLogprobs, FinishReason
 from baton.text import Tokenizer
+from baton.text.tool_calls import ToolCallDelta
 from baton.v1 import common_pb2, inference_pb2
+from router.dispatch.request_state import ParsedOutput
 
 _REASONS: dict[int, FinishReason | None] = {
     common_pb2.FINISH_REASON_UNSPECIFIED: None,
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
+_UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
 _encode = msgspec.json.Encoder().encode
 _PHASES = ("queue_ms", "ttft_ms", "transfer_ms", "tpot_ms", "e2e_ms")
 _MIN_LOGPROB = -9999.0  # JSON has no infinity
@@ -60,6 +64,7 @@ class Output(ABC):
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._positions: list[common_pb2.PositionLogprobs] = []
+        self._parsed: list[ParsedOutput] = []
         self._begun = False
         self.end = inference_pb2.Finish()
 
@@ -69,22 +74,35 @@ class Output(ABC):
         token_ids: Sequence[int],
         logprobs: Sequence[common_pb2.PositionLogprobs],
         reason: common_pb2.FinishReason,
+        parsed: ParsedOutput | None = None,
     ) -> None:
         if self._send is None:
             self._text.append(text)
             self._token_ids.extend(token_ids)
             self._positions.extend(logprobs)
+            if parsed is not None:
+                self._parsed.append(parsed)
             return
-        if self._around_text is not None and not reason:
-            before, after = self._around_text
-            self._send(before + _encode(text) + after)
+        beside = parsed is not None and any(parsed)
+        if self._around_text is not None and not (reason or beside):
+            if text or parsed is None:
+                before, after = self._around_text
+                self._send(before + _encode(text) + after)
             return
+        if not beside:
+            parsed = None
+        elif parsed is not None and len(parsed.tool_calls) > 1:
+            # A chunk for each: some clients look at a chunk's first one only.
+            for call in parsed.tool_calls[:-1]:
+                self.put(text, (), (), _UNFINISHED, ParsedOutput(parsed.reasoning, (call,)))
+                text, parsed = "", ParsedOutput("", parsed.tool_calls[-1:])
         members = self._members(logprobs, list(token_ids), reason)
-        self._send(self._event(self._choice(text if self._begun else self._echo + text, **members)))
+        text = text if self._begun else self._echo + text
+        self._send(self._event(self._choice(text, parsed, **members)))
         if not self._begun:
             self._begun = True
             if not (reason or self._with_logprobs or self._with_token_ids):
-                before, after = self._event(self._choice("", **members)).split(b':""')
+                before, after = self._event(self._choice("", None, **members)).split(b':""')
                 self._around_text = before + b":", after
 
     async def finish(self, finish: inference_pb2.Finish) -> None:
@@ -94,7 +112,10 @@ class Output(ABC):
         """The choice of an answer."""
         text, stop_reason = self._echo + "".join(self._text), self.end.stop or None
         members = self._members(self._positions, self._token_ids, self.end.reason)
-        return self._choice(text, stop_reason=stop_reason, **members)
+        reasoning = "".join(parsed.reasoning for parsed in self._parsed)
+        calls = [call for parsed in self._parsed for call in parsed.tool_calls]
+        parsed = ParsedOutput(reasoning, calls)
+        return self._choice(text, parsed, stop_reason=stop_reason, **members)
 
     def _members(
         self, positions: Sequence[common_pb2.PositionLogprobs], token_ids: list[int], reason: int
@@ -115,8 +136,8 @@ class Output(ABC):
         """Log-probabilities of these output positions, which follow those of the last call."""
 
     @abstractmethod
-    def _choice(self, text: str, **members: Any) -> Any:
-        """The API's choice with this text; that of a chunk has no `stop_reason`."""
+    def _choice(self, text: str, parsed: ParsedOutput | None, **members: Any) -> Any:
+        """The API's choice with this output; that of a chunk has no `stop_reason`."""
 
 
 class CompletionOutput(Output):
@@ -144,7 +165,9 @@ class CompletionOutput(Output):
             self._offset += len(self._utf8.decode(piece))
         return found
 
-    def _choice(self, text: str, **members: Any) -> api.CompletionChoice:
+    def _choice(
+        self, text: str, parsed: ParsedOutput | None, **members: Any
+    ) -> api.CompletionChoice:
         return api.CompletionChoice(text=text, **members)
 
 
@@ -171,11 +194,39 @@ class ChatOutput(Output):
         (text, piece), logprob = self._token(token)
         return text, logprob, list(piece)
 
-    def _choice(self, text: str, **members: Any) -> api.ChatChoice:
+    def _choice(self, text: str, parsed: ParsedOutput | None, **members: Any) -> api.ChatChoice:
+        reasoning, calls = parsed or ParsedOutput()
+        beside: dict[str, Any] = {}
+        if reasoning:
+            beside = {"reasoning": reasoning, "reasoning_content": reasoning}
         if "stop_reason" in members:
-            return api.ChatChoice(message=api.AssistantMessage(text), **members)
-        delta = ChatDelta(text) if self._begun else ChatDelta(text, "assistant")
+            if calls:
+                beside["tool_calls"] = _whole_calls(calls)
+            content = None if beside and not text else text
+            return api.ChatChoice(message=api.AssistantMessage(content, **beside), **members)
+        if calls:
+            beside["tool_calls"] = [_call_delta(call) for call in calls]
+        delta = ChatDelta(UNSET if beside and self._begun and not text else text, **beside)
+        if not self._begun:
+            delta.role = "assistant"
         return api.ChatChoice(delta=delta, **members)
+
+
+def _call_delta(call: ToolCallDelta) -> api.ToolCallDelta:
+    function = api.CalledFunction(call.arguments, call.name or UNSET)
+    if not call.id:
+        return api.ToolCallDelta(index=call.index, function=function)
+    return api.ToolCallDelta(index=call.index, id=call.id, type="function", function=function)
+
+
+def _whole_calls(deltas: Sequence[ToolCallDelta]) -> list[api.ToolCall]:
+    calls: list[api.ToolCall] = []
+    for delta in deltas:
+        if delta.id:
+            function = api.CalledFunction("", delta.name)
+            calls.append(api.ToolCall(id=delta.id, function=function))
+        calls[-1].function.arguments += delta.arguments
+    return calls
 
 
 def usage_of(outputs: Sequence[Output], n: int, *, with_routes: bool) -> api.Usage:
@@ -185,8 +236,10 @@ def usage_of(outputs: Sequence[Output], n: int, *, with_routes: bool) -> api.Usa
     output = sum(usage.completion_tokens for usage in usages)
     cached = sum(usage.cached_tokens for usage in usages[::n])
     details = api.PromptTokensDetails(cached)
+    reasoning = sum(usage.reasoning_tokens for usage in usages)
+    reasoned = api.CompletionTokensDetails(reasoning) if reasoning else UNSET
     served = [_served_by(output.end) for output in outputs] if with_routes else UNSET
-    return api.Usage(prompt, output, prompt + output, details, served)
+    return api.Usage(prompt, output, prompt + output, details, reasoned, served)
 
 
 def _served_by(finish: inference_pb2.Finish) -> api.ServedBy:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import UNSET
+
 from baton.errors import InvalidRequest
 from baton.gateway import api
 from baton.sampling import FILL_CONTEXT
@@ -84,7 +86,8 @@ def parse_chat(text: bytes) -> ParsedRequest:
     most = body.max_completion_tokens or body.max_tokens
     output, restriction = _structured_output(body)
     request = _base(body, most or FILL_CONTEXT, logprobs, output)
-    request.chat.CopyFrom(_chat(body.messages))
+    request.chat.CopyFrom(_chat(body, body.messages))
+    _set_tool_choice(request.chat, body)
     _check_choices(body, 1, sum(len(message.content) for message in request.chat.messages))
     older_name = body.max_tokens and not body.max_completion_tokens
     return ParsedRequest(
@@ -98,6 +101,8 @@ def parse_chat(text: bytes) -> ParsedRequest:
             "max_tokens": "max_tokens" if older_name else "max_completion_tokens",
             "include_stop": "include_stop_str_in_output",
             "structured_output": restriction,
+            "tool_name": "tool_choice",
+            "template_kwargs": "chat_template_kwargs",
         },
     )
 
@@ -114,18 +119,53 @@ def parse_tokenize(text: bytes) -> tuple[inference_pb2.TokenizeRequest, bool]:
     if body.messages is None:
         request.text = body.prompt or ""
     else:
-        request.chat.CopyFrom(_chat(body.messages))
+        request.chat.CopyFrom(_chat(body, body.messages))
     return request, bool(body.return_token_strs)
 
 
-def _chat(messages: Sequence[api.Message]) -> inference_pb2.Chat:
-    chat = inference_pb2.Chat()
+def _chat(
+    body: api.ChatRequest | api.TokenizeRequest, messages: Sequence[api.Message]
+) -> inference_pb2.Chat:
+    chat = inference_pb2.Chat(continue_final_message=bool(body.continue_final_message))
     for message in messages:
         content = message.content or ""
         if not isinstance(content, str):
             content = "\n".join(part.text for part in content)
-        chat.messages.add(role=message.role, content=content)
+        turn = chat.messages.add(role=message.role, content=content)
+        turn.name, turn.tool_call_id = message.name or "", message.tool_call_id or ""
+        turn.reasoning = message.reasoning or message.reasoning_content or ""
+        for call in message.tool_calls or ():
+            function = call.function
+            name = "" if function.name is UNSET else function.name
+            turn.tool_calls.add(id=call.id, name=name, arguments=function.arguments)
+    for tool in body.tools or ():
+        parameters = tool.function.parameters
+        chat.tools.add(
+            name=tool.function.name,
+            description=tool.function.description or "",
+            parameters="" if parameters is None else json.dumps(parameters, ensure_ascii=False),
+        )
+    variables = dict(body.chat_template_kwargs or {})
+    if body.add_generation_prompt is not None:
+        variables["add_generation_prompt"] = body.add_generation_prompt
+    if isinstance(body, api.ChatRequest) and body.reasoning_effort:
+        variables["reasoning_effort"] = body.reasoning_effort
+    if variables:
+        chat.template_kwargs = json.dumps(variables)
     return chat
+
+
+def _set_tool_choice(chat: inference_pb2.Chat, body: api.ChatRequest) -> None:
+    choice = body.tool_choice
+    if isinstance(choice, api.NamedTool):
+        chat.tool_name = choice.function.name
+    elif choice == "required":
+        chat.tool_choice = inference_pb2.TOOL_CHOICE_REQUIRED
+    elif choice == "none":
+        chat.tool_choice = inference_pb2.TOOL_CHOICE_NONE
+    chat.single_tool_call = body.parallel_tool_calls is False
+    if body.max_thinking_tokens is not None:
+        chat.max_thinking_tokens = body.max_thinking_tokens
 
 
 def _check_choices(body: api.GenerateOptions, prompts: int, size: int) -> None:

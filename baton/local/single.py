@@ -134,5 +134,4 @@ def encode(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     ids = [item for item in prompt if isinstance(item, int)]
     if len(ids) == len(prompt):
         return ids
-    turns = [(item["role"], item["content"]) for item in prompt if isinstance(item, Mapping)]
-    return tokenizer.encode_chat(turns)
+    return tokenizer.encode_chat([item for item in prompt if isinstance(item, Mapping)])

@@ -28,6 +28,9 @@ MAX_SOURCE_CHARS = 64 << 10  # which compile in a second; those in use have up t
 MAX_RENDERING = (2.0, 64 << 20)
 MAX_TRIAL = (0.25, 4 << 20)
 
+# A turn as templates take it: role and content, and what else transformers knows of it.
+Message = Mapping[str, Any]
+
 
 class ChatTemplate:
     """A compiled chat template; safe to share between requests."""
@@ -38,6 +41,8 @@ class ChatTemplate:
         Nor is one that takes too long for a conversation of one character, which is tried here.
         """
         self._special_tokens = dict(special_tokens)
+        self.source = source
+        self._developer_role = "developer" if "developer" in source else "system"
         if len(source) > MAX_SOURCE_CHARS:
             raise CheckpointError(f"{origin}: chat template of over {MAX_SOURCE_CHARS} characters")
         try:
@@ -47,22 +52,40 @@ class ChatTemplate:
             reason = str(error)[:MAX_QUOTED_CHARS]
             raise CheckpointError(f"{origin}: broken chat template: {reason}") from error
         try:
-            self._render([{"role": "user", "content": "x"}], MAX_TRIAL)
+            self._render({"messages": [{"role": "user", "content": "x"}]}, MAX_TRIAL)
         except (TooMuch, MemoryError) as error:
             raise CheckpointError(f"{origin}: chat template without bounds: {error}") from error
         except Exception:
             return  # it expects another conversation
 
-    def render(self, messages: Sequence[tuple[str, str]]) -> str:
-        """The prompt of (role, content) turns, oldest first, ready for the assistant's answer.
+    @property
+    def has_tools(self) -> bool:
+        """Whether it tells the model of tools."""
+        return "tools" in self.source
 
-        Raises InvalidRequest (field "chat") for no messages, and when the template refuses them.
+    def render(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt of a conversation, oldest turn first, ready for the assistant's answer.
+
+        Or, to continue the final message, up to its end. `variables` are the template's beside
+        messages and special tokens. Raises InvalidRequest (field "chat") for no messages, and when
+        the template refuses the conversation.
         """
         if not messages:
             raise InvalidRequest("chat needs at least one message", "chat")
+        turns = [dict(message) for message in messages]
+        for turn in turns:
+            if turn["role"] == "developer":
+                turn["role"] = self._developer_role
+        given = {**(variables or {}), "messages": turns}
+        if continue_final_message:
+            given["add_generation_prompt"] = False
         try:
-            turns = [{"role": role, "content": content} for role, content in messages]
-            return self._render(turns, MAX_RENDERING)
+            text = self._render(given, MAX_RENDERING)
         except InvalidRequest:
             raise
         except TooMuch as error:
@@ -73,14 +96,22 @@ class ChatTemplate:
         except Exception as error:
             reason = str(error)[:MAX_QUOTED_CHARS]  # it may quote the conversation
             raise InvalidRequest(f"the chat template refused: {reason}", "chat") from error
+        if not continue_final_message:
+            return text
+        final = str(turns[-1]["content"]).strip()
+        if (at := text.rfind(final)) < 0 or not final:
+            raise InvalidRequest(
+                "the last message cannot be continued: the chat template does not show it", "chat"
+            )
+        return text[: at + len(final)]
 
-    def _render(self, messages: list[dict[str, str]], limits: tuple[float, int]) -> str:
+    def _render(self, given: Mapping[str, Any], limits: tuple[float, int]) -> str:
         variables: dict[str, Any] = {
-            **self._special_tokens,
-            "messages": messages,
             "tools": None,
             "documents": None,
             "add_generation_prompt": True,
+            **given,
+            **self._special_tokens,
         }
         parts, size = [], 0
         with bounded(*limits):

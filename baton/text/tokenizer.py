@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import models
 
 from baton.errors import CheckpointError, InvalidRequest
 from baton.text import detokenizer
-from baton.text.chat_template import ChatTemplate
+from baton.text.chat_template import ChatTemplate, Message
 from baton.text.detokenizer import TokenPieces
 from baton.text.model_files import CONFIG_FILE, TOKENIZER_FILE, TextFiles
 
@@ -38,7 +39,8 @@ class Tokenizer:
         self.has_text = library is not None  # texts can be encoded, and output has a text
         self.has_chat_template = library is not None and files.chat_template is not None
         self._library = library
-        self._template: ChatTemplate | None = None
+        self._added = frozenset(library.get_added_tokens_decoder() if library else ())
+        self.template: ChatTemplate | None = None
         if library is None:
             return
         # A tokenizer.json can carry its training's limits; a prompt is never cut or padded.
@@ -47,7 +49,7 @@ class Tokenizer:
         self.vocab_size = files.vocab_size or library.get_vocab_size()
         if files.chat_template:
             text, file = files.chat_template
-            self._template = ChatTemplate(text, files.special_tokens, str(file))
+            self.template = ChatTemplate(text, files.special_tokens, str(file))
         name = files.special_tokens.get("eos_token")
         if not self.eos_token_ids and name and (token := library.token_to_id(name)) is not None:
             self.eos_token_ids = frozenset([token])
@@ -60,16 +62,35 @@ class Tokenizer:
         """
         return self._encode(text, "text", max_tokens, add_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]], max_tokens: int = 0) -> list[int]:
-        """Token ids of a conversation, (role, content) each, up to where the assistant answers.
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        max_tokens: int = 0,
+        variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """Token ids of a conversation, up to where the assistant answers; see `ChatTemplate`.
 
         Raises InvalidRequest (field "chat") when there is no template or it refuses the messages.
         """
-        if self._library is not None and self._template is None:
+        if self._library is not None and self.template is None:
             raise InvalidRequest("this model has no chat template: send text or token ids", "chat")
-        text = self._template.render(messages) if self._template else ""
+        text = ""
+        if self.template is not None:
+            text = self.template.render(messages, variables, continue_final_message)
         # The template writes the special tokens itself.
         return self._encode(text, "chat", max_tokens, add_special_tokens=False)
+
+    def added_token(self, text: str) -> int | None:
+        """The id of an added token, special or not, which is one token wherever it is in a text."""
+        library = self._library
+        token_id = None if library is None else library.token_to_id(text)
+        return token_id if token_id in self._added else None
+
+    def showing(self, texts: Iterable[str]) -> TokenPieces:
+        """The pieces of an output in which these special tokens are text."""
+        ids = [token for text in texts if (token := self.added_token(text)) is not None]
+        return self.pieces.showing(ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text, without special tokens; the same that a Detokenizer makes of the ids."""

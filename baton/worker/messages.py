@@ -84,14 +84,14 @@ def sequence_of(
 def compiled_grammar(
     sequence: Sequence, grammars: GrammarCompiler
 ) -> Future[GrammarMatcher] | None:
-    """What a sequence with structured output needs before it is the engine's; None without it.
+    """What a sequence with a restricted output needs before it is the engine's; else None.
 
     Raises and fails as `GrammarCompiler.compile`; cancelling the future is enough to give it up.
     """
-    output = sequence.params.structured_output
-    if output is None:
+    output, reasoning = sequence.params.structured_output, sequence.params.reasoning
+    if output is None and reasoning is None:
         return None
-    return grammars.compile(output, sequence.tokens, sequence.prompt_tokens)
+    return grammars.compile(output, sequence.tokens, sequence.prompt_tokens, reasoning)
 
 
 def logprobs_proto(logprobs: TokenLogprobs) -> common_pb2.PositionLogprobs:

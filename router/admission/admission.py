@@ -8,18 +8,19 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, quoted
-from baton.sampling import FILL_CONTEXT, MAX_SEED, SamplingParams, StructuredOutput
+from baton.sampling import FILL_CONTEXT, MAX_SEED, Reasoning, SamplingParams, StructuredOutput
 from baton.structured_output import GrammarCompiler
 from baton.text import Tokenizer, check_stop_strings
 from baton.v1 import common_pb2, inference_pb2
+from router.admission.chat import ChatFormats, check_messages
 from router.admission.tenants import AdmissionLease, Tenant, Tenants
 from router.dispatch.request_state import TokenizedRequest
 
-MAX_MESSAGES = 4096
 MAX_CHARS_PER_TOKEN = 16  # of a whole prompt; longer texts are refused before they are tokenized
 _LONG_TEXT_CHARS = 4096  # longer texts are tokenized on a thread, off the event loop
 _TEXT_THREADS = 4
@@ -27,6 +28,7 @@ _PRIORITIES = common_pb2.Priority.values()
 # Tokens a second before any worker has measured: only the order of virtual finish times matters
 # then, and that follows from the prompts' sizes whatever the rate.
 _ASSUMED_RATE = 1000.0
+_RESUMED = "resumed_token_ids"
 
 T = TypeVar("T")
 
@@ -58,9 +60,24 @@ class Admission:
     tenants: Tenants = field(default_factory=Tenants)
     aliases: Sequence[str] = ()  # more names of the model
     grammars: GrammarCompiler = field(default_factory=lambda: GrammarCompiler(Path(), 0, ()))
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_TEXT_THREADS, "text"), init=False, repr=False
     )
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for parsers that do not fit the model."""
+        self.chat_formats  # noqa: B018 - made now
+
+    def __str__(self) -> str:
+        """For a log: what is served."""
+        return f"{self.model} ({self.chat_formats})"
+
+    @cached_property
+    def chat_formats(self) -> ChatFormats:
+        """How the model writes tool calls and reasoning."""
+        return ChatFormats.of(self.tokenizer, self.tool_parser, self.reasoning_parser)
 
     async def admit(
         self,
@@ -102,14 +119,18 @@ class Admission:
                     choices.prompt = tuple(await self.tokenize(request, max_context))
             except TimeoutError:
                 raise DeadlineExceeded("the deadline passed during tokenizing") from None
+        prompt, output_format = choices.prompt, None
+        if request.HasField("chat"):
+            output_format = self.chat_formats.output_format(request.chat, prompt)
+            if output_format is not None:
+                params = self.chat_formats.restricted(params, request.chat, output_format)
         if params.structured_output is not None:
-            await self._check_output(params.structured_output, resumed, deadline)
-        prompt = choices.prompt
+            await self._check_output(request, params, resumed, deadline)
         if resumed and len(resumed) >= params.max_tokens:
             raise InvalidRequest(
                 f"{len(resumed)} tokens have come and {params.max_tokens} were asked for: "
                 "nothing is left to generate",
-                "resumed_token_ids",
+                _RESUMED,
             )
         if resumed and params.temperature > 0 and not seeded:
             raise InvalidRequest(
@@ -130,6 +151,7 @@ class Admission:
             ttft_target_s=request.ttft_target_ms / 1000 or self.ttft_target_s,
             resumed=resumed,
             workers=frozenset(request.workers),
+            output_format=output_format,
         )
 
     def enter(
@@ -189,25 +211,47 @@ class Admission:
                 return await self.in_thread(self.tokenizer.encode, text, limit)
             return self.tokenizer.encode(text)
         messages = request.chat.messages
-        if not messages:
-            raise InvalidRequest("chat has no messages", "chat")
-        if len(messages) > MAX_MESSAGES:
-            raise InvalidRequest(
-                f"chat may have {MAX_MESSAGES} messages at most, not {len(messages)}", "chat"
-            )
-        _check_chars(sum(len(m.role) + len(m.content) for m in messages), limit)
-        turns = [(message.role, message.content) for message in messages]
-        return await self.in_thread(self.tokenizer.encode_chat, turns, limit)
+        check_messages(messages)
+        _check_chars(sum(map(_num_chars, messages)), limit)
+        return await self.in_thread(self.chat_formats.encode, request.chat, limit)
 
     async def _check_output(
-        self, output: StructuredOutput, resumed: tuple[int, ...], deadline: float
+        self,
+        request: inference_pb2.GenerateRequest,
+        params: SamplingParams,
+        resumed: tuple[int, ...],
+        deadline: float,
     ) -> None:
         """Raises InvalidRequest for what cannot be compiled, or was not kept to so far."""
+        output, own = params.structured_output, request.sampling.structured_output
+        assert output is not None
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
-                await asyncio.wrap_future(self.grammars.check(output, resumed))
+                try:
+                    await self._compiled(output, resumed, params.reasoning)
+                except InvalidRequest as error:
+                    if output == StructuredOutput.from_proto(own) or error.field == _RESUMED:
+                        raise
+                    # Which schema it was that could not be compiled.
+                    for i, tool in enumerate(request.chat.tools):
+                        try:
+                            await self._compiled(StructuredOutput(tool.parameters or "{}"))
+                        except InvalidRequest as of_tool:
+                            field = f"chat.tools[{i}].parameters"
+                            raise InvalidRequest(str(of_tool), field) from error
+                    if request.sampling.HasField("structured_output"):
+                        await self._compiled(StructuredOutput.from_proto(own))
+                    raise InvalidRequest(str(error), "chat.tools") from error
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while a grammar was compiled") from None
+
+    async def _compiled(
+        self,
+        output: StructuredOutput,
+        resumed: tuple[int, ...] = (),
+        reasoning: Reasoning | None = None,
+    ) -> None:
+        await asyncio.wrap_future(self.grammars.check(output, resumed, reasoning))
 
     def _work_s(self, request: TokenizedRequest) -> float:
         tokens = len(request.prompt) + len(request.resumed)
@@ -233,6 +277,11 @@ class Admission:
             raise InvalidRequest(
                 f"the prompt has {len(prompt)} tokens and at most {most} are taken here", "input"
             )
+
+
+def _num_chars(message: inference_pb2.ChatMessage) -> int:
+    calls = sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
+    return len(message.role) + len(message.content) + len(message.reasoning) + calls
 
 
 def _smallest(*limits: int) -> int:

@@ -10,10 +10,13 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from baton.sampling import SamplingParams
+from baton.sampling import Reasoning, ReasoningTracker, SamplingParams
 from baton.slo import Slo
 from baton.text import Detokenizer, StopStrings, Tokenizer
+from baton.text.detokenizer import TokenPieces
+from baton.text.tool_calls import ToolCallDelta, ToolFormat, ToolParser
 from baton.v1 import common_pb2, prefill_pb2
 from router.admission.fair_queue import FairQueue, Flow, PendingPrompt
 from router.admission.wait_queue import QueueEntry
@@ -26,6 +29,16 @@ _VIRTUAL_FINISH_OFFSET_S = 60.0
 
 
 _FIRST = FairQueue().preview(Flow(""), 0.0)
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """What a chat's output consists of beside content; `pieces` show the markers of tool calls."""
+
+    pieces: TokenPieces
+    reasoning: Reasoning | None = None
+    tools: ToolFormat | None = None
+    single_tool_call: bool = False  # further ones are dropped
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,7 @@ class TokenizedRequest:
     # Its place in the fair queue; before it enters that, the first one.
     pending: PendingPrompt = _FIRST
     workers: frozenset[str] = frozenset()  # that alone may serve it; empty: any
+    output_format: OutputFormat | None = None  # None: all of it is content
 
     @property
     def time_left_s(self) -> float:
@@ -194,23 +208,57 @@ class RequestState:
         return route
 
 
+class ParsedOutput(NamedTuple):
+    """What an output has beside content, or a piece of it."""
+
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCallDelta] = ()
+
+
 class TextStream:
-    """Turns one request's tokens, in order, into text; `stop` is set once a stop string was met."""
+    """Turns one request's tokens, in order, into text; `stop` is set once a stop string was met.
+
+    The text is content. What else the output has, by the request's format, is in `parsed`; stop
+    strings are not looked for in reasoning.
+    """
 
     def __init__(self, tokenizer: Tokenizer, request: TokenizedRequest) -> None:
-        self._detokenizer = Detokenizer(tokenizer.pieces, request.prompt)
+        output = request.output_format
+        pieces = output.pieces if output else tokenizer.pieces
+        self._detokenizer = Detokenizer(pieces, request.prompt)
         self._stops = StopStrings(request.stop, request.include_stop)
         self._singly = bool(request.stop)
+        self._parser = _OutputParser(output) if output else None
         self.stop: str | None = None
+        self.parsed: ParsedOutput | None = None  # of the last tokens; None without a format
         if request.resumed:
             self.advance(request.resumed, None)  # its text was sent by the stream that broke
 
-    def advance(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[str, int]:
-        """Text that new tokens make certain, and how many of them it took to meet a stop string.
+    @property
+    def calls_tools(self) -> bool:
+        return self._parser is not None and self._parser.calls_tools
 
-        With a `finish_reason` they are the last, and the text is all that is left. A token that
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._parser.tracker.num_tokens if self._parser and self._parser.tracker else 0
+
+    def advance(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[str, int]:
+        """Content that new tokens make certain, and how many of them it took to meet a stop string.
+
+        With a `finish_reason` they are the last, and the content is all that is left. A token that
         ended the sequence by itself ("stop") is no text.
         """
+        parser = self._parser
+        if parser is None:
+            return self._text(token_ids, finish_reason)
+        shown = token_ids[:-1] if finish_reason == "stop" else token_ids
+        reasoned = parser.take_reasoning(shown, self._detokenizer, last=finish_reason is not None)
+        text, count = self._text(token_ids[reasoned:], finish_reason)
+        last = finish_reason is not None or self.stop is not None
+        text, self.parsed = parser.parse(text, last=last)
+        return text, reasoned + count
+
+    def _text(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[str, int]:
         if finish_reason is None and not self._singly:
             return self._detokenizer.push(token_ids), len(token_ids)
         shown = token_ids[:-1] if finish_reason == "stop" else token_ids
@@ -224,3 +272,53 @@ class TextStream:
             rest, self.stop = self._stops.push(self._detokenizer.flush())
             text += rest + ("" if self.stop is not None else self._stops.flush())
         return text, len(token_ids)
+
+
+class _OutputParser:
+    """Parts an output into reasoning, content and tool calls. A function of its tokens.
+
+    White space around reasoning belongs to the model's format, and is dropped.
+    """
+
+    def __init__(self, output: OutputFormat) -> None:
+        self.tracker = ReasoningTracker(output.reasoning) if output.reasoning else None
+        self._begin = output.reasoning.begin_token_id if output.reasoning else -1
+        self._tools = (
+            ToolParser(output.tools, single=output.single_tool_call) if output.tools else None
+        )
+        self._reasoning = ""  # of the last tokens
+        self._space: str | None = None  # behind reasoning; None before it
+        self._behind_reasoning = False
+
+    @property
+    def calls_tools(self) -> bool:
+        return self._tools is not None and self._tools.num_calls > 0
+
+    def take_reasoning(
+        self, token_ids: Sequence[int], detokenizer: Detokenizer, *, last: bool
+    ) -> int:
+        """How many of an output's next tokens are reasoning, whose text `parse` returns."""
+        self._reasoning = ""
+        tracker = self.tracker
+        if tracker is None or not (count := tracker.take(token_ids)):
+            return 0
+        tokens = [token for token in token_ids[:count] if token != self._begin]
+        ends = not tracker.inside
+        text = detokenizer.push(tokens[:-1] if ends else tokens)
+        if ends or last:
+            text += detokenizer.flush()
+        self._behind_reasoning = ends
+        if self._space is not None or (text := text.lstrip()):
+            text = (self._space or "") + text
+            self._reasoning = text.rstrip()
+            self._space = text[len(self._reasoning) :]
+        return count
+
+    def parse(self, text: str, *, last: bool) -> tuple[str, ParsedOutput]:
+        """Content, and what else there is."""
+        if self._behind_reasoning and (text := text.lstrip()):
+            self._behind_reasoning = False
+        calls: Sequence[ToolCallDelta] = ()
+        if self._tools is not None:
+            text, calls = self._tools.push(text, last=last)
+        return text, ParsedOutput(self._reasoning, calls)

@@ -331,6 +331,38 @@ async def test_structured_output(clusters):
     await all_blocks_free(own)
 
 
+FUNCTION = {"name": "weather", "parameters": Answer.model_json_schema()}
+WEATHER = {"type": "function", "function": FUNCTION}
+
+
+async def test_a_tool_that_must_be_called_is_called_though_its_decode_worker_is_killed(clusters):
+    """Whole, streamed and resumed on another worker: the same valid call, and its answer back."""
+    cluster, own = await clusters(alone=True, decode=2)
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 200}
+    asked = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+    whole = await own.chat(MESSAGES, **asked, **sampling)
+    (call,) = whole.tool_calls
+    assert (call.name, whole.finish_reason, whole.text) == ("weather", "tool_calls", "")
+    Answer.model_validate_json(call.arguments)
+    arguments, killed = "", False
+    async with openai.AsyncOpenAI(**settings(cluster)) as client:
+        stream = await client.chat.completions.create(
+            model="demo", messages=MESSAGES, stream=True, **asked, **sampling
+        )
+        async for chunk in stream:
+            (choice,) = chunk.choices
+            for piece in choice.delta.tool_calls or ():
+                assert piece.function is not None
+                arguments += piece.function.arguments or ""
+                if not killed:
+                    killed = True
+                    cluster.kill(await decoding_process(cluster, own))
+        assert choice.finish_reason == "tool_calls"
+    assert killed and arguments == call.arguments
+    answered = [*MESSAGES, whole.message, {"role": "tool", "tool_call_id": call.id, "content": "4"}]
+    assert (await own.chat(answered, tools=[WEATHER], max_tokens=4)).usage.prompt_tokens > 20
+
+
 async def test_a_stream_survives_its_decode_worker(clusters, simulated):
     """Over HTTP too: every token once, the oracle's."""
     cluster, own = await clusters(alone=True, engine=SIMULATED, decode=2)

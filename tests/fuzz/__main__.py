@@ -130,7 +130,7 @@ class Fuzz:
 
         def template(data: bytes) -> None:
             ChatTemplate(data.decode(errors="replace"), {"bos_token": "<s>"}, "t").render(
-                [("user", "hello"), ("assistant", "x")]
+                [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "x"}]
             )
 
         def model_config(data: bytes) -> None:

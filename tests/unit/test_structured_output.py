@@ -13,7 +13,12 @@ import pytest
 
 from baton.config import DEMO_MODEL
 from baton.errors import InvalidRequest, Overloaded
-from baton.sampling import MAX_STRUCTURED_OUTPUT_CHARS, SamplingParams, StructuredOutput
+from baton.sampling import (
+    MAX_STRUCTURED_OUTPUT_CHARS,
+    Reasoning,
+    SamplingParams,
+    StructuredOutput,
+)
 from baton.structured_output import GrammarCompiler
 from baton.text import load_tokenizer
 
@@ -80,6 +85,50 @@ def test_a_mask_has_what_may_follow_and_guesses_leave_no_trace(grammars):
     assert allowed(matcher, [b]) == {EOS}
     matcher.advance([a, 99], 2)
     assert matcher.failure.startswith("structured output: behind 2 tokens of output: ")
+
+
+BEGIN, END = 10, 11  # of reasoning
+
+
+def test_a_grammar_holds_behind_reasoning_which_is_free_up_to_its_limit(grammars):
+    asked, (a,), (b,) = StructuredOutput(choice=("ab", "ac")), ids_of("a"), ids_of("b")
+    everything = set(range(VOCAB))
+    matcher = grammars.compile(asked, [5], 1, Reasoning(BEGIN, END, max_tokens=2)).result(WAIT_S)
+    starts = allowed(matcher)
+    assert BEGIN in starts and a in starts and b not in starts
+    assert allowed(matcher, [BEGIN]) == everything - {EOS}
+    assert allowed(matcher, [BEGIN, 7, 8]) == {END}
+    assert allowed(matcher, [BEGIN, 7, 8, END, a]) == allowed(matcher, [a])
+    assert matcher.accepts([BEGIN, 7, 8, 9, END]) == 3
+    assert matcher.accepts([BEGIN, 7, END, a, b, EOS]) == 5
+    assert matcher.accepts([BEGIN, EOS]) == 1
+    assert matcher.accepts([a, BEGIN]) == 1
+    assert allowed(matcher) == starts  # guesses leave no trace
+    tokens = [5, BEGIN, 7, END]
+    matcher.advance(tokens, 3)
+    assert allowed(matcher) == everything - {EOS}
+    matcher.advance(tokens, 4)
+    assert allowed(matcher) == starts - {BEGIN}
+    # Whoever gets the tokens later has the same state.
+    for known in range(1, 5):
+        later = grammars.compile(asked, tokens[:known], 1, Reasoning(BEGIN, END, False, 2))
+        later = later.result(WAIT_S)
+        later.advance(tokens, 4)
+        assert allowed(later) == allowed(matcher)
+    begun = grammars.compile(asked, [5], 1, Reasoning(BEGIN, END, begun=True)).result(WAIT_S)
+    assert allowed(begun) == everything - {EOS}
+    assert allowed(begun, [END]) == allowed(matcher)
+
+
+def test_reasoning_alone_can_be_limited(grammars):
+    for most in (0, 3):
+        reasoning = Reasoning(BEGIN, END, begun=True, max_tokens=most)
+        matcher = grammars.compile(None, [5], 1, reasoning).result(WAIT_S)
+        assert allowed(matcher, [7] * most) == {END}
+        assert allowed(matcher, [*[7] * most, END]) == set(range(VOCAB))
+        assert matcher.accepts([7] * 5) == most
+        params = SamplingParams(reasoning=reasoning)
+        assert SamplingParams.from_proto(params.to_proto()) == params
 
 
 BAD = [

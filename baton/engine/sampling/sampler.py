@@ -69,7 +69,9 @@ class SampleRow(NamedTuple):
     def plain(self) -> bool:
         """Whether its logits are taken as they are, for a token alone; stays so as it grows."""
         params = self.params
-        return params.logprobs is None and not (self.adjusted or params.structured_output)
+        return params.logprobs is None and not (
+            self.adjusted or params.structured_output or params.reasoning
+        )
 
 
 class Adjustments(NamedTuple):

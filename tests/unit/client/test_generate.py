@@ -8,7 +8,8 @@ import pytest
 
 import baton
 from baton import errors
-from baton.client import RetryPolicy, Usage
+from baton.client import RetryPolicy, ToolCall, Usage
+from baton.client.request import generate_request
 from baton.v1 import common_pb2
 from tests.unit.client.scripted_router import HELLO, ScriptedRouter, delta, finish, serving, started
 
@@ -22,7 +23,9 @@ async def test_a_stream_and_its_completion_with_everything(connect, serve):
         chosen=common_pb2.TokenLogprob(token_id=1, logprob=-0.5),
         top=[common_pb2.TokenLogprob(token_id=4, logprob=-0.25)],
     )
-    usage = {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 2}
+    usage = {
+        "prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 2, "reasoning_tokens": 1,
+    }  # fmt: skip
     timing = {
         "queue_ms": 1.0, "ttft_ms": 2.0, "tpot_ms": 3.0, "e2e_ms": 4.0, "transfer_ms": 5.0,
         "transfer_bytes": 6,
@@ -52,6 +55,23 @@ async def test_a_stream_and_its_completion_with_everything(connect, serve):
             "route": {"prefill": None, "decode": "d1", "transport": "cuda_ipc", "attempts": 2},
             "trace_id": "ab" * 16,
         }
+
+
+async def test_reasoning_and_tool_calls_are_put_together(connect, serve):
+    pieces = [
+        delta("", 1, reasoning="H"),
+        delta("", 2, reasoning="m."),
+        delta("So", 3, tool_calls=[{"index": 0, "id": "a", "name": "f"}]),
+        delta("", 4, tool_calls=[{"arguments": '{"x":'}]),
+        delta("", 5, tool_calls=[{"arguments": "1}"}, {"index": 1, "id": "b", "name": "g"}]),
+    ]
+    last = finish(common_pb2.FINISH_REASON_TOOL_CALLS)
+    async with connect(await serve(ScriptedRouter([started(), *pieces, last]))) as client:
+        done = await client.chat([{"role": "user", "content": "x"}])
+    assert (done.text, done.reasoning, done.finish_reason) == ("So", "Hm.", "tool_calls")
+    assert done.tool_calls == (ToolCall("a", "f", '{"x":1}'), ToolCall("b", "g", ""))
+    again = generate_request([done.message], {}).chat.messages[0]
+    assert [call.id for call in again.tool_calls] == ["a", "b"] and again.content == "So"
 
 
 async def test_errors_keep_their_meaning(connect, serve):

@@ -7,7 +7,7 @@ import pytest
 
 from baton.client.request import generate_request, timeout_of, tokenize_request
 from baton.errors import InvalidRequest
-from baton.v1 import common_pb2
+from baton.v1 import common_pb2, inference_pb2
 
 
 def test_every_prompt_and_option_arrives():
@@ -63,6 +63,50 @@ def test_a_restriction_of_the_output_arrives(options, expected):
     assert sampling.structured_output == common_pb2.StructuredOutput(**(expected or {}))
 
 
+def test_a_chat_with_tools_arrives():
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    call = {"id": "call_1", "name": "f", "arguments": "{}"}
+    openai = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "Hm."},
+        {"role": "assistant", "tool_calls": [openai], "reasoning": "Hm.", "name": None},
+        {"role": "tool", "content": "4", "tool_call_id": "call_1"},
+    ]
+    options = {
+        "tools": [{"type": "function", "function": function}, {"name": "g"}],
+        "parallel_tool_calls": False,
+        "max_thinking_tokens": 0,
+        "chat_template_kwargs": {"a": [1]},
+        "continue_final_message": True,
+    }
+    chat = generate_request(messages, {**options, "tool_choice": "required"}).chat
+    turn = inference_pb2.ChatMessage(role="assistant", tool_calls=[call], reasoning="Hm.")
+    assert list(chat.messages[:2]) == [turn, turn]
+    chat.ClearField("messages")
+    assert chat == inference_pb2.Chat(
+        tools=[{**function, "parameters": '{"type": "object"}'}, {"name": "g"}],
+        tool_choice=inference_pb2.TOOL_CHOICE_REQUIRED,
+        single_tool_call=True,
+        max_thinking_tokens=0,
+        template_kwargs='{"a": [1]}',
+        continue_final_message=True,
+    )
+    named = {"type": "function", "function": {"name": "g"}}
+    for choice, field, value in (
+        ("auto", "tool_choice", inference_pb2.TOOL_CHOICE_UNSPECIFIED),
+        ("none", "tool_choice", inference_pb2.TOOL_CHOICE_NONE),
+        (named, "tool_name", "g"),
+    ):
+        chat = generate_request(messages, {"tool_choice": choice}).chat
+        assert getattr(chat, field) == value
+    for name, bad in (("tools", [{}]), ("tools", 3), ("tool_choice", "g"), ("tool_choice", {})):
+        with pytest.raises(InvalidRequest) as raised:
+            generate_request(messages, {name: bad})
+        assert raised.value.field == name
+    with pytest.raises(InvalidRequest, match="tools is for chat messages"):
+        generate_request("x", {"tools": []})
+
+
 BAD_PROMPTS = [
     [], [1.5], 5, {1, 2.5}, [-1], ["a"], None,
     {"role": "user", "content": "hi"},
@@ -72,6 +116,7 @@ BAD_PROMPTS = [
     [{"role": "user", "colour": "red"}],
     [{"role": "user", "content": 3}],
     [{"role": "user", "content": "hi"}, "ho"],
+    [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
 ]  # fmt: skip
 BAD_OPTIONS = [
     *(("sampling.max_tokens", -1), ("sampling.temperature", "hot")),

@@ -16,7 +16,7 @@ from baton.engine.planner import ChunkSize, Planner
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import NgramProposer
-from baton.sampling import SamplingParams, StructuredOutput
+from baton.sampling import Reasoning, SamplingParams, StructuredOutput
 from baton.structured_output import GrammarCompiler
 from baton.text import load_tokenizer
 from tests.unit.engine.bench import WAIT_S, Bench, tokens_of
@@ -67,8 +67,10 @@ def engine_of(demo, num_blocks=200, proposer=None, max_batch=8):
 def sequence_of(grammars, tokenizer, name, params, prompt="items = ", output=(), **options):
     prompt_ids = tokenizer.encode(prompt)
     tokens, grammar = [*prompt_ids, *output], None
-    if params.structured_output:
-        compiled = grammars.compile(params.structured_output, tokens, len(prompt_ids))
+    if params.structured_output or params.reasoning:
+        compiled = grammars.compile(
+            params.structured_output, tokens, len(prompt_ids), params.reasoning
+        )
         grammar = compiled.result(WAIT_S)
     return Sequence(name, tokens, len(prompt_ids), params, grammar=grammar, **options)
 
@@ -179,6 +181,33 @@ def test_speculation_changes_no_token(demo, grammars, tokenizer, params, monkeyp
         assert bench.tokens(sequence)["a"] == plain
     assert sum(report.num_accepted for report in bench.reports) > 0
     assert max(cut) > 0
+
+
+@pytest.mark.parametrize("structured", [None, PERSONS])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED])
+def test_reasoning_ends_at_its_limit_and_what_follows_matches(
+    demo, grammars, tokenizer, params, structured, monkeypatch
+):
+    """Whoever goes on with it, and with proposed tokens: 4094 ends it here, after six tokens."""
+    monkeypatch.setattr("baton.engine.speculative.ngram.worthwhile", lambda chance, price, most: 8)
+    monkeypatch.setattr("baton.engine.speculative.ngram.LENGTHS", (2, 1))
+    reasoning = Reasoning(4093, 4094, begun=True, max_tokens=6)
+    most = params.max_tokens if structured else 20
+    params = dataclasses.replace(
+        params, reasoning=reasoning, structured_output=structured, max_tokens=most
+    )
+    prompt = "a = b\na = b\na = b\na = b\n"
+    with Bench(engine_of(demo)) as bench:
+        tokens = bench.tokens(sequence_of(grammars, tokenizer, "a", params, prompt))["a"]
+    assert tokens.index(4094) <= 6 and len(tokens) > 10
+    if structured:
+        jsonschema.validate(json.loads(tokenizer.decode(tokens[tokens.index(4094) + 1 :])), LIST)
+    with Bench(engine_of(demo, proposer=NgramProposer(8, demo.max_context))) as bench:
+        for delivered in (0, 3, 6, 7, 9):
+            output = tokens[:delivered]
+            rest = sequence_of(grammars, tokenizer, f"{delivered}", params, prompt, output)
+            assert output + bench.tokens(rest)[f"{delivered}"] == tokens
+    assert sum(report.num_accepted for report in bench.reports) > 0
 
 
 def test_a_prefix_from_the_cache_changes_no_token(demo, grammars, tokenizer):

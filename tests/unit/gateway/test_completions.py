@@ -49,7 +49,7 @@ async def test_an_answer_says_what_happened_to_it_when_it_is_asked(gateway):
 
 
 async def test_a_chat_whole_and_streamed(gateway):
-    prompt = gateway.tokenizer.encode_chat([("user", "Hi")])
+    prompt = gateway.tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
     answer = (await gateway.chat(max_completion_tokens=3)).json()
     assert answer["object"] == "chat.completion" and answer["id"].startswith("chatcmpl-")
     assert answer["choices"][0]["message"] == {

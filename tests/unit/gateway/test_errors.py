@@ -76,11 +76,12 @@ BAD_CHATS = [
     ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
      "messages[0].content[0].type"),
-    ({"messages": [{"role": "user", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
     ({"messages": [{"role": "user", "content": "x" * 99}]}, "messages"),
     ({"messages": [{"role": "user"}] * 4097}, "messages"),
     *(({name: bad}, name) for name, bad in {
-        "tools": [{"type": "function"}], "audio": {"voice": "x"}, "modalities": ["text", "audio"],
+        "functions": [{"name": "f"}], "chat_template": "x", "audio": {"voice": "x"},
+        "modalities": ["text", "audio"],
         "top_logprobs": 2, "logprobs": 2, "max_completion_tokens": 31, "max_tokens": 31,
     }.items()),
     ({"max_completion_tokens": 2, "min_tokens": 3}, "min_tokens"),
@@ -108,7 +109,7 @@ async def test_an_error_says_what_to_do(gateway):
     parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {}}]
     error = error_of(await gateway.chat(messages=[{"role": "user", "content": parts}]), 400)
     assert "images are not supported" in error["message"]
-    for field in ({"tools": [{}]}, {"messages": [{"role": "u", "function_call": {}}]}):
+    for field in ({"functions": [{}]}, {"messages": [{"role": "u", "function_call": {}}]}):
         error = error_of(await gateway.chat(**field), 400)
         assert "is not supported here: leave it out" in error["message"]
     error = error_of(await gateway.complete(max_tokens=30), 400)

@@ -100,7 +100,7 @@ async def test_tokens_are_returned(gateway):
     ids = gateway.tokenizer.encode("Hi")
     assert answer == {"count": 2, "max_model_len": 32, "tokens": ids, "token_strs": ["H", "i"]}
     answer = (await gateway.post("/tokenize", {"messages": [{"role": "u", "content": "x"}]})).json()
-    assert answer["tokens"] == gateway.tokenizer.encode_chat([("u", "x")])
+    assert answer["tokens"] == gateway.tokenizer.encode_chat([{"role": "u", "content": "x"}])
     assert answer["token_strs"] is None
 
 

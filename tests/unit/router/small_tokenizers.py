@@ -11,8 +11,11 @@ EOS = "</s>"
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
 
 
-def byte_tokenizer(directory, **config):
-    """Loads it: end-of-sequence is token 0, and bytes follow so that token 100 is an "a"."""
+def byte_tokenizer(directory, added=(), template=TEMPLATE, **config):
+    """Loads it: end-of-sequence is token 0, and bytes follow so that token 100 is an "a".
+
+    Then come the special tokens `added`.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     turn = alphabet.index("a") - 99
     pieces = [EOS, *alphabet[turn:], *alphabet[:turn]]
@@ -20,11 +23,12 @@ def byte_tokenizer(directory, **config):
     library = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    library.add_special_tokens([EOS])
+    library.add_special_tokens([EOS, *added])
     library.save(str(directory / "tokenizer.json"))
-    config = {"vocab_size": len(vocab), "eos_token_id": 0, "max_position_embeddings": 32, **config}
+    vocab_size = library.get_vocab_size()
+    config = {"vocab_size": vocab_size, "eos_token_id": 0, "max_position_embeddings": 32, **config}
     (directory / "config.json").write_text(json.dumps(config))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return load_tokenizer(directory)
 
 

@@ -10,7 +10,8 @@ import pytest
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Overloaded
 from baton.sampling import FILL_CONTEXT, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from baton.v1 import common_pb2, inference_pb2
-from router.admission.admission import MAX_MESSAGES, Admission, Choices
+from router.admission.admission import Admission, Choices
+from router.admission.chat import MAX_MESSAGES
 from router.admission.tenants import Tenants
 
 from .small_tokenizers import byte_tokenizer, ids_only_tokenizer

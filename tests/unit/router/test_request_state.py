@@ -4,8 +4,10 @@ import time
 
 import pytest
 
+from baton.sampling import Reasoning
+from baton.text.tool_calls import HERMES, MISTRAL_ARGS
 from baton.v1 import common_pb2
-from router.dispatch.request_state import RequestState, TextStream
+from router.dispatch.request_state import OutputFormat, RequestState, TextStream
 
 from .scripted_workers import request_state, tokenized
 from .small_tokenizers import byte_tokenizer, ids_only_tokenizer
@@ -115,3 +117,63 @@ def test_after_a_stop_string_there_is_no_text_and_token_ids_alone_have_none(toke
     assert stream.advance(tokenizer.encode("d"), "length")[0] == ""
     stream = TextStream(ids_only_tokenizer(tmp_path), tokenized())
     assert [stream.advance([1, 2, 3], None), stream.advance([4], "length")] == [("", 3), ("", 1)]
+
+
+# Reasoning and tool calls: a function of the tokens, however they come.
+
+TOKENS = ["<think>", "</think>", "[TOOL_CALLS]", "[ARGS]"]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
+
+
+def read(tokenizer, text, cuts, reason="stop", resumed=0, **fields):
+    """(content, reasoning, arguments, reasoning tokens, stop string) of an output cut in pieces."""
+    tokens = [*tokenizer.encode(text), 0]
+    stream = TextStream(tokenizer, tokenized(resumed=tuple(tokens[:resumed]), **fields))
+    said = []
+    for start, end in zip((resumed, *cuts), (*cuts, len(tokens)), strict=True):
+        content, _ = stream.advance(tokens[start:end], reason if end == len(tokens) else None)
+        said.append((content, stream.parsed.reasoning, stream.parsed.tool_calls))
+        if stream.stop is not None:
+            break
+    content, reasoning = ("".join(parts) for parts in list(zip(*said, strict=True))[:2])
+    arguments = "".join(call.arguments for *_, calls in said for call in calls)
+    return content, reasoning, arguments, stream.reasoning_tokens, stream.stop
+
+
+OUTPUTS = [
+    ("<think>\nOne\n\ntwo é \n</think>\n\nThree \n", {}, ("Three \n", "One\n\ntwo é", "", 16)),
+    ("One</think>\n", {"begun": True}, ("", "One", "", 4)),
+    ("<think>One", {}, ("", "One", "", 4)),  # cut by its length
+    ("One <think>", {}, ("One ", "", "", 0)),  # it answers at once
+    (f"<think>{CALL}</think>Look:\n{CALL}", {}, ("Look:", CALL, '{"a": "é"}', 66)),
+    ("<think>END</think>aENDb", {"stop": ("END",)}, ("a", "END", "", 5)),  # stops end the answer
+]
+
+
+@pytest.mark.parametrize(("text", "given", "expected"), OUTPUTS)
+def test_an_output_is_parted_the_same_however_it_comes(tmp_path, text, given, expected):
+    tokenizer = byte_tokenizer(tmp_path, added=TOKENS)
+    begin, end = map(tokenizer.added_token, TOKENS[:2])
+    reasoning = Reasoning(begin, end, begun=given.get("begun", False))
+    fields = {"output_format": OutputFormat(tokenizer.pieces, reasoning, HERMES)}
+    fields["stop"] = given.get("stop", ())
+    whole = read(tokenizer, text, (), **fields)
+    assert whole == (*expected, "END" if fields["stop"] else None)
+    count = len(tokenizer.encode(text))
+    for i in range(1, count + 1):
+        assert read(tokenizer, text, (i,), **fields) == whole
+    assert read(tokenizer, text, range(1, count + 1), **fields) == whole
+    for resumed in range(1, count):  # what another stream gave out does not come again
+        before = read(tokenizer, text, (resumed,), **fields)
+        rest = read(tokenizer, text, (), resumed=resumed, **fields)
+        assert before == whole and rest[3:] == whole[3:]
+        assert all(part.endswith(more) for part, more in zip(whole[:3], rest[:3], strict=True))
+
+
+def test_markers_of_tool_calls_that_are_special_tokens_are_read_and_not_shown(tmp_path):
+    tokenizer = byte_tokenizer(tmp_path, added=TOKENS)
+    text = "So.[TOOL_CALLS]f[ARGS]{}"
+    stream = TextStream(tokenizer, tokenized())
+    assert stream.advance(tokenizer.encode(text), "length")[0] == "So.f{}"
+    form = OutputFormat(tokenizer.showing(MISTRAL_ARGS.markers), None, MISTRAL_ARGS)
+    assert read(tokenizer, text, (3, 5), output_format=form) == ("So.", "", "{}", 0, None)

@@ -64,10 +64,18 @@ FEATURES = """\
 {% endfor %}
 """
 
+
+def chat_of(*turns):
+    return [{"role": role, "content": content} for role, content in turns]
+
+
 CHATS = [
-    [("user", "Hi")],
-    [("system", " Be brief. "), ("user", 'a <b> & "ü"\n'), ("assistant", "ok"), ("user", "世界")],
-    [("user", "one"), ("assistant", "two"), ("user", "{{ three }}")],
+    chat_of(("user", "Hi")),
+    chat_of(
+        *(("system", " Be brief. "), ("user", 'a <b> & "ü"\n'), ("assistant", "ok")),
+        ("user", "世界"),
+    ),
+    chat_of(("user", "one"), ("assistant", "two"), ("user", "{{ three }}")),
 ]
 
 
@@ -81,12 +89,12 @@ def transformers_tokenizer():
     ("source", "chat"),
     [
         *((source, chat) for source in (CHATML, FEATURES) for chat in CHATS),
-        *((MISTRAL, chat) for chat in CHATS if chat[0][0] != "system"),
+        *((MISTRAL, chat) for chat in CHATS if chat[0]["role"] != "system"),
     ],
 )
 def test_renders_as_transformers_does(transformers_tokenizer, source, chat):
     expected = transformers_tokenizer.apply_chat_template(
-        [{"role": role, "content": content} for role, content in chat],
+        chat,
         chat_template=source,
         tokenize=False,
         add_generation_prompt=True,
@@ -104,7 +112,7 @@ def refusal(source, chat):
 @pytest.mark.parametrize(
     ("source", "chat", "reason"),
     [
-        (MISTRAL, [("user", "a"), ("user", "b")], "roles must alternate"),  # its own words
+        (MISTRAL, chat_of(("user", "a"), ("user", "b")), "roles must alternate"),  # its own words
         (CHATML, [], "at least one"),
         ("{{ missing.x }}", CHATS[0], "chat template refused"),
         ("{{ 1 // 0 }}", CHATS[0], "chat template refused"),
@@ -195,13 +203,14 @@ def test_a_template_that_a_message_makes_endless_is_stopped(monkeypatch):
     template = ChatTemplate(source, SPECIAL, "test")
     monkeypatch.setattr(chat_template, "MAX_RENDERING", (0.1, 1 << 20))
     with pytest.raises(InvalidRequest, match=r"template was stopped: it takes over 0\.1 s"):
-        template.render([("user", "go")])
-    assert template.render([("user", "x")]) == "fine"
+        template.render([{"role": "user", "content": "go"}])
+    assert template.render([{"role": "user", "content": "x"}]) == "fine"
 
 
 def test_long_chats_are_within_bounds():
     """A megabyte in 2,000 turns, in templates that copy them several times."""
-    chat = [("user" if i % 2 == 0 else "assistant", "some words " * 50) for i in range(2000)]
+    roles = ("user", "assistant") * 1000
+    chat = chat_of(*((role, "some words " * 50) for role in roles))
     for source in (CHATML, MISTRAL, FEATURES):
         assert len(ChatTemplate(source, SPECIAL, "test").render(chat)) > 500_000
 

@@ -18,7 +18,7 @@ def assert_refused(tokenizer, text, match, *limit):
     """As a text and as a chat, naming the field; returns the last reason."""
     for encode, value, field in (
         (tokenizer.encode, text, "text"),
-        (tokenizer.encode_chat, [("user", text)], "chat"),
+        (tokenizer.encode_chat, [{"role": "user", "content": text}], "chat"),
     ):
         with pytest.raises(InvalidRequest, match=match) as refused:
             encode(value, *limit)
@@ -40,7 +40,10 @@ def test_reads_everything_a_directory_says(write):
     assert (tokenizer.vocab_size, tokenizer.max_context) == (500, 2048)
     assert tokenizer.eos_token_ids == {1, 3}
     assert tokenizer.has_text and tokenizer.has_chat_template
-    assert tokenizer.encode_chat([("user", "hello")]) == [0, *tokenizer.encode("hello")]
+    assert tokenizer.encode_chat([{"role": "user", "content": "hello"}]) == [
+        0,
+        *tokenizer.encode("hello"),
+    ]
 
 
 def test_only_the_tokenizer_file_is_needed_and_its_training_limits_are_ignored(write):
@@ -56,7 +59,7 @@ def test_only_the_tokenizer_file_is_needed_and_its_training_limits_are_ignored(w
     assert 2 < len(ids) < 64
     assert tokenizer.decode(ids) == "hello brown fox 12"
     with pytest.raises(InvalidRequest, match="no chat template") as refused:
-        tokenizer.encode_chat([("user", "x")])
+        tokenizer.encode_chat([{"role": "user", "content": "x"}])
     assert refused.value.field == "chat"
 
 
@@ -78,7 +81,10 @@ def test_encode_adds_special_tokens_and_encode_chat_does_not(write):
     path = write("byte_fallback", tokenizer_config={"chat_template": "{{ messages[0].content }}"})
     tokenizer = load_tokenizer(path)
     assert tokenizer.encode("hello")[0] == 1
-    assert tokenizer.encode_chat([("user", "hello")]) == tokenizer.encode("hello")[1:]
+    assert (
+        tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+        == tokenizer.encode("hello")[1:]
+    )
 
 
 def test_a_text_that_is_too_long_is_not_tokenized_to_its_end(write):
@@ -108,10 +114,14 @@ def test_named_templates_and_the_template_file(write):
     ]
     path = write(tokenizer_config={"chat_template": named})
     tokenizer = load_tokenizer(path)
-    assert tokenizer.encode_chat([("user", "x")]) == tokenizer.encode("from the list")
+    assert tokenizer.encode_chat([{"role": "user", "content": "x"}]) == tokenizer.encode(
+        "from the list"
+    )
     (path / "chat_template.jinja").write_text("from the file")
     tokenizer = load_tokenizer(path)
-    assert tokenizer.encode_chat([("user", "x")]) == tokenizer.encode("from the file")
+    assert tokenizer.encode_chat([{"role": "user", "content": "x"}]) == tokenizer.encode(
+        "from the file"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,379 @@
+"""Finds tool calls in text that arrives in pieces, in the formats that models were trained on.
+
+How the text was cut never changes what is found. A call's arguments go out as they come, in the
+model's own words, once its name is known; what turns out to be no call is content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+import uuid
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+
+_MAX_HEAD_CHARS = 4096  # of a call, before its arguments begin
+_HEAD = re.compile(
+    r'\{\s*(?:"(?:id|type)"\s*:\s*"[^"\\]*"\s*,\s*)*"name"\s*:\s*"([^"\\]*)"\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_FIRST_KEY = re.compile(r'\{\s*"([^"\\]*)"')
+_KEYS = ("id", "type", "name", "arguments", "parameters")
+_NAME = re.compile(r"\s*([\w.-]+)\s*(?=[\[{])")
+_NAME_SO_FAR = re.compile(r"\s*[\w.-]*\s*")
+_IN_STRING = re.compile(r'["\\]')
+_OUTSIDE = re.compile(r'["{}\[\]<]')
+_ID_CHARS = string.ascii_letters + string.digits
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+Steps = Generator[None, None, None]
+Found = Generator[None, None, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of call `index` of an output; its first one has id and name, and no arguments."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+class ToolParser:
+    """Parts one output, behind its reasoning, into content and tool calls.
+
+    A format is a generator over the steps below. They yield where they need more text, and end
+    where there is no more of it.
+    """
+
+    def __init__(self, tool_format: ToolFormat, *, single: bool = False) -> None:
+        """`single` drops all calls but the first."""
+        self.num_calls = 0
+        self._new_id = tool_format.new_id
+        self._single = single
+        self._text = ""  # that no step has taken yet
+        self._ended = False
+        self._content = ""
+        self._space = ""  # behind content, dropped before a call
+        self._behind_call = False
+        self._deltas: list[ToolCallDelta] = []
+        self._steps = tool_format.steps(self)
+
+    def push(self, text: str, *, last: bool = False) -> tuple[str, list[ToolCallDelta]]:
+        """Content and pieces of calls that more text makes certain; all that is left if `last`."""
+        self._text += text
+        self._ended = last
+        next(self._steps)
+        if last:
+            self._content += self._space
+        content, deltas = self._content, self._deltas
+        self._content, self._deltas = "", []
+        return content, deltas
+
+    def until(self, marker: str) -> Steps:
+        """Content up to a marker, which is dropped."""
+        while (at := self._text.find(marker)) < 0:
+            held = 0 if self._ended else _beginning_at_end(self._text, marker)
+            self.put(self._take(len(self._text) - held))
+            yield
+        self.put(self._take(at))
+        self._take(len(marker))
+
+    def goes_on_with(self, mark: str, *, drop: bool = True) -> Found:
+        """Whether the text goes on with `mark`, behind white space; that is dropped with it."""
+        while True:
+            text = self._text.lstrip()
+            if text.startswith(mark):
+                if drop:
+                    self._text = text[len(mark) :]
+                return True
+            if self._ended or not mark.startswith(text):
+                return False
+            yield
+
+    def call(self, *, bare: bool = False) -> Found:
+        """A call as an object with its name and arguments; False, and nothing taken, for another.
+
+        A `bare` one, which nothing marks as a call, needs arguments.
+        """
+        scan, seen = _ObjectScan(), 0
+        while True:
+            self._text = self._text.lstrip()
+            if head := _HEAD.match(self._text):
+                break
+            key = _FIRST_KEY.match(self._text)
+            if (end := scan.end_in(self._text, seen)) is not None:
+                return self._whole(end, bare)
+            if (
+                self._ended
+                or self._text[:1] not in "{"
+                or len(self._text) > _MAX_HEAD_CHARS
+                or (key and key[1] not in _KEYS)
+            ):
+                return False
+            seen = len(self._text)
+            yield
+        self._begin(head[1])
+        self._take(head.end())
+        yield from self.arguments()
+        scan = _ObjectScan(depth=1)  # what may be behind them
+        while (end := scan.end_in(self._text)) is None and not self._ended:
+            self._text = ""
+            yield
+        self._take(end or 0)
+        return True
+
+    def named_call(self) -> Found:
+        """A call as a name and an object of arguments, with marks between them."""
+        while (name := _NAME.match(self._text)) is None:
+            if self._ended or not _NAME_SO_FAR.fullmatch(self._text):
+                return False
+            yield
+        self._begin(name[1])
+        while (at := self._text.find("{")) < 0 and not self._ended:
+            self._text = ""
+            yield
+        self._take(max(at, 0))
+        yield from self.arguments()
+        return True
+
+    def arguments(self) -> Steps:
+        """The arguments of the last call, given out as they come."""
+        scan = _ObjectScan()
+        while (end := scan.end_in(self._text)) is None and not self._ended:
+            self._argue(self._take(len(self._text)))
+            yield
+        self._argue(self._take(len(self._text) if end is None else end))
+
+    def put(self, text: str) -> None:
+        """Content; white space around calls is none."""
+        text = self._space + text
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if self._behind_call:
+            shown = shown.lstrip()
+            self._space = self._space if shown else ""
+        if shown:
+            self._content += shown
+            self._behind_call = False
+
+    def _whole(self, end: int, bare: bool) -> bool:
+        """A call whose keys are in another order, or whose arguments are no object."""
+        try:
+            value = json.loads(self._text[:end])
+        except (ValueError, RecursionError):
+            return False
+        name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
+        if not isinstance(name, str) or (bare and arguments is None):
+            return False
+        if not isinstance(arguments, str):
+            arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+        self._begin(name)
+        self._argue(arguments)
+        self._take(end)
+        return True
+
+    def _take(self, count: int) -> str:
+        taken, self._text = self._text[:count], self._text[count:]
+        return taken
+
+    def _begin(self, name: str) -> None:
+        self._space, self._behind_call = "", True
+        self.num_calls += 1
+        self._add(ToolCallDelta(self.num_calls - 1, self._new_id(), name, ""))
+
+    def _argue(self, text: str) -> None:
+        index, last = self.num_calls - 1, self._deltas[-1] if self._deltas else None
+        if last and last.index == index and not last.id:
+            text = self._deltas.pop().arguments + text
+        if text:
+            self._add(ToolCallDelta(index, "", "", text))
+
+    def _add(self, delta: ToolCallDelta) -> None:
+        if not (self._single and delta.index):
+            self._deltas.append(delta)
+
+
+class _ObjectScan:
+    """Finds the end of a JSON object in pieces of its text."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth  # of objects and lists that are open
+        self._in_string = False
+        self._escaped = False
+
+    def end_in(self, text: str, start: int = 0) -> int | None:
+        """Where it ends in a piece, `text[start:]`; at a "<" too, which is no JSON."""
+        at = start
+        if self._escaped and at < len(text):
+            self._escaped, at = False, at + 1
+        while found := (_IN_STRING if self._in_string else _OUTSIDE).search(text, at):
+            at, char = found.end(), found[0]
+            if char == "\\":
+                if at == len(text):
+                    self._escaped = True
+                at += 1
+            elif char == '"':
+                self._in_string = not self._in_string
+            elif char == "<":
+                return at - 1
+            else:
+                self._depth += 1 if char in "{[" else -1
+                if self._depth == 0:
+                    return at
+        return None
+
+
+def _beginning_at_end(text: str, marker: str) -> int:
+    """How many characters at the end of `text` may become `marker`."""
+    most = min(len(text), len(marker) - 1)
+    return next((n for n in range(most, 0, -1) if marker.startswith(text[-n:])), 0)
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family of models writes tool calls.
+
+    A marker that is a special token is shown to the parser as text. A call is `call`'s texts around
+    its arguments, where NAME is the function; an output of calls is `around`'s first and last text
+    around them, with the one in the middle between two.
+    """
+
+    name: str
+    steps: Callable[[ToolParser], Steps]
+    markers: tuple[str, ...]
+    call: tuple[str, str]
+    around: tuple[str, str, str]
+    parallel: bool = True  # whether an output may have several
+    new_id: Callable[[], str] = lambda: f"call_{uuid.uuid4().hex[:24]}"
+
+    def grammar(
+        self,
+        tools: Mapping[str, Mapping[str, object] | None],
+        special: Mapping[str, int],
+        options: Mapping[str, object],
+        *,
+        single: bool,
+        answer: Mapping[str, object] | None = None,
+    ) -> str:
+        """Lark's grammar of calls of `tools`, a schema by name, or of an `answer` by its schema.
+
+        `special` has the ids of markers that are special tokens, and `options` are added to each
+        schema.
+        """
+        first, between, last = self.around
+        if answer is not None and (first + self.call[0]).startswith("{"):
+            first = self.markers[0]  # or it would be undecided what a "{" begins
+        first, between, last = (_lark(text, special) for text in (first, between, last))
+        more = "" if single or not self.parallel else f"({between} call)*"
+        rules = [f"start: calls{'' if answer is None else ' | answer'}"]
+        rules.append(f"calls: {first} call {more} {last}")
+        rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
+        for i, (name, schema) in enumerate(tools.items()):
+            before, behind = (_lark(text.replace("NAME", name), special) for text in self.call)
+            rules.append(f"call_{i}: {before} arguments_{i} {behind}")
+            arguments = {**(_NO_ARGUMENTS if schema is None else schema), **options}
+            rules.append(f"arguments_{i}: %json {json.dumps(arguments)}")
+        if answer is not None:
+            rules.append(f"answer: %json {json.dumps({**answer, **options})}")
+        return "\n".join(rules)
+
+
+def _lark(text: str, special: Mapping[str, int]) -> str:
+    """A sequence of Lark's for a text that may have special tokens in it."""
+    parts = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
+    return " ".join(
+        f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts if part
+    )
+
+
+def _hermes_steps(parser: ToolParser) -> Steps:
+    while True:
+        yield from parser.until("<tool_call>")
+        if (yield from parser.call()):
+            yield from parser.goes_on_with("</tool_call>")
+        else:
+            parser.put("<tool_call>")
+
+
+def _llama3_steps(parser: ToolParser) -> Steps:
+    bare = yield from parser.goes_on_with("{", drop=False)
+    while True:
+        if not bare:
+            yield from parser.until("<|python_tag|>")
+        called = yield from parser.call(bare=bare)
+        while called and (yield from parser.goes_on_with(";")):
+            called = yield from parser.call()
+        bare = False
+
+
+def _mistral_steps(parser: ToolParser) -> Steps:
+    while True:
+        yield from parser.until("[TOOL_CALLS]")
+        if (yield from parser.goes_on_with("[")):
+            called = yield from parser.call()
+            if not called:
+                parser.put("[TOOL_CALLS][")
+            while called and (yield from parser.goes_on_with(",")):
+                called = yield from parser.call()
+            if called:
+                yield from parser.goes_on_with("]")
+        elif not (yield from parser.named_call()):
+            parser.put("[TOOL_CALLS]")
+
+
+def _mistral_id() -> str:
+    """Of nine letters and digits, the only ones that Mistral's templates take."""
+    return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
+
+
+HERMES = ToolFormat(
+    "hermes",
+    _hermes_steps,
+    ("<tool_call>", "</tool_call>"),
+    ('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
+    ("", "\n", ""),
+)
+LLAMA3 = ToolFormat(
+    "llama3",
+    _llama3_steps,
+    ("<|python_tag|>",),
+    ('{"name": "NAME", "parameters": ', "}"),
+    ("", "", ""),
+    parallel=False,
+)
+MISTRAL = ToolFormat(
+    "mistral",
+    _mistral_steps,
+    ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+    ('{"name": "NAME", "arguments": ', "}"),
+    ("[TOOL_CALLS][", ", ", "]"),
+    new_id=_mistral_id,
+)
+MISTRAL_ARGS = ToolFormat(  # since version 11 of its tokenizer
+    "mistral",
+    _mistral_steps,
+    MISTRAL.markers,
+    ("[TOOL_CALLS]NAME[ARGS]", ""),
+    ("", "", ""),
+    new_id=_mistral_id,
+)
+
+
+def tool_format(name: str, template: str) -> ToolFormat | None:
+    """The format of that name, or for "auto" the one that a chat template is written for."""
+    if name == "none":
+        return None
+    mistral = MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
+    named = {"hermes": HERMES, "llama3": LLAMA3, "mistral": mistral}
+    if name != "auto":
+        return named[name]
+    if "[TOOL_CALLS]" in template:
+        return mistral
+    if "<tool_call>" in template:  # with tags for each parameter it is another format
+        return None if "<function=" in template or "<arg_key>" in template else HERMES
+    llama3 = "<|python_tag|>" in template or '{"name": function name, "parameters"' in template
+    return LLAMA3 if llama3 else None

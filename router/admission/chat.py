@@ -1,0 +1,294 @@
+"""Chats with tools and reasoning: what the template gets, and how the output is read and held.
+
+A model's formats follow from its chat template, and are none where that knows no tools. Functions
+that must be called are called by a grammar of the model's own format, behind its reasoning.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from baton.errors import ConfigError, InvalidRequest, quoted
+from baton.sampling import MAX_STRUCTURED_OUTPUT_CHARS, Reasoning, SamplingParams, StructuredOutput
+from baton.structured_output import JSON_OPTIONS
+from baton.text import Tokenizer
+from baton.text.chat_template import Message
+from baton.text.detokenizer import TokenPieces
+from baton.text.reasoning import reasoning_format
+from baton.text.tool_calls import ToolFormat, tool_format
+from baton.v1 import inference_pb2
+from router.dispatch.request_state import OutputFormat
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+MAX_TOOL_CHARS = 256 << 10  # of all tools together
+MAX_TEMPLATE_KWARGS_CHARS = 16 << 10
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_MAX_SPACE = 4  # tokens of white space behind the one with which a prompt opens the reasoning
+_RESTRICTION = "sampling.structured_output"
+_SCHEMA_OPTIONS = {"x-guidance": JSON_OPTIONS}
+
+
+@dataclass(frozen=True)
+class ChatFormats:
+    """How the served model writes tool calls and reasoning."""
+
+    tokenizer: Tokenizer
+    pieces: TokenPieces  # that show the markers of tool calls
+    tools: ToolFormat | None = None
+    markers: Mapping[str, int] | None = None  # ids of those that are tokens
+    reasoning: Reasoning | None = None
+    always_reasons: bool = False
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto"
+    ) -> ChatFormats:
+        """The formats of these names. Raises ConfigError for reasoning without its tokens."""
+        template = tokenizer.template.source if tokenizer.template else ""
+        tools = tool_format(tool_parser, template)
+        texts = tools.markers if tools else ()
+        markers = {text: tokenizer.added_token(text) for text in texts}
+        reasoning = None
+        if form := reasoning_format(reasoning_parser, template):
+            begin, end = map(tokenizer.added_token, (form.begin, form.end))
+            if begin is not None and end is not None:
+                reasoning = Reasoning(begin, end)
+            elif reasoning_parser != "auto":
+                raise ConfigError(
+                    f"--reasoning-parser {reasoning_parser} needs a model whose tokenizer has the "
+                    f"tokens {form.begin} and {form.end}"
+                )
+        return cls(
+            tokenizer,
+            tokenizer.showing(texts),
+            tools,
+            {text: token for text, token in markers.items() if token is not None},
+            reasoning,
+            always_reasons=bool(form and form.always),
+        )
+
+    def __str__(self) -> str:
+        """For a log: which there are."""
+        tools = f"tool calls as {self.tools.name}" if self.tools else "no tool calls"
+        return f"{tools}, {'reasoning' if self.reasoning else 'no reasoning'}"
+
+    def encode(self, chat: inference_pb2.Chat, max_tokens: int) -> list[int]:
+        """Token ids of a conversation's prompt. Raises InvalidRequest."""
+        return self.tokenizer.encode_chat(
+            [_message(message, i) for i, message in enumerate(chat.messages)],
+            max_tokens,
+            self._variables(chat),
+            chat.continue_final_message,
+        )
+
+    def output_format(self, chat: inference_pb2.Chat, prompt: Sequence[int]) -> OutputFormat | None:
+        """How the output of a chat with this prompt is read; None where all of it is content."""
+        tools = self.tools if _with_tools(chat) else None
+        reasoning = self.reasoning
+        if reasoning is not None:
+            reasoning = replace(
+                reasoning,
+                begun=self.always_reasons or self._opens_reasoning(prompt),
+                max_tokens=(
+                    chat.max_thinking_tokens if chat.HasField("max_thinking_tokens") else None
+                ),
+            )
+        elif chat.HasField("max_thinking_tokens"):
+            raise InvalidRequest(
+                "no reasoning of this model is known: leave it out", "chat.max_thinking_tokens"
+            )
+        if tools is None and reasoning is None:
+            return None
+        pieces = self.pieces if tools else self.tokenizer.pieces
+        return OutputFormat(pieces, reasoning, tools, chat.single_tool_call)
+
+    def restricted(
+        self, params: SamplingParams, chat: inference_pb2.Chat, output: OutputFormat
+    ) -> SamplingParams:
+        """`params` with what the chat's tools and reasoning add. Raises InvalidRequest.
+
+        Tools that must be called take the place of another restriction. Where they may be, an
+        answer that is none matches it.
+        """
+        structured, must_call = params.structured_output, _must_call(chat)
+        if output.tools is not None and (must_call or structured):
+            structured = self._tool_grammar(output.tools, chat, None if must_call else structured)
+        reasoning = output.reasoning
+        if reasoning and (structured or reasoning.max_tokens is not None):
+            params = replace(params, reasoning=reasoning)
+        params = replace(params, structured_output=structured)
+        params.validate(self.tokenizer.vocab_size)
+        return params
+
+    def _tool_grammar(
+        self, tools: ToolFormat, chat: inference_pb2.Chat, answer: StructuredOutput | None
+    ) -> StructuredOutput:
+        if answer is not None and not answer.json_schema:
+            raise InvalidRequest(
+                "with tools that may be called only a JSON schema can restrict the answer",
+                _RESTRICTION,
+            )
+        grammar = tools.grammar(
+            {
+                tool.name: json.loads(tool.parameters) if tool.parameters else None
+                for tool in chat.tools
+                if chat.tool_name in ("", tool.name)
+            },
+            self.markers or {},
+            _SCHEMA_OPTIONS,
+            single=bool(chat.tool_name) or chat.single_tool_call,
+            answer=_object(answer.json_schema, _RESTRICTION) if answer else None,
+        )
+        if len(grammar) > (most := MAX_STRUCTURED_OUTPUT_CHARS):
+            raise InvalidRequest(
+                f"as a grammar the tools have {len(grammar)} characters, {most} at most are taken: "
+                "leave tool_choice to the model, or name one",
+                "chat.tools",
+            )
+        return StructuredOutput(grammar=grammar)
+
+    def _variables(self, chat: inference_pb2.Chat) -> dict[str, Any]:
+        """What the template gets beside messages."""
+        variables: dict[str, Any] = {}
+        if chat.template_kwargs:
+            variables = _object(chat.template_kwargs, "chat.template_kwargs")
+            if len(chat.template_kwargs) > (most := MAX_TEMPLATE_KWARGS_CHARS):
+                raise InvalidRequest(
+                    f"the template's variables may have {most} characters at most",
+                    "chat.template_kwargs",
+                )
+            for name in ("messages", "tools"):
+                if name in variables:
+                    raise InvalidRequest(f"{name} is a field of its own", "chat.template_kwargs")
+        names = _checked_tools(chat)
+        if (_must_call(chat) and not names) or chat.tool_name not in ("", *names):
+            raise InvalidRequest(
+                f"there is no tool {quoted(chat.tool_name)}"
+                if chat.tool_name
+                else "required calls need tools",
+                "chat.tool_name" if chat.tool_name else "chat.tool_choice",
+            )
+        if not _with_tools(chat):
+            return variables
+        template = self.tokenizer.template
+        if template is None or not template.has_tools:
+            raise InvalidRequest("this model's chat template knows no tools", "chat.tools")
+        if self.tools is None:
+            raise InvalidRequest(
+                "the format of this model's tool calls is not known: the router's --tool-parser "
+                "names one",
+                "chat.tools",
+            )
+        return {**variables, "tools": [_tool(tool) for tool in chat.tools]}
+
+    def _opens_reasoning(self, prompt: Sequence[int]) -> bool:
+        assert self.reasoning is not None
+        begin, tail = self.reasoning.begin_token_id, list(prompt[-1 - _MAX_SPACE :])
+        if begin not in tail:
+            return False
+        behind = tail[len(tail) - tail[::-1].index(begin) :]
+        return (
+            self.reasoning.end_token_id not in behind and not self.tokenizer.decode(behind).strip()
+        )
+
+
+def check_messages(messages: Sequence[inference_pb2.ChatMessage]) -> None:
+    """Raises InvalidRequest unless it is a number of messages that is taken."""
+    if not messages:
+        raise InvalidRequest("chat has no messages", "chat")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(
+            f"chat may have {MAX_MESSAGES} messages at most, not {len(messages)}", "chat"
+        )
+
+
+def _with_tools(chat: inference_pb2.Chat) -> bool:
+    return bool(chat.tools) and chat.tool_choice != inference_pb2.TOOL_CHOICE_NONE
+
+
+def _must_call(chat: inference_pb2.Chat) -> bool:
+    return bool(chat.tool_name) or chat.tool_choice == inference_pb2.TOOL_CHOICE_REQUIRED
+
+
+def _checked_tools(chat: inference_pb2.Chat) -> set[str]:
+    """The tools' names. Raises InvalidRequest."""
+    if len(chat.tools) > MAX_TOOLS:
+        raise InvalidRequest(
+            f"there may be {MAX_TOOLS} tools at most, not {len(chat.tools)}", "chat.tools"
+        )
+    size = sum(len(t.name) + len(t.description) + len(t.parameters) for t in chat.tools)
+    if size > MAX_TOOL_CHARS:
+        raise InvalidRequest(
+            f"tools may have {MAX_TOOL_CHARS} characters at most, not {size}", "chat.tools"
+        )
+    names: set[str] = set()
+    for i, tool in enumerate(chat.tools):
+        field = f"chat.tools[{i}]"
+        if not _NAME.fullmatch(tool.name):
+            letters = 'letters, digits, ".", "_" and "-", 128 at most'
+            raise InvalidRequest(
+                f"a name has {letters}, unlike {quoted(tool.name)}", f"{field}.name"
+            )
+        if tool.name in names:
+            raise InvalidRequest(f"there are two tools {quoted(tool.name)}", f"{field}.name")
+        names.add(tool.name)
+        if tool.parameters:
+            _object(tool.parameters, f"{field}.parameters")
+    return names
+
+
+def _tool(tool: inference_pb2.Tool) -> dict[str, Any]:
+    """As templates take it, in the order of OpenAI's documentation, which they write out."""
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters:
+        function["parameters"] = json.loads(tool.parameters)
+    return {"type": "function", "function": function}
+
+
+def _message(message: inference_pb2.ChatMessage, index: int) -> Message:
+    """As templates take it: arguments are objects."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    for i, call in enumerate(message.tool_calls):
+        if not call.name:
+            place = f"messages[{index}].tool_calls[{i}].name"
+            raise InvalidRequest(f"{place} is missing", f"chat.{place}")
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": _object(
+                        call.arguments or "{}",
+                        f"chat.messages[{index}].tool_calls[{i}].arguments",
+                    ),
+                },
+            }
+            for i, call in enumerate(message.tool_calls)
+        ]
+    if message.tool_call_id:
+        turn["tool_call_id"] = message.tool_call_id
+    if message.name:
+        turn["name"] = message.name
+    if message.reasoning:
+        turn["reasoning_content"] = message.reasoning
+    return turn
+
+
+def _object(text: str, field: str) -> dict[str, Any]:
+    name = field.removeprefix("chat.")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{name} is not JSON: {error}", field) from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must be a JSON object", field)
+    return value

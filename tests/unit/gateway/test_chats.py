@@ -1,0 +1,132 @@
+"""Tools and reasoning over HTTP, in OpenAI's shapes; the workers' model says what a test writes."""
+
+import pytest
+
+from baton.v1 import common_pb2
+from tests.unit.router import scripted_workers
+from tests.unit.router.scripted_workers import UNFINISHED
+from tests.unit.router.small_tokenizers import byte_tokenizer
+
+CALLS = (
+    "<think>\nHm.\n</think>\n\nSee:\n"
+    '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+)
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "g", "description": "d", "strict": True}},
+]
+TEMPLATE = "{% for m in messages %}{{ m }}{% endfor %}{# tools #}<tool_call></think>"
+
+
+PATH = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def says(gateway_of, tmp_path, monkeypatch):
+    """Starts a gateway whose model says a text."""
+
+    async def start(text):
+        tokenizer = byte_tokenizer(
+            tmp_path, added=["<think>", "</think>"], template=TEMPLATE, max_position_embeddings=9999
+        )
+        tokens = [*tokenizer.encode(text), 0]
+
+        def token(sequence, ahead=0):
+            index = len(sequence.token_ids) - sequence.prompt_tokens + ahead
+            ends = index + 1 == len(tokens)
+            return tokens[index], common_pb2.FINISH_REASON_STOP if ends else UNFINISHED
+
+        monkeypatch.setattr(scripted_workers, "token", token)
+        return await gateway_of(tokenizer=tokenizer, cluster={"max_context": 1000})
+
+    return start
+
+
+async def test_reasoning_content_and_tool_calls_whole_and_streamed(says):
+    gateway = await says(CALLS)
+    answer = (await gateway.chat(tools=TOOLS, ignore_eos=False)).json()
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    ids = [call.pop("id") for call in message["tool_calls"]]
+    assert len(set(ids)) == 2 and all(ids)
+    assert message == {
+        "role": "assistant", "content": "See:", "refusal": None,
+        "reasoning": "Hm.", "reasoning_content": "Hm.",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
+            {"type": "function", "function": {"name": "g", "arguments": "{}"}},
+        ],
+    }  # fmt: skip
+    assert choice["finish_reason"] == "tool_calls"
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 7}
+    chunks = await gateway.events(PATH, tools=TOOLS, ignore_eos=False, max_tokens=None)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == "See:"
+    for name in ("reasoning", "reasoning_content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == "Hm."
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert all(len(delta.get("tool_calls", [1])) == 1 for delta in deltas)
+    first = [call for call in calls if "id" in call]
+    assert [(call["index"], call["type"], call["function"]) for call in first] == [
+        (0, "function", {"name": "f", "arguments": ""}),
+        (1, "function", {"name": "g", "arguments": ""}),
+    ]
+    pieces = [call["function"]["arguments"] for call in calls if call["index"] == 0]
+    assert "".join(pieces) == '{"a": 1}' and len(pieces) > 5
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * (len(chunks) - 1) + [
+        "tool_calls"
+    ]
+    one = await gateway.chat(tools=TOOLS, ignore_eos=False, parallel_tool_calls=False)
+    assert len(one.json()["choices"][0]["message"]["tool_calls"]) == 1
+
+
+async def test_without_tools_their_format_is_content(says):
+    gateway = await says(CALLS.partition("</think>\n\n")[2])
+    for chat in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        (choice,) = (await gateway.chat(**chat, ignore_eos=False)).json()["choices"]
+        assert choice["message"]["content"].endswith("</tool_call>")
+        assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
+
+
+async def test_fields_of_chats_reach_the_template_and_the_workers(says):
+    gateway = await says("{}")
+    history = [
+        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "12"}]},
+    ]  # fmt: skip
+    fields = {"messages": history, "tools": TOOLS, "chat_template_kwargs": {"x": 1}}
+    prompt = (await gateway.post("/tokenize", fields, return_token_strs=True)).json()
+    shown = "".join(prompt["token_strs"])
+    assert "'reasoning_content': 'Hm.'" in shown and "'arguments': {}" in shown
+    assert "'content': '12', 'tool_call_id': 'call_1'" in shown
+    named = {"type": "function", "function": {"name": "g"}}
+    asked = await gateway.chat(**fields, tool_choice=named, max_thinking_tokens=3, ignore_eos=False)
+    assert asked.status_code == 200, asked.text
+    spec = gateway.cluster.prefills[0].requests[-1].sequence
+    assert spec.sampling.reasoning.max_tokens == 3 and not spec.sampling.reasoning.begun
+    assert "call_0" in spec.sampling.structured_output.grammar
+    assert len(spec.token_ids) == prompt["count"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
+        ({"tools": TOOLS * 65}, "tools"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"max_thinking_tokens": -1}, "max_thinking_tokens"),
+        ({"messages": [{"role": "assistant", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}]}]},
+         "messages[0].tool_calls[0].function.arguments"),
+    ],
+)  # fmt: skip
+async def test_a_bad_field_of_a_chat_is_refused_by_its_name_here(says, fields, param):
+    gateway = await says("x")
+    response = await gateway.chat(**fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)

@@ -1,0 +1,172 @@
+"""Chats with tools and reasoning: what templates get, what outputs are held to, what is refused."""
+
+import json
+
+import pytest
+
+from baton.config import DEMO_MODEL
+from baton.errors import ConfigError, InvalidRequest
+from baton.sampling import Reasoning
+from baton.structured_output import GrammarCompiler
+from baton.v1 import common_pb2, inference_pb2
+from router.admission.admission import Admission, Choices
+from router.admission.chat import ChatFormats
+
+from .small_tokenizers import byte_tokenizer
+
+SHOWN = (
+    "{{ [messages, tools, enable_thinking | default(none), add_generation_prompt] | tojson }}"
+    "<tool_call></think>"
+)
+OPENED = "{{ messages[0].content }}<think>\n{# </think> <tool_call> tools #}"
+THINK = ["<think>", "</think>"]
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = [{"name": "f", "description": "d", "parameters": json.dumps(CITY)}, {"name": "g"}]
+REQUIRED = inference_pb2.TOOL_CHOICE_REQUIRED
+
+
+@pytest.fixture
+def admission_of(tmp_path):
+    def make(template=SHOWN, added=THINK, **settings):
+        tokenizer = byte_tokenizer(
+            tmp_path, added=added, template=template, max_position_embeddings=1 << 20
+        )
+        grammars = GrammarCompiler(DEMO_MODEL, 4096, {1})
+        return Admission("tiny", tokenizer, 60.0, grammars=grammars, **settings)
+
+    return make
+
+
+async def admit(admission, *messages, sampling=None, **chat):
+    turns = messages or ({"role": "user", "content": "Hi"},)
+    request = inference_pb2.GenerateRequest(
+        chat=inference_pb2.Chat(messages=turns, **chat), sampling=sampling
+    )
+    return await admission.admit(
+        request, None, 0, "r", admission.tenants.of(()), Choices(cut_output=True)
+    )
+
+
+async def shown(admission, *messages, **chat):
+    """What the template got."""
+    prompt = admission.tokenizer.decode((await admit(admission, *messages, **chat)).prompt)
+    return json.loads(prompt.partition("<tool_call>")[0].removesuffix("</think>"))
+
+
+async def test_a_template_gets_a_conversation_as_transformers_gives_it(admission_of):
+    call = {"id": "call_1", "name": "f", "arguments": '{"city": "Paris"}'}
+    messages, tools, thinking, opens = await shown(
+        admission_of(),
+        {"role": "developer", "content": "Be brief.", "name": "Ada"},
+        {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "call_1"},
+        tools=TOOLS,
+        template_kwargs='{"enable_thinking": false}',
+    )
+    function = {"name": "f", "arguments": {"city": "Paris"}}
+    assert messages == [
+        {"role": "system", "content": "Be brief.", "name": "Ada"},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.",
+         "tool_calls": [{"id": "call_1", "type": "function", "function": function}]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "call_1"},
+    ]  # fmt: skip
+    described = {"name": "f", "description": "d", "parameters": CITY}
+    assert [tool["function"] for tool in tools] == [described, {"name": "g"}]
+    assert (thinking, opens) == (False, True)
+    none = inference_pb2.TOOL_CHOICE_NONE
+    assert (await shown(admission_of(), tools=TOOLS, tool_choice=none))[1] is None
+    own = admission_of("{% if messages[0].role == 'developer' %}yes{% endif %}")
+    prompt = (await admit(own, {"role": "developer", "content": "x"})).prompt
+    assert own.tokenizer.decode(prompt) == "yes"
+
+
+async def test_the_last_message_can_be_continued(admission_of):
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}a:"
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi yo"}]
+    admission = admission_of(template)
+    prompt = (await admit(admission, *turns, continue_final_message=True)).prompt
+    assert admission.tokenizer.decode(prompt) == "user:Hi;assistant:Hi yo"
+
+
+async def test_tools_that_must_be_called_are_a_grammar_and_other_chats_have_none(admission_of):
+    admission = admission_of()
+    begin, end = map(admission.tokenizer.added_token, THINK)
+    plain = await admit(admission)
+    assert plain.params.structured_output is None and plain.params.reasoning is None
+    assert plain.output_format.reasoning == Reasoning(begin, end)
+    assert plain.output_format.tools is None
+    may = await admit(admission, tools=TOOLS)
+    assert may.params.structured_output is None and may.output_format.tools.name == "hermes"
+    must = await admit(admission, tools=TOOLS, tool_choice=REQUIRED)
+    assert {"call_0", "call_1"} <= set(must.params.structured_output.grammar.split())
+    assert must.params.reasoning == Reasoning(begin, end)
+    one = (await admit(admission, tools=TOOLS, tool_name="g")).params.structured_output.grammar
+    assert '"g' in one.replace("\\", "") and "city" not in one
+    answer = common_pb2.SamplingParams(structured_output={"json_schema": '{"type": "object"}'})
+    either = await admit(admission, tools=TOOLS, sampling=answer)
+    assert "calls | answer" in either.params.structured_output.grammar
+    none = admission_of("{{ messages }}")
+    assert (await admit(none)).output_format is None
+
+
+async def test_reasoning_that_the_prompt_opens_and_its_limit(admission_of):
+    admission = admission_of(OPENED)
+    reasoning = (await admit(admission, max_thinking_tokens=5)).params.reasoning
+    assert (reasoning.begun, reasoning.max_tokens) == (True, 5)
+    admission = admission_of(OPENED + "\n</think>\n\n")
+    assert not (await admit(admission, max_thinking_tokens=0)).params.reasoning.begun
+    admission = admission_of("{{ messages[0].content }}", reasoning_parser="deepseek_r1")
+    said = {"role": "user", "content": "<think>"}
+    assert (await admit(admission, said)).output_format.reasoning.begun
+    admission = admission_of("{{ messages[0].content }}", reasoning_parser="none")
+    assert (await admit(admission)).output_format is None
+    with pytest.raises(ConfigError, match="--reasoning-parser qwen3 needs a model whose tokeniz"):
+        admission_of(added=[], reasoning_parser="qwen3")
+
+
+BAD_SCHEMA = json.dumps({"properties": {"a": {"type": "intger"}}})
+CALLED = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}
+UNNAMED = {"role": "assistant", "tool_calls": [{"arguments": "{}"}]}
+REGEX = common_pb2.SamplingParams(structured_output={"regex": "a"})
+NOT_JSON = common_pb2.SamplingParams(structured_output={"json_schema": "{"})
+
+
+@pytest.mark.parametrize(
+    ("messages", "chat", "field"),
+    [
+        ((), {"tools": [{"name": "a b"}]}, "chat.tools[0].name"),
+        ((), {"tools": [{"name": "f"}, {"name": "f"}]}, "chat.tools[1].name"),
+        ((), {"tools": [{"name": "f", "parameters": "[]"}]}, "chat.tools[0].parameters"),
+        ((), {"tools": [{"name": f"f{i}"} for i in range(129)]}, "chat.tools"),
+        ((), {"tools": [{"name": "f", "description": "x" * (1 << 18)}]}, "chat.tools"),
+        ((), {"tools": [{"name": "f", "parameters": BAD_SCHEMA}], "tool_choice": REQUIRED},
+         "chat.tools[0].parameters"),
+        ((), {"tools": [{"name": "f", "parameters": f'{{"title": "{"x" * (1 << 16)}"}}'}],
+              "tool_name": "f"}, "chat.tools"),
+        ((), {"tool_choice": REQUIRED}, "chat.tool_choice"),
+        ((), {"tools": TOOLS, "tool_name": "h"}, "chat.tool_name"),
+        ((), {"tools": TOOLS, "sampling": REGEX}, "sampling.structured_output"),
+        ((), {"tools": TOOLS, "sampling": NOT_JSON}, "sampling.structured_output"),
+        ((), {"template_kwargs": "[]"}, "chat.template_kwargs"),
+        ((), {"template_kwargs": '{"messages": 1}'}, "chat.template_kwargs"),
+        ((), {"template_kwargs": f'{{"a": "{"x" * (1 << 14)}"}}'}, "chat.template_kwargs"),
+        ((CALLED,), {}, "chat.messages[0].tool_calls[0].arguments"),
+        ((UNNAMED,), {}, "chat.messages[0].tool_calls[0].name"),
+    ],
+)  # fmt: skip
+async def test_a_bad_chat_is_refused_with_its_field(admission_of, messages, chat, field):
+    with pytest.raises(InvalidRequest) as refused:
+        await admit(admission_of(), *messages, **chat)
+    assert refused.value.field == field
+
+
+async def test_a_model_without_tools_or_reasoning_says_so(admission_of):
+    for template, chat, reason in (
+        ("{{ messages }}", {"tools": TOOLS}, "chat template knows no tools"),
+        ("{{ tools }}", {"tools": TOOLS}, "--tool-parser"),
+        ("{{ messages }}", {"max_thinking_tokens": 1}, "no reasoning of this model is known"),
+    ):
+        with pytest.raises(InvalidRequest, match=reason):
+            await admit(admission_of(template), **chat)
+    formats = ChatFormats.of(admission_of("{{ tools }}", tool_parser="llama3").tokenizer, "llama3")
+    assert formats.tools.name == "llama3"
