@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import logging
+import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,7 +24,7 @@ from baton.gateway.headers import caller_of, id_headers
 from baton.gateway.openapi import document
 from baton.gateway.output import ChatOutput, CompletionOutput, shown
 from baton.gateway.request import parse_chat, parse_completion, parse_tokenize
-from baton.http_errors import HttpError
+from baton.http_errors import Header, HttpError
 from baton.http_server import HttpExchange
 from baton.v1 import inference_pb2
 from router.frontend import Caller, GenerationService
@@ -32,6 +36,7 @@ MAX_CONNECTIONS = 4096
 MAX_REQUESTS = 2048  # that generate, waiting or running
 _RETRY_AFTER_S = 1.0
 _MODEL = "/v1/models/"  # and a name
+_PAGE = Path(__file__).with_name("chat.html").read_bytes()  # to try a model in a browser
 
 
 def frontend(host: str, port: int, *, shared: bool = False) -> Frontend:
@@ -54,6 +59,27 @@ async def serving(service: GenerationService, listener: socket.socket) -> AsyncI
         yield
 
 
+def _page_headers() -> list[Header]:
+    """Lets the page run its own script and style, and call this server; nothing else."""
+
+    def sources(tag: bytes) -> str:
+        parts = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), _PAGE, re.DOTALL)
+        digests = (base64.b64encode(hashlib.sha256(part).digest()) for part in parts)
+        return " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
+
+    policy = (
+        f"default-src 'none'; script-src {sources(b'script')}; style-src {sources(b'style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    return [
+        (b"content-security-policy", policy.encode()),
+        (b"x-content-type-options", b"nosniff"),
+        (b"referrer-policy", b"no-referrer"),
+        (b"cache-control", b"no-cache"),
+    ]
+
+
 class App:
     """The API over one service."""
 
@@ -67,6 +93,7 @@ class App:
             "/v1/chat/completions": Endpoint(service, parse_chat, partial(generate, ChatOutput)),
             "/tokenize": Endpoint(service, parse_tokenize, _tokenize),
         }
+        self._page_headers = _page_headers()
         openapi = document()
         self._gets: dict[str, Callable[[HttpExchange], Any]] = {
             "/v1/models": lambda exchange: api.Models(self._models(exchange)),
@@ -79,7 +106,7 @@ class App:
     async def __call__(self, exchange: HttpExchange) -> None:
         exchange.answer_headers = id_headers(exchange)
         method, path = exchange.method, exchange.path
-        if path not in (*self._posts, *self._gets, "/metrics") and not path.startswith(_MODEL):
+        if path not in (*self._posts, *self._gets, "/", "/metrics") and not path.startswith(_MODEL):
             raise HttpError(404, f"{method} {path}: there is no such path")
         allowed = "POST" if path in self._posts else "GET, HEAD"
         if method == "OPTIONS":  # CORS is not offered
@@ -89,6 +116,8 @@ class App:
             raise HttpError(405, f"{method} {path}: this path takes {allowed}", allow)
         elif path in self._posts:
             await self._post(path, exchange)
+        elif path == "/":
+            exchange.answer(200, _PAGE, self._page_headers, (b"content-type", b"text/html"))
         elif path == "/metrics":
             self._service.check_operator(caller_of(exchange))
             accept = exchange.headers.get(b"accept", b"").decode("latin-1")
