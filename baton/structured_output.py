@@ -9,6 +9,7 @@ never sent: whoever has the tokens has it.
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 import time
@@ -47,7 +48,11 @@ MAX_WAITING = 64  # to be compiled
 # of a thread's stack the process would end. Only what is used takes memory.
 _STACK_BYTES = 256 << 20
 # Between JSON's tokens, as in llama.cpp: a model that writes nothing but spaces never ends.
-_JSON_OPTIONS: Any = {"whitespace_pattern": r" |\n[ \t]{0,20}"}
+# No \u: written with it, the name of a property would pass for that of an additional one.
+_JSON_OPTIONS: Any = {
+    "whitespace_pattern": r" |\n[ \t]{0,20}",
+    "json_allowed_escapes": 'nrbtf\\"',
+}
 _PLACE_S = 0.25  # of looking for what is wrong in a schema
 _MAX_REASON_CHARS = 300
 _REGEX_ERROR = re.compile(r"regex parse error:\n    .*\n    ( *)\^+\nerror: (.*)")
@@ -240,7 +245,48 @@ def _schema(text: str) -> dict[str, Any]:
         raise InvalidRequest(f"json_schema cannot be read: {error}", FIELD) from error
     if not isinstance(schema, dict):
         raise InvalidRequest("json_schema must be a JSON object", FIELD)
+    if "x-guidance" in schema:
+        raise InvalidRequest(
+            "json_schema at /x-guidance: it is not taken here: leave it out", FIELD
+        )
+    _check_kept(schema)
     return schema
+
+
+def _check_kept(schema: dict[str, Any]) -> None:
+    """Refuses what llguidance 1.9 compiles and does not keep to."""
+    left: list[tuple[str, Any]] = [("", schema)]
+    while left:
+        place, part = left.pop()
+        if isinstance(part, list):
+            left += ((f"{place}/{at}", one) for at, one in enumerate(part))
+        elif isinstance(part, dict):
+            left += ((f"{place}/{_escaped(name)}", one) for name, one in part.items())
+            for keyword, why in _not_kept(part):
+                raise InvalidRequest(f"json_schema at {place}/{keyword}: {why}", FIELD)
+
+
+def _not_kept(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keywords of a schema, and why they are refused."""
+    # A name that `properties` has not may come twice, and is one property: so of those that are
+    # not required only one is sure to be there.
+    least, required = schema.get("minProperties"), schema.get("required")
+    most = 1 + len(required if isinstance(required, list) else ())
+    if isinstance(least, int) and least > most:
+        yield "minProperties", f"{most} at most, one more than `required` has"
+    # The bound itself would be allowed, were it written without a fraction.
+    lower, upper = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+    for keyword, others in ((lower[1], upper), (upper[1], lower)):
+        bound = _number(schema, keyword)
+        for other in (_number(schema, name) for name in others):
+            near = abs(other - bound) < 1 and abs(other) > abs(bound)
+            if near and bound % 1 == 0 and schema.get("type") != "integer":
+                yield keyword, "a whole number needs the other bound to be 1 from it, or more"
+
+
+def _number(schema: dict[str, Any], keyword: str) -> float:
+    value = schema.get(keyword)
+    return value if isinstance(value, (int, float)) else math.nan
 
 
 def _schema_grammar(schema: dict[str, Any]) -> str:
