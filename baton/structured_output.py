@@ -24,7 +24,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from baton.checkpoint_files import MAX_TOKENIZER_BYTES, read_bytes
-from baton.errors import BatonError, InvalidRequest, Overloaded
+from baton.errors import BatonError, InvalidRequest, Overloaded, quoted
 from baton.sampling import StructuredOutput
 
 T = TypeVar("T")
@@ -48,11 +48,18 @@ MAX_WAITING = 64  # to be compiled
 # of a thread's stack the process would end. Only what is used takes memory.
 _STACK_BYTES = 256 << 20
 # Between JSON's tokens, as in llama.cpp: a model that writes nothing but spaces never ends.
-# No \u: written with it, the name of a property would pass for that of an additional one.
+# No \u: written with it, the name of a property would pass for that of an additional one. So what
+# has to hold control characters cannot be written, and is refused.
 _JSON_OPTIONS: Any = {
     "whitespace_pattern": r" |\n[ \t]{0,20}",
     "json_allowed_escapes": 'nrbtf\\"',
 }
+_CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_CONTROLS_IN_PATTERN = re.compile(  # outside of a class that has others, too
+    r"\[(?:\^|[^]]*-)[^]]*\]|(\\(?:x[01{]|x7f|u\{|u00[01]|u007f|U|c|0)|[\x00-\x07\x0b\x0e-\x1f\x7f])",
+    re.IGNORECASE,
+)
+_NO_CONTROLS = "there can be no control characters but \\b, \\f, \\n, \\r and \\t"
 _PLACE_S = 0.25  # of looking for what is wrong in a schema
 _MAX_REASON_CHARS = 300
 _REGEX_ERROR = re.compile(r"regex parse error:\n    .*\n    ( *)\^+\nerror: (.*)")
@@ -258,6 +265,8 @@ def _check_kept(schema: dict[str, Any]) -> None:
     left: list[tuple[str, Any]] = [("", schema)]
     while left:
         place, part = left.pop()
+        if _CONTROLS.search(part if isinstance(part, str) else place):
+            raise InvalidRequest(f"json_schema at {quoted(place)}: {_NO_CONTROLS}", FIELD)
         if isinstance(part, list):
             left += ((f"{place}/{at}", one) for at, one in enumerate(part))
         elif isinstance(part, dict):
@@ -282,6 +291,13 @@ def _not_kept(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
             near = abs(other - bound) < 1 and abs(other) > abs(bound)
             if near and bound % 1 == 0 and schema.get("type") != "integer":
                 yield keyword, "a whole number needs the other bound to be 1 from it, or more"
+
+    patterns: Any = schema.get("patternProperties")
+    patterns = list(patterns) if isinstance(patterns, dict) else []
+    for pattern in (schema.get("pattern"), *patterns):
+        found = _CONTROLS_IN_PATTERN.finditer(pattern) if isinstance(pattern, str) else ()
+        if any(match[1] for match in found):
+            yield "pattern" if pattern not in patterns else "patternProperties", _NO_CONTROLS
 
 
 def _number(schema: dict[str, Any], keyword: str) -> float:

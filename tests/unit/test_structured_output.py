@@ -285,6 +285,7 @@ NAMED = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"typ
         ({"type": "object", "minProperties": 1}, '{"a":1}', "{}"),
         ({"minProperties": 2, "required": ["a"]}, '{"a":1,"b":2}', '{"a":1,"a":2}'),
         ({"exclusiveMinimum": 0, "maximum": 1}, "0.5", "0"),
+        ({"pattern": "^[^\\x00-\\x1f]$"}, '"a"', r'"\n"'),
     ],
 )  # fmt: skip
 def test_what_is_compiled_is_kept_to(grammars, value, right, wrong):
@@ -303,6 +304,10 @@ def test_what_is_compiled_is_kept_to(grammars, value, right, wrong):
         ({"anyOf": [{}, {"minProperties": 4, "required": ["a", "b"]}]}, "/anyOf/1/minProp"),
         ({"exclusiveMinimum": 0, "maximum": 0.5}, "/exclusiveMinimum: a whole number"),
         ({"x": {"exclusiveMaximum": -10, "minimum": -10.5}}, "/x/exclusiveMaximum: a whole"),
+        ({"enum": ["a\x00b"]}, "'/enum/0': there can be no control"),
+        ({"properties": {"\x01": {}}}, "'/properties/\\x01': there can be no control"),
+        ({"pattern": "^a\\x01b$"}, "/pattern: there can be no control"),
+        ({"patternProperties": {"[\\u0001]": {}}}, "/patternProperties: there can be no control"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "/x-guidance: it is not taken"),
     ],
 )  # fmt: skip
