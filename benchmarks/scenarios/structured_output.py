@@ -114,10 +114,10 @@ def main(args: argparse.Namespace) -> int:
             if taken != test["valid"]:
                 console.print(f"{kind}: {text} by {json.dumps(schema)}", markup=False)
     for schema in itertools.islice(itertools.cycle(accepted), args.samples):
-        text = vocabulary.sample(vocabulary.matcher(schema), rng)
-        counts[f"random outputs {(verdict := _verdict(schema, text))}"] += 1
+        output = vocabulary.sample(vocabulary.matcher(schema), rng)
+        counts[f"random outputs {(verdict := _verdict(schema, output))}"] += 1
         if verdict == "invalid":
-            console.print(f"random output: {text} by {json.dumps(schema)}", markup=False)
+            console.print(f"random output: {output} by {json.dumps(schema)}", markup=False)
     console.print(f"schemas: {len(accepted)} of {len(groups)} accepted")
     for count in (refused, counts):
         console.print("\n".join(f"{number:6} {what}" for what, number in count.most_common()))
