@@ -9,6 +9,7 @@ never sent: whoever has the tokens has it.
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 import time
@@ -24,7 +25,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from baton.checkpoint_files import MAX_TOKENIZER_BYTES, read_bytes
-from baton.errors import BatonError, InvalidRequest, Overloaded
+from baton.errors import BatonError, InvalidRequest, Overloaded, quoted
 from baton.sampling import Reasoning, ReasoningTracker, StructuredOutput
 
 T = TypeVar("T")
@@ -48,7 +49,18 @@ MAX_WAITING = 64  # to be compiled
 # of a thread's stack the process would end. Only what is used takes memory.
 _STACK_BYTES = 256 << 20
 # Between JSON's tokens, as in llama.cpp: a model that writes nothing but spaces never ends.
-JSON_OPTIONS: Any = {"whitespace_pattern": r" |\n[ \t]{0,20}"}
+# No \u: written with it, the name of a property would pass for that of an additional one. So what
+# has to hold control characters cannot be written, and is refused.
+JSON_OPTIONS: Any = {
+    "whitespace_pattern": r" |\n[ \t]{0,20}",
+    "json_allowed_escapes": 'nrbtf\\"',
+}
+_CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_CONTROLS_IN_PATTERN = re.compile(  # outside of a class that has others, too
+    r"\[(?:\^|[^]]*-)[^]]*\]|(\\(?:x[01{]|x7f|u\{|u00[01]|u007f|U|c|0)|[\x00-\x07\x0b\x0e-\x1f\x7f])",
+    re.IGNORECASE,
+)
+_NO_CONTROLS = "there can be no control characters but \\b, \\f, \\n, \\r and \\t"
 _PLACE_S = 0.25  # of looking for what is wrong in a schema
 _MAX_REASON_CHARS = 300
 _REGEX_ERROR = re.compile(r"regex parse error:\n    .*\n    ( *)\^+\nerror: (.*)")
@@ -305,7 +317,58 @@ def _schema(text: str) -> dict[str, Any]:
         raise InvalidRequest(f"json_schema cannot be read: {error}", FIELD) from error
     if not isinstance(schema, dict):
         raise InvalidRequest("json_schema must be a JSON object", FIELD)
+    check_schema(schema)
     return schema
+
+
+def check_schema(schema: dict[str, Any], name: str = "json_schema", field: str = FIELD) -> None:
+    """Refuses what llguidance 1.9 compiles and does not keep to. `name` is for the message.
+
+    Raises InvalidRequest for the field.
+    """
+    if "x-guidance" in schema:
+        raise InvalidRequest(f"{name} at /x-guidance: it is not taken here: leave it out", field)
+    left: list[tuple[str, Any]] = [("", schema)]
+    while left:
+        place, part = left.pop()
+        if _CONTROLS.search(part if isinstance(part, str) else place):
+            raise InvalidRequest(f"{name} at {quoted(place)}: {_NO_CONTROLS}", field)
+        if isinstance(part, list):
+            left += ((f"{place}/{at}", one) for at, one in enumerate(part))
+        elif isinstance(part, dict):
+            left += ((f"{place}/{_escaped(key)}", one) for key, one in part.items())
+            for keyword, why in _not_kept(part):
+                raise InvalidRequest(f"{name} at {place}/{keyword}: {why}", field)
+
+
+def _not_kept(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keywords of a schema, and why they are refused."""
+    # A name that `properties` has not may come twice, and is one property: so of those that are
+    # not required only one is sure to be there.
+    least, required = schema.get("minProperties"), schema.get("required")
+    most = 1 + len(required if isinstance(required, list) else ())
+    if isinstance(least, int) and least > most:
+        yield "minProperties", f"{most} at most, one more than `required` has"
+    # The bound itself would be allowed, were it written without a fraction.
+    lower, upper = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+    for keyword, others in ((lower[1], upper), (upper[1], lower)):
+        bound = _number(schema, keyword)
+        for other in (_number(schema, name) for name in others):
+            near = abs(other - bound) < 1 and abs(other) > abs(bound)
+            if near and bound % 1 == 0 and schema.get("type") != "integer":
+                yield keyword, "a whole number needs the other bound to be 1 from it, or more"
+
+    patterns: Any = schema.get("patternProperties")
+    patterns = list(patterns) if isinstance(patterns, dict) else []
+    for pattern in (schema.get("pattern"), *patterns):
+        found = _CONTROLS_IN_PATTERN.finditer(pattern) if isinstance(pattern, str) else ()
+        if any(match[1] for match in found):
+            yield "pattern" if pattern not in patterns else "patternProperties", _NO_CONTROLS
+
+
+def _number(schema: dict[str, Any], keyword: str) -> float:
+    value = schema.get(keyword)
+    return value if isinstance(value, (int, float)) else math.nan
 
 
 def _schema_grammar(schema: dict[str, Any]) -> str:

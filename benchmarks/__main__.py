@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": ("serve", "servers under load: interference and a mixed load"),
     "gpu": ("gpu.run", "kernels, engine and cluster on this machine's GPU"),
     "quality": ("scenarios.quality", "how well a model predicts text at low precision"),
+    "structured_output": ("scenarios.structured_output", "how much of JSON Schema is kept to"),
     "local_prefill": ("scenarios.local_prefill", "up to which length decode should prefill itself"),
     "placement": ("scenarios.placement", "Baton's choice of workers against baselines, on a trace"),
     "overload": ("scenarios.overload", "several times the load that a cluster can carry"),

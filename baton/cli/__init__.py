@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from baton.cli import bench, certs, doctor, generate, services, status, top, trace
+from baton.cli import bench, certs, chat, doctor, generate, services, status, top, trace
 from baton.cli.options import HelpFormatter, use_tls
 from baton.cli.services import fix_for
 from baton.errors import BatonError
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"baton {_version()}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (services, generate, status, doctor, top, trace, bench, certs):
+    for module in (services, generate, chat, status, doctor, top, trace, bench, certs):
         module.add_commands(commands)
     return root
 

@@ -28,23 +28,26 @@ _EXAMPLES = """\
   baton generate --token-ids 1,52,311 --json
   baton generate 'class Stack:' --local            without a cluster: the same tokens"""
 
+_MAX_TOKENS = ("--max-tokens", int, "TOKENS")
+_LOGPROBS = ("--logprobs", int, "N", "report log-probabilities with N alternatives (with --json)")
 _SAMPLING_OPTIONS = (
-    ("--max-tokens", int, "TOKENS", "in the completion (default: 64)"),
     ("--temperature", float, "T", "0 takes the most likely token (default: 0)"),
     ("--top-k", int, "K", "sample from the K most likely tokens (default: all)"),
     ("--top-p", float, "P", "sample from the fewest tokens that reach P (default: 1)"),
     ("--min-p", float, "P", "drop tokens below P times the most likely (default: 0)"),
     ("--seed", int, "N", "makes sampling repeatable (default: a random one)"),
     ("--min-tokens", int, "TOKENS", "before an end of sequence counts (default: 0)"),
-    ("--logprobs", int, "N", "report log-probabilities with N alternatives (with --json)"),
 )
 _CLUSTER_OPTIONS = (
     ("--timeout", options.seconds, "SECONDS", "for the whole request (default: none)"),
     ("--ttft-target", options.ttft_target, "SECONDS",
      "until the first token, else it is refused at once (default: the router's)"),
 )  # fmt: skip
-# By these names in both the SDK's options and SamplingParams.
-_SAMPLING = (*(flag[2:].replace("-", "_") for flag, *_ in _SAMPLING_OPTIONS), "ignore_eos")
+# What reads the values of those that take one, by their names in the SDK and in SamplingParams.
+SAMPLING = {
+    flag[2:].replace("-", "_"): parse for flag, parse, *_ in (_MAX_TOKENS, *_SAMPLING_OPTIONS)
+}
+_SAMPLING = (*SAMPLING, "logprobs", "ignore_eos")
 _OF_A_CLUSTER = ("timeout", "priority", "ttft_target")  # by these names in the SDK's options
 _MODEL_TEXT = (
     "the model's name in requests (default: whichever the router serves); with --local its "
@@ -56,29 +59,45 @@ def add_commands(commands: options.Commands) -> None:
     """Adds `generate`."""
     parser = options.add_command(commands, "generate", "complete a prompt", _TEXT, _EXAMPLES)
     add_prompt_options(parser)
-    sampling = parser.add_argument_group("sampling")
-    _add_options(sampling, _SAMPLING_OPTIONS)
-    sampling.add_argument(
-        "--stop", action="append", metavar="TEXT", help="ends it; may be repeated"
-    )
-    sampling.add_argument(
-        "--structured-outputs", type=_json, metavar="JSON",
-        help='what the output has to match: {"json": SCHEMA}, {"regex": "…"}, {"choice": ["…"]} or '
-        '{"grammar": "…"} (default: anything)',
-    )  # fmt: skip
-    text = "go on after the end of sequence"
-    sampling.add_argument("--ignore-eos", action="store_true", default=None, help=text)
-    where = parser.add_argument_group("where")
-    options.add_target_option(where)
-    _add_options(where, _CLUSTER_OPTIONS)
-    options.add_key_option(where)
-    text = "next to other requests that wait (default: the tenant's)"
-    where.add_argument("--priority", choices=("low", "normal", "high"), help=text)
+    _add_options(add_sampling_options(parser, "in the completion (default: 64)"), (_LOGPROBS,))
+    where = add_where_options(parser)
     where.add_argument("--local", action="store_true", help="run the engine in this process")
     where.add_argument("--json", action="store_true", help="print one JSON object at the end")
     options.add_declared(parser, EngineConfig, "with --local", {"model": _MODEL_TEXT})
     options.add_config_option(parser)
     parser.set_defaults(run=_run)
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: str) -> options.Options:
+    """How tokens are sampled, and where an output ends; see `asked_of`."""
+    group = parser.add_argument_group("sampling")
+    _add_options(group, ((*_MAX_TOKENS, max_tokens), *_SAMPLING_OPTIONS))
+    group.add_argument("--stop", action="append", metavar="TEXT", help="ends it; may be repeated")
+    group.add_argument(
+        "--structured-outputs", type=_json, metavar="JSON",
+        help='what the output has to match: {"json": SCHEMA}, {"regex": "…"}, {"choice": ["…"]} or '
+        '{"grammar": "…"} (default: anything)',
+    )  # fmt: skip
+    text = "go on after the end of sequence"
+    group.add_argument("--ignore-eos", action="store_true", default=None, help=text)
+    return group
+
+
+def add_where_options(parser: argparse.ArgumentParser) -> options.Options:
+    """Which router is asked, with what key, and how long for; see `asked_of`."""
+    group = parser.add_argument_group("where")
+    options.add_target_option(group)
+    _add_options(group, _CLUSTER_OPTIONS)
+    options.add_key_option(group)
+    text = "next to other requests that wait (default: the tenant's)"
+    group.add_argument("--priority", choices=("low", "normal", "high"), help=text)
+    return group
+
+
+def asked_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What both of these asked for, as the SDK's options."""
+    names = ("stop", *_OF_A_CLUSTER, "structured_outputs")
+    return {**_sampling(args), **{name: getattr(args, name) for name in names}}
 
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
@@ -159,15 +178,14 @@ def _check_usage(args: argparse.Namespace) -> None:
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    asked = {name: getattr(args, name) for name in _SAMPLING}
+    asked = {name: getattr(args, name, None) for name in _SAMPLING}
     return {name: value for name, value in asked.items() if value is not None}
 
 
 def _run_remote(args: argparse.Namespace, prompt: Any, show: Callable[[str], None]) -> Completion:
     from baton import Client
 
-    asked = {"model": getattr(args, "model", None), "stop": args.stop, **_sampling(args)}
-    asked |= {name: getattr(args, name) for name in (*_OF_A_CLUSTER, "structured_outputs")}
+    asked: dict[str, Any] = {"model": getattr(args, "model", None), **asked_of(args)}
     with (
         options.calling(args.target, args.timeout),
         Client(args.target, api_key=options.api_key(args)) as client,

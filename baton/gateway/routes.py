@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import logging
+import re
 import socket
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,7 +32,7 @@ from baton.gateway.headers import (
 from baton.gateway.openapi import document
 from baton.gateway.output import ChatOutput, CompletionOutput, shown
 from baton.gateway.request import parse_chat, parse_completion, parse_tokenize
-from baton.http_errors import HttpError
+from baton.http_errors import Header, HttpError
 from baton.http_server import HttpExchange
 from baton.v1 import inference_pb2
 from router.frontend import Caller, GenerationService
@@ -40,6 +44,7 @@ MAX_CONNECTIONS = 4096
 MAX_REQUESTS = 2048  # that generate, waiting or running
 _RETRY_AFTER_S = 1.0
 _MODEL = "/v1/models/"  # and a name
+_PAGE = Path(__file__).with_name("chat.html").read_bytes()  # to try a model in a browser
 
 
 def frontend(config: RouterConfig, *, shared: bool = False) -> Frontend:
@@ -71,6 +76,27 @@ async def serving(
         yield
 
 
+def _page_headers() -> list[Header]:
+    """Lets the page run its own script and style, and call this server; nothing else."""
+
+    def sources(tag: bytes) -> str:
+        parts = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), _PAGE, re.DOTALL)
+        digests = (base64.b64encode(hashlib.sha256(part).digest()) for part in parts)
+        return " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
+
+    policy = (
+        f"default-src 'none'; script-src {sources(b'script')}; style-src {sources(b'style')}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    return [
+        (b"content-security-policy", policy.encode()),
+        (b"x-content-type-options", b"nosniff"),
+        (b"referrer-policy", b"no-referrer"),
+        (b"cache-control", b"no-cache"),
+    ]
+
+
 class App:
     """The API over one service."""
 
@@ -87,6 +113,7 @@ class App:
         }
         for_batches = {path: one for path, one in posts.items() if path.startswith("/v1/")}
         self.batches = BatchApi(service, config, for_batches)
+        self._page_headers = _page_headers()
         openapi = document()
         gets: dict[str, Callable[[HttpExchange], Any]] = {
             "/v1/models": lambda exchange: api.Models(self._models(exchange)),
@@ -99,6 +126,7 @@ class App:
         self._routes: dict[str, dict[str, Handler]] = {
             **{path: {"POST": endpoint} for path, endpoint in posts.items()},
             **{path: _reading(partial(_answer, found)) for path, found in gets.items()},
+            "/": _reading(self._page),
             "/metrics": _reading(self._metrics),
             **self.batches.routes,
         }
@@ -129,6 +157,9 @@ class App:
             await handler(exchange)
         finally:
             self._num_posts -= 1
+
+    async def _page(self, exchange: HttpExchange) -> None:
+        exchange.answer(200, _PAGE, self._page_headers, (b"content-type", b"text/html"))
 
     async def _metrics(self, exchange: HttpExchange) -> None:
         self._service.check_operator(caller_of(exchange))

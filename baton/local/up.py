@@ -86,11 +86,12 @@ def _ready_text(cluster: LocalCluster, keeps_traces: bool) -> str:
         *(f"  baton {command}{target}" for command in commands),
     ]
     if cluster.http_addresses:
-        url = f"{scheme}://{cluster.http_addresses[0]}/v1"
+        page = f"{scheme}://{cluster.http_addresses[0]}/"
+        url = f"{page}v1"
         body = '{"prompt": "class Stack:", "max_tokens": 32}'
         lines += [
             f"  {curl} {url}/completions -H 'content-type: application/json' -d '{body}'",
-            f"OpenAI's clients: base_url={url}, any api_key",
+            f"a chat in the browser: {page}; OpenAI's clients: base_url={url}, any api_key",
         ]
     if cluster.metrics:
         served = ", ".join(f"{name} {address}" for name, address in cluster.metrics.items())

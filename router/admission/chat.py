@@ -14,7 +14,7 @@ from typing import Any
 
 from baton.errors import ConfigError, InvalidRequest, quoted
 from baton.sampling import MAX_STRUCTURED_OUTPUT_CHARS, Reasoning, SamplingParams, StructuredOutput
-from baton.structured_output import JSON_OPTIONS
+from baton.structured_output import JSON_OPTIONS, check_schema
 from baton.text import Tokenizer
 from baton.text.chat_template import Message
 from baton.text.detokenizer import TokenPieces
@@ -133,16 +133,21 @@ class ChatFormats:
                 "with tools that may be called only a JSON schema can restrict the answer",
                 _RESTRICTION,
             )
+        parameters = dict[str, Any]()
+        for at, tool in enumerate(chat.tools):
+            if chat.tool_name in ("", tool.name):
+                schema = json.loads(tool.parameters) if tool.parameters else None
+                check_schema(schema or {}, "the schema", f"chat.tools[{at}].parameters")
+                parameters[tool.name] = schema
+        schema = _object(answer.json_schema, _RESTRICTION) if answer else None
+        if schema is not None:
+            check_schema(schema, field=_RESTRICTION)
         grammar = tools.grammar(
-            {
-                tool.name: json.loads(tool.parameters) if tool.parameters else None
-                for tool in chat.tools
-                if chat.tool_name in ("", tool.name)
-            },
+            parameters,
             self.markers or {},
             _SCHEMA_OPTIONS,
             single=bool(chat.tool_name) or chat.single_tool_call,
-            answer=_object(answer.json_schema, _RESTRICTION) if answer else None,
+            answer=schema,
         )
         if len(grammar) > (most := MAX_STRUCTURED_OUTPUT_CHARS):
             raise InvalidRequest(

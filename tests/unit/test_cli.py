@@ -22,7 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 import baton
 from baton import cli, options
 from baton.cli import services, status
-from baton.client import Completion, Delta, Route, Timing, Usage
+from baton.client import Completion, Delta, Model, Route, Timing, Usage
 from baton.config import ClusterConfig, EngineConfig, RouterConfig, WorkerConfig
 from baton.errors import ConfigError, InternalError, Overloaded
 from baton.local import commands, ports
@@ -363,6 +363,78 @@ def test_generate_fails_visibly(client, exit_status, out, err, capsys):
     assert (captured.out, captured.err) == (out, err)
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def chat(client, monkeypatch, lines, *argv, terminal=False, template=True):
+    """Runs `baton chat` on these lines: its exit status, and the messages it sent."""
+    opened = client.return_value.__enter__.return_value
+    opened.models.return_value = [Model("m", 2048, 4096, template)]
+    kind = Terminal if terminal else io.StringIO
+    monkeypatch.setattr(sys, "stdin", kind("".join(f"{line}\n" for line in lines)))
+    if terminal:
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    exit_status = cli.main(["chat", *argv])
+    calls = opened.stream.call_args_list
+    return (
+        exit_status,
+        [[(one["role"][0], one["content"]) for one in call.args[0]] for call in calls],
+        [call.kwargs for call in calls],
+    )
+
+
+def test_a_chat_goes_on_from_its_history_and_can_be_saved(client, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "chat.json"
+    lines = [
+        *("Hi", '"""', "/two", 'lines"""', "/retry", "/set temperature 0.5", f"/save {file}"),
+        *("/clear", "/system T", "x", f"/load {file}", "/set temperature", "/retry", "/quit", "y"),
+    ]
+    status, sent, asked = chat(client, monkeypatch, lines, "--system", "S", "--max-tokens", "9")
+    start = [("s", "S"), ("u", "Hi")]
+    both = [*start, ("a", " def"), ("u", "/two\nlines")]
+    assert (status, sent) == (0, [start, both, both, [("s", "T"), ("u", "x")], both])
+    assert [(one["max_tokens"], one.get("temperature")) for one in asked] == [
+        *[(9, None)] * 3, (9, 0.5), (9, None),
+    ]  # fmt: skip
+    assert json.loads(file.read_text())[-1] == {"role": "assistant", "content": " def"}
+    assert capsys.readouterr() == (" def\n" * 5, "")
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("/nope", "there is no /nope: /help lists"), ("/set top_k 1.5", "top_k must be a whole"),
+        ("/set x 1", "set one of max_tokens, temp"), ("/load /no/file", "/no/file cannot be read"),
+        ("/save /no/file", "cannot be written: No such"), ("/retry", "no message to answer"),
+        ('"""x', "the message has no end"),
+    ],
+)  # fmt: skip
+def test_a_mistake_ends_a_chat_without_a_terminal_only(client, line, error, monkeypatch, capsys):
+    for terminal in (False, True):
+        status, sent, _ = chat(client, monkeypatch, [line, "Hi"], terminal=terminal)
+        assert (status, len(sent)) == ((0, line[0] != '"') if terminal else (1, 0))
+        assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "client", [(["\x1b[2Jha", "lf"], KeyboardInterrupt(), None)], indirect=True
+)
+def test_an_interrupt_ends_the_answer_and_at_a_terminal_not_the_chat(client, monkeypatch, capsys):
+    assert chat(client, monkeypatch, ["Hi", "x"])[0] == 130
+    client.return_value.__enter__.return_value.stream.reset_mock()
+    status, (_, second), _ = chat(client, monkeypatch, ["Hi", "x"], terminal=True)
+    assert (status, second) == (0, [("u", "Hi"), ("a", "\x1b[2Jhalf"), ("u", "x")])
+    assert "[2Jhalf\n\x1b[2mstopped" in capsys.readouterr().out
+
+
+def test_a_model_without_a_chat_template_is_no_partner(client, monkeypatch, capsys):
+
+    assert chat(client, monkeypatch, ["Hi"], template=False)[:2] == (1, [])
+    assert "m has no chat template: serve a chat model" in capsys.readouterr().err
+
+
 def test_a_closed_pipe_is_no_traceback(client, tmp_path, monkeypatch, capsys):
     read_end, write_end = os.pipe()
     os.close(read_end)
@@ -373,7 +445,7 @@ def test_a_closed_pipe_is_no_traceback(client, tmp_path, monkeypatch, capsys):
     assert "went away" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["generate", "x"], ["status", "--timeout", "2"]])
+@pytest.mark.parametrize("command", [["generate", "x"], ["chat"], ["status", "--timeout", "2"]])
 def test_an_address_without_a_router_is_an_error_with_the_fix(command, capsys):
     target = f"127.0.0.1:{ports.free()}"
     assert cli.main([*command, "--target", target]) == 1

@@ -1,6 +1,7 @@
 """Restrictions of an output: what can be compiled, what cannot and where, what that may cost."""
 
 import json
+import re
 import shutil
 import string
 import subprocess
@@ -142,7 +143,6 @@ BAD = [
     ({"properties": {"a": {"$ref": "#/$defs/x"}}}, "at /properties/a: Pointer '/$defs/x'"),
     ({"properties": {"a": {"pattern": "x(a", "type": "string"}}}, "/a: at character 2 of the patt"),
     ({"$ref": "#"}, "nothing matches it"),
-    ({"x-guidance": {"whitespace_flexible": 3}}, "at its root: invalid type"),
 ]
 BAD_OTHERS = [
     (StructuredOutput(regex="ab(c"), "regex: at character 3 of the pattern: unclosed group"),
@@ -322,3 +322,44 @@ def test_another_thread_runs_while_a_large_one_is_compiled(grammars):
         time.sleep(0.001)
         turns += 1
     assert turns > 3
+
+
+NAMED = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+
+
+@pytest.mark.parametrize(
+    ("value", "right", "wrong"),
+    [
+        (NAMED, '{"a":1,"b":"x"}', r'{"\u0061":"x"}'),  # the name is a
+        ({"type": "object", "minProperties": 1}, '{"a":1}', "{}"),
+        ({"minProperties": 2, "required": ["a"]}, '{"a":1,"b":2}', '{"a":1,"a":2}'),
+        ({"exclusiveMinimum": 0, "maximum": 1}, "0.5", "0"),
+        ({"pattern": "^[^\\x00-\\x1f]$"}, '"a"', r'"\n"'),
+    ],
+)  # fmt: skip
+def test_what_is_compiled_is_kept_to(grammars, value, right, wrong):
+    matcher = grammars.compile(schema(value), (), 0).result(WAIT_S)
+    assert matcher.accepts(ids_of(right)) == len(ids_of(right))
+    assert EOS in allowed(matcher, ids_of(right))
+    assert matcher.accepts(ids_of(wrong)) < len(ids_of(wrong)) or EOS not in allowed(
+        matcher, ids_of(wrong)
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"items": {"minProperties": 2}}, "/items/minProperties: 1 at most"),
+        ({"anyOf": [{}, {"minProperties": 4, "required": ["a", "b"]}]}, "/anyOf/1/minProp"),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, "/exclusiveMinimum: a whole number"),
+        ({"x": {"exclusiveMaximum": -10, "minimum": -10.5}}, "/x/exclusiveMaximum: a whole"),
+        ({"enum": ["a\x00b"]}, "'/enum/0': there can be no control"),
+        ({"properties": {"\x01": {}}}, "'/properties/\\x01': there can be no control"),
+        ({"pattern": "^a\\x01b$"}, "/pattern: there can be no control"),
+        ({"patternProperties": {"[\\u0001]": {}}}, "/patternProperties: there can be no control"),
+        ({"x-guidance": {"lenient": True}, "not": {}}, "/x-guidance: it is not taken"),
+    ],
+)  # fmt: skip
+def test_what_would_not_be_kept_to_is_refused_with_its_place(grammars, value, place):
+    with pytest.raises(InvalidRequest, match=f"^json_schema at {re.escape(place)}"):
+        grammars.compile(schema(value), (), 0).result(WAIT_S)

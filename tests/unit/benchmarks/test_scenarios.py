@@ -1,5 +1,6 @@
 """The scenarios' own parts: a wrong figure or an unfair baseline would go unnoticed."""
 
+import json
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -94,3 +95,25 @@ def test_a_variant_that_fails_is_left_out_and_what_there_is_is_shown(capsys):
     assert comparison.results["closed"]["good"][0]["requests"]["ok"] == 4
     shown = capsys.readouterr().out
     assert "closed: median (min-max)" in shown and "streams beside: tokens/s" in shown
+
+
+def test_structured_output_tells_what_is_accepted_and_fails_where_that_is_wrong(tmp_path, capsys):
+    def run(*tests):
+        groups = [
+            {"schema": {"type": "integer", "minimum": 3}, "tests": tests},
+            {"schema": {"not": {}}, "tests": []},
+        ]
+        (tmp_path / "suite.json").write_text(json.dumps(groups))
+        argv = ["structured_output", "--suite", str(tmp_path), "--samples", "5"]
+        args = parser(argv[0]).parse_args(argv)
+        return args.main(args), capsys.readouterr().out
+
+    status, out = run({"data": 2, "valid": False}, {"data": 4, "valid": True})
+    assert status == 0
+    assert " ".join(out.split()) == (
+        "schemas: 1 of 2 accepted 1 not 5 random outputs valid "
+        "1 instances invalid, refused 1 instances valid, taken"
+    )
+    status, out = run({"data": 4, "valid": False}, {"data": 3.0, "valid": True})
+    assert status == 1
+    assert "invalid, taken: 4 by" in out and "valid, refused: 3.0 by" in out

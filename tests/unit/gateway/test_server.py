@@ -1,7 +1,9 @@
 """Routes beside completions, and how the server treats its connections."""
 
 import asyncio
+import base64
 import contextlib
+import hashlib
 import re
 import socket
 
@@ -501,3 +503,16 @@ async def test_a_model_without_text_works_with_token_ids(gateway_of, tmp_path):
     assert (await gateway.chat()).json()["error"]["param"] == "messages"
     names = output_of(CompletionOutput, tokenizer)(positions(7))["tokens"]
     assert names == ["token_id:7"]
+
+
+async def test_the_page_at_the_root_may_run_its_own_script_and_call_this_server_alone(gateway):
+    response = await gateway.client.get("/")
+    assert (response.status_code, response.headers["content-type"]) == (200, "text/html")
+    policy = response.headers["content-security-policy"]
+    for tag in ("script", "style"):
+        (part,) = re.findall(f"<{tag}>(.*?)</{tag}>", response.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}';" in policy
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert not re.findall(r"(?:src|href)=\"(?!data:)|@import|url\(|//\w+\.", response.text)
+    assert (await gateway.client.post("/")).status_code == 405

@@ -124,6 +124,7 @@ async def test_reasoning_that_the_prompt_opens_and_its_limit(admission_of):
         admission_of(added=[], reasoning_parser="qwen3")
 
 
+NOT_KEPT = json.dumps({"minProperties": 3})
 BAD_SCHEMA = json.dumps({"properties": {"a": {"type": "intger"}}})
 CALLED = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}
 UNNAMED = {"role": "assistant", "tool_calls": [{"arguments": "{}"}]}
@@ -140,6 +141,8 @@ NOT_JSON = common_pb2.SamplingParams(structured_output={"json_schema": "{"})
         ((), {"tools": [{"name": f"f{i}"} for i in range(129)]}, "chat.tools"),
         ((), {"tools": [{"name": "f", "description": "x" * (1 << 18)}]}, "chat.tools"),
         ((), {"tools": [{"name": "f", "parameters": BAD_SCHEMA}], "tool_choice": REQUIRED},
+         "chat.tools[0].parameters"),
+        ((), {"tools": [{"name": "f", "parameters": NOT_KEPT}], "tool_choice": REQUIRED},
          "chat.tools[0].parameters"),
         ((), {"tools": [{"name": "f", "parameters": f'{{"title": "{"x" * (1 << 16)}"}}'}],
               "tool_name": "f"}, "chat.tools"),

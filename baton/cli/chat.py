@@ -1,0 +1,266 @@
+"""`baton chat`: a conversation with a chat model, in the terminal or through a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from baton.cli import options
+from baton.cli.generate import SAMPLING, add_sampling_options, add_where_options, asked_of
+from baton.errors import BatonError, InvalidRequest
+
+if TYPE_CHECKING:
+    from baton import Client
+    from baton.client import Completion
+
+_TEXT = """\
+Each line is a message, and one that begins with \"\"\" goes on to the next \"\"\". ctrl-C stops an
+answer, ctrl-D leaves. Without a terminal the first error ends it, with exit status 1."""
+_EXAMPLES = """\
+  baton chat
+  baton chat --system 'Answer in one sentence.' --temperature 0.7
+  printf 'Name a colour.\\nAnother one.\\n' | baton chat"""
+_COMMANDS = """\
+/system TEXT      what the model is told before the conversation; nothing without TEXT
+/set NAME VALUE   a sampling option, as temperature 0.2; its default without VALUE
+/retry            answer the last message again
+/clear            begin anew, with the same system text and options
+/save FILE        write the conversation as JSON: OpenAI's messages
+/load FILE        go on with one that was saved
+/stats            tokens and times of the last answer, and of all
+/quit             leave, as ctrl-D
+\"\"\" begins and ends a message of several lines; with a space before it, / begins one, too."""
+_QUOTES = '"""'
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+# What a model writes must not steer the terminal.
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+Message = dict[str, str]
+
+
+def add_commands(commands: options.Commands) -> None:
+    """Adds `chat`."""
+    parser = options.add_command(commands, "chat", "talk to a chat model", _TEXT, _EXAMPLES)
+    text = "what the model is told before the conversation (default: nothing)"
+    parser.add_argument("--system", default="", metavar="TEXT", help=text)
+    add_sampling_options(parser, "in an answer (default: what the context leaves)")
+    add_where_options(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from baton import Client
+    from baton.sampling import FILL_CONTEXT
+
+    with Client(args.target, api_key=options.api_key(args)) as client:
+        with options.calling(args.target, args.timeout):
+            model = client.models()[0]
+        if not model.chat:
+            raise InvalidRequest(
+                f"{model.name} has no chat template: serve a chat model, or use `baton generate`"
+            )
+        interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        asked = {"max_tokens": FILL_CONTEXT, **asked_of(args)}
+        chat = Chat(client, args.target, asked, args.system, interactive)
+        if interactive:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401 - gives `input` line editing and history
+            print(f"{model.name}, {model.max_context} tokens of context; /help lists commands")
+        return _converse(chat, interactive)
+
+
+def _converse(chat: Chat, interactive: bool) -> int:
+    """Reads and answers messages up to the end of input."""
+    interrupted = False  # at the prompt, just before
+    while True:
+        try:
+            text = _read(interactive)
+            interrupted = False
+            if text is None or not chat.take(text):
+                return 0
+        except KeyboardInterrupt:
+            if interrupted or not interactive:
+                raise
+            interrupted = True
+            print("\nctrl-C once more, or ctrl-D, leaves", file=sys.stderr)
+        except BatonError as error:
+            if not interactive:
+                raise
+            print(f"baton: error: {error or type(error).__name__}", file=sys.stderr)
+
+
+def _read(interactive: bool) -> str | None:
+    """The next message or command; None at the end of input."""
+    text = _line(">>> " if interactive else "")
+    if text is None or not text.startswith(_QUOTES):
+        return text
+    text = text.removeprefix(_QUOTES)
+    while not text.endswith(_QUOTES):
+        line = _line("... " if interactive else "")
+        if line is None:
+            raise InvalidRequest(f"the message has no end: close it with {_QUOTES}")
+        text += "\n" + line
+    return " " + text.removesuffix(_QUOTES).strip("\n")  # it is no command
+
+
+def _line(prompt: str) -> str | None:
+    try:
+        if prompt:
+            return input(prompt)
+        return line.removesuffix("\n") if (line := sys.stdin.readline()) else None
+    except EOFError:
+        print()
+        return None
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"stdin is not text: {error}") from error
+
+
+class Chat:
+    """A conversation: its messages, and what is asked for with each."""
+
+    def __init__(
+        self, client: Client, target: str, asked: dict[str, Any], system: str, interactive: bool
+    ) -> None:
+        """`asked`: the SDK's options · interactive: ctrl-C ends an answer, not the program."""
+        self._client = client
+        self._target = target
+        self._asked = asked
+        self._defaults = dict(asked)
+        self._system = system
+        self._interactive = interactive
+        self._messages: list[Message] = []  # without the system text
+        self._answers: list[Completion] = []
+        self._commands: dict[str, Callable[[str], None]] = {
+            "help": lambda rest: print(_COMMANDS),
+            "system": self._set_system,
+            "set": self._set,
+            "retry": self._retry,
+            "clear": lambda rest: self._messages.clear(),
+            "save": self._save,
+            "load": self._load,
+            "stats": self._show_stats,
+        }
+
+    def take(self, text: str) -> bool:
+        """Answers a message or runs a command; False where it asks to leave. Raises BatonError."""
+        if not text.startswith("/"):
+            if text.strip():
+                self._drop_last("user")  # it was not answered
+                self._messages.append({"role": "user", "content": text.removeprefix(" ")})
+                self._answer()
+            return True
+        name, _, rest = text[1:].strip().partition(" ")
+        if name in ("quit", "exit"):
+            return False
+        if name not in self._commands:
+            raise InvalidRequest(f"there is no /{name}: /help lists commands")
+        self._commands[name](rest.strip())
+        return True
+
+    def _answer(self) -> None:
+        """Streams the answer to what the messages end with; ctrl-C stops it."""
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        parts: list[str] = []
+        timeout_s = self._asked.get("timeout")
+        try:
+            with (
+                options.calling(self._target, timeout_s),
+                self._client.stream([*system, *self._messages], **self._asked) as stream,
+            ):
+                for delta in stream:
+                    parts.append(delta.text)
+                    print(delta.text.translate(_CONTROLS), end="", flush=True)
+                self._answers.append(stream.completion)
+            end = _told(stream.completion)
+        except KeyboardInterrupt:
+            if not self._interactive:
+                raise
+            end = "stopped"
+        finally:
+            if text := "".join(parts):
+                print()
+                self._messages.append({"role": "assistant", "content": text})
+        if sys.stdout.isatty():
+            print(f"{_DIM}{end}{_PLAIN}")
+
+    def _drop_last(self, role: str) -> None:
+        if self._messages and self._messages[-1]["role"] == role:
+            self._messages.pop()
+
+    def _retry(self, rest: str) -> None:
+        self._drop_last("assistant")
+        if not self._messages:
+            raise InvalidRequest("there is no message to answer again")
+        self._answer()
+
+    def _set_system(self, text: str) -> None:
+        self._system = text
+
+    def _set(self, rest: str) -> None:
+        name, _, value = rest.partition(" ")
+        name = name.replace("-", "_")
+        if name not in SAMPLING:
+            raise InvalidRequest(f"set one of {', '.join(SAMPLING)}")
+        if not value.strip():
+            self._asked[name] = self._defaults.get(name)
+            return
+        try:
+            self._asked[name] = SAMPLING[name](value)
+        except ValueError as error:
+            kind = "a whole number" if SAMPLING[name] is int else "a number"
+            raise InvalidRequest(f"{name} must be {kind}, not {value!r}") from error
+
+    def _save(self, name: str) -> None:
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        text = json.dumps([*system, *self._messages], ensure_ascii=False, indent=1)
+        try:
+            Path(name).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InvalidRequest(
+                f"{name or '/save'} cannot be written: {error.strerror}"
+            ) from error
+
+    def _load(self, name: str) -> None:
+        try:
+            messages = json.loads(Path(name).read_text(encoding="utf-8"))
+            read = [{key: str(one[key]) for key in ("role", "content")} for one in messages]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise InvalidRequest(
+                f"{name or '/load'} cannot be read as a list of messages: {error}"
+            ) from error
+        self._system = read.pop(0)["content"] if read and read[0]["role"] == "system" else ""
+        self._messages = read
+
+    def _show_stats(self, rest: str) -> None:
+        if not self._answers:
+            print("no answer yet")
+            return
+        usages = [answer.usage for answer in self._answers]
+        prompt, cached = (
+            sum(getattr(usage, name) for usage in usages)
+            for name in ("prompt_tokens", "cached_tokens")
+        )
+        print(f"last: {_told(self._answers[-1])}")
+        print(
+            f"all: {len(usages)} answers, {sum(usage.completion_tokens for usage in usages)} "
+            f"tokens, {prompt} of prompts, {cached} of these cached"
+        )
+
+
+def _told(answer: Completion) -> str:
+    """An answer's tokens, times and route in a line."""
+    usage, timing, route = answer.usage, answer.timing, answer.route
+    parts = [
+        f"{usage.completion_tokens} tokens" + " (cut)" * (answer.finish_reason == "length"),
+        f"TTFT {timing.ttft_ms:.0f} ms",
+        f"TPOT {timing.tpot_ms:.1f} ms",
+        f"{usage.prompt_tokens} of prompt, {usage.cached_tokens} cached",
+        " → ".join(filter(None, (route.prefill, route.decode)))
+        + (f" by {route.transport}" if route.transport else ""),
+    ]
+    return " · ".join(filter(None, parts))

@@ -1,0 +1,204 @@
+"""The page at `/`, as a headless Chromium shows it: skipped where none is installed."""
+
+import asyncio
+import base64
+import contextlib
+import json
+import shutil
+from functools import partial
+
+import aiohttp
+import pytest
+
+from tests.unit.router.scripted_workers import TIMEOUT_S
+from tests.unit.router.small_tokenizers import byte_tokenizer
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), "")
+WAIT_S = 30.0
+
+
+class Page:
+    """A page in a browser, by Chrome's DevTools protocol."""
+
+    def __init__(self, socket):
+        self._socket = socket
+        self._count = 0
+        self._session = {}
+        self.complaints = []  # of its script, and of its policy
+
+    async def open(self, url):
+        target = await self.call("Target.createTarget", url="about:blank")
+        session = await self.call("Target.attachToTarget", flatten=True, **target)
+        self._session = {"sessionId": session["sessionId"]}
+        for domain in ("Runtime", "Log", "Page"):
+            await self.call(f"{domain}.enable")
+        await self.call("Page.navigate", url=url)
+        await self.until("document.readyState === 'complete' && !$('model').value.startsWith('no')")
+
+    async def call(self, method, **params):
+        self._count += 1
+        asked = {"id": self._count, "method": method, "params": params, **self._session}
+        async with asyncio.timeout(WAIT_S):
+            await self._socket.send_json(asked)
+            while True:
+                told = await self._socket.receive_json()
+                event = told.get("params", {})
+                if event.get("entry", {}).get("level") == "error" or "exceptionDetails" in event:
+                    self.complaints.append(event)
+                if told.get("id") == self._count:
+                    return told["result"]
+
+    async def value(self, expression):
+        found = await self.call(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
+        assert "exceptionDetails" not in found, found["result"]
+        return found["result"].get("value")
+
+    async def until(self, expression):
+        """Returns once it is true; else fails with what the page shows."""
+        assert await self.value(
+            "new Promise((resolve, reject) => {"
+            f"  const found = () => {{ try {{ return {expression}; }} catch {{ return false; }} }};"
+            "  setInterval(() => found() && resolve(true), 20);"
+            f"  setTimeout(() => reject(document.body.innerText), {WAIT_S * 500});"
+            "})"
+        )
+
+    async def write(self, text, *, into="message"):
+        await self.value(f"$('{into}').focus()")
+        await self.call("Input.insertText", text=text)
+
+    async def press(self, key):
+        for kind in ("keyDown", "keyUp"):
+            text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
+            await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, **text)
+
+    async def send(self, text):
+        await self.write(text)
+        await self.press("Enter")
+
+    def texts(self, of):
+        return self.value(f"[...document.querySelectorAll('{of}')].map((one) => one.textContent)")
+
+    async def screenshot(self, file):
+        file.write_bytes(base64.b64decode((await self.call("Page.captureScreenshot"))["data"]))
+
+
+@contextlib.asynccontextmanager
+async def chromium(folder):
+    """A browser's page, not opened yet."""
+    process = await asyncio.create_subprocess_exec(
+        CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank",
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while b"DevTools listening on " not in (line := await process.stderr.readline()):
+                assert line, "Chromium has ended"
+        url = line.decode().split()[-1]
+        drained = asyncio.create_task(process.stderr.read())
+        async with aiohttp.ClientSession() as session, session.ws_connect(url) as socket:
+            page = Page(socket)
+            yield page
+            page._session = {}
+            await page.call("Browser.close")
+        await drained
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+@pytest.fixture
+async def page(tmp_path):
+    if not CHROMIUM:
+        pytest.skip("Chromium is not installed")
+    async with chromium(tmp_path / "browser") as page:
+        yield page
+
+
+@pytest.fixture
+async def gateway(gateway_of, tmp_path):
+    return await gateway_of(tokenizer=byte_tokenizer(tmp_path, max_position_embeddings=64))
+
+
+def prompts(gateway):
+    return [
+        gateway.tokenizer.decode(request.sequence.token_ids)
+        for request in gateway.cluster.prefills[0].requests
+    ]
+
+
+async def test_a_chat_is_streamed_answered_again_and_goes_on(page, gateway):
+    await page.open(gateway.url)
+    assert await page.value("$('model').value") == "tiny"
+    await page.value("$('toggle').click()")
+    await page.write("4", into="max_tokens")
+    await page.write("So.", into="system")
+    await page.send("Hi")
+    await page.until("/^cut .*4 tokens.*TTFT/.test(document.querySelector('.stats').textContent)")
+    assert await page.texts(".text") == ["Hi", "abcd"]
+    (stats,) = await page.texts(".stats")
+    assert "p0 → d0 by shm, 0.001 MB of KV" in stats
+    await page.value("document.querySelector('.stats button').click()")
+    await page.until("!running && document.querySelectorAll('.stats').length === 1")
+    await page.send("a<b>")
+    await page.until("!running && document.querySelectorAll('.stats').length === 2")
+    assert await page.texts(".text") == ["Hi", "abcd", "a<b>", "abcd"]
+    first = "system:So.\nuser:Hi\nassistant:"
+    then = "system:So.\nuser:Hi\nassistant:abcd\nuser:a<b>\nassistant:"
+    assert prompts(gateway) == [first, first, then]
+    await page.value("$('clear').click()")
+    await page.send("x")
+    await page.until("!running && document.querySelector('.stats')")
+    assert prompts(gateway)[3] == "system:So.\nuser:x\nassistant:"
+    assert page.complaints == []
+
+
+async def test_an_answer_can_be_stopped(page, gateway):
+    gateway.decode.runs.append(partial(gateway.decode.run_to_end, most=2))
+    await page.open(gateway.url)
+    await page.send("Hi")
+    await page.until("document.querySelectorAll('.text')[1]?.textContent === 'abc'")
+    assert await page.value("$('send').textContent") == "Stop"
+    await page.press("Escape")
+    async with asyncio.timeout(TIMEOUT_S):
+        await gateway.decode.cancelled.get()
+    await page.until("/^stopped.*TTFT/.test(document.querySelector('.stats').textContent)")
+    assert await page.value("JSON.stringify(messages.at(-1))") == (
+        '{"role":"assistant","content":"abc"}'
+    )
+    assert page.complaints == []
+
+
+async def test_an_error_is_shown_as_the_server_says_it(page, gateway_of, tmp_path):
+    gateway = await gateway_of(tokenizer=byte_tokenizer(tmp_path), default_timeout_s=1.0)
+    gateway.decode.runs.append(partial(gateway.decode.run_to_end, most=2))
+    await page.open(gateway.url)
+    await page.value("$('toggle').click()")
+    await page.write("99", into="max_tokens")
+    await page.send("Hi")
+    await page.until("document.querySelector('.error')?.textContent.startsWith('max_tokens is 99')")
+    await page.value("$('max_tokens').value = ''")
+    await page.value("document.querySelector('.stats button').click()")
+    await page.until("document.querySelector('.error')?.textContent.includes('deadline')")
+    assert await page.texts(".text") == ["Hi", "abc"]
+
+
+async def test_reasoning_is_folded_and_code_is_not_markup(page, gateway):
+    await page.open(gateway.url)
+    pieces = ["So:\n\n```py\nx = '<i>'\n", "```\n\ndone"]
+    deltas = [{"reasoning_content": "hm"}, *({"content": piece} for piece in pieces)]
+    chunks = [f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n" for delta in deltas]
+    body = json.dumps("".join([": waiting\n\n", *chunks, "data: [DONE]\n\n"]))
+    await page.value(f"window.fetch = async () => new Response({body})")
+    await page.send("Hi")
+    await page.until("!running && document.querySelector('.stats')")
+    assert await page.texts(".assistant .text") == ["So:x = '<i>'done"]
+    assert await page.texts(".assistant pre") == ["x = '<i>'"]
+    assert await page.value("document.querySelector('details').open") is False
+    assert await page.texts("details") == ["Reasoninghm"]
+    assert await page.value("messages.at(-1).content.startsWith('So:')")
