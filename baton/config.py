@@ -85,6 +85,15 @@ def host_id() -> str:
     return f"{boot}/{namespace}/{os.getuid()}"
 
 
+def kv_heads_of(rank: int, ranks: int, num_kv_heads: int) -> range:
+    """The KV heads of a model that a rank holds; where there are fewer than ranks, several hold
+    one."""
+    if ranks <= num_kv_heads:
+        return range(num_kv_heads * rank // ranks, num_kv_heads * (rank + 1) // ranks)
+    first = rank * num_kv_heads // ranks
+    return range(first, first + 1)
+
+
 def device_name(text: str) -> str:
     """One of `DEVICES`, or a GPU by its number, as cuda:1. Raises ConfigError."""
     if text not in DEVICES and not re.fullmatch(r"cuda:\d+", text):
@@ -238,6 +247,13 @@ class EngineConfig(CacheConfig):
         "--threads and --cpus are divided among them",
         least=1,
         most=64,
+    )
+    tp_backend: str = option(
+        "shm",
+        "--tp-backend",
+        "how ranks add up: shm through memory that they share, over one KV pool, with native "
+        "kernels; gloo through torch.distributed, with a KV pool for each rank's heads",
+        choices=("shm", "gloo"),
     )
     nice: int = option(0, "--nice N", "niceness of compute threads, up to 19", most=19)
     simulate: str = option(

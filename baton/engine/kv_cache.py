@@ -69,9 +69,13 @@ class KvLayout:
         return self.num_tokens * self.bytes_per_token
 
     def descriptor(
-        self, model_fingerprint: str, compute_dtype: torch.dtype, quantization: str = "none"
+        self,
+        model_fingerprint: str,
+        compute_dtype: torch.dtype,
+        quantization: str = "none",
+        pools: int = 1,
     ) -> common_pb2.KvDescriptor:
-        """What another worker must match to exchange blocks.
+        """What another worker must match to exchange blocks, but for the number of pools.
 
         Numbers that were computed in another way are another model's: they would read well and
         give other tokens.
@@ -89,7 +93,7 @@ class KvLayout:
             head_size=self.head_size,
             block_size=self.block_size,
             layout_version=LAYOUT_VERSION,
-            tensor_parallel=1,
+            tensor_parallel=pools,
         )
 
 
@@ -112,9 +116,9 @@ def plan_layout(
 
 def allocate_pool(
     layout: KvLayout, allocate: Allocate | None, device: torch.device
-) -> tuple[torch.Tensor, Memory | None]:
-    """The zeroed pool, and the memory that `allocate` gave for it, if any."""
+) -> torch.Tensor:
+    """The zeroed pool, in what `allocate` gives for it, if anything."""
     memory = allocate(layout.num_bytes) if allocate else None
     if memory is None:
-        return torch.zeros(layout.shape, dtype=layout.dtype, device=device), None
-    return memory.tensor.view(layout.dtype).view(layout.shape), memory
+        return torch.zeros(layout.shape, dtype=layout.dtype, device=device)
+    return memory.tensor.view(layout.dtype).view(layout.shape)

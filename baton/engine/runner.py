@@ -30,13 +30,13 @@ class StepRunner:
 
     decode_rows: rows of decode steps so far, where more are computed than plans ask for: "wanted",
     "padding", or "wasted" (the sequence was gone) · expert_tokens: of its model, if it has one;
-    both may be read by any thread.
+    both may be read by any thread · pools: of all ranks, this one's first.
     """
 
     expert_tokens: torch.Tensor | None = None
 
     def __init__(self, pool: torch.Tensor, sampler: Sampler) -> None:
-        self.pool = pool
+        self.pool, self.pools = pool, (pool,)
         self.sampler = sampler
         self.decode_rows: dict[str, int] = {}
 
@@ -54,9 +54,10 @@ class StepRunner:
         """
         if blocks:
             # As bytes: not every operation knows every type of element.
-            content, which = self.pool.view(torch.uint8), torch.tensor(blocks)
+            which = torch.tensor(blocks)
             with torch.inference_mode():
-                content.index_fill_(0, which.to(content.device), 0)
+                for content in (pool.view(torch.uint8) for pool in self.pools):
+                    content.index_fill_(0, which.to(content.device), 0)
 
     def close(self) -> None:
         """Ends what computes for it elsewhere; no step runs any more."""

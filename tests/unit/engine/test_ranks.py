@@ -41,12 +41,19 @@ def generated(loaded):
         ("Qwen2MoeForCausalLM", {"num_experts": 4, "shared_expert_intermediate_size": 64},
          {"tp": 2, "kv_dtype": "int8"}),
         ("Gemma2ForCausalLM", {"intermediate_size": 128}, {"tp": 2, "quantization": "int8"}),
+        ("LlamaForCausalLM", {"num_key_value_heads": 2, "attention_bias": True, "vocab_size": 321},
+         {"tp": 4, "tp_backend": "gloo"}),
+        ("Qwen2MoeForCausalLM", {"num_experts": 4, "shared_expert_intermediate_size": 64},
+         {"tp": 2, "tp_backend": "gloo", "kernels": "torch"}),
     ],
-    ids=["shared KV head, biases", "tied, odd vocabulary", "experts", "int8"],
+    ids=["shared KV head, biases", "tied, odd vocabulary", "experts", "int8", "gloo", "gloo torch"],
 )  # fmt: skip
 def test_ranks_give_the_tokens_of_one_process(tmp_path, architecture, options, settings):
     make_checkpoint(tmp_path, architecture, **options)
     one, several = load(tmp_path, **{**settings, "tp": 1}), load(tmp_path, **settings)
+    pools = [one.descriptor.tensor_parallel, several.descriptor.tensor_parallel]
+    assert pools == [1, settings["tp"] if "tp_backend" in settings else 1]
+    several.descriptor.tensor_parallel = 1
     assert one.descriptor == several.descriptor, "they may be paired"
     expected, found = generated(one), generated(several)
     if "quantization" in settings:  # whose scales are each shard's own
@@ -118,11 +125,21 @@ def test_a_rank_that_cannot_load_says_why_and_none_is_left(tmp_path, monkeypatch
     assert started[0].poll() is not None
 
 
+def test_a_rank_that_reads_another_checkpoint_is_refused(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path)
+    monkeypatch.setattr(ranks, "fingerprint", lambda *_: "replaced meanwhile")
+    with pytest.raises(
+        ConfigError, match=r"rank 1 cannot begin: model [0-9a-f]{64}, not model rep"
+    ):
+        load(tmp_path, tp=2)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_ends_or_hangs_fails_the_engine_in_time(tmp_path, monkeypatch, number):
+def test_a_rank_that_ends_or_hangs_fails_the_engine_in_time(tmp_path, monkeypatch, number, backend):
     monkeypatch.setattr(ranks, "RANK_TIMEOUT_S", 1.0)
     make_checkpoint(tmp_path)
-    loaded = load(tmp_path, tp=4)
+    loaded = load(tmp_path, tp=4, tp_backend=backend)
     others = [rank.process for rank in loaded.runner.model._ranks]
     with (
         pytest.raises(Exception, match="rank of this worker has ended"),

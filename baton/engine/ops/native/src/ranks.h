@@ -46,6 +46,13 @@ class Exchanges {
             sum_piece(x + first, std::min(most, count - first));
     }
 
+    // Returns when every rank has come so far: what it wrote into the pool is there.
+    void finish() {
+        if (!ranks_.exchange) return;
+        meet();
+        turn_++;
+    }
+
     // part [rows][columns of each rank] -> whole [rows][columns] on rank 0. Rank r has the columns
     // from r * columns / ranks on.
     void gather(const float* part, int rows, int columns, float* whole) {
