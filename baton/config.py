@@ -36,6 +36,7 @@ LOG_LEVEL_TEXT = "of log lines on stderr"
 DRAIN_TEXT = "for running requests to end after SIGTERM"
 ROUTER_PROCESSES_TEXT = "processes of each router, at the same ports: one for each core it may use"
 MAX_ROUTER_PROCESSES = 64
+MAX_TP = 64
 NAME_TEXT = (
     "of this process in status, traces and logs, which append an id of its run to it "
     "(default: its role)"
@@ -246,7 +247,7 @@ class EngineConfig(CacheConfig):
         "tensor parallelism: processes that compute each step together, on this host's CPUs; "
         "--threads and --cpus are divided among them",
         least=1,
-        most=64,
+        most=MAX_TP,
     )
     tp_backend: str = option(
         "shm",
@@ -546,10 +547,10 @@ class ClusterConfig(WorkerServiceConfig):
     # Prompts give way to streams, and to whatever serves both. Not far: beside a busy process
     # at 0 a core gives 39 % of its time to 2, but 10 % to 10: prompts took five times as long.
     prefill_tp: int = option(
-        0, "--prefill-tp RANKS", "of prefill workers alone (default: --tp)", most=64
+        0, "--prefill-tp RANKS", "of prefill workers alone (default: --tp)", most=MAX_TP
     )
     decode_tp: int = option(
-        0, "--decode-tp RANKS", "of decode workers alone (default: --tp)", most=64
+        0, "--decode-tp RANKS", "of decode workers alone (default: --tp)", most=MAX_TP
     )
     prefill_nice: int = option(
         2,

@@ -57,7 +57,8 @@ class GlooCollectives(Collectives):
         loopback = distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")
         options._devices, options._timeout, options._threads = [loopback], self._timeout, 1
         try:
-            store = distributed.FileStore(f"/proc/self/fd/{self._store_fd}", count)
+            path = f"/proc/self/fd/{self._store_fd}"
+            store = distributed.FileStore(path, count)  # type: ignore[attr-defined]
             store.set_timeout(self._timeout)
             self._group = distributed.ProcessGroupGloo(store, rank, count, options)
         except RuntimeError as error:

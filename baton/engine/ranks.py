@@ -119,7 +119,7 @@ class RankedModel:
             self._ranks += (_Rank(work(Shard(number, count))) for number in range(1, count))
             mine = work(Shard(0, count))
             torch.set_num_threads(mine.settings.threads)
-            self._exchange = mine.exchange(self._shared and self._shared.tensor)
+            self._exchange = mine.exchange(self._shared.tensor if self._shared else None)
             self._model = make(mine.shard, self._exchange)
             for rank in self._ranks:
                 rank.expect(mine.identity, _LOAD_S)
@@ -142,13 +142,13 @@ class RankedModel:
             shards = (Shard(rank, len(self._ranks) + 1) for rank in range(len(self._ranks) + 1))
             heads = (len(shard.kv_heads(self._config)) for shard in shards)
             layouts = [replace(layout, num_kv_heads=count) for count in heads]
-        areas = [allocate(one.num_bytes) for one in layouts]
+        memories = [allocate(one.num_bytes) for one in layouts]
+        areas = [area for area in memories if isinstance(area, SharedMemoryArea)]
+        assert len(areas) == len(layouts), "ranks map the pool"
         for rank in self._ranks:
             at = rank.number % len(areas)
-            area = areas[at]
-            assert isinstance(area, SharedMemoryArea), "ranks map the pool"
             rank.connection.send((layouts[at].shape, layouts[at].dtype))
-            send_handle(rank.connection, area.fd, rank.process.pid)
+            send_handle(rank.connection, areas[at].fd, rank.process.pid)
             rank.expect("attached", RANK_TIMEOUT_S)
         return tuple(
             area.tensor.view(one.dtype).view(one.shape)

@@ -36,7 +36,8 @@ class StepRunner:
     expert_tokens: torch.Tensor | None = None
 
     def __init__(self, pool: torch.Tensor, sampler: Sampler) -> None:
-        self.pool, self.pools = pool, (pool,)
+        self.pool = pool
+        self.pools: tuple[torch.Tensor, ...] = (pool,)
         self.sampler = sampler
         self.decode_rows: dict[str, int] = {}
 

@@ -58,7 +58,7 @@ class Model:
 
         tables_dtype: of cosines and sines, if it is another · ranks: what they compute together.
         """
-        self._tokens, self._ranks = shard.tokens(config), ranks
+        self._tokens, self._collectives = shard.tokens(config), ranks
         self.config = config = shard.config(config)
         self.dtype = dtype
         self._weights = weights
@@ -100,9 +100,9 @@ class Model:
             qkv = layer.qkv.apply(normed, layer.qkv_bias)
             q = self._rope_and_write(qkv, rows, index, layer, pool)
             mixed = layer.o.apply(self._attend(q, rows, index, pool), layer.o_bias)
-            hidden = self._branch(self._ranks.sum(mixed), layer.attention_norm)
+            hidden = self._branch(self._collectives.sum(mixed), layer.attention_norm)
             normed, residual = self._add_rms_norm(hidden, residual, layer.mlp_norm)
-            mixed = self._ranks.sum(self._mlp(normed, layer, taken))
+            mixed = self._collectives.sum(self._mlp(normed, layer, taken))
             hidden = self._branch(mixed, layer.output_norm)
         assert residual is not None, "a model has layers"
         if taken:
@@ -117,7 +117,7 @@ class Model:
         elsewhere = (token_ids < tokens.start) | (token_ids >= tokens.stop)
         local = (token_ids - tokens.start).masked_fill(elsewhere, 0)
         rows = F.embedding(local, embedding).masked_fill(elsewhere[:, None], 0)
-        return self._ranks.sum(rows)
+        return self._collectives.sum(rows)
 
     def _mlp(self, x: Tensor, layer: LayerWeights, taken: list[Tensor]) -> Tensor:
         """The MLP, or the experts that each row takes: `[rows, hidden_size]`.
@@ -185,7 +185,7 @@ class Model:
         """Next-token scores, float32 `[rows, vocab_size]`."""
         normed, _ = self._add_rms_norm(hidden, residual, self._weights.final_norm)
         own = self._weights.lm_head.apply(normed)
-        logits = self._ranks.gather(own, self.config.vocab_size)
+        logits = self._collectives.gather(own, self.config.vocab_size)
         if self.config.logit_scale != 1:
             logits = logits * self.config.logit_scale
         return softcapped(logits, self.config.logit_softcap).float()
