@@ -138,12 +138,11 @@ def choose(offered: Collection[Kind], mine: Collection[Kind], ends: Ends) -> Kin
 
 
 def differences(prefill: common_pb2.KvDescriptor, decode: common_pb2.KvDescriptor) -> list[str]:
-    """Each field in which the two differ and must not, as "block_size: 16 != 32"."""
+    """Each field in which the two differ, as "block_size: 16 != 32"."""
     return [
         f"{field.name}: {getattr(prefill, field.name)!r} != {getattr(decode, field.name)!r}"
         for field in common_pb2.KvDescriptor.DESCRIPTOR.fields
-        if field.name != "tensor_parallel"
-        and getattr(prefill, field.name) != getattr(decode, field.name)
+        if getattr(prefill, field.name) != getattr(decode, field.name)
     ]
 
 

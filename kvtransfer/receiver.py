@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
-from baton.config import MAX_TP
 from baton.errors import (
     BatonError,
     InvalidRequest,
@@ -200,9 +199,6 @@ class HandoffReceiver(HandoffServiceServicer):
         if fields := pairing.differences(request.kv, self.record.kv):
             caches = f"KV caches of prefill {theirs} and decode {ours}"
             raise KvMismatch(f"{caches} differ in {'; '.join(fields)}")
-        senders = request.kv.tensor_parallel or 1
-        if senders > MAX_TP:
-            raise InvalidRequest(f"{senders} ranks, and there are at most {MAX_TP}", "kv")
         sender = await self.find_prefill(theirs)
         ends = pairing.Ends(
             apart=pairing.apart(sender.host_id, self.record.host_id),
@@ -216,7 +212,7 @@ class HandoffReceiver(HandoffServiceServicer):
         if not 0 <= pid <= _MAX_PID:
             raise InvalidRequest(f"pid must be from 1 to {_MAX_PID}, not {pid}", "pid")
         self._make_room(transport)
-        peer = await self._listen(theirs, transport, senders)
+        peer = await self._listen(theirs, transport, sender.kv_pools or 1)
         self._drop(theirs)
         self._peers[theirs] = peer
         if pid and theirs not in self._watches:

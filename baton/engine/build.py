@@ -134,7 +134,7 @@ def load(
     runner = backend.runner(model, pools[0], sampler, max_context)
     runner.pools = pools
     identity = fingerprint(path, random_seed(settings, backend.device), settings.lora)
-    descriptor = layout.descriptor(identity, dtype, settings.quantization, len(pools))
+    descriptor = layout.descriptor(identity, dtype, settings.quantization)
     prepare = partial(backend.prepare, runner)
     return Loaded(path, config, runner, layout, descriptor, settings, max_context, prepare)
 

@@ -69,13 +69,9 @@ class KvLayout:
         return self.num_tokens * self.bytes_per_token
 
     def descriptor(
-        self,
-        model_fingerprint: str,
-        compute_dtype: torch.dtype,
-        quantization: str = "none",
-        pools: int = 1,
+        self, model_fingerprint: str, compute_dtype: torch.dtype, quantization: str = "none"
     ) -> common_pb2.KvDescriptor:
-        """What another worker must match to exchange blocks, but for the number of pools.
+        """What another worker must match to exchange blocks.
 
         Numbers that were computed in another way are another model's: they would read well and
         give other tokens.
@@ -93,7 +89,7 @@ class KvLayout:
             head_size=self.head_size,
             block_size=self.block_size,
             layout_version=LAYOUT_VERSION,
-            tensor_parallel=pools,
+            tensor_parallel=1,
         )
 
 

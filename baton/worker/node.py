@@ -209,6 +209,7 @@ class Node(WorkerServiceServicer, ABC):
         record.hardware.CopyFrom(await asyncio.to_thread(hardware.describe, device))
         record.text_fingerprint = text_fingerprint(loaded.path)
         record.kv.CopyFrom(loaded.descriptor)
+        record.kv_pools = len(loaded.runner.pools)
         record.transports.extend(transport.kind for transport in usable)
         record.blocks_total = loaded.layout.num_blocks
         record.max_context = loaded.max_context

@@ -101,13 +101,6 @@ def make_rank_pools(seed, ranks, where="host"):
     return pools
 
 
-def of_ranks(descriptor, ranks):
-    """The descriptor of a worker of so many pools."""
-    found = common_pb2.KvDescriptor(tensor_parallel=ranks)
-    found.MergeFrom(descriptor)
-    return found
-
-
 def slots(num_tokens, *ids):
     return Slots(tuple(ids), num_tokens)
 
@@ -230,8 +223,8 @@ class Decode:
         self.pools = pools or [make_pool(2, POOLS.get(transport.name, "host"))]
         self.pool = self.pools[0]
         self.content = self.pool.tensor.clone()
-        kv = of_ranks(DESCRIPTOR, len(self.pools))
-        self.held, self.record = Held(), register(incarnation, host=host, kv=kv)
+        self.held, self.record = Held(), register(incarnation, host=host)
+        self.record.kv_pools = len(self.pools)
         kinds = [transport, *more]
         self.receiver = Receiver(self.pools, self.record, kinds, self.held, find, **options)
         self.server = rpc.server()
@@ -285,10 +278,9 @@ class Prefill:
         self, transport, *more, incarnation="p", kv=DESCRIPTOR, pools=None, waits=None, **options
     ):
         self.pools = pools or [make_pool(1, POOLS.get(transport.name, "host"))]
-        self.pool, kv = self.pools[0], of_ranks(kv, len(self.pools))
-        self.links = LinkPool(
-            self.pools, register(incarnation, kv=kv), [transport, *more], find, **options
-        )
+        self.pool, record = self.pools[0], register(incarnation, kv=kv)
+        record.kv_pools = len(self.pools)
+        self.links = LinkPool(self.pools, record, [transport, *more], find, **options)
         self.tracer = NoOpTracer()
         self.waits = {"step_timeout_s": 5.0, "abort_wait_s": 5.0, **(waits or {})}
 
