@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import Any
 
 import xxhash
@@ -22,35 +21,8 @@ from baton.errors import TransferFailed
 from kvtransfer import copier
 from kvtransfer.digest import Digest
 from kvtransfer.interface import Link, Listener, Transport
+from kvtransfer.pairing import rank_pairs
 from kvtransfer.pool import KvPool, Slots
-
-
-@dataclass(frozen=True)
-class RankPair:
-    """Heads, by their numbers in the model, that a rank of the sender gives one of the receiver."""
-
-    sender: int
-    receiver: int
-    heads: range
-
-
-def rank_pairs(senders: int, receivers: int, num_kv_heads: int) -> list[RankPair]:
-    """Who sends what, so that each receiver gets each of its heads once.
-
-    Of senders that all hold a head, several receivers of it ask different ones.
-    """
-    pairs = []
-    for receiver in range(receivers):
-        wanted = kv_heads_of(receiver, receivers, num_kv_heads)
-        held = [kv_heads_of(sender, senders, num_kv_heads) for sender in range(senders)]
-        at = wanted.start
-        while at < wanted.stop:
-            holders = [sender for sender in range(senders) if at in held[sender]]
-            sender = holders[receiver % len(holders)]
-            end = min(wanted.stop, held[sender].stop)
-            pairs.append(RankPair(sender, receiver, range(at, end)))
-            at = end
-    return pairs
 
 
 class PairDigest:

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 # These mirror `src/ranks.h`.
 _EXCHANGE_BYTES, _HEADER_BYTES = 4 << 20, 64
-_ABORTED, _TIMEOUT_MS = 2, 3  # words of the header
+_ABORTED, _TIMEOUT_MS, _TOOK_NS = 2, 3, slice(4, 6)  # words of the header
 RANK_TIMEOUT_S = 10.0  # a rank that is so much later than another counts as hung
 _LOAD_S = 600.0  # for the other ranks to load, once this one has
 _STOP_S = 5.0
@@ -165,6 +165,13 @@ class RankedModel:
             raise RunnerFailed(f"a rank of this worker has ended: {error}") from error
         logits: Tensor = self._model.step(batch, pool)
         return logits
+
+    @property
+    def collective_s(self) -> float:
+        """What this rank's sums and gathers took so far, in seconds."""
+        if isinstance(self._exchange, GlooCollectives):
+            return self._exchange.seconds
+        return int(self._words[_TOOK_NS].view(torch.int64)) / 1e9
 
     def close(self) -> None:
         """Ends the other ranks; returns when they have ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,6 +21,16 @@ class SampledTokens(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
 
 
+class Ranks(Protocol):
+    """Processes that compute each step together.
+
+    collective_s: what the first one's sums and gathers took so far; may be read by any thread.
+    """
+
+    @property
+    def collective_s(self) -> float: ...
+
+
 class RunnerFailed(InternalError):
     """No further step can run here."""
 
@@ -30,10 +40,12 @@ class StepRunner:
 
     decode_rows: rows of decode steps so far, where more are computed than plans ask for: "wanted",
     "padding", or "wasted" (the sequence was gone) · expert_tokens: of its model, if it has one;
-    both may be read by any thread · pools: of all ranks, this one's first.
+    both may be read by any thread · pools: of all ranks, this one's first · ranks: where there are
+    several.
     """
 
     expert_tokens: torch.Tensor | None = None
+    ranks: Ranks | None = None
 
     def __init__(self, pool: torch.Tensor, sampler: Sampler) -> None:
         self.pool = pool

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from kvtransfer.rank_links import rank_pairs
+from kvtransfer.pairing import rank_pairs
 
 from .kvtransfer_parts import (
     POOLS,

@@ -120,7 +120,9 @@ class CpuBackend(Backend):
     def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
         if self._settings.simulate:
             return SimulatedRunner(SimulatedSpeed.parse(self._settings.simulate), pool, sampler)
-        return super().runner(model, pool, sampler, max_context)
+        runner = super().runner(model, pool, sampler, max_context)
+        runner.ranks = model if isinstance(model, RankedModel) else None
+        return runner
 
     def _is_native(self, dtype: torch.dtype) -> bool:
         """Raises ConfigError if native kernels are asked for and cannot be had."""
