@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Protocol
 
 import numpy as np
@@ -225,12 +226,20 @@ def _copy_bytes(source: KvPool, target: KvPool, blocks: Runs, digest: Digest) ->
 
 
 def _copy_heads(source: KvPool, target: KvPool, blocks: Runs, digest: Digest) -> None:
-    """Block by block, one run of bytes for each (layer, K or V)."""
+    """One run of bytes for each (layer, K or V) of a block; where they are not next to each other,
+    they are digested in a copy that stays in the core's cache."""
     read, written = source.blocks.numpy(), target.blocks.numpy()
-    at_once = max(1, PIECE_BYTES // source.block_bytes)
+    sides, run_bytes = read.shape[1:]
+    at_once = max(1, PIECE_BYTES // (sides * run_bytes))  # blocks
+    sides_at_once = min(sides, max(1, PIECE_BYTES // run_bytes)) if at_once == 1 else sides
+    scratch = np.empty((at_once, sides_at_once, run_bytes), np.uint8)
     for _, here, there, count in blocks:
-        for at in range(0, count, at_once):
-            end = min(at + at_once, count)
-            piece = np.ascontiguousarray(read[here + at : here + end])
-            written[there + at : there + end] = piece
+        for at, side in product(range(0, count, at_once), range(0, sides, sides_at_once)):
+            end, last = min(at + at_once, count), side + sides_at_once
+            piece = read[here + at : here + end, side:last]
+            if not piece.flags.c_contiguous:
+                held = scratch[: piece.shape[0], : piece.shape[1]]
+                np.copyto(held, piece)
+                piece = held
+            written[there + at : there + end, side:last] = piece
             digest.add(piece.reshape(-1).data)
