@@ -304,6 +304,7 @@ class Handoff:
             "bytes": stats.num_bytes,
             "tokens": self._sent,
             "transport": stats.transport,
+            "rank_pairs": len(self._digest.parts),
             "wait_ms": stats.wait_s * 1e3,
             "wire_ms": stats.wire_s * 1e3,
             "hidden_ms": stats.hidden_s * 1e3,

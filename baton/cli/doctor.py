@@ -216,7 +216,8 @@ def _explained(pair: dict[str, Any]) -> dict[str, str]:
     why = "; ".join(reasons or ([] if pair["transport"] else pair["problems"]))
     over = f" over {pair['link']}" if pair["link"] else ""
     heads = [
-        f"{one['prefill']} → {one['decode']}: {one['heads'][0]}-{one['heads'][1] - 1}"
+        f"{one['prefill']} → {one['decode']}: "
+        + "-".join(map(str, sorted({one["heads"][0], one["heads"][1] - 1})))
         for one in pair["ranks"]
     ]
     return {

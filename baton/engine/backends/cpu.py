@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,21 @@ class CpuBackend(Backend):
         if reason or isinstance(exchange, GlooCollectives):
             return NativeOps(config, weights, dtype, not reason, shard, group)
         return NativeModel(config, weights, dtype, shard, exchange)
+
+    def layout(
+        self,
+        model: Any,
+        sampler: Sampler,
+        config: ModelConfig,
+        kv_dtype: torch.dtype,
+        asked: KvLayout | None,
+    ) -> KvLayout:
+        layout, settings = super().layout(model, sampler, config, kv_dtype, asked), self._settings
+        if settings.tp_backend == "shm" or settings.tp <= config.num_kv_heads or settings.kv_blocks:
+            return layout
+        # Several ranks hold each head, within the bytes that were asked for.
+        held = layout.num_blocks * config.num_kv_heads // settings.tp
+        return replace(layout, num_blocks=max(held, 1))
 
     def pools(self, model: Any, layout: KvLayout, allocate: Allocate | None) -> tuple[Tensor, ...]:
         if isinstance(model, RankedModel):

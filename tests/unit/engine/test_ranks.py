@@ -10,6 +10,7 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine import build, ranks
+from baton.engine.planner import Plan, Work
 from baton.engine.sequence import Sequence
 from baton.engine.weights.weight import DenseWeight, Fp8BlockWeight, Int4Weight, Int8Weight
 from baton.errors import CheckpointError, ConfigError
@@ -123,6 +124,33 @@ def test_a_rank_that_cannot_load_says_why_and_none_is_left(tmp_path, monkeypatch
     with pytest.raises(ConfigError, match="has neither model"):
         load(tmp_path, tp=2)
     assert started[0].poll() is not None
+
+
+def test_pools_of_ranks_hold_what_was_asked_for_and_are_zeroed_together(tmp_path):
+    make_checkpoint(tmp_path, num_key_value_heads=2)
+    budget = {"kv_blocks": 0, "kv_cache_bytes": 1 << 20}
+    for backend, copies in (("shm", 1), ("gloo", 2)):
+        loaded = load(tmp_path, tp=4, tp_backend=backend, **budget)
+        pools = loaded.runner.pools
+        assert 0.9 * (1 << 20) < sum(pool.nbytes for pool in pools) <= 1 << 20
+        assert sum(pool.shape[3] for pool in pools) == 2 * copies
+        for pool in pools:
+            pool.fill_(float("nan"))
+        loaded.runner.scrub([3, 5])
+        assert all(not pool[[3, 5]].any() and pool[4].isnan().all() for pool in pools)
+        loaded.runner.close()
+
+
+def test_a_step_without_logits_ends_when_every_rank_has_written_its_keys(tmp_path):
+    """Else blocks could be handed over without some of their heads."""
+    make_checkpoint(tmp_path)
+    loaded = load(tmp_path, tp=2)
+    model, rounds = loaded.runner.model, 1  # of the exchange's header
+    chunk = Sequence("a", [1] * 8, 8, GREEDY, block_ids=[0])
+    loaded.runner.run(Plan([Work(chunk, 0, 4)]))
+    # The embedding, two sums of each layer but the last, and one more meeting.
+    assert int(model._words[rounds]) == 1 + 2 * (loaded.model_config.num_layers - 1) + 1
+    loaded.runner.close()
 
 
 def test_a_rank_that_reads_another_checkpoint_is_refused(tmp_path, monkeypatch):
