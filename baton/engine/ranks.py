@@ -98,9 +98,9 @@ class RankedModel:
         """
         count = settings.tp
         Shard(0, count).check(config)
-        self._config, self._shares_pool = config, settings.tp_backend == "shm"
-        self._shared: SharedMemoryArea | None = None
-        if self._shares_pool:
+        self._config = config
+        self._shared: SharedMemoryArea | None = None  # with one pool for all
+        if settings.tp_backend == "shm":
             self._shared = SharedMemoryArea(_HEADER_BYTES + 2 * count * _EXCHANGE_BYTES)
             self._words = self._shared.tensor[:_HEADER_BYTES].view(torch.int32)
             self._words[_TIMEOUT_MS] = int(RANK_TIMEOUT_S * 1e3)
@@ -120,9 +120,9 @@ class RankedModel:
             mine = work(Shard(0, count))
             torch.set_num_threads(mine.settings.threads)
             self._exchange = mine.exchange(self._shared.tensor if self._shared else None)
-            self._model = make(mine.shard, self._exchange)
+            self._model, identity = make(mine.shard, self._exchange), mine.identity
             for rank in self._ranks:
-                rank.expect(mine.identity, _LOAD_S)
+                rank.expect(identity, _LOAD_S)
                 rank.connection.send("join")
             if isinstance(self._exchange, GlooCollectives):
                 self._exchange.join()
@@ -138,10 +138,10 @@ class RankedModel:
     def pools(self, layout: KvLayout, allocate: Allocate) -> tuple[Tensor, ...]:
         """The KV pool that all ranks share, or that of each one's heads."""
         layouts = [layout]
-        if not self._shares_pool:
-            shards = (Shard(rank, len(self._ranks) + 1) for rank in range(len(self._ranks) + 1))
-            heads = (len(shard.kv_heads(self._config)) for shard in shards)
-            layouts = [replace(layout, num_kv_heads=count) for count in heads]
+        if self._shared is None:
+            count = len(self._ranks) + 1
+            held = (Shard(rank, count).kv_heads(self._config) for rank in range(count))
+            layouts = [replace(layout, num_kv_heads=len(heads)) for heads in held]
         memories = [allocate(one.num_bytes) for one in layouts]
         areas = [area for area in memories if isinstance(area, SharedMemoryArea)]
         assert len(areas) == len(layouts), "ranks map the pool"
