@@ -36,6 +36,7 @@ LOG_LEVEL_TEXT = "of log lines on stderr"
 DRAIN_TEXT = "for running requests to end after SIGTERM"
 ROUTER_PROCESSES_TEXT = "processes of each router, at the same ports: one for each core it may use"
 MAX_ROUTER_PROCESSES = 64
+MAX_TP = 64
 NAME_TEXT = (
     "of this process in status, traces and logs, which append an id of its run to it "
     "(default: its role)"
@@ -83,6 +84,15 @@ def host_id() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = Path("/proc/self/ns/pid").readlink()
     return f"{boot}/{namespace}/{os.getuid()}"
+
+
+def kv_heads_of(rank: int, ranks: int, num_kv_heads: int) -> range:
+    """The KV heads of a model that a rank holds; where there are fewer than ranks, several hold
+    one."""
+    if ranks <= num_kv_heads:
+        return range(num_kv_heads * rank // ranks, num_kv_heads * (rank + 1) // ranks)
+    first = rank * num_kv_heads // ranks
+    return range(first, first + 1)
 
 
 def device_name(text: str) -> str:
@@ -237,7 +247,14 @@ class EngineConfig(CacheConfig):
         "tensor parallelism: processes that compute each step together, on this host's CPUs; "
         "--threads and --cpus are divided among them",
         least=1,
-        most=64,
+        most=MAX_TP,
+    )
+    tp_backend: str = option(
+        "shm",
+        "--tp-backend",
+        "how ranks add up: shm through memory that they share, over one KV pool, with native "
+        "kernels; gloo through torch.distributed, with a KV pool for each rank's heads",
+        choices=("shm", "gloo"),
     )
     nice: int = option(0, "--nice N", "niceness of compute threads, up to 19", most=19)
     simulate: str = option(
@@ -596,10 +613,10 @@ class ClusterConfig(WorkerServiceConfig):
     # Prompts give way to streams, and to whatever serves both. Not far: beside a busy process
     # at 0 a core gives 39 % of its time to 2, but 10 % to 10: prompts took five times as long.
     prefill_tp: int = option(
-        0, "--prefill-tp RANKS", "of prefill workers alone (default: --tp)", most=64
+        0, "--prefill-tp RANKS", "of prefill workers alone (default: --tp)", most=MAX_TP
     )
     decode_tp: int = option(
-        0, "--decode-tp RANKS", "of decode workers alone (default: --tp)", most=64
+        0, "--decode-tp RANKS", "of decode workers alone (default: --tp)", most=MAX_TP
     )
     prefill_nice: int = option(
         2,

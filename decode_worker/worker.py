@@ -21,14 +21,14 @@ from kvtransfer.receiver import HandoffReceiver
 class DecodeWorker(Node):
     """Joins reservations and the handoffs' receiver."""
 
-    def begin(self, loaded: Loaded, pool: KvPool, usable: list[Transport]) -> None:
+    def begin(self, loaded: Loaded, pools: list[KvPool], usable: list[Transport]) -> None:
         config = self.config
         self._reservations = Reservations(
             self.engine, self.limits, self.grammars, config.lease_s, self.metrics.reserved
         )
         owner, timeout_s = self._reservations, config.transfer_timeout_s
         self._receiver = HandoffReceiver(
-            pool, self.record, usable, owner, self.find, timeout_s=timeout_s
+            pools, self.record, usable, owner, self.find, timeout_s=timeout_s
         )
         self._reservations.receiver = self._receiver
 

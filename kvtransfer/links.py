@@ -34,12 +34,12 @@ from baton.errors import (
 from baton.log_format import about
 from baton.registry.backoff import Backoff
 from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, worker_pb2
-from kvtransfer import pairing
+from kvtransfer import pairing, rank_links
 from kvtransfer.deadline import Deadline, in_background
-from kvtransfer.digest import Digest
-from kvtransfer.interface import FindWorker, Link, Transport
+from kvtransfer.interface import FindWorker, Transport
 from kvtransfer.pairing import ONE_HOST, Kind
 from kvtransfer.pool import KvPool, Slots
+from kvtransfer.rank_links import PairDigest, RankLink
 from kvtransfer.transports.cuda import reachable_gpus
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class PairLink:
     peer: str
     epoch: int
     transport: Transport
-    _link: Link
+    _link: RankLink
     _thread: ThreadPoolExecutor
     channel: grpc.aio.Channel
     stub: handoff_pb2_grpc.HandoffServiceStub
@@ -84,7 +84,11 @@ class PairLink:
         """Whether no handoff uses it and its control connection has ended."""
         return not self.users and self.channel.get_state() in _CONNECTION_LOST
 
-    async def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> float:
+    def new_digest(self) -> PairDigest:
+        """For one handoff's puts."""
+        return self._link.new_digest()
+
+    async def put(self, local: Slots, remote: Slots, digest: PairDigest, timeout_s: float) -> float:
         """`Link.put` on the link's thread, and the seconds it took.
 
         Must not be cancelled: the thread would go on.
@@ -123,7 +127,7 @@ class LinkPool:
     process frees the blocks: by then the peer has almost surely ended.
     """
 
-    pool: KvPool
+    pools: Sequence[KvPool]  # of each rank that has its own; the first's blocks are all ranks'
     record: common_pb2.WorkerRecord  # this worker's, complete before the first link is opened
     transports: Sequence[Transport]
     find_decode: FindWorker
@@ -293,16 +297,17 @@ class LinkPool:
                     target_incarnation=peer,
                     kv=self.record.kv,
                     transports=[one.kind for one in usable],
-                    reachable_gpus=reachable_gpus(self.pool.device),
+                    reachable_gpus=reachable_gpus(self.pools[0].device),
                 )
                 with rpc.translated():
                     offer = await stub.Offer(request, timeout=_CONNECT_S)
                 transport = next((one for one in usable if one.kind == offer.transport), None)
                 if transport is None:
                     raise KvMismatch(f"decode {peer} chose a transport we did not offer")
-                place = self.pool, offer.endpoint, decode.pid
+                ranks = self.pools, decode.kv_pools or 1, self.record.kv.num_kv_heads
+                place = offer.endpoint, decode.pid, _CONNECT_S
                 try:
-                    link = await run(thread, transport.connect, *place, _CONNECT_S)
+                    link = await run(thread, rank_links.connect, transport, *ranks, *place)
                     break
                 except TransferFailed as error:
                     usable.remove(transport)

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from baton.config import kv_heads_of
 from baton.errors import KvMismatch
 from baton.v1 import common_pb2
 from baton.v1.common_pb2 import WorkerRecord
@@ -105,6 +106,34 @@ def fallback(used: Kind, prefill: WorkerRecord, decode: WorkerRecord) -> tuple[K
         if offered and FASTEST_FIRST.index(kind) < FASTEST_FIRST.index(used):
             return kind, ends.forbids(kind) or obstacle(kind, prefill, decode)
     return None
+
+
+@dataclass(frozen=True)
+class RankPair:
+    """Heads, by their numbers in the model, that a rank of the sender gives one of the receiver."""
+
+    sender: int
+    receiver: int
+    heads: range
+
+
+def rank_pairs(senders: int, receivers: int, num_kv_heads: int) -> list[RankPair]:
+    """Who sends what, so that each receiver gets each of its heads once.
+
+    Of senders that all hold a head, several receivers of it ask different ones.
+    """
+    pairs = []
+    for receiver in range(receivers):
+        wanted = kv_heads_of(receiver, receivers, num_kv_heads)
+        held = [kv_heads_of(sender, senders, num_kv_heads) for sender in range(senders)]
+        at = wanted.start
+        while at < wanted.stop:
+            holders = [sender for sender in range(senders) if at in held[sender]]
+            sender = holders[receiver % len(holders)]
+            end = min(wanted.stop, held[sender].stop)
+            pairs.append(RankPair(sender, receiver, range(at, end)))
+            at = end
+    return pairs
 
 
 def apart(one: str, other: str) -> str:

@@ -1,15 +1,18 @@
 """A worker's KV blocks as bytes: which bytes stand for which tokens, and how runs are copied.
 
 The pool is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`: the first
-`n` tokens of a block are the first `n / block_size` of each (layer, K or V, head) row of it.
+`n` tokens of a block are the first `n / block_size` of each (layer, K or V, head) row of it, and a
+range of heads is one run of bytes for each (layer, K or V).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import product
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from baton.errors import InvalidRequest
@@ -50,13 +53,16 @@ class Area(Protocol):
 
 
 class KvPool:
-    """The KV tensor of one worker, seen as bytes.
+    """The KV tensor of one rank, or some of its heads, seen as bytes.
 
     `area` is the shared memory the tensor lies in, if other processes are to write into it.
-    `on_gpu`: its bytes must not be copied to the host, not even to compute a digest.
+    `on_gpu`: its bytes must not be copied to the host, not even to compute a digest. `heads`: those
+    of the tensor that are meant, all by default; `whole` says whether they are all.
     """
 
-    def __init__(self, tensor: torch.Tensor, area: Area | None = None) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, area: Area | None = None, heads: range | None = None
+    ) -> None:
         if tensor.dim() != 6 or tensor.shape[2] != 2 or not tensor.is_contiguous():
             raise ValueError(
                 "the KV pool must be a contiguous [num_blocks, num_layers, 2, num_kv_heads, "
@@ -65,16 +71,44 @@ class KvPool:
         if area is not None and tensor.data_ptr() != area.tensor.data_ptr():
             raise ValueError("the KV pool must begin where its shared memory begins")
         self.tensor, self.area, self.device = tensor, area, tensor.device
-        self.num_blocks, layers, _, heads, self.block_size, head_size = tensor.shape
+        self.num_blocks, layers, _, num_heads, self.block_size, head_size = tensor.shape
+        self.heads = range(num_heads) if heads is None else heads
+        self.whole = len(self.heads) == num_heads
         self.row_slot_bytes = head_size * tensor.element_size()
-        self.token_bytes = layers * 2 * heads * self.row_slot_bytes
+        self.token_bytes = layers * 2 * len(self.heads) * self.row_slot_bytes
         self.block_bytes = self.token_bytes * self.block_size
         self.on_gpu = self.device.type != "cpu" or (area is not None and area.on_gpu)
         if self.on_gpu and self.row_slot_bytes % 4:
             raise ValueError(f"a slot of a row must be whole words on a GPU: {self.row_slot_bytes}")
-        octets = tensor.view(torch.uint8)
-        self.blocks = octets.view(self.num_blocks, self.block_bytes)
-        self.rows = octets.view(self.num_blocks, layers * 2 * heads, -1)
+        octets = tensor.view(torch.uint8).view(self.num_blocks, layers * 2, num_heads, -1)
+        # [num_blocks, layers * 2, heads, bytes of a row]
+        self.rows = octets[:, :, self.heads.start : self.heads.stop]
+        self.blocks = self.rows.view(self.num_blocks, layers * 2, -1)
+
+    def part(self, heads: range) -> KvPool:
+        """Only these heads of the tensor."""
+        return self if heads == self.heads else KvPool(self.tensor, self.area, heads)
+
+    @property
+    def place(self) -> dict[str, int]:
+        """What `counterpart` of another process needs: its blocks, and which of how many heads."""
+        heads = {"heads": self.tensor.shape[3], "first_head": self.heads.start}
+        return {"blocks": self.num_blocks, **heads}
+
+    def bytes_at(self, place: Mapping[str, Any]) -> int:
+        """Bytes of the whole pool of that `place`. Raises ValueError where ours do not fit it."""
+        blocks, heads = int(place["blocks"]), int(place.get("heads", len(self.heads)))
+        first = int(place.get("first_head", 0))
+        if not 0 <= first <= heads - len(self.heads):
+            raise ValueError(f"{len(self.heads)} heads from {first} on are not among {heads}")
+        return blocks * heads * (self.block_bytes // len(self.heads))
+
+    def counterpart(self, octets: torch.Tensor, place: Mapping[str, Any]) -> KvPool:
+        """The other end's heads that ours correspond to, in the memory of its pool."""
+        first, shape = int(place.get("first_head", 0)), list(self.tensor.shape)
+        shape[0], shape[3] = int(place["blocks"]), int(place.get("heads", len(self.heads)))
+        tensor = octets.view(self.tensor.dtype).view(shape)
+        return KvPool(tensor, heads=range(first, first + len(self.heads)))
 
     def new_digest(self) -> Digest:
         """The checksum both ends of a transfer compute: of one kind for pools of one device."""
@@ -84,14 +118,14 @@ class KvPool:
         return self.token_bytes * slots.num_tokens
 
     def tail(self, block: int, num_tokens: int) -> torch.Tensor:
-        """The first `num_tokens` slots of a block: uint8 `[rows, bytes]`, strided."""
-        return self.rows[block, :, : num_tokens * self.row_slot_bytes]
+        """The first `num_tokens` slots of a block: uint8 `[.., heads, bytes]`, strided."""
+        return self.rows[block, :, :, : num_tokens * self.row_slot_bytes]
 
     def in_place(self, slots: Slots) -> torch.Tensor | None:
         """The slots' bytes in canonical order where they lie, if that is in one piece."""
         first, count = slots.block_ids[0], len(slots.block_ids)
-        whole = slots.num_tokens == count * self.block_size
-        if whole and slots.block_ids == tuple(range(first, first + count)):
+        full = self.whole and slots.num_tokens == count * self.block_size
+        if full and slots.block_ids == tuple(range(first, first + count)):
             return self.blocks[first : first + count].view(-1)
         return None
 
@@ -109,8 +143,10 @@ class KvPool:
     def digest(self, slots: Slots) -> Digest:
         """The digest of what the slots hold now; on a GPU, `copier.digest` computes it faster."""
         digest = self.new_digest()
+        at_once = len(slots.block_ids) if self.whole else max(1, PIECE_BYTES // self.block_bytes)
         for _, _, piece in self.pieces(slots):
-            digest.update(piece.contiguous().view(-1))
+            for blocks in piece.split(at_once):
+                digest.update(blocks.contiguous().view(-1))
         return digest
 
     def pieces(self, slots: Slots) -> Iterator[tuple[int, int, torch.Tensor]]:
@@ -164,16 +200,46 @@ def copy_slots(source: KvPool, local: Slots, target: KvPool, remote: Slots, dige
     """
     check_fit(source, local, target, remote)
     full, fill = divmod(local.num_tokens, source.block_size)
-    # As plain bytes: a copy of a tensor costs microseconds beside the few that its bytes take.
+    whole_runs = runs(local.block_ids[:full], remote.block_ids[:full])
+    (_copy_bytes if source.whole and target.whole else _copy_heads)(
+        source, target, whole_runs, digest
+    )
+    if fill:
+        tail = source.tail(local.block_ids[full], fill)
+        target.tail(remote.block_ids[full], fill).copy_(tail)
+        digest.update(tail.contiguous().view(-1))
+
+
+Runs = Iterator[tuple[int, ...]]  # (index, first block here, first block there, count)
+
+
+def _copy_bytes(source: KvPool, target: KvPool, blocks: Runs, digest: Digest) -> None:
+    """As plain bytes: a copy of a tensor costs microseconds beside the few that its bytes take."""
     read, written = (pool.blocks.view(-1).numpy().data for pool in (source, target))
     size = source.block_bytes
-    for _, here, there, count in runs(local.block_ids[:full], remote.block_ids[:full]):
+    for _, here, there, count in blocks:
         for at in range(0, count * size, PIECE_BYTES):
             end = min(at + PIECE_BYTES, count * size)
             piece = read[here * size + at : here * size + end]
             written[there * size + at : there * size + end] = piece
             digest.add(piece)
-    if fill:
-        tail = source.tail(local.block_ids[full], fill)
-        target.tail(remote.block_ids[full], fill).copy_(tail)
-        digest.update(tail.contiguous().view(-1))
+
+
+def _copy_heads(source: KvPool, target: KvPool, blocks: Runs, digest: Digest) -> None:
+    """One run of bytes for each (layer, K or V) of a block; where they are not next to each other,
+    they are digested in a copy that stays in the core's cache."""
+    read, written = source.blocks.numpy(), target.blocks.numpy()
+    sides, run_bytes = read.shape[1:]
+    at_once = max(1, PIECE_BYTES // (sides * run_bytes))  # blocks
+    sides_at_once = min(sides, max(1, PIECE_BYTES // run_bytes)) if at_once == 1 else sides
+    scratch = np.empty((at_once, sides_at_once, run_bytes), np.uint8)
+    for _, here, there, count in blocks:
+        for at, side in product(range(0, count, at_once), range(0, sides, sides_at_once)):
+            end, last = min(at + at_once, count), side + sides_at_once
+            piece = read[here + at : here + end, side:last]
+            if not piece.flags.c_contiguous:
+                held = scratch[: piece.shape[0], : piece.shape[1]]
+                np.copyto(held, piece)
+                piece = held
+            written[there + at : there + end, side:last] = piece
+            digest.add(piece.reshape(-1).data)

@@ -29,11 +29,11 @@ from baton.log_format import about
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from baton.v1.handoff_pb2_grpc import HandoffServiceServicer
-from kvtransfer import copier, pairing
+from kvtransfer import pairing, rank_links
 from kvtransfer.deadline import in_background, uninterrupted
-from kvtransfer.digest import Digest
-from kvtransfer.interface import FindWorker, Listener, Transport
+from kvtransfer.interface import FindWorker, Transport
 from kvtransfer.pool import KvPool, Slots
+from kvtransfer.rank_links import PairDigest, RankListener
 from kvtransfer.transports.cuda import gpu_uuid, nccl_version
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class _Incoming:
     block_size: int
     reserved: ReservedBlocks
     next_token: int
-    digest: Digest
+    digest: PairDigest
     granted: bool = False  # a one-sided sender may write
     receives: set[asyncio.Task[Any]] = field(default_factory=set)
     failure: BatonError | None = None
@@ -124,7 +124,7 @@ class _Incoming:
         self.next_token = end
         return self._between(first_token, end)
 
-    def verify(self, request: pb.CommitRequest, arrived: Digest) -> None:
+    def verify(self, request: pb.CommitRequest, arrived: PairDigest) -> None:
         """Raises KvCorrupted unless exactly what was reserved and sent is here; InvalidRequest when
         it is the KV of other tokens."""
         reserved, name = self.reserved, f"handoff {self.handoff_id}"
@@ -152,7 +152,7 @@ class Peer:
     incarnation: str
     epoch: int
     transport: Transport
-    listener: Listener
+    listener: RankListener
     thread: ThreadPoolExecutor
     accepted: asyncio.Future[None]
 
@@ -164,15 +164,16 @@ class Peer:
 
 @dataclass(eq=False)
 class HandoffReceiver(HandoffServiceServicer):
-    """Serves HandoffService for one pool. All methods run on the event loop.
+    """Serves HandoffService for one worker. All methods run on the event loop.
 
-    It keeps one link for each prefill process, at most `_MAX_LINKS`, and watches the processes of
-    its host: one that has ended writes no more, and nothing less proves that. `record` is this
-    worker's, complete before the first Offer; `transports` are usable ones; `timeout_s` bounds each
-    receive and each connection.
+    `pools` are those of its ranks, each with some heads of the same blocks. It keeps one link for
+    each prefill process, at most `_MAX_LINKS`, and watches the processes of its host: one that has
+    ended writes no more, and nothing less proves that. `record` is this worker's, complete before
+    the first Offer; `transports` are usable ones; `timeout_s` bounds each receive and each
+    connection.
     """
 
-    pool: KvPool
+    pools: Sequence[KvPool]
     record: common_pb2.WorkerRecord
     transports: Sequence[Transport]
     owner: BlockOwner
@@ -201,7 +202,7 @@ class HandoffReceiver(HandoffServiceServicer):
         sender = await self.find_prefill(theirs)
         ends = pairing.Ends(
             apart=pairing.apart(sender.host_id, self.record.host_id),
-            gpu=gpu_uuid(self.pool.device),
+            gpu=gpu_uuid(self.pools[0].device),
             reachable=tuple(request.reachable_gpus),
             nccl=nccl_version(),
         )
@@ -211,7 +212,7 @@ class HandoffReceiver(HandoffServiceServicer):
         if not 0 <= pid <= _MAX_PID:
             raise InvalidRequest(f"pid must be from 1 to {_MAX_PID}, not {pid}", "pid")
         self._make_room(transport)
-        peer = await self._listen(theirs, transport)
+        peer = await self._listen(theirs, transport, sender.kv_pools or 1)
         self._drop(theirs)
         self._peers[theirs] = peer
         if pid and theirs not in self._watches:
@@ -231,7 +232,7 @@ class HandoffReceiver(HandoffServiceServicer):
         peer = self._peer(request)
         record = self._record(request)
         slots = record.announce(request.first_token, request.num_tokens)
-        slots.check(self.pool.block_size, self.pool.num_blocks)
+        slots.check(self.pools[0].block_size, self.pools[0].num_blocks)
         if peer.transport.one_sided:
             record.granted = True
         else:
@@ -321,12 +322,12 @@ class HandoffReceiver(HandoffServiceServicer):
             raise
         await self.owner.committed(record.handoff_id, record.token, request.first_token_id)
 
-    async def _arrived(self, peer: Peer, record: _Incoming) -> Digest:
+    async def _arrived(self, peer: Peer, record: _Incoming) -> PairDigest:
         """The digest of what arrived; for one-sided writes it is computed from the blocks."""
         if not peer.transport.one_sided:
             return record.digest
         run = asyncio.get_running_loop().run_in_executor
-        return await run(peer.thread, copier.digest, self.pool, record.slots)
+        return await run(peer.thread, peer.listener.digest, record.slots)
 
     async def _post(self, peer: Peer, record: _Incoming, slots: Slots) -> None:
         """Starts the receive and returns when it is posted. Raises TransferFailed."""
@@ -379,8 +380,9 @@ class HandoffReceiver(HandoffServiceServicer):
         record = self._incoming.get(handoff_id)
         if record is None:
             reserved = self.owner.find(handoff_id, token)
-            sender = request.incarnation, request.epoch, self.pool.block_size
-            digest, cached = self.pool.new_digest(), reserved.cached_tokens
+            sender = request.incarnation, request.epoch, self.pools[0].block_size
+            digest = self._peer(request).listener.new_digest()
+            cached = reserved.cached_tokens
             record = _Incoming(handoff_id, token, *sender, reserved, cached, digest)
             self._incoming[handoff_id] = record
         record.check_sender(token, request.incarnation)
@@ -402,12 +404,13 @@ class HandoffReceiver(HandoffServiceServicer):
 
     # The links.
 
-    async def _listen(self, incarnation: str, transport: Transport) -> Peer:
+    async def _listen(self, incarnation: str, transport: Transport, senders: int) -> Peer:
         run = asyncio.get_running_loop().run_in_executor
         epoch = next(self._epochs)
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-receive-{incarnation}")
         try:
-            listener = await run(thread, transport.listen, self.pool)
+            ranks = self.pools, senders, self.record.kv.num_kv_heads
+            listener = await run(thread, rank_links.listen, transport, *ranks)
         except BaseException as error:
             thread.shutdown(wait=False)
             if isinstance(error, (OSError, RuntimeError)):

@@ -93,7 +93,7 @@ class Handoff:
         self._queued = asyncio.Event()
         self._link: PairLink | None = None  # set once decode may have received a message of ours
         self._put: asyncio.Future[float] | None = None  # the last one of this attempt
-        self._stats: TransferStats  # of this attempt, as is `_digest`
+        self._stats: TransferStats  # of this attempt, as are `_digest` and `_sent`, in tokens
         self._resends = 0
         self._start_ns = 0
         self._task: asyncio.Task[TransferStats]
@@ -126,7 +126,7 @@ class Handoff:
         All but the last end at a block's end. Raises InvalidRequest, and once the transfer has
         failed, why.
         """
-        local.check(self.links.pool.block_size, self.links.pool.num_blocks)
+        local.check(self.links.pools[0].block_size, self.links.pools[0].num_blocks)
         if self._task.done():
             if self._task.cancelled():
                 raise Cancelled("the handoff was aborted")
@@ -191,7 +191,7 @@ class Handoff:
 
     async def _attempt(self, link: PairLink) -> None:
         """Sends everything up to Commit, and returns when that was answered."""
-        self._digest, self._put = self.links.pool.new_digest(), None
+        self._digest, self._put, self._sent = link.new_digest(), None, 0
         self._stats = stats = TransferStats(link.transport.name, link.transport.kind)
         cached, sent = self.target.cached_tokens, 0
         granted: tuple[int, ...] = ()
@@ -235,12 +235,11 @@ class Handoff:
     async def _put_chunk(
         self, link: PairLink, slots: Slots, granted: tuple[int, ...], start: float
     ) -> None:
-        sent = self._digest.num_bytes // self.links.pool.token_bytes
         if link.transport.one_sided:
-            first = sent // self.links.pool.block_size
+            first = self._sent // self.links.pools[0].block_size
             ids = granted[first : first + len(slots.block_ids)]
         else:
-            ids = await self._ready(link, self.target.cached_tokens + sent, slots.num_tokens)
+            ids = await self._ready(link, self.target.cached_tokens + self._sent, slots.num_tokens)
         self._stats.wait_s += time.perf_counter() - start
         self._start_ns = self._start_ns or time.time_ns()
         remote = Slots(ids, slots.num_tokens)
@@ -254,6 +253,7 @@ class Handoff:
                 raise TransferFailed(f"a put to decode {link.peer} does not end")
             self._stats.wire_s += put.result()
         self._stats.chunks += 1
+        self._sent += slots.num_tokens
 
     async def _prepare_resend(self, link: PairLink, failure: TransferFailed) -> PairLink:
         """When it returns all can be sent again, over that link. Raises `failure` when not.
@@ -302,8 +302,9 @@ class Handoff:
             "baton.handoff_id": self.handoff_id,
             "baton.resends": stats.resends,
             "bytes": stats.num_bytes,
-            "tokens": stats.num_bytes // self.links.pool.token_bytes,
+            "tokens": self._sent,
             "transport": stats.transport,
+            "rank_pairs": len(self._digest.parts),
             "wait_ms": stats.wait_s * 1e3,
             "wire_ms": stats.wire_s * 1e3,
             "hidden_ms": stats.hidden_s * 1e3,

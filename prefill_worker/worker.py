@@ -54,8 +54,8 @@ class Prompt:
 class PrefillWorker(Node):
     """Runs prompts for routers and hands their KV over."""
 
-    def begin(self, loaded: Loaded, pool: KvPool, usable: list[Transport]) -> None:
-        self._links = LinkPool(pool, self.record, usable, self.find)
+    def begin(self, loaded: Loaded, pools: list[KvPool], usable: list[Transport]) -> None:
+        self._links = LinkPool(pools, self.record, usable, self.find)
         self.metrics.observe_links(self._links.status)
         self._prompts: dict[str, Prompt] = {}
         self._tasks: dict[tuple[RouterConnection, str], asyncio.Task[None]] = {}

@@ -178,7 +178,11 @@ def render(report: dict[str, Any]) -> str:
     if report["workers"]:
         lines += ["", *table(_WORKER_COLUMNS, [_shown(worker) for worker in report["workers"]])]
     if report["pairs"]:
-        lines += ["", *table(_PAIR_COLUMNS, [_explained(pair) for pair in report["pairs"]])]
+        ranks = (
+            {"ranks": "KV heads by rank"} if any(one["ranks"] for one in report["pairs"]) else {}
+        )
+        columns = {**_PAIR_COLUMNS, **ranks}
+        lines += ["", *table(columns, [_explained(pair) for pair in report["pairs"]])]
     if report["cluster"]:
         lines += ["", "cluster", *_findings(report["cluster"])]
     every = (*report["machine"], *report["model"], *report["cluster"])
@@ -211,4 +215,14 @@ def _explained(pair: dict[str, Any]) -> dict[str, str]:
     reasons = [f"{name}: {reason}" for name, reason in pair["not_possible"].items()]
     why = "; ".join(reasons or ([] if pair["transport"] else pair["problems"]))
     over = f" over {pair['link']}" if pair["link"] else ""
-    return {**pair, "transport": f"{pair['transport'] or 'NONE'}{over}", "why": why or "-"}
+    heads = [
+        f"{one['prefill']} → {one['decode']}: "
+        + "-".join(map(str, sorted({one["heads"][0], one["heads"][1] - 1})))
+        for one in pair["ranks"]
+    ]
+    return {
+        **pair,
+        "transport": f"{pair['transport'] or 'NONE'}{over}",
+        "why": why or "-",
+        "ranks": ", ".join(heads) or "-",
+    }

@@ -20,7 +20,7 @@ from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import GpuBackend
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.blocks import BlockPool
-from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool, plan_layout
+from baton.engine.kv_cache import Allocate, KvLayout, plan_layout
 from baton.engine.loop import Engine, StepReport
 from baton.engine.models.config import ModelConfig
 from baton.engine.overlap import OverlappedEngine
@@ -123,15 +123,15 @@ def load(
             "the KV cache is too small for any request: raise --kv-blocks or --kv-cache"
         )
     try:
-        pool, area = allocate_pool(layout, allocate or backend.allocate, backend.device)
+        pools = backend.pools(model, layout, allocate)
     except torch.OutOfMemoryError as error:  # another process was quicker
         raise memory.taken(layout, settings) from error
-    backend.attach(model, area, layout)
     log.info(
         "%d KV blocks of %d tokens (%.0f MiB, %s), contexts of up to %d tokens",
         layout.num_blocks, layout.block_size, layout.num_bytes / 2**20, layout.dtype, max_context,
     )  # fmt: skip
-    runner = backend.runner(model, pool, sampler, max_context)
+    runner = backend.runner(model, pools[0], sampler, max_context)
+    runner.pools = pools
     identity = fingerprint(path, random_seed(settings, backend.device), settings.lora)
     descriptor = layout.descriptor(identity, dtype, settings.quantization)
     prepare = partial(backend.prepare, runner)

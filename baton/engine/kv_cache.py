@@ -112,9 +112,9 @@ def plan_layout(
 
 def allocate_pool(
     layout: KvLayout, allocate: Allocate | None, device: torch.device
-) -> tuple[torch.Tensor, Memory | None]:
-    """The zeroed pool, and the memory that `allocate` gave for it, if any."""
+) -> torch.Tensor:
+    """The zeroed pool, in what `allocate` gives for it, if anything."""
     memory = allocate(layout.num_bytes) if allocate else None
     if memory is None:
-        return torch.zeros(layout.shape, dtype=layout.dtype, device=device), None
-    return memory.tensor.view(layout.dtype).view(layout.shape), memory
+        return torch.zeros(layout.shape, dtype=layout.dtype, device=device)
+    return memory.tensor.view(layout.dtype).view(layout.shape)

@@ -17,6 +17,7 @@ import torch
 
 from baton.engine.backends.cpu import CpuBackend, pin_thread
 from baton.engine.batch import StepBatch
+from baton.engine.collectives import GlooCollectives
 from baton.engine.ranks import BATCH, RankWork
 from baton.engine.runner import RunnerFailed
 from baton.errors import BatonError
@@ -45,16 +46,18 @@ def serve(connection: Connection, work: RankWork) -> None:
     settings = work.settings
     pin_thread(settings.cpus, settings.nice)
     torch.set_num_threads(settings.threads)
-    exchange = _mapped(work.exchange)
+    shared = _mapped(work.exchange_fd) if settings.tp_backend == "shm" else None
+    exchange = work.exchange(shared)
     backend = CpuBackend(settings)
     try:
-        model = backend.shard_model(
-            work.path, work.config, work.dtype, work.shard, exchange.data_ptr()
-        )
+        model = backend.shard_model(work.path, work.config, work.dtype, work.shard, exchange)
+        connection.send(work.identity)
     except (BatonError, OSError) as error:
         connection.send(str(error))
         return
-    connection.send("ready")
+    connection.recv()  # all have loaded
+    if isinstance(exchange, GlooCollectives):
+        exchange.join()
     shape, dtype = connection.recv()
     pool = _mapped(recv_handle(connection)).view(dtype).view(shape)
     connection.send("attached")

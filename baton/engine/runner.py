@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,6 +21,16 @@ class SampledTokens(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
 
 
+class Ranks(Protocol):
+    """Processes that compute each step together.
+
+    collective_s: what the first one's sums and gathers took so far; may be read by any thread.
+    """
+
+    @property
+    def collective_s(self) -> float: ...
+
+
 class RunnerFailed(InternalError):
     """No further step can run here."""
 
@@ -30,14 +40,17 @@ class StepRunner:
 
     decode_rows: rows of decode steps so far, where more are computed than plans ask for: "wanted",
     "padding", or "wasted" (the sequence was gone) · expert_tokens: of its model, if it has one;
-    both may be read by any thread.
+    both may be read by any thread · pools: of all ranks, this one's first · ranks: where there are
+    several.
     """
 
     expert_tokens: torch.Tensor | None = None
     launches_ahead = False  # whether it is a runner for `OverlappedEngine`
+    ranks: Ranks | None = None
 
     def __init__(self, pool: torch.Tensor, sampler: Sampler) -> None:
         self.pool = pool
+        self.pools: tuple[torch.Tensor, ...] = (pool,)
         self.sampler = sampler
         self.decode_rows: dict[str, int] = {}
 
@@ -55,9 +68,10 @@ class StepRunner:
         """
         if blocks:
             # As bytes: not every operation knows every type of element.
-            content, which = self.pool.view(torch.uint8), torch.tensor(blocks)
+            which = torch.tensor(blocks)
             with torch.inference_mode():
-                content.index_fill_(0, which.to(content.device), 0)
+                for content in (pool.view(torch.uint8) for pool in self.pools):
+                    content.index_fill_(0, which.to(content.device), 0)
 
     def close(self) -> None:
         """Ends what computes for it elsewhere; no step runs any more."""

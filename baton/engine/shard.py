@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from baton.config import EngineConfig
+from baton.config import EngineConfig, kv_heads_of
 from baton.engine.models.config import ModelConfig
 from baton.engine.weights.weight import Weight
 from baton.errors import ConfigError
@@ -61,11 +61,7 @@ class Shard:
 
     def kv_heads(self, config: ModelConfig) -> range:
         """The KV heads that this rank's queries read."""
-        count = config.num_kv_heads
-        if self.count <= count:
-            return self._part(count)
-        first = self.rank * count // self.count
-        return range(first, first + 1)
+        return kv_heads_of(self.rank, self.count, config.num_kv_heads)
 
     def tokens(self, config: ModelConfig) -> range:
         """The part of the vocabulary whose embeddings and scores are here."""

@@ -61,7 +61,8 @@ def check_cluster(status: GetStatusResponse) -> tuple[list[dict[str, Any]], list
     A pair's `transport` is what the two would agree on now, None where their handoffs fail; `link`
     connects their GPUs by the driver ("NV18", "SYS"); `in_use` is the transport of their open link,
     `gb_per_s` how fast it has moved KV so far, and `sent_bytes` how much; `not_possible` says why
-    each faster one cannot be used.
+    each faster one cannot be used; `ranks` says which rank sends which which KV heads, where one of
+    the two has a KV pool for each of its ranks.
     """
     found = list(_check_workers(status))
     links = {(pair.prefill, pair.decode): pair for pair in status.pairs}
@@ -205,9 +206,19 @@ def _check_pair(
         "gb_per_s": gb_per_s(link),
         "sent_bytes": link.sent_bytes,
         "not_possible": {name_of(kind): pairing.obstacle(kind, prefill, decode) for kind in faster},
+        "ranks": _ranks(prefill, decode),
         "problems": [text for text, _ in problems],
     }
     return pair, problems
+
+
+def _ranks(prefill: WorkerRecord, decode: WorkerRecord) -> list[dict[str, Any]]:
+    counts = prefill.kv_pools or 1, decode.kv_pools or 1
+    pairs = pairing.rank_pairs(*counts, prefill.kv.num_kv_heads) if max(counts) > 1 else []
+    return [
+        {"prefill": one.sender, "decode": one.receiver, "heads": [one.heads.start, one.heads.stop]}
+        for one in pairs
+    ]
 
 
 def _problems(

@@ -170,6 +170,9 @@ TABLE: tuple[Instrument, ...] = (
     Instrument("baton.engine.expert.imbalance", GAUGE, "1", WORKERS,
         "Tokens of the busiest expert over the mean of its layer, in the layer where that is most, "
         "over the 10 s or more before a scrape; 1 is even. Only of mixtures of experts."),
+    Instrument("baton.engine.collective.time", COUNTER, "s", WORKERS,
+        "What sums and gathers over tensor-parallel ranks took on the first rank, with waiting for "
+        "the others. Only of workers with ranks."),
     Instrument("baton.engine.preemptions", COUNTER, "{preemption}", WORKERS,
         "Sequences that lost their blocks to others and started over."),
     Instrument("baton.kv.blocks", GAUGE, "{block}", WORKERS,

@@ -224,7 +224,7 @@ class Hardware(_message.Message):
     def __init__(self, gpu: _Optional[_Union[Gpu, _Mapping]] = ..., visible_gpus: _Optional[_Iterable[str]] = ..., peer_gpus: _Optional[_Iterable[str]] = ..., gpu_links: _Optional[_Iterable[str]] = ..., rdma_devices: _Optional[_Iterable[str]] = ..., torch_version: _Optional[str] = ..., cuda_version: _Optional[str] = ..., nccl_version: _Optional[str] = ..., driver_version: _Optional[str] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("incarnation", "role", "address", "host_id", "pid", "state", "model", "text_fingerprint", "kv", "transports", "blocks_total", "max_context", "max_batch", "hardware", "router_address")
+    __slots__ = ("incarnation", "role", "address", "host_id", "pid", "state", "model", "text_fingerprint", "kv", "transports", "blocks_total", "max_context", "max_batch", "hardware", "router_address", "kv_pools")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -240,6 +240,7 @@ class WorkerRecord(_message.Message):
     MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
     HARDWARE_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KV_POOLS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     role: WorkerRole
     address: str
@@ -255,7 +256,8 @@ class WorkerRecord(_message.Message):
     max_batch: int
     hardware: Hardware
     router_address: str
-    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., host_id: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., text_fingerprint: _Optional[str] = ..., kv: _Optional[_Union[KvDescriptor, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., blocks_total: _Optional[int] = ..., max_context: _Optional[int] = ..., max_batch: _Optional[int] = ..., hardware: _Optional[_Union[Hardware, _Mapping]] = ..., router_address: _Optional[str] = ...) -> None: ...
+    kv_pools: int
+    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., host_id: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., text_fingerprint: _Optional[str] = ..., kv: _Optional[_Union[KvDescriptor, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., blocks_total: _Optional[int] = ..., max_context: _Optional[int] = ..., max_batch: _Optional[int] = ..., hardware: _Optional[_Union[Hardware, _Mapping]] = ..., router_address: _Optional[str] = ..., kv_pools: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens")

@@ -175,6 +175,8 @@ class WorkerMetrics:
 
         if (tokens := runner.expert_tokens) is not None:
             observe("baton.engine.expert.imbalance", ExpertImbalance(tokens).read)
+        if (ranks := runner.ranks) is not None:
+            observe("baton.engine.collective.time", lambda: ranks.collective_s)
 
     def observe_links(self, pairs: Callable[[], Iterable[worker_pb2.PairStatus]]) -> None:
         """Reads how fast each open link has been at every scrape from now on."""

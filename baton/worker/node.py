@@ -87,7 +87,7 @@ class Node(WorkerServiceServicer, ABC):
         self._port = RouterPort(self)
 
     @abstractmethod
-    def begin(self, loaded: Loaded, pool: KvPool, usable: list[Transport]) -> None:
+    def begin(self, loaded: Loaded, pools: list[KvPool], usable: list[Transport]) -> None:
         """The model is loaded, and the engine is there; `usable` are the transports."""
 
     @abstractmethod
@@ -118,7 +118,7 @@ class Node(WorkerServiceServicer, ABC):
     async def close(self) -> None:
         """Gives up what still runs and frees everything."""
 
-    async def run(self, load: Callable[[], tuple[Loaded, KvPool]]) -> None:
+    async def run(self, load: Callable[[], tuple[Loaded, list[KvPool]]]) -> None:
         """From binding to leaving; returns when it has drained.
 
         Raises ConfigError when it cannot begin, Unavailable when the registry does not answer, and
@@ -137,7 +137,7 @@ class Node(WorkerServiceServicer, ABC):
             self._registry.register(self.record) as registration,
             self._registry.watch() as self._members,
         ):
-            loaded, pool = await asyncio.to_thread(load)
+            loaded, pools = await asyncio.to_thread(load)
             if self._stop.is_set():
                 log.info("stopped while loading")
                 return
@@ -148,8 +148,8 @@ class Node(WorkerServiceServicer, ABC):
             eos_token_ids = loaded.model_config.eos_token_ids
             self.grammars = GrammarCompiler(loaded.path, self.limits.vocab_size, eos_token_ids)
             kv = self.config.transport, self.config.kv_host
-            usable = transports.usable(pool, host, *kv)
-            self.begin(loaded, pool, usable)
+            usable = transports.usable(pools[0], host, *kv)
+            self.begin(loaded, pools, usable)
             self.engine.start()
             async with contextlib.AsyncExitStack() as ending:  # whatever happens, in reverse
                 ending.push_async_callback(asyncio.to_thread, self.engine.stop)
@@ -209,6 +209,7 @@ class Node(WorkerServiceServicer, ABC):
         record.hardware.CopyFrom(await asyncio.to_thread(hardware.describe, device))
         record.text_fingerprint = text_fingerprint(loaded.path)
         record.kv.CopyFrom(loaded.descriptor)
+        record.kv_pools = len(loaded.runner.pools)
         record.transports.extend(transport.kind for transport in usable)
         record.blocks_total = loaded.layout.num_blocks
         record.max_context = loaded.max_context
@@ -324,27 +325,28 @@ async def _run(config: WorkerConfig, role: type[Node]) -> int:
     return 0
 
 
-def _load(config: WorkerConfig) -> tuple[Loaded, KvPool]:
+def _load(config: WorkerConfig) -> tuple[Loaded, list[KvPool]]:
     """Everything slow, on a thread: the event loop keeps the worker's lease meanwhile."""
     settings = config.engine
     if config.role == "prefill":
         # Its steps are chunks: what only decode steps use would take memory and be idle.
         settings = replace(settings, graphs=False, overlap=False)
-    device, area = build.device_of(settings), None
+    device, areas = build.device_of(settings), list[SharedMemoryArea | CudaArea | None]()
 
     def allocate(num_bytes: int) -> SharedMemoryArea | CudaArea | None:
-        nonlocal area
-        area = shareable_memory(device, num_bytes, config.transport)
-        return area
+        areas.append(shareable_memory(device, num_bytes, config.transport))
+        return areas[-1]
 
     with cpu.pinned_to(settings.cpus):
         loaded = build.load(settings, allocate)
-        if isinstance(area, SharedMemoryArea) and not settings.simulate:
-            area.touch()  # KV of simulated models is small; leave the memory free
-        pool = KvPool(loaded.runner.pool, area)
-        copier.prepare(pool)
+        for area in areas:
+            if isinstance(area, SharedMemoryArea) and not settings.simulate:
+                area.touch()  # KV of simulated models is small; leave the memory free
+        pools = [KvPool(one, area) for one, area in zip(loaded.runner.pools, areas, strict=True)]
+        for pool in pools:
+            copier.prepare(pool)
         build.warm_up(loaded)
-    return loaded, pool
+    return loaded, pools
 
 
 def shareable_memory(

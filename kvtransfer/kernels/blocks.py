@@ -49,20 +49,32 @@ def _move_tile(source, target, inside, places, total, WRITES: tl.constexpr):
     return total + tl.where(inside, _mixed(words, places), 0)
 
 
+@triton.jit
+def _place(words, RUN_WORDS: tl.constexpr, SIDE_WORDS: tl.constexpr):
+    """Where words of a block in canonical order lie in a pool: see `move_blocks`."""
+    places = words
+    if SIDE_WORDS != RUN_WORDS:
+        places = words + (words // RUN_WORDS) * (SIDE_WORDS - RUN_WORDS)
+    return places
+
+
 @triton.jit(do_not_specialize=["first_word", "num_blocks", "tail_tokens"])
 def move_blocks(
     source, target, source_ids, target_ids, sums, first_word, num_blocks, tail_tokens,
-    ROWS: tl.constexpr, ROW_WORDS: tl.constexpr, SLOT_WORDS: tl.constexpr,
-    FROM_POOL: tl.constexpr, TO_POOL: tl.constexpr, WRITES: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, ROW_WORDS: tl.constexpr, SLOT_WORDS: tl.constexpr, RUN_WORDS: tl.constexpr,
+    FROM_SIDE: tl.constexpr, TO_SIDE: tl.constexpr, WRITES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Moves `num_blocks` blocks, of the last one only `tail_tokens` slots unless that is 0.
 
-    source, target: int32 words, of a pool `[blocks, ROWS, ROW_WORDS]` or, without FROM_POOL or
-    TO_POOL, of staging memory in canonical order · source_ids, target_ids: int32 `[num_blocks]`,
-    read for pools only · sums: int64 `[1]`, added to · first_word: place of the first word ·
-    WRITES: without it only the sum is taken, and `target` is not used.
+    source, target: int32 words from the first that is meant on, of a pool
+    `[blocks, ROWS * ROW_WORDS / RUN_WORDS, FROM_SIDE or TO_SIDE]`, of which the first RUN_WORDS of
+    each last axis are meant, or, where that is 0, of staging memory in canonical order ·
+    source_ids, target_ids: int32 `[num_blocks]`, read for pools only · sums: int64 `[1]`, added to
+    · first_word: place of the first word · WRITES: without it only the sum is taken, and `target`
+    is not used.
     """
     BLOCK_WORDS: tl.constexpr = ROWS * ROW_WORDS
+    SIDES: tl.constexpr = BLOCK_WORDS // RUN_WORDS
     TILES: tl.constexpr = (BLOCK_WORDS + TILE - 1) // TILE
     total = tl.zeros([TILE], dtype=tl.uint64)
     for item in range(tl.program_id(0), num_blocks * TILES, tl.num_programs(0)):
@@ -70,21 +82,22 @@ def move_blocks(
         word = (item % TILES) * TILE + tl.arange(0, TILE)
         staged = index.to(tl.int64) * BLOCK_WORDS
         read, write = staged, staged
-        if FROM_POOL:
-            read = tl.load(source_ids + index).to(tl.int64) * BLOCK_WORDS
-        if TO_POOL:
-            write = tl.load(target_ids + index).to(tl.int64) * BLOCK_WORDS
+        if FROM_SIDE:
+            read = tl.load(source_ids + index).to(tl.int64) * (SIDES * FROM_SIDE)
+        if TO_SIDE:
+            write = tl.load(target_ids + index).to(tl.int64) * (SIDES * TO_SIDE)
         places = first_word + staged + word
         if (tail_tokens > 0) & (index == num_blocks - 1):
             # The filled slots of a row come first in it; rows without them follow in the pool.
             width = tail_tokens * SLOT_WORDS
             strewn = (word // width) * ROW_WORDS + word % width
             inside = word < ROWS * width
-            from_ = source + read + (strewn if FROM_POOL else word)
-            to = target + write + (strewn if TO_POOL else word)
+            from_ = source + read + (_place(strewn, RUN_WORDS, FROM_SIDE) if FROM_SIDE else word)
+            to = target + write + (_place(strewn, RUN_WORDS, TO_SIDE) if TO_SIDE else word)
             total = _move_tile(from_, to, inside, places, total, WRITES)
         else:
-            from_, to = source + read + word, target + write + word
+            from_ = source + read + (_place(word, RUN_WORDS, FROM_SIDE) if FROM_SIDE else word)
+            to = target + write + (_place(word, RUN_WORDS, TO_SIDE) if TO_SIDE else word)
             total = _move_tile(from_, to, word < BLOCK_WORDS, places, total, WRITES)
     tl.atomic_add(sums, tl.sum(total, axis=0).to(tl.int64, bitcast=True))
 
@@ -92,13 +105,13 @@ def move_blocks(
 def gather(pool: KvPool, slots: Slots, out: Tensor, sums: Tensor, first_word: int) -> Tensor:
     """As `reference.gather`."""
     data = out[: pool.nbytes(slots)]
-    _launch(pool, slots, pool.blocks, data, sums, first_word, (slots, None), LOCAL_PROGRAMS)
+    _launch(pool, slots, pool, data, sums, first_word, (slots, None), LOCAL_PROGRAMS)
     return data
 
 
 def scatter(data: Tensor, pool: KvPool, slots: Slots, sums: Tensor, first_word: int) -> None:
     """As `reference.scatter`."""
-    _launch(pool, slots, data, pool.blocks, sums, first_word, (None, slots), LOCAL_PROGRAMS)
+    _launch(pool, slots, data, pool, sums, first_word, (None, slots), LOCAL_PROGRAMS)
 
 
 def copy(
@@ -106,32 +119,42 @@ def copy(
 ) -> None:
     """As `reference.copy`; `target` may lie on another GPU that this one can write to."""
     ids = (local, remote)
-    _launch(source, local, source.blocks, target.blocks, sums, first_word, ids, LINK_PROGRAMS)
+    _launch(source, local, source, target, sums, first_word, ids, LINK_PROGRAMS)
 
 
 def checksum(pool: KvPool, slots: Slots, sums: Tensor, first_word: int) -> None:
     """As `reference.checksum`; `pool` may lie on another GPU that this one can read."""
-    _launch(pool, slots, pool.blocks, None, sums, first_word, (slots, None), LOCAL_PROGRAMS)
+    _launch(pool, slots, pool, None, sums, first_word, (slots, None), LOCAL_PROGRAMS)
 
 
 def _launch(
-    pool: KvPool, slots: Slots, source: Tensor, target: Tensor | None, sums: Tensor,
-    first_word: int, ids: tuple[Slots | None, Slots | None], programs: int,
+    pool: KvPool, slots: Slots, source: KvPool | Tensor, target: KvPool | Tensor | None,
+    sums: Tensor, first_word: int, ids: tuple[Slots | None, Slots | None], programs: int,
 ) -> None:  # fmt: skip
     """`ids`: which blocks of a pool are read and written; None where staging memory is."""
     num_blocks = len(slots.block_ids)
     read, written = (_on_device(one, sums.device) for one in ids)  # `pool` may be a neighbour's
-    rows, row_bytes = pool.rows.shape[1:]
+    sides, heads, row_bytes = pool.rows.shape[1:]
+    source_words, from_side = _words(source)
+    target_words, to_side = (source_words, 0) if target is None else _words(target)
     tile = min(TILE, triton.next_power_of_2(pool.block_bytes // 4))
-    words = source.view(-1).view(torch.int32)
     move_blocks[(min(programs, num_blocks * -(-pool.block_bytes // (4 * tile))),)](
-        words, words if target is None else target.view(-1).view(torch.int32),
+        source_words, target_words,
         sums if read is None else read, sums if written is None else written,
         sums, first_word, num_blocks, slots.num_tokens % pool.block_size,
-        ROWS=rows, ROW_WORDS=row_bytes // 4, SLOT_WORDS=pool.row_slot_bytes // 4,
-        FROM_POOL=read is not None, TO_POOL=written is not None, WRITES=target is not None,
-        TILE=tile, num_warps=WARPS,
+        ROWS=sides * heads, ROW_WORDS=row_bytes // 4, SLOT_WORDS=pool.row_slot_bytes // 4,
+        RUN_WORDS=heads * row_bytes // 4, FROM_SIDE=from_side, TO_SIDE=to_side,
+        WRITES=target is not None, TILE=tile, num_warps=WARPS,
     )  # fmt: skip
+
+
+def _words(memory: KvPool | Tensor) -> tuple[Tensor, int]:
+    """Its words from the first that is meant on, and for a pool those of all heads of a side."""
+    if isinstance(memory, Tensor):
+        return memory.view(torch.int32), 0
+    row_words = memory.block_size * memory.row_slot_bytes // 4
+    words = memory.tensor.view(-1).view(torch.uint8).view(torch.int32)
+    return words[memory.heads.start * row_words :], memory.tensor.shape[3] * row_words
 
 
 def _on_device(slots: Slots | None, device: torch.device) -> Tensor | None:

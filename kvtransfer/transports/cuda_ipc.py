@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections import deque
+from typing import Any
 
 import torch
 
@@ -47,7 +48,7 @@ class CudaIpcTransport(Transport):
             "nonce": area.nonce.hex(),
             "bytes": area.nbytes,
             "whole_bytes": area.whole_bytes,
-            "blocks": pool.num_blocks,
+            **pool.place,
             "gpu": gpu_uuid(pool.device),
         }
         return Listener(json.dumps(place).encode())
@@ -70,12 +71,16 @@ class CudaIpcTransport(Transport):
 
 class _CudaIpcLink(Link):
     def __init__(
-        self, driver: CudaDriver, pool: KvPool, place: dict[str, object], receiver: ReceiverProcess
+        self, driver: CudaDriver, pool: KvPool, place: dict[str, Any], receiver: ReceiverProcess
     ) -> None:
         self._driver, self._pool, self._receiver = driver, pool, receiver
-        used, whole, blocks = (int(str(place[key])) for key in ("bytes", "whole_bytes", "blocks"))
-        if blocks * pool.block_bytes > used or used + NONCE_BYTES > whole:
-            raise ValueError(f"{blocks} blocks do not lie in {used} of {whole} bytes")
+        used, whole, num_bytes = (
+            int(place["bytes"]),
+            int(place["whole_bytes"]),
+            pool.bytes_at(place),
+        )
+        if num_bytes > used or used + NONCE_BYTES > whole:
+            raise ValueError(f"{place['blocks']} blocks do not lie in {used} of {whole} bytes")
         handle = base64.b64decode(str(place["handle"]), validate=True)
         self._address = driver.open(pool.device, handle)
         try:
@@ -83,9 +88,8 @@ class _CudaIpcLink(Link):
             nonce = driver.read(pool.device, self._address + used, NONCE_BYTES)
             if nonce.hex() != place["nonce"]:
                 raise ValueError("other memory lies there")
-            shape = (blocks, *pool.tensor.shape[1:])
-            octets = driver.view(self._address, blocks * pool.block_bytes)
-            self._remote: KvPool | None = KvPool(octets.view(pool.tensor.dtype).view(shape))
+            octets = driver.view(self._address, num_bytes)
+            self._remote: KvPool | None = pool.counterpart(octets, place)
             self._copier = GpuCopier(pool)
             self._copier.check_access(self._remote)  # else the first put would fail
         except BaseException:

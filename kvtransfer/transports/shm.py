@@ -15,6 +15,7 @@ import mmap
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,13 +37,13 @@ class ShmTransport(Transport):
     def listen(self, pool: KvPool) -> Listener:
         area = pool.area
         assert isinstance(area, SharedMemoryArea), "the pool does not lie in shared memory"
-        place = {"fd": area.fd, "name": area.name, "blocks": pool.num_blocks}
-        return Listener(json.dumps({**place, "touched": area.touched}).encode())
+        place = {"fd": area.fd, "name": area.name, "touched": area.touched}
+        return Listener(json.dumps({**place, **pool.place}).encode())
 
     def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         try:
             place = json.loads(endpoint)
-            link = _ShmLink(pool, pid, int(place["fd"]), place["name"], place["blocks"])
+            link = _ShmLink(pool, pid, place)
             if place["touched"]:
                 threading.Thread(target=link.map_pages, name="kv-map", daemon=True).start()
             return link
@@ -51,25 +52,25 @@ class ShmTransport(Transport):
 
 
 class _ShmLink(Link):
-    def __init__(self, pool: KvPool, pid: int, fd: int, name: str, num_blocks: int) -> None:
-        path = Path(f"/proc/{pid}/fd/{fd}")
+    def __init__(self, pool: KvPool, pid: int, place: dict[str, Any]) -> None:
+        path, name = Path(f"/proc/{pid}/fd/{int(place['fd'])}"), place["name"]
+        num_bytes = pool.bytes_at(place)
         _check_name(path, name)  # opening something else may have effects of its own
         self._pool, self._receiver = pool, ReceiverProcess("shm", pid)
         try:
             remote_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 _check_name(Path(f"/proc/self/fd/{remote_fd}"), name)
-                _check_memory(remote_fd, num_blocks * pool.block_bytes)
-                mapped = mmap.mmap(remote_fd, num_blocks * pool.block_bytes)
+                _check_memory(remote_fd, num_bytes)
+                mapped = mmap.mmap(remote_fd, num_bytes)
             finally:
                 os.close(remote_fd)
         except BaseException:
             self._receiver.close()
             raise
-        shape = (num_blocks, *pool.tensor.shape[1:])
         area = torch.frombuffer(mapped, dtype=torch.uint8)
         self._map: mmap.mmap | None = mapped
-        self._remote: KvPool | None = KvPool(area.view(pool.tensor.dtype).view(shape))
+        self._remote: KvPool | None = pool.counterpart(area, place)
         self._closed = threading.Event()
 
     def map_pages(self) -> None:

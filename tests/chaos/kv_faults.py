@@ -63,7 +63,7 @@ class FaultyTransport(Transport):
         return self._inner.listen(pool)
 
     def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
-        sent = KvPool(torch.empty_like(pool.tensor))
+        sent = KvPool(torch.empty_like(pool.tensor), heads=pool.heads)
         link = self._inner.connect(sent, endpoint, pid, timeout_s)
         return _FaultyLink(link, pool, sent, self._control)
 

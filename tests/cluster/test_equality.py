@@ -390,9 +390,12 @@ def children_of(pid):
     return [int(child) for one in threads for child in one.read_text().split()]
 
 
-async def test_halves_of_unlike_tensor_parallelism_and_a_rank_that_is_killed(clusters, oracle):
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+async def test_halves_of_unlike_tensor_parallelism_and_a_rank_that_is_killed(
+    clusters, oracle, backend
+):
     """Workers of one rank and of two are paired in every way; with a rank its worker ends."""
-    engine = replace(ENGINE, tp=2)
+    engine = replace(ENGINE, tp=2, tp_backend=backend)
     other = {name: ["--tp", "1"] for name in ("prefill-1", "decode-1")}
     cluster, client = await clusters(
         alone=True, engine=engine, prefill=2, decode=2, extra_args=other

@@ -11,7 +11,7 @@ import torch
 from opentelemetry.trace import NoOpTracer
 
 from baton import rpc
-from baton.config import host_id
+from baton.config import host_id, kv_heads_of
 from baton.errors import Stale, TransferFailed
 from baton.v1 import common_pb2, handoff_pb2_grpc, prefill_pb2
 from kvtransfer import copier
@@ -68,7 +68,9 @@ TRANSPORTS = {
 }
 # What all of them do with pools on a GPU is done here with pools that are taken for such.
 POOLS = {"cuda_ipc": "gpu"}
-DESCRIPTOR = common_pb2.KvDescriptor(model_fingerprint="m", dtype="float32", block_size=BLOCK_SIZE)
+DESCRIPTOR = common_pb2.KvDescriptor(
+    model_fingerprint="m", dtype="float32", num_kv_heads=2, block_size=BLOCK_SIZE
+)
 
 
 def make_area(num_bytes, where="host"):
@@ -84,6 +86,19 @@ def make_pool(seed, where="host", dtype=torch.float32, head_size=SHAPE[-1]):
     pool = KvPool(area.tensor.view(dtype).view(content.shape), area)
     pool.tensor.copy_(content)
     return pool
+
+
+def make_rank_pools(seed, ranks, where="host"):
+    """As `make_pool`, its heads spread over ranks, or each held by several of them."""
+    whole, heads = make_pool(seed, where), SHAPE[3]
+    pools = []
+    for held in (kv_heads_of(rank, ranks, heads) for rank in range(ranks)):
+        content = whole.tensor[:, :, :, held.start : held.stop].contiguous()
+        area = make_area(content.nbytes, where)
+        pools.append(KvPool(area.tensor.view(content.dtype).view(content.shape), area))
+        pools[-1].tensor.copy_(content)
+    whole.area.close()
+    return pools
 
 
 def slots(num_tokens, *ids):
@@ -202,14 +217,16 @@ class Receiver(HandoffReceiver):
 
 
 class Decode:
-    """A decode worker's side: a pool, a receiver, a gRPC server on a free port."""
+    """A decode worker's side: a pool for each rank, a receiver, a gRPC server on a free port."""
 
-    def __init__(self, transport, *more, incarnation="d", host=None, pool=None, **options):
-        self.pool = pool or make_pool(2, POOLS.get(transport.name, "host"))
+    def __init__(self, transport, *more, incarnation="d", host=None, pools=None, **options):
+        self.pools = pools or [make_pool(2, POOLS.get(transport.name, "host"))]
+        self.pool = self.pools[0]
         self.content = self.pool.tensor.clone()
         self.held, self.record = Held(), register(incarnation, host=host)
+        self.record.kv_pools = len(self.pools)
         kinds = [transport, *more]
-        self.receiver = Receiver(self.pool, self.record, kinds, self.held, find, **options)
+        self.receiver = Receiver(self.pools, self.record, kinds, self.held, find, **options)
         self.server = rpc.server()
         self.receiver.acts = self.before = {}
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self.receiver, self.server)
@@ -223,7 +240,8 @@ class Decode:
     async def __aexit__(self, *_):
         await self.server.stop(0)
         await self.receiver.close()
-        self.pool.area.close()
+        for pool in self.pools:
+            pool.area.close()
 
     async def asked(self):
         """Returns when a handoff's first message has been taken in."""
@@ -254,15 +272,15 @@ class Handed(Handoff):
 
 
 class Prefill:
-    """A prefill worker's side: a pool and its links. `waits` are those of its handoffs."""
+    """A prefill worker's side: its ranks' pools, and links. `waits` are those of its handoffs."""
 
     def __init__(
-        self, transport, *more, incarnation="p", kv=DESCRIPTOR, pool=None, waits=None, **options
+        self, transport, *more, incarnation="p", kv=DESCRIPTOR, pools=None, waits=None, **options
     ):
-        self.pool = pool or make_pool(1, POOLS.get(transport.name, "host"))
-        self.links = LinkPool(
-            self.pool, register(incarnation, kv=kv), [transport, *more], find, **options
-        )
+        self.pools = pools or [make_pool(1, POOLS.get(transport.name, "host"))]
+        self.pool, record = self.pools[0], register(incarnation, kv=kv)
+        record.kv_pools = len(self.pools)
+        self.links = LinkPool(self.pools, record, [transport, *more], find, **options)
         self.tracer = NoOpTracer()
         self.waits = {"step_timeout_s": 5.0, "abort_wait_s": 5.0, **(waits or {})}
 
@@ -274,7 +292,8 @@ class Prefill:
 
     async def __aexit__(self, *_):
         await self.links.close()
-        self.pool.area.close()
+        for pool in self.pools:
+            pool.area.close()
 
     def opened(self, decode, num_tokens, *ids, timeout_s=10.0):
         """Handoff "h" of `num_tokens` into the blocks `ids`, reserved now."""

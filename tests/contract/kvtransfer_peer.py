@@ -46,7 +46,7 @@ async def stop(where, num_tokens, target, record):
     blocks = -(-num_tokens // kv.block_size)
     shape = (2 * blocks, kv.num_layers, 2, kv.num_kv_heads, kv.block_size, kv.head_size)
     ours = common_pb2.WorkerRecord(incarnation="stopped", kv=kv)
-    links = LinkPool(pools.KvPool(torch.ones(shape)), ours, [shm.ShmTransport()], find)
+    links = LinkPool([pools.KvPool(torch.ones(shape))], ours, [shm.ShmTransport()], find)
     try:
         async with Handoff(links, NoOpTracer(), to, "h", num_tokens, 120.0) as handoff:
             # Every other block, so that the put is made of several pieces.

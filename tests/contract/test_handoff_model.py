@@ -49,7 +49,7 @@ BLOCKS, BLOCK_SIZE = 10, 4
 LEASE_S, DEADLINE_S = 10.0, 4.0
 MOST_ROUTERS = 2
 OUTPUT = 900  # tokens from here on are sampled, those below are prompts'
-DESCRIPTOR = common_pb2.KvDescriptor(model_fingerprint="m", block_size=BLOCK_SIZE)
+DESCRIPTOR = common_pb2.KvDescriptor(model_fingerprint="m", num_kv_heads=1, block_size=BLOCK_SIZE)
 REST = (None, True)  # until nothing moves
 # How many turns of the event loop follow, or None until nothing moves; whether the engine has one.
 PACE = st.tuples(st.sampled_from([None, None, 0, 1, 2, 3, 5, 8]), st.booleans())
@@ -243,7 +243,7 @@ class DecodeWorker(RuleBasedStateMachine):
         record = common_pb2.WorkerRecord(incarnation="d", host_id="host", kv=DESCRIPTOR)
         transports = [MemoryTransport()]
         self.receiver = HandoffReceiver(
-            KvPool(self.pool), record, transports, self.reservations, find
+            [KvPool(self.pool)], record, transports, self.reservations, find
         )
         self.reservations.receiver = self.receiver
 

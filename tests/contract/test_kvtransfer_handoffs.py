@@ -255,8 +255,8 @@ async def unopenable(*others):
     others = [TRANSPORTS[name]() for name in others]
     sightless = CudaIpcTransport(Sightless())
     async with (
-        Decode(TRANSPORTS["cuda_ipc"](), *others, pool=make_pool(2, "gpu")) as decode,
-        Prefill(sightless, *others, pool=make_pool(1, "gpu"), backoff_s=60.0) as prefill,
+        Decode(TRANSPORTS["cuda_ipc"](), *others, pools=[make_pool(2, "gpu")]) as decode,
+        Prefill(sightless, *others, pools=[make_pool(1, "gpu")], backoff_s=60.0) as prefill,
     ):
         yield prefill, decode
 

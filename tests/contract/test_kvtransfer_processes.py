@@ -64,7 +64,7 @@ async def test_handoff_to_another_process_that_is_killed_then(name):
         await process.wait()
         if link.transport.one_sided:
             with pytest.raises(TransferFailed, match="gone"):
-                await link.put(slots(4, 1), slots(4, 4), prefill.pool.new_digest(), 1.0)
+                await link.put(slots(4, 1), slots(4, 4), link.new_digest(), 1.0)
         prefill.links.release(link)
         to.reservation_token = "token-next"
         start = time.monotonic()
@@ -86,7 +86,7 @@ async def test_a_sender_that_goes_on_later_writes_into_quarantined_blocks_alone(
     """No other request gets them, and they come back as zeroes."""
     async with Worker("decode", directory, MemoryRegistry()) as decode, Router(decode) as router:
         reserved = await router.reserve(spec("h", prompt(NUM_TOKENS, start=1)))
-        pool, entries = decode.node._receiver.pool.tensor, decode.node._reservations._entries
+        pool, entries = decode.node._receiver.pools[0].tensor, decode.node._reservations._entries
         blocks = list(entries["h"].blocks.block_ids)
         others = [n for n in range(len(pool)) if n not in blocks]
 

@@ -161,7 +161,7 @@ def finding(level, subject, text, fix=""):
 
 PAIR = {"prefill": "p", "decode": "d", "transport": None, "link": None, "in_use": "gloo",
         "gb_per_s": None,
-        "problems": ["nothing fits"], "not_possible": {}}  # fmt: skip
+        "problems": ["nothing fits"], "not_possible": {}, "ranks": []}  # fmt: skip
 WORKER = {"role": "prefill", "incarnation": "p", "address": "h:1", "state": "READY",
           "device": "H100", "gpu": "GPU-a", "visible_gpus": ["GPU-a", "GPU-b"], "peer_gpus": [],
           "rdma_devices": ["mlx5_0"], "transports": ["nccl"]}  # fmt: skip
@@ -179,7 +179,13 @@ def test_a_report_is_shown_and_only_failures_exit_with_1(worst, exit_status, mon
         "pairs": [
             PAIR,
             {**PAIR, "not_possible": obstacles},
-            {**PAIR, "transport": "cuda_ipc", "link": "NV18", "gb_per_s": 12.5},
+            {
+                **PAIR,
+                "transport": "cuda_ipc",
+                "link": "NV18",
+                "gb_per_s": 12.5,
+                "ranks": [{"prefill": 0, "decode": 1, "heads": [4, 8]}],
+            },
         ],
         "cluster": [finding("ok", "p → d", "many words")],
     }
@@ -193,7 +199,7 @@ def test_a_report_is_shown_and_only_failures_exit_with_1(worst, exit_status, mon
     assert "READY  H100         0 of 1  mlx5_0  nccl" in shown
     assert "NONE                gloo    -     nothing fits" in shown
     assert "NONE                gloo    -     cuda_ipc: they are apart; nccl: none offers" in shown
-    assert "cuda_ipc over NV18  gloo    12.5  -" in shown
+    assert "cuda_ipc over NV18  gloo    12.5  -" in shown and "0 → 1: 4-7\n" in shown
     assert "\n  ok    p → d  many words\n" in shown
 
 
@@ -303,6 +309,16 @@ def test_a_pair_and_what_it_could_do_better(prefill, decode, transport, finding)
         at = 0
         for part in finding.split("…"):  # in this order
             at = f"{said.text} → {said.fix}".index(part.strip(), at)
+
+
+def test_which_rank_sends_which_which_heads_is_reported():
+    kv = common_pb2.KvDescriptor(dtype="bfloat16", block_size=16, num_kv_heads=8)
+    (pair,), _ = check(cpu("p", kv=kv, kv_pools=2), cpu("d", kv=kv))
+    assert pair["ranks"] == [
+        {"prefill": 0, "decode": 0, "heads": [0, 4]}, {"prefill": 1, "decode": 0, "heads": [4, 8]},
+    ]  # fmt: skip
+    (pair,), _ = check(cpu("p", kv=kv), cpu("d", kv=kv))
+    assert pair["ranks"] == []
 
 
 def test_links_and_obstacles_of_pairs_are_reported():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.kv_cache import KvLayout, Memory
+from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool
 from baton.engine.models.config import ModelConfig
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
@@ -54,12 +54,9 @@ class Backend:
         assert asked is not None, "without one, the backend's `kv_bytes` are asked for"
         return asked
 
-    def allocate(self, num_bytes: int) -> Memory | None:
-        """Memory for the pool that others can map, where somebody else computes, too."""
-        return None
-
-    def attach(self, model: Any, memory: Memory | None, layout: KvLayout) -> None:
-        """Tells who else computes with the model where the pool lies."""
+    def pools(self, model: Any, layout: KvLayout, allocate: Allocate | None) -> tuple[Tensor, ...]:
+        """The zeroed KV pools: of each rank that has its own, the one that runs here first."""
+        return (allocate_pool(layout, allocate, self.device),)
 
     def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
         """What runs the model's steps, each sequence up to so many tokens."""

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from torch import Tensor
 from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed
 from baton.engine.backends import Backend, unsupported
 from baton.engine.batch import StepModel
-from baton.engine.kv_cache import KvLayout, Memory
+from baton.engine.collectives import ALONE, GlooCollectives
+from baton.engine.kv_cache import Allocate, KvLayout
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.models.quantization import weight_format
@@ -30,7 +32,7 @@ from baton.engine.ops.native import library
 from baton.engine.ops.native.model import NativeModel
 from baton.engine.ops.native.ops import NativeOps
 from baton.engine.ops.native.packing import PackedWeight
-from baton.engine.ranks import RankedModel
+from baton.engine.ranks import Exchange, RankedModel
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.shard import WHOLE, Shard
@@ -74,10 +76,14 @@ class CpuBackend(Backend):
                 "cuda, or take the model in int8 or int4"
             )
         if settings.tp > 1:
-            reason = unsupported(config, settings.block_size, "native")
-            if reason or not self._is_native(dtype):
-                reason = reason or "they cannot be had here: see `baton doctor`"
-                raise ConfigError(f"--tp on a CPU needs native kernels: {reason}")
+            if settings.tp_backend == "shm":
+                reason = unsupported(config, settings.block_size, "native")
+                if reason or not self._is_native(dtype):
+                    reason = reason or "they cannot be had here: see `baton doctor`"
+                    raise ConfigError(
+                        f"--tp on a CPU needs native kernels: {reason}; add --tp-backend gloo to "
+                        "compute without"
+                    )
             make = partial(self.shard_model, path, config, dtype)
             return RankedModel(settings, path, config, dtype, make)
         return self.shard_model(path, config, dtype)
@@ -88,34 +94,51 @@ class CpuBackend(Backend):
         config: ModelConfig,
         dtype: torch.dtype,
         shard: Shard = WHOLE,
-        exchange: int | None = None,
+        exchange: Exchange | None = None,
     ) -> StepModel:
-        """The model, or one rank's part of it."""
+        """The model, or one rank's part of it and what joins it to the others."""
         settings = self._settings
         native = self._is_native(dtype)
 
         prepared = partial(prepare_weight, quantization=settings.quantization, native=native)
         kernels = "native" if native else "torch"
         weights = weights_of(settings, path, config, dtype, self.device, kernels, prepared, shard)
+        group = exchange if isinstance(exchange, GlooCollectives) else ALONE
         if not native:
-            return Model(config, weights, dtype, self.device)
-        if reason := unsupported(config, settings.block_size, "native"):
+            return Model(config, weights, dtype, self.device, shard=shard, ranks=group)
+        reason = unsupported(config, settings.block_size, "native")
+        if reason:
             log.info("native products, norms and gates, but attention by torch: %s", reason)
-            return NativeOps(config, weights, dtype, attends=False)
+        if reason or isinstance(exchange, GlooCollectives):
+            return NativeOps(config, weights, dtype, not reason, shard, group)
         return NativeModel(config, weights, dtype, shard, exchange)
 
-    def allocate(self, num_bytes: int) -> Memory | None:
-        return SharedMemoryArea(num_bytes) if self._settings.tp > 1 else None
+    def layout(
+        self,
+        model: Any,
+        sampler: Sampler,
+        config: ModelConfig,
+        kv_dtype: torch.dtype,
+        asked: KvLayout | None,
+    ) -> KvLayout:
+        layout, settings = super().layout(model, sampler, config, kv_dtype, asked), self._settings
+        if settings.tp_backend == "shm" or settings.tp <= config.num_kv_heads or settings.kv_blocks:
+            return layout
+        # Several ranks hold each head, within the bytes that were asked for.
+        held = layout.num_blocks * config.num_kv_heads // settings.tp
+        return replace(layout, num_blocks=max(held, 1))
 
-    def attach(self, model: Any, memory: Memory | None, layout: KvLayout) -> None:
+    def pools(self, model: Any, layout: KvLayout, allocate: Allocate | None) -> tuple[Tensor, ...]:
         if isinstance(model, RankedModel):
-            assert isinstance(memory, SharedMemoryArea), "ranks map the pool"
-            model.attach(memory, layout)
+            return model.pools(layout, allocate or SharedMemoryArea)
+        return super().pools(model, layout, allocate)
 
     def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
         if self._settings.simulate:
             return SimulatedRunner(SimulatedSpeed.parse(self._settings.simulate), pool, sampler)
-        return super().runner(model, pool, sampler, max_context)
+        runner = super().runner(model, pool, sampler, max_context)
+        runner.ranks = model if isinstance(model, RankedModel) else None
+        return runner
 
     def _is_native(self, dtype: torch.dtype) -> bool:
         """Raises ConfigError if native kernels are asked for and cannot be had."""

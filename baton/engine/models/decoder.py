@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
+from baton.engine.collectives import ALONE, Collectives
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.rope import rope_tables
 from baton.engine.ops.torch.attention import Scoring, attend, place, softcapped, write_kv
 from baton.engine.ops.torch.linear import act_mul
+from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights.weights import ExpertWeights, LayerWeights, Weights
 
 
@@ -49,9 +51,15 @@ class Model:
         dtype: torch.dtype,
         device: torch.device,
         tables_dtype: torch.dtype | None = None,
+        shard: Shard = WHOLE,
+        ranks: Collectives = ALONE,
     ) -> None:
-        """tables_dtype: of cosines and sines, if it is another."""
-        self.config = config
+        """config is of the whole model, weights are the shard's.
+
+        tables_dtype: of cosines and sines, if it is another · ranks: what they compute together.
+        """
+        self._tokens, self._collectives = shard.tokens(config), ranks
+        self.config = config = shard.config(config)
         self.dtype = dtype
         self._weights = weights
         tables, self._table_of = rope_tables(config)
@@ -83,7 +91,7 @@ class Model:
 
     def _forward(self, token_ids: Tensor, rows: Any, pool: Tensor) -> tuple[Tensor, Tensor]:
         """All layers: what the last one adds, and the residual that it is to be added to."""
-        hidden, residual = F.embedding(token_ids, self._weights.embedding), None
+        hidden, residual = self._embedded(token_ids), None
         if self._embedding_scale != 1:
             hidden = hidden * self._embedding_scale
         taken: list[Tensor] = []
@@ -92,13 +100,24 @@ class Model:
             qkv = layer.qkv.apply(normed, layer.qkv_bias)
             q = self._rope_and_write(qkv, rows, index, layer, pool)
             mixed = layer.o.apply(self._attend(q, rows, index, pool), layer.o_bias)
-            hidden = self._branch(mixed, layer.attention_norm)
+            hidden = self._branch(self._collectives.sum(mixed), layer.attention_norm)
             normed, residual = self._add_rms_norm(hidden, residual, layer.mlp_norm)
-            hidden = self._branch(self._mlp(normed, layer, taken), layer.output_norm)
+            mixed = self._collectives.sum(self._mlp(normed, layer, taken))
+            hidden = self._branch(mixed, layer.output_norm)
         assert residual is not None, "a model has layers"
         if taken:
             self._count(torch.stack(taken), rows)
         return hidden, residual
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        """Rows of the embedding `[rows, hidden_size]`, of which each rank has a part."""
+        tokens, embedding = self._tokens, self._weights.embedding
+        if len(tokens) == self.config.vocab_size:
+            return F.embedding(token_ids, embedding)
+        elsewhere = (token_ids < tokens.start) | (token_ids >= tokens.stop)
+        local = (token_ids - tokens.start).masked_fill(elsewhere, 0)
+        rows = F.embedding(local, embedding).masked_fill(elsewhere[:, None], 0)
+        return self._collectives.sum(rows)
 
     def _mlp(self, x: Tensor, layer: LayerWeights, taken: list[Tensor]) -> Tensor:
         """The MLP, or the experts that each row takes: `[rows, hidden_size]`.
@@ -165,7 +184,8 @@ class Model:
     def _logits(self, hidden: Tensor, residual: Tensor) -> Tensor:
         """Next-token scores, float32 `[rows, vocab_size]`."""
         normed, _ = self._add_rms_norm(hidden, residual, self._weights.final_norm)
-        logits = self._weights.lm_head.apply(normed)
+        own = self._weights.lm_head.apply(normed)
+        logits = self._collectives.gather(own, self.config.vocab_size)
         if self.config.logit_scale != 1:
             logits = logits * self.config.logit_scale
         return softcapped(logits, self.config.logit_softcap).float()

@@ -140,8 +140,7 @@ def layout(dtype, block_size=16):
 
 
 def pool_of(dtype, block_size=16):
-    pool, _ = allocate_pool(layout(dtype, block_size), None, torch.device("cpu"))
-    return pool
+    return allocate_pool(layout(dtype, block_size), None, torch.device("cpu"))
 
 
 @by_format

@@ -10,6 +10,7 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine import build, ranks
+from baton.engine.planner import Plan, Work
 from baton.engine.sequence import Sequence
 from baton.engine.weights.weight import DenseWeight, Fp8BlockWeight, Int4Weight, Int8Weight
 from baton.errors import CheckpointError, ConfigError
@@ -41,14 +42,21 @@ def generated(loaded):
         ("Qwen2MoeForCausalLM", {"num_experts": 4, "shared_expert_intermediate_size": 64},
          {"tp": 2, "kv_dtype": "int8"}),
         ("Gemma2ForCausalLM", {"intermediate_size": 128}, {"tp": 2, "quantization": "int8"}),
+        ("LlamaForCausalLM", {"num_key_value_heads": 2, "attention_bias": True, "vocab_size": 321},
+         {"tp": 4, "tp_backend": "gloo"}),
+        ("Qwen2MoeForCausalLM", {"num_experts": 4, "shared_expert_intermediate_size": 64},
+         {"tp": 2, "tp_backend": "gloo", "kernels": "torch"}),
     ],
-    ids=["shared KV head, biases", "tied, odd vocabulary", "experts", "int8"],
+    ids=["shared KV head, biases", "tied, odd vocabulary", "experts", "int8", "gloo", "gloo torch"],
 )  # fmt: skip
 def test_ranks_give_the_tokens_of_one_process(tmp_path, architecture, options, settings):
     make_checkpoint(tmp_path, architecture, **options)
     one, several = load(tmp_path, **{**settings, "tp": 1}), load(tmp_path, **settings)
+    pools = [len(loaded.runner.pools) for loaded in (one, several)]
+    assert pools == [1, settings["tp"] if "tp_backend" in settings else 1]
     assert one.descriptor == several.descriptor, "they may be paired"
     expected, found = generated(one), generated(several)
+    assert 0 < several.runner.ranks.collective_s < 60
     if "quantization" in settings:  # whose scales are each shard's own
         pairs = [
             (a, b) for name in expected for a, b in zip(expected[name], found[name], strict=True)
@@ -118,11 +126,48 @@ def test_a_rank_that_cannot_load_says_why_and_none_is_left(tmp_path, monkeypatch
     assert started[0].poll() is not None
 
 
+def test_pools_of_ranks_hold_what_was_asked_for_and_are_zeroed_together(tmp_path):
+    make_checkpoint(tmp_path, num_key_value_heads=2)
+    budget = {"kv_blocks": 0, "kv_cache_bytes": 1 << 20}
+    for backend, copies in (("shm", 1), ("gloo", 2)):
+        loaded = load(tmp_path, tp=4, tp_backend=backend, **budget)
+        pools = loaded.runner.pools
+        assert 0.9 * (1 << 20) < sum(pool.nbytes for pool in pools) <= 1 << 20
+        assert sum(pool.shape[3] for pool in pools) == 2 * copies
+        for pool in pools:
+            pool.fill_(float("nan"))
+        loaded.runner.scrub([3, 5])
+        assert all(not pool[[3, 5]].any() and pool[4].isnan().all() for pool in pools)
+        loaded.runner.close()
+
+
+def test_a_step_without_logits_ends_when_every_rank_has_written_its_keys(tmp_path):
+    """Else blocks could be handed over without some of their heads."""
+    make_checkpoint(tmp_path)
+    loaded = load(tmp_path, tp=2)
+    model, rounds = loaded.runner.model, 1  # of the exchange's header
+    chunk = Sequence("a", [1] * 8, 8, GREEDY, block_ids=[0])
+    loaded.runner.run(Plan([Work(chunk, 0, 4)]))
+    # The embedding, two sums of each layer but the last, and one more meeting.
+    assert int(model._words[rounds]) == 1 + 2 * (loaded.model_config.num_layers - 1) + 1
+    loaded.runner.close()
+
+
+def test_a_rank_that_reads_another_checkpoint_is_refused(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path)
+    monkeypatch.setattr(ranks, "fingerprint", lambda *_: "replaced meanwhile")
+    with pytest.raises(
+        ConfigError, match=r"rank 1 cannot begin: model [0-9a-f]{64}, not model rep"
+    ):
+        load(tmp_path, tp=2)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_ends_or_hangs_fails_the_engine_in_time(tmp_path, monkeypatch, number):
+def test_a_rank_that_ends_or_hangs_fails_the_engine_in_time(tmp_path, monkeypatch, number, backend):
     monkeypatch.setattr(ranks, "RANK_TIMEOUT_S", 1.0)
     make_checkpoint(tmp_path)
-    loaded = load(tmp_path, tp=4)
+    loaded = load(tmp_path, tp=4, tp_backend=backend)
     others = [rank.process for rank in loaded.runner.model._ranks]
     with (
         pytest.raises(Exception, match="rank of this worker has ended"),

@@ -14,6 +14,7 @@ SHAPES = {
     "float32": ((9, 2, 2, 2, 4, 8), torch.float32),
     "bfloat16": ((9, 1, 2, 3, 16, 4), torch.bfloat16),
     "int8 with scales": ((9, 1, 2, 1, 16, 20), torch.int8),  # rows of no power of two
+    "some heads": ((9, 2, 2, 5, 4, 8), torch.float32, range(1, 3), range(3, 5)),
 }
 SLOTS = {
     "one block": (1, (3,)),
@@ -29,12 +30,14 @@ def pools(request, monkeypatch):
     monkeypatch.setattr(blocks, "TILE", 64)
     monkeypatch.setattr(blocks, "LOCAL_PROGRAMS", 3)
     monkeypatch.setattr(blocks, "LINK_PROGRAMS", 2)
-    shape, dtype = request.param
+    shape, dtype, *heads = request.param
     torch.manual_seed(3)
     full = torch.zeros(shape, dtype=dtype)
     octets = full.view(torch.uint8)
     octets.copy_(torch.randint(0, 256, octets.shape, dtype=torch.uint8))
-    return KvPool(full), KvPool(torch.zeros(shape, dtype=dtype))
+    here, there = heads or (None, None)
+    empty = torch.zeros((*shape[:3], shape[3] + len(heads), *shape[4:]), dtype=dtype)
+    return KvPool(full, heads=here), KvPool(empty, heads=there)
 
 
 @pytest.fixture(params=SLOTS.values(), ids=SLOTS)
@@ -98,7 +101,7 @@ def test_blocks_beyond_what_32_bits_can_count():
     sums = torch.zeros(1, dtype=torch.int64)
     out = torch.empty(pool.block_bytes, dtype=torch.uint8)
     blocks.gather(pool, Slots((last,), 16), out, sums, 0)
-    assert torch.equal(out, pool.blocks[last])
+    assert torch.equal(out, pool.blocks[last].flatten())
     blocks.copy(pool, Slots((last,), 16), pool, Slots((last - 1,), 16), sums, 0)
     assert torch.equal(pool.tensor[last - 1], pool.tensor[last])
     assert int(sums) == int(2 * word_sum(out, 0))

@@ -18,7 +18,7 @@ def pool(request):
 
 
 def staging(pool):
-    return torch.empty(3 * pool.block_bytes, dtype=torch.uint8)
+    return torch.empty(4 * pool.block_bytes, dtype=torch.uint8)
 
 
 def test_bytes_are_gathered_in_canonical_order_and_scattered_back(pool):
@@ -83,6 +83,29 @@ def test_a_copy_is_the_same_in_pieces_of_any_size(pool, piece, monkeypatch):
     assert torch.equal(target.tensor, expected)
     assert digest.value == pool.digest(local).value == target.digest(remote).value
     assert digest.num_bytes == pool.nbytes(local)
+
+
+@pytest.mark.parametrize("piece", [1, 1 << 20])
+def test_heads_of_a_pool_are_a_pool_of_their_own(pool, piece, monkeypatch):
+    """Copied into another place of other pools, gathered, scattered: the same bytes and digest."""
+    monkeypatch.setattr("kvtransfer.pool.PIECE_BYTES", piece)
+    part, local, remote = pool.part(range(1, 3)), Slots((1, 2, 4, 0), 14), Slots((2, 3, 5, 1), 14)
+    own = KvPool(pool.tensor[:, :, :, 1:3].contiguous())
+    other = KvPool(torch.zeros(6, 2, 2, 4, 4, 5, dtype=pool.tensor.dtype))
+    expected = own.digest(local).value
+    for source in (part, own):
+        for target in (other.part(range(2, 4)), KvPool(torch.zeros_like(own.tensor))):
+            digest = Digest()
+            copy_slots(source, local, target, remote, digest)
+            assert digest.value == expected == target.digest(remote).value
+            assert digest.num_bytes == part.nbytes(local) == own.nbytes(local)
+            data = target.gather(remote, staging(target)[: target.nbytes(remote)])
+            assert torch.equal(data, own.gather(local, torch.empty_like(data)))
+            before = target.tensor.clone()
+            target.tensor.zero_()
+            target.scatter(data, remote)
+            assert torch.equal(target.tensor, before)
+    assert not other.tensor[:, :, :, :2].any()
 
 
 def test_a_tensor_that_is_no_pool_is_refused():

@@ -74,9 +74,9 @@ class Worker:
                 self._area.close()
 
     def load(self):
-        loaded, pool = node._load(self.config)
-        self._area = pool.area
-        return loaded, pool
+        loaded, pools = node._load(self.config)
+        self._area = pools[0].area
+        return loaded, pools
 
     def stop(self):
         """As SIGTERM does."""

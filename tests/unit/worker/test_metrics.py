@@ -167,6 +167,13 @@ def test_a_mixture_of_experts_has_its_imbalance_on_the_page():
     assert "baton_engine_expert_imbalance_ratio 1" in page(metrics)
 
 
+def test_a_worker_of_several_ranks_has_the_time_of_their_collectives_on_the_page():
+    metrics, runner = WorkerMetrics(WorkerConfig("prefill")), StepRunner(None, None)
+    runner.ranks = SimpleNamespace(collective_s=2.5)
+    metrics.observe_engine(worker_pb2.Load, runner)
+    assert "baton_engine_collective_time_seconds_total 2.5" in page(metrics)
+
+
 def cache_step(stored=(), evicted=(), tokens=0, ms=0):
     changes = CacheChanges(list(stored), list(evicted))
     return StepReport(0, ms * 1_000_000, tokens, [], LOAD, changes)

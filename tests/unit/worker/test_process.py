@@ -24,7 +24,7 @@ def test_loading_touches_memory_and_compiles_before_the_warm_up(monkeypatch, rol
     def load(config, allocate):
         calls.append((config.graphs, config.overlap))
         pool = allocate(2 * 64).tensor.view(torch.float32).view(2, 1, 2, 1, 4, 2)
-        return SimpleNamespace(runner=SimpleNamespace(pool=pool))
+        return SimpleNamespace(runner=SimpleNamespace(pools=(pool,)))
 
     def prepare(pool):
         assert pool.area.touched
@@ -33,7 +33,7 @@ def test_loading_touches_memory_and_compiles_before_the_warm_up(monkeypatch, rol
     monkeypatch.setattr(build, "load", load)
     monkeypatch.setattr(build, "warm_up", lambda loaded: calls.append("warm up"))
     monkeypatch.setattr(copier, "prepare", prepare)
-    _, pool = node._load(WorkerConfig(role, EngineConfig(device="cpu")))
+    _, (pool,) = node._load(WorkerConfig(role, EngineConfig(device="cpu")))
     assert calls == [(decodes, decodes), "prepare", "warm up"]
     assert isinstance(pool.area, SharedMemoryArea)
     assert pool.tensor.data_ptr() == pool.area.tensor.data_ptr()

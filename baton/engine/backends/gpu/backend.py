@@ -81,7 +81,7 @@ class GpuBackend(Backend):
         settings, gpu, most = self._settings, self._gpu, config.max_context
         weights = gpu.allocated() - self._held_before
         block = plan_layout(config, kv_dtype, settings.block_size, 1, 0)
-        pool, _ = allocate_pool(block, None, self.device)
+        pool = allocate_pool(block, None, self.device)
         rows = settings.chunk_tokens + settings.max_batch
         log.info("measuring a step of %d tokens; kernels that are new are compiled", rows)
         runner = self.runner(model, pool, sampler, most)

@@ -48,8 +48,8 @@ class NativeModel(NativeOps):
         exchange: address of the memory that several ranks share. Raises ConfigError where there is
         no library.
         """
-        super().__init__(shard.config(config), weights, dtype)
-        self._kv_heads, self._tokens = shard.kv_heads(config), shard.tokens(config)
+        super().__init__(config, weights, dtype, shard=shard)
+        self._kv_heads = shard.kv_heads(config)
         self._ranks = Ranks(exchange, shard.rank, shard.count)
         self._routers: list[PackedWeight | None] = []  # which are read as they are
         self._model = self._whole(weights)

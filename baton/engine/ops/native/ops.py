@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
+from baton.engine.collectives import ALONE, Collectives
 from baton.engine.models.config import Activation, ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.ops.native import library
 from baton.engine.ops.native.interface import AttentionShape, Norm, Pool, Span
+from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights.weights import LayerWeights, Weights
 
 ACTIVATIONS = get_args(Activation)  # in the order of `Gate` in src/kernels.h
@@ -26,14 +28,21 @@ class NativeOps(Model):
     """Norms and gates are native, products where weights are packed, attention if `attends`."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, dtype: torch.dtype, attends: bool = True
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        dtype: torch.dtype,
+        attends: bool = True,
+        shard: Shard = WHOLE,
+        ranks: Collectives = ALONE,
     ) -> None:
         """attends: heads and blocks have sizes that native attention takes.
 
         Raises ConfigError where there is no library.
         """
         of_tables = torch.float32 if attends else dtype
-        super().__init__(config, weights, dtype, torch.device("cpu"), of_tables)
+        super().__init__(config, weights, dtype, torch.device("cpu"), of_tables, shard, ranks)
+        config = self.config
         self._native = library.require(dtype)
         self._attends = attends
         self._kv_heads = range(config.num_kv_heads)  # that are used of the pool's

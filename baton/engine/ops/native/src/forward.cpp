@@ -229,7 +229,7 @@ struct Forward {
         }
         // Of the last layer, rows without scores only have to leave their K and V.
         store_keys(last, spans);
-        if (!step.num_logits) return;
+        if (!step.num_logits) return exchanges.finish();
         if (team.thread == 0) {
             keep_wanted(step, model.hidden, at.hidden);
             keep_wanted(step, (model.heads + 2 * model.kv_heads) * model.head_size, at.qkv);

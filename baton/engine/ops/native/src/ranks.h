@@ -21,6 +21,7 @@ constexpr size_t EXCHANGE_BYTES = 4 << 20;  // of one rank at a time
 struct alignas(64) Exchange {
     std::atomic<uint32_t> arrived, round, aborted;
     uint32_t timeout_ms;  // a rank that is so late counts as hung
+    uint64_t took_ns;     // what all exchanges took so far, on the first rank
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
@@ -41,9 +42,18 @@ class Exchanges {
     // x [count] of every rank added up in the order of ranks, on all of them: the same bits.
     void sum(Activation* x, size_t count) {
         if (!ranks_.exchange) return;
+        const uint64_t began = now_ns();
         const size_t most = EXCHANGE_BYTES / sizeof(Activation);
         for (size_t first = 0; first < count; first += most)
             sum_piece(x + first, std::min(most, count - first));
+        took(began);
+    }
+
+    // Returns when every rank has come so far: what it wrote into the pool is there.
+    void finish() {
+        if (!ranks_.exchange) return;
+        meet();
+        turn_++;
     }
 
     // part [rows][columns of each rank] -> whole [rows][columns] on rank 0. Rank r has the columns
@@ -53,6 +63,7 @@ class Exchanges {
         const size_t mine = first(ranks_.rank + 1) - first(ranks_.rank);
         const size_t widest = (columns + ranks_.count - 1) / ranks_.count;
         const int most = int(EXCHANGE_BYTES / sizeof(float) / widest);
+        const uint64_t began = now_ns();
         for (int row = 0; row < rows; row += most) {
             const int piece = std::min(most, rows - row);
             float* to = (float*)place(ranks_.rank);
@@ -70,9 +81,20 @@ class Exchanges {
                 });
             turn_++;
         }
+        took(began);
     }
 
    private:
+    static uint64_t now_ns() {
+        timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        return now.tv_sec * uint64_t(1'000'000'000) + now.tv_nsec;
+    }
+
+    void took(uint64_t began) {
+        if (team_.thread == 0 && ranks_.rank == 0) ranks_.exchange->took_ns += now_ns() - began;
+    }
+
     static constexpr int CHUNK = 4096;  // elements that a thread adds up at a time
 
     void sum_piece(Activation* x, size_t count) {

@@ -1,0 +1,93 @@
+"""Handoffs between workers whose ranks have KV pools of their own, of like and unlike numbers."""
+
+import itertools
+
+import pytest
+
+from kvtransfer.pairing import rank_pairs
+
+from .kvtransfer_parts import (
+    POOLS,
+    TRANSPORTS,
+    Times,
+    expect_only,
+    make_rank_pools,
+    slots,
+)
+
+WAYS = [(2, 1), (1, 2), (2, 2), (2, 4), (4, 2)]  # of two KV heads: four ranks have one twice
+every_way = pytest.mark.parametrize("ways", WAYS, ids=[f"{p} to {d}" for p, d in WAYS])
+every_transport = pytest.mark.parametrize("name", list(TRANSPORTS))
+
+
+async def joined(join, name, ways):
+    where = POOLS.get(name, "host")
+    prefill, decode = (
+        {"pools": make_rank_pools(seed + 1, n, where)} for seed, n in enumerate(ways)
+    )
+    return await join(name, decode, prefill)
+
+
+@every_transport
+@every_way
+async def test_each_rank_gets_its_heads_in_one_handoff(join, name, ways):
+    prefill, decode = await joined(join, name, ways)
+    before = [pool.tensor.clone() for pool in decode.pools]
+    to = decode.reserve("h", 18, 9, 4, 5, 6, 20)
+    stats = await prefill.hand_over(to, "h", slots(8, 1, 2), slots(10, 3, 8, 7))
+    for pool, held, content in zip(decode.pools, make_rank_pools(1, ways[1]), before, strict=True):
+        expect_only(held, slots(18, 1, 2, 3, 8, 7), pool, slots(18, 9, 4, 5, 6, 20), content)
+        held.area.close()
+    assert decode.held.committed_tokens == {"h": 7}
+    assert stats.num_bytes == sum(pool.nbytes(slots(18, *range(5))) for pool in decode.pools)
+    assert [pair.state for pair in prefill.links.status()] == ["OPEN"]
+
+
+@pytest.mark.parametrize("name", ["shm", "cuda_ipc"])
+async def test_other_bytes_in_any_rank_are_found_at_commit(join, name):
+    prefill, decode = await joined(join, name, (1, 2))
+
+    def corrupt(request):
+        decode.pools[1].tensor[4, 1, 1] += 1
+
+    decode.receiver.acts = {"Commit": Times(1, corrupt)}
+    stats = await prefill.hand_over(decode.reserve("h", 8, 9, 4), "h", slots(8, 1, 2))
+    assert stats.resends == 1, "and are sent again"
+    assert decode.held.committed_tokens == {"h": 7}
+
+
+@pytest.mark.parametrize("name", ["shm", "gloo"])
+async def test_a_link_of_one_rank_that_fails_has_all_sent_again(join, name):
+    prefill, decode = await joined(join, name, (2, 1))
+    before = decode.pool.tensor.clone()
+    await prefill.hand_over(decode.reserve("first", 4, 0), "first", slots(4, 0))
+    (link,) = prefill.links._links.values()
+    link._link._ends[1].abort()
+    stats = await prefill.hand_over(decode.reserve("h", 8, 9, 4), "h", slots(8, 1, 2))
+    assert stats.resends == 1
+    assert decode.held.committed_tokens == {"first": 7, "h": 7}
+    (whole,) = make_rank_pools(1, 1)
+    before[0] = whole.tensor[0]
+    expect_only(whole, slots(8, 1, 2), decode.pool, slots(8, 9, 4), before)
+    whole.area.close()
+
+
+def test_every_receiver_gets_each_of_its_heads_once_from_one_that_holds_it():
+    for senders, receivers, heads in itertools.product(
+        (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8, 16)
+    ):
+        pairs = rank_pairs(senders, receivers, heads)
+        for receiver in range(receivers):
+            got = [head for one in pairs if one.receiver == receiver for head in one.heads]
+            share = heads // receivers
+            first = receiver * share if share else receiver * heads // receivers
+            assert got == list(range(first, first + max(share, 1)))
+        for pair in pairs:
+            holds = {head * senders // heads for head in pair.heads}
+            own = heads // senders
+            if own:
+                assert holds == {pair.sender}
+            else:
+                assert {pair.sender * heads // senders} == set(pair.heads)
+    replicated = rank_pairs(4, 4, 2)
+    assert [(one.sender, one.receiver) for one in replicated] == [(n, n) for n in range(4)]
