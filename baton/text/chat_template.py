@@ -27,6 +27,7 @@ MAX_SOURCE_CHARS = 64 << 10  # which compile in a second; those in use have up t
 # CPU seconds that a rendering may take, and characters that it may build, what it drops included.
 MAX_RENDERING = (2.0, 64 << 20)
 MAX_TRIAL = (0.25, 4 << 20)
+MAX_AT_ONCE = (0.005, 64 << 10)
 
 
 class ChatTemplate:
@@ -53,19 +54,22 @@ class ChatTemplate:
         except Exception:
             return  # it expects another conversation
 
-    def render(self, messages: Sequence[tuple[str, str]]) -> str:
+    def render(self, messages: Sequence[tuple[str, str]], *, at_once: bool = False) -> str:
         """The prompt of (role, content) turns, oldest first, ready for the assistant's answer.
 
-        Raises InvalidRequest (field "chat") for no messages, and when the template refuses them.
+        Raises InvalidRequest (field "chat") for no messages, and when the template refuses them;
+        `at_once`, TimeoutError where it takes longer than an event loop may be held.
         """
         if not messages:
             raise InvalidRequest("chat needs at least one message", "chat")
         try:
             turns = [{"role": role, "content": content} for role, content in messages]
-            return self._render(turns, MAX_RENDERING)
+            return self._render(turns, MAX_AT_ONCE if at_once else MAX_RENDERING)
         except InvalidRequest:
             raise
         except TooMuch as error:
+            if at_once:
+                raise TimeoutError from error
             raise InvalidRequest(f"the chat template was stopped: {error}", "chat") from error
         except MemoryError as error:
             raise InvalidRequest("the chat template asked for too much memory", "chat") from error

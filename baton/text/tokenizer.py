@@ -14,6 +14,7 @@ from baton.text.chat_template import ChatTemplate
 from baton.text.detokenizer import TokenPieces
 from baton.text.model_files import CONFIG_FILE, TOKENIZER_FILE, TextFiles
 
+MAX_CHARS_AT_ONCE = 4096  # longer texts are for a thread, off the event loop: some milliseconds
 _PIECE_CHARS = 1 << 16
 _CUT_TOKENS = 64  # more than a cut in the middle of a word, and special tokens, can add
 
@@ -60,14 +61,21 @@ class Tokenizer:
         """
         return self._encode(text, "text", max_tokens, add_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]], max_tokens: int = 0) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[tuple[str, str]], max_tokens: int = 0, *, at_once: bool = False
+    ) -> list[int]:
         """Token ids of a conversation, (role, content) each, up to where the assistant answers.
 
-        Raises InvalidRequest (field "chat") when there is no template or it refuses the messages.
+        Raises InvalidRequest (field "chat") when there is no template or it refuses the messages;
+        `at_once`, TimeoutError where it takes longer than an event loop may be held.
         """
         if self._library is not None and self._template is None:
             raise InvalidRequest("this model has no chat template: send text or token ids", "chat")
-        text = self._template.render(messages) if self._template else ""
+        if at_once and sum(len(content) for _, content in messages) > MAX_CHARS_AT_ONCE:
+            raise TimeoutError
+        text = self._template.render(messages, at_once=at_once) if self._template else ""
+        if at_once and len(text) > MAX_CHARS_AT_ONCE:
+            raise TimeoutError
         # The template writes the special tokens itself.
         return self._encode(text, "chat", max_tokens, add_special_tokens=False)
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, quoted
 from baton.sampling import FILL_CONTEXT, MAX_SEED, SamplingParams, StructuredOutput
 from baton.structured_output import GrammarCompiler
-from baton.text import Tokenizer, check_stop_strings
+from baton.text import MAX_CHARS_AT_ONCE, Tokenizer, check_stop_strings
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.tenants import AdmissionLease, Tenant, Tenants
 from router.dispatch.request_state import TokenizedRequest
 
 MAX_MESSAGES = 4096
 MAX_CHARS_PER_TOKEN = 16  # of a whole prompt; longer texts are refused before they are tokenized
-_LONG_TEXT_CHARS = 4096  # longer texts are tokenized on a thread, off the event loop
 _TEXT_THREADS = 4
 _PRIORITIES = common_pb2.Priority.values()
 # Tokens a second before any worker has measured: only the order of virtual finish times matters
@@ -85,10 +86,9 @@ class Admission:
         self.check_model(request.model)
         if request.priority not in _PRIORITIES:
             raise InvalidRequest(f"there is no priority {request.priority}", "priority")
-        params = SamplingParams.from_proto(request.sampling)
         seeded = request.sampling.HasField("seed")
-        seed = params.seed + number if seeded else secrets.randbits(64)
-        params = replace(params, seed=seed & MAX_SEED)
+        seed = request.sampling.seed + number if seeded else secrets.randbits(64)
+        params = SamplingParams.from_proto(request.sampling, seed & MAX_SEED)
         params.validate(self.tokenizer.vocab_size)
         check_stop_strings(request.stop)
         if request.stop and not self.tokenizer.has_text:
@@ -96,11 +96,7 @@ class Admission:
         limit, resumed = self._limit(max_context), tuple(request.resumed_token_ids)
         check_length(len(request.token_ids.ids) + len(resumed), limit)
         if choices.prompt is None:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    choices.prompt = tuple(await self.tokenize(request, max_context))
-            except TimeoutError:
-                raise DeadlineExceeded("the deadline passed during tokenizing") from None
+            choices.prompt = tuple(await self.tokenize(request, max_context, timeout_s))
         if params.structured_output is not None:
             await self._check_output(params.structured_output, resumed, deadline)
         prompt = choices.prompt
@@ -151,7 +147,8 @@ class Admission:
             priority,
             choices=choices.charged(number),
         )
-        return replace(request, pending=lease.prompt), lease
+        request.pending = lease.prompt
+        return request, lease
 
     def preview(
         self, request: TokenizedRequest, tenant: Tenant, priority: common_pb2.Priority
@@ -173,8 +170,12 @@ class Admission:
         self,
         request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
         max_context: int,
+        timeout_s: float | None = None,
     ) -> list[int]:
-        """The prompt's token ids, whichever way it was given."""
+        """The prompt's token ids, whichever way it was given. Raises DeadlineExceeded.
+
+        Short texts are tokenized at once: a thread would take several times as long.
+        """
         limit = self._limit(max_context)
         kind = request.WhichOneof("input")
         if kind is None:
@@ -182,21 +183,20 @@ class Admission:
         if kind == "token_ids":
             return list(request.token_ids.ids)  # type: ignore[union-attr]
         if kind == "text":
-            text = request.text
-            _check_chars(len(text), limit)
-            if len(text) > _LONG_TEXT_CHARS:
-                return await self.in_thread(self.tokenizer.encode, text, limit)
-            return self.tokenizer.encode(text)
-        messages = request.chat.messages
-        if not messages:
-            raise InvalidRequest("chat has no messages", "chat")
-        if len(messages) > MAX_MESSAGES:
-            raise InvalidRequest(
-                f"chat may have {MAX_MESSAGES} messages at most, not {len(messages)}", "chat"
-            )
-        _check_chars(sum(len(m.role) + len(m.content) for m in messages), limit)
-        turns = [(message.role, message.content) for message in messages]
-        return await self.in_thread(self.tokenizer.encode_chat, turns, limit)
+            _check_chars(len(request.text), limit)
+            if len(request.text) <= MAX_CHARS_AT_ONCE:
+                return self.tokenizer.encode(request.text)
+            work = partial(self.tokenizer.encode, request.text, limit)
+        else:
+            turns = _turns(request.chat, limit)
+            with contextlib.suppress(TimeoutError):
+                return self.tokenizer.encode_chat(turns, limit, at_once=True)
+            work = partial(self.tokenizer.encode_chat, turns, limit)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.in_thread(work)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed during tokenizing") from None
 
     async def _check_output(
         self, output: StructuredOutput, resumed: tuple[int, ...], deadline: float
@@ -247,6 +247,19 @@ def check_length(num_tokens: int, limit: int) -> None:
             "of which one must be left for output",
             "input",
         )
+
+
+def _turns(chat: inference_pb2.Chat, limit: int) -> list[tuple[str, str]]:
+    """Raises InvalidRequest where there are none, or too many, or they are too long."""
+    if not chat.messages:
+        raise InvalidRequest("chat has no messages", "chat")
+    if len(chat.messages) > MAX_MESSAGES:
+        raise InvalidRequest(
+            f"chat may have {MAX_MESSAGES} messages at most, not {len(chat.messages)}", "chat"
+        )
+    turns = [(message.role, message.content) for message in chat.messages]
+    _check_chars(sum(len(role) + len(content) for role, content in turns), limit)
+    return turns
 
 
 def _check_chars(num_chars: int, limit: int) -> None:

@@ -29,6 +29,7 @@ class Attempt:
     def __init__(self, handoff_id: str, deliver: Deliver) -> None:
         self.handoff_id = handoff_id
         self._deliver = deliver
+        self.spec: common_pb2.SequenceSpec | None = None  # as the decode worker was asked for it
         self.on_decoding: Callable[[], None] = lambda: None  # decode has brought its first token
         # Workers that a failure now counts against; an empty set stands for the decode worker.
         self.suspects: set[str] = set()
@@ -57,10 +58,18 @@ class Attempt:
             self._assigned.unassign(self.handoff_id)
             self._assigned = None
 
-    async def reserved(self) -> decode_pb2.ReserveResponse:
-        """The decode worker's answer, to be awaited at once; raises its refusal, or its loss."""
-        self._reserved = asyncio.get_running_loop().create_future()
-        return await self._reserved
+    async def reserved(self, timeout_s: float) -> decode_pb2.ReserveResponse:
+        """The decode worker's answer, to be awaited at once; raises its refusal, or its loss.
+
+        Raises TimeoutError where neither comes in time.
+        """
+        loop = asyncio.get_running_loop()
+        self._reserved = loop.create_future()
+        late = loop.call_later(timeout_s, self._decode_failed, TimeoutError())
+        try:
+            return await self._reserved
+        finally:
+            late.cancel()
 
     @property
     def prefilling(self) -> bool:
@@ -109,14 +118,14 @@ class Attempt:
             self.on_decode(event)
 
     def on_decode(self, event: Event) -> None:
-        if isinstance(event, BatonError):
-            self.suspects.clear()
-            self._decode_failed(event)
+        if isinstance(event, decode_pb2.SequenceEvent):
+            self._on_event(event)
         elif isinstance(event, decode_pb2.ReserveResponse):
             if self._reserved is not None and not self._reserved.done():
                 self._reserved.set_result(event)
-        elif isinstance(event, decode_pb2.SequenceEvent):
-            self._on_event(event)
+        elif isinstance(event, BatonError):
+            self.suspects.clear()
+            self._decode_failed(event)
 
     def _on_event(self, event: decode_pb2.SequenceEvent) -> None:
         if event.abort_reason:
@@ -130,16 +139,15 @@ class Attempt:
             self._early.append(event)
         else:
             if not self._decoding:
-                self._decoding = True
+                self._decoding = self._handed_over = True
+                self.suspects.clear()
                 self.unassign()
                 self.on_decoding()
-            self._handed_over = True
-            self.suspects.clear()
-            reason = event.finish_reason
-            self.finished_on_decode = bool(reason)
+            if reason := event.finish_reason:
+                self.finished_on_decode = True
             self._output(event.token_ids, event.logprobs, reason)
 
-    def _decode_failed(self, error: BatonError) -> None:
+    def _decode_failed(self, error: Exception) -> None:
         if self._reserved is None or self._reserved.done():
             self._end(error)
         else:
