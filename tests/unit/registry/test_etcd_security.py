@@ -70,7 +70,9 @@ async def etcd():
         yield etcd
 
 
-async def test_a_user_with_rights_to_its_cluster_alone_is_enough_and_may_change_its_password(etcd, tmp_path):
+async def test_a_user_with_rights_to_its_cluster_alone_is_enough_and_may_change_its_password(
+    etcd, tmp_path
+):
     for name, password in (("right", PASSWORD + "\n"), ("wrong", "guess")):
         (tmp_path / name).write_text(password)
     mine = RegistryConfig(etcd=etcd.address, user="worker", password_file=tmp_path / "right")
