@@ -360,12 +360,14 @@ class GenerationService:
         assert span is not None
         trace = telemetry.context_of(span)
 
+        stats = self.stats
+
         def on_output(count: int, gap_s: float | None) -> None:
             lease.delivered(count)
-            self.stats.delivered(count, gap_s)
+            stats.delivered(count, gap_s)
             if len(state.delivered) == count:  # a span as long as the time to first token
                 telemetry.record(self._tracer, "router.first_token", trace, state.started_ns)
-                self.stats.first_token(record)
+                stats.first_token(record)
 
         text = TextStream(self.admission.tokenizer, state.request)
         delivery = _Delivery(state, text, sink, on_output)

@@ -41,9 +41,9 @@ class Attempt:
         self._early: list[decode_pb2.SequenceEvent] | None = []
         self._assigned: Member | None = None
         self._reserved: asyncio.Future[decode_pb2.ReserveResponse] | None = None  # if asked for
-        self._prefill_over: asyncio.Event | None = None  # once a prefill worker has the prompt
+        self._prefill_over: asyncio.Future[None] | None = None  # once a prefill worker has it
         self._prefill_span: Span = INVALID_SPAN
-        self._over = asyncio.Event()
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._error: Exception | None = None
 
     def assign(self, worker: Member, prompt: AssignedPrompt) -> None:
@@ -74,17 +74,18 @@ class Attempt:
     @property
     def prefilling(self) -> bool:
         """Whether a prefill worker has the prompt and will send more of it."""
-        return self._prefill_over is not None and not self._prefill_over.is_set()
+        return self._prefill_over is not None and not self._prefill_over.done()
 
     def prefill_sent(self, span: Span) -> None:
         """A prefill worker has the prompt: `on_prefill` gets what it sends, and ends the span."""
-        self._prefill_over, self._prefill_span = asyncio.Event(), span
+        self._prefill_over = asyncio.get_running_loop().create_future()
+        self._prefill_span = span
 
     def prefill_ended(self, error: BatonError | None = None) -> None:
         """The prefill worker sends no more; may be called again."""
         if self.prefilling:
             assert self._prefill_over is not None
-            self._prefill_over.set()
+            self._prefill_over.set_result(None)
             if error is not None:
                 telemetry.failed(self._prefill_span, error)
             self._prefill_span.end()
@@ -118,17 +119,15 @@ class Attempt:
             self.on_decode(event)
 
     def on_decode(self, event: Event) -> None:
-        if isinstance(event, decode_pb2.SequenceEvent):
-            self._on_event(event)
-        elif isinstance(event, decode_pb2.ReserveResponse):
+        if isinstance(event, decode_pb2.ReserveResponse):
             if self._reserved is not None and not self._reserved.done():
                 self._reserved.set_result(event)
         elif isinstance(event, BatonError):
             self.suspects.clear()
             self._decode_failed(event)
-
-    def _on_event(self, event: decode_pb2.SequenceEvent) -> None:
-        if event.abort_reason:
+        elif isinstance(event, prefill_pb2.PrefillResponse):
+            return  # no decode worker sends it
+        elif event.abort_reason:
             # Before Commit it is the handoff that failed: either end may be the reason.
             waits = self._prefill_over is not None and not self._handed_over
             failed: type[BatonError] = TransferFailed if waits else InternalError
@@ -155,7 +154,7 @@ class Attempt:
 
     async def finished(self) -> None:
         """Waits until all output was delivered; raises what ended it early."""
-        await self._over.wait()
+        await self._over
         if self._error is not None:
             raise self._error
 
@@ -168,7 +167,7 @@ class Attempt:
             assert self._prefill_over is not None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_COMMIT_ACK_S):
-                    await self._prefill_over.wait()
+                    await asyncio.shield(self._prefill_over)
 
     def _output(
         self,
@@ -176,14 +175,14 @@ class Attempt:
         logprobs: Sequence[common_pb2.PositionLogprobs],
         reason: common_pb2.FinishReason,
     ) -> None:
-        if self._over.is_set():
+        if self._over.done():
             return
         self.first_output_ns = self.first_output_ns or time.time_ns()
         if self._deliver(token_ids, logprobs, reason) or reason:
-            self._over.set()
+            self._over.set_result(None)
 
     def _end(self, error: Exception) -> None:
         """What comes later is not delivered."""
-        if not self._over.is_set():
+        if not self._over.done():
             self._error = error
-            self._over.set()
+            self._over.set_result(None)
