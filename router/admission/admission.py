@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,7 +40,7 @@ class Choices:
     total: int = 1  # of all the prompts that came together
     first: bool = True  # of these prompts: the one that is charged as a request
     cut_output: bool = False  # max_tokens is a default: cut to what the context leaves
-    prompt: tuple[int, ...] | None = None  # once its first choice was admitted
+    prompt: Sequence[int] | None = None  # once its first choice was admitted
 
     def charged(self, number: int) -> int:
         """As `Tenant.enter` takes it: all choices for the first one, 0 for a further one."""
@@ -96,7 +97,8 @@ class Admission:
         limit, resumed = self._limit(max_context), tuple(request.resumed_token_ids)
         check_length(len(request.token_ids.ids) + len(resumed), limit)
         if choices.prompt is None:
-            choices.prompt = tuple(await self.tokenize(request, max_context, timeout_s))
+            # Four bytes a token, for as long as the request waits.
+            choices.prompt = array("I", await self.tokenize(request, max_context, timeout_s))
         if params.structured_output is not None:
             await self._check_output(params.structured_output, resumed, deadline)
         prompt = choices.prompt
@@ -217,12 +219,12 @@ class Admission:
         return _smallest(self.tokenizer.max_context, max_context)
 
     def _check_prompt(
-        self, prompt: tuple[int, ...], resumed: tuple[int, ...], limit: int, tenant: Tenant
+        self, prompt: Sequence[int], resumed: Sequence[int], limit: int, tenant: Tenant
     ) -> None:
         if not prompt:
             raise InvalidRequest("the prompt has no tokens", "input")
         check_length(len(prompt) + len(resumed), limit)
-        if (largest := max((*prompt, *resumed))) >= self.tokenizer.vocab_size:
+        if (largest := max(*prompt, *resumed, 0)) >= self.tokenizer.vocab_size:
             raise InvalidRequest(
                 f"token id {largest} is not below the vocabulary size {self.tokenizer.vocab_size}",
                 "token_ids",

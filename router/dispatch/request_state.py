@@ -33,7 +33,7 @@ class TokenizedRequest:
     """A validated request in tokens. Only its place in the fair queue is set later."""
 
     request_id: str
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     params: SamplingParams
     stop: tuple[str, ...]
     include_stop: bool
@@ -103,7 +103,7 @@ class RequestState:
         request, kept = self.request, self._placement
         if kept is None or kept.num_tokens != len(request.prompt) + len(self.delivered):
             kept = self._placement = PlacementRequest(
-                token_ids=(*request.prompt, *self.delivered),
+                token_ids=(*request.prompt, *self.delivered) if self.delivered else request.prompt,
                 pending=request.pending,
                 cache_salt=request.cache_salt,
                 new_tokens=request.params.max_tokens - len(self.delivered),
