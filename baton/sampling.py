@@ -185,8 +185,12 @@ class SamplingParams:
         return common_pb2.SamplingParams(**values)
 
     @classmethod
-    def from_proto(cls, message: common_pb2.SamplingParams) -> SamplingParams:
+    def from_proto(
+        cls, message: common_pb2.SamplingParams, seed: int | None = None
+    ) -> SamplingParams:
         """The settings a message stands for; unset optional fields take their defaults.
+
+        With `seed` it is that one.
 
         Raises InvalidRequest for more entries than are taken, before any is copied.
         """
@@ -201,6 +205,8 @@ class SamplingParams:
             for name in _NAMES
             if name not in _OPTIONAL or message.HasField(name)
         }
+        if seed is not None:
+            values["seed"] = seed
         values["logit_bias"] = MappingProxyType(dict(message.logit_bias))
         values["stop_token_ids"] = frozenset(message.stop_token_ids)
         if output := values.get("structured_output"):

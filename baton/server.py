@@ -50,14 +50,19 @@ def bind(
     return server, f"{host}:{bound}"
 
 
+_GC_OBJECTS = 20_000  # made and not freed, before the youngest are looked at; Python's own is 700
+
+
 def settle() -> None:
     """Keeps what was made at start, which stays, out of garbage collections from now on.
 
     Looking at all modules and classes again takes a full collection 50 to 100 ms, and no call is
-    answered meanwhile.
+    answered meanwhile. What a request makes is freed without a collection, so that these may be
+    rare.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(_GC_OBJECTS)
 
 
 _LAG_EVERY_S = 0.05

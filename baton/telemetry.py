@@ -18,6 +18,7 @@ from typing import Any
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import (
+    INVALID_SPAN,
     NonRecordingSpan,
     Span,
     SpanContext,
@@ -32,6 +33,7 @@ from baton.errors import ConfigError, InvalidRequest
 
 _TRACE_ID = re.compile("[0-9a-f]{32}")
 _PROPAGATOR = TraceContextTextMapPropagator()
+_NO_SPAN = contextlib.nullcontext(INVALID_SPAN)
 _MAX_STATUS_CHARS = 1000  # spans are held by the thousand, and an error may quote a whole request
 Attributes = Mapping[str, str | int | float | bool]
 
@@ -92,6 +94,8 @@ def setup(
 
 def inject(context: Context | None = None) -> tuple[tuple[str, str], ...]:
     """gRPC metadata that carries the current (or given) span to another process."""
+    if context is not None and not context:
+        return ()
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, context)
     return tuple(carrier.items())
@@ -100,11 +104,13 @@ def inject(context: Context | None = None) -> tuple[tuple[str, str], ...]:
 def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
     """The context that a caller's metadata carries."""
     carrier = {k: v for k, v in metadata or () if isinstance(v, str)}
-    return _PROPAGATOR.extract(carrier)
+    return _PROPAGATOR.extract(carrier) if "traceparent" in carrier else Context()
 
 
 def context_of(span: Span) -> Context:
-    """A context in which `span` is the parent."""
+    """A context in which `span` is the parent; an empty one where that records nothing."""
+    if span is INVALID_SPAN:
+        return Context()
     return trace.set_span_in_context(span)
 
 
@@ -149,7 +155,7 @@ def span(
     recorded it is the caller's, if there is one: traces go through.
     """
     if isinstance(tracer, trace.NoOpTracer):
-        return contextlib.nullcontext(tracer.start_span(name, parent))
+        return contextlib.nullcontext(trace.get_current_span(parent)) if parent else _NO_SPAN
     return _recorded(tracer, name, parent, attributes, kind)
 
 

@@ -6,11 +6,10 @@ gRPC (`service`) and HTTP are thin over this.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import secrets
 import time
-import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,7 +69,10 @@ class Sink(Protocol):
         """
 
     async def finish(self, finish: inference_pb2.Finish) -> None:
-        """Returns once the caller has taken all, so far as that can be known."""
+        """Returns once the caller has taken all, so far as that can be known.
+
+        Raises Cancelled where it does not read for too long.
+        """
 
 
 class Unread:
@@ -92,10 +94,11 @@ class Unread:
         if self._waiting > MAX_UNREAD_BYTES:
             raise Cancelled(f"the caller left {MAX_UNREAD_BYTES >> 10} KiB of output unread")
         if now - self._read_at > UNREAD_S:
-            raise _unread_for_long()
+            raise unread_for_long()
 
 
-def _unread_for_long() -> Cancelled:
+def unread_for_long() -> Cancelled:
+    """What ends a request whose caller reads nothing."""
     return Cancelled(f"the caller did not read its output for {UNREAD_S:.0f} s")
 
 
@@ -114,7 +117,7 @@ class _Delivery:
         self._text = text
         self._sink = sink
         self._on_output = on_output
-        self._scope = asyncio.timeout(state.request.time_left_s)
+        self.scope = asyncio.timeout(state.request.time_left_s)  # around all that the request does
         self._error: Exception | None = None
         self.reason = common_pb2.FINISH_REASON_UNSPECIFIED
 
@@ -160,29 +163,20 @@ class _Delivery:
 
     def end(self, error: BatonError) -> None:
         """Ends the request with an error from outside its task, unless it has ended."""
-        if self._error is None and not self._scope.expired():
+        if self._error is None and not self.scope.expired():
             self._error = error
-            self._scope.reschedule(asyncio.get_running_loop().time())
+            self.scope.reschedule(asyncio.get_running_loop().time())
 
-    @contextlib.asynccontextmanager
-    async def until_deadline(self) -> AsyncIterator[None]:
-        """Around all that the request does; raises what ended it from elsewhere."""
-        try:
-            async with self._scope:
-                yield
-        except TimeoutError:
-            late = DeadlineExceeded(f"the deadline passed {self.after}")
-            raise self._error or late from None
+    @property
+    def timed_out(self) -> Exception:
+        """What the scope's TimeoutError stands for: an end from elsewhere, or the deadline."""
+        return self._error or DeadlineExceeded(f"the deadline passed {self.after}")
 
     async def finish(self, finish: inference_pb2.Finish) -> None:
         """Sends the end, unless output could not be delivered."""
         if self._error is not None:
             raise self._error
-        try:
-            async with asyncio.timeout(UNREAD_S):
-                await self._sink.finish(finish)
-        except TimeoutError:
-            raise _unread_for_long() from None
+        await self._sink.finish(finish)
 
 
 class GenerationService:
@@ -259,9 +253,25 @@ class GenerationService:
         the others of its prompt begin. Raises Cancelled where the caller leaves its output unread
         for too long.
         """
+        self.running += 1
+        self._idle.clear()
+        try:
+            await self._generate(request, caller, sink, choices or Choices(), number)
+        finally:
+            self.running -= 1
+            if not self.running:
+                self._idle.set()
+
+    async def _generate(
+        self,
+        request: inference_pb2.GenerateRequest,
+        caller: Caller,
+        sink: Sink,
+        choices: Choices,
+        number: int,
+    ) -> None:
         parent = telemetry.extract(caller.metadata)
         with (
-            self._counted(),
             self.stats.request() as record,
             telemetry.span(self._tracer, "router.generate", parent, kind=SpanKind.SERVER) as span,
         ):
@@ -271,22 +281,14 @@ class GenerationService:
             record.operation = "chat" if request.HasField("chat") else "text_completion"
             trace = telemetry.context_of(span)
             with telemetry.span(self._tracer, "router.admit", trace):
-                state, lease = await self._admit(
-                    request, caller, record, choices or Choices(), number
-                )
+                state, lease = await self._admit(request, caller, record, choices, number)
             span.set_attribute("gen_ai.request.model", self.admission.model)
             span.set_attribute("baton.request_id", record.request_id)
             span.set_attribute("baton.tenant", record.tenant)
             span.set_attribute("gen_ai.usage.input_tokens", len(state.request.prompt))
             with lease:
-                with telemetry.span(self._tracer, "router.check", trace), self.stats.placing():
-                    state.predicted_ttft_s = feasibility.check(
-                        state.request,
-                        self._dispatch.placement_request(state),
-                        self.fleet.snapshot(),
-                        self.wait_queue,
-                        time.monotonic(),
-                    )
+                with telemetry.span(self._tracer, "router.check", trace):
+                    self._check(state)
                 await self._deliver(state, lease, record, sink)
 
     async def tokenize(
@@ -351,7 +353,7 @@ class GenerationService:
             request,
             caller.time_left_s,
             self.fleet.snapshot().max_context,
-            uuid.uuid4().hex[:16],
+            secrets.token_hex(8),
             tenant,
             choices,
             number,
@@ -364,6 +366,16 @@ class GenerationService:
         self.stats.admitted(record, state)
         return state, lease
 
+    def _check(self, state: RequestState) -> None:
+        """Predicts its first token. Raises Overloaded where that would be too late."""
+        began, needs = time.perf_counter(), self._dispatch.placement_request(state)
+        try:
+            state.predicted_ttft_s = feasibility.check(
+                state.request, needs, self.fleet.snapshot(), self.wait_queue, time.monotonic()
+            )
+        finally:
+            self.stats.on_placed(time.perf_counter() - began)
+
     async def _deliver(
         self, state: RequestState, lease: AdmissionLease, record: RequestRecord, sink: Sink
     ) -> None:
@@ -371,18 +383,20 @@ class GenerationService:
         assert span is not None
         trace = telemetry.context_of(span)
 
+        stats = self.stats
+
         def on_output(count: int, gap_s: float | None) -> None:
             lease.delivered(count)
-            self.stats.delivered(count, gap_s)
+            stats.delivered(count, gap_s)
             if len(state.delivered) == count:  # a span as long as the time to first token
                 telemetry.record(self._tracer, "router.first_token", trace, state.started_ns)
-                self.stats.first_token(record)
+                stats.first_token(record)
 
         text = TextStream(self.admission.tokenizer, state.request)
         delivery = _Delivery(state, text, sink, on_output)
         self._deliveries.add(delivery)
         try:
-            async with delivery.until_deadline():
+            async with delivery.scope:
                 started = inference_pb2.Started(
                     request_id=record.request_id,
                     trace_id=record.trace_id,
@@ -402,16 +416,7 @@ class GenerationService:
                     )
                     record.finished = True
                     await delivery.finish(finish)
+        except TimeoutError:
+            raise delivery.timed_out from None
         finally:
             self._deliveries.discard(delivery)
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        self.running += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self.running -= 1
-            if not self.running:
-                self._idle.set()

@@ -10,6 +10,7 @@ from typing import Any, Self
 from baton import rpc, tls
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from baton.v1.common_pb2 import WorkerRecord
+from router import frontend
 from router.admission.tenants import Tenants
 from router.dispatch.request_state import ParsedOutput
 from router.frontend import Caller, GenerationService, Unread
@@ -96,7 +97,11 @@ class _Writer:
     async def finish(self, finish: inference_pb2.Finish) -> None:
         self._ends = True
         self._add(inference_pb2.GenerateResponse(finish=finish))
-        await self._writing
+        try:
+            async with asyncio.timeout(frontend.UNREAD_S):
+                await self._writing
+        except TimeoutError:
+            raise frontend.unread_for_long() from None
 
     def _add(self, response: inference_pb2.GenerateResponse) -> None:
         self._waiting.append(response)

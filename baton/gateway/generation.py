@@ -98,13 +98,15 @@ async def generate(
     exchange: HttpExchange,
 ) -> None:
     """Answers a completion or a chat; a client that hangs up cancels it."""
+    run = _Generation(kind, service, parsed, caller, exchange)
     try:
-        run = _Generation(kind, service, parsed, caller, exchange)
         await (run.stream() if parsed.options.stream else run.whole())
     except InvalidRequest as error:
         name = error.field.removeprefix("sampling.").removeprefix("chat.")
         name = _FUNCTION.sub(r"\1.function.", name)
         raise InvalidRequest(str(error), parsed.fields.get(name, name)) from error
+    finally:
+        run.outputs.clear()  # which refer to it: it would stay until a garbage collection
 
 
 @dataclass
@@ -121,7 +123,7 @@ class _Generation:
         parsed, options = self.parsed, self.parsed.options
         usage = options.stream_options is not None and options.stream_options.include_usage
         self._no_usage: dict[str, Any] = {"usage": None} if usage else {}
-        self._outputs = [
+        self.outputs = [
             self.kind(
                 index,
                 self.service.tokenizer,
@@ -142,8 +144,8 @@ class _Generation:
 
     async def whole(self) -> None:
         """Answers when all is done."""
-        await run_choices(self.service, self.parsed, self.caller, self._outputs)
-        choices = [output.whole() for output in self._outputs]
+        await run_choices(self.service, self.parsed, self.caller, self.outputs)
+        choices = [output.whole() for output in self.outputs]
         answer = self._answer(choices=choices, usage=self._usage())
         self.exchange.answer(200, answer)
 
@@ -152,7 +154,7 @@ class _Generation:
         last = _DONE
         self._keep_alive()
         try:
-            await run_choices(self.service, self.parsed, self.caller, self._outputs)
+            await run_choices(self.service, self.parsed, self.caller, self.outputs)
             if self._no_usage:
                 last = self._chunk(choices=[], usage=self._usage()) + _DONE
         except Exception as error:
@@ -206,7 +208,7 @@ class _Generation:
 
     def _usage(self) -> api.Usage:
         with_routes = _ROUTE_HEADER in self.exchange.headers
-        return usage_of(self._outputs, self.parsed.n, with_routes=with_routes)
+        return usage_of(self.outputs, self.parsed.n, with_routes=with_routes)
 
     def _echo(self, prompt_index: int) -> str:
         if not self.parsed.echoes:

@@ -103,7 +103,8 @@ class EtcdClient:
     def __init__(self, config: RegistryConfig) -> None:
         """Reads the files named in `config` (ConfigError); connects with the first call.
 
-        Certificates are read again when they change.
+        Certificates are read again when they change, the password at every login: etcd asks for one
+        after a restart, and where the user's password was changed.
         """
         self.names = config.etcd
         self._user = config.user
@@ -255,6 +256,10 @@ class EtcdClient:
         return await self._attempt(pick, request, again=False)
 
     async def _log_in(self, at: _Endpoint) -> str:
+        try:
+            self._password = _password(self._config)
+        except ConfigError as error:
+            log.error("etcd gets the password read before: %s", error)
         request = etcd_pb2.AuthenticateRequest(name=self._user, password=self._password)
         try:
             return str((await at.auth.Authenticate(request, timeout=CALL_S)).token)

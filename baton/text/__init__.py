@@ -8,9 +8,10 @@ from baton.text.chat_template import ChatTemplate
 from baton.text.detokenizer import Detokenizer
 from baton.text.model_files import text_fingerprint
 from baton.text.stop_strings import StopStrings, check_stop_strings
-from baton.text.tokenizer import Tokenizer, load_tokenizer
+from baton.text.tokenizer import MAX_CHARS_AT_ONCE, Tokenizer, load_tokenizer
 
 __all__ = [
+    "MAX_CHARS_AT_ONCE",
     "ChatTemplate",
     "Detokenizer",
     "StopStrings",

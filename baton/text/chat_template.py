@@ -27,6 +27,7 @@ MAX_SOURCE_CHARS = 64 << 10  # which compile in a second; those in use have up t
 # CPU seconds that a rendering may take, and characters that it may build, what it drops included.
 MAX_RENDERING = (2.0, 64 << 20)
 MAX_TRIAL = (0.25, 4 << 20)
+MAX_AT_ONCE = (0.005, 64 << 10)
 
 # A turn as templates take it: role and content, and what else transformers knows of it.
 Message = Mapping[str, Any]
@@ -68,12 +69,14 @@ class ChatTemplate:
         messages: Sequence[Message],
         variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
+        at_once: bool = False,
     ) -> str:
         """The prompt of a conversation, oldest turn first, ready for the assistant's answer.
 
         Or, to continue the final message, up to its end. `variables` are the template's beside
         messages and special tokens. Raises InvalidRequest (field "chat") for no messages, and when
-        the template refuses the conversation.
+        the template refuses the conversation; `at_once`, TimeoutError where it takes longer than an
+        event loop may be held.
         """
         if not messages:
             raise InvalidRequest("chat needs at least one message", "chat")
@@ -85,10 +88,12 @@ class ChatTemplate:
         if continue_final_message:
             given["add_generation_prompt"] = False
         try:
-            text = self._render(given, MAX_RENDERING)
+            text = self._render(given, MAX_AT_ONCE if at_once else MAX_RENDERING)
         except InvalidRequest:
             raise
         except TooMuch as error:
+            if at_once:
+                raise TimeoutError from error
             raise InvalidRequest(f"the chat template was stopped: {error}", "chat") from error
         except MemoryError as error:
             raise InvalidRequest("the chat template asked for too much memory", "chat") from error

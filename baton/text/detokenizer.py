@@ -8,6 +8,7 @@ text, and such bytes become U+FFFD, one for each maximal invalid part (Unicode S
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -28,8 +29,9 @@ class TokenPieces:
 
     Built once for a tokenizer and filled in as ids are seen.
     `byte_level` says that every token is bytes (GPT-2, Llama 3, Qwen), so a text is just the
-    UTF-8 of its tokens' bytes. Otherwise only `<0xNN>` tokens are (Llama 2, Mistral), and another
-    token's text can depend on the tokens before it.
+    UTF-8 of its tokens' bytes. So it is where others than `<0xNN>` tokens stand for a fixed text
+    (Llama 2, Mistral, Gemma), but for a space at its beginning. Of other decoders, a token's text
+    can depend on the tokens before it.
     """
 
     def __init__(self, library: tokenizers.Tokenizer, shown: Collection[int] = ()) -> None:
@@ -39,10 +41,13 @@ class TokenPieces:
         decoders = _decoders(library)
         self.byte_level = [decoder["type"] for decoder in decoders] == ["ByteLevel"]
         self._byte_fallback = any(decoder["type"] == "ByteFallback" for decoder in decoders)
+        self._replaced = _replaced(decoders) if self._byte_fallback else None
         added = library.get_added_tokens_decoder()
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._known: dict[int, bytes | None] = {}
-        self._texts: dict[int, str] = {}
+        self._decoded: dict[int, str] = {}
+        # Of tokens that were seen and are whole characters, behind whichever others they come.
+        self.texts: dict[int, str] = {}
 
     def showing(self, special: Collection[int]) -> TokenPieces:
         """The same, but that these special tokens are text."""
@@ -51,7 +56,10 @@ class TokenPieces:
     def piece(self, token: int) -> bytes | None:
         """The token's bytes, b"" for one that is no text, None where only `decode` knows."""
         if token not in self._known:
-            self._known[token] = self._find(token)
+            piece = self._known[token] = self._find(token)
+            if piece is not None and (self.byte_level or self._replaced is not None):
+                with contextlib.suppress(UnicodeDecodeError):
+                    self.texts[token] = piece.decode()
         return self._known[token]
 
     def shown(self, token: int) -> tuple[str, bytes]:
@@ -70,9 +78,9 @@ class TokenPieces:
         if len(tokens) != 1:
             return str(self._library.decode(tokens, skip_special_tokens=True))
         (token,) = tokens
-        if token not in self._texts:
-            self._texts[token] = str(self._library.decode(tokens, skip_special_tokens=True))
-        return self._texts[token]
+        if token not in self._decoded:
+            self._decoded[token] = str(self._library.decode(tokens, skip_special_tokens=True))
+        return self._decoded[token]
 
     def _find(self, token: int) -> bytes | None:
         name = self._library.id_to_token(token)
@@ -82,8 +90,13 @@ class TokenPieces:
             return b""
         if self.byte_level:
             return _byte_level_bytes(name)
-        match = _BYTE_TOKEN.fullmatch(name) if self._byte_fallback else None
-        return bytes.fromhex(match[1]) if match else None
+        if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(name)):
+            return bytes.fromhex(match[1])
+        if self._replaced is None:
+            return None
+        for old, new in self._replaced:
+            name = name.replace(old, new)
+        return name.encode()
 
 
 def _decoders(library: tokenizers.Tokenizer) -> list[dict[str, Any]]:
@@ -93,6 +106,21 @@ def _decoders(library: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     # What a decoder is pickled to is that description; the whole file would take a second.
     decoder = json.loads(library.decoder.__getstate__())
     return decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+
+
+def _replaced(decoders: list[dict[str, Any]]) -> list[tuple[str, str]] | None:
+    """What stands for what in tokens, where their texts depend on nothing else; else None."""
+    replaced = []
+    for decoder in decoders:
+        kind, pattern = decoder["type"], decoder.get("pattern", {})
+        if kind == "Replace" and "String" in pattern:
+            replaced.append((pattern["String"], decoder["content"]))
+        elif kind == "Strip":
+            if (decoder["content"], decoder["start"], decoder["stop"]) != (" ", 1, 0):
+                return None
+        elif kind not in ("ByteFallback", "Fuse"):
+            return None
+    return replaced
 
 
 def _byte_level_bytes(name: str) -> bytes:
@@ -131,10 +159,15 @@ class Detokenizer:
         last = next((token for token in reversed(prompt_ids) if pieces.piece(token) != b""), None)
         self._context = [] if last is None else [last]
         self._pending: list[int] = []
+        self._between = False  # two whole characters, and not before the first one
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that `token_ids` make certain, whole characters only; often empty."""
-        return "".join(map(self._push, token_ids))
+        parts = []
+        for token in token_ids:
+            text = self._pieces.texts.get(token) if self._between else None
+            parts.append(self._push(token) if text is None else text)
+        return "".join(parts)
 
     def flush(self) -> str:
         """The rest, at the end of the output: an unfinished character becomes U+FFFD."""
@@ -148,10 +181,11 @@ class Detokenizer:
             return self._utf8.decode(b"", True) + self._push_text(token)
         released = self._release()
         text = self._utf8.decode(piece)
-        if piece == b" " and not self._context:
+        if not (self._context or self._pieces.byte_level) and piece.startswith(b" "):
             # Some decoders drop the space that their tokenizer puts before a text.
             text = self._pieces.decode([token])
         self._context = [token]
+        self._between = not self._utf8.getstate()[0]
         return released + text
 
     def _push_text(self, token: int) -> str:

@@ -15,6 +15,7 @@ from baton.text.chat_template import ChatTemplate, Message
 from baton.text.detokenizer import TokenPieces
 from baton.text.model_files import CONFIG_FILE, TOKENIZER_FILE, TextFiles
 
+MAX_CHARS_AT_ONCE = 4096  # longer texts are for a thread, off the event loop: some milliseconds
 _PIECE_CHARS = 1 << 16
 _CUT_TOKENS = 64  # more than a cut in the middle of a word, and special tokens, can add
 
@@ -68,16 +69,20 @@ class Tokenizer:
         max_tokens: int = 0,
         variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
+        at_once: bool = False,
     ) -> list[int]:
         """Token ids of a conversation, up to where the assistant answers; see `ChatTemplate`.
 
-        Raises InvalidRequest (field "chat") when there is no template or it refuses the messages.
+        Raises InvalidRequest (field "chat") when there is no template or it refuses the messages;
+        `at_once`, TimeoutError where it takes longer than an event loop may be held.
         """
         if self._library is not None and self.template is None:
             raise InvalidRequest("this model has no chat template: send text or token ids", "chat")
         text = ""
         if self.template is not None:
-            text = self.template.render(messages, variables, continue_final_message)
+            text = self.template.render(messages, variables, continue_final_message, at_once)
+        if at_once and len(text) > MAX_CHARS_AT_ONCE:
+            raise TimeoutError
         # The template writes the special tokens itself.
         return self._encode(text, "chat", max_tokens, add_special_tokens=False)
 

@@ -5,7 +5,8 @@
 What a router and etcd see of them is real: for each worker a port of its own for routers, a record
 under a lease of its own, load reports and heartbeats as often as workers send them, and a message
 for each step. A step is a timer (`--simulate`), KV is counted but not moved, and decode
-starts a sequence by the clock instead of a Commit. /metrics has the number of messages sent.
+starts a sequence by the clock instead of a Commit. A first token is the time at which it is sent:
+see `first_token_age_s`. /metrics has the number of messages sent.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import math
 import os
 import signal
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
@@ -46,8 +48,19 @@ _TOKEN_BYTES = 131072
 _HANDOFF_S = 0.003
 _FIRST_ID, _NUM_IDS = 1000, 1000
 _AT_A_TIME = 50  # registrations
+_MOST_MICROSECONDS = 1 << 30  # in a token id
 _UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
 _LENGTH = common_pb2.FINISH_REASON_LENGTH
+
+
+def _microseconds() -> int:
+    return time.monotonic_ns() // 1000 % _MOST_MICROSECONDS
+
+
+def first_token_age_s(token_id: int) -> float:
+    """Seconds since a worker of this machine sent it."""
+    return (_microseconds() - token_id) % _MOST_MICROSECONDS / 1e6
+
 
 SENT: Counter[str] = Counter()  # messages, by kind
 LAG = Gaps(of("router")["baton.event_loop.lag"])
@@ -151,7 +164,7 @@ class PrefillWorker(Worker):
             self.load.steps += 1
             started = prefill_pb2.PrefillStarted(queue_ms=waits_s * 1e3)
             router.outgoing.prefill.add(handoff_id=handoff_id, started=started)
-            token = prefill_pb2.PrefillFirstToken(token_id=_FIRST_ID)
+            token = prefill_pb2.PrefillFirstToken(token_id=_microseconds())
             router.outgoing.prefill.add(handoff_id=handoff_id, first_token=token)
             await asyncio.sleep(_HANDOFF_S)
             committed = prefill_pb2.PrefillCommitted(

@@ -6,8 +6,9 @@ and 32 tokens of output; over gRPC, over HTTP, and over HTTP as one whole answer
 latencies: the first output bounds a token's way from a worker to its caller. Many callers show the
 CPU time of each process for 1,000 requests and, for the router, for a token of output as well, in
 `json.dumps` of one chunk of OpenAI's stream: measured in the same run, that makes machines
-comparable. In the end requests wait for workers that are full: what each of them takes of the
-router's memory.
+comparable. Then workers that are timers send times as tokens: so long a first token takes from a
+worker to its chunk of a stream, with and without other callers. In the end requests wait for
+workers that are full: what each of them takes of the router's memory.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 
 from baton.bench.generator import Generator, Run
@@ -36,11 +38,13 @@ from baton.config import ClusterConfig, EngineConfig, RouterLimits
 from baton.local import ports
 from baton.local.cluster import LocalCluster
 from benchmarks.environment import console, cores, machine, rotated
+from benchmarks.scenarios import fleet_workers
 from benchmarks.scenarios.common import connected
 
 _WARM_UP = 64
 _CHAT_WORDS = 58  # of a prompt: 70 tokens with the template
 _DUMPS = 20_000
+_FIRST_CHUNKS = 220  # of which the first tenth warms up
 _WAITING_TOKENS = (64, 1024)  # of prompts that wait; in this order, as memory does not shrink
 _FULL_BLOCKS = 96  # of a worker that few of them fill
 _WAIT_S, _POLL_S = 120.0, 0.25
@@ -92,7 +96,7 @@ async def main(args: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         clusters = {
             name: await stack.enter_async_context(
-                _cluster(directory, engine, args.router_processes)
+                _cluster(directory, engine, router_processes=args.router_processes)
             )
             for name, directory in checkouts.items()
         }
@@ -108,8 +112,10 @@ async def main(args: argparse.Namespace) -> None:
             async with AsyncClient(cluster.address) as client:
                 counts = (await client.status())["router"]["counts"]
             console.print(f"requests{name}: {counts['served']}")
+    rows = [row for name, of in checkouts.items() for row in await _first_chunks(args, name, of)]
     columns = {kind + name: results[kind + name] for kind, name in cases}
     console.print("", median_table(f"{args.callers} callers", FIGURES, columns), sep="\n")
+    console.print("", table("a first token, to its chunk", ("p50, ms", "p99, ms"), rows), sep="\n")
     if args.waiting:
         rows = [row for name, of in checkouts.items() for row in await _waiting(args, name, of)]
         console.print("", table("requests that wait", ("number", "KiB of router each"), rows))
@@ -117,7 +123,11 @@ async def main(args: argparse.Namespace) -> None:
 
 @asynccontextmanager
 async def _cluster(
-    checkout: Path | None, engine: EngineConfig, router_processes: int = 1, **limits: Any
+    checkout: Path | None,
+    engine: EngineConfig,
+    programs: Mapping[str, Sequence[str]] | None = None,
+    router_processes: int = 1,
+    **limits: Any,
 ) -> AsyncIterator[LocalCluster]:
     config = ClusterConfig(
         engine=engine,
@@ -126,12 +136,12 @@ async def _cluster(
         port=0,
         http_port=ports.free(),
     )
-    other: dict[str, Any] = {}
+    programs, env = {**(programs or {})}, {}
     if checkout is not None:
         program = (sys.executable, "-P", "-m", "baton")  # -P: not that of this directory
-        other["programs"] = dict.fromkeys(("router", "prefill", "decode"), program)
-        other["env"] = {"PYTHONPATH": str(checkout)}
-    async with LocalCluster(config, **other) as cluster:
+        programs = dict.fromkeys(("router", "prefill", "decode"), program) | programs
+        env = {"PYTHONPATH": str(checkout)}
+    async with LocalCluster(config, programs=programs, env=env) as cluster:
         yield cluster
 
 
@@ -196,6 +206,41 @@ def _dumps_s() -> float:
     for _ in range(_DUMPS):
         json.dumps(chunk)
     return (time.process_time() - began) / _DUMPS
+
+
+async def _first_chunks(
+    args: argparse.Namespace, name: str, checkout: Path | None
+) -> list[list[str]]:
+    """From a worker's write of a first token to this process's read of its chunk, over HTTP."""
+    body = {"prompt": [*range(2, 66)], "max_tokens": 2, "stream": True, "return_token_ids": True}
+    program = (sys.executable, fleet_workers.__file__, "1")
+    engine = EngineConfig(simulate="1e6,20")
+    rows, load = [], Workload(count=1 << 30, output_lengths=Lengths(args.tokens, args.tokens))
+    async with (
+        _cluster(checkout, engine, dict.fromkeys(("prefill", "decode"), program)) as cluster,
+        connected(cluster.address, prompt_form="chat") as server,
+        aiohttp.ClientSession(f"http://{cluster.http_addresses[0]}") as session,
+    ):
+
+        async def age_s() -> float:
+            async with session.post("/v1/completions", json=body) as response:
+                chunk = await response.content.readline()
+                (token,) = json.loads(chunk.removeprefix(b"data: "))["choices"][0]["token_ids"]
+                age_s = fleet_workers.first_token_age_s(token)
+                await response.read()
+                return age_s
+
+        for callers in (0, args.callers):
+            stop = asyncio.Event()
+            others = asyncio.create_task(
+                Generator(server, stop).closed_loop(load.demands(), callers)
+            )
+            ages_s = [await age_s() for _ in range(_FIRST_CHUNKS)][_FIRST_CHUNKS // 10 :]
+            stop.set()
+            await others
+            what = f"{callers} other callers{name}"
+            rows.append([what, *(f"{percentile(ages_s, p) * 1e3:.2f}" for p in (50, 99))])
+    return rows
 
 
 async def _waiting(args: argparse.Namespace, name: str, checkout: Path | None) -> list[list[str]]:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, quoted
 from baton.sampling import FILL_CONTEXT, MAX_SEED, Reasoning, SamplingParams, StructuredOutput
 from baton.structured_output import GrammarCompiler
-from baton.text import Tokenizer, check_stop_strings
+from baton.text import MAX_CHARS_AT_ONCE, Tokenizer, check_stop_strings
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.chat import ChatFormats, check_messages
 from router.admission.tenants import AdmissionLease, Tenant, Tenants
 from router.dispatch.request_state import TokenizedRequest
 
 MAX_CHARS_PER_TOKEN = 16  # of a whole prompt; longer texts are refused before they are tokenized
-_LONG_TEXT_CHARS = 4096  # longer texts are tokenized on a thread, off the event loop
 _TEXT_THREADS = 4
 _PRIORITIES = common_pb2.Priority.values()
 # Tokens a second before any worker has measured: only the order of virtual finish times matters
@@ -40,7 +41,7 @@ class Choices:
     total: int = 1  # of all the prompts that came together
     first: bool = True  # of these prompts: the one that is charged as a request
     cut_output: bool = False  # max_tokens is a default: cut to what the context leaves
-    prompt: tuple[int, ...] | None = None  # once its first choice was admitted
+    prompt: Sequence[int] | None = None  # once its first choice was admitted
 
     def charged(self, number: int) -> int:
         """As `Tenant.enter` takes it: all choices for the first one, 0 for a further one."""
@@ -103,10 +104,9 @@ class Admission:
         self.check_model(request.model)
         if request.priority not in _PRIORITIES:
             raise InvalidRequest(f"there is no priority {request.priority}", "priority")
-        params = SamplingParams.from_proto(request.sampling)
         seeded = request.sampling.HasField("seed")
-        seed = params.seed + number if seeded else secrets.randbits(64)
-        params = replace(params, seed=seed & MAX_SEED)
+        seed = request.sampling.seed + number if seeded else secrets.randbits(64)
+        params = SamplingParams.from_proto(request.sampling, seed & MAX_SEED)
         params.validate(self.tokenizer.vocab_size)
         check_stop_strings(request.stop)
         if request.stop and not self.tokenizer.has_text:
@@ -114,11 +114,8 @@ class Admission:
         limit, resumed = self._limit(max_context), tuple(request.resumed_token_ids)
         check_length(len(request.token_ids.ids) + len(resumed), limit)
         if choices.prompt is None:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    choices.prompt = tuple(await self.tokenize(request, max_context))
-            except TimeoutError:
-                raise DeadlineExceeded("the deadline passed during tokenizing") from None
+            # Four bytes a token, for as long as the request waits.
+            choices.prompt = array("I", await self.tokenize(request, max_context, timeout_s))
         prompt, output_format = choices.prompt, None
         if request.HasField("chat"):
             output_format = self.chat_formats.output_format(request.chat, prompt)
@@ -174,7 +171,8 @@ class Admission:
             priority,
             choices=choices.charged(number),
         )
-        return replace(request, pending=lease.prompt), lease
+        request.pending = lease.prompt
+        return request, lease
 
     def preview(
         self, request: TokenizedRequest, tenant: Tenant, priority: common_pb2.Priority
@@ -196,8 +194,12 @@ class Admission:
         self,
         request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
         max_context: int,
+        timeout_s: float | None = None,
     ) -> list[int]:
-        """The prompt's token ids, whichever way it was given."""
+        """The prompt's token ids, whichever way it was given. Raises DeadlineExceeded.
+
+        Short texts are tokenized at once: a thread would take several times as long.
+        """
         limit = self._limit(max_context)
         kind = request.WhichOneof("input")
         if kind is None:
@@ -205,15 +207,22 @@ class Admission:
         if kind == "token_ids":
             return list(request.token_ids.ids)  # type: ignore[union-attr]
         if kind == "text":
-            text = request.text
-            _check_chars(len(text), limit)
-            if len(text) > _LONG_TEXT_CHARS:
-                return await self.in_thread(self.tokenizer.encode, text, limit)
-            return self.tokenizer.encode(text)
-        messages = request.chat.messages
-        check_messages(messages)
-        _check_chars(sum(map(_num_chars, messages)), limit)
-        return await self.in_thread(self.chat_formats.encode, request.chat, limit)
+            _check_chars(len(request.text), limit)
+            if len(request.text) <= MAX_CHARS_AT_ONCE:
+                return self.tokenizer.encode(request.text)
+            work = partial(self.tokenizer.encode, request.text, limit)
+        else:
+            check_messages(request.chat.messages)
+            _check_chars(sum(map(_num_chars, request.chat.messages)), limit)
+            work = partial(self.chat_formats.encode, request.chat, limit)
+            if request.chat.ByteSize() <= MAX_CHARS_AT_ONCE:
+                with contextlib.suppress(TimeoutError):
+                    return work(at_once=True)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self.in_thread(work)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed during tokenizing") from None
 
     async def _check_output(
         self,
@@ -262,12 +271,12 @@ class Admission:
         return _smallest(self.tokenizer.max_context, max_context)
 
     def _check_prompt(
-        self, prompt: tuple[int, ...], resumed: tuple[int, ...], limit: int, tenant: Tenant
+        self, prompt: Sequence[int], resumed: Sequence[int], limit: int, tenant: Tenant
     ) -> None:
         if not prompt:
             raise InvalidRequest("the prompt has no tokens", "input")
         check_length(len(prompt) + len(resumed), limit)
-        if (largest := max((*prompt, *resumed))) >= self.tokenizer.vocab_size:
+        if (largest := max(*prompt, *resumed, 0)) >= self.tokenizer.vocab_size:
             raise InvalidRequest(
                 f"token id {largest} is not below the vocabulary size {self.tokenizer.vocab_size}",
                 "token_ids",

@@ -77,13 +77,17 @@ class ChatFormats:
         tools = f"tool calls as {self.tools.name}" if self.tools else "no tool calls"
         return f"{tools}, {'reasoning' if self.reasoning else 'no reasoning'}"
 
-    def encode(self, chat: inference_pb2.Chat, max_tokens: int) -> list[int]:
-        """Token ids of a conversation's prompt. Raises InvalidRequest."""
+    def encode(self, chat: inference_pb2.Chat, max_tokens: int, at_once: bool = False) -> list[int]:
+        """Token ids of a conversation's prompt. Raises InvalidRequest.
+
+        `at_once`, TimeoutError where it takes longer than an event loop may be held.
+        """
         return self.tokenizer.encode_chat(
             [_message(message, i) for i, message in enumerate(chat.messages)],
             max_tokens,
             self._variables(chat),
             chat.continue_final_message,
+            at_once,
         )
 
     def output_format(self, chat: inference_pb2.Chat, prompt: Sequence[int]) -> OutputFormat | None:

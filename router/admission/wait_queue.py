@@ -8,7 +8,6 @@ that none passes, so that room gathers until it fits. So neither long nor short 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -196,8 +195,10 @@ class WaitQueue:
         tried_at = None
         if not self._waiting:
             tried_at = self._changed()
-            with contextlib.suppress(Overloaded):
+            try:
                 return await attempt()
+            except Overloaded:
+                pass  # it waits
         if not accepted:
             self.check_room()
         waiter = _Waiter(entry, tried_at)

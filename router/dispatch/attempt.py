@@ -29,6 +29,7 @@ class Attempt:
     def __init__(self, handoff_id: str, deliver: Deliver) -> None:
         self.handoff_id = handoff_id
         self._deliver = deliver
+        self.spec: common_pb2.SequenceSpec | None = None  # as the decode worker was asked for it
         self.on_decoding: Callable[[], None] = lambda: None  # decode has brought its first token
         # Workers that a failure now counts against; an empty set stands for the decode worker.
         self.suspects: set[str] = set()
@@ -40,9 +41,9 @@ class Attempt:
         self._early: list[decode_pb2.SequenceEvent] | None = []
         self._assigned: Member | None = None
         self._reserved: asyncio.Future[decode_pb2.ReserveResponse] | None = None  # if asked for
-        self._prefill_over: asyncio.Event | None = None  # once a prefill worker has the prompt
+        self._prefill_over: asyncio.Future[None] | None = None  # once a prefill worker has it
         self._prefill_span: Span = INVALID_SPAN
-        self._over = asyncio.Event()
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._error: Exception | None = None
 
     def assign(self, worker: Member, prompt: AssignedPrompt) -> None:
@@ -57,25 +58,34 @@ class Attempt:
             self._assigned.unassign(self.handoff_id)
             self._assigned = None
 
-    async def reserved(self) -> decode_pb2.ReserveResponse:
-        """The decode worker's answer, to be awaited at once; raises its refusal, or its loss."""
-        self._reserved = asyncio.get_running_loop().create_future()
-        return await self._reserved
+    async def reserved(self, timeout_s: float) -> decode_pb2.ReserveResponse:
+        """The decode worker's answer, to be awaited at once; raises its refusal, or its loss.
+
+        Raises TimeoutError where neither comes in time.
+        """
+        loop = asyncio.get_running_loop()
+        self._reserved = loop.create_future()
+        late = loop.call_later(timeout_s, self._decode_failed, TimeoutError())
+        try:
+            return await self._reserved
+        finally:
+            late.cancel()
 
     @property
     def prefilling(self) -> bool:
         """Whether a prefill worker has the prompt and will send more of it."""
-        return self._prefill_over is not None and not self._prefill_over.is_set()
+        return self._prefill_over is not None and not self._prefill_over.done()
 
     def prefill_sent(self, span: Span) -> None:
         """A prefill worker has the prompt: `on_prefill` gets what it sends, and ends the span."""
-        self._prefill_over, self._prefill_span = asyncio.Event(), span
+        self._prefill_over = asyncio.get_running_loop().create_future()
+        self._prefill_span = span
 
     def prefill_ended(self, error: BatonError | None = None) -> None:
         """The prefill worker sends no more; may be called again."""
         if self.prefilling:
             assert self._prefill_over is not None
-            self._prefill_over.set()
+            self._prefill_over.set_result(None)
             if error is not None:
                 telemetry.failed(self._prefill_span, error)
             self._prefill_span.end()
@@ -109,17 +119,15 @@ class Attempt:
             self.on_decode(event)
 
     def on_decode(self, event: Event) -> None:
-        if isinstance(event, BatonError):
-            self.suspects.clear()
-            self._decode_failed(event)
-        elif isinstance(event, decode_pb2.ReserveResponse):
+        if isinstance(event, decode_pb2.ReserveResponse):
             if self._reserved is not None and not self._reserved.done():
                 self._reserved.set_result(event)
-        elif isinstance(event, decode_pb2.SequenceEvent):
-            self._on_event(event)
-
-    def _on_event(self, event: decode_pb2.SequenceEvent) -> None:
-        if event.abort_reason:
+        elif isinstance(event, BatonError):
+            self.suspects.clear()
+            self._decode_failed(event)
+        elif isinstance(event, prefill_pb2.PrefillResponse):
+            return  # no decode worker sends it
+        elif event.abort_reason:
             # Before Commit it is the handoff that failed: either end may be the reason.
             waits = self._prefill_over is not None and not self._handed_over
             failed: type[BatonError] = TransferFailed if waits else InternalError
@@ -130,16 +138,15 @@ class Attempt:
             self._early.append(event)
         else:
             if not self._decoding:
-                self._decoding = True
+                self._decoding = self._handed_over = True
+                self.suspects.clear()
                 self.unassign()
                 self.on_decoding()
-            self._handed_over = True
-            self.suspects.clear()
-            reason = event.finish_reason
-            self.finished_on_decode = bool(reason)
+            if reason := event.finish_reason:
+                self.finished_on_decode = True
             self._output(event.token_ids, event.logprobs, reason)
 
-    def _decode_failed(self, error: BatonError) -> None:
+    def _decode_failed(self, error: Exception) -> None:
         if self._reserved is None or self._reserved.done():
             self._end(error)
         else:
@@ -147,7 +154,7 @@ class Attempt:
 
     async def finished(self) -> None:
         """Waits until all output was delivered; raises what ended it early."""
-        await self._over.wait()
+        await self._over
         if self._error is not None:
             raise self._error
 
@@ -160,7 +167,7 @@ class Attempt:
             assert self._prefill_over is not None
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_COMMIT_ACK_S):
-                    await self._prefill_over.wait()
+                    await asyncio.shield(self._prefill_over)
 
     def _output(
         self,
@@ -168,14 +175,14 @@ class Attempt:
         logprobs: Sequence[common_pb2.PositionLogprobs],
         reason: common_pb2.FinishReason,
     ) -> None:
-        if self._over.is_set():
+        if self._over.done():
             return
         self.first_output_ns = self.first_output_ns or time.time_ns()
         if self._deliver(token_ids, logprobs, reason) or reason:
-            self._over.set()
+            self._over.set_result(None)
 
     def _end(self, error: Exception) -> None:
         """What comes later is not delivered."""
-        if not self._over.is_set():
+        if not self._over.done():
             self._error = error
-            self._over.set()
+            self._over.set_result(None)

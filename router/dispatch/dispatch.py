@@ -157,14 +157,18 @@ class Dispatch:
 
         def pick(full: Set[str]) -> Pair:
             nonlocal missing
-            with self.stats.placing():
+            began = time.perf_counter()
+            try:
                 snapshot = self._fleet.snapshot()
                 if state.request.workers:
                     return _pick_among(snapshot.only(state.request.workers), request, full)
                 missing = snapshot.why_not_ready
                 if not missing:
-                    limit.reschedule(None)
+                    if limit.when() is not None:
+                        limit.reschedule(None)
                     return placement.pick(snapshot, request, state.failed_workers, full)
+            finally:
+                self.stats.on_placed(time.perf_counter() - began)
             if limit.when() is None:
                 limit.reschedule(loop.time() + self._limits.recovery_s)
             raise Overloaded(missing, placement.RETRY_AFTER_S)
@@ -224,14 +228,14 @@ class Dispatch:
         timeout_s = min(RESERVE_TIMEOUT_S, state.request.time_left_s)
         self._fleet.breakers[name].sent()
         state.workers.add(name)
+        attempt.spec = state.spec(attempt.handoff_id)
         decode.outgoing.reserve.add(
-            sequence=state.spec(attempt.handoff_id),
+            sequence=attempt.spec,
             local_prefill_max_tokens=pair.local_prefill_max_tokens,
             trace=dict(telemetry.inject(trace)),
         )
         try:
-            async with asyncio.timeout(timeout_s):
-                return await attempt.reserved()
+            return await attempt.reserved(timeout_s)
         except DeadlineExceeded:
             raise  # the worker's
         except TimeoutError as error:
@@ -265,8 +269,10 @@ class Dispatch:
         breakers[name].sent()
         breakers[pair.names].sent()
         state.workers.add(name)
+        assert attempt.spec is not None
+        state.set_times(attempt.spec)
         member.outgoing.prefill.add(
-            sequence=state.spec(attempt.handoff_id),
+            sequence=attempt.spec,
             target=prefill_pb2.HandoffTarget(
                 incarnation=pair.decode.incarnation,
                 reservation_token=reserved.reservation_token,

@@ -41,12 +41,12 @@ class OutputFormat:
     single_tool_call: bool = False  # further ones are dropped
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TokenizedRequest:
-    """A validated request in tokens."""
+    """A validated request in tokens. Only its place in the fair queue is set later."""
 
     request_id: str
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     params: SamplingParams
     stop: tuple[str, ...]
     include_stop: bool
@@ -66,7 +66,7 @@ class TokenizedRequest:
         return max(0.0, self.deadline - time.monotonic())
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestState:
     """What has happened to a request so far. One attempt after another adds to it."""
 
@@ -94,16 +94,21 @@ class RequestState:
     def spec(self, handoff_id: str) -> common_pb2.SequenceSpec:
         """The failover rule: prompt and delivered tokens are the new prompt, positions go on."""
         request = self.request
-        virtual_finish_s = request.pending.fair_s + _VIRTUAL_FINISH_OFFSET_S
-        return common_pb2.SequenceSpec(
+        spec = common_pb2.SequenceSpec(
             handoff_id=handoff_id,
-            token_ids=[*request.prompt, *self.delivered],
+            token_ids=(*request.prompt, *self.delivered),
             prompt_tokens=len(request.prompt),
             sampling=request.params.to_proto(),
             cache_salt=request.cache_salt,
-            time_left_ms=min(_MOST_TIME_MS, max(1, int(request.time_left_s * 1000))),
-            virtual_finish_ms=min(_MOST_TIME_MS, max(0, int(virtual_finish_s * 1000))),
         )
+        self.set_times(spec)
+        return spec
+
+    def set_times(self, spec: common_pb2.SequenceSpec) -> None:
+        """Those of a spec that is sent now."""
+        virtual_finish_s = self.request.pending.fair_s + _VIRTUAL_FINISH_OFFSET_S
+        spec.time_left_ms = min(_MOST_TIME_MS, max(1, int(self.request.time_left_s * 1000)))
+        spec.virtual_finish_ms = min(_MOST_TIME_MS, max(0, int(virtual_finish_s * 1000)))
 
     def placement_request(
         self, local_prefill_max_tokens: int, max_itl_s: float
@@ -112,7 +117,7 @@ class RequestState:
         request, kept = self.request, self._placement
         if kept is None or kept.num_tokens != len(request.prompt) + len(self.delivered):
             kept = self._placement = PlacementRequest(
-                token_ids=(*request.prompt, *self.delivered),
+                token_ids=(*request.prompt, *self.delivered) if self.delivered else request.prompt,
                 pending=request.pending,
                 cache_salt=request.cache_salt,
                 new_tokens=request.params.max_tokens - len(self.delivered),

@@ -52,7 +52,7 @@ class Fleet:
         self._seen: Snapshot | None = None  # None: members have come or left
         self._quarantined: dict[str, list[tuple[str, str]]] = {}  # pairs, by member
         self._judged = Snapshot((), ())
-        self._judged_by: tuple[Snapshot, dict[Key, str]] = self._judged, {}
+        self._judged_by: tuple[Snapshot, Mapping[Key, str]] = self._judged, {}
         self._changed = asyncio.Event()
 
     @property
@@ -90,9 +90,10 @@ class Fleet:
 
     def snapshot(self) -> Snapshot:
         """The same object as before while nothing has changed."""
-        by = self._look(), self.breakers.all_open()
-        if by != self._judged_by:
-            self._judged, self._judged_by = self.breakers.without_ejected(by[0]), by
+        seen, opened = self._look(), self.breakers.all_open()
+        if seen is not self._judged_by[0] or opened != self._judged_by[1]:
+            self._judged = self.breakers.without_ejected(seen)
+            self._judged_by = seen, opened
         return self._judged
 
     def tokens_in_flight(self) -> int:

@@ -243,8 +243,10 @@ class Member:
             self._deliver(reserved.handoff_id, reserved)
         for response in message.prefill:
             self._deliver(response.handoff_id, response)
+        subscriber = self._subscribers.get
         for event in message.events:
-            self._deliver(event.handoff_id, event)
+            if deliver := subscriber(event.handoff_id):
+                deliver(event)
         for failure in message.failures:  # behind the others: it is the last of its sequence
             self._deliver(failure.handoff_id, error_of(failure))
 

@@ -46,8 +46,8 @@ class RouterMetrics(RequestListener):
         self._recorder = recorder
         self._model = model
         self._slos = slos
-        self._gaps = recorder.gaps("baton.request.inter_token_latency")
-        self._placements = recorder.gaps("baton.placement.duration")
+        self.gaps = recorder.gaps("baton.request.inter_token_latency")
+        self.placements = recorder.gaps("baton.placement.duration")
         self.lag = recorder.gaps("baton.event_loop.lag")
         # A series whose first value is not its first event has no rate.
         for name, label, values in (
@@ -62,7 +62,8 @@ class RouterMetrics(RequestListener):
                 recorder.count("baton.slo.requests", 0, {"slo": slo.name, "met": met})
 
     def observe(self, service: GenerationService) -> None:
-        """Reads these at each collection, and counts ejections from now on."""
+        """Reads these at each collection, and takes what comes from now on."""
+        service.stats.on_gap, service.stats.on_placed = self.gaps.record, self.placements.record
         observe = self._recorder.observe
         observe("baton.requests.running", lambda: service.running)
         observe("baton.requests.queued", lambda: service.wait_queue.depth)
@@ -76,46 +77,36 @@ class RouterMetrics(RequestListener):
         observe("baton.workers", lambda: _workers(service.fleet))
         service.fleet.on_ejected = self._ejected
 
-    def delivered(self, gap_s: float) -> None:
-        """Output is on its way to a caller, `gap_s` after the same request's last."""
-        self._gaps.record(gap_s)
-
-    def placed(self, took_s: float) -> None:
-        """A pair of workers was looked for."""
-        self._placements.record(took_s)
-
     def first_token(self, record: RequestRecord) -> None:
         assert record.state is not None
-        state = record.state
-        self._record("gen_ai.server.time_to_first_token", record, state.ttft_s)
+        state, context = record.state, _exemplar(record)
+        self._record("gen_ai.server.time_to_first_token", record, state.ttft_s, context)
         if state.predicted_ttft_s and state.ttft_s and not state.request.resumed:
             ratio = state.predicted_ttft_s / state.ttft_s
-            context = _exemplar(record)
             self._recorder.record("baton.request.ttft_prediction", ratio, context=context)
 
     def failed_over(self, error: BatonError) -> None:
         self._recorder.count("baton.failovers", 1, {"reason": type(error).__name__})
 
     def ended(self, record: RequestRecord, outcome: Outcome) -> None:
-        state, count = record.state, self._recorder.count
+        state, count, context = record.state, self._recorder.count, _exemplar(record)
         tenant = state.request.tenant if state else record.tenant
         count("baton.requests.ended", 1, {"status": outcome.status, "tenant": tenant})
         if state is not None and state.placed_at is not None:
             count("baton.tokens.input", len(state.request.prompt))
             count("baton.tokens.cached", state.cached_tokens or 0)
             waited_s = state.placed_at - state.started
-            context = _exemplar(record)
             self._recorder.record("baton.request.queue_time", waited_s, context=context)
         elif outcome.error is not None and not record.in_batch:
             count("baton.requests.refused", 1, {"cause": _cause_of(record, outcome.error)})
         if outcome.status == OK and state is not None:
-            self._record("gen_ai.server.request.duration", record, state.e2e_s)
+            self._record("gen_ai.server.request.duration", record, state.e2e_s, context)
             new_tokens = len(state.delivered) - len(state.request.resumed)
             if new_tokens > 1:
-                self._record("gen_ai.server.time_per_output_token", record, state.tpot_s)
+                self._record("gen_ai.server.time_per_output_token", record, state.tpot_s, context)
             for kind, number in (("input", len(state.request.prompt)), ("output", new_tokens)):
                 more = {"gen_ai.token.type": kind}
-                self._record("gen_ai.client.token.usage", record, number, more)
+                self._record("gen_ai.client.token.usage", record, number, context, more)
         if not (
             record.in_batch
             or outcome.status == CANCELLED
@@ -126,14 +117,19 @@ class RouterMetrics(RequestListener):
                 count("baton.slo.requests", 1, {"slo": slo.name, "met": str(met).lower()})
 
     def _record(
-        self, name: str, record: RequestRecord, value: float, more: Attributes | None = None
+        self,
+        name: str,
+        record: RequestRecord,
+        value: float,
+        context: Context | None,
+        more: Attributes | None = None,
     ) -> None:
         attributes = {
             "gen_ai.request.model": self._model,
             "gen_ai.operation.name": record.operation,
             **(more or {}),
         }
-        self._recorder.record(name, value, attributes, _exemplar(record))
+        self._recorder.record(name, value, attributes, context)
 
     def _ejected(self, key: Key) -> None:
         kind = "worker" if isinstance(key, str) else "pair"

@@ -70,12 +70,6 @@ class Outcome:
 class RequestListener:
     """Called as requests pass, in the listeners' order. None of it may block or raise."""
 
-    def delivered(self, gap_s: float) -> None:
-        """Output goes to a caller, `gap_s` after the request's output before it."""
-
-    def placed(self, took_s: float) -> None:
-        """A pair of workers was looked for."""
-
     def first_token(self, record: RequestRecord) -> None:
         """The first output of a request is on its way."""
 
@@ -94,6 +88,10 @@ class RouterStats:
         # What went wrong, oldest first; the same thing in a row is one event.
         self.events: deque[fleet_pb2.RouterEvent] = deque(maxlen=_MOST_EVENTS)
         self.listeners: tuple[RequestListener, ...] = ()
+        # Of output, how long after the request's output before it; of each look for a pair of
+        # workers, how long it took. Seconds.
+        self.on_gap: Callable[[float], None] = lambda gap_s: None
+        self.on_placed: Callable[[float], None] = lambda took_s: None
         self._clock = clock
         # (when, TTFT, TPOT), milliseconds
         self._latencies: deque[tuple[float, float, float]] = deque(maxlen=_MOST_LATENCIES)
@@ -122,18 +120,7 @@ class RouterStats:
         """Output goes to a caller, so long after the request's output before it, if any."""
         self.counts.output_tokens += num_tokens
         if gap_s is not None:
-            for listener in self.listeners:
-                listener.delivered(gap_s)
-
-    @contextlib.contextmanager
-    def placing(self) -> Iterator[None]:
-        """Around each look for a pair of workers."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            for listener in self.listeners:
-                listener.placed(time.perf_counter() - began)
+            self.on_gap(gap_s)
 
     def first_token(self, record: RequestRecord) -> None:
         """The first output of a request is on its way."""
@@ -173,9 +160,9 @@ class RouterStats:
             self._failed(record, outcome)
         elif outcome.status == OK and state is not None:
             counts.served[state.way] += 1
-            timing, target_s = state.timing(), state.request.ttft_target_s
-            counts.late += bool(target_s) and timing.ttft_ms > target_s * 1e3
-            self._latencies.append((self._clock(), timing.ttft_ms, timing.tpot_ms))
+            ttft_s, target_s = state.ttft_s, state.request.ttft_target_s
+            counts.late += 0 < target_s < ttft_s
+            self._latencies.append((self._clock(), ttft_s * 1e3, state.tpot_s * 1e3))
         for listener in self.listeners:
             listener.ended(record, outcome)
 

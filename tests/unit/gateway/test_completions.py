@@ -1,11 +1,14 @@
 """Completions and chats over HTTP: whole and streamed, in OpenAI's shapes."""
 
 import asyncio
+import gc
 import json
 
 import pytest
 
+from baton.gateway.request import ParsedRequest
 from baton.v1 import common_pb2
+from router.dispatch.request_state import RequestState
 from tests.unit.router.scripted_workers import seen
 
 from .conftest import PROMPT
@@ -33,6 +36,23 @@ async def test_a_completion_whole_and_streamed(gateway):
     assert (last["choices"], last["usage"]) == ([], answer["usage"])
     assert len({(e["id"], e["object"], e["model"], e["created"]) for e in events}) == 1
     assert all("usage" not in event for event in await gateway.events())
+
+
+async def test_an_answered_request_is_freed_without_a_garbage_collection(gateway):
+    def kept():
+        return {id(one) for one in gc.get_objects() if type(one) in (ParsedRequest, RequestState)}
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = kept()  # of other tests
+        await gateway.complete(n=2)
+        await gateway.events("/v1/chat/completions")
+        assert (await gateway.complete(prompt=[])).status_code == 400
+        await gateway.idle()
+        assert kept() <= before
+    finally:
+        gc.enable()
 
 
 async def test_an_answer_says_what_happened_to_it_when_it_is_asked(gateway):

@@ -41,9 +41,11 @@ async def refused(config, match):
         await register_and_see(config)
 
 
-def etcdctl(address, *words):
+def etcdctl(address, *words, stdin=""):
     command = [etcd_binary().with_name("etcdctl"), "--endpoints", address, *words]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        command, check=True, input=stdin, capture_output=True, text=True, timeout=20
+    )
     return done.stdout
 
 
@@ -68,7 +70,9 @@ async def etcd():
         yield etcd
 
 
-async def test_a_user_with_rights_to_its_cluster_alone_is_enough(etcd, tmp_path):
+async def test_a_user_with_rights_to_its_cluster_alone_is_enough_and_may_change_its_password(
+    etcd, tmp_path
+):
     for name, password in (("right", PASSWORD + "\n"), ("wrong", "guess")):
         (tmp_path / name).write_text(password)
     mine = RegistryConfig(etcd=etcd.address, user="worker", password_file=tmp_path / "right")
@@ -87,6 +91,9 @@ async def test_a_user_with_rights_to_its_cluster_alone_is_enough(etcd, tmp_path)
     ):
         await etcd.kill()  # which makes it forget its tokens
         await etcd.start()
+        change = ["--user", "root:rootpw", "user", "passwd", "worker", "--interactive=false"]
+        await asyncio.to_thread(etcdctl, etcd.address, *change, stdin="changed\n")
+        (tmp_path / "right").write_text("changed\n")
         await registration.update(changed)
         async with asyncio.timeout(12), contextlib.aclosing(members.changes()) as changes:
             async for records in changes:

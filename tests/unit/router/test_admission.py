@@ -9,6 +9,7 @@ import pytest
 
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Overloaded
 from baton.sampling import FILL_CONTEXT, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from baton.text import ChatTemplate
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.admission import Admission, Choices
 from router.admission.chat import MAX_MESSAGES
@@ -65,10 +66,22 @@ def enter(admission, admitted, priority=0):
     return admission.enter(admitted, admission.tenants.of(()), priority, Choices())
 
 
+def patch_slow_chats(monkeypatch, admission, work):
+    """Chats take longer than an event loop may be held: as long as `work()`."""
+
+    def encode_chat(self, *_, at_once=False):
+        if at_once:
+            raise TimeoutError
+        work()
+        return [1]
+
+    monkeypatch.setattr(type(admission.tokenizer), "encode_chat", encode_chat)
+
+
 async def test_a_request_becomes_tokens(admission, admission_of):
     more = {"stop": ["\n"], "include_stop": True, "cache_salt": "salt", "model": "tiny"}
     admitted = await admit(admission, **more)
-    assert admitted.prompt == tuple(admission.tokenizer.encode("Hi")) and len(admitted.prompt) == 2
+    assert [*admitted.prompt] == admission.tokenizer.encode("Hi") and len(admitted.prompt) == 2
     assert (admitted.request_id, admitted.stop, admitted.include_stop) == ("r1", ("\n",), True)
     assert (admitted.tenant, admitted.cache_salt) == ("default", "salt")
     assert (await admit(admission_of(""), cache_salt="salt")).cache_salt == "default/salt"
@@ -146,7 +159,7 @@ async def test_another_model_is_not_found(admission):
     ],
 )
 async def test_a_model_without_a_tokenizer_takes_token_ids_alone(ids_only, fields, field):
-    assert (await admit(ids_only, ids=[49])).prompt == (49,)
+    assert [*(await admit(ids_only, ids=[49])).prompt] == [49]
     with pytest.raises(InvalidRequest) as caught:
         await admit(ids_only, **fields)
     assert caught.value.field == field
@@ -205,7 +218,7 @@ async def test_a_passed_deadline_is_reported_before_anything_else(admission, mon
         with pytest.raises(DeadlineExceeded):
             await admit(admission, model="other", time_left_s=time_left_s)
     stuck = threading.Event()
-    monkeypatch.setattr(type(admission.tokenizer), "encode_chat", lambda *_: stuck.wait(5) and [1])
+    patch_slow_chats(monkeypatch, admission, lambda: stuck.wait(5))
     try:
         async with asyncio.timeout(2):
             with pytest.raises(DeadlineExceeded, match="tokenizing"):
@@ -226,18 +239,34 @@ async def test_what_will_be_refused_is_not_tokenized(admission_of, monkeypatch):
             await admit(admission, asked)
 
 
-async def test_texts_are_tokenized_on_a_few_threads_of_their_own(admission, monkeypatch):
+async def test_long_texts_are_tokenized_on_a_few_threads_of_their_own(admission, monkeypatch):
     names = []
 
-    def encode_chat(*_):
+    def encode():
         names.append(threading.current_thread().name)
         time.sleep(0.001)
-        return [1]
 
-    monkeypatch.setattr(type(admission.tokenizer), "encode_chat", encode_chat)
+    patch_slow_chats(monkeypatch, admission, encode)
     await asyncio.gather(*(admit(admission, chat=[("user", "Hi")]) for _ in range(64)))
     assert len(names) == 64 and len(set(names)) <= 4
     assert {name.partition("_")[0] for name in names} == {"text"}
+
+
+async def test_a_short_chat_that_its_template_makes_long_or_slow_holds_no_event_loop(
+    admission_of, monkeypatch
+):
+    admission, threads = admission_of(max_context=1_000_000), []
+    in_thread = Admission.in_thread
+    monkeypatch.setattr(
+        Admission, "in_thread", lambda *args: threads.append(args[1]) or in_thread(*args)
+    )
+    template = "{% for i in range(messages[0].content | int) %}{{ i }} {% endfor %}{{ 'x' }}"
+    admission.tokenizer._template = ChatTemplate(template, {}, "test")
+    lengths = []
+    for repeated in (3, 2000, 40_000):
+        lengths.append(len((await admit(admission, chat=[("user", str(repeated))])).prompt))
+    assert len(threads) == 2
+    assert lengths == [7, 8891, 228_891]
 
 
 async def test_choices_of_a_prompt_share_its_tokens_and_have_seeds_of_their_own(

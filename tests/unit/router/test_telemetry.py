@@ -212,8 +212,8 @@ def test_late_requests_and_percentiles_of_the_last_minute(clock):
 
 
 def test_a_request_that_ends_well_is_measured(world):
-    with world.stats.placing():
-        world.request(prompt=(1, 2, 3, 4), predicted_ttft_s=0.3, cached=2)
+    world.stats.on_placed(0.001)
+    world.request(prompt=(1, 2, 3, 4), predicted_ttft_s=0.3, cached=2)
     value = world.value
     assert value("baton_placement_duration_seconds_count") == 1
     assert value("baton_requests_ended_total", status="OK", tenant="t") == 1

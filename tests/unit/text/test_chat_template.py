@@ -204,7 +204,9 @@ def test_a_template_that_a_message_makes_endless_is_stopped(monkeypatch):
     monkeypatch.setattr(chat_template, "MAX_RENDERING", (0.1, 1 << 20))
     with pytest.raises(InvalidRequest, match=r"template was stopped: it takes over 0\.1 s"):
         template.render([{"role": "user", "content": "go"}])
-    assert template.render([{"role": "user", "content": "x"}]) == "fine"
+    assert template.render([{"role": "user", "content": "x"}], at_once=True) == "fine"
+    with pytest.raises(TimeoutError):
+        template.render([{"role": "user", "content": "go"}], at_once=True)
 
 
 def test_long_chats_are_within_bounds():
