@@ -87,7 +87,7 @@ class ChatFormats:
             max_tokens,
             self._variables(chat),
             chat.continue_final_message,
-            at_once,
+            at_once=at_once,
         )
 
     def output_format(self, chat: inference_pb2.Chat, prompt: Sequence[int]) -> OutputFormat | None:

@@ -261,7 +261,7 @@ async def test_a_short_chat_that_its_template_makes_long_or_slow_holds_no_event_
         Admission, "in_thread", lambda *args: threads.append(args[1]) or in_thread(*args)
     )
     template = "{% for i in range(messages[0].content | int) %}{{ i }} {% endfor %}{{ 'x' }}"
-    admission.tokenizer._template = ChatTemplate(template, {}, "test")
+    admission.tokenizer.template = ChatTemplate(template, {}, "test")
     lengths = []
     for repeated in (3, 2000, 40_000):
         lengths.append(len((await admit(admission, chat=[("user", str(repeated))])).prompt))
