@@ -89,6 +89,9 @@ inline void softmax(TileScores (&scores)[ROWS], float cap, const Visible (&visib
 // Rows of a piece: taking a tile of keys from the pool costs as much as about ten of them.
 constexpr int QUERIES_AT_ONCE = 128;
 
+// From so many sequences on, a thread takes all KV heads of one, whose rows share pages of memory.
+constexpr int SPANS_PER_THREAD = 4;
+
 class PieceAttention {
    public:
     PieceAttention(const AttentionShape& shape, const Pool& pool)
@@ -104,13 +107,19 @@ class PieceAttention {
         first_ = piece.span->context + piece.first;
         count_ = piece.count;
         const size_t stride = size_t(shape_.heads + 2 * pool_.kv_heads) * size_;
-        const size_t row = piece.span->first_row + piece.first;
-        const size_t column = size_t(piece.kv_head) * group_ * size_;
-        take_queries(qkv + row * stride + column, stride);
-        take_sinks(piece.kv_head * group_);
-        visit_tiles(piece, next);
         const size_t out_stride = size_t(shape_.heads) * size_;
-        give_results(out + row * out_stride + column, out_stride);
+        const size_t row = piece.span->first_row + piece.first;
+        for (int i = 0; i < piece.kv_heads; i++) {
+            const int kv_head = piece.first_head + i;
+            const size_t column = size_t(kv_head) * group_ * size_;
+            take_queries(qkv + row * stride + column, stride);
+            take_sinks(kv_head * group_);
+            if (i + 1 < piece.kv_heads)
+                visit_tiles(piece, kv_head, piece, kv_head + 1);
+            else
+                visit_tiles(piece, kv_head, next, next.first_head);
+            give_results(out + row * out_stride + column, out_stride);
+        }
     }
 
    private:
@@ -132,10 +141,10 @@ class PieceAttention {
                              : Softmax{f32x16{}, NEVER};
     }
 
-    HeadRows rows_of(const Piece& piece) const {
+    HeadRows rows_of(const Piece& piece, int kv_head) const {
         const Span& span = *piece.span;
         const auto part = [&](Part which) {
-            return PagedRows(pool_, shape_.layer, piece.kv_head, which, span.table);
+            return PagedRows(pool_, shape_.layer, kv_head, which, span.table);
         };
         return HeadRows{part(KEYS), part(VALUES), span.context + span.count};
     }
@@ -147,8 +156,8 @@ class PieceAttention {
         return oldest / TILE_KEYS * TILE_KEYS;
     }
 
-    void visit_tiles(const Piece& piece, const Piece& next) {
-        const HeadRows rows = rows_of(piece), rows_next = rows_of(next);
+    void visit_tiles(const Piece& piece, int kv_head, const Piece& next, int next_head) {
+        const HeadRows rows = rows_of(piece, kv_head), rows_next = rows_of(next, next_head);
         const int end = first_ + count_;
         for (int key = first_tile(piece); key < end; key += TILE_KEYS) {
             if (key + TILE_KEYS < end)
@@ -186,22 +195,29 @@ class PieceAttention {
     template <int ROWS>
     void accumulate(const Factor* a, int depth, const Factor* b, int columns,
                     const float* corrections, float* to) {
-        constexpr int STEP = 8;  // depth / GROUP is a multiple of it
         in_parts<tile_vectors(ROWS)>(0, columns / LANES, [&](auto vectors, int first) {
-            f32x16 sums[ROWS][vectors()] = {};
-            float* const part = to + first * LANES;
-            for (int i = 0; corrections && i < ROWS; i++)
-                for (int j = 0; j < vectors(); j++)
-                    sums[i][j] = load<f32x16>(part + i * columns + j * LANES) * corrections[i];
-            for (int g = 0; g < depth / GROUP; g += STEP) {
-                tile_.prefetcher.fetch(8);  // the keys that are needed next
-                multiply(a + g * GROUP, depth, b + (first * LANES + g * columns) * GROUP,
-                         columns * GROUP, STEP, sums);
-            }
-            for (int i = 0; i < ROWS; i++)
-                for (int j = 0; j < vectors(); j++)
-                    store(part + i * columns + j * LANES, sums[i][j]);
+            this->template add_columns<ROWS, vectors()>(a, depth, b + first * LANES * GROUP, columns,
+                                                        corrections, to + first * LANES);
         });
+    }
+
+    template <int ROWS, int VECTORS>
+#ifndef __AVX512F__
+    [[gnu::noinline]]  // or the compiler would keep fewer sums in registers
+#endif
+    void add_columns(const Factor* a, int depth, const Factor* b, int columns,
+                     const float* corrections, float* to) {
+        constexpr int STEP = 8;  // depth / GROUP is a multiple of it
+        f32x16 sums[ROWS][VECTORS] = {};
+        for (int i = 0; corrections && i < ROWS; i++)
+            for (int j = 0; j < VECTORS; j++)
+                sums[i][j] = load<f32x16>(to + i * columns + j * LANES) * corrections[i];
+        for (int g = 0; g < depth / GROUP; g += STEP) {
+            tile_.prefetcher.fetch(STEP);  // the keys that are needed next
+            multiply(a + g * GROUP, depth, b + g * columns * GROUP, columns * GROUP, STEP, sums);
+        }
+        for (int i = 0; i < ROWS; i++)
+            for (int j = 0; j < VECTORS; j++) store(to + i * columns + j * LANES, sums[i][j]);
     }
 
     void give_results(Activation* out, size_t stride) {
@@ -232,7 +248,8 @@ class PieceAttention {
 void attend(Team& team, const Activation* qkv, const Span* spans, int num_spans,
             const AttentionShape& shape, const Pool& pool, Activation* out) {
     const int group = shape.heads / pool.kv_heads;
-    Pieces pieces(spans, num_spans, std::max(1, QUERIES_AT_ONCE / group), pool.kv_heads);
+    const int together = num_spans < SPANS_PER_THREAD * team.threads() ? 1 : pool.kv_heads;
+    Pieces pieces(spans, num_spans, std::max(1, QUERIES_AT_ONCE / group), pool.kv_heads, together);
     Pieces upcoming = pieces;
     PieceAttention attention(shape, pool);
     team.share(pieces.count(), [&](int i) {
