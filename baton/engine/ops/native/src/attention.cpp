@@ -86,8 +86,11 @@ inline void softmax(TileScores (&scores)[ROWS], float cap, const Visible (&visib
         weigh(scores[i], tile.value_scales, corrections[i], states[i], weights[i]);
 }
 
-// Rows of a piece: taking a tile of keys from the pool costs as much as about ten of them.
+// Rows of a piece: packing a tile of keys costs as much as about ten of them.
 constexpr int QUERIES_AT_ONCE = 128;
+
+// For so few, as in decode, keys and values are not packed.
+constexpr int UNPACKED_QUERIES = 8;
 
 // From so many sequences on, a thread takes all KV heads of one, whose rows share pages of memory.
 constexpr int SPANS_PER_THREAD = 4;
@@ -159,21 +162,30 @@ class PieceAttention {
     void visit_tiles(const Piece& piece, int kv_head, const Piece& next, int next_head) {
         const HeadRows rows = rows_of(piece, kv_head), rows_next = rows_of(next, next_head);
         const int end = first_ + count_;
+        const bool packed = count_ * group_ > UNPACKED_QUERIES;
         for (int key = first_tile(piece); key < end; key += TILE_KEYS) {
             if (key + TILE_KEYS < end)
-                tile_.take(rows, key, rows, key + TILE_KEYS);
+                tile_.begin(rows, key, rows, key + TILE_KEYS);
             else
-                tile_.take(rows, key, rows_next, first_tile(next));
+                tile_.begin(rows, key, rows_next, first_tile(next));
+            if (packed) tile_.pack();
             // A tile that a query does not see at all leaves it alone.
             const int from = std::max(first_, key);
             const int to = shape_.window ? std::min(end, key + TILE_KEYS - 1 + shape_.window) : end;
-            in_parts<TILE_ROWS>((from - first_) * group_, (to - first_) * group_,
-                                [&](auto rows, int query) { visit<rows()>(query, key); });
+            const int begin = (from - first_) * group_, last = (to - first_) * group_;
+            if (packed)
+                in_parts<TILE_ROWS>(begin, last, [&](auto rows, int query) {
+                    this->template visit<rows(), true>(query, key);
+                });
+            else
+                in_parts<UNPACKED_QUERIES>(begin, last, [&](auto rows, int query) {
+                    this->template visit<rows(), false>(query, key);
+                });
         }
     }
 
     // Adds a tile's keys to ROWS queries.
-    template <int ROWS>
+    template <int ROWS, bool PACKED>
     void visit(int query, int key) {
         alignas(64) TileScores scores[ROWS];
         alignas(64) Factor weights[ROWS][TILE_KEYS];
@@ -183,21 +195,27 @@ class PieceAttention {
             const int last = first_ + (query + i) / group_ - key;
             visible[i] = Visible{shape_.window ? last - shape_.window + 1 : 0, last};
         }
-        accumulate<ROWS>(queries_ + query * size_, size_, tile_.keys, TILE_KEYS, nullptr,
-                         scores[0]);
+        const Factor* queries = queries_ + query * size_;
+        float* sums = sums_ + query * size_;
+        if constexpr (PACKED)
+            accumulate<ROWS>(queries, size_, tile_.keys, TILE_KEYS, nullptr, scores[0]);
+        else
+            tile_.score(queries, scores);
         softmax(scores, cap_, visible, tile_, states_ + query, corrections, weights);
-        accumulate<ROWS>(weights[0], TILE_KEYS, tile_.values, size_, corrections,
-                         sums_ + query * size_);
+        if constexpr (PACKED)
+            accumulate<ROWS>(weights[0], TILE_KEYS, tile_.values, size_, corrections, sums);
+        else
+            tile_.add_values(weights, corrections, sums);
     }
 
     // to [ROWS][columns] = what is there times each row's correction (null: nothing is), plus rows of
     // a, `depth` elements each, times columns of b.
     template <int ROWS>
-    void accumulate(const Factor* a, int depth, const Factor* b, int columns,
-                    const float* corrections, float* to) {
+    static void accumulate(const Factor* a, int depth, const Factor* b, int columns,
+                           const float* corrections, float* to) {
         in_parts<tile_vectors(ROWS)>(0, columns / LANES, [&](auto vectors, int first) {
-            this->template add_columns<ROWS, vectors()>(a, depth, b + first * LANES * GROUP, columns,
-                                                        corrections, to + first * LANES);
+            add_columns<ROWS, vectors()>(a, depth, b + first * LANES * GROUP, columns, corrections,
+                                         to + first * LANES);
         });
     }
 
@@ -205,17 +223,13 @@ class PieceAttention {
 #ifndef __AVX512F__
     [[gnu::noinline]]  // or the compiler would keep fewer sums in registers
 #endif
-    void add_columns(const Factor* a, int depth, const Factor* b, int columns,
-                     const float* corrections, float* to) {
-        constexpr int STEP = 8;  // depth / GROUP is a multiple of it
+    static void add_columns(const Factor* a, int depth, const Factor* b, int columns,
+                            const float* corrections, float* to) {
         f32x16 sums[ROWS][VECTORS] = {};
         for (int i = 0; corrections && i < ROWS; i++)
             for (int j = 0; j < VECTORS; j++)
                 sums[i][j] = load<f32x16>(to + i * columns + j * LANES) * corrections[i];
-        for (int g = 0; g < depth / GROUP; g += STEP) {
-            tile_.prefetcher.fetch(STEP);  // the keys that are needed next
-            multiply(a + g * GROUP, depth, b + g * columns * GROUP, columns * GROUP, STEP, sums);
-        }
+        multiply(a, depth, b, columns * GROUP, depth / GROUP, sums);
         for (int i = 0; i < ROWS; i++)
             for (int j = 0; j < VECTORS; j++) store(to + i * columns + j * LANES, sums[i][j]);
     }
