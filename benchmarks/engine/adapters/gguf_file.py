@@ -3,9 +3,10 @@
     python -m benchmarks.engine.adapters.gguf_file DIRECTORY SHAPE TYPE FILE
 
 TYPE is "bf16", "q8_0" (all matrices, as llama.cpp's own quantizer does it) or "q4_k_m", which that
-quantizer makes of bf16: where a matrix is not a multiple of 256 wide it takes q5_0 or q8_0. Runs
-under the interpreter that has the packages `gguf` and `llama-cpp-python`. llama.cpp's converters do not know our tokenizer; weights
-are random, so the order of rotary pairs in q and k does not matter either.
+quantizer makes of bf16: of a matrix whose rows are no multiple of 256 it makes q5_0 or q8_0. Runs
+under the interpreter that has the packages `gguf` and `llama-cpp-python`. llama.cpp's converters do
+not know our tokenizer; weights are random, so the order of rotary pairs in q and k does not matter
+either.
 """
 
 from __future__ import annotations

@@ -92,19 +92,7 @@ inline f32x16 load_floats(const int8_t* from) {
     return __builtin_convertvector(whole, f32x16);
 }
 
-// Sixteen columns of as many rows as neighbours in depth lie side by side, as factors.
-template <class Row>
-inline u32x16 side_by_side(const Row* row, size_t, float) {
-    return (u32x16)load_floats(row);
-}
-
-template <class Row>
-inline u32x16 side_by_side(const Row* row, size_t stride, bf16) {  // exact, as above
-    const u32x16 odd = (u32x16)load_floats((const Row*)((const char*)row + stride));
-    return (u32x16)load_floats(row) >> 16 | odd;
-}
-
-// The same of 16 * VECTORS columns, register by register.
+// 16 * VECTORS columns of as many rows as neighbours in depth lie side by side, as factors.
 template <int VECTORS, class Row>
 inline void take_columns(const char* row, size_t stride, Words (&to)[VECTORS * LANES / WORDS]) {
     int v = 0;
@@ -121,7 +109,10 @@ inline void take_columns(const char* row, size_t stride, Words (&to)[VECTORS * L
         }
 #endif
     for (; v < VECTORS; v++) {
-        const u32x16 columns = side_by_side((const Row*)row + v * LANES, stride, Factor{});
+        const Row* from = (const Row*)row + v * LANES;
+        u32x16 columns = (u32x16)load_floats(from);
+        if constexpr (sizeof(Factor) == 2)  // exact, as above
+            columns = columns >> 16 | (u32x16)load_floats((const Row*)((const char*)from + stride));
         for (int i = 0; i < LANES / WORDS; i++)
             to[v * LANES / WORDS + i] = load<Words>((const uint32_t*)&columns + i * WORDS);
     }
@@ -230,10 +221,9 @@ class KeyTile {
     void prefetch(const HeadRows& next, int first) {
         prefetcher.clear();
         const size_t bytes = RUN * next.keys.stride;
-        for (int key = first; key < std::min(next.end, first + TILE_KEYS); key += RUN) {
-            prefetcher.add(next.keys.at(key), bytes);
-            prefetcher.add(next.values.at(key), bytes);
-        }
+        for (const PagedRows* rows : {&next.keys, &next.values})  // in the order of their use
+            for (int key = first; key < std::min(next.end, first + TILE_KEYS); key += RUN)
+                prefetcher.add(rows->at(key), bytes);
     }
 
     // Calls work with a value of the type that rows have.
