@@ -55,8 +55,10 @@ ENTRIES = {
     "vllm-bf16": Entry("vllm", {"kv_gib": 2}, is_ours=False),
     "llama.cpp-bf16": Entry("llama_cpp", {"type": "bf16"}, is_ours=False),
     "llama.cpp-q8_0": Entry("llama_cpp", {"type": "q8_0"}, is_ours=False),
+    "llama.cpp-q4_k_m": Entry("llama_cpp", {"type": "q4_k_m"}, is_ours=False),
 }
-DEFAULT = tuple(name for name in ENTRIES if name not in ("baton-int4", "baton-int8-kv8"))
+_NOT_BY_DEFAULT = ("baton-int4", "baton-int8-kv8", "llama.cpp-q4_k_m")
+DEFAULT = tuple(name for name in ENTRIES if name not in _NOT_BY_DEFAULT)
 
 # Whose ratio to whom is printed: the same precision on both sides.
 PAIRS = (
@@ -68,6 +70,7 @@ PAIRS = (
     ("baton-int8-kv8", "llama.cpp-q8_0"),
     ("baton-int8", "baton-bf16"),
     ("baton-int4", "baton-bf16"),
+    ("baton-int4", "llama.cpp-q4_k_m"),
 )
 
 
@@ -253,7 +256,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     environment.add_options(parser)
     add = parser.add_argument
     add("--threads", type=int, default=0, metavar="N", help="default: a core each")
-    text = f"of {', '.join(ENTRIES)} (default: all but baton-int4 and baton-int8-kv8)"
+    text = f"of {', '.join(ENTRIES)} (default: all but {', '.join(_NOT_BY_DEFAULT)})"
     names = environment.names(ENTRIES)
     add("--candidates", type=names, default=DEFAULT, metavar="NAME,...", help=text)
     add("--rounds", type=int, default=5, metavar="N", help="default: 5")

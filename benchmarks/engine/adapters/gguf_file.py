@@ -2,13 +2,16 @@
 
     python -m benchmarks.engine.adapters.gguf_file DIRECTORY SHAPE TYPE FILE
 
-TYPE is "bf16" or "q8_0" (all matrices, as llama.cpp's own quantizer does it). Runs under the
-interpreter that has the `gguf` package. llama.cpp's converters do not know our tokenizer; weights
-are random, so the order of rotary pairs in q and k does not matter either.
+TYPE is "bf16", "q8_0" (all matrices, as llama.cpp's own quantizer does it) or "q4_k_m", which that
+quantizer makes of bf16: of a matrix whose rows are no multiple of 256 it makes q5_0 or q8_0. Runs
+under the interpreter that has the packages `gguf` and `llama-cpp-python`. llama.cpp's converters do
+not know our tokenizer; weights are random, so the order of rotary pairs in q and k does not matter
+either.
 """
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -33,11 +36,31 @@ def gguf_of(python: str, directory: str, shape: str, kind: str) -> Path:
 
 def write(directory: Path, shape: Shape, kind: str, file: Path) -> None:
     """Writes the file; one that is interrupted leaves none."""
+    part = file.with_name(f"{file.name}.part")
+    if kind == "q4_k_m":
+        quantize(gguf_of(sys.executable, str(directory), shape.name, "bf16"), part)
+    else:
+        convert(directory, shape, kind, part)
+    part.rename(file)
+
+
+def quantize(source: Path, file: Path) -> None:
+    """Q4_K_M of a file in bf16. Raises RuntimeError."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M
+    names = (str(path).encode() for path in (source, file))
+    if status := llama_cpp.llama_model_quantize(*names, ctypes.byref(params)):
+        raise RuntimeError(f"llama_model_quantize returned {status}")
+
+
+def convert(directory: Path, shape: Shape, kind: str, file: Path) -> None:
+    """The weights as they are, or in q8_0."""
     import gguf
     from safetensors.torch import load_file
 
-    part = file.with_name(f"{file.name}.part")
-    writer = gguf.GGUFWriter(part, "qwen2" if shape.biased else "llama")
+    writer = gguf.GGUFWriter(file, "qwen2" if shape.biased else "llama")
     config = shape.config()
     for field, value in {
         "name": shape.name,
@@ -76,7 +99,6 @@ def write(directory: Path, shape: Shape, kind: str, file: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    part.rename(file)
 
 
 if __name__ == "__main__":

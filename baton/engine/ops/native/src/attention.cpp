@@ -86,8 +86,14 @@ inline void softmax(TileScores (&scores)[ROWS], float cap, const Visible (&visib
         weigh(scores[i], tile.value_scales, corrections[i], states[i], weights[i]);
 }
 
-// Rows of a piece: taking a tile of keys from the pool costs as much as about ten of them.
+// Rows of a piece: packing a tile of keys costs as much as about ten of them.
 constexpr int QUERIES_AT_ONCE = 128;
+
+// For so few, as in decode, keys and values are not packed.
+constexpr int UNPACKED_QUERIES = 8;
+
+// From so many sequences on, a thread takes all KV heads of one, whose rows share pages of memory.
+constexpr int SPANS_PER_THREAD = 4;
 
 class PieceAttention {
    public:
@@ -104,13 +110,19 @@ class PieceAttention {
         first_ = piece.span->context + piece.first;
         count_ = piece.count;
         const size_t stride = size_t(shape_.heads + 2 * pool_.kv_heads) * size_;
-        const size_t row = piece.span->first_row + piece.first;
-        const size_t column = size_t(piece.kv_head) * group_ * size_;
-        take_queries(qkv + row * stride + column, stride);
-        take_sinks(piece.kv_head * group_);
-        visit_tiles(piece, next);
         const size_t out_stride = size_t(shape_.heads) * size_;
-        give_results(out + row * out_stride + column, out_stride);
+        const size_t row = piece.span->first_row + piece.first;
+        for (int i = 0; i < piece.kv_heads; i++) {
+            const int kv_head = piece.first_head + i;
+            const size_t column = size_t(kv_head) * group_ * size_;
+            take_queries(qkv + row * stride + column, stride);
+            take_sinks(kv_head * group_);
+            if (i + 1 < piece.kv_heads)
+                visit_tiles(piece, kv_head, piece, kv_head + 1);
+            else
+                visit_tiles(piece, kv_head, next, next.first_head);
+            give_results(out + row * out_stride + column, out_stride);
+        }
     }
 
    private:
@@ -132,10 +144,10 @@ class PieceAttention {
                              : Softmax{f32x16{}, NEVER};
     }
 
-    HeadRows rows_of(const Piece& piece) const {
+    HeadRows rows_of(const Piece& piece, int kv_head) const {
         const Span& span = *piece.span;
         const auto part = [&](Part which) {
-            return PagedRows(pool_, shape_.layer, piece.kv_head, which, span.table);
+            return PagedRows(pool_, shape_.layer, kv_head, which, span.table);
         };
         return HeadRows{part(KEYS), part(VALUES), span.context + span.count};
     }
@@ -147,24 +159,33 @@ class PieceAttention {
         return oldest / TILE_KEYS * TILE_KEYS;
     }
 
-    void visit_tiles(const Piece& piece, const Piece& next) {
-        const HeadRows rows = rows_of(piece), rows_next = rows_of(next);
+    void visit_tiles(const Piece& piece, int kv_head, const Piece& next, int next_head) {
+        const HeadRows rows = rows_of(piece, kv_head), rows_next = rows_of(next, next_head);
         const int end = first_ + count_;
+        const bool packed = count_ * group_ > UNPACKED_QUERIES;
         for (int key = first_tile(piece); key < end; key += TILE_KEYS) {
             if (key + TILE_KEYS < end)
-                tile_.take(rows, key, rows, key + TILE_KEYS);
+                tile_.begin(rows, key, rows, key + TILE_KEYS);
             else
-                tile_.take(rows, key, rows_next, first_tile(next));
+                tile_.begin(rows, key, rows_next, first_tile(next));
+            if (packed) tile_.pack();
             // A tile that a query does not see at all leaves it alone.
             const int from = std::max(first_, key);
             const int to = shape_.window ? std::min(end, key + TILE_KEYS - 1 + shape_.window) : end;
-            in_parts<TILE_ROWS>((from - first_) * group_, (to - first_) * group_,
-                                [&](auto rows, int query) { visit<rows()>(query, key); });
+            const int begin = (from - first_) * group_, last = (to - first_) * group_;
+            if (packed)
+                in_parts<TILE_ROWS>(begin, last, [&](auto rows, int query) {
+                    this->template visit<rows(), true>(query, key);
+                });
+            else
+                in_parts<UNPACKED_QUERIES>(begin, last, [&](auto rows, int query) {
+                    this->template visit<rows(), false>(query, key);
+                });
         }
     }
 
     // Adds a tile's keys to ROWS queries.
-    template <int ROWS>
+    template <int ROWS, bool PACKED>
     void visit(int query, int key) {
         alignas(64) TileScores scores[ROWS];
         alignas(64) Factor weights[ROWS][TILE_KEYS];
@@ -174,34 +195,43 @@ class PieceAttention {
             const int last = first_ + (query + i) / group_ - key;
             visible[i] = Visible{shape_.window ? last - shape_.window + 1 : 0, last};
         }
-        accumulate<ROWS>(queries_ + query * size_, size_, tile_.keys, TILE_KEYS, nullptr,
-                         scores[0]);
+        const Factor* queries = queries_ + query * size_;
+        float* sums = sums_ + query * size_;
+        if constexpr (PACKED)
+            accumulate<ROWS>(queries, size_, tile_.keys, TILE_KEYS, nullptr, scores[0]);
+        else
+            tile_.score(queries, scores);
         softmax(scores, cap_, visible, tile_, states_ + query, corrections, weights);
-        accumulate<ROWS>(weights[0], TILE_KEYS, tile_.values, size_, corrections,
-                         sums_ + query * size_);
+        if constexpr (PACKED)
+            accumulate<ROWS>(weights[0], TILE_KEYS, tile_.values, size_, corrections, sums);
+        else
+            tile_.add_values(weights, corrections, sums);
     }
 
     // to [ROWS][columns] = what is there times each row's correction (null: nothing is), plus rows of
     // a, `depth` elements each, times columns of b.
     template <int ROWS>
-    void accumulate(const Factor* a, int depth, const Factor* b, int columns,
-                    const float* corrections, float* to) {
-        constexpr int STEP = 8;  // depth / GROUP is a multiple of it
+    static void accumulate(const Factor* a, int depth, const Factor* b, int columns,
+                           const float* corrections, float* to) {
         in_parts<tile_vectors(ROWS)>(0, columns / LANES, [&](auto vectors, int first) {
-            f32x16 sums[ROWS][vectors()] = {};
-            float* const part = to + first * LANES;
-            for (int i = 0; corrections && i < ROWS; i++)
-                for (int j = 0; j < vectors(); j++)
-                    sums[i][j] = load<f32x16>(part + i * columns + j * LANES) * corrections[i];
-            for (int g = 0; g < depth / GROUP; g += STEP) {
-                tile_.prefetcher.fetch(8);  // the keys that are needed next
-                multiply(a + g * GROUP, depth, b + (first * LANES + g * columns) * GROUP,
-                         columns * GROUP, STEP, sums);
-            }
-            for (int i = 0; i < ROWS; i++)
-                for (int j = 0; j < vectors(); j++)
-                    store(part + i * columns + j * LANES, sums[i][j]);
+            add_columns<ROWS, vectors()>(a, depth, b + first * LANES * GROUP, columns, corrections,
+                                         to + first * LANES);
         });
+    }
+
+    template <int ROWS, int VECTORS>
+#ifndef __AVX512F__
+    [[gnu::noinline]]  // or the compiler would keep fewer sums in registers
+#endif
+    static void add_columns(const Factor* a, int depth, const Factor* b, int columns,
+                            const float* corrections, float* to) {
+        f32x16 sums[ROWS][VECTORS] = {};
+        for (int i = 0; corrections && i < ROWS; i++)
+            for (int j = 0; j < VECTORS; j++)
+                sums[i][j] = load<f32x16>(to + i * columns + j * LANES) * corrections[i];
+        multiply(a, depth, b, columns * GROUP, depth / GROUP, sums);
+        for (int i = 0; i < ROWS; i++)
+            for (int j = 0; j < VECTORS; j++) store(to + i * columns + j * LANES, sums[i][j]);
     }
 
     void give_results(Activation* out, size_t stride) {
@@ -232,7 +262,8 @@ class PieceAttention {
 void attend(Team& team, const Activation* qkv, const Span* spans, int num_spans,
             const AttentionShape& shape, const Pool& pool, Activation* out) {
     const int group = shape.heads / pool.kv_heads;
-    Pieces pieces(spans, num_spans, std::max(1, QUERIES_AT_ONCE / group), pool.kv_heads);
+    const int together = num_spans < SPANS_PER_THREAD * team.threads() ? 1 : pool.kv_heads;
+    Pieces pieces(spans, num_spans, std::max(1, QUERIES_AT_ONCE / group), pool.kv_heads, together);
     Pieces upcoming = pieces;
     PieceAttention attention(shape, pool);
     team.share(pieces.count(), [&](int i) {

@@ -179,37 +179,43 @@ struct Piece {
     const Span* span;
     int first;
     int count;
-    int kv_head;
+    int first_head, kv_heads;  // KV heads
 };
 
-// All spans' rows in pieces of at most `rows`, each once for each KV head; the last rows come first,
-// because in causal attention they take longest. A cursor: it may skip pieces, but not go back.
+// All spans' rows in pieces of at most `rows`, each once for every `together` of the KV heads; the last
+// rows come first, because in causal attention they take longest. A cursor: it may skip pieces, but
+// not go back.
 class Pieces {
    public:
-    Pieces(const Span* spans, int num_spans, int rows, int kv_heads)
-        : spans_(spans), rows_(rows), kv_heads_(kv_heads), span_(num_spans) {
+    Pieces(const Span* spans, int num_spans, int rows, int kv_heads, int together)
+        : spans_(spans),
+          rows_(rows),
+          together_(together),
+          times_(kv_heads / together),
+          span_(num_spans) {
         for (int i = 0; i < num_spans; i++) total_ += pieces_of(spans[i]);
     }
 
-    int count() const { return total_ * kv_heads_; }
+    int count() const { return total_ * times_; }
 
     Piece at(int index) {
         while (index >= end_) {
             span_--;
             begin_ = end_;
-            end_ += pieces_of(spans_[span_]) * kv_heads_;
+            end_ += pieces_of(spans_[span_]) * times_;
         }
         const Span& span = spans_[span_];
-        const int from_end = (index - begin_) / kv_heads_;
+        const int from_end = (index - begin_) / times_;
         const int first = (pieces_of(span) - 1 - from_end) * rows_;
-        return Piece{&span, first, std::min(rows_, span.count - first), (index - begin_) % kv_heads_};
+        const int first_head = (index - begin_) % times_ * together_;
+        return Piece{&span, first, std::min(rows_, span.count - first), first_head, together_};
     }
 
    private:
     int pieces_of(const Span& span) const { return parts(span.count, rows_); }
 
     const Span* spans_;
-    const int rows_, kv_heads_;
+    const int rows_, together_, times_;
     int span_, total_ = 0;
     int begin_ = 0, end_ = 0;  // indices of the current span's pieces
 };

@@ -1,4 +1,4 @@
-// A tile of keys and values, taken from the pool and packed for `multiply`.
+// A tile of keys and values: packed for `multiply`, or taken from the pool as it is multiplied.
 #pragma once
 
 #include "kernels.h"
@@ -7,7 +7,7 @@ namespace baton {
 
 constexpr int TILE_KEYS = 64;
 
-// First, how rows are brought into the order that `multiply` reads: neighbours in depth side by side.
+// First, how rows are brought into the order that products read: neighbours in depth side by side.
 
 typedef uint32_t u32x4 __attribute__((vector_size(16)));
 typedef uint64_t WordPairs __attribute__((vector_size(REGISTER)));
@@ -61,19 +61,19 @@ inline Words widen_byte(Words words, int byte) {
 // What keys, values, queries and weights are multiplied as.
 typedef Operand<Activation> Factor;
 
-// Stores words of a type of row as factors: words of four int8 become rows of words, `stride`
-// elements apart.
-template <class Row>
-inline void store_words(Words words, Factor* to, size_t stride) {
+// Words of a type of row as factors: work(i, vector) of each GROUP neighbours in depth, of which a
+// word of four int8 holds several.
+template <class Row, class Work>
+inline void widened(Words words, const Work& work) {
     if constexpr (std::is_same_v<Row, Factor>) {
-        store(to, words);
+        work(0, words);
     } else if constexpr (std::is_same_v<Row, bf16>) {
-        for (int i = 0; i < 2; i++) store(to + i * stride, Lanes<bf16>::right((bf16*)&words, i));
+        for (int i = 0; i < 2; i++) work(i, (Words)Lanes<bf16>::right((bf16*)&words, i));
     } else if constexpr (sizeof(Factor) == 2) {
         for (int i = 0; i < 2; i++)  // a bf16 holds an int8 exactly, in the upper half of its float
-            store(to + i * stride, widen_byte(words, 2 * i) >> 16 | widen_byte(words, 2 * i + 1));
+            work(i, widen_byte(words, 2 * i) >> 16 | widen_byte(words, 2 * i + 1));
     } else {
-        for (int i = 0; i < 4; i++) store(to + i * stride, widen_byte(words, i));
+        for (int i = 0; i < 4; i++) work(i, widen_byte(words, i));
     }
 }
 
@@ -92,29 +92,29 @@ inline f32x16 load_floats(const int8_t* from) {
     return __builtin_convertvector(whole, f32x16);
 }
 
-// Rows of a type, as many as neighbours in depth lie side by side, -> one row of elements.
-template <class Row>
-inline void interleave(const Row* const (&rows)[1], float* to, int size) {
-    for (int i = 0; i < size; i += LANES) store_floats(to + i, load_floats(rows[0] + i));
-}
-
-template <class Row>
-inline void interleave(const Row* const (&rows)[2], bf16* to, int size) {
-    int i = 0;
+// 16 * VECTORS columns of as many rows as neighbours in depth lie side by side, as factors.
+template <int VECTORS, class Row>
+inline void take_columns(const char* row, size_t stride, Words (&to)[VECTORS * LANES / WORDS]) {
+    int v = 0;
 #ifdef __AVX512BW__
     typedef uint16_t u16x32 __attribute__((vector_size(64)));
     constexpr u16x32 FIRST{0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                            8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    if constexpr (std::is_same_v<Row, bf16>)
-        for (; i + 2 * LANES <= size; i += 2 * LANES) {
-            const u16x32 a = load<u16x32>(rows[0] + i), b = load<u16x32>(rows[1] + i);
-            store(to + 2 * i, __builtin_shuffle(a, b, FIRST));
-            store(to + 2 * i + 2 * LANES, __builtin_shuffle(a, b, FIRST + LANES));
+    if constexpr (std::is_same_v<Row, bf16> && std::is_same_v<Factor, bf16>)
+        for (; v + 2 <= VECTORS; v += 2) {
+            const char* from = row + v * LANES * sizeof(Row);
+            const u16x32 even = load<u16x32>(from), odd = load<u16x32>(from + stride);
+            to[v] = (Words)__builtin_shuffle(even, odd, FIRST);
+            to[v + 1] = (Words)__builtin_shuffle(even, odd, FIRST + LANES);
         }
 #endif
-    for (; i < size; i += LANES) {  // exact, as above
-        const u32x16 even = (u32x16)load_floats(rows[0] + i), odd = (u32x16)load_floats(rows[1] + i);
-        store(to + 2 * i, even >> 16 | odd);
+    for (; v < VECTORS; v++) {
+        const Row* from = (const Row*)row + v * LANES;
+        u32x16 columns = (u32x16)load_floats(from);
+        if constexpr (sizeof(Factor) == 2)  // exact, as above
+            columns = columns >> 16 | (u32x16)load_floats((const Row*)((const char*)from + stride));
+        for (int i = 0; i < LANES / WORDS; i++)
+            to[v * LANES / WORDS + i] = load<Words>((const uint32_t*)&columns + i * WORDS);
     }
 }
 
@@ -173,66 +173,151 @@ class KeyTile {
         std::fill_n(value_scales, TILE_KEYS, 1.0f);
     }
 
-    // Takes the tile from `first` on and begins to fetch that of `next` from `next_first` on.
-    void take(const HeadRows& rows, int first, const HeadRows& next, int next_first) {
+    // Begins with the tile from `first` on, and to fetch that of `next` from `next_first` on.
+    void begin(const HeadRows& rows, int first, const HeadRows& next, int next_first) {
         prefetch(next, next_first);
-        for (int run = 0; run < TILE_KEYS; run += RUN) {
-            if (first + run >= rows.end) {
-                clear(run);
-                continue;
-            }
-            const char *k = rows.keys.at(first + run), *v = rows.values.at(first + run);
-            const size_t stride = rows.keys.stride;
-            if (int8_) {
-                take_scales(k + size_, v + size_, stride, run);
-                pack_keys<int8_t>(k, stride, run);
-                pack_values<int8_t>(v, stride, run);
-            } else {
-                pack_keys<Activation>(k, stride, run);
-                pack_values<Activation>(v, stride, run);
-            }
+        stride_ = rows.keys.stride;
+        runs_ = std::min(parts(rows.end - first, RUN), TILE_KEYS / RUN);
+        for (int i = 0; i < runs_; i++) {
+            key_runs_[i] = rows.keys.at(first + i * RUN);
+            value_runs_[i] = rows.values.at(first + i * RUN);
+            if (int8_) take_scales(key_runs_[i] + size_, value_runs_[i] + size_, i * RUN);
         }
+    }
+
+    // Fills `keys` and `values`.
+    void pack() {
+        by_row([&](auto row) {
+            for (int i = 0; i < runs_; i++) {
+                this->template pack_keys<decltype(row)>(i);
+                this->template pack_values<decltype(row)>(i);
+            }
+        });
+        for (int i = runs_; i < TILE_KEYS / RUN; i++) clear(i * RUN);
+    }
+
+    // Of few queries, straight from the pool; the same to the bit as by way of `keys` and `values`:
+    // Without packing, which pays for many queries alone: scores of queries [ROWS][head_size]. The same
+    // to the bit.
+    template <int ROWS>
+    void score(const Factor* queries, float (&scores)[ROWS][TILE_KEYS]) {
+        by_row([&](auto row) { this->template score_runs<ROWS, decltype(row)>(queries, scores); });
+    }
+
+    // The same for sums [ROWS][head_size]: what is there times each row's correction, plus weights times
+    // values.
+    template <int ROWS>
+    void add_values(const Factor (&weights)[ROWS][TILE_KEYS], const float* corrections, float* sums) {
+        constexpr int VECTORS = std::min(tile_vectors(ROWS), std::max(1, 24 / ROWS));
+        by_row([&](auto row) {
+            in_parts<VECTORS>(0, size_ / LANES, [&](auto vectors, int first) {
+                this->template add_columns<ROWS, vectors(), decltype(row)>(weights, corrections,
+                                                                           first * LANES, sums);
+            });
+        });
     }
 
    private:
     void prefetch(const HeadRows& next, int first) {
         prefetcher.clear();
         const size_t bytes = RUN * next.keys.stride;
-        for (int key = first; key < std::min(next.end, first + TILE_KEYS); key += RUN) {
-            prefetcher.add(next.keys.at(key), bytes);
-            prefetcher.add(next.values.at(key), bytes);
-        }
+        for (const PagedRows* rows : {&next.keys, &next.values})  // in the order of their use
+            for (int key = first; key < std::min(next.end, first + TILE_KEYS); key += RUN)
+                prefetcher.add(rows->at(key), bytes);
     }
 
-    void take_scales(const char* k, const char* v, size_t stride, int run) {
+    // Calls work with a value of the type that rows have.
+    template <class Work>
+    void by_row(const Work& work) const {
+        if (int8_)
+            work(int8_t{});
+        else
+            work(Activation{});
+    }
+
+    void take_scales(const char* k, const char* v, int run) {
         for (int i = 0; i < RUN; i++) {
-            key_scales[run + i] = load<float>(k + i * stride) * scale_;
-            value_scales[run + i] = load<float>(v + i * stride);
+            key_scales[run + i] = load<float>(k + i * stride_) * scale_;
+            value_scales[run + i] = load<float>(v + i * stride_);
         }
     }
 
-    template <class Row>
-    void pack_keys(const char* rows, size_t stride, int run) {
+    // Calls work(depth, factors) along the depth of WORDS keys.
+    template <class Row, class Work>
+    void walk_keys(const char* rows, const Work& work) {
         constexpr int PER_WORD = sizeof(uint32_t) / sizeof(Row);  // an int8 word becomes several
-        for (int i = 0; i < size_; i += 4 * PER_WORD)
-            for (int row = 0; row < RUN; row += WORDS) {
-                prefetcher.fetch(4);
-                Words columns[4];
-                transpose(rows + row * stride + i * sizeof(Row), stride, columns);
-                Factor* to = keys + i * TILE_KEYS + (run + row) * GROUP;
-                for (int j = 0; j < 4; j++)
-                    store_words<Row>(columns[j], to + j * PER_WORD * TILE_KEYS, TILE_KEYS * GROUP);
-            }
+        for (int i = 0; i < size_; i += 4 * PER_WORD) {
+            prefetcher.fetch(4);
+            Words columns[4];
+            transpose(rows + i * sizeof(Row), stride_, columns);
+            for (int j = 0; j < 4; j++)
+                widened<Row>(columns[j], [&](int at, auto factors) {
+                    work(i + j * PER_WORD + at * GROUP, (Words)factors);
+                });
+        }
     }
 
     template <class Row>
-    void pack_values(const char* rows, size_t stride, int run) {
-        for (int i = 0; i < RUN; i += GROUP) {
-            if (i % 4 == 0) prefetcher.fetch(4);
-            const Row* group[GROUP];
-            for (int j = 0; j < GROUP; j++) group[j] = (const Row*)(rows + (i + j) * stride);
-            interleave(group, values + (run + i) * size_, size_);
+    void pack_keys(int run) {
+        for (int row = 0; row < RUN; row += WORDS)
+            walk_keys<Row>(key_runs_[run] + row * stride_, [&](int depth, Words factors) {
+                store(keys + depth * TILE_KEYS + (run * RUN + row) * GROUP, factors);
+            });
+    }
+
+    template <int ROWS, class Row>
+    void score_runs(const Factor* queries, float (&scores)[ROWS][TILE_KEYS]) {
+        typedef Lanes<Factor> L;
+        for (int key = 0; key < runs_ * RUN; key += WORDS) {
+            typename L::Sum held[ROWS] = {};
+            const char* rows = key_runs_[key / RUN] + key % RUN * stride_;
+            walk_keys<Row>(rows, [&](int depth, Words factors) {
+                for (int r = 0; r < ROWS; r++)
+                    held[r] = L::add(held[r], L::left(queries + r * size_ + depth, 0),
+                                     L::right((const Factor*)&factors, 0));
+            });
+            for (int r = 0; r < ROWS; r++) store(scores[r] + key, held[r]);
         }
+    }
+
+    template <class Row>
+    void pack_values(int run) {
+        for (int i = 0; i < RUN; i += GROUP) {
+            prefetcher.fetch(4);
+            Factor* to = values + (run * RUN + i) * size_;
+            const char* rows = value_runs_[run] + i * stride_;
+            for (int column = 0; column < size_; column += LANES) {
+                Words factors[LANES / WORDS];
+                take_columns<1, Row>(rows + column * sizeof(Row), stride_, factors);
+                for (int j = 0; j < LANES / WORDS; j++)
+                    store(to + (column + j * WORDS) * GROUP, factors[j]);
+            }
+        }
+    }
+
+    template <int ROWS, int VECTORS, class Row>
+    void add_columns(const Factor (&weights)[ROWS][TILE_KEYS], const float* corrections, int column,
+                     float* sums) {
+        typedef Lanes<Factor> L;
+        constexpr int REGISTERS = VECTORS * LANES / WORDS;
+        typename L::Sum held[ROWS][REGISTERS];
+        const auto at = [&](int r, int v) { return sums + r * size_ + column + v * WORDS; };
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < REGISTERS; v++)
+                held[r][v] = load<typename L::Sum>(at(r, v)) * corrections[r];
+        for (int key = 0; key < runs_ * RUN; key += GROUP) {
+            prefetcher.fetch(4);
+            const char* rows = value_runs_[key / RUN] + key % RUN * stride_ + column * sizeof(Row);
+            Words factors[REGISTERS];
+            take_columns<VECTORS, Row>(rows, stride_, factors);
+            for (int r = 0; r < ROWS; r++) {
+                const auto left = L::left(weights[r] + key, 0);
+                for (int v = 0; v < REGISTERS; v++)
+                    held[r][v] = L::add(held[r][v], left, L::right((const Factor*)&factors[v], 0));
+            }
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < REGISTERS; v++) store(at(r, v), held[r][v]);
     }
 
     void clear(int run) {
@@ -244,6 +329,10 @@ class KeyTile {
     const int size_;
     const bool int8_;
     const float scale_;
+    // Where the tile's rows lie.
+    const char *key_runs_[TILE_KEYS / RUN], *value_runs_[TILE_KEYS / RUN];
+    size_t stride_;
+    int runs_;
 };
 
 }  // namespace baton

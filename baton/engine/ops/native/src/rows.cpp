@@ -161,7 +161,7 @@ void scale_logits(Team& team, float* logits, int rows, int size, float scale, fl
 void rotate_and_store(Team& team, Activation* qkv, const Span* spans, int num_spans,
                       const AttentionShape& shape, const Pool& pool) {
     const size_t stride = size_t(shape.heads + 2 * pool.kv_heads) * pool.head_size;
-    Pieces pieces(spans, num_spans, ROWS_AT_ONCE, 1);
+    Pieces pieces(spans, num_spans, ROWS_AT_ONCE, 1, 1);
     team.share(pieces.count(), [&](int i) {
         const Piece piece = pieces.at(i);
         const Span& span = *piece.span;
