@@ -14,7 +14,7 @@ from baton.cli.status import table
 from baton.errors import InvalidRequest, Stale
 
 if TYPE_CHECKING:
-    from baton.local.trace_source import Jaeger, KeptTraces
+    from baton.local.trace_source import KeptTraces
     from baton.local.trace_tree import TraceSummary
 
 _TEXT = """\
@@ -26,8 +26,7 @@ _EXAMPLES = """\
   baton trace                                      the last requests
   baton trace --slowest 5                          those that took longest
   baton trace --last                               the whole trace of the last request
-  baton trace 4bf92f3577b34da6a3ce929d0e0e4736
-  baton trace 4bf92f3577b34da6a3ce929d0e0e4736 --jaeger http://jaeger:16686"""
+  baton trace 4bf92f3577b34da6a3ce929d0e0e4736"""
 _COLUMNS = {
     "trace_id": "trace", "ended": "ended", "took": "took ms", "input_tokens": "tokens in",
     "output_tokens": "out", "attempts": "attempts", "spans": "spans", "error": "failed",
@@ -47,11 +46,8 @@ def add_commands(commands: options.Commands) -> None:
     source = parser.add_argument_group("where the traces are")
     options.add_target_option(source)
     options.add_key_option(source)
-    other = source.add_mutually_exclusive_group()
     text = "where `baton up` keeps traces (default: where the router exports to)"
-    other.add_argument("--from", dest="source", metavar="HOST:PORT", help=text)
-    text = "read Jaeger's HTTP API, as http://HOST:16686"
-    other.add_argument("--jaeger", metavar="URL", help=text)
+    source.add_argument("--from", dest="source", metavar="HOST:PORT", help=text)
     add = parser.add_argument
     add("--timeout", type=seconds, default=10.0, metavar="SECONDS", help="for the answer")
     add("--json", action="store_true", help="print one JSON object")
@@ -99,11 +95,9 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _source(args: argparse.Namespace) -> Jaeger | KeptTraces:
+def _source(args: argparse.Namespace) -> KeptTraces:
     from baton.local import trace_source
 
-    if args.jaeger:
-        return trace_source.Jaeger(args.jaeger, args.slowest or 0)
     key = options.api_key(args)
     if args.source:
         return trace_source.KeptTraces(args.source, key)

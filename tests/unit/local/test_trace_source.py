@@ -1,22 +1,18 @@
-"""`baton trace` over real connections to a router and to where traces are kept, or to Jaeger."""
+"""`baton trace` over real connections to a router and to where traces are kept."""
 
 import asyncio
-import copy
 import json
 import re
 import time
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from baton import cli
-from baton.errors import InternalError, InvalidRequest, Unavailable
+from baton.errors import InvalidRequest
 from baton.local import ports
 from baton.local.otlp import OtlpReceiver
-from baton.local.span_store import ROUTER, Span, SpanStore, is_complete
-from baton.local.trace_source import Jaeger, KeptTraces
-from baton.local.trace_tree import entry_of, summaries
+from baton.local.span_store import Span, SpanStore
+from baton.local.trace_source import KeptTraces
 from baton.v1 import trace_pb2
 
 from .statuses import Router, status
@@ -112,11 +108,10 @@ async def test_an_error_says_why_there_is_no_trace(receiver, trace):
             ([UNKNOWN], f"{receiver.address} has no trace {UNKNOWN}"),
             *(([text], f"'{text}' is no trace id: it has 32 hexadecimal digits")
               for text in ("not-an-id", TRACE[:-1], TRACE + "0", "g" * 32, "0" * 32)),
-            ([TRACE, "--jaeger", "ftp://h"], "--jaeger ftp://h: not a URL"),
             ([TRACE, "--target", closed], f"no router answers at {closed}: start one with"),
             ([TRACE, "--target", silent], "the router at r:1 exports no traces"),
             ([TRACE, "--from", closed], f"nothing answers at {closed}"),
-            ([TRACE, "--from", f"http://{silent}"], "not a `baton up` that keeps traces: if they "),
+            ([TRACE, "--from", f"http://{silent}"], "not a `baton up` that keeps traces: look "),
             *((argv, f"{receiver.address} keeps no trace of a request yet")
               for argv in ([], ["--last"], ["--slowest", "3"])),
         ):  # fmt: skip
@@ -153,148 +148,3 @@ async def test_an_old_trace_comes_at_once(spans, monkeypatch):
             one async for one in OtlpReceiver(store, quiet_s=3600.0).ReadTraces(asked, None)
         ]
     assert len(answer.spans) == len(spans)
-
-
-BASE_US = 1729181197748000
-
-
-def jaeger_span(name, ids, process, start_us, took_us, kind="internal", follows="", **tags):
-    """A span as Jaeger's API has it; `ids` is "parent/id", `follows` the id of a link."""
-    parent, own = ids.split("/")
-    ways = [("FOLLOWS_FROM", follows)] * bool(follows) + [("CHILD_OF", parent)]
-    types = {str: "string", bool: "bool", float: "float64"}
-    return {
-        "traceID": TRACE, "spanID": own, "operationName": name, "processID": process,
-        "references": [{"refType": way, "traceID": TRACE, "spanID": one} for way, one in ways],
-        "startTime": BASE_US + start_us, "duration": took_us, "logs": [], "warnings": None,
-        "tags": [
-            {"key": key, "type": types.get(type(value), "int64"), "value": value}
-            for key, value in {"span.kind": kind, "internal.span.format": "otlp", **tags}.items()
-        ],
-    }  # fmt: skip
-
-
-FAILURE = {"otel.status_code": "ERROR", "otel.status_description": "the event stream broke"}
-TOKENS = {"gen_ai.usage.input_tokens": 717, "gen_ai.usage.output_tokens": 40}
-SPANS = [
-    jaeger_span("router.generate", "53ce929d0e0e4736/r", "p1", 0, 587500, "server", **TOKENS),
-    jaeger_span("router.attempt", "r/a1", "p1", 4100, 200000, **FAILURE),
-    jaeger_span("router.attempt", "r/a2", "p1", 210000, 377000),
-    jaeger_span("decode", "a2/d", "p2", 211000, 375500, "server", end="length"),
-    jaeger_span("decode.run", "d/run", "p2", 330700, 255500, follows="kv"),
-    jaeger_span("prefill", "a2/p", "p3", 212000, 110000),
-    jaeger_span("kv.transfer", "p/kv", "p3", 231300, 82000, bytes=2936832, gb_per_s=0.7439),
-]
-SPANS[-1]["tags"][2]["value"] = "2936832"  # Jaeger writes 64-bit integers as text
-PROCESSES = {f"p{i}": {"serviceName": f"baton-{name}", "tags": []}
-             for i, name in enumerate(("router", "decode", "prefill"), 1)}  # fmt: skip
-ANSWER = {"data": [{"traceID": TRACE, "spans": SPANS, "processes": PROCESSES}], "errors": None}
-NOT_FOUND = {"data": None, "total": 0, "limit": 0, "offset": 0,
-             "errors": [{"code": 404, "msg": "trace not found"}]}  # fmt: skip
-BASE_NS = BASE_US * 1000
-
-
-class JaegerServer(TestServer):
-    """Answers each path with (status, body), and keeps what was asked."""
-
-    __test__ = False
-
-    def __init__(self):
-        app = web.Application()
-        app.router.add_get("/{path:.*}", self.answer)
-        super().__init__(app)
-        self.answers = {f"/api/traces/{TRACE}": (200, json.dumps(ANSWER))}
-        self.asked = []
-
-    async def answer(self, request):
-        self.asked.append(request)
-        status, text = self.answers.get(request.path, (404, json.dumps(NOT_FOUND)))
-        return web.Response(status=status, text=text)
-
-    async def traces(self, trace_id, path=""):
-        source = Jaeger(str(self.make_url(path)), 300)
-        return await asyncio.to_thread(source.traces, trace_id, TIMEOUT_S)
-
-
-@pytest.fixture
-async def jaeger():
-    async with JaegerServer() as server:
-        yield server
-
-
-async def test_a_trace_out_of_jaeger_is_drawn(jaeger, capsys):
-    argv = ["trace", TRACE, "--jaeger", str(jaeger.make_url(""))]
-    assert await asyncio.to_thread(cli.main, argv) == 0
-    drawn = capsys.readouterr().out
-    assert drawn.startswith(f"trace {TRACE}: 7 spans, 587.5 ms\n")
-    for part in (
-        "\n├─ ! router  router.attempt ", "error=the event stream broke\n",
-        "\n      └─ prefill  kv.transfer ", "bytes=2.8 MiB gb_per_s=0.7439\n",
-        "spans account for 91.5% of the request's 587.5 ms; longest gaps: 27.2 ms at 204.1, ",
-    ):  # fmt: skip
-        assert part in drawn
-    (spans,) = await jaeger.traces(TRACE)
-    assert is_complete(spans)
-    entry = entry_of(spans)
-    assert (entry.start_ns, entry.end_ns) == (BASE_NS, BASE_NS + 587_500_000)
-    assert entry.parent_id == "53ce929d0e0e4736"  # the client's, which is not in Jaeger
-    assert entry.attributes["gen_ai.usage.input_tokens"] == 717
-    transfer = next(span for span in spans if span.name == "kv.transfer")
-    assert transfer.attributes["bytes"] == 2936832  # as text in the answer
-
-
-async def test_a_base_path_and_an_id_without_its_zeros(jaeger):
-    answer, trace_id = copy.deepcopy(ANSWER), "00" + TRACE[2:]
-    for span in answer["data"][0]["spans"]:
-        span["traceID"] = trace_id.lstrip("0")
-        for reference in span["references"]:
-            reference["traceID"] = trace_id.lstrip("0")
-    jaeger.answers["/jaeger/api/traces/" + trace_id] = (200, json.dumps(answer))
-    (spans,) = await jaeger.traces(trace_id, "/jaeger/")
-    assert {span.trace_id for span in spans} == {trace_id}
-    assert is_complete(spans)
-
-
-async def test_requests_in_jaeger_are_listed(jaeger):
-    second = json.loads(json.dumps(ANSWER["data"][0]).replace(TRACE, FIRST))
-    for span in second["spans"]:
-        span["startTime"] -= 5_000_000
-    second["spans"][0]["duration"] = 900_000
-    other = {"traceID": UNKNOWN, "spans": [], "processes": {}}
-    jaeger.answers["/api/traces"] = (200, json.dumps({"data": [second, *ANSWER["data"], other]}))
-
-    traces = await jaeger.traces("")
-    assert [one.trace_id for one in summaries(traces, False, 20)] == [TRACE, FIRST]
-    assert [one.trace_id for one in summaries(traces, True, 1)] == [FIRST]
-    asked = jaeger.asked[0].query
-    assert (asked["service"], asked["limit"]) == (ROUTER, "300")
-    assert int(asked["end"]) > int(asked["start"])
-    (last,) = summaries(traces, False, 1)
-    assert (last.attempts, last.input_tokens, last.output_tokens) == (2, 717, 40)
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "error", "why"),
-    [
-        (500, "{}", Unavailable, "answers 500"),
-        (404, "<html>nothing here</html>", Unavailable, "answers 404"),
-        (200, "<html>a page</html>", InternalError, "is it Jaeger"),
-        (200, "[]", InternalError, "not an answer of Jaeger"),
-        (200, '{"data": [{"spans": [{"spanID": "x"}], "processes": {}}]}', InternalError,
-         "not a trace"),
-    ],
-)  # fmt: skip
-async def test_other_answers_than_jaegers_are_errors(jaeger, status, body, error, why):
-    jaeger.answers[f"/api/traces/{TRACE}"] = (status, body)
-    with pytest.raises(error, match=why):
-        await jaeger.traces(TRACE)
-
-
-async def test_an_unknown_trace_has_no_spans_and_a_closed_port_is_an_error(jaeger):
-    assert await jaeger.traces(LONG) == []
-    jaeger.answers["/api/traces/" + FIRST] = (200, json.dumps({"data": []}))
-    assert await jaeger.traces(FIRST) == []
-    closed = Jaeger(str(jaeger.make_url("")))
-    await jaeger.close()
-    with pytest.raises(Unavailable, match="does not answer"):
-        await asyncio.to_thread(closed.traces, TRACE, TIMEOUT_S)
