@@ -1,4 +1,4 @@
-"""A run's report: one JSON object from which the terminal's tables and the page are made.
+"""A run's report: one JSON object from which the terminal's tables are made.
 
 `SCHEMA` names its form. A field that is added keeps the number; one that is renamed, removed or
 changes its meaning raises it. docs/benchmarking.md describes every field.

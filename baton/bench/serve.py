@@ -14,7 +14,6 @@ from typing import Any
 
 from baton.bench.generator import Generator, Run
 from baton.bench.interference import interference
-from baton.bench.page import page_of
 from baton.bench.report import Report, Stage, report_of
 from baton.bench.servers import Server, connected
 from baton.bench.stats import Stats
@@ -32,7 +31,7 @@ _WRITTEN = (  # of an outcome, in requests.jsonl
 
 
 async def run(settings: Settings, progress: Progress) -> Report:
-    """Runs it; returns the report, and writes its three files where there is an `output`.
+    """Runs it; returns the report, and writes its two files where there is an `output`.
 
     SIGINT or SIGTERM ends it early, with a report of what has been measured. Raises BatonError
     when a server does not answer.
@@ -160,9 +159,8 @@ class _Bench:
 
 
 def write(output: Path, report: Report, stages: Sequence[Stage]) -> None:
-    """report.json, report.html, and requests.jsonl with the outcomes that all is made of."""
+    """report.json, and requests.jsonl with the outcomes that all is made of."""
     (output / "report.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
-    (output / "report.html").write_text(page_of(report))
     with (output / "requests.jsonl").open("w") as lines:
         for place, stage in enumerate(stages):
             for i, server in enumerate(report["servers"]):

@@ -246,9 +246,7 @@ class Settings:
         None, "--warm-up N", "requests first, not measured (default: 4, or --concurrency)", int
     )
     blocks: int = option(4, "--blocks N", "turns of each server with --against", least=1)
-    output: Path | None = option(
-        None, "--output DIR", "for report.json, report.html and requests.jsonl", Path
-    )
+    output: Path | None = option(None, "--output DIR", "for report.json and requests.jsonl", Path)
 
     def __post_init__(self) -> None:
         options.check(self)

@@ -18,9 +18,8 @@ from baton.options import build
 _TEXT = """\
 Sends requests to a Baton router (gRPC) or to any server with OpenAI's API, at given times whatever
 becomes of them (--rate, --trace) or so many at once (--concurrency), and reports latencies,
-throughput and goodput as tables; with --output also as report.json, as a page with plots
-(report.html), and each request (requests.jsonl). Ctrl-C ends it early, with a report of what there
-is."""
+throughput and goodput as tables; with --output also as report.json, and each request
+(requests.jsonl). Ctrl-C ends it early, with a report of what there is."""
 _EXAMPLES = """\
   baton bench serve --rate 4 --duration 30 --slo ttft=0.5,tpot=0.05
   baton bench serve --concurrency 16 --count 500 --prompt-tokens lognormal:512,0.8 --output DIR
@@ -106,7 +105,7 @@ def _run(args: argparse.Namespace) -> int:
         print()
         terminal.show(report, Console(highlight=False))
     if settings.output:
-        print(f"report: {settings.output / 'report.html'}", file=sys.stderr)
+        print(f"report: {settings.output / 'report.json'}", file=sys.stderr)
     if report["partial"]:
         return 130
     answered = [

