@@ -22,6 +22,7 @@ MAX_STRUCTURED_OUTPUT_CHARS = 64 << 10
 MAX_SEED = (1 << 64) - 1
 _OPTIONAL = frozenset(
     ("top_p", "repetition_penalty", "seed", "max_tokens", "logprobs", "structured_output")
+    + ("prompt_logprobs",)
 )
 
 
@@ -53,7 +54,10 @@ class StructuredOutput:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings; see common.proto for what each one does. `logprobs` None is off."""
+    """Sampling settings; see common.proto for what each one does.
+
+    `logprobs` and `prompt_logprobs` None are off.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -70,6 +74,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     structured_output: StructuredOutput | None = None
+    prompt_logprobs: int | None = None
 
     @cached_property
     def has_penalties(self) -> bool:
@@ -90,10 +95,12 @@ class SamplingParams:
             ("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0, at most 100"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "at most max_tokens"),
             ("seed", 0 <= self.seed <= MAX_SEED, "an unsigned 64-bit number"),
-            ("logprobs", (self.logprobs or 0) <= MAX_TOP_LOGPROBS, f"at most {MAX_TOP_LOGPROBS}"),
+            *(
+                (name, (getattr(self, name) or 0) <= MAX_TOP_LOGPROBS, f"at most {MAX_TOP_LOGPROBS}")
+                for name in ("logprobs", "prompt_logprobs")
+            ),
             ("logit_bias", all(-100 <= b <= 100 for b in self.logit_bias.values()), "±100 at most"),
             ("logit_bias", all(t < vocab_size for t in self.logit_bias), "of known tokens"),
             ("stop_token_ids", all(t < vocab_size for t in self.stop_token_ids), "known tokens"),

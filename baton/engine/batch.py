@@ -73,8 +73,8 @@ class BatchBuilder:
     def build(self, plan: Plan) -> StepBatch:
         """The batch of a plan, valid until the next is built.
 
-        Its logit rows are, for each work that samples, those of the last known token and of each
-        proposed token behind it.
+        Its logit rows are, for each work, those of `scored` positions and, if it samples, of the
+        last known token and of each proposed token behind it.
         """
         work = plan.work
         on_cpu = self._device.type == "cpu"  # a GPU's decode steps are launched in another way
@@ -88,6 +88,9 @@ class BatchBuilder:
         """A batch of tensors of its own."""
         token_ids, logit_rows = list[int](), list[int]()
         for item in work:
+            if scored := item.scored:
+                before = len(token_ids) - item.start
+                logit_rows += range(before + scored.start, before + scored.stop)
             token_ids += item.sequence.tokens[item.start : item.start + item.count]
             token_ids += item.proposed
             if item.samples:

@@ -63,13 +63,15 @@ class PrefillCommitted(_message.Message):
     def __init__(self, transfer_bytes: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., transport: _Optional[_Union[_common_pb2.Transport, str]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("handoff_id", "started", "first_token", "committed")
+    __slots__ = ("handoff_id", "started", "first_token", "committed", "prompt_logprobs")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     started: PrefillStarted
     first_token: PrefillFirstToken
     committed: PrefillCommitted
-    def __init__(self, handoff_id: _Optional[str] = ..., started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[PrefillFirstToken, _Mapping]] = ..., committed: _Optional[_Union[PrefillCommitted, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _common_pb2.PromptLogprobs
+    def __init__(self, handoff_id: _Optional[str] = ..., started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., first_token: _Optional[_Union[PrefillFirstToken, _Mapping]] = ..., committed: _Optional[_Union[PrefillCommitted, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from baton.engine.build import Loaded
+from baton.engine.sampling.prompt_logprobs import PromptLogprobs
 from baton.engine.sampling.sampler import TokenLogprobs
 from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest
@@ -68,7 +69,7 @@ def sequence_of(
         )
     limits.check_token(max(spec.token_ids), "sequence.token_ids")
     params.validate(limits.vocab_size)
-    tokens = list(spec.token_ids)
+    tokens, scores = list(spec.token_ids), params.prompt_logprobs is not None
     return Sequence(
         seq_id=spec.handoff_id,
         tokens=tokens,
@@ -77,6 +78,8 @@ def sequence_of(
         cache_salt=spec.cache_salt,
         priority=time.monotonic() + spec.virtual_finish_ms / 1000,
         park_after=park_after,
+        # With output behind the prompt another worker has computed them.
+        num_scored=0 if num_tokens == spec.prompt_tokens and scores else None,
         block_hashes=hash_chain(tokens, limits.block_size, spec.cache_salt),
     )
 
@@ -92,6 +95,16 @@ def compiled_grammar(
     if output is None:
         return None
     return grammars.compile(output, sequence.tokens, sequence.prompt_tokens)
+
+
+def prompt_logprobs_proto(found: PromptLogprobs) -> common_pb2.PromptLogprobs:
+    """Log-probabilities of a part of a prompt."""
+    return common_pb2.PromptLogprobs(
+        logprobs=found.logprobs.tolist(),
+        ranks=found.ranks.tolist(),
+        top_ids=found.top_ids.ravel().tolist(),
+        top_logprobs=found.top_logprobs.ravel().tolist(),
+    )
 
 
 def logprobs_proto(logprobs: TokenLogprobs) -> common_pb2.PositionLogprobs:

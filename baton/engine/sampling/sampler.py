@@ -70,7 +70,8 @@ class SampleRow(NamedTuple):
     def plain(self) -> bool:
         """Whether its logits are taken as they are, for a token alone; stays so as it grows."""
         params = self.params
-        return params.logprobs is None and not (self.adjusted or params.structured_output)
+        alone = params.max_tokens > 0 and params.logprobs is None
+        return alone and not (self.adjusted or params.structured_output)
 
 
 @dataclass(frozen=True)

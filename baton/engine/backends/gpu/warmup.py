@@ -16,7 +16,7 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.engine.batch import BatchBuilder, StepModel
-from baton.engine.planner import Plan, Work
+from baton.engine.planner import SCORED_ROWS, Plan, Work
 from baton.engine.runner import Runner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
@@ -25,7 +25,8 @@ from baton.sampling import SamplingParams
 # Of all settings these take the most memory. Top-p ranks in one way behind a top-k and in another
 # without.
 _RANKED = SamplingParams(
-    temperature=1.0, top_k=64, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=20
+    temperature=1.0, top_k=64, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=20,
+    prompt_logprobs=20,
 )
 _NUCLEUS = replace(_RANKED, top_k=0)
 _GREEDY = SamplingParams()
@@ -42,6 +43,11 @@ def largest_step(
         _work(max_context, 1 + proposed, pool, proposed, _NUCLEUS if at % 2 else _RANKED)
         for at in range(settings.max_batch)
     ]
+    if scored := min(rest, SCORED_ROWS, max_context - 1):
+        work.append(_work(max_context, scored, pool, 0, _RANKED))
+        sequence = work[-1].sequence
+        sequence.prompt_tokens, sequence.num_scored = sequence.num_tokens, 0
+        rest -= scored
     while rest > 0:
         work.append(_work(max_context, min(rest, max_context - 1), pool))
         rest -= work[-1].count
