@@ -20,10 +20,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_STRUCTURED_OUTPUT_CHARS = 64 << 10
 MAX_SEED = (1 << 64) - 1
-_OPTIONAL = frozenset(
-    ("top_p", "repetition_penalty", "seed", "max_tokens", "logprobs", "structured_output")
-    + ("prompt_logprobs",)
-)
+_OPTIONAL = {"top_p", "repetition_penalty", "seed", "max_tokens", "logprobs"}
+_OPTIONAL |= {"prompt_logprobs", "structured_output"}
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,11 @@ class SamplingParams:
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "at most max_tokens"),
             ("seed", 0 <= self.seed <= MAX_SEED, "an unsigned 64-bit number"),
             *(
-                (name, (getattr(self, name) or 0) <= MAX_TOP_LOGPROBS, f"at most {MAX_TOP_LOGPROBS}")
+                (
+                    name,
+                    (getattr(self, name) or 0) <= MAX_TOP_LOGPROBS,
+                    f"at most {MAX_TOP_LOGPROBS}",
+                )
                 for name in ("logprobs", "prompt_logprobs")
             ),
             ("logit_bias", all(-100 <= b <= 100 for b in self.logit_bias.values()), "±100 at most"),

@@ -23,7 +23,8 @@ class Options(TypedDict, total=False):
     """Options of a completion; left out (or None), the server's default holds."""
 
     model: str | None  # the only one the server has
-    max_tokens: int | None  # 64; baton.sampling.FILL_CONTEXT: as many as the context leaves
+    # 64; 0: computes the prompt alone; baton.sampling.FILL_CONTEXT: as many as the context leaves
+    max_tokens: int | None
     temperature: float | None  # 0: greedy
     top_k: int | None  # 0: all
     top_p: float | None  # 1
@@ -39,6 +40,7 @@ class Options(TypedDict, total=False):
     min_tokens: int | None  # 0
     ignore_eos: bool | None  # False
     logprobs: int | None  # off; 0 reports the chosen tokens alone
+    prompt_logprobs: int | None  # off; 0 reports the prompt's own tokens alone
     # {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": …}}, or a pydantic
     # model class: JSON by its schema; any text
     response_format: Mapping[str, Any] | type | None

@@ -99,9 +99,7 @@ class SimulatedRunner(StepRunner):
             if scored := item.scored:
                 sequence, tokens = item.sequence, item.sequence.tokens
                 params, count = sequence.params, sequence.prompt_tokens
-                rows = [
-                    (sequence, SampleRow(params, tokens[: at + 1], count)) for at in scored
-                ]
+                rows = [(sequence, SampleRow(params, tokens[: at + 1], count)) for at in scored]
                 targets = tokens[scored.start + 1 : scored.stop + 1]
                 logits = torch.from_numpy(self._logits(rows))
                 found[sequence.seq_id] = logprobs_of(logits, targets, params.prompt_logprobs or 0)

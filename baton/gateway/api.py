@@ -52,7 +52,7 @@ _PROMPT_SCHEMAS = [msgspec.json.schema(kind) for kind in _PROMPTS.values()]
 # By field: the values that mean "without it", beside null.
 Unsupported = dict[str, tuple[Any, ...]]
 _UNSUPPORTED: Unsupported = {
-    **dict.fromkeys(("prompt_logprobs", "truncate_prompt_tokens", "kv_transfer_params"), ()),
+    **dict.fromkeys(("truncate_prompt_tokens", "kv_transfer_params"), ()),
     "use_beam_search": (False,),
     **dict.fromkeys(("allowed_token_ids", "bad_words", "logits_processors"), ([],)),
     **dict.fromkeys(("skip_special_tokens", "detokenize"), (True,)),
@@ -121,7 +121,8 @@ class GenerateOptions(Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
-    max_tokens: Positive | None = None
+    max_tokens: Count | None = None
+    prompt_logprobs: TopLogprobs | None = None
     n: Choices | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -244,12 +245,24 @@ class Usage(Struct):
 
 
 class CompletionLogprobs(Struct):
-    """Parallel lists, one entry for each token."""
+    """Parallel lists, one entry for each token; a prompt's first token has no log-probability."""
 
     text_offset: list[Count]
-    token_logprobs: list[Logprob]
+    token_logprobs: list[Logprob | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, Logprob]]
+    top_logprobs: list[dict[str, Logprob] | None]
+
+
+class PromptToken(Struct):
+    """A token of a prompt, or one that was likely in its place; rank 1 is the likeliest."""
+
+    logprob: Logprob
+    rank: Positive
+    decoded_token: str
+
+
+# By position, then by token id; nothing for the first token.
+PromptLogprobs = list[dict[str, PromptToken] | None]
 
 
 class TopToken(Struct):
@@ -274,11 +287,11 @@ class ChatLogprobs(Struct):
 
 
 class Choice(Struct, kw_only=True):
-    """One output, or in a chunk a piece of one, which has no `stop_reason`."""
+    """One output, or in a chunk a piece of one, of which the last has the `stop_reason`."""
 
     index: Count
     finish_reason: FinishReason | None
-    stop_reason: str | UnsetType | None = UNSET
+    stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[Count] | UnsetType = UNSET
 
 
@@ -287,6 +300,7 @@ class CompletionChoice(Choice, kw_only=True):
 
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class AssistantMessage(Struct):
@@ -333,6 +347,7 @@ class ChatCompletion(Answer, kw_only=True):
 
     object: Literal["chat.completion", "chat.completion.chunk"] = "chat.completion"
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Tokens(Struct):

@@ -69,7 +69,7 @@ def sequence_of(
         )
     limits.check_token(max(spec.token_ids), "sequence.token_ids")
     params.validate(limits.vocab_size)
-    tokens, scores = list(spec.token_ids), params.prompt_logprobs is not None
+    tokens = list(spec.token_ids)
     return Sequence(
         seq_id=spec.handoff_id,
         tokens=tokens,
@@ -78,8 +78,6 @@ def sequence_of(
         cache_salt=spec.cache_salt,
         priority=time.monotonic() + spec.virtual_finish_ms / 1000,
         park_after=park_after,
-        # With output behind the prompt another worker has computed them.
-        num_scored=0 if num_tokens == spec.prompt_tokens and scores else None,
         block_hashes=hash_chain(tokens, limits.block_size, spec.cache_salt),
     )
 

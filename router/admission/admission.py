@@ -21,6 +21,8 @@ from router.dispatch.request_state import TokenizedRequest
 
 MAX_MESSAGES = 4096
 MAX_CHARS_PER_TOKEN = 16  # of a whole prompt; longer texts are refused before they are tokenized
+# Of a prompt's tokens, with the alternatives at each, whose log-probabilities are told: 8 MiB.
+MAX_PROMPT_LOGPROBS = 1 << 20
 _LONG_TEXT_CHARS = 4096  # longer texts are tokenized on a thread, off the event loop
 _TEXT_THREADS = 4
 _PRIORITIES = common_pb2.Priority.values()
@@ -115,6 +117,7 @@ class Admission:
                 "to resume a stream that was sampled at random, its seed is needed", "sampling.seed"
             )
         self._check_prompt(prompt, resumed, limit, tenant)
+        _check_prompt_logprobs(params, len(prompt))
         most = max(tenant.most_output(len(prompt), choices.total), len(resumed) + 1)
         cut = choices.cut_output or not request.sampling.HasField("max_tokens")
         return TokenizedRequest(
@@ -237,6 +240,17 @@ class Admission:
 def _smallest(*limits: int) -> int:
     """0 is no limit."""
     return min((limit for limit in limits if limit), default=0)
+
+
+def _check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
+    if (top := params.prompt_logprobs) is None:
+        return
+    if num_tokens * (top + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"the log-probabilities of {num_tokens} tokens with {top} alternatives each are more "
+            f"than {MAX_PROMPT_LOGPROBS}: ask for fewer",
+            "sampling.prompt_logprobs",
+        )
 
 
 def check_length(num_tokens: int, limit: int) -> None:

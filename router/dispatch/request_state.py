@@ -72,10 +72,17 @@ class RequestState:
     transfer_bytes: int = 0
     transfer_ms: float = 0.0
     route: common_pb2.Route = field(default_factory=common_pb2.Route)
+    # Of this attempt; whole before its first token.
+    prompt_logprobs: common_pb2.PromptLogprobs | None = None
     _placement: PlacementRequest | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.delivered = list(self.request.resumed)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether tokens are to be generated; if not, a prefill worker alone serves it."""
+        return self.request.params.max_tokens > 0
 
     def spec(self, handoff_id: str) -> common_pb2.SequenceSpec:
         """The failover rule: prompt and delivered tokens are the new prompt, positions go on."""
@@ -102,8 +109,10 @@ class RequestState:
                 pending=request.pending,
                 cache_salt=request.cache_salt,
                 new_tokens=request.params.max_tokens - len(self.delivered),
-                local_prefill_max_tokens=local_prefill_max_tokens,
+                local_prefill_max_tokens=local_prefill_max_tokens * self.decodes,
                 max_itl_s=max_itl_s,
+                decodes=self.decodes,
+                caches=request.params.prompt_logprobs is None,
             )
         return kept
 

@@ -21,7 +21,7 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     "repetition_penalty": ([0.0, 101.0, NAN], [100.0]),
     "presence_penalty": ([-2.1, NAN], [-2.0]),
     "frequency_penalty": ([2.1, NAN], [2.0]),
-    "max_tokens": ([0], [1]),
+    "prompt_logprobs": ([MAX_TOP_LOGPROBS + 1], [None, 0, MAX_TOP_LOGPROBS]),
     "min_tokens": ([DEFAULT_MAX_TOKENS + 1, -1], [DEFAULT_MAX_TOKENS]),
     "seed": ([-1, MAX_SEED + 1], [MAX_SEED]),
     "logprobs": ([MAX_TOP_LOGPROBS + 1], [None, 0, MAX_TOP_LOGPROBS]),
@@ -63,6 +63,7 @@ PARAMS = st.builds(
     max_tokens=UNSIGNED,
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, MAX_TOP_LOGPROBS),
+    prompt_logprobs=st.none() | st.integers(0, MAX_TOP_LOGPROBS),
 )
 
 

@@ -40,7 +40,7 @@ def load(directory, **settings):
 
 
 def scored(name="scored", params=SCORED):
-    return Sequence(name, list(PROMPT), len(PROMPT), params, num_scored=0)
+    return Sequence(name, list(PROMPT), len(PROMPT), params)
 
 
 def columns(progress):
@@ -75,13 +75,16 @@ def assert_equal(found, expected):
 def test_log_probabilities_are_those_of_transformers(directory, expected, settings):
     if settings["kernels"] == "native" and library.load() is None:
         pytest.skip("no native library can be built here")
-    others = (Sequence(f"o{i}", [i, *PROMPT[:60]], 61, SCORED) for i in (3, 4))
+    plain = Sequence("plain", PROMPT[:61], 61, dataclasses.replace(SCORED, prompt_logprobs=None))
+    resumed = Sequence("resumed", PROMPT[:61], 60, SCORED)
     with Bench(load(directory, **settings).engine) as bench:
-        got = bench.finish(scored(), *others)
-    assert_equal(columns(got["scored"]), expected)
-    assert all(one.prompt_logprobs is None for one in got["o3"])
+        got = bench.finish(plain, scored(), resumed, scored("beside"))
+    for name in ("scored", "beside"):
+        assert_equal(columns(got[name]), expected)
+    others = (*got["plain"], *got["resumed"])
+    assert all(one.prompt_logprobs is None for one in others), "the resumed one's were told before"
     steps = [report.num_tokens for report in bench.reports]
-    assert max(steps) <= 256 and len(got["scored"]) > len(PROMPT) // planner.SCORED_ROWS
+    assert max(steps) <= planner.SCORED_ROWS + 61 + 61
 
 
 def test_no_cached_prefix_and_no_preemption_leaves_one_out_or_tells_it_twice(directory, expected):

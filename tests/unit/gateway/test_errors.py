@@ -51,8 +51,9 @@ BAD = [
     ({"prompt": "a" * (1 << 16), "n": 128}, "n"),
     ({"prompt": ["a"] * 9, "n": 128}, "n"),
     *(({name: bad}, name) for name, bad in {
-        "temperature": "hot", "top_p": 0, "n": True, "best_of": 2, "suffix": "x", "min_tokens": 6,
-        "logprobs": 21, "logit_bias": {"a": 1}, "stop": ["a"] * 17, "stop_token_ids": [999],
+        "temperature": "hot", "top_p": 0, "n": True, "suffix": "x", "min_tokens": 6,
+        "max_tokens": 0, "logprobs": 21, "logit_bias": {"a": 1}, "stop": ["a"] * 17,
+        "stop_token_ids": [999],
         "seed": 1 << 64, "priority": "urgent", "stream_options": {"include_usage": True},
         "response_format": {"type": "json_schema"}, "structured_outputs": {}, "use_beam_search": 0,
     }.items()),
@@ -63,7 +64,9 @@ BAD = [
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
      "response_format"),
     ({"max_tokens": 30}, "max_tokens"),
-    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"n": 2, "best_of": 1}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"logit_bias": {"300": 1}}, "logit_bias"),
     ({"logit_bias": {"3": 101}}, "logit_bias"),
     ({"stop": [""]}, "stop[0]"),
@@ -81,8 +84,9 @@ BAD_CHATS = [
     ({"messages": [{"role": "user"}] * 4097}, "messages"),
     *(({name: bad}, name) for name, bad in {
         "tools": [{"type": "function"}], "audio": {"voice": "x"}, "modalities": ["text", "audio"],
-        "top_logprobs": 2, "logprobs": 2, "max_completion_tokens": 31, "max_tokens": 31,
+        "max_tokens": 0, "top_logprobs": 2, "logprobs": 2, "max_completion_tokens": 31,
     }.items()),
+    ({"max_tokens": 31}, "max_tokens"),
     ({"max_completion_tokens": 2, "min_tokens": 3}, "min_tokens"),
 ]  # fmt: skip
 BAD_TOKENIZE = [({}, "prompt"), ({"prompt": "a", "messages": [{"role": "u"}]}, "prompt"),

@@ -25,7 +25,12 @@ from baton.sampling import SamplingParams
 # Of all settings these take the most memory. Top-p ranks in one way behind a top-k and in another
 # without.
 _RANKED = SamplingParams(
-    temperature=1.0, top_k=64, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=20,
+    temperature=1.0,
+    top_k=64,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    logprobs=20,
     prompt_logprobs=20,
 )
 _NUCLEUS = replace(_RANKED, top_k=0)
@@ -45,8 +50,7 @@ def largest_step(
     ]
     if scored := min(rest, SCORED_ROWS, max_context - 1):
         work.append(_work(max_context, scored, pool, 0, _RANKED))
-        sequence = work[-1].sequence
-        sequence.prompt_tokens, sequence.num_scored = sequence.num_tokens, 0
+        work[-1].sequence.prompt_tokens, work[-1].sequence.num_scored = max_context, 0
         rest -= scored
     while rest > 0:
         work.append(_work(max_context, min(rest, max_context - 1), pool))
