@@ -18,6 +18,7 @@ FILL_CONTEXT = (1 << 32) - 1  # as max_tokens: as many as the context leaves
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 256  # each may be two, with and without a space before it
 MAX_STRUCTURED_OUTPUT_CHARS = 64 << 10
 MAX_SEED = (1 << 64) - 1
 _OPTIONAL = {"top_p", "repetition_penalty", "seed", "max_tokens", "logprobs"}
@@ -73,15 +74,19 @@ class SamplingParams:
     logprobs: int | None = None
     structured_output: StructuredOutput | None = None
     prompt_logprobs: int | None = None
+    allowed_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def has_penalties(self) -> bool:
-        """Whether logits depend on earlier tokens or a bias."""
+        """Whether logits depend on earlier tokens, a bias, or what is allowed."""
         return bool(
             self.logit_bias
             or self.presence_penalty
             or self.frequency_penalty
             or self.repetition_penalty != 1.0
+            or self.allowed_token_ids
+            or self.bad_words
         )
 
     def validate(self, vocab_size: int) -> None:
@@ -106,6 +111,12 @@ class SamplingParams:
             ("logit_bias", all(-100 <= b <= 100 for b in self.logit_bias.values()), "±100 at most"),
             ("logit_bias", all(t < vocab_size for t in self.logit_bias), "of known tokens"),
             ("stop_token_ids", all(t < vocab_size for t in self.stop_token_ids), "known tokens"),
+            (
+                "allowed_token_ids",
+                all(t < vocab_size for t in self.allowed_token_ids),
+                "known tokens",
+            ),
+            ("bad_words", all(w and max(w) < vocab_size for w in self.bad_words), "known tokens"),
         )
         for name, valid, expected in checks:
             if not valid:
@@ -115,6 +126,12 @@ class SamplingParams:
                 )
         if self.structured_output is not None:
             self.structured_output.validate()
+            if self.allowed_token_ids or self.bad_words:
+                raise InvalidRequest(
+                    "structured output says which tokens are allowed: leave allowed_token_ids and "
+                    "bad_words out",
+                    f"sampling.{'bad_words' if self.bad_words else 'allowed_token_ids'}",
+                )
             if self.ignore_eos:
                 raise InvalidRequest(
                     "ignore_eos has no meaning for structured output, which ends with "
@@ -125,7 +142,9 @@ class SamplingParams:
     def to_proto(self) -> common_pb2.SamplingParams:
         values = {name: getattr(self, name) for name in _NAMES}
         values["logit_bias"] = dict(self.logit_bias)
-        values["stop_token_ids"] = sorted(self.stop_token_ids)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            values[name] = sorted(getattr(self, name))
+        values["bad_words"] = [common_pb2.BadWord(token_ids=word) for word in self.bad_words]
         if self.structured_output is not None:
             values["structured_output"] = vars(self.structured_output)
         return common_pb2.SamplingParams(**values)
@@ -136,7 +155,11 @@ class SamplingParams:
 
         Raises InvalidRequest for more entries than are taken, before any is copied.
         """
-        limits = (("logit_bias", MAX_LOGIT_BIAS), ("stop_token_ids", MAX_STOP_TOKEN_IDS))
+        limits = (
+            ("logit_bias", MAX_LOGIT_BIAS),
+            ("stop_token_ids", MAX_STOP_TOKEN_IDS),
+            ("bad_words", 2 * MAX_BAD_WORDS),
+        )
         for name, most in limits:
             if (count := len(getattr(message, name))) > most:
                 raise InvalidRequest(
@@ -148,7 +171,9 @@ class SamplingParams:
             if name not in _OPTIONAL or message.HasField(name)
         }
         values["logit_bias"] = MappingProxyType(dict(message.logit_bias))
-        values["stop_token_ids"] = frozenset(message.stop_token_ids)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            values[name] = frozenset(getattr(message, name))
+        values["bad_words"] = tuple(tuple(word.token_ids) for word in message.bad_words)
         if output := values.get("structured_output"):
             values["structured_output"] = StructuredOutput.from_proto(output)
         return cls(**values)

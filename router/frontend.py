@@ -298,6 +298,15 @@ class GenerationService:
         tenant.charge_tokens(len(token_ids))
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_context=self.max_context)
 
+    async def detokenize(self, model: str, token_ids: Sequence[int], caller: Caller) -> str:
+        """The text of token ids; special tokens are shown by their names."""
+        tenant = self.admission.tenants.of(caller.metadata)
+        self.admission.check_model(model)
+        tenant.charge_request()
+        text = await self.admission.detokenize(token_ids)
+        tenant.charge_tokens(len(token_ids))
+        return text
+
     def models(self, caller: Caller) -> list[inference_pb2.Model]:
         self.check_key(caller)
         model = inference_pb2.Model(

@@ -38,6 +38,12 @@ class Options(TypedDict, total=False):
     include_stop: bool | None  # False: the stop string is not part of the text
     stop_token_ids: Sequence[int] | None  # none
     min_tokens: int | None  # 0
+    allowed_token_ids: Sequence[int] | None  # any
+    bad_words: Sequence[str] | None  # texts that the output must not have; none
+    suffix: str | None  # what follows the text to be written, for models that fill in the middle
+    add_special_tokens: bool | None  # to text yes, to a chat no
+    truncate_prompt_tokens: int | None  # of a longer prompt the last so many tokens; all of it
+    show_special_tokens: bool | None  # False: they are no text
     ignore_eos: bool | None  # False
     logprobs: int | None  # off; 0 reports the chosen tokens alone
     prompt_logprobs: int | None  # off; 0 reports the prompt's own tokens alone
@@ -55,7 +61,10 @@ class Options(TypedDict, total=False):
 
 
 _SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
-_PLAIN = ("model", "include_stop", "cache_salt", "workers")
+_PLAIN = (
+    *("model", "include_stop", "cache_salt", "workers", "suffix", "bad_words"),
+    *("add_special_tokens", "truncate_prompt_tokens", "show_special_tokens"),
+)
 _PRIORITIES = {
     "low": common_pb2.PRIORITY_LOW,
     "normal": common_pb2.PRIORITY_NORMAL,
@@ -78,7 +87,7 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb
                 raise InvalidRequest(f"give one of {', '.join(_RESTRICTIONS)}", name)
             if (output := _checked(name, _RESTRICTIONS[name], value)) is not None:
                 request.sampling.structured_output.CopyFrom(output)
-        elif name in _SAMPLING:
+        elif name in _SAMPLING and name not in _PLAIN:
             _set(request.sampling, name, value, f"sampling.{name}")
         elif name in _PLAIN:
             _set(request, name, value, name)

@@ -14,12 +14,18 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from baton.errors import InvalidRequest
-from baton.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from baton.sampling import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+)
 from baton.text.stop_strings import MAX_STOP_CHARS, MAX_STOPS
 from router.admission.admission import MAX_MESSAGES
 
 MAX_N = 128
 MAX_PROMPTS = 1024
+MAX_DETOKENIZED = 1 << 20  # tokens
 _MAX_NEUTRAL_BYTES = 64  # of a value that means "without this feature"
 
 _UINT32 = (1 << 32) - 1
@@ -42,8 +48,8 @@ Schema = dict[str, Any] | Text  # a text is the schema in JSON, as vLLM takes it
 
 # Kinds of `prompt`, by whether it is a list, and what its first item begins with.
 _PROMPTS: dict[tuple[bool, bytes], Any] = {
-    (False, b'"'): Text,
-    (True, b'"'): Annotated[list[Text], Meta(min_length=1, max_length=MAX_PROMPTS)],
+    (False, b'"'): str,
+    (True, b'"'): Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)],
     (True, b""): TokenIds,
     (True, b"["): Annotated[list[TokenIds], Meta(min_length=1, max_length=MAX_PROMPTS)],
 }
@@ -52,10 +58,10 @@ _PROMPT_SCHEMAS = [msgspec.json.schema(kind) for kind in _PROMPTS.values()]
 # By field: the values that mean "without it", beside null.
 Unsupported = dict[str, tuple[Any, ...]]
 _UNSUPPORTED: Unsupported = {
-    **dict.fromkeys(("truncate_prompt_tokens", "kv_transfer_params"), ()),
+    "kv_transfer_params": (),
     "use_beam_search": (False,),
-    **dict.fromkeys(("allowed_token_ids", "bad_words", "logits_processors"), ([],)),
-    **dict.fromkeys(("skip_special_tokens", "detokenize"), (True,)),
+    "logits_processors": ([],),
+    "detokenize": (True,),
 }
 _TEMPLATE: Unsupported = {
     "add_generation_prompt": (True,),
@@ -123,6 +129,11 @@ class GenerateOptions(Struct, kw_only=True):
     min_tokens: Count | None = None
     max_tokens: Count | None = None
     prompt_logprobs: TopLogprobs | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[StopText], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    truncate_prompt_tokens: Positive | None = None
+    add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
     n: Choices | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -143,15 +154,14 @@ class CompletionRequest(GenerateOptions, kw_only=True):
 
     unsupported: ClassVar[Unsupported] = {
         **_UNSUPPORTED,
-        "suffix": ("",),
         "prompt_embeds": (),
-        "add_special_tokens": (True,),
     }
 
     prompt: Annotated[Raw, Meta(extra_json_schema={"anyOf": _PROMPT_SCHEMAS})]  # see `prompts_of`
     logprobs: TopLogprobs | None = None
     best_of: Choices | None = None
     echo: bool | None = None
+    suffix: str | None = None
 
 
 class TextPart(Struct):
@@ -181,7 +191,6 @@ class ChatRequest(GenerateOptions, kw_only=True):
         **_UNSUPPORTED,
         **_TEMPLATE,
         "echo": (False,),
-        "add_special_tokens": (False,),
         "tool_choice": ("none", "auto"),
         "parallel_tool_calls": (True, False),
         "functions": ([],),
@@ -207,6 +216,15 @@ class TokenizeRequest(Struct, kw_only=True):
     messages: Messages | None = None
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """Token ids to be turned into text."""
+
+    unsupported: ClassVar[Unsupported] = {}
+
+    tokens: Annotated[list[Count], Meta(max_length=MAX_DETOKENIZED)]
+    model: str | None = None
 
 
 FinishReason = Literal["stop", "length"]
@@ -359,6 +377,12 @@ class Tokens(Struct):
     token_strs: list[str] | None
 
 
+class Detokenized(Struct):
+    """What tokens say, special ones included."""
+
+    prompt: str
+
+
 class Model(Struct):
     """A model that can be asked for."""
 
@@ -403,7 +427,7 @@ class Error(Struct):
     error: ErrorDetails
 
 
-T = TypeVar("T", CompletionRequest, ChatRequest, TokenizeRequest)
+T = TypeVar("T", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 _ABSENT = Raw()
 _PROMPT_START = re.compile(rb'(\[?)[ \t\r\n]*(["[]?)')
 

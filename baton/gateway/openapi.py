@@ -10,10 +10,15 @@ from baton.gateway import api
 from baton.gateway.headers import MAX_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_HEADER
 
 Part = dict[str, Any]
-_REQUESTS = (api.CompletionRequest, api.ChatRequest, api.TokenizeRequest)
+_REQUESTS = (
+    api.CompletionRequest,
+    api.ChatRequest,
+    api.TokenizeRequest,
+    api.DetokenizeRequest,
+)
 _ANSWERS = (
-    *(api.Completion, api.ChatCompletion, api.Tokens, api.Models, api.Model, api.Status),
-    *(api.Version, api.Error),
+    *(api.Completion, api.ChatCompletion, api.Tokens, api.Detokenized, api.Models, api.Model),
+    *(api.Status, api.Version, api.Error),
 )
 _STRING: Part = {"type": "string"}
 _DESCRIPTIONS = {
@@ -42,14 +47,19 @@ _DESCRIPTIONS = {
     "response_format": "JSON, or JSON that a schema describes.",
     "structured_outputs": "What the output has to match; guided_* are older names of the same.",
     "cache_salt": "Shares cached prefixes only with requests of the same salt.",
-    "add_special_tokens": "Only the default: true for a prompt, false for messages.",
+    "add_special_tokens": "As the tokenizer does by default; true for a text, false for messages.",
+    "skip_special_tokens": "False: special tokens of the output are text.",
+    "truncate_prompt_tokens": "Of a longer prompt the last so many tokens are taken.",
+    "allowed_token_ids": "No other token is sampled.",
+    "bad_words": "Texts that the output must not have.",
+    "suffix": "What follows the text to be written, for models that fill in the middle.",
 }
 _ERRORS = ("400", "401", "404", "408", "413", "429", "500", "503", "504")
 
 
 def document() -> Part:
     """The whole document."""
-    completion, chat, tokenize = _REQUESTS
+    completion, chat, tokenize, detokenize = _REQUESTS
     model = {"name": "model", "in": "path", "required": True, "schema": _STRING}
     return {
         "openapi": "3.1.0",
@@ -62,6 +72,7 @@ def document() -> Part:
             "/v1/completions": _post("Continue prompts.", completion, api.Completion, streams=True),
             "/v1/chat/completions": _post("Answer a chat.", chat, api.ChatCompletion, streams=True),
             "/tokenize": _post("Token ids of a prompt or a chat.", tokenize, api.Tokens),
+            "/detokenize": _post("The text of token ids.", detokenize, api.Detokenized),
             "/v1/models": _get("The served models.", api.Models, "401"),
             "/v1/models/{model}": {
                 "parameters": [model],

@@ -24,7 +24,7 @@ _ANY_OBJECT = {"type": "object"}
 # Fields of the sampling settings that have the same name and meaning here.
 _SAME = (
     *("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("logit_bias", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *("logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", "allowed_token_ids"),
 )
 
 
@@ -48,6 +48,8 @@ def parse_completion(text: bytes) -> ParsedRequest:
     kept, echoed = body.n or 1, body.logprobs if body.echo else None
     n = kept if body.best_of is None else body.best_of
     _check_best_of(body, kept, n)
+    if body.echo and (body.suffix or body.truncate_prompt_tokens):
+        raise InvalidRequest("echo is not possible with suffix or truncate_prompt_tokens", "echo")
     prompts = api.prompts_of(body.prompt)
     output, restriction = _structured_output(body)
     most = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -60,7 +62,9 @@ def parse_completion(text: bytes) -> ParsedRequest:
         request = inference_pb2.GenerateRequest()
         request.CopyFrom(base)
         if isinstance(prompt, str):
-            request.text = prompt
+            request.text, request.suffix = prompt, body.suffix or ""
+        elif body.suffix:
+            raise InvalidRequest("suffix needs a prompt that is text", "suffix")
         else:
             request.token_ids.ids.extend(prompt)
         requests.append(request)
@@ -116,15 +120,19 @@ def parse_tokenize(text: bytes) -> tuple[inference_pb2.TokenizeRequest, bool]:
     body = api.decode(api.TokenizeRequest, text)
     if (body.prompt is None) is (body.messages is None):
         raise InvalidRequest("give either prompt or messages", "prompt")
-    if body.add_special_tokens not in (None, body.messages is None):
-        name = "add_special_tokens"
-        raise InvalidRequest(f"{name} is not supported here: leave it out", name)
     request = inference_pb2.TokenizeRequest(model=body.model or "")
+    if body.add_special_tokens is not None:
+        request.add_special_tokens = body.add_special_tokens
     if body.messages is None:
         request.text = body.prompt or ""
     else:
         request.chat.CopyFrom(_chat(body.messages))
     return request, bool(body.return_token_strs)
+
+
+def parse_detokenize(text: bytes) -> api.DetokenizeRequest:
+    """A body of /detokenize."""
+    return api.decode(api.DetokenizeRequest, text)
 
 
 def _chat(messages: Sequence[api.Message]) -> inference_pb2.Chat:
@@ -225,7 +233,7 @@ def _base(
         structured_output=output,
         **{name: getattr(body, name) for name in _SAME},
     )
-    return inference_pb2.GenerateRequest(
+    request = inference_pb2.GenerateRequest(
         model=body.model or "",
         sampling=sampling,
         stop=[body.stop] if isinstance(body.stop, str) else body.stop,
@@ -233,7 +241,13 @@ def _base(
         cache_salt=body.cache_salt or "",
         priority=_priority(body.priority),
         ttft_target_ms=body.ttft_target_ms or 0,
+        truncate_prompt_tokens=body.truncate_prompt_tokens or 0,
+        show_special_tokens=body.skip_special_tokens is False,
+        bad_words=body.bad_words,
     )
+    if body.add_special_tokens is not None:
+        request.add_special_tokens = body.add_special_tokens
+    return request
 
 
 def _priority(value: str | int | None) -> common_pb2.Priority:

@@ -19,7 +19,12 @@ from baton.gateway.generation import Endpoint, generate
 from baton.gateway.headers import caller_of, id_headers
 from baton.gateway.openapi import document
 from baton.gateway.output import ChatOutput, CompletionOutput, shown
-from baton.gateway.request import parse_chat, parse_completion, parse_tokenize
+from baton.gateway.request import (
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
 from baton.http_errors import HttpError
 from baton.http_server import HttpExchange
 from baton.v1 import inference_pb2
@@ -66,6 +71,7 @@ class App:
             ),
             "/v1/chat/completions": Endpoint(service, parse_chat, partial(generate, ChatOutput)),
             "/tokenize": Endpoint(service, parse_tokenize, _tokenize),
+            "/detokenize": Endpoint(service, parse_detokenize, _detokenize),
         }
         openapi = document()
         self._gets: dict[str, Callable[[HttpExchange], Any]] = {
@@ -140,3 +146,13 @@ async def _tokenize(
     strings = [shown(service.tokenizer, token)[0] for token in tokens] if with_strings else None
     answer = api.Tokens(len(tokens), found.max_context, tokens, strings)
     exchange.answer(200, msgspec.json.encode(answer))
+
+
+async def _detokenize(
+    service: GenerationService,
+    asked: api.DetokenizeRequest,
+    caller: Caller,
+    exchange: HttpExchange,
+) -> None:
+    text = await service.detokenize(asked.model or "", asked.tokens, caller)
+    exchange.answer(200, msgspec.json.encode(api.Detokenized(text)))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import tokenizers
@@ -32,8 +33,10 @@ class TokenPieces:
     token's text can depend on the tokens before it.
     """
 
-    def __init__(self, library: tokenizers.Tokenizer) -> None:
+    def __init__(self, library: tokenizers.Tokenizer, shown: Collection[int] = ()) -> None:
+        """Special tokens have no text, but for those `shown`."""
         self._library = library
+        self._named = frozenset(shown)
         decoders = _decoders(library)
         self.byte_level = [decoder["type"] for decoder in decoders] == ["ByteLevel"]
         self._byte_fallback = any(decoder["type"] == "ByteFallback" for decoder in decoders)
@@ -41,6 +44,15 @@ class TokenPieces:
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._known: dict[int, bytes | None] = {}
         self._texts: dict[int, str] = {}
+
+    def showing(self, special: Collection[int]) -> TokenPieces:
+        """The same, but that these special tokens are text."""
+        return TokenPieces(self._library, special) if special else self
+
+    @cached_property
+    def showing_all(self) -> TokenPieces:
+        """The same, but that all special tokens are text."""
+        return self.showing(self._special)
 
     def piece(self, token: int) -> bytes | None:
         """The token's bytes, b"" for one that is no text, None where only `decode` knows."""
@@ -70,6 +82,8 @@ class TokenPieces:
 
     def _find(self, token: int) -> bytes | None:
         name = self._library.id_to_token(token)
+        if name is not None and token in self._named:
+            return name.encode()
         if name is None or token in self._special:
             return b""
         if self.byte_level:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import tokenizers
@@ -15,6 +15,18 @@ from baton.text.detokenizer import TokenPieces
 from baton.text.model_files import CONFIG_FILE, TOKENIZER_FILE, TextFiles
 
 _PIECE_CHARS = 1 << 16
+# Before the prefix, between it and the suffix, and behind that.
+_FILL_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # CodeLlama
+    (
+        "<\uff5cfim\u2581begin\uff5c>",
+        "<\uff5cfim\u2581hole\uff5c>",
+        "<\uff5cfim\u2581end\uff5c>",
+    ),  # DeepSeek
+)
 _CUT_TOKENS = 64  # more than a cut in the middle of a word, and special tokens, can add
 
 
@@ -39,6 +51,8 @@ class Tokenizer:
         self.has_chat_template = library is not None and files.chat_template is not None
         self._library = library
         self._template: ChatTemplate | None = None
+        self._bos_token_id: int | None = None
+        self._fill: tuple[int, ...] | None = None  # around prefix and suffix
         if library is None:
             return
         # A tokenizer.json can carry its training's limits; a prompt is never cut or padded.
@@ -48,19 +62,62 @@ class Tokenizer:
         if files.chat_template:
             text, file = files.chat_template
             self._template = ChatTemplate(text, files.special_tokens, str(file))
+        if bos := files.special_tokens.get("bos_token"):
+            self._bos_token_id = library.token_to_id(bos)
+        for names in _FILL_TOKENS:
+            found = [token for name in names if (token := library.token_to_id(name)) is not None]
+            if len(found) == len(names):
+                self._fill = tuple(found)
         name = files.special_tokens.get("eos_token")
         if not self.eos_token_ids and name and (token := library.token_to_id(name)) is not None:
             self.eos_token_ids = frozenset([token])
 
-    def encode(self, text: str, max_tokens: int = 0) -> list[int]:
+    def encode(self, text: str, max_tokens: int = 0, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens this tokenizer adds by default.
 
-        Raises InvalidRequest (field "text") for text that is not Unicode (a lone surrogate), or
-        is longer by far than `max_tokens`; 0 limits nothing.
+        No text is a beginning of sequence, where the model has a token for that. Raises
+        InvalidRequest (field "text") for text that is not Unicode (a lone surrogate), or is longer
+        by far than `max_tokens`; 0 limits nothing.
         """
-        return self._encode(text, "text", max_tokens, add_special_tokens=True)
+        found = self._encode(text, "text", max_tokens, add_special_tokens=add_special_tokens)
+        if not (text or found) and self._bos_token_id is not None:
+            return [self._bos_token_id]
+        return found
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]], max_tokens: int = 0) -> list[int]:
+    def encode_between(self, before: str, after: str, max_tokens: int = 0) -> list[int]:
+        """Token ids of a prompt for what is missing between two texts.
+
+        Raises InvalidRequest (field "suffix") for a model without the tokens for that, and as
+        `encode`.
+        """
+        if self._fill is None:
+            raise InvalidRequest(
+                "this model's tokenizer has no tokens for the middle of a text: leave suffix out",
+                "suffix",
+            )
+        first, second, last = self._fill
+        parts = [self._encode(text, "text", max_tokens, add_special_tokens=False)
+                 for text in (before, after)]  # fmt: skip
+        begin = self._encode("", "text", 0, add_special_tokens=True)
+        return [*begin, first, *parts[0], second, *parts[1], last]
+
+    def bad_words(self, words: Sequence[str]) -> Iterator[list[int]]:
+        """Tokens of each of these texts, at the beginning of an output and behind a space, as vLLM
+        has them."""
+        for word in words:
+            alone = self._encode(word, "bad_words", 0, add_special_tokens=False)
+            behind = self._encode(" " + word.lstrip(), "bad_words", 0, add_special_tokens=False)
+            if alone:
+                yield alone
+            if behind and len(behind) == len(alone) and behind[0] != alone[0]:
+                yield behind
+
+    def encode_chat(
+        self,
+        messages: Sequence[tuple[str, str]],
+        max_tokens: int = 0,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
         """Token ids of a conversation, (role, content) each, up to where the assistant answers.
 
         Raises InvalidRequest (field "chat") when there is no template or it refuses the messages.
@@ -69,7 +126,7 @@ class Tokenizer:
             raise InvalidRequest("this model has no chat template: send text or token ids", "chat")
         text = self._template.render(messages) if self._template else ""
         # The template writes the special tokens itself.
-        return self._encode(text, "chat", max_tokens, add_special_tokens=False)
+        return self._encode(text, "chat", max_tokens, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text, without special tokens; the same that a Detokenizer makes of the ids."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, quoted
-from baton.sampling import FILL_CONTEXT, MAX_SEED, SamplingParams, StructuredOutput
+from baton.sampling import FILL_CONTEXT, MAX_BAD_WORDS, MAX_SEED, SamplingParams, StructuredOutput
 from baton.structured_output import GrammarCompiler
-from baton.text import Tokenizer, check_stop_strings
+from baton.text import Detokenizer, Tokenizer, check_stop_strings
+from baton.text.stop_strings import MAX_STOP_CHARS
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.tenants import AdmissionLease, Tenant, Tenants
 from router.dispatch.request_state import TokenizedRequest
@@ -91,18 +93,22 @@ class Admission:
         seeded = request.sampling.HasField("seed")
         seed = params.seed + number if seeded else secrets.randbits(64)
         params = replace(params, seed=seed & MAX_SEED)
+        if request.bad_words:
+            params = replace(params, bad_words=self._bad_words(request.bad_words))
         params.validate(self.tokenizer.vocab_size)
         check_stop_strings(request.stop)
         if request.stop and not self.tokenizer.has_text:
             raise InvalidRequest("this model has no text: stop at token ids instead", "stop")
         limit, resumed = self._limit(max_context), tuple(request.resumed_token_ids)
-        check_length(len(request.token_ids.ids) + len(resumed), limit)
+        if not request.truncate_prompt_tokens:
+            check_length(len(request.token_ids.ids) + len(resumed), limit)
         if choices.prompt is None:
             try:
                 async with asyncio.timeout(timeout_s):
-                    choices.prompt = tuple(await self.tokenize(request, max_context))
+                    tokens = await self.tokenize(request, max_context)
             except TimeoutError:
                 raise DeadlineExceeded("the deadline passed during tokenizing") from None
+            choices.prompt = tuple(tokens[-request.truncate_prompt_tokens :])
         if params.structured_output is not None:
             await self._check_output(params.structured_output, resumed, deadline)
         prompt = choices.prompt
@@ -126,6 +132,7 @@ class Admission:
             params=fitting(params, len(prompt), limit, most, cut),
             stop=tuple(request.stop),
             include_stop=request.include_stop,
+            show_special_tokens=request.show_special_tokens,
             cache_salt=tenant.salt(request.cache_salt),
             deadline=deadline,
             tenant=tenant.name,
@@ -179,17 +186,23 @@ class Admission:
     ) -> list[int]:
         """The prompt's token ids, whichever way it was given."""
         limit = self._limit(max_context)
-        kind = request.WhichOneof("input")
+        kind, special = request.WhichOneof("input"), request.add_special_tokens
+        if not request.HasField("add_special_tokens"):
+            special = kind == "text"
         if kind is None:
             raise InvalidRequest("give text, chat or token_ids", "input")
         if kind == "token_ids":
             return list(request.token_ids.ids)  # type: ignore[union-attr]
         if kind == "text":
-            text = request.text
-            _check_chars(len(text), limit)
-            if len(text) > _LONG_TEXT_CHARS:
-                return await self.in_thread(self.tokenizer.encode, text, limit)
-            return self.tokenizer.encode(text)
+            text, suffix = request.text, getattr(request, "suffix", "")
+            num_chars = len(text) + len(suffix)
+            _check_chars(num_chars, limit)
+            if getattr(request, "truncate_prompt_tokens", 0):
+                limit = 0  # of what is left
+            encode = partial(self.tokenizer.encode, text, limit, special)
+            if suffix:
+                encode = partial(self.tokenizer.encode_between, text, suffix, limit)
+            return await self.in_thread(encode) if num_chars > _LONG_TEXT_CHARS else encode()
         messages = request.chat.messages
         if not messages:
             raise InvalidRequest("chat has no messages", "chat")
@@ -199,7 +212,23 @@ class Admission:
             )
         _check_chars(sum(len(m.role) + len(m.content) for m in messages), limit)
         turns = [(message.role, message.content) for message in messages]
-        return await self.in_thread(self.tokenizer.encode_chat, turns, limit)
+        return await self.in_thread(self.tokenizer.encode_chat, turns, limit, special)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included. Raises InvalidRequest."""
+        if not self.tokenizer.has_text:
+            raise InvalidRequest("this model has no tokenizer: its tokens have no text", "tokens")
+        if token_ids and (largest := max(token_ids)) >= self.tokenizer.vocab_size:
+            raise InvalidRequest(
+                f"token id {largest} is not below the vocabulary size {self.tokenizer.vocab_size}",
+                "tokens",
+            )
+        detokenizer = Detokenizer(self.tokenizer.pieces.showing_all)
+
+        def text() -> str:
+            return detokenizer.push(token_ids) + detokenizer.flush()
+
+        return await self.in_thread(text) if len(token_ids) > _LONG_TEXT_CHARS else text()
 
     async def _check_output(
         self, output: StructuredOutput, resumed: tuple[int, ...], deadline: float
@@ -210,6 +239,14 @@ class Admission:
                 await asyncio.wrap_future(self.grammars.check(output, resumed))
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while a grammar was compiled") from None
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        if len(words) > MAX_BAD_WORDS or any(len(word) > MAX_STOP_CHARS for word in words):
+            raise InvalidRequest(
+                f"at most {MAX_BAD_WORDS} texts of {MAX_STOP_CHARS} characters are taken",
+                "bad_words",
+            )
+        return tuple(map(tuple, self.tokenizer.bad_words(words)))
 
     def _work_s(self, request: TokenizedRequest) -> float:
         tokens = len(request.prompt) + len(request.resumed)

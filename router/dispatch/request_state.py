@@ -41,6 +41,7 @@ class TokenizedRequest:
     deadline: float  # time.monotonic()
     tenant: str = ""
     ttft_target_s: float = 0.0  # 0: none
+    show_special_tokens: bool = False  # in the text
     resumed: tuple[int, ...] = ()  # output tokens that another stream has delivered
     # Its place in the fair queue; before it enters that, the first one.
     pending: PendingPrompt = _FIRST
@@ -207,7 +208,10 @@ class TextStream:
     """Turns one request's tokens, in order, into text; `stop` is set once a stop string was met."""
 
     def __init__(self, tokenizer: Tokenizer, request: TokenizedRequest) -> None:
-        self._detokenizer = Detokenizer(tokenizer.pieces, request.prompt)
+        pieces = tokenizer.pieces
+        if request.show_special_tokens:
+            pieces = pieces.showing_all
+        self._detokenizer = Detokenizer(pieces, request.prompt)
         self._stops = StopStrings(request.stop, request.include_stop)
         self._singly = bool(request.stop)
         self.stop: str | None = None

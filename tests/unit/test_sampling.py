@@ -26,6 +26,8 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     "seed": ([-1, MAX_SEED + 1], [MAX_SEED]),
     "logprobs": ([MAX_TOP_LOGPROBS + 1], [None, 0, MAX_TOP_LOGPROBS]),
     "logit_bias": ([{1: 100.5}, {1: NAN}, {VOCAB: 1.0}], [{0: -100.0, VOCAB - 1: 100.0}]),
+    "allowed_token_ids": ([frozenset({VOCAB})], [frozenset({0, VOCAB - 1})]),
+    "bad_words": ([((),), ((1, VOCAB),)], [((0, VOCAB - 1), (3,))]),
     "stop_token_ids": ([frozenset({VOCAB})], [frozenset({0, VOCAB - 1})]),
 }
 
@@ -59,6 +61,8 @@ PARAMS = st.builds(
     logit_bias=st.dictionaries(UNSIGNED, singles(-100, 100), max_size=5),
     seed=st.integers(0, MAX_SEED),
     stop_token_ids=st.frozensets(UNSIGNED, max_size=5),
+    allowed_token_ids=st.frozensets(UNSIGNED, max_size=5),
+    bad_words=st.lists(st.tuples(UNSIGNED, UNSIGNED), max_size=3).map(tuple),
     min_tokens=UNSIGNED,
     max_tokens=UNSIGNED,
     ignore_eos=st.booleans(),

@@ -1,8 +1,8 @@
 """Turns logits into tokens: penalties, filters and sampling, vectorised over the rows.
 
 The order is vLLM's, with Hugging Face's place for min-p: the grammar's mask, of what it leaves the
-log-probabilities; logit bias, min_tokens mask, repetition, frequency and presence penalties; then,
-unless the row is greedy, temperature, top-k, top-p, min-p.
+log-probabilities; allowed tokens, logit bias, min_tokens mask and bad words, repetition, frequency
+and presence penalties; then, unless the row is greedy, temperature, top-k, top-p, min-p.
 A row's token depends on its logits, its tokens and its settings alone, never on its batch: rows
 that need more than an argmax are worked on apart, and randomness is keyed by (seed, position).
 
@@ -197,10 +197,15 @@ class Sampler:
             if added := params.logit_bias:
                 flat = np.fromiter(added, np.float64, len(added)) + first
                 bias.append(np.stack([flat, np.fromiter(added.values(), np.float64, len(added))]))
-            if row.output_tokens < params.min_tokens and row.grammar is None:
-                # End-of-sequence is masked even with ignore_eos, as in vLLM.
-                ends = self._eos_token_ids | params.stop_token_ids
-                forbidden.extend(first + token_id for token_id in ends)
+            not_now = self._forbidden(row)
+            if params.allowed_token_ids:
+                left = params.allowed_token_ids - not_now or params.allowed_token_ids
+                allowed = torch.tensor(sorted(left), device=logits.device)
+                kept = logits[i, allowed]
+                logits[i] = -torch.inf
+                logits[i, allowed] = kept
+            elif len(not_now) < self.vocab_size:
+                forbidden.extend(first + token_id for token_id in not_now)
             subtracts = params.frequency_penalty or params.presence_penalty
             if params.repetition_penalty != 1.0 or subtracts:
                 seen, *factors = _penalties(row)
@@ -218,6 +223,21 @@ class Sampler:
             found = torch.where(found > 0, found / factor, found * factor)
             flat_logits[where.long()] = found - subtracted.float()
         return logits
+
+    def _forbidden(self, row: SampleRow) -> set[int]:
+        """What would end a row before min_tokens, or complete a bad word in its output.
+
+        It gives way where nothing else is left: a row always gets a token.
+        """
+        params, found = row.params, set[int]()
+        if row.output_tokens < params.min_tokens and row.grammar is None:
+            # End-of-sequence is masked even with ignore_eos, as in vLLM.
+            found |= self._eos_token_ids | params.stop_token_ids
+        output = row.token_ids[row.prompt_tokens :] if params.bad_words else ()
+        for *before, last in params.bad_words:
+            if not before or list(output[-len(before) :]) == before:
+                found.add(last)
+        return found
 
 
 def _unpacked(words: Tensor, vocab_size: int) -> Tensor:

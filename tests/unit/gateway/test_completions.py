@@ -173,6 +173,46 @@ async def test_the_likeliest_of_several_are_returned(gateway):
     assert answer["usage"]["completion_tokens"] == 3
 
 
+async def test_special_tokens_are_text_where_they_are_asked_for(gateway):
+    async def ends(request):
+        yield started()
+        yield first_token(0, common_pb2.FINISH_REASON_LENGTH)
+
+    gateway.cluster.prefills[0].scripts = [ends] * 2
+    texts = [
+        (await gateway.complete(max_tokens=1, skip_special_tokens=skipped)).json()["choices"][0]
+        for skipped in (True, False)
+    ]
+    assert [choice["text"] for choice in texts] == ["", "</s>"]
+    answer = (await gateway.post("/detokenize", {"tokens": [100, 0, 101]})).json()
+    assert answer == {"prompt": "a</s>b"}
+
+
+async def test_a_long_prompt_is_cut_and_bad_words_become_tokens(gateway):
+    letters = "abcdefghij" * 5  # the context holds 32
+    assert (await gateway.complete(prompt=letters)).status_code == 400
+    await gateway.complete(prompt=letters, truncate_prompt_tokens=3, bad_words=["bad"],
+                           allowed_token_ids=[100, 101])  # fmt: skip
+    (sequence,) = sequences(gateway)
+    encode = gateway.tokenizer.encode
+    assert list(sequence.token_ids) == encode("hij")
+    words = [list(word.token_ids) for word in sequence.sampling.bad_words]
+    assert words == [encode("bad")]
+    assert list(sequence.sampling.allowed_token_ids) == [100, 101]
+
+
+async def test_a_token_that_ended_an_output_is_its_stop_reason(gateway):
+    async def ends(request):
+        yield started()
+        yield first_token(105, common_pb2.FINISH_REASON_STOP)
+
+    gateway.cluster.prefills[0].scripts = [ends] * 2
+    (choice,) = (await gateway.complete(stop_token_ids=[105])).json()["choices"]
+    assert (choice["text"], choice["stop_reason"]) == ("", 105)
+    (chunk,) = await gateway.events(stop_token_ids=[105])
+    assert chunk["choices"][0]["stop_reason"] == 105
+
+
 async def test_settings_reach_the_workers_and_defaults_are_openais(gateway):
     same = {
         "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "presence_penalty": 0.5,

@@ -66,6 +66,11 @@ BAD = [
     ({"max_tokens": 30}, "max_tokens"),
     ({"n": 2, "best_of": 1}, "best_of"),
     ({"best_of": 2, "stream": True}, "best_of"),
+    ({"echo": True, "truncate_prompt_tokens": 2}, "echo"),
+    ({"prompt": "a", "suffix": "b"}, "suffix"),
+    ({"allowed_token_ids": [999]}, "allowed_token_ids"),
+    ({"bad_words": [""]}, "bad_words[0]"),
+    ({"guided_regex": "a", "bad_words": ["b"]}, "bad_words"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"logit_bias": {"300": 1}}, "logit_bias"),
     ({"logit_bias": {"3": 101}}, "logit_bias"),
@@ -90,7 +95,6 @@ BAD_CHATS = [
     ({"max_completion_tokens": 2, "min_tokens": 3}, "min_tokens"),
 ]  # fmt: skip
 BAD_TOKENIZE = [({}, "prompt"), ({"prompt": "a", "messages": [{"role": "u"}]}, "prompt"),
-                ({"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
                 ({"prompt": 1}, "prompt"), ({"messages": []}, "messages")]  # fmt: skip
 
 
@@ -100,6 +104,7 @@ async def test_a_bad_field_is_refused_by_name_before_any_work(gateway):
         ("/v1/completions", {"prompt": PROMPT, "max_tokens": 5}, BAD),
         ("/v1/chat/completions", chat, BAD_CHATS),
         ("/tokenize", {}, BAD_TOKENIZE),
+        ("/detokenize", {}, [({"tokens": [999]}, "tokens"), ({"tokens": ["a"]}, "tokens[0]")]),
     ):
         for body, param in bad:
             text = json.dumps({**base, **body})
