@@ -76,6 +76,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     allowed_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    embedding: bool = False
 
     @cached_property
     def has_penalties(self) -> bool:
@@ -124,6 +125,12 @@ class SamplingParams:
                     f"{name} must be {expected}, not {quoted(getattr(self, name))}",
                     f"sampling.{name}",
                 )
+        if self.embedding and (self.max_tokens or self.prompt_logprobs is not None):
+            raise InvalidRequest(
+                "an embedding is of a prompt alone: set max_tokens to 0, and leave prompt_logprobs "
+                "out",
+                "sampling.embedding",
+            )
         if self.structured_output is not None:
             self.structured_output.validate()
             if self.allowed_token_ids or self.bad_words:

@@ -20,8 +20,15 @@ from opentelemetry.context import Context
 from baton import telemetry
 from baton.engine.build import Loaded
 from baton.engine.loop import Progress, StepReport
+from baton.engine.pooling import Pooling, Vector
 from baton.engine.sequence import Sequence
-from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, Unavailable
+from baton.errors import (
+    CheckpointError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Unavailable,
+)
 from baton.prefix import token_digest
 from baton.v1 import prefill_pb2, worker_pb2
 from baton.v1.dispatch_pb2 import RouterMessage
@@ -55,6 +62,7 @@ class Prompt:
     sent: int  # tokens whose blocks were sent, or are cached by the decode worker
     arrived_ns: int = field(default_factory=time.time_ns)
     computed: int | None = None  # before the first chunk
+    pooled: Vector | None = None  # hidden states so far, added up, where an embedding is wanted
     steps: asyncio.Queue[tuple[StepReport, Progress] | None] = field(default_factory=asyncio.Queue)
 
 
@@ -62,6 +70,11 @@ class PrefillWorker(Node):
     """Runs prompts for routers and hands their KV over."""
 
     def begin(self, loaded: Loaded, pool: KvPool, usable: list[Transport]) -> None:
+        self._pooling, self._no_pooling = Pooling(), ""
+        try:
+            self._pooling = Pooling.read(loaded.path)
+        except CheckpointError as error:  # it generates all the same
+            self._no_pooling = f"this model's embeddings cannot be computed: {error}"
         self._links = LinkPool(pool, self.record, usable, self.find)
         self.metrics.observe_links(self._links.status)
         self._prompts: dict[str, Prompt] = {}
@@ -139,6 +152,10 @@ class PrefillWorker(Node):
         self.refuse_if_draining()
         spec, cached_tokens = request.sequence, request.target.cached_tokens
         sequence = sequence_of(spec, self.limits, park_after=1)
+        if sequence.params.embedding:
+            if self._no_pooling:
+                raise InvalidRequest(self._no_pooling, "sampling.embedding")
+            sequence.num_scored = 0 if self._pooling.mean else None
         if sequence.seq_id in self._prompts:
             raise InvalidRequest(f"handoff {sequence.seq_id} runs here", _HANDOFF_ID)
         if request.HasField("target") is not (sequence.params.max_tokens > 0):
@@ -233,9 +250,20 @@ class PrefillWorker(Node):
             if (found := progress.prompt_logprobs) is not None:
                 part = prompt_logprobs_proto(found)
                 send(prefill_pb2.PrefillResponse(prompt_logprobs=part))
+            if (pooled := progress.pooled) is not None:
+                prompt.pooled = pooled if prompt.pooled is None else prompt.pooled + pooled
             if progress.token_ids or progress.finish_reason:
-                send(prefill_pb2.PrefillResponse(first_token=_first_token(progress)))
+                first_token = _first_token(progress)
+                if prompt.sequence.params.embedding:
+                    first_token.embedding.extend(self._embedding(prompt))
+                send(prefill_pb2.PrefillResponse(first_token=first_token))
                 return progress
+
+    def _embedding(self, prompt: Prompt) -> list[float]:
+        if prompt.pooled is None:
+            raise InvalidRequest("a simulated engine has no embeddings", "sampling.embedding")
+        embedding: list[float] = self._pooling.finish(prompt.pooled, prompt.num_tokens).tolist()
+        return embedding
 
     def _send_blocks(self, prompt: Prompt, handoff: Handoff) -> None:
         """Queues the blocks that became complete: whole ones, and at the end the partial one."""

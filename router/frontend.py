@@ -405,6 +405,7 @@ class GenerationService:
                         usage=state.usage(),
                         timing=state.timing(),
                         route=state.final_route(),
+                        embedding=state.embedding,
                     )
                     record.finished = True
                     await delivery.finish(finish)

@@ -301,6 +301,7 @@ class GenerateCall:
             stop=finish.stop,
             logprobs=tuple(logprob for delta in self._deltas for logprob in delta.logprobs),
             prompt_logprobs=prompt_logprobs_of(self._prompt_logprobs),
+            embedding=tuple(finish.embedding),
             usage=of_message(Usage, finish.usage),
             timing=of_message(Timing, finish.timing),
             route=Route(

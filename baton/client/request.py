@@ -37,6 +37,7 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str] | None  # none
     include_stop: bool | None  # False: the stop string is not part of the text
     stop_token_ids: Sequence[int] | None  # none
+    embedding: bool | None  # False; True with max_tokens 0 reports the prompt's embedding
     min_tokens: int | None  # 0
     allowed_token_ids: Sequence[int] | None  # any
     bad_words: Sequence[str] | None  # texts that the output must not have; none

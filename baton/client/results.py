@@ -87,6 +87,7 @@ class Completion:
     stop: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    embedding: tuple[float, ...] = ()
     usage: Usage = Usage()
     timing: Timing = Timing()
     route: Route = Route()

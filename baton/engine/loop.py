@@ -21,6 +21,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from baton.engine.blocks import BlockPool, CacheChanges
 from baton.engine.planner import Plan, Planner, Work
+from baton.engine.pooling import Vector
 from baton.engine.runner import RunnerFailed, SampledTokens, StepRunner
 from baton.engine.sampling.prompt_logprobs import PromptLogprobs
 from baton.engine.sampling.sampler import SampleRow, TokenLogprobs, finish_reason
@@ -114,6 +115,7 @@ class Progress(NamedTuple):
     abort_reason: str | None = None  # the sequence is gone: the step failed, or
     invalid: bool = False  # the request is the cause
     prompt_logprobs: PromptLogprobs | None = None  # of its prompt's next tokens, if asked for
+    pooled: Vector | None = None  # as `SampledTokens.pooled`
 
 
 @dataclass(frozen=True)
@@ -394,8 +396,9 @@ class Engine:
         sequence = work.sequence
         if sampled is None or not sampled.token_ids:
             self._planner.advance(work)
-            prompt = sampled and sampled.prompt
-            return Progress(sequence.seq_id, sequence.num_computed, prompt_logprobs=prompt)
+            _, _, prompt, pooled = sampled or SampledTokens(())
+            done = sequence.num_computed
+            return Progress(sequence.seq_id, done, prompt_logprobs=prompt, pooled=pooled)
         if sequence.grammar is not None and sequence.grammar.failure:
             return self._give_up(sequence, sequence.grammar.failure, invalid=True)
         count, reason = self._append(sequence, sampled.token_ids)
@@ -411,6 +414,7 @@ class Engine:
             sampled.logprobs[:count],
             reason,
             prompt_logprobs=sampled.prompt,
+            pooled=sampled.pooled,
         )
 
     def _append(self, sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[int, str | None]:

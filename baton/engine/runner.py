@@ -9,6 +9,7 @@ import torch
 
 from baton.engine.batch import BatchBuilder, StepModel
 from baton.engine.planner import Plan, Work
+from baton.engine.pooling import Vector, pooled
 from baton.engine.sampling.prompt_logprobs import PromptLogprobs, of_prompts
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.speculative import verify
@@ -24,6 +25,7 @@ class SampledTokens(NamedTuple):
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
     prompt: PromptLogprobs | None = None
+    pooled: Vector | None = None  # of its embedding, if it wants one: the sum of this step's rows
 
 
 class RunnerFailed(InternalError):
@@ -96,8 +98,13 @@ class Runner(StepRunner):
     def _sample(self, work: list[Work], logits: torch.Tensor) -> dict[str, SampledTokens]:
         sampling = [item for item in work if item.samples]
         rows = [row for item in sampling for row in sample_rows(item)]
+        hidden = self.model.hidden
+        embedded: dict[str, Vector] = {} if hidden is None else pooled(work, hidden)
         logits, prompts = of_prompts(work, logits)
-        return tokens_by_sequence(sampling, self.sampler.sample(logits, rows), prompts)
+        found = tokens_by_sequence(sampling, self.sampler.sample(logits, rows), prompts)
+        for seq_id, vector in embedded.items():
+            found[seq_id] = found.get(seq_id, SampledTokens(()))._replace(pooled=vector)
+        return found
 
 
 def sample_rows(work: Work) -> Iterator[SampleRow]:

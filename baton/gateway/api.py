@@ -218,6 +218,20 @@ class TokenizeRequest(Struct, kw_only=True):
     add_special_tokens: bool | None = None
 
 
+class EmbeddingRequest(Struct, kw_only=True):
+    """Texts or token ids to be embedded."""
+
+    unsupported: ClassVar[Unsupported] = {}
+
+    input: Annotated[Raw, Meta(extra_json_schema={"anyOf": _PROMPT_SCHEMAS})]  # see `prompts_of`
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Positive | None = None
+    truncate_prompt_tokens: Positive | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+
+
 class DetokenizeRequest(Struct, kw_only=True):
     """Token ids to be turned into text."""
 
@@ -377,6 +391,30 @@ class Tokens(Struct):
     token_strs: list[str] | None
 
 
+class Embedding(Struct):
+    """Of one input: numbers, or in base64 the bytes of float32 ones, little-endian."""
+
+    embedding: list[float] | str
+    index: Count
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingUsage(Struct):
+    """Tokens of all inputs."""
+
+    prompt_tokens: Count
+    total_tokens: Count
+
+
+class Embeddings(Struct):
+    """The answer to an embedding request."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
 class Detokenized(Struct):
     """What tokens say, special ones included."""
 
@@ -427,7 +465,9 @@ class Error(Struct):
     error: ErrorDetails
 
 
-T = TypeVar("T", CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+T = TypeVar(
+    "T", CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest
+)
 _ABSENT = Raw()
 _PROMPT_START = re.compile(rb'(\[?)[ \t\r\n]*(["[]?)')
 
@@ -460,23 +500,23 @@ def decode(kind: type[T], body: bytes) -> T:
         raise InvalidRequest(f"the body is not JSON in UTF-8: {error}") from error
 
 
-def prompts_of(raw: Raw) -> list[str] | list[list[int]]:
-    """The prompts of a completion. Raises InvalidRequest."""
+def prompts_of(raw: Raw, field: str = "prompt") -> list[str] | list[list[int]]:
+    """The prompts of a completion, or of another field. Raises InvalidRequest."""
     text = bytes(raw)
     start = _PROMPT_START.match(text)
     assert start is not None
     kind = (bool(start[1]), start[2])
     if kind not in _PROMPTS:
-        raise InvalidRequest("prompt must be text, token ids, or a list of either", "prompt")
+        raise InvalidRequest(f"{field} must be text, token ids, or a list of either", field)
     # A list of lists has no brackets in strings; a million lists would take long to make.
     if kind == (True, b"[") and text.count(b"[") > MAX_PROMPTS + 1:
-        raise InvalidRequest(f"prompt has more than {MAX_PROMPTS} prompts", "prompt")
+        raise InvalidRequest(f"{field} has more than {MAX_PROMPTS} prompts", field)
     try:
         prompt = msgspec.json.decode(text, type=_PROMPTS[kind])
     except msgspec.ValidationError as error:
-        raise _invalid(error, "prompt") from error
+        raise _invalid(error, field) from error
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"prompt is not UTF-8: {error}", "prompt") from error
+        raise InvalidRequest(f"{field} is not UTF-8: {error}", field) from error
     return prompt if start[1] and start[2] else [prompt]
 
 

@@ -13,11 +13,20 @@ Part = dict[str, Any]
 _REQUESTS = (
     api.CompletionRequest,
     api.ChatRequest,
+    api.EmbeddingRequest,
     api.TokenizeRequest,
     api.DetokenizeRequest,
 )
 _ANSWERS = (
-    *(api.Completion, api.ChatCompletion, api.Tokens, api.Detokenized, api.Models, api.Model),
+    *(
+        api.Completion,
+        api.ChatCompletion,
+        api.Embeddings,
+        api.Tokens,
+        api.Detokenized,
+        api.Models,
+        api.Model,
+    ),
     *(api.Status, api.Version, api.Error),
 )
 _STRING: Part = {"type": "string"}
@@ -25,6 +34,9 @@ _DESCRIPTIONS = {
     "model": "The served model, which is meant too where none is named.",
     "prompt": "What to continue: a text, texts, token ids or lists of token ids.",
     "messages": "The conversation, oldest turn first; the model's chat template renders it.",
+    "input": "What to embed: a text, texts, token ids or lists of token ids.",
+    "encoding_format": "float by default; base64 is of float32 numbers, little-endian.",
+    "dimensions": "The first so many, normalized again; all by default.",
     "temperature": "0 is greedy. 1 by default.",
     "top_k": "Keep the k most likely tokens; 0 or -1 keeps all.",
     "min_p": "Drop what is less likely than this share of the best.",
@@ -59,7 +71,7 @@ _ERRORS = ("400", "401", "404", "408", "413", "429", "500", "503", "504")
 
 def document() -> Part:
     """The whole document."""
-    completion, chat, tokenize, detokenize = _REQUESTS
+    completion, chat, embedding, tokenize, detokenize = _REQUESTS
     model = {"name": "model", "in": "path", "required": True, "schema": _STRING}
     return {
         "openapi": "3.1.0",
@@ -71,6 +83,7 @@ def document() -> Part:
         "paths": {
             "/v1/completions": _post("Continue prompts.", completion, api.Completion, streams=True),
             "/v1/chat/completions": _post("Answer a chat.", chat, api.ChatCompletion, streams=True),
+            "/v1/embeddings": _post("Embed texts.", embedding, api.Embeddings),
             "/tokenize": _post("Token ids of a prompt or a chat.", tokenize, api.Tokens),
             "/detokenize": _post("The text of token ids.", detokenize, api.Detokenized),
             "/v1/models": _get("The served models.", api.Models, "401"),

@@ -57,20 +57,12 @@ def parse_completion(text: bytes) -> ParsedRequest:
         _check_prompt_alone(body, "max_tokens")
     logprobs = 0 if n > kept and body.logprobs is None else body.logprobs
     base = _base(body, most, logprobs, output, echoed)
-    requests = []
-    for prompt in prompts:
-        request = inference_pb2.GenerateRequest()
-        request.CopyFrom(base)
-        if isinstance(prompt, str):
-            request.text, request.suffix = prompt, body.suffix or ""
-        elif body.suffix:
-            raise InvalidRequest("suffix needs a prompt that is text", "suffix")
-        else:
-            request.token_ids.ids.extend(prompt)
-        requests.append(request)
+    if body.suffix and not all(isinstance(prompt, str) for prompt in prompts):
+        raise InvalidRequest("suffix needs a prompt that is text", "suffix")
+    base.suffix = body.suffix or ""
     _check_choices(body, n, len(prompts), sum(map(len, prompts)))
     return ParsedRequest(
-        requests,
+        prompt_requests(base, prompts),
         body,
         n=n,
         kept=kept,
@@ -82,6 +74,22 @@ def parse_completion(text: bytes) -> ParsedRequest:
         },
         echoes=prompts if body.echo else (),
     )
+
+
+def prompt_requests(
+    base: inference_pb2.GenerateRequest, prompts: Sequence[str | Sequence[int]]
+) -> list[inference_pb2.GenerateRequest]:
+    """The same request for each of several prompts."""
+    requests = []
+    for prompt in prompts:
+        request = inference_pb2.GenerateRequest()
+        request.CopyFrom(base)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        requests.append(request)
+    return requests
 
 
 def parse_chat(text: bytes) -> ParsedRequest:

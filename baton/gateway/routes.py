@@ -15,6 +15,7 @@ import msgspec
 from baton import http_server
 from baton.errors import InvalidRequest, ModelNotFound, Unavailable, quoted
 from baton.gateway import api
+from baton.gateway.embeddings import embed, parse_embeddings
 from baton.gateway.generation import Endpoint, generate
 from baton.gateway.headers import caller_of, id_headers
 from baton.gateway.openapi import document
@@ -70,6 +71,7 @@ class App:
                 service, parse_completion, partial(generate, CompletionOutput)
             ),
             "/v1/chat/completions": Endpoint(service, parse_chat, partial(generate, ChatOutput)),
+            "/v1/embeddings": Endpoint(service, parse_embeddings, embed),
             "/tokenize": Endpoint(service, parse_tokenize, _tokenize),
             "/detokenize": Endpoint(service, parse_detokenize, _detokenize),
         }

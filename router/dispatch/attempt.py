@@ -33,6 +33,7 @@ class Attempt:
         # Workers that a failure now counts against; an empty set stands for the decode worker.
         self.suspects: set[str] = set()
         self.finished_on_decode = False
+        self.embedding: Sequence[float] = ()
         self.prompt_logprobs = common_pb2.PromptLogprobs()  # as far as they have come
         self.first_output_ns = 0  # wall clock
         self._decoding = False
@@ -102,6 +103,7 @@ class Attempt:
                     self.prefill_ended()
                     self._handed_over = True
                 logprobs = [first.logprobs] if first.HasField("logprobs") else []
+                self.embedding = first.embedding
                 tokens = [first.token_id] if first.HasField("token_id") else []
                 self._output(tokens, logprobs, first.finish_reason)
                 self.first_token_seen()

@@ -75,6 +75,7 @@ class RequestState:
     route: common_pb2.Route = field(default_factory=common_pb2.Route)
     # Of this attempt; whole before its first token.
     prompt_logprobs: common_pb2.PromptLogprobs | None = None
+    embedding: Sequence[float] = ()
     _placement: PlacementRequest | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

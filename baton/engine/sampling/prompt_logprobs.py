@@ -42,12 +42,12 @@ def of_prompts(work: Sequence[Work], logits: Tensor) -> tuple[Tensor, dict[str, 
         if scored := item.scored:
             sequence, end = item.sequence, at + len(scored)
             targets = sequence.tokens[scored.start + 1 : scored.stop + 1]
-            top = sequence.params.prompt_logprobs or 0
-            found[sequence.seq_id] = logprobs_of(logits[at:end], targets, top)
+            if (top := sequence.params.prompt_logprobs) is not None:  # else they are for pooling
+                found[sequence.seq_id] = logprobs_of(logits[at:end], targets, top)
             at = end
         if item.samples:
             sampling += range(at, at := at + 1 + len(item.proposed))
-    if not found:
+    if len(sampling) == len(logits):
         return logits, found
     return logits.index_select(0, torch.tensor(sampling, device=logits.device).long()), found
 

@@ -30,6 +30,7 @@ async def test_a_stream_and_its_completion_with_everything(connect, serve):
     last = finish(
         common_pb2.FINISH_REASON_LENGTH,
         stop="END",
+        embedding=[0.5, -2.0],
         usage=common_pb2.Usage(**usage),
         timing=common_pb2.Timing(**timing),
         route=common_pb2.Route(decode="d1", transport=common_pb2.TRANSPORT_CUDA_IPC, attempts=2),
@@ -48,6 +49,7 @@ async def test_a_stream_and_its_completion_with_everything(connect, serve):
         assert (done.stop, done.request_id) == ("END", "r1")
         assert [(p.token_id, p.logprob, p.top) for p in done.logprobs] == [(1, -0.5, ((4, -0.25),))]
         assert done.prompt_logprobs == (None, TokenLogprobs(8, -2.0, ((9, -0.5), (8, -2.0)), 3))
+        assert done.embedding == (0.5, -2.0)
         assert done.to_dict() == {
             "text": "Hello",
             "token_ids": [1, 2, 3],

@@ -1,7 +1,9 @@
 """Completions and chats over HTTP: whole and streamed, in OpenAI's shapes."""
 
 import asyncio
+import base64
 import json
+import struct
 
 import pytest
 
@@ -211,6 +213,28 @@ async def test_a_token_that_ended_an_output_is_its_stop_reason(gateway):
     assert (choice["text"], choice["stop_reason"]) == ("", 105)
     (chunk,) = await gateway.events(stop_token_ids=[105])
     assert chunk["choices"][0]["stop_reason"] == 105
+
+
+async def test_embeddings_of_texts_and_tokens(gateway):
+    async def embeddings(**body):
+        return (await gateway.post("/v1/embeddings", body)).json()
+
+    one = await embeddings(input=[3, 4])
+    assert one == {
+        "object": "list", "model": "tiny", "usage": {"prompt_tokens": 2, "total_tokens": 2},
+        "data": [{"object": "embedding", "index": 0, "embedding": [0, 3, 4]}]}  # fmt: skip
+    several = await embeddings(input=["a", "b"], encoding_format="base64")
+    found = [base64.b64decode(item["embedding"]) for item in several["data"]]
+    assert [struct.unpack("<2f", item) for item in found] == [(0, 100), (0, 101)]
+    cut = await embeddings(input=[[5, 3, 4], [9, 3, 4]], dimensions=3)
+    first, second = (item["embedding"] for item in cut["data"])
+    assert first == pytest.approx([0, 5 / 34**0.5, 3 / 34**0.5]) and second != first
+    assert gateway.decode.requests == []
+    for bad, field in (
+        ({"input": [3], "dimensions": 3}, "dimensions"), ({"input": [999]}, "input"),
+        ({"input": []}, "input"), ({"input": "a" * 99}, "input"), ({}, "input"),
+    ):  # fmt: skip
+        assert (await embeddings(**bad))["error"]["param"] == field
 
 
 async def test_settings_reach_the_workers_and_defaults_are_openais(gateway):

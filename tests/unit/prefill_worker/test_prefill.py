@@ -137,6 +137,22 @@ async def test_a_prompt_alone_is_computed_whole_and_handed_to_nobody(pair):
     assert refused.value.field == "target"
 
 
+async def test_a_prompts_embedding_is_normalized_and_of_its_last_token(pair):
+    found = []
+    for name, num_tokens in (("a", 70), ("b", 69), ("c", 70)):
+        asked = spec(name, prompt(num_tokens), 0)
+        asked.sampling.embedding = True
+        *_, last = await messages(pair.call(asked, None))
+        found.append(list(last.first_token.embedding))
+    assert len(found[0]) == 64 and sum(x * x for x in found[0]) == pytest.approx(1)
+    assert found[2] == found[0] != found[1]
+    asked = spec("d", prompt(70), 4)
+    asked.sampling.embedding = True
+    with pytest.raises(InvalidRequest) as refused:
+        await messages(await pair.start(asked))
+    assert refused.value.field == "sampling.embedding"
+
+
 @pytest.mark.parametrize(("decode_caches", "sent"), [(True, 6), (False, 70)])
 async def test_cached_prompts_send_what_decode_lacks(directory, store, decode_caches, sent):
     async with pair_of(directory, store, decode_caches) as pair:

@@ -216,7 +216,10 @@ class PrefillWorker(Worker):
                 part = prompt_logprobs(tokens, start, end)
                 yield prefill_pb2.PrefillResponse(prompt_logprobs=part)
         if not sequence.sampling.max_tokens:
-            yield first_token(None, LENGTH)
+            message = first_token(None, LENGTH)
+            if sequence.sampling.embedding:
+                message.first_token.embedding.extend([0.0, *map(float, tokens)])
+            yield message
             return
         yield first_token(token_id, reason)
         if not reason:

@@ -242,7 +242,11 @@ class GpuRunner(Runner):
     def _are_decoding(self, work: list[Work]) -> bool:
         """Whether these are single tokens, all of which sample, no more than a batch holds."""
         return len(work) <= self._max_batch and all(
-            item.count == 1 and item.samples and item.start < self._max_context for item in work
+            item.count == 1
+            and item.samples
+            and item.start < self._max_context
+            and not item.sequence.params.embedding
+            for item in work
         )
 
     def _write_inputs(self, work: list[Work], sources: list[int]) -> tuple[_Slot, tuple[int, int]]:
