@@ -42,7 +42,7 @@ async def test_what_can_be_read(gateway):
     assert body["application/json"]["schema"]["$ref"].endswith("/CompletionRequest")
     fields = described["components"]["schemas"]["CompletionRequest"]["properties"]
     assert fields["temperature"]["anyOf"][0]["maximum"] == 100
-    assert (fields["suffix"]["enum"], len(fields["prompt"]["anyOf"])) == ([None, ""], 4)
+    assert (fields["detokenize"]["enum"], len(fields["prompt"]["anyOf"])) == ([None, True], 4)
 
 
 async def test_tokens_are_returned(gateway):
