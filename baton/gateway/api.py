@@ -41,6 +41,7 @@ LogitBias = Annotated[dict[TokenKey, Bias], Meta(max_length=MAX_LOGIT_BIAS)]
 # 64 bits, signed or not: msgspec's own bounds are those of int64.
 Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
 PriorityNumber = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
+Priority = Literal["low", "normal", "high"] | PriorityNumber
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Logprob = Annotated[float, Meta(le=0)]
@@ -131,7 +132,7 @@ class GenerateOptions(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    priority: Literal["low", "normal", "high"] | PriorityNumber | None = None
+    priority: Priority | None = None
     ttft_target_ms: Count | None = None
     cache_salt: str | None = None
     response_format: ResponseFormat | None = None
@@ -283,6 +284,7 @@ class EmbeddingRequest(Struct, kw_only=True):
     dimensions: Positive | None = None
     truncate_prompt_tokens: Positive | None = None
     add_special_tokens: bool | None = None
+    priority: Priority | None = None
     cache_salt: str | None = None
 
 

@@ -14,7 +14,8 @@ import msgspec
 from baton.errors import InvalidRequest
 from baton.gateway import api
 from baton.gateway.generation import run_choices
-from baton.gateway.request import ParsedRequest, prompt_requests
+from baton.gateway.headers import id_headers
+from baton.gateway.request import ParsedRequest, priority_of, prompt_requests
 from baton.http_server import HttpExchange
 from baton.v1 import common_pb2, inference_pb2
 from router.frontend import Caller, GenerationService
@@ -37,6 +38,7 @@ def parse_embeddings(text: bytes) -> ParsedEmbeddings:
         sampling=common_pb2.SamplingParams(max_tokens=0, embedding=True),
         truncate_prompt_tokens=body.truncate_prompt_tokens or 0,
         cache_salt=body.cache_salt or "",
+        priority=priority_of(body.priority),
     )
     if body.add_special_tokens is not None:
         base.add_special_tokens = body.add_special_tokens
@@ -55,11 +57,14 @@ def parse_embeddings(text: bytes) -> ParsedEmbeddings:
 class _Sink:
     """Keeps what a request ends with; there is no output."""
 
-    def __init__(self) -> None:
+    def __init__(self, exchange: HttpExchange) -> None:
+        self._exchange = exchange
         self.end = inference_pb2.Finish()
 
     def start(self, started: inference_pb2.Started) -> None:
-        pass
+        ids = id_headers(self._exchange, started.request_id, started.trace_id)
+        # Of the first input to start, whose names stay.
+        self._exchange.answer_headers = {**ids, **self._exchange.answer_headers}
 
     def prompt(self, logprobs: common_pb2.PromptLogprobs) -> None:
         pass
@@ -75,7 +80,7 @@ async def embed(
     service: GenerationService, parsed: ParsedEmbeddings, caller: Caller, exchange: HttpExchange
 ) -> None:
     """Answers with the embedding of each input."""
-    sinks = [_Sink() for _ in parsed.run.requests]
+    sinks = [_Sink(exchange) for _ in parsed.run.requests]
     try:
         await run_choices(service, parsed.run, caller, sinks)
         data = [

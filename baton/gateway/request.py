@@ -287,7 +287,7 @@ def _base(
         stop=[body.stop] if isinstance(body.stop, str) else body.stop,
         include_stop=bool(body.include_stop_str_in_output),
         cache_salt=body.cache_salt or "",
-        priority=_priority(body.priority),
+        priority=priority_of(body.priority),
         ttft_target_ms=body.ttft_target_ms or 0,
         truncate_prompt_tokens=body.truncate_prompt_tokens or 0,
         show_special_tokens=body.skip_special_tokens is False,
@@ -298,7 +298,8 @@ def _base(
     return request
 
 
-def _priority(value: str | int | None) -> common_pb2.Priority:
+def priority_of(value: str | int | None) -> common_pb2.Priority:
+    """As the API has it: a name, or a number of which lower ones go first."""
     if isinstance(value, str):
         return _PRIORITIES[value]
     if not value:
