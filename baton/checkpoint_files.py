@@ -44,12 +44,17 @@ def read_bytes(file: Path, most: int) -> bytes:
     return content
 
 
-def parse_json(file: Path, content: str | bytes) -> dict[str, Any]:
-    """The object that a file's content is; raises CheckpointError naming the file."""
+def parse_json_value(file: Path, content: str | bytes) -> Any:
+    """What a file's content is; raises CheckpointError naming the file."""
     try:
-        value = json.loads(content)
+        return json.loads(content)
     except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(f"{file}: cannot be read as JSON: {error}") from error
+
+
+def parse_json(file: Path, content: str | bytes) -> dict[str, Any]:
+    """The object that a file's content is; raises CheckpointError naming the file."""
+    value = parse_json_value(file, content)
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: must hold a JSON object, not {type(value).__name__}")
     return value

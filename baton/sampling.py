@@ -18,10 +18,11 @@ FILL_CONTEXT = (1 << 32) - 1  # as max_tokens: as many as the context leaves
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 256  # each may be two, with and without a space before it
 MAX_STRUCTURED_OUTPUT_CHARS = 64 << 10
 MAX_SEED = (1 << 64) - 1
 _OPTIONAL = frozenset(
-    {"top_p", "repetition_penalty", "seed", "max_tokens", "logprobs"}
+    {"top_p", "repetition_penalty", "seed", "max_tokens", "logprobs", "prompt_logprobs"}
     | {"structured_output", "reasoning"}
 )
 
@@ -110,7 +111,10 @@ class ReasoningTracker:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings; see common.proto for what each one does. `logprobs` None is off."""
+    """Sampling settings; see common.proto for what each one does.
+
+    `logprobs` and `prompt_logprobs` None are off.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -128,15 +132,21 @@ class SamplingParams:
     logprobs: int | None = None
     structured_output: StructuredOutput | None = None
     reasoning: Reasoning | None = None  # where a restriction begins behind it, or a limit holds
+    prompt_logprobs: int | None = None
+    allowed_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    embedding: bool = False
 
     @cached_property
     def has_penalties(self) -> bool:
-        """Whether logits depend on earlier tokens or a bias."""
+        """Whether logits depend on earlier tokens, a bias, or what is allowed."""
         return bool(
             self.logit_bias
             or self.presence_penalty
             or self.frequency_penalty
             or self.repetition_penalty != 1.0
+            or self.allowed_token_ids
+            or self.bad_words
         )
 
     def validate(self, vocab_size: int) -> None:
@@ -148,13 +158,25 @@ class SamplingParams:
             ("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0, at most 100"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "at most max_tokens"),
             ("seed", 0 <= self.seed <= MAX_SEED, "an unsigned 64-bit number"),
-            ("logprobs", (self.logprobs or 0) <= MAX_TOP_LOGPROBS, f"at most {MAX_TOP_LOGPROBS}"),
+            *(
+                (
+                    name,
+                    (getattr(self, name) or 0) <= MAX_TOP_LOGPROBS,
+                    f"at most {MAX_TOP_LOGPROBS}",
+                )
+                for name in ("logprobs", "prompt_logprobs")
+            ),
             ("logit_bias", all(-100 <= b <= 100 for b in self.logit_bias.values()), "±100 at most"),
             ("logit_bias", all(t < vocab_size for t in self.logit_bias), "of known tokens"),
             ("stop_token_ids", all(t < vocab_size for t in self.stop_token_ids), "known tokens"),
+            (
+                "allowed_token_ids",
+                all(t < vocab_size for t in self.allowed_token_ids),
+                "known tokens",
+            ),
+            ("bad_words", all(w and max(w) < vocab_size for w in self.bad_words), "known tokens"),
         )
         for name, valid, expected in checks:
             if not valid:
@@ -162,6 +184,12 @@ class SamplingParams:
                     f"{name} must be {expected}, not {quoted(getattr(self, name))}",
                     f"sampling.{name}",
                 )
+        if self.embedding and (self.max_tokens or self.prompt_logprobs is not None):
+            raise InvalidRequest(
+                "an embedding is of a prompt alone: set max_tokens to 0, and leave prompt_logprobs "
+                "out",
+                "sampling.embedding",
+            )
         if self.structured_output is not None:
             self.structured_output.validate()
             if self.ignore_eos:
@@ -170,6 +198,13 @@ class SamplingParams:
                     "end-of-sequence: leave one of them out",
                     "sampling.ignore_eos",
                 )
+        restricted = self.structured_output is not None or self.reasoning is not None
+        if restricted and (self.allowed_token_ids or self.bad_words):
+            raise InvalidRequest(
+                "structured output and max_thinking_tokens say which tokens are allowed: leave "
+                "allowed_token_ids and bad_words out",
+                f"sampling.{'bad_words' if self.bad_words else 'allowed_token_ids'}",
+            )
         if self.reasoning is not None:
             tokens = self.reasoning.begin_token_id, self.reasoning.end_token_id
             if max(tokens) >= vocab_size:
@@ -178,7 +213,9 @@ class SamplingParams:
     def to_proto(self) -> common_pb2.SamplingParams:
         values = {name: getattr(self, name) for name in _NAMES}
         values["logit_bias"] = dict(self.logit_bias)
-        values["stop_token_ids"] = sorted(self.stop_token_ids)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            values[name] = sorted(getattr(self, name))
+        values["bad_words"] = [common_pb2.BadWord(token_ids=word) for word in self.bad_words]
         for name in ("structured_output", "reasoning"):
             if values[name] is not None:
                 values[name] = vars(values[name])
@@ -194,7 +231,11 @@ class SamplingParams:
 
         Raises InvalidRequest for more entries than are taken, before any is copied.
         """
-        limits = (("logit_bias", MAX_LOGIT_BIAS), ("stop_token_ids", MAX_STOP_TOKEN_IDS))
+        limits = (
+            ("logit_bias", MAX_LOGIT_BIAS),
+            ("stop_token_ids", MAX_STOP_TOKEN_IDS),
+            ("bad_words", 2 * MAX_BAD_WORDS),
+        )
         for name, most in limits:
             if (count := len(getattr(message, name))) > most:
                 raise InvalidRequest(
@@ -208,7 +249,9 @@ class SamplingParams:
         if seed is not None:
             values["seed"] = seed
         values["logit_bias"] = MappingProxyType(dict(message.logit_bias))
-        values["stop_token_ids"] = frozenset(message.stop_token_ids)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            values[name] = frozenset(getattr(message, name))
+        values["bad_words"] = tuple(tuple(word.token_ids) for word in message.bad_words)
         if output := values.get("structured_output"):
             values["structured_output"] = StructuredOutput.from_proto(output)
         if reasoning := values.get("reasoning"):

@@ -37,6 +37,7 @@ from baton.worker.messages import (
     ModelLimits,
     compiled_grammar,
     logprobs_proto,
+    prompt_logprobs_proto,
     sequence_of,
 )
 from baton.worker.router_port import RouterConnection
@@ -229,8 +230,8 @@ class Reservations:
             if not entry.decoding:
                 self._start_decoding(entry)
             entry.spans.step(report.started_ns, report.ended_ns, progress)
-            if progress.token_ids or progress.abort_reason:  # else its prompt is being computed
-                _add_event(entry.router.outgoing, progress)
+            if progress.token_ids or progress.abort_reason or progress.prompt_logprobs:
+                _add_event(entry.router.outgoing, progress)  # else its prompt is being computed
             if progress.finish_reason or progress.abort_reason:
                 self._forget(entry)
                 entry.spans.end(progress.finish_reason or "failed")
@@ -366,3 +367,5 @@ def _add_event(message: WorkerMessage, progress: Progress) -> None:
         event.finish_reason = FINISH_REASONS[progress.finish_reason]
     if progress.abort_reason:
         event.abort_reason, event.invalid = progress.abort_reason, progress.invalid
+    if progress.prompt_logprobs is not None:
+        event.prompt_logprobs.CopyFrom(prompt_logprobs_proto(progress.prompt_logprobs))

@@ -7,6 +7,7 @@ as soon as it is sampled, before the handoff is committed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -19,12 +20,25 @@ from opentelemetry.context import Context
 from baton import telemetry
 from baton.engine.build import Loaded
 from baton.engine.loop import Progress, StepReport
+from baton.engine.pooling import Pooling, Vector
 from baton.engine.sequence import Sequence
-from baton.errors import DeadlineExceeded, InternalError, InvalidRequest, Unavailable
+from baton.errors import (
+    CheckpointError,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    Unavailable,
+)
 from baton.prefix import token_digest
 from baton.v1 import prefill_pb2, worker_pb2
 from baton.v1.dispatch_pb2 import RouterMessage
-from baton.worker.messages import FINISH_REASONS, compiled_grammar, logprobs_proto, sequence_of
+from baton.worker.messages import (
+    FINISH_REASONS,
+    compiled_grammar,
+    logprobs_proto,
+    prompt_logprobs_proto,
+    sequence_of,
+)
 from baton.worker.node import Node
 from baton.worker.router_port import RouterConnection
 from kvtransfer.interface import Transport
@@ -48,6 +62,7 @@ class Prompt:
     sent: int  # tokens whose blocks were sent, or are cached by the decode worker
     arrived_ns: int = field(default_factory=time.time_ns)
     computed: int | None = None  # before the first chunk
+    pooled: Vector | None = None  # hidden states so far, added up, where an embedding is wanted
     steps: asyncio.Queue[tuple[StepReport, Progress] | None] = field(default_factory=asyncio.Queue)
 
 
@@ -55,6 +70,11 @@ class PrefillWorker(Node):
     """Runs prompts for routers and hands their KV over."""
 
     def begin(self, loaded: Loaded, pools: list[KvPool], usable: list[Transport]) -> None:
+        self._pooling, self._no_pooling = Pooling(), ""
+        try:
+            self._pooling = Pooling.read(loaded.path)
+        except CheckpointError as error:  # it generates all the same
+            self._no_pooling = f"this model's embeddings cannot be computed: {error}"
         self._links = LinkPool(pools, self.record, usable, self.find)
         self.metrics.observe_links(self._links.status)
         self._prompts: dict[str, Prompt] = {}
@@ -125,13 +145,21 @@ class PrefillWorker(Node):
     ) -> None:
         """Sends the prompt's messages: started, first token, committed. Cancelling stops it.
 
+        Without a target nothing is handed over: the request wants no token.
+
         Raises InvalidRequest, Unavailable, Overloaded, DeadlineExceeded, and what handoffs raise.
         """
         self.refuse_if_draining()
         spec, cached_tokens = request.sequence, request.target.cached_tokens
         sequence = sequence_of(spec, self.limits, park_after=1)
+        if sequence.params.embedding:
+            if self._no_pooling:
+                raise InvalidRequest(self._no_pooling, "sampling.embedding")
+            sequence.num_scored = 0 if self._pooling.mean else None
         if sequence.seq_id in self._prompts:
             raise InvalidRequest(f"handoff {sequence.seq_id} runs here", _HANDOFF_ID)
+        if request.HasField("target") is not (sequence.params.max_tokens > 0):
+            raise InvalidRequest("what generates tokens, and nothing else, has a target", "target")
         size = self.limits.block_size
         if cached_tokens % size or cached_tokens >= sequence.num_tokens:
             raise InvalidRequest(
@@ -155,17 +183,10 @@ class PrefillWorker(Node):
         sequence, seq_id = prompt.sequence, prompt.sequence.seq_id
         self._prompts[seq_id] = prompt
         self._idle.clear()
+        hands_over = request.HasField("target")
         try:
-            async with Handoff(
-                self._links,
-                self.tracer,
-                request.target,
-                seq_id,
-                prompt.num_tokens,
-                request.sequence.time_left_ms / 1000 or self.config.lease_s,
-                parent=prompt.trace,
-                token_digest=token_digest(sequence.tokens, sequence.cache_salt),
-                step_timeout_s=self.config.transfer_timeout_s,
+            async with (
+                self._handoff(prompt, request) if hands_over else contextlib.nullcontext()
             ) as handoff:
                 try:
                     if compiled := compiled_grammar(sequence, self.grammars):
@@ -175,7 +196,7 @@ class PrefillWorker(Node):
                 except BaseException:  # also a caller that hung up: no further chunk runs
                     self.engine.halt(seq_id)
                     raise
-                if not last.finish_reason:  # else nothing is left to decode: it is aborted
+                if handoff and not last.finish_reason:  # else nothing is left: it is aborted
                     with self.metrics.transferring():
                         stats = await handoff.committed()
                     self.metrics.transferred(stats, prompt.trace)
@@ -191,7 +212,21 @@ class PrefillWorker(Node):
             if not self._prompts:
                 self._idle.set()
 
-    async def _compute(self, prompt: Prompt, handoff: Handoff, send: Send) -> Progress:
+    def _handoff(self, prompt: Prompt, request: prefill_pb2.PrefillRequest) -> Handoff:
+        sequence = prompt.sequence
+        return Handoff(
+            self._links,
+            self.tracer,
+            request.target,
+            sequence.seq_id,
+            prompt.num_tokens,
+            request.sequence.time_left_ms / 1000 or self.config.lease_s,
+            parent=prompt.trace,
+            token_digest=token_digest(sequence.tokens, sequence.cache_salt),
+            step_timeout_s=self.config.transfer_timeout_s,
+        )
+
+    async def _compute(self, prompt: Prompt, handoff: Handoff | None, send: Send) -> Progress:
         """Follows the engine until the first token is sampled; blocks are queued on the way.
 
         Before the step's message: writing one takes as long as a put.
@@ -206,15 +241,29 @@ class PrefillWorker(Node):
                 raise failed(progress.abort_reason)
             started = self._started(prompt, report) if prompt.computed is None else None
             self._chunk_computed(prompt, report, progress)
-            if not progress.finish_reason:
+            if handoff and not progress.finish_reason:
                 self._send_blocks(prompt, handoff)
                 if progress.token_ids:
                     handoff.conclude(progress.token_ids[0])
             if started is not None:
                 send(prefill_pb2.PrefillResponse(started=started))
-            if progress.token_ids:
-                send(prefill_pb2.PrefillResponse(first_token=_first_token(progress)))
+            if (found := progress.prompt_logprobs) is not None:
+                part = prompt_logprobs_proto(found)
+                send(prefill_pb2.PrefillResponse(prompt_logprobs=part))
+            if (pooled := progress.pooled) is not None:
+                prompt.pooled = pooled if prompt.pooled is None else prompt.pooled + pooled
+            if progress.token_ids or progress.finish_reason:
+                first_token = _first_token(progress)
+                if prompt.sequence.params.embedding:
+                    first_token.embedding.extend(self._embedding(prompt))
+                send(prefill_pb2.PrefillResponse(first_token=first_token))
                 return progress
+
+    def _embedding(self, prompt: Prompt) -> list[float]:
+        if prompt.pooled is None:
+            raise InvalidRequest("a simulated engine has no embeddings", "sampling.embedding")
+        embedding: list[float] = self._pooling.finish(prompt.pooled, prompt.num_tokens).tolist()
+        return embedding
 
     def _send_blocks(self, prompt: Prompt, handoff: Handoff) -> None:
         """Queues the blocks that became complete: whole ones, and at the end the partial one."""
@@ -248,9 +297,9 @@ class PrefillWorker(Node):
 
 
 def _first_token(progress: Progress) -> prefill_pb2.PrefillFirstToken:
-    (token_id,) = progress.token_ids  # no drafts: the sequence leaves the batch with this one
+    # No drafts: the sequence leaves the batch with this one.
     return prefill_pb2.PrefillFirstToken(
-        token_id=token_id,
+        token_id=progress.token_ids[0] if progress.token_ids else None,
         logprobs=logprobs_proto(progress.logprobs[0]) if progress.logprobs else None,
         finish_reason=FINISH_REASONS[progress.finish_reason],
     )

@@ -55,17 +55,22 @@ class Sink(Protocol):
     def start(self, started: inference_pb2.Started) -> None:
         """The request is admitted."""
 
+    def prompt(self, logprobs: common_pb2.PromptLogprobs) -> None:
+        """Takes the prompt's log-probabilities, if asked for, before any output."""
+
     def put(
         self,
         text: str,
         token_ids: Sequence[int],
         logprobs: Sequence[common_pb2.PositionLogprobs],
         reason: common_pb2.FinishReason,
+        stop: str,
         parsed: ParsedOutput | None = None,
     ) -> None:
         """Takes new output, without waiting. Raises Cancelled where too much of it is unread.
 
-        `parsed` is what it has beside text, for a chat with tools or of a model that reasons.
+        `stop` is the stop string that ended it, if one did; `parsed`, what it has beside text, for
+        a chat with tools or of a model that reasons.
         """
 
     async def finish(self, finish: inference_pb2.Finish) -> None:
@@ -80,7 +85,12 @@ class Unread:
 
     def __init__(self) -> None:
         self._waiting = 0
+        self._most = MAX_UNREAD_BYTES
         self._read_at = 0.0  # when the caller was last seen to read
+
+    def allow(self, num_bytes: int) -> None:
+        """So much more may wait: what came at once, however fast the caller reads."""
+        self._most += num_bytes
 
     def add(self, waiting: int, new: int) -> None:
         """`waiting` bytes wait for the caller, and `new` ones come behind them.
@@ -91,8 +101,8 @@ class Unread:
         if not waiting or waiting < self._waiting or not self._waiting:  # or it is the first
             self._read_at = now
         self._waiting = waiting + new
-        if self._waiting > MAX_UNREAD_BYTES:
-            raise Cancelled(f"the caller left {MAX_UNREAD_BYTES >> 10} KiB of output unread")
+        if self._waiting > self._most:
+            raise Cancelled(f"the caller left {self._most >> 10} KiB of output unread")
         if now - self._read_at > UNREAD_S:
             raise unread_for_long()
 
@@ -153,13 +163,21 @@ class _Delivery:
             if reason == _STOP and self._text.calls_tools:
                 reason = common_pb2.FINISH_REASON_TOOL_CALLS
             self.reason = reason
+            if not self._state.delivered and self._state.request.params.prompt_logprobs is not None:
+                self._tell_prompt()
             gap_s = self._state.deliver(token_ids)
-            self._sink.put(text, token_ids, logprobs, reason, self._text.parsed)
+            self._sink.put(text, token_ids, logprobs, reason, self.stop, self._text.parsed)
             self._on_output(len(token_ids), gap_s)
             return stopped
         except Exception as error:
             self._error = error
             return True
+
+    def _tell_prompt(self) -> None:
+        logprobs, prompt = self._state.prompt_logprobs, self._state.request.prompt
+        assert logprobs is not None and len(logprobs.logprobs) == len(prompt) - 1
+        logprobs.token_ids.extend(prompt)
+        self._sink.prompt(logprobs)
 
     def end(self, error: BatonError) -> None:
         """Ends the request with an error from outside its task, unless it has ended."""
@@ -301,6 +319,15 @@ class GenerationService:
         tenant.charge_tokens(len(token_ids))
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_context=self.max_context)
 
+    async def detokenize(self, model: str, token_ids: Sequence[int], caller: Caller) -> str:
+        """The text of token ids; special tokens are shown by their names."""
+        tenant = self.admission.tenants.of(caller.metadata)
+        self.admission.check_model(model)
+        tenant.charge_request()
+        text = await self.admission.detokenize(token_ids)
+        tenant.charge_tokens(len(token_ids))
+        return text
+
     def models(self, caller: Caller) -> list[inference_pb2.Model]:
         self.check_key(caller)
         return [
@@ -413,6 +440,7 @@ class GenerationService:
                         usage=delivery.usage(),
                         timing=state.timing(),
                         route=state.final_route(),
+                        embedding=state.embedding,
                     )
                     record.finished = True
                     await delivery.finish(finish)

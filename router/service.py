@@ -65,12 +65,18 @@ class _Writer:
     def start(self, started: inference_pb2.Started) -> None:
         self._add(inference_pb2.GenerateResponse(started=started))
 
+    def prompt(self, logprobs: common_pb2.PromptLogprobs) -> None:
+        response = inference_pb2.GenerateResponse(prompt_logprobs=logprobs)
+        self._unread.allow(response.ByteSize())
+        self._add(response)
+
     def put(
         self,
         text: str,
         token_ids: Sequence[int],
         logprobs: Sequence[common_pb2.PositionLogprobs],
         reason: common_pb2.FinishReason,
+        stop: str,
         parsed: ParsedOutput | None = None,
     ) -> None:
         before = self._num_bytes

@@ -100,6 +100,12 @@ class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
         """The same completion as it is written. Raises InvalidRequest before anything is sent."""
         return AsyncStream(self._generate_call(prompt, options), self._send)
 
+    async def embed(self, prompt: Prompt, **options: Unpack[Options]) -> tuple[float, ...]:
+        """The embedding of a text, of token ids, or of chat messages: as the checkpoint's
+        sentence-transformers files say, else the last token's hidden state at length 1."""
+        options["max_tokens"], options["embedding"] = 0, True
+        return (await self.generate(prompt, **options)).embedding
+
     async def tokenize(
         self, prompt: Prompt, *, model: str | None = None, timeout: float | None = 10.0
     ) -> list[int]:

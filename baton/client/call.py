@@ -26,6 +26,7 @@ from baton.client.results import (
     Usage,
     delta_of,
     of_message,
+    prompt_logprobs_of,
     tool_calls_of,
     transport_name,
 )
@@ -202,6 +203,7 @@ class GenerateCall:
         self.over = False
         self.attempts = Attempts(client, timeout_s)
         self._started = inference_pb2.Started()
+        self._prompt_logprobs = common_pb2.PromptLogprobs()
         self._deltas: list[Delta] = []
         self._token_ids: list[int] = []
         self._last_reason = common_pb2.FINISH_REASON_UNSPECIFIED
@@ -246,6 +248,8 @@ class GenerateCall:
                     )
                     self._fail(error)
                     raise error
+            case "prompt_logprobs":
+                self._prompt_logprobs = response.prompt_logprobs
             case "delta":
                 self._deltas.append(delta := delta_of(response.delta))
                 self._token_ids.extend(delta.token_ids)
@@ -297,6 +301,8 @@ class GenerateCall:
             finish_reason=REASONS.get(finish.reason),
             stop=finish.stop,
             logprobs=tuple(logprob for delta in self._deltas for logprob in delta.logprobs),
+            prompt_logprobs=prompt_logprobs_of(self._prompt_logprobs),
+            embedding=tuple(finish.embedding),
             usage=of_message(Usage, finish.usage),
             timing=of_message(Timing, finish.timing),
             route=Route(

@@ -26,7 +26,8 @@ class Options(TypedDict, total=False):
     """Options of a completion; left out (or None), the server's default holds."""
 
     model: str | None  # the only one the server has
-    max_tokens: int | None  # 64; baton.sampling.FILL_CONTEXT: as many as the context leaves
+    # 64; 0: computes the prompt alone; baton.sampling.FILL_CONTEXT: as many as the context leaves
+    max_tokens: int | None
     temperature: float | None  # 0: greedy
     top_k: int | None  # 0: all
     top_p: float | None  # 1
@@ -39,9 +40,17 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str] | None  # none
     include_stop: bool | None  # False: the stop string is not part of the text
     stop_token_ids: Sequence[int] | None  # none
+    embedding: bool | None  # False; True with max_tokens 0 reports the prompt's embedding
     min_tokens: int | None  # 0
+    allowed_token_ids: Sequence[int] | None  # any
+    bad_words: Sequence[str] | None  # texts that the output must not have; none
+    suffix: str | None  # what follows the text to be written, for models that fill in the middle
+    add_special_tokens: bool | None  # to text yes, to a chat no
+    truncate_prompt_tokens: int | None  # of a longer prompt the last so many tokens; all of it
+    show_special_tokens: bool | None  # False: they are no text
     ignore_eos: bool | None  # False
     logprobs: int | None  # off; 0 reports the chosen tokens alone
+    prompt_logprobs: int | None  # off; 0 reports the prompt's own tokens alone
     # {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": …}}, or a pydantic
     # model class: JSON by its schema; any text
     response_format: Mapping[str, Any] | type | None
@@ -64,7 +73,10 @@ class Options(TypedDict, total=False):
 
 
 _SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
-_PLAIN = ("model", "include_stop", "cache_salt", "workers")
+_PLAIN = (
+    *("model", "include_stop", "cache_salt", "workers", "suffix", "bad_words"),
+    *("add_special_tokens", "truncate_prompt_tokens", "show_special_tokens"),
+)
 _PRIORITIES = {
     "low": common_pb2.PRIORITY_LOW,
     "normal": common_pb2.PRIORITY_NORMAL,
@@ -88,7 +100,7 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb
             if not request.HasField("chat"):
                 raise InvalidRequest(f"{name} is for chat messages", name)
             _checked(name, _CHAT[name], request.chat, value)
-        elif name in _SAMPLING:
+        elif name in _SAMPLING and name not in _PLAIN:
             _set(request.sampling, name, value, f"sampling.{name}")
         elif name in _PLAIN:
             _set(request, name, value, name)

@@ -26,11 +26,12 @@ REASONS: dict[int, FinishReason] = {
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural log-probabilities at one output position, before temperature and filters."""
+    """Natural log-probabilities at one position, before temperature and filters."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
+    rank: int | None = None  # of a prompt's token: 1 where none is likelier
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,9 @@ class Route:
 class Completion:
     """A completion. Only the partial one of a failed request has no `finish_reason`.
 
-    `stop` is the stop string that was met, empty if none was. `logprobs` is empty unless asked for.
-    `reasoning` is what the model thought before its answer, the `text`.
+    `stop` is the stop string that was met, empty if none was. `logprobs` and `prompt_logprobs` are
+    empty unless asked for; a prompt's first token has none. `reasoning` is what the model thought
+    before its answer, the `text`.
     """
 
     text: str
@@ -108,6 +110,8 @@ class Completion:
     finish_reason: FinishReason | None
     stop: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    embedding: tuple[float, ...] = ()
     usage: Usage = Usage()
     timing: Timing = Timing()
     route: Route = Route()
@@ -160,6 +164,18 @@ def tool_calls_of(deltas: Sequence[Delta]) -> tuple[ToolCall, ...]:
         call = calls.get(piece.index) or ToolCall(piece.id, piece.name, "")
         calls[piece.index] = replace(call, arguments=call.arguments + piece.arguments)
     return tuple(calls.values())
+
+
+def prompt_logprobs_of(message: common_pb2.PromptLogprobs) -> tuple[TokenLogprobs | None, ...]:
+    """Of each token of a prompt; empty where nothing has come."""
+    width = len(message.top_ids) // max(1, len(message.logprobs))
+    likeliest = tuple(zip(message.top_ids, message.top_logprobs, strict=True))
+    rows = zip(message.token_ids[1:], message.logprobs, message.ranks, strict=True)
+    found = (
+        TokenLogprobs(token_id, logprob, likeliest[at * width : (at + 1) * width], rank)
+        for at, (token_id, logprob, rank) in enumerate(rows)
+    )
+    return (None, *found) if message.token_ids else ()
 
 
 def of_message(cls: type[C], message: Message) -> C:

@@ -108,6 +108,12 @@ class Client(BaseClient, AbstractContextManager["Client"]):
         """The same completion as it is written. Raises InvalidRequest before anything is sent."""
         return Stream(self._generate_call(prompt, options), self._send)
 
+    def embed(self, prompt: Prompt, **options: Unpack[Options]) -> tuple[float, ...]:
+        """The embedding of a text, of token ids, or of chat messages: as the checkpoint's
+        sentence-transformers files say, else the last token's hidden state at length 1."""
+        options["max_tokens"], options["embedding"] = 0, True
+        return self.generate(prompt, **options).embedding
+
     def tokenize(
         self, prompt: Prompt, *, model: str | None = None, timeout: float | None = 10.0
     ) -> list[int]:

@@ -28,7 +28,7 @@ class StepBatch:
     context and to each other · block_tables: `[sequences, width]`, the blocks of each sequence in
     its order, at least those of context and rows; what lies behind them is 0 · logit_rows: `[n]`,
     rows whose next-token scores are wanted, ascending · num_decodes: how many sequences have one
-    row (known to the host).
+    row (known to the host) · wants_hidden: whether `StepModel.hidden` is to be written.
     """
 
     token_ids: Tensor
@@ -37,16 +37,19 @@ class StepBatch:
     block_tables: Tensor
     logit_rows: Tensor
     num_decodes: int
+    wants_hidden: bool = False
 
 
 class StepModel(Protocol):
     """What a runner needs of a model, whatever its kernels.
 
     expert_tokens: int64 `[layers with experts, experts]`, tokens that took each expert so far; None
-    without experts. May be read by any thread.
+    without experts. May be read by any thread · hidden: `[logit_rows, hidden_size]` of the last
+    step, behind the last norm, if it wanted them; valid until the next step.
     """
 
     expert_tokens: Tensor | None
+    hidden: Tensor | None
 
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """Runs a batch and writes its K and V into the pool.
@@ -73,12 +76,12 @@ class BatchBuilder:
     def build(self, plan: Plan) -> StepBatch:
         """The batch of a plan, valid until the next is built.
 
-        Its logit rows are, for each work that samples, those of the last known token and of each
-        proposed token behind it.
+        Its logit rows are, for each work, those of `scored` positions and, if it samples, of the
+        last known token and of each proposed token behind it.
         """
         work = plan.work
         on_cpu = self._device.type == "cpu"  # a GPU's decode steps are launched in another way
-        if not on_cpu or work[-1].count > 1 or not all(item.samples for item in work):
+        if not on_cpu or work[-1].count > 1 or not all(map(_decodes, work)):
             return self.new_batch(work)
         if self._last is None or not self._last.continues(work):
             self._last = _DecodeBatch(work)
@@ -88,6 +91,9 @@ class BatchBuilder:
         """A batch of tensors of its own."""
         token_ids, logit_rows = list[int](), list[int]()
         for item in work:
+            if scored := item.scored:
+                before = len(token_ids) - item.start
+                logit_rows += range(before + scored.start, before + scored.stop)
             token_ids += item.sequence.tokens[item.start : item.start + item.count]
             token_ids += item.proposed
             if item.samples:
@@ -108,6 +114,7 @@ class BatchBuilder:
             block_tables=self._tensor(block_tables),
             logit_rows=self._tensor(np.array(logit_rows, np.int32)),
             num_decodes=num_decodes,
+            wants_hidden=any(item.sequence.params.embedding for item in work),
         )
 
     def _tensor(self, values: Ints) -> torch.Tensor:
@@ -116,6 +123,10 @@ class BatchBuilder:
             return tensor
         # A copy of other memory would wait for all that runs on the device.
         return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def _decodes(item: Work) -> bool:
+    return item.samples and not item.sequence.params.embedding
 
 
 class _DecodeBatch:

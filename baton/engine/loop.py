@@ -21,7 +21,9 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from baton.engine.blocks import BlockPool, CacheChanges
 from baton.engine.planner import Plan, Planner, Work
+from baton.engine.pooling import Vector
 from baton.engine.runner import RunnerFailed, SampledTokens, StepRunner
+from baton.engine.sampling.prompt_logprobs import PromptLogprobs
 from baton.engine.sampling.sampler import SampleRow, TokenLogprobs, finish_reason
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Overloaded, Stale, Unavailable
@@ -112,6 +114,8 @@ class Progress(NamedTuple):
     finish_reason: str | None = None  # "stop" or "length"; the sequence is gone
     abort_reason: str | None = None  # the sequence is gone: the step failed, or
     invalid: bool = False  # the request is the cause
+    prompt_logprobs: PromptLogprobs | None = None  # of its prompt's next tokens, if asked for
+    pooled: Vector | None = None  # as `SampledTokens.pooled`
 
 
 @dataclass(frozen=True)
@@ -257,6 +261,7 @@ class Engine:
         self._planner.publish(sequence, sequence.num_computed, num_computed)
         sequence.num_computed = num_computed
         sequence.awaits_kv = False
+        sequence.num_scored = None  # it was, where the KV was computed
         sequence.tokens.append(token_id)
         sequence.new_tokens += 1
         self._planner.add(sequence)
@@ -389,9 +394,11 @@ class Engine:
 
     def _advance(self, work: Work, sampled: SampledTokens | None) -> Progress:
         sequence = work.sequence
-        if sampled is None:
+        if sampled is None or not sampled.token_ids:
             self._planner.advance(work)
-            return Progress(sequence.seq_id, sequence.num_computed)
+            _, _, prompt, pooled = sampled or SampledTokens(())
+            done = sequence.num_computed
+            return Progress(sequence.seq_id, done, prompt_logprobs=prompt, pooled=pooled)
         if sequence.grammar is not None and sequence.grammar.failure:
             return self._give_up(sequence, sequence.grammar.failure, invalid=True)
         count, reason = self._append(sequence, sampled.token_ids)
@@ -406,10 +413,14 @@ class Engine:
             sampled.token_ids[:count],
             sampled.logprobs[:count],
             reason,
+            prompt_logprobs=sampled.prompt,
+            pooled=sampled.pooled,
         )
 
     def _append(self, sequence: Sequence, token_ids: tuple[int, ...]) -> tuple[int, str | None]:
         """(how many tokens the sequence takes, why it ends if it does): none behind its end."""
+        if not sequence.params.max_tokens:
+            return 0, "length"
         for count, token_id in enumerate(token_ids, 1):
             sequence.tokens.append(token_id)
             sequence.new_tokens += 1

@@ -6,6 +6,9 @@ decoding one is always one token behind. (After vLLM v1's scheduler.) Decoding s
 their token; the others share a chunk (`ChunkSize`) in order of priority, which never changes, so
 that no sequence starves. Rows that are left are for proposed tokens. A step so has at most
 `chunk_tokens + max_batch` rows. Torch-free; moves block numbers, never bytes.
+
+A prompt whose log-probabilities are wanted needs logits of every row, which bounds it to
+`SCORED_ROWS` a step, and computes every position: it takes nothing from the prefix cache.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from dataclasses import dataclass, field
 from baton.engine.blocks import BlockPool
 from baton.engine.sequence import Sequence
 from baton.engine.speculative import Proposer
+
+SCORED_ROWS = 128  # of prompts, in a step: their logits are 80 MB with a vocabulary of 150,000
 
 
 class SequenceQueue:
@@ -75,6 +80,15 @@ class Work:
     def samples(self) -> bool:
         """Whether the last known token is one of these, so that a new one is sampled."""
         return self.start + self.count == self.sequence.num_tokens + len(self.proposed)
+
+    @property
+    def scored(self) -> range:
+        """The positions whose logits tell the log-probability of the prompt's next token."""
+        sequence = self.sequence
+        if sequence.num_scored is None:
+            return range(0)
+        end = min(self.start + self.count, sequence.prompt_tokens - 1)
+        return range(max(self.start, sequence.num_scored), end)
 
 
 @dataclass
@@ -188,7 +202,7 @@ class Planner:
         False, and nothing held, when there are not enough.
         """
         blocks = self.blocks
-        if not sequence.block_ids:
+        if not (sequence.block_ids or sequence.scores):
             sequence.block_ids = blocks.match(
                 sequence.tokens, sequence.cache_salt, sequence.block_hashes
             )
@@ -224,6 +238,8 @@ class Planner:
         """
         sequence = work.sequence
         assert sequence.num_computed == work.start, "work ran twice or out of order"
+        if scored := work.scored:
+            sequence.num_scored = scored.stop
         sequence.num_computed += work.count - len(work.proposed) + max(0, len(sampled) - 1)
         assert sequence.num_computed <= sequence.num_tokens, "only known tokens are computed"
         self.publish(sequence, work.start, sequence.num_computed)
@@ -266,11 +282,11 @@ class Planner:
         for sequence in self.running:
             if sequence.num_pending > 1:
                 behind.add(sequence)
-        groups = [behind, self.ready, self.holding, self.waiting]
+        groups, scored = [behind, self.ready, self.holding, self.waiting], SCORED_ROWS
         while groups := [group for group in groups if group]:
             group = min(groups, key=lambda group: group.first.order)
             sequence = group.first
-            room = 1 if group is self.ready else budget
+            room = 1 if group is self.ready else min(budget, scored if sequence.scores else budget)
             full = group is not behind and len(self.running) >= self.max_batch
             if room <= 0 or full or (group is self.waiting and not self.reserve(sequence)):
                 groups.remove(group)
@@ -280,6 +296,7 @@ class Planner:
                 self.running.add(sequence)
             count = _append(plan, sequence, room)
             budget -= 0 if group is self.ready else count
+            scored -= count if sequence.scores else 0
 
     def _propose(self, plan: Plan, budget: int, proposer: Proposer) -> None:
         """Adds proposed tokens to decoding sequences, as far as budget and blocks allow.

@@ -18,7 +18,7 @@ import torch
 from baton.engine.backends.cpu import CpuBackend, pin_thread
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import GlooCollectives
-from baton.engine.ranks import BATCH, RankWork
+from baton.engine.ranks import RankWork
 from baton.engine.runner import RunnerFailed
 from baton.errors import BatonError
 
@@ -63,8 +63,8 @@ def serve(connection: Connection, work: RankWork) -> None:
     connection.send("attached")
     while True:
         *arrays, num_decodes = connection.recv()
-        batch = dict(zip(BATCH, map(torch.from_numpy, arrays), strict=True))
-        model.step(StepBatch(**batch, num_decodes=num_decodes), pool)
+        tokens, contexts, queries, tables, logit_rows = map(torch.from_numpy, arrays)
+        model.step(StepBatch(tokens, contexts, queries, tables, logit_rows, num_decodes), pool)
 
 
 def _mapped(descriptor: int) -> torch.Tensor:

@@ -164,6 +164,7 @@ class RankedModel:
         except OSError as error:
             raise RunnerFailed(f"a rank of this worker has ended: {error}") from error
         logits: Tensor = self._model.step(batch, pool)
+        self.hidden: Tensor | None = self._model.hidden
         return logits
 
     @property

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from baton.engine.batch import BatchBuilder, StepModel
 from baton.engine.planner import Plan, Work
+from baton.engine.pooling import Vector, pooled
+from baton.engine.sampling.prompt_logprobs import PromptLogprobs, of_prompts
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.speculative import verify
 from baton.errors import InternalError
 
 
 class SampledTokens(NamedTuple):
-    """The tokens that one sequence got in a step: one, and one more for each accepted proposal."""
+    """The tokens that one sequence got in a step: one, and one more for each accepted proposal.
+
+    None where a part of its prompt was computed whose log-probabilities are wanted.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
+    prompt: PromptLogprobs | None = None
+    pooled: Vector | None = None  # of its embedding, if it wants one: the sum of this step's rows
 
 
 class Ranks(Protocol):
@@ -55,7 +62,7 @@ class StepRunner:
         self.decode_rows: dict[str, int] = {}
 
     def run(self, plan: Plan) -> dict[str, SampledTokens]:
-        """Runs every row of the plan; tokens for each sequence that has caught up, by its id.
+        """Runs every row of the plan; by its id what each sequence got, if it got something.
 
         When it returns, all that was computed is in the pool for every thread to see.
         """
@@ -104,9 +111,19 @@ class Runner(StepRunner):
         self.model.close()
 
     def _sample(self, work: list[Work], logits: torch.Tensor) -> dict[str, SampledTokens]:
+        """Samples; pools hidden states and takes log-probabilities of prompts first."""
         sampling = [item for item in work if item.samples]
         rows = [row for item in sampling for row in sample_rows(item)]
-        return tokens_by_sequence(sampling, self.sampler.sample(logits, rows))
+        hidden = self.model.hidden
+        embedded: dict[str, Vector] = {} if hidden is None else pooled(work, hidden)
+        logits, prompts = of_prompts(work, logits)
+        found = tokens_by_sequence(sampling, self._choose(logits, rows), prompts)
+        for seq_id, vector in embedded.items():
+            found[seq_id] = found.get(seq_id, SampledTokens(()))._replace(pooled=vector)
+        return found
+
+    def _choose(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
+        return self.sampler.sample(logits, rows)
 
 
 def sample_rows(work: Work) -> Iterator[SampleRow]:
@@ -123,14 +140,18 @@ def sample_rows(work: Work) -> Iterator[SampleRow]:
         yield SampleRow(sequence.params, known, sequence.prompt_tokens, end, *of_sequence)
 
 
-def tokens_by_sequence(sampling: list[Work], sampled: Sampled) -> dict[str, SampledTokens]:
+def tokens_by_sequence(
+    sampling: list[Work], sampled: Sampled, prompts: Mapping[str, PromptLogprobs]
+) -> dict[str, SampledTokens]:
     """What each work's sequence accepts of its sampled rows, by its id; rows as `sample_rows`."""
-    tokens, at = {}, 0
+    tokens = {seq_id: SampledTokens((), (), prompt) for seq_id, prompt in prompts.items()}
+    at = 0
     for work in sampling:
         rows, proposed = 1 + len(work.proposed), work.proposed
         end = at + (verify(proposed, sampled.token_ids[at : at + rows]) if proposed else 1)
-        logprobs = tuple(filter(None, sampled.logprobs[at:end]))
-        tokens[work.sequence.seq_id] = SampledTokens(tuple(sampled.token_ids[at:end]), logprobs)
+        logprobs, seq_id = tuple(filter(None, sampled.logprobs[at:end])), work.sequence.seq_id
+        new = tuple(sampled.token_ids[at:end])
+        tokens[seq_id] = SampledTokens(new, logprobs, prompts.get(seq_id))
         at += rows
     assert at == len(sampled.token_ids), "every row belongs to a work"
     return tokens

@@ -92,6 +92,9 @@ class Sequence:
     arrival: int = 0  # set by the planner; decides between equal priorities
     park_after: int | None = None  # leave the batch, keep the blocks, after this many new tokens
     awaits_kv: bool = False  # blocks are held and may be written from outside, unverified
+    # Prompt positions whose logits have told the next token's log-probability, or whose hidden
+    # states were pooled; None: not wanted, or told by the worker that computed the prompt.
+    num_scored: int | None = field(init=False)
     num_computed: int = 0
     num_cached: int = 0  # of num_computed, taken from the prefix cache at first admission
     new_tokens: int = 0  # sampled by this engine
@@ -100,6 +103,10 @@ class Sequence:
     block_hashes: list[int] = field(default_factory=list)
     token_counts: TokenCounts = field(default_factory=TokenCounts)  # as far as penalties ask
     grammar: GrammarMatcher | None = None  # of its output, where that is structured
+
+    def __post_init__(self) -> None:
+        wanted = self.params.prompt_logprobs is not None
+        self.num_scored = 0 if wanted and len(self.tokens) == self.prompt_tokens else None
 
     @property
     def num_tokens(self) -> int:
@@ -110,6 +117,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens known and not yet computed."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def scores(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        return self.num_scored is not None and self.num_scored < self.prompt_tokens - 1
 
     def tokens_left(self, max_context: int) -> int:
         """The most tokens that it can still get here."""

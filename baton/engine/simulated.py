@@ -20,6 +20,7 @@ import torch
 from baton.config import SimulatedSpeed
 from baton.engine.planner import Plan, Work
 from baton.engine.runner import SampledTokens, StepRunner, sample_rows, tokens_by_sequence
+from baton.engine.sampling.prompt_logprobs import PromptLogprobs, logprobs_of
 from baton.engine.sampling.randomness import splitmix64
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.sequence import Sequence
@@ -52,7 +53,7 @@ class SimulatedRunner(StepRunner):
         self._steps += 1
         for work in plan.work:
             self._compute(work)
-        sampled = self._sample_work([work for work in plan.work if work.samples])
+        sampled = self._sample_work(plan.work)
         time.sleep(max(0.0, ends - time.monotonic()))
         return sampled
 
@@ -83,13 +84,26 @@ class SimulatedRunner(StepRunner):
                 f"sequence {sequence.seq_id}: block {block} does not hold the KV of token {wrong}"
             )
 
-    def _sample_work(self, sampling: list[Work]) -> dict[str, SampledTokens]:
-        rows = [(work.sequence, row) for work in sampling for row in sample_rows(work)]
-        sampled = tokens_by_sequence(sampling, self._sample(rows))
-        for work in sampling:
-            new = sampled[work.sequence.seq_id].token_ids
-            self._histories[work.sequence].accept(work.sequence.num_tokens, len(new) - 1)
+    def _sample_work(self, work: list[Work]) -> dict[str, SampledTokens]:
+        sampling = [item for item in work if item.samples]
+        rows = [(item.sequence, row) for item in sampling for row in sample_rows(item)]
+        sampled = tokens_by_sequence(sampling, self._sample(rows), self._prompts(work))
+        for item in sampling:
+            new = sampled[item.sequence.seq_id].token_ids
+            self._histories[item.sequence].accept(item.sequence.num_tokens, len(new) - 1)
         return sampled
+
+    def _prompts(self, work: list[Work]) -> dict[str, PromptLogprobs]:
+        found = {}
+        for item in work:
+            if scored := item.scored:
+                sequence, tokens = item.sequence, item.sequence.tokens
+                params, count = sequence.params, sequence.prompt_tokens
+                rows = [(sequence, SampleRow(params, tokens[: at + 1], count)) for at in scored]
+                targets = tokens[scored.start + 1 : scored.stop + 1]
+                logits = torch.from_numpy(self._logits(rows))
+                found[sequence.seq_id] = logprobs_of(logits, targets, params.prompt_logprobs or 0)
+        return found
 
     def _sample(self, rows: list[tuple[Sequence, SampleRow]]) -> Sampled:
         token_ids, logprobs = [0] * len(rows), list[TokenLogprobs | None]([None] * len(rows))

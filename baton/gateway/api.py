@@ -14,12 +14,18 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from baton.errors import InvalidRequest
-from baton.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, MAX_TOP_LOGPROBS
+from baton.sampling import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+)
 from baton.text.stop_strings import MAX_STOP_CHARS, MAX_STOPS
 from router.admission.chat import MAX_MESSAGES, MAX_TOOLS
 
 MAX_N = 128
 MAX_PROMPTS = 1024
+MAX_DETOKENIZED = 1 << 20  # tokens
 _MAX_NEUTRAL_BYTES = 64  # of a value that means "without this feature"
 
 _UINT32 = (1 << 32) - 1
@@ -35,6 +41,7 @@ LogitBias = Annotated[dict[TokenKey, Bias], Meta(max_length=MAX_LOGIT_BIAS)]
 # 64 bits, signed or not: msgspec's own bounds are those of int64.
 Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
 PriorityNumber = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
+Priority = Literal["low", "normal", "high"] | PriorityNumber
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Logprob = Annotated[float, Meta(le=0)]
@@ -42,8 +49,8 @@ Schema = dict[str, Any] | Text  # a text is the schema in JSON, as vLLM takes it
 
 # Kinds of `prompt`, by whether it is a list, and what its first item begins with.
 _PROMPTS: dict[tuple[bool, bytes], Any] = {
-    (False, b'"'): Text,
-    (True, b'"'): Annotated[list[Text], Meta(min_length=1, max_length=MAX_PROMPTS)],
+    (False, b'"'): str,
+    (True, b'"'): Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)],
     (True, b""): TokenIds,
     (True, b"["): Annotated[list[TokenIds], Meta(min_length=1, max_length=MAX_PROMPTS)],
 }
@@ -52,10 +59,10 @@ _PROMPT_SCHEMAS = [msgspec.json.schema(kind) for kind in _PROMPTS.values()]
 # By field: the values that mean "without it", beside null.
 Unsupported = dict[str, tuple[Any, ...]]
 _UNSUPPORTED: Unsupported = {
-    **dict.fromkeys(("prompt_logprobs", "truncate_prompt_tokens", "kv_transfer_params"), ()),
+    "kv_transfer_params": (),
     "use_beam_search": (False,),
-    **dict.fromkeys(("allowed_token_ids", "bad_words", "logits_processors"), ([],)),
-    **dict.fromkeys(("skip_special_tokens", "detokenize"), (True,)),
+    "logits_processors": ([],),
+    "detokenize": (True,),
 }
 _TEMPLATE: Unsupported = {"chat_template": (), "documents": ([],)}
 
@@ -114,12 +121,18 @@ class GenerateOptions(Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
-    max_tokens: Positive | None = None
+    max_tokens: Count | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[StopText], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    truncate_prompt_tokens: Positive | None = None
+    add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
     n: Choices | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    priority: Literal["low", "normal", "high"] | PriorityNumber | None = None
+    priority: Priority | None = None
     ttft_target_ms: Count | None = None
     cache_salt: str | None = None
     response_format: ResponseFormat | None = None
@@ -135,15 +148,14 @@ class CompletionRequest(GenerateOptions, kw_only=True):
 
     unsupported: ClassVar[Unsupported] = {
         **_UNSUPPORTED,
-        "suffix": ("",),
         "prompt_embeds": (),
-        "add_special_tokens": (True,),
     }
 
     prompt: Annotated[Raw, Meta(extra_json_schema={"anyOf": _PROMPT_SCHEMAS})]  # see `prompts_of`
     logprobs: TopLogprobs | None = None
     best_of: Choices | None = None
     echo: bool | None = None
+    suffix: str | None = None
 
 
 class TextPart(Struct):
@@ -224,7 +236,6 @@ class ChatRequest(GenerateOptions, kw_only=True):
         **_UNSUPPORTED,
         **_TEMPLATE,
         "echo": (False,),
-        "add_special_tokens": (False,),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "audio": (),
@@ -260,6 +271,30 @@ class TokenizeRequest(Struct, kw_only=True):
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     add_special_tokens: bool | None = None
+
+
+class EmbeddingRequest(Struct, kw_only=True):
+    """Texts or token ids to be embedded."""
+
+    unsupported: ClassVar[Unsupported] = {}
+
+    input: Annotated[Raw, Meta(extra_json_schema={"anyOf": _PROMPT_SCHEMAS})]  # see `prompts_of`
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Positive | None = None
+    truncate_prompt_tokens: Positive | None = None
+    add_special_tokens: bool | None = None
+    priority: Priority | None = None
+    cache_salt: str | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True):
+    """Token ids to be turned into text."""
+
+    unsupported: ClassVar[Unsupported] = {}
+
+    tokens: Annotated[list[Count], Meta(max_length=MAX_DETOKENIZED)]
+    model: str | None = None
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -305,12 +340,24 @@ class Usage(Struct):
 
 
 class CompletionLogprobs(Struct):
-    """Parallel lists, one entry for each token."""
+    """Parallel lists, one entry for each token; a prompt's first token has no log-probability."""
 
     text_offset: list[Count]
-    token_logprobs: list[Logprob]
+    token_logprobs: list[Logprob | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, Logprob]]
+    top_logprobs: list[dict[str, Logprob] | None]
+
+
+class PromptToken(Struct):
+    """A token of a prompt, or one that was likely in its place; rank 1 is the likeliest."""
+
+    logprob: Logprob
+    rank: Positive
+    decoded_token: str
+
+
+# By position, then by token id; nothing for the first token.
+PromptLogprobs = list[dict[str, PromptToken] | None]
 
 
 class TopToken(Struct):
@@ -335,11 +382,11 @@ class ChatLogprobs(Struct):
 
 
 class Choice(Struct, kw_only=True):
-    """One output, or in a chunk a piece of one, which has no `stop_reason`."""
+    """One output, or in a chunk a piece of one, of which the last has the `stop_reason`."""
 
     index: Count
     finish_reason: FinishReason | None
-    stop_reason: str | UnsetType | None = UNSET
+    stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[Count] | UnsetType = UNSET
 
 
@@ -348,6 +395,7 @@ class CompletionChoice(Choice, kw_only=True):
 
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class AssistantMessage(Struct):
@@ -409,6 +457,7 @@ class ChatCompletion(Answer, kw_only=True):
 
     object: Literal["chat.completion", "chat.completion.chunk"] = "chat.completion"
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Tokens(Struct):
@@ -418,6 +467,36 @@ class Tokens(Struct):
     max_model_len: Count
     tokens: list[Count]
     token_strs: list[str] | None
+
+
+class Embedding(Struct):
+    """Of one input: numbers, or in base64 the bytes of float32 ones, little-endian."""
+
+    embedding: list[float] | str
+    index: Count
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingUsage(Struct):
+    """Tokens of all inputs."""
+
+    prompt_tokens: Count
+    total_tokens: Count
+
+
+class Embeddings(Struct):
+    """The answer to an embedding request."""
+
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
+class Detokenized(Struct):
+    """What tokens say, special ones included."""
+
+    prompt: str
 
 
 class Model(Struct):
@@ -502,23 +581,23 @@ def unsupported_in(kind: Any) -> Unsupported:
     return getattr(kind, "unsupported", {})
 
 
-def prompts_of(raw: Raw) -> list[str] | list[list[int]]:
-    """The prompts of a completion. Raises InvalidRequest."""
+def prompts_of(raw: Raw, field: str = "prompt") -> list[str] | list[list[int]]:
+    """The prompts of a completion, or of another field. Raises InvalidRequest."""
     text = bytes(raw)
     start = _PROMPT_START.match(text)
     assert start is not None
     kind = (bool(start[1]), start[2])
     if kind not in _PROMPTS:
-        raise InvalidRequest("prompt must be text, token ids, or a list of either", "prompt")
+        raise InvalidRequest(f"{field} must be text, token ids, or a list of either", field)
     # A list of lists has no brackets in strings; a million lists would take long to make.
     if kind == (True, b"[") and text.count(b"[") > MAX_PROMPTS + 1:
-        raise InvalidRequest(f"prompt has more than {MAX_PROMPTS} prompts", "prompt")
+        raise InvalidRequest(f"{field} has more than {MAX_PROMPTS} prompts", field)
     try:
         prompt = msgspec.json.decode(text, type=_PROMPTS[kind])
     except msgspec.ValidationError as error:
-        raise _invalid(error, "prompt") from error
+        raise _invalid(error, field) from error
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"prompt is not UTF-8: {error}", "prompt") from error
+        raise InvalidRequest(f"{field} is not UTF-8: {error}", field) from error
     return prompt if start[1] and start[2] else [prompt]
 
 

@@ -21,12 +21,13 @@ from baton.errors import BatonError, Cancelled, InvalidRequest, quoted
 from baton.gateway import api
 from baton.gateway.headers import caller_of, id_headers
 from baton.gateway.output import Output, usage_of
+from baton.gateway.prompt_output import PromptOutput
 from baton.gateway.request import ParsedRequest
 from baton.http_errors import Header, HttpError, failure_of
 from baton.http_server import HttpExchange
 from baton.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import inference_pb2
-from router.admission.admission import Choices
+from router.admission.admission import MAX_PROMPT_LOGPROBS, Choices
 from router.frontend import Caller, GenerationService, Sink, Unread
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ _MIN_BODY_BYTES = 2 << 20  # taken however short the context is: several prompts
 _BODY_BYTES_PER_TOKEN = 16  # of the context; "151643, " has 8
 _LARGE_BODY_BYTES = 64 << 10  # larger ones are parsed on a thread, off the event loop
 _ROUTE_HEADER = b"x-baton-route"  # its presence asks for `usage.baton`
+_MANY_LOGPROBS = 4096  # of prompts; more are written on a thread
+_LOGPROB_BYTES = 64  # of a log-probability in a chunk, with its token, about
 KEEP_ALIVE_S = 10.0  # a stream without output for so long gets a comment: proxies cut idle ones
 _DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS: tuple[Header, ...] = (
@@ -123,13 +126,16 @@ class _Generation:
         parsed, options = self.parsed, self.parsed.options
         usage = options.stream_options is not None and options.stream_options.include_usage
         self._no_usage: dict[str, Any] = {"usage": None} if usage else {}
+        prompts = [self._prompt(index) for index in range(len(parsed.requests))]
         self.outputs = [
             self.kind(
                 index,
                 self.service.tokenizer,
-                logprobs=parsed.logprobs,
+                logprobs=parsed.logprobs is not None,
                 token_ids=bool(options.return_token_ids),
-                echo=self._echo(index // parsed.n),
+                prompt=prompts[index // parsed.n],
+                stop_token_ids=options.stop_token_ids or (),
+                on_prompt=self._on_prompt,
                 on_start=self._on_start,
                 event=self._event,
                 send=self._send if options.stream else None,
@@ -137,6 +143,7 @@ class _Generation:
             for index in range(len(parsed.requests) * parsed.n)
         ]
         self._unread = Unread()
+        self._prompt_logprobs = 0  # that have come
         self._sent = False  # anything since the last look of `_keep_alive`
         self._created = int(time.time())
         self._model = options.model or self.service.admission.model
@@ -145,9 +152,19 @@ class _Generation:
     async def whole(self) -> None:
         """Answers when all is done."""
         await run_choices(self.service, self.parsed, self.caller, self.outputs)
-        choices = [output.whole() for output in self.outputs]
-        answer = self._answer(choices=choices, usage=self._usage())
+        if self._prompt_logprobs > _MANY_LOGPROBS:
+            answer = await self.service.admission.in_thread(self._whole)
+        else:
+            answer = self._whole()
         self.exchange.answer(200, answer)
+
+    def _whole(self) -> bytes:
+        outputs, parsed = self.outputs, self.parsed
+        if parsed.kept < parsed.n:
+            outputs = best_of(outputs, parsed.n, parsed.kept)
+        choices = [output.whole() for output in outputs]
+        members = self.kind.answer_members(outputs)
+        return self._answer(choices=choices, usage=self._usage(), **members)
 
     async def stream(self) -> None:
         """Answers with a chunk for each step."""
@@ -182,6 +199,15 @@ class _Generation:
             ids = id_headers(self.exchange, started.request_id, started.trace_id)
             self.exchange.answer_headers = {**self.exchange.answer_headers, **ids}
 
+    def _on_prompt(self, count: int) -> None:
+        """Raises InvalidRequest for more than are told."""
+        self._prompt_logprobs += count
+        if self._prompt_logprobs > MAX_PROMPT_LOGPROBS:
+            what = f"the log-probabilities of all prompts are more than {MAX_PROMPT_LOGPROBS}"
+            raise InvalidRequest(f"{what}: send fewer prompts at a time", "prompt_logprobs")
+        if self.parsed.options.stream:
+            self._unread.allow(count * _LOGPROB_BYTES)
+
     def _event(self, choice: Any) -> bytes:
         return self._chunk(choices=[choice], **self._no_usage)
 
@@ -210,11 +236,25 @@ class _Generation:
         with_routes = _ROUTE_HEADER in self.exchange.headers
         return usage_of(self.outputs, self.parsed.n, with_routes=with_routes)
 
-    def _echo(self, prompt_index: int) -> str:
-        if not self.parsed.echoes:
-            return ""
-        prompt: str | Sequence[int] = self.parsed.echoes[prompt_index]
-        return prompt if isinstance(prompt, str) else self.service.tokenizer.decode(prompt)
+    def _prompt(self, index: int) -> PromptOutput:
+        parsed, echo = self.parsed, ""
+        if parsed.echoes:
+            prompt: str | Sequence[int] = parsed.echoes[index]
+            echo = prompt if isinstance(prompt, str) else self.service.tokenizer.decode(prompt)
+        return PromptOutput(
+            echo, parsed.logprobs if parsed.echoes else None, parsed.options.prompt_logprobs
+        )
+
+
+def best_of(outputs: Sequence[Output], n: int, kept: int) -> list[Output]:
+    """Of the `n` outputs of each prompt the likeliest ones, renumbered; of equals the first."""
+    best = list[Output]()
+    for first in range(0, len(outputs), n):
+        ranked = sorted(outputs[first : first + n], key=lambda one: -one.cumulative_logprob)
+        best += ranked[:kept]
+    for index, output in enumerate(best):
+        output.index = index
+    return best
 
 
 async def run_choices(
@@ -244,14 +284,17 @@ async def run_choices(
 
     async def one(choice: int) -> None:
         index, number = divmod(choice, n)
-        prompt = computed[index]
+        prompt, request = computed[index], requests[index]
         if number:
             await prompt.wait()
+            if request.sampling.HasField("prompt_logprobs"):  # they are told once
+                request = inference_pb2.GenerateRequest.FromString(request.SerializeToString())
+                request.sampling.ClearField("prompt_logprobs")
         await entrance.acquire()
         sink = _Choice(sinks[choice], entrance.release, prompt.set)
         try:
             left = replace(caller, time_left_s=deadline - loop.time())
-            await service.generate(requests[index], left, sink, shared[index], number)
+            await service.generate(request, left, sink, shared[index], number)
         finally:
             sink.leave()
         prompt.set()
@@ -274,6 +317,7 @@ class _Choice:
         self._leave: Callable[[], None] | None = leave
         self._on_output = on_output
         self.finish = sink.finish
+        self.prompt = sink.prompt
 
     def leave(self) -> None:
         """The next choice may enter."""

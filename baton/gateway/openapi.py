@@ -11,16 +11,27 @@ from baton.gateway.batch_store import Batch, Batches, BatchRequest, File, FileDe
 from baton.gateway.headers import MAX_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_HEADER
 
 Part = dict[str, Any]
-_REQUESTS = (api.CompletionRequest, api.ChatRequest, api.TokenizeRequest, BatchRequest)
+_REQUESTS = (
+    api.CompletionRequest,
+    api.ChatRequest,
+    api.EmbeddingRequest,
+    api.TokenizeRequest,
+    api.DetokenizeRequest,
+    BatchRequest,
+)
 _ANSWERS = (
-    *(api.Completion, api.ChatCompletion, api.Tokens, api.Models, api.Model, api.Status),
-    *(api.Version, api.Error, File, Files, FileDeleted, Batch, Batches),
+    *(api.Completion, api.ChatCompletion, api.Embeddings, api.Tokens, api.Detokenized),
+    *(api.Models, api.Model, api.Status, api.Version, api.Error),
+    *(File, Files, FileDeleted, Batch, Batches),
 )
 _STRING: Part = {"type": "string"}
 _DESCRIPTIONS = {
     "model": "The served model, which is meant too where none is named.",
     "prompt": "What to continue: a text, texts, token ids or lists of token ids.",
     "messages": "The conversation, oldest turn first; the model's chat template renders it.",
+    "input": "What to embed: a text, texts, token ids or lists of token ids.",
+    "encoding_format": "float by default; base64 is of float32 numbers, little-endian.",
+    "dimensions": "The first so many, normalized again; all by default.",
     "temperature": "0 is greedy. 1 by default.",
     "top_k": "Keep the k most likely tokens; 0 or -1 keeps all.",
     "min_p": "Drop what is less likely than this share of the best.",
@@ -29,12 +40,14 @@ _DESCRIPTIONS = {
     "seed": "Same seed, same output. Choice i of n is drawn with seed + i.",
     "stop": "Text that ends the output, and is not part of it.",
     "ignore_eos": "Go on after end-of-sequence, up to max_tokens.",
-    "max_tokens": "Refused where the context leaves fewer; by default 16, for a chat all of them.",
+    "max_tokens": "Refused where the context leaves fewer; by default 16, for a chat all of them. "
+    "0 only with echo or prompt_logprobs.",
     "n": "Choices for each prompt.",
-    "best_of": "Only where it equals n.",
+    "best_of": "Run so many, and return the n likeliest; not above n for streams.",
     "stream": "Send the output as it comes, as server-sent events.",
     "stream_options": "Only with stream: a last chunk has the usage.",
-    "echo": "Begin the text with the prompt; not together with logprobs.",
+    "echo": "Begin the text, and the log-probabilities, with the prompt's.",
+    "prompt_logprobs": "Log-probabilities of the prompt, with so many alternatives; not streamed.",
     "top_logprobs": "Alternatives to return; needs logprobs.",
     "priority": "low, normal or high; or vLLM's number: below 0 is high and above 0 is low.",
     "ttft_target_ms": "Refuse at once when the first token cannot come in time.",
@@ -47,14 +60,19 @@ _DESCRIPTIONS = {
     "chat_template_kwargs": "Further variables of the chat template.",
     "continue_final_message": "Go on with the last message instead of answering it.",
     "cache_salt": "Shares cached prefixes only with requests of the same salt.",
-    "add_special_tokens": "Only the default: true for a prompt, false for messages.",
+    "add_special_tokens": "As the tokenizer does by default; true for a text, false for messages.",
+    "skip_special_tokens": "False: special tokens of the output are text.",
+    "truncate_prompt_tokens": "Of a longer prompt the last so many tokens are taken.",
+    "allowed_token_ids": "No other token is sampled.",
+    "bad_words": "Texts that the output must not have.",
+    "suffix": "What follows the text to be written, for models that fill in the middle.",
 }
 _ERRORS = ("400", "401", "404", "408", "413", "429", "500", "503", "504")
 
 
 def document() -> Part:
     """The whole document."""
-    completion, chat, tokenize, batch = _REQUESTS
+    completion, chat, embedding, tokenize, detokenize, batch = _REQUESTS
     model = {"name": "model", "in": "path", "required": True, "schema": _STRING}
     return {
         "openapi": "3.1.0",
@@ -66,7 +84,9 @@ def document() -> Part:
         "paths": {
             "/v1/completions": _post("Continue prompts.", completion, api.Completion, streams=True),
             "/v1/chat/completions": _post("Answer a chat.", chat, api.ChatCompletion, streams=True),
+            "/v1/embeddings": _post("Embed texts.", embedding, api.Embeddings),
             "/tokenize": _post("Token ids of a prompt or a chat.", tokenize, api.Tokens),
+            "/detokenize": _post("The text of token ids.", detokenize, api.Detokenized),
             "/v1/models": _get("The served models.", api.Models, "401"),
             "/v1/models/{model}": {
                 "parameters": [model],

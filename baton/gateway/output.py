@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from baton.client.results import transport_name
 from baton.gateway import api
 from baton.gateway.api import ChatDelta, ChatLogprobs, ChatToken, CompletionLogprobs, FinishReason
+from baton.gateway.prompt_output import MIN_LOGPROB, PromptOutput
 from baton.text import Tokenizer
 from baton.text.tool_calls import ToolCallDelta
 from baton.v1 import common_pb2, inference_pb2
@@ -24,10 +25,10 @@ _REASONS: dict[int, FinishReason | None] = {
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
+_STOPPED = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_TOOL_CALLS
 _UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
 _encode = msgspec.json.Encoder().encode
 _PHASES = ("queue_ms", "ttft_ms", "transfer_ms", "tpot_ms", "e2e_ms")
-_MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
 class Output(ABC):
@@ -44,17 +45,24 @@ class Output(ABC):
         *,
         logprobs: bool,
         token_ids: bool,
-        echo: str,
+        prompt: PromptOutput | None = None,
+        stop_token_ids: Collection[int] = (),
+        on_prompt: Callable[[int], None] = lambda size: None,
         on_start: Callable[[inference_pb2.Started], None] = lambda started: None,
         event: Callable[[Any], bytes] = msgspec.json.encode,
         send: Callable[[bytes], None] | None = None,
     ) -> None:
-        """`event` encodes a chunk's choice for `send`; without that all is kept for `whole`."""
-        self._index = index
+        """`event` encodes a chunk's choice for `send`; without that all is kept for `whole`.
+
+        `on_prompt` gets the number of log-probabilities of a prompt, when they come.
+        """
+        self.index = index
         self._tokenizer = tokenizer
         self._with_logprobs = logprobs
         self._with_token_ids = token_ids
-        self._echo = echo  # what the text begins with
+        self._prompt = prompt or PromptOutput()
+        self._stop_token_ids = stop_token_ids
+        self._on_prompt = on_prompt
         self.start = on_start
         self._event = event
         self._send = send
@@ -68,12 +76,17 @@ class Output(ABC):
         self._begun = False
         self.end = inference_pb2.Finish()
 
+    def prompt(self, logprobs: common_pb2.PromptLogprobs) -> None:
+        self._prompt.logprobs = logprobs
+        self._on_prompt(self._prompt.size)
+
     def put(
         self,
         text: str,
         token_ids: Sequence[int],
         logprobs: Sequence[common_pb2.PositionLogprobs],
         reason: common_pb2.FinishReason,
+        stop: str,
         parsed: ParsedOutput | None = None,
     ) -> None:
         if self._send is None:
@@ -94,15 +107,19 @@ class Output(ABC):
         elif parsed is not None and len(parsed.tool_calls) > 1:
             # A chunk for each: some clients look at a chunk's first one only.
             for call in parsed.tool_calls[:-1]:
-                self.put(text, (), (), _UNFINISHED, ParsedOutput(parsed.reasoning, (call,)))
+                one = ParsedOutput(parsed.reasoning, (call,))
+                self.put(text, (), (), _UNFINISHED, "", one)
                 text, parsed = "", ParsedOutput("", parsed.tool_calls[-1:])
         members = self._members(logprobs, list(token_ids), reason)
-        text = text if self._begun else self._echo + text
-        self._send(self._event(self._choice(text, parsed, **members)))
+        if not self._begun:
+            text = self._prompt.echo + text
+        if reason:
+            members["stop_reason"] = self._stop_reason(reason, stop, token_ids)
+        self._send(self._event(self._chunk(text, parsed, **members)))
         if not self._begun:
             self._begun = True
             if not (reason or self._with_logprobs or self._with_token_ids):
-                before, after = self._event(self._choice("", None, **members)).split(b':""')
+                before, after = self._event(self._chunk("", None, **members)).split(b':""')
                 self._around_text = before + b":", after
 
     async def finish(self, finish: inference_pb2.Finish) -> None:
@@ -110,34 +127,61 @@ class Output(ABC):
 
     def whole(self) -> Any:
         """The choice of an answer."""
-        text, stop_reason = self._echo + "".join(self._text), self.end.stop or None
-        members = self._members(self._positions, self._token_ids, self.end.reason)
+        text, reason = self._prompt.echo + "".join(self._text), self.end.reason
+        members = self._members(self._positions, self._token_ids, reason)
+        stop_reason = self._stop_reason(reason, self.end.stop, self._token_ids)
         reasoning = "".join(parsed.reasoning for parsed in self._parsed)
         calls = [call for parsed in self._parsed for call in parsed.tool_calls]
         parsed = ParsedOutput(reasoning, calls)
-        return self._choice(text, parsed, stop_reason=stop_reason, **members)
+        return self._whole(text, parsed, stop_reason=stop_reason, **members)
+
+    @property
+    def size(self) -> int:
+        """Log-probabilities that `whole` writes, of its prompt."""
+        return self._prompt.size
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """Of all its tokens, where log-probabilities were asked for."""
+        return sum(position.chosen.logprob for position in self._positions)
+
+    def prompt_logprobs(self) -> api.PromptLogprobs | UnsetType:
+        """Of its prompt, where they are to be told."""
+        return self._prompt.told(lambda token_id: shown(self._tokenizer, token_id)[0])
+
+    @classmethod
+    def answer_members(cls, outputs: Sequence[Output]) -> dict[str, Any]:
+        """What an answer has beside its choices and its usage."""
+        return {}
+
+    def _stop_reason(self, reason: int, stop: str, token_ids: Sequence[int]) -> str | int | None:
+        """As vLLM has it: the stop string, or the stop token, that ended the output."""
+        if reason not in _STOPPED or stop or not token_ids:
+            return stop or None
+        return token_ids[-1] if token_ids[-1] in self._stop_token_ids else None
 
     def _members(
         self, positions: Sequence[common_pb2.PositionLogprobs], token_ids: list[int], reason: int
     ) -> dict[str, Any]:
         """What both kinds of choice have."""
         return {
-            "index": self._index,
+            "index": self.index,
             "logprobs": self.logprobs(positions) if self._with_logprobs else None,
             "finish_reason": _REASONS[reason],
             "token_ids": token_ids if self._with_token_ids else UNSET,
         }
-
-    def _token(self, token: common_pb2.TokenLogprob) -> tuple[tuple[str, bytes], float]:
-        return shown(self._tokenizer, token.token_id), max(token.logprob, _MIN_LOGPROB)
 
     @abstractmethod
     def logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> Any:
         """Log-probabilities of these output positions, which follow those of the last call."""
 
     @abstractmethod
-    def _choice(self, text: str, parsed: ParsedOutput | None, **members: Any) -> Any:
-        """The API's choice with this output; that of a chunk has no `stop_reason`."""
+    def _chunk(self, text: str, parsed: ParsedOutput | None, **members: Any) -> Any:
+        """The API's choice in a chunk, with this output."""
+
+    @abstractmethod
+    def _whole(self, text: str, parsed: ParsedOutput, **members: Any) -> Any:
+        """The API's choice in a whole answer."""
 
 
 class CompletionOutput(Output):
@@ -151,24 +195,50 @@ class CompletionOutput(Output):
         super().__init__(*args, **options)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
+        self._echoed = False
 
     def logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> CompletionLogprobs:
-        """Four parallel lists."""
-        found = CompletionLogprobs([], [], [], [])
+        """Four parallel lists; the first ones begin with the prompt's, if that is echoed."""
+        found, prompt = CompletionLogprobs([], [], [], []), self._prompt
+        if prompt.logprobs is not None and prompt.echoed_top is not None and not self._echoed:
+            self._echoed = True
+            self._add(found, prompt.logprobs.token_ids[0])
+            for token_id, logprob, _, top in prompt.positions(prompt.echoed_top):
+                self._add(found, token_id, logprob, top)
         for position in positions:
-            (text, piece), logprob = self._token(position.chosen)
-            others = (self._token(other) for other in position.top)
-            found.text_offset.append(self._offset)
-            found.tokens.append(text)
-            found.token_logprobs.append(logprob)
-            found.top_logprobs.append({text: logprob, **{t: p for (t, _), p in others}})
-            self._offset += len(self._utf8.decode(piece))
+            top = [(other.token_id, other.logprob) for other in position.top]
+            self._add(found, position.chosen.token_id, position.chosen.logprob, top)
         return found
 
-    def _choice(
+    def _add(
+        self,
+        found: CompletionLogprobs,
+        token_id: int,
+        logprob: float | None = None,
+        top: Sequence[tuple[int, float]] = (),
+    ) -> None:
+        """Appends a token; without a log-probability it is a prompt's first."""
+        text, piece = shown(self._tokenizer, token_id)
+        found.text_offset.append(self._offset)
+        found.tokens.append(text)
+        self._offset += len(self._utf8.decode(piece))
+        if logprob is None:
+            found.token_logprobs.append(None)
+            found.top_logprobs.append(None)
+            return
+        found.token_logprobs.append(max(logprob, MIN_LOGPROB))
+        best = {text: max(logprob, MIN_LOGPROB)}
+        for other, value in top:
+            best[shown(self._tokenizer, other)[0]] = max(value, MIN_LOGPROB)
+        found.top_logprobs.append(best)
+
+    def _chunk(
         self, text: str, parsed: ParsedOutput | None, **members: Any
     ) -> api.CompletionChoice:
         return api.CompletionChoice(text=text, **members)
+
+    def _whole(self, text: str, parsed: ParsedOutput, **members: Any) -> api.CompletionChoice:
+        return api.CompletionChoice(text=text, prompt_logprobs=self.prompt_logprobs(), **members)
 
 
 class ChatOutput(Output):
@@ -191,25 +261,34 @@ class ChatOutput(Output):
         )
 
     def _entry(self, token: common_pb2.TokenLogprob) -> tuple[str, float, list[int]]:
-        (text, piece), logprob = self._token(token)
-        return text, logprob, list(piece)
+        text, piece = shown(self._tokenizer, token.token_id)
+        return text, max(token.logprob, MIN_LOGPROB), list(piece)
 
-    def _choice(self, text: str, parsed: ParsedOutput | None, **members: Any) -> api.ChatChoice:
-        reasoning, calls = parsed or ParsedOutput()
-        beside: dict[str, Any] = {}
-        if reasoning:
-            beside = {"reasoning": reasoning, "reasoning_content": reasoning}
-        if "stop_reason" in members:
-            if calls:
-                beside["tool_calls"] = _whole_calls(calls)
-            content = None if beside and not text else text
-            return api.ChatChoice(message=api.AssistantMessage(content, **beside), **members)
-        if calls:
-            beside["tool_calls"] = [_call_delta(call) for call in calls]
+    @classmethod
+    def answer_members(cls, outputs: Sequence[Output]) -> dict[str, Any]:
+        return {"prompt_logprobs": outputs[0].prompt_logprobs()}
+
+    def _whole(self, text: str, parsed: ParsedOutput, **members: Any) -> api.ChatChoice:
+        beside = _reasoning(parsed)
+        if parsed.tool_calls:
+            beside["tool_calls"] = _whole_calls(parsed.tool_calls)
+        content = None if beside and not text else text
+        return api.ChatChoice(message=api.AssistantMessage(content, **beside), **members)
+
+    def _chunk(self, text: str, parsed: ParsedOutput | None, **members: Any) -> api.ChatChoice:
+        beside = _reasoning(parsed)
+        if parsed and parsed.tool_calls:
+            beside["tool_calls"] = [_call_delta(call) for call in parsed.tool_calls]
         delta = ChatDelta(UNSET if beside and self._begun and not text else text, **beside)
         if not self._begun:
             delta.role = "assistant"
         return api.ChatChoice(delta=delta, **members)
+
+
+def _reasoning(parsed: ParsedOutput | None) -> dict[str, Any]:
+    if parsed is None or not parsed.reasoning:
+        return {}
+    return {"reasoning": parsed.reasoning, "reasoning_content": parsed.reasoning}
 
 
 def _call_delta(call: ToolCallDelta) -> api.ToolCallDelta:

@@ -26,7 +26,7 @@ _ANY_OBJECT = {"type": "object"}
 # Fields of the sampling settings that have the same name and meaning here.
 _SAME = (
     *("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("logit_bias", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *("logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", "allowed_token_ids"),
 )
 
 
@@ -36,8 +36,9 @@ class ParsedRequest:
 
     requests: Sequence[inference_pb2.GenerateRequest]  # one for each prompt
     options: api.GenerateOptions
-    n: int
-    logprobs: bool
+    n: int  # choices that are run for each prompt, of which
+    kept: int  # so many are returned: the likeliest
+    logprobs: int | None  # how many alternatives are shown; None: nothing of it
     max_tokens_given: bool  # by the caller; a default is cut to what the context leaves
     fields: Mapping[str, str]  # what the router's fields are called in this body
     echoes: Sequence[str | Sequence[int]] = ()  # by prompt; what its text begins with
@@ -46,28 +47,28 @@ class ParsedRequest:
 def parse_completion(text: bytes) -> ParsedRequest:
     """A body of /v1/completions."""
     body = api.decode(api.CompletionRequest, text)
-    if body.best_of not in (None, body.n or 1):
-        raise InvalidRequest("best_of is supported only where it equals n", "best_of")
-    if body.echo and body.logprobs is not None:
-        raise InvalidRequest("echo is not supported together with logprobs", "echo")
+    kept, echoed = body.n or 1, body.logprobs if body.echo else None
+    n = kept if body.best_of is None else body.best_of
+    _check_best_of(body, kept, n)
+    if body.echo and (body.suffix or body.truncate_prompt_tokens):
+        raise InvalidRequest("echo is not possible with suffix or truncate_prompt_tokens", "echo")
     prompts = api.prompts_of(body.prompt)
     output, restriction = _structured_output(body)
-    base = _base(body, body.max_tokens or _DEFAULT_MAX_TOKENS, body.logprobs, output)
-    requests = []
-    for prompt in prompts:
-        request = inference_pb2.GenerateRequest()
-        request.CopyFrom(base)
-        if isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.token_ids.ids.extend(prompt)
-        requests.append(request)
-    _check_choices(body, len(prompts), sum(map(len, prompts)))
+    most = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if not most and not body.echo:
+        _check_prompt_alone(body, "max_tokens")
+    logprobs = 0 if n > kept and body.logprobs is None else body.logprobs
+    base = _base(body, most, logprobs, output, echoed)
+    if body.suffix and not all(isinstance(prompt, str) for prompt in prompts):
+        raise InvalidRequest("suffix needs a prompt that is text", "suffix")
+    base.suffix = body.suffix or ""
+    _check_choices(body, n, len(prompts), sum(map(len, prompts)))
     return ParsedRequest(
-        requests,
+        prompt_requests(base, prompts),
         body,
-        n=body.n or 1,
-        logprobs=body.logprobs is not None,
+        n=n,
+        kept=kept,
+        logprobs=body.logprobs,
         max_tokens_given=body.max_tokens is not None,
         fields={
             **dict.fromkeys(("input", "text", "token_ids"), "prompt"),
@@ -77,6 +78,22 @@ def parse_completion(text: bytes) -> ParsedRequest:
     )
 
 
+def prompt_requests(
+    base: inference_pb2.GenerateRequest, prompts: Sequence[str | Sequence[int]]
+) -> list[inference_pb2.GenerateRequest]:
+    """The same request for each of several prompts."""
+    requests = []
+    for prompt in prompts:
+        request = inference_pb2.GenerateRequest()
+        request.CopyFrom(base)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        requests.append(request)
+    return requests
+
+
 def parse_chat(text: bytes) -> ParsedRequest:
     """A body of /v1/chat/completions; without a limit it may fill the context."""
     body = api.decode(api.ChatRequest, text)
@@ -84,17 +101,21 @@ def parse_chat(text: bytes) -> ParsedRequest:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     most = body.max_completion_tokens or body.max_tokens
+    if most == 0:
+        _check_prompt_alone(body, "max_tokens")
     output, restriction = _structured_output(body)
-    request = _base(body, most or FILL_CONTEXT, logprobs, output)
+    request = _base(body, FILL_CONTEXT if most is None else most, logprobs, output)
     request.chat.CopyFrom(_chat(body, body.messages))
     _set_tool_choice(request.chat, body)
-    _check_choices(body, 1, sum(len(message.content) for message in request.chat.messages))
-    older_name = body.max_tokens and not body.max_completion_tokens
+    n, size = body.n or 1, sum(len(message.content) for message in request.chat.messages)
+    _check_choices(body, n, 1, size)
+    older_name = body.max_tokens is not None and not body.max_completion_tokens
     return ParsedRequest(
         [request],
         body,
-        n=body.n or 1,
-        logprobs=logprobs is not None,
+        n=n,
+        kept=n,
+        logprobs=logprobs,
         max_tokens_given=most is not None,
         fields={
             **dict.fromkeys(("input", "chat", "token_ids"), "messages"),
@@ -112,15 +133,19 @@ def parse_tokenize(text: bytes) -> tuple[inference_pb2.TokenizeRequest, bool]:
     body = api.decode(api.TokenizeRequest, text)
     if (body.prompt is None) is (body.messages is None):
         raise InvalidRequest("give either prompt or messages", "prompt")
-    if body.add_special_tokens not in (None, body.messages is None):
-        name = "add_special_tokens"
-        raise InvalidRequest(f"{name} is not supported here: leave it out", name)
     request = inference_pb2.TokenizeRequest(model=body.model or "")
+    if body.add_special_tokens is not None:
+        request.add_special_tokens = body.add_special_tokens
     if body.messages is None:
         request.text = body.prompt or ""
     else:
         request.chat.CopyFrom(_chat(body, body.messages))
     return request, bool(body.return_token_strs)
+
+
+def parse_detokenize(text: bytes) -> api.DetokenizeRequest:
+    """A body of /detokenize."""
+    return api.decode(api.DetokenizeRequest, text)
 
 
 def _chat(
@@ -168,9 +193,27 @@ def _set_tool_choice(chat: inference_pb2.Chat, body: api.ChatRequest) -> None:
         chat.max_thinking_tokens = body.max_thinking_tokens
 
 
-def _check_choices(body: api.GenerateOptions, prompts: int, size: int) -> None:
+def _check_prompt_alone(body: api.GenerateOptions, field: str) -> None:
+    """Raises InvalidRequest where no token is wanted and nothing would be told of the prompt."""
+    if body.prompt_logprobs is None:
+        raise InvalidRequest(f"{field} must be at least 1 without echo or prompt_logprobs", field)
+
+
+def _check_best_of(body: api.CompletionRequest, kept: int, n: int) -> None:
+    if n < kept:
+        raise InvalidRequest(f"best_of is {n} and must be at least n, {kept}", "best_of")
+    if n > kept and body.stream:
+        raise InvalidRequest(
+            "best_of above n cannot be streamed: the best is known last", "best_of"
+        )
+
+
+def _check_choices(body: api.GenerateOptions, n: int, prompts: int, size: int) -> None:
     """`size` is of all prompts, in characters or token ids."""
-    n = body.n or 1
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest(
+            "prompt_logprobs are not streamed: leave stream out", "prompt_logprobs"
+        )
     if prompts * n > MAX_CHOICES:
         raise InvalidRequest(f"prompts times n may be {MAX_CHOICES} at most", "n")
     if n > 1 and size * n > MAX_CHOICES_SIZE:
@@ -222,8 +265,10 @@ def _base(
     max_tokens: int,
     logprobs: int | None,
     output: common_pb2.StructuredOutput | None,
+    echoed: int | None = None,
 ) -> inference_pb2.GenerateRequest:
-    """All but the prompt."""
+    """All but the prompt, of which log-probabilities with `echoed` alternatives are echoed."""
+    told = [top for top in (body.prompt_logprobs, echoed) if top is not None]
     if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 64:
         raise InvalidRequest("seed must be an integer of 64 bits", "seed")
     sampling = common_pb2.SamplingParams(
@@ -232,21 +277,29 @@ def _base(
         seed=None if body.seed is None else body.seed % (1 << 64),
         max_tokens=max_tokens,
         logprobs=logprobs,
+        prompt_logprobs=max(told, default=None),
         structured_output=output,
         **{name: getattr(body, name) for name in _SAME},
     )
-    return inference_pb2.GenerateRequest(
+    request = inference_pb2.GenerateRequest(
         model=body.model or "",
         sampling=sampling,
         stop=[body.stop] if isinstance(body.stop, str) else body.stop,
         include_stop=bool(body.include_stop_str_in_output),
         cache_salt=body.cache_salt or "",
-        priority=_priority(body.priority),
+        priority=priority_of(body.priority),
         ttft_target_ms=body.ttft_target_ms or 0,
+        truncate_prompt_tokens=body.truncate_prompt_tokens or 0,
+        show_special_tokens=body.skip_special_tokens is False,
+        bad_words=body.bad_words,
     )
+    if body.add_special_tokens is not None:
+        request.add_special_tokens = body.add_special_tokens
+    return request
 
 
-def _priority(value: str | int | None) -> common_pb2.Priority:
+def priority_of(value: str | int | None) -> common_pb2.Priority:
+    """As the API has it: a name, or a number of which lower ones go first."""
     if isinstance(value, str):
         return _PRIORITIES[value]
     if not value:

@@ -21,6 +21,7 @@ from baton.config import ApiConfig, RouterConfig
 from baton.errors import InvalidRequest, ModelNotFound, Unavailable, quoted
 from baton.gateway import api, batch_store
 from baton.gateway.batches import BatchApi, Handler
+from baton.gateway.embeddings import embed, parse_embeddings
 from baton.gateway.generation import Endpoint, generate
 from baton.gateway.headers import (
     ALLOW_ORIGIN,
@@ -31,7 +32,12 @@ from baton.gateway.headers import (
 )
 from baton.gateway.openapi import document
 from baton.gateway.output import ChatOutput, CompletionOutput, shown
-from baton.gateway.request import parse_chat, parse_completion, parse_tokenize
+from baton.gateway.request import (
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
 from baton.http_errors import Header, HttpError
 from baton.http_server import HttpExchange
 from baton.v1 import inference_pb2
@@ -109,7 +115,9 @@ class App:
                 service, parse_completion, partial(generate, CompletionOutput)
             ),
             "/v1/chat/completions": Endpoint(service, parse_chat, partial(generate, ChatOutput)),
+            "/v1/embeddings": Endpoint(service, parse_embeddings, embed),
             "/tokenize": Endpoint(service, parse_tokenize, _tokenize),
+            "/detokenize": Endpoint(service, parse_detokenize, _detokenize),
         }
         for_batches = {path: one for path, one in posts.items() if path.startswith("/v1/")}
         self.batches = BatchApi(service, config, for_batches)
@@ -218,3 +226,13 @@ async def _tokenize(
     strings = [shown(service.tokenizer, token)[0] for token in tokens] if with_strings else None
     answer = api.Tokens(len(tokens), found.max_context, tokens, strings)
     exchange.answer(200, msgspec.json.encode(answer))
+
+
+async def _detokenize(
+    service: GenerationService,
+    asked: api.DetokenizeRequest,
+    caller: Caller,
+    exchange: HttpExchange,
+) -> None:
+    text = await service.detokenize(asked.model or "", asked.tokens, caller)
+    exchange.answer(200, msgspec.json.encode(api.Detokenized(text)))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from baton.client import Completion, Route, Timing, TokenLogprobs, Usage
+from baton.client.results import prompt_logprobs_of
 from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.backends import cpu
@@ -20,6 +21,8 @@ from baton.errors import InternalError, InvalidRequest
 from baton.sampling import SamplingParams
 from baton.structured_output import GrammarCompiler
 from baton.text import Tokenizer, check_stop_strings, load_tokenizer
+from baton.v1 import common_pb2
+from baton.worker.messages import prompt_logprobs_proto
 from router.admission.admission import check_length, fitting
 from router.dispatch.request_state import RequestState, TextStream, TokenizedRequest
 
@@ -88,9 +91,10 @@ class SingleProcess:
     def _collect(
         self, state: RequestState, sequence: EngineSequence, on_text: Callable[[str], None]
     ) -> Completion:
-        text = TextStream(self.tokenizer, state.request)
+        text, asked = TextStream(self.tokenizer, state.request), sequence.params.prompt_logprobs
         pieces: list[str] = []
         logprobs: list[TokenLogprobs] = []
+        prompt = common_pb2.PromptLogprobs(token_ids=state.request.prompt)
         reason: str | None = None
         while reason is None:
             progress = self._reports.get()
@@ -99,6 +103,8 @@ class SingleProcess:
                 raise failed(progress.abort_reason)
             if progress.seq_id != sequence.seq_id:
                 continue
+            if progress.prompt_logprobs is not None:
+                prompt.MergeFrom(prompt_logprobs_proto(progress.prompt_logprobs))
             piece, count = text.advance(progress.token_ids, progress.finish_reason)
             state.deliver(progress.token_ids[:count])  # what was sampled behind a stop is no output
             logprobs += [
@@ -114,6 +120,7 @@ class SingleProcess:
             finish_reason="stop" if reason == "stop" else "length",
             stop=text.stop or "",
             logprobs=tuple(logprobs),
+            prompt_logprobs=() if asked is None else prompt_logprobs_of(prompt),
             usage=Usage(len(state.request.prompt), len(state.delivered), sequence.num_cached),
             timing=Timing(
                 ttft_ms=state.ttft_s * 1e3, tpot_ms=state.tpot_s * 1e3, e2e_ms=state.e2e_s * 1e3

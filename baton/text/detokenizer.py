@@ -12,6 +12,7 @@ import contextlib
 import json
 import re
 from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import tokenizers
@@ -52,6 +53,11 @@ class TokenPieces:
     def showing(self, special: Collection[int]) -> TokenPieces:
         """The same, but that these special tokens are text."""
         return TokenPieces(self._library, special) if special else self
+
+    @cached_property
+    def showing_all(self) -> TokenPieces:
+        """The same, but that all special tokens are text."""
+        return self.showing(self._special)
 
     def piece(self, token: int) -> bytes | None:
         """The token's bytes, b"" for one that is no text, None where only `decode` knows."""

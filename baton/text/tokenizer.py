@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,18 @@ from baton.text.model_files import CONFIG_FILE, TOKENIZER_FILE, TextFiles
 
 MAX_CHARS_AT_ONCE = 4096  # longer texts are for a thread, off the event loop: some milliseconds
 _PIECE_CHARS = 1 << 16
+# Before the prefix, between it and the suffix, and behind that.
+_FILL_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # CodeLlama
+    (
+        "<\uff5cfim\u2581begin\uff5c>",
+        "<\uff5cfim\u2581hole\uff5c>",
+        "<\uff5cfim\u2581end\uff5c>",
+    ),  # DeepSeek
+)
 _CUT_TOKENS = 64  # more than a cut in the middle of a word, and special tokens, can add
 
 
@@ -42,6 +54,8 @@ class Tokenizer:
         self._library = library
         self._added = frozenset(library.get_added_tokens_decoder() if library else ())
         self.template: ChatTemplate | None = None
+        self._bos_token_id: int | None = None
+        self._fill: tuple[int, ...] | None = None  # around prefix and suffix
         if library is None:
             return
         # A tokenizer.json can carry its training's limits; a prompt is never cut or padded.
@@ -51,17 +65,55 @@ class Tokenizer:
         if files.chat_template:
             text, file = files.chat_template
             self.template = ChatTemplate(text, files.special_tokens, str(file))
+        if bos := files.special_tokens.get("bos_token"):
+            self._bos_token_id = library.token_to_id(bos)
+        for names in _FILL_TOKENS:
+            found = [token for name in names if (token := library.token_to_id(name)) is not None]
+            if len(found) == len(names):
+                self._fill = tuple(found)
         name = files.special_tokens.get("eos_token")
         if not self.eos_token_ids and name and (token := library.token_to_id(name)) is not None:
             self.eos_token_ids = frozenset([token])
 
-    def encode(self, text: str, max_tokens: int = 0) -> list[int]:
+    def encode(self, text: str, max_tokens: int = 0, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens this tokenizer adds by default.
 
-        Raises InvalidRequest (field "text") for text that is not Unicode (a lone surrogate), or
-        is longer by far than `max_tokens`; 0 limits nothing.
+        No text is a beginning of sequence, where the model has a token for that. Raises
+        InvalidRequest (field "text") for text that is not Unicode (a lone surrogate), or is longer
+        by far than `max_tokens`; 0 limits nothing.
         """
-        return self._encode(text, "text", max_tokens, add_special_tokens=True)
+        found = self._encode(text, "text", max_tokens, add_special_tokens=add_special_tokens)
+        if not (text or found) and self._bos_token_id is not None:
+            return [self._bos_token_id]
+        return found
+
+    def encode_between(self, before: str, after: str, max_tokens: int = 0) -> list[int]:
+        """Token ids of a prompt for what is missing between two texts.
+
+        Raises InvalidRequest (field "suffix") for a model without the tokens for that, and as
+        `encode`.
+        """
+        if self._fill is None:
+            raise InvalidRequest(
+                "this model's tokenizer has no tokens for the middle of a text: leave suffix out",
+                "suffix",
+            )
+        first, second, last = self._fill
+        parts = [self._encode(text, "text", max_tokens, add_special_tokens=False)
+                 for text in (before, after)]  # fmt: skip
+        begin = self._encode("", "text", 0, add_special_tokens=True)
+        return [*begin, first, *parts[0], second, *parts[1], last]
+
+    def bad_words(self, words: Sequence[str]) -> Iterator[list[int]]:
+        """Tokens of each of these texts, at the beginning of an output and behind a space, as vLLM
+        has them."""
+        for word in words:
+            alone = self._encode(word, "bad_words", 0, add_special_tokens=False)
+            behind = self._encode(" " + word.lstrip(), "bad_words", 0, add_special_tokens=False)
+            if alone:
+                yield alone
+            if behind and len(behind) == len(alone) and behind[0] != alone[0]:
+                yield behind
 
     def encode_chat(
         self,
@@ -69,6 +121,7 @@ class Tokenizer:
         max_tokens: int = 0,
         variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
+        add_special_tokens: bool = False,
         at_once: bool = False,
     ) -> list[int]:
         """Token ids of a conversation, up to where the assistant answers; see `ChatTemplate`.
@@ -84,7 +137,7 @@ class Tokenizer:
         if at_once and len(text) > MAX_CHARS_AT_ONCE:
             raise TimeoutError
         # The template writes the special tokens itself.
-        return self._encode(text, "chat", max_tokens, add_special_tokens=False)
+        return self._encode(text, "chat", max_tokens, add_special_tokens=add_special_tokens)
 
     def added_token(self, text: str) -> int | None:
         """The id of an added token, special or not, which is one token wherever it is in a text."""

@@ -37,17 +37,19 @@ class ReserveResponse(_message.Message):
     def __init__(self, handoff_id: _Optional[str] = ..., reservation_token: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., started: bool = ...) -> None: ...
 
 class SequenceEvent(_message.Message):
-    __slots__ = ("handoff_id", "token_ids", "logprobs", "finish_reason", "abort_reason", "invalid")
+    __slots__ = ("handoff_id", "token_ids", "logprobs", "finish_reason", "abort_reason", "invalid", "prompt_logprobs")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     ABORT_REASON_FIELD_NUMBER: _ClassVar[int]
     INVALID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]
     finish_reason: _common_pb2.FinishReason
     abort_reason: str
     invalid: bool
-    def __init__(self, handoff_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., abort_reason: _Optional[str] = ..., invalid: bool = ...) -> None: ...
+    prompt_logprobs: _common_pb2.PromptLogprobs
+    def __init__(self, handoff_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.PositionLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., abort_reason: _Optional[str] = ..., invalid: bool = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"t\n\rHandoffTarget\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x19\n\x11reservation_token\x18\x03 \x01(\t\x12\x15\n\rcached_tokens\x18\x04 \x01(\rJ\x04\x08\x01\x10\x02J\x04\x08\x05\x10\x06R\x07\x61\x64\x64ressR\x07host_id\"\xc5\x01\n\x0ePrefillRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12\'\n\x06target\x18\x02 \x01(\x0b\x32\x17.baton.v1.HandoffTarget\x12\x32\n\x05trace\x18\x03 \x03(\x0b\x32#.baton.v1.PrefillRequest.TraceEntry\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"9\n\x0ePrefillStarted\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\"\x82\x01\n\x11PrefillFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12,\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\"g\n\x10PrefillCommitted\x12\x16\n\x0etransfer_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btransfer_ms\x18\x02 \x01(\x01\x12&\n\ttransport\x18\x03 \x01(\x0e\x32\x13.baton.v1.Transport\"\xc0\x01\n\x0fPrefillResponse\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12+\n\x07started\x18\x02 \x01(\x0b\x32\x18.baton.v1.PrefillStartedH\x00\x12\x32\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x1b.baton.v1.PrefillFirstTokenH\x00\x12/\n\tcommitted\x18\x04 \x01(\x0b\x32\x1a.baton.v1.PrefillCommittedH\x00\x42\x07\n\x05\x65ventb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"t\n\rHandoffTarget\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x19\n\x11reservation_token\x18\x03 \x01(\t\x12\x15\n\rcached_tokens\x18\x04 \x01(\rJ\x04\x08\x01\x10\x02J\x04\x08\x05\x10\x06R\x07\x61\x64\x64ressR\x07host_id\"\xc5\x01\n\x0ePrefillRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12\'\n\x06target\x18\x02 \x01(\x0b\x32\x17.baton.v1.HandoffTarget\x12\x32\n\x05trace\x18\x03 \x03(\x0b\x32#.baton.v1.PrefillRequest.TraceEntry\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"9\n\x0ePrefillStarted\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\"\xa7\x01\n\x11PrefillFirstToken\x12\x15\n\x08token_id\x18\x01 \x01(\rH\x00\x88\x01\x01\x12,\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12-\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x11\n\tembedding\x18\x04 \x03(\x02\x42\x0b\n\t_token_id\"g\n\x10PrefillCommitted\x12\x16\n\x0etransfer_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btransfer_ms\x18\x02 \x01(\x01\x12&\n\ttransport\x18\x03 \x01(\x0e\x32\x13.baton.v1.Transport\"\xf5\x01\n\x0fPrefillResponse\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12+\n\x07started\x18\x02 \x01(\x0b\x32\x18.baton.v1.PrefillStartedH\x00\x12\x32\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x1b.baton.v1.PrefillFirstTokenH\x00\x12/\n\tcommitted\x18\x04 \x01(\x0b\x32\x1a.baton.v1.PrefillCommittedH\x00\x12\x33\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65ventb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,9 +43,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLSTARTED']._serialized_start=377
   _globals['_PREFILLSTARTED']._serialized_end=434
   _globals['_PREFILLFIRSTTOKEN']._serialized_start=437
-  _globals['_PREFILLFIRSTTOKEN']._serialized_end=567
-  _globals['_PREFILLCOMMITTED']._serialized_start=569
-  _globals['_PREFILLCOMMITTED']._serialized_end=672
-  _globals['_PREFILLRESPONSE']._serialized_start=675
-  _globals['_PREFILLRESPONSE']._serialized_end=867
+  _globals['_PREFILLFIRSTTOKEN']._serialized_end=604
+  _globals['_PREFILLCOMMITTED']._serialized_start=606
+  _globals['_PREFILLCOMMITTED']._serialized_end=709
+  _globals['_PREFILLRESPONSE']._serialized_start=712
+  _globals['_PREFILLRESPONSE']._serialized_end=957
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from baton.engine.build import Loaded
+from baton.engine.sampling.prompt_logprobs import PromptLogprobs
 from baton.engine.sampling.sampler import TokenLogprobs
 from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest
@@ -92,6 +93,16 @@ def compiled_grammar(
     if output is None and reasoning is None:
         return None
     return grammars.compile(output, sequence.tokens, sequence.prompt_tokens, reasoning)
+
+
+def prompt_logprobs_proto(found: PromptLogprobs) -> common_pb2.PromptLogprobs:
+    """Log-probabilities of a part of a prompt."""
+    return common_pb2.PromptLogprobs(
+        logprobs=found.logprobs.tolist(),
+        ranks=found.ranks.tolist(),
+        top_ids=found.top_ids.ravel().tolist(),
+        top_logprobs=found.top_logprobs.ravel().tolist(),
+    )
 
 
 def logprobs_proto(logprobs: TokenLogprobs) -> common_pb2.PositionLogprobs:

@@ -15,15 +15,25 @@ from pathlib import Path
 from typing import TypeVar
 
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, quoted
-from baton.sampling import FILL_CONTEXT, MAX_SEED, Reasoning, SamplingParams, StructuredOutput
+from baton.sampling import (
+    FILL_CONTEXT,
+    MAX_BAD_WORDS,
+    MAX_SEED,
+    Reasoning,
+    SamplingParams,
+    StructuredOutput,
+)
 from baton.structured_output import GrammarCompiler
-from baton.text import MAX_CHARS_AT_ONCE, Tokenizer, check_stop_strings
+from baton.text import MAX_CHARS_AT_ONCE, Detokenizer, Tokenizer, check_stop_strings
+from baton.text.stop_strings import MAX_STOP_CHARS
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.chat import ChatFormats, check_messages
 from router.admission.tenants import AdmissionLease, Tenant, Tenants
 from router.dispatch.request_state import TokenizedRequest
 
 MAX_CHARS_PER_TOKEN = 16  # of a whole prompt; longer texts are refused before they are tokenized
+# Of a prompt's tokens, with the alternatives at each, whose log-probabilities are told: 8 MiB.
+MAX_PROMPT_LOGPROBS = 1 << 20
 _TEXT_THREADS = 4
 _PRIORITIES = common_pb2.Priority.values()
 # Tokens a second before any worker has measured: only the order of virtual finish times matters
@@ -107,15 +117,19 @@ class Admission:
         seeded = request.sampling.HasField("seed")
         seed = request.sampling.seed + number if seeded else secrets.randbits(64)
         params = SamplingParams.from_proto(request.sampling, seed & MAX_SEED)
+        if request.bad_words:
+            params = replace(params, bad_words=self._bad_words(request.bad_words))
         params.validate(self.tokenizer.vocab_size)
         check_stop_strings(request.stop)
         if request.stop and not self.tokenizer.has_text:
             raise InvalidRequest("this model has no text: stop at token ids instead", "stop")
         limit, resumed = self._limit(max_context), tuple(request.resumed_token_ids)
-        check_length(len(request.token_ids.ids) + len(resumed), limit)
+        if not request.truncate_prompt_tokens:
+            check_length(len(request.token_ids.ids) + len(resumed), limit)
         if choices.prompt is None:
+            tokens = await self.tokenize(request, max_context, timeout_s)
             # Four bytes a token, for as long as the request waits.
-            choices.prompt = array("I", await self.tokenize(request, max_context, timeout_s))
+            choices.prompt = array("I", tokens[-request.truncate_prompt_tokens :])
         prompt, output_format = choices.prompt, None
         if request.HasField("chat"):
             output_format = self.chat_formats.output_format(request.chat, prompt)
@@ -134,6 +148,7 @@ class Admission:
                 "to resume a stream that was sampled at random, its seed is needed", "sampling.seed"
             )
         self._check_prompt(prompt, resumed, limit, tenant)
+        _check_prompt_logprobs(params, len(prompt))
         most = max(tenant.most_output(len(prompt), choices.total), len(resumed) + 1)
         cut = choices.cut_output or not request.sampling.HasField("max_tokens")
         return TokenizedRequest(
@@ -142,6 +157,7 @@ class Admission:
             params=fitting(params, len(prompt), limit, most, cut),
             stop=tuple(request.stop),
             include_stop=request.include_stop,
+            show_special_tokens=request.show_special_tokens,
             cache_salt=tenant.salt(request.cache_salt),
             deadline=deadline,
             tenant=tenant.name,
@@ -201,20 +217,28 @@ class Admission:
         Short texts are tokenized at once: a thread would take several times as long.
         """
         limit = self._limit(max_context)
-        kind = request.WhichOneof("input")
+        kind, special = request.WhichOneof("input"), request.add_special_tokens
+        if not request.HasField("add_special_tokens"):
+            special = kind == "text"
         if kind is None:
             raise InvalidRequest("give text, chat or token_ids", "input")
         if kind == "token_ids":
             return list(request.token_ids.ids)  # type: ignore[union-attr]
         if kind == "text":
-            _check_chars(len(request.text), limit)
-            if len(request.text) <= MAX_CHARS_AT_ONCE:
-                return self.tokenizer.encode(request.text)
-            work = partial(self.tokenizer.encode, request.text, limit)
+            text, suffix = request.text, getattr(request, "suffix", "")
+            num_chars = len(text) + len(suffix)
+            _check_chars(num_chars, limit)
+            if getattr(request, "truncate_prompt_tokens", 0):
+                limit = 0  # of what is left
+            work = partial(self.tokenizer.encode, text, limit, special)
+            if suffix:
+                work = partial(self.tokenizer.encode_between, text, suffix, limit)
+            if num_chars <= MAX_CHARS_AT_ONCE:
+                return work()
         else:
             check_messages(request.chat.messages)
             _check_chars(sum(map(_num_chars, request.chat.messages)), limit)
-            work = partial(self.chat_formats.encode, request.chat, limit)
+            work = partial(self.chat_formats.encode, request.chat, limit, special)
             if request.chat.ByteSize() <= MAX_CHARS_AT_ONCE:
                 with contextlib.suppress(TimeoutError):
                     return work(at_once=True)
@@ -223,6 +247,22 @@ class Admission:
                 return await self.in_thread(work)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed during tokenizing") from None
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included. Raises InvalidRequest."""
+        if not self.tokenizer.has_text:
+            raise InvalidRequest("this model has no tokenizer: its tokens have no text", "tokens")
+        if token_ids and (largest := max(token_ids)) >= self.tokenizer.vocab_size:
+            raise InvalidRequest(
+                f"token id {largest} is not below the vocabulary size {self.tokenizer.vocab_size}",
+                "tokens",
+            )
+        detokenizer = Detokenizer(self.tokenizer.pieces.showing_all)
+
+        def text() -> str:
+            return detokenizer.push(token_ids) + detokenizer.flush()
+
+        return await self.in_thread(text) if len(token_ids) > MAX_CHARS_AT_ONCE else text()
 
     async def _check_output(
         self,
@@ -262,6 +302,14 @@ class Admission:
     ) -> None:
         await asyncio.wrap_future(self.grammars.check(output, resumed, reasoning))
 
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        if len(words) > MAX_BAD_WORDS or any(len(word) > MAX_STOP_CHARS for word in words):
+            raise InvalidRequest(
+                f"at most {MAX_BAD_WORDS} texts of {MAX_STOP_CHARS} characters are taken",
+                "bad_words",
+            )
+        return tuple(map(tuple, self.tokenizer.bad_words(words)))
+
     def _work_s(self, request: TokenizedRequest) -> float:
         tokens = len(request.prompt) + len(request.resumed)
         return tokens / (self.prefill_rate() or _ASSUMED_RATE)
@@ -296,6 +344,17 @@ def _num_chars(message: inference_pb2.ChatMessage) -> int:
 def _smallest(*limits: int) -> int:
     """0 is no limit."""
     return min((limit for limit in limits if limit), default=0)
+
+
+def _check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
+    if (top := params.prompt_logprobs) is None:
+        return
+    if num_tokens * (top + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"the log-probabilities of {num_tokens} tokens with {top} alternatives each are more "
+            f"than {MAX_PROMPT_LOGPROBS}: ask for fewer",
+            "sampling.prompt_logprobs",
+        )
 
 
 def check_length(num_tokens: int, limit: int) -> None:

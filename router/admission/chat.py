@@ -77,7 +77,13 @@ class ChatFormats:
         tools = f"tool calls as {self.tools.name}" if self.tools else "no tool calls"
         return f"{tools}, {'reasoning' if self.reasoning else 'no reasoning'}"
 
-    def encode(self, chat: inference_pb2.Chat, max_tokens: int, at_once: bool = False) -> list[int]:
+    def encode(
+        self,
+        chat: inference_pb2.Chat,
+        max_tokens: int,
+        add_special_tokens: bool = False,
+        at_once: bool = False,
+    ) -> list[int]:
         """Token ids of a conversation's prompt. Raises InvalidRequest.
 
         `at_once`, TimeoutError where it takes longer than an event loop may be held.
@@ -87,6 +93,7 @@ class ChatFormats:
             max_tokens,
             self._variables(chat),
             chat.continue_final_message,
+            add_special_tokens,
             at_once=at_once,
         )
 

@@ -34,6 +34,8 @@ class Attempt:
         # Workers that a failure now counts against; an empty set stands for the decode worker.
         self.suspects: set[str] = set()
         self.finished_on_decode = False
+        self.embedding: Sequence[float] = ()
+        self.prompt_logprobs = common_pb2.PromptLogprobs()  # as far as they have come
         self.first_output_ns = 0  # wall clock
         self._decoding = False
         self._handed_over = False  # decode has all it needs, or needs nothing
@@ -103,13 +105,17 @@ class Attempt:
                 self.prefill_ended()
                 self._handed_over = self._early is None
                 self.suspects.clear()
+            elif event.HasField("prompt_logprobs"):
+                self.prompt_logprobs.MergeFrom(event.prompt_logprobs)
             elif event.HasField("first_token"):
                 first = event.first_token
                 if first.finish_reason:
                     self.prefill_ended()
                     self._handed_over = True
                 logprobs = [first.logprobs] if first.HasField("logprobs") else []
-                self._output([first.token_id], logprobs, first.finish_reason)
+                self.embedding = first.embedding
+                tokens = [first.token_id] if first.HasField("token_id") else []
+                self._output(tokens, logprobs, first.finish_reason)
                 self.first_token_seen()
 
     def first_token_seen(self) -> None:
@@ -142,6 +148,10 @@ class Attempt:
                 self.suspects.clear()
                 self.unassign()
                 self.on_decoding()
+            if event.HasField("prompt_logprobs"):
+                self.prompt_logprobs.MergeFrom(event.prompt_logprobs)
+                if not event.token_ids:
+                    return
             if reason := event.finish_reason:
                 self.finished_on_decode = True
             self._output(event.token_ids, event.logprobs, reason)

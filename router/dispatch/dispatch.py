@@ -51,8 +51,8 @@ _BACKOFF_S = (0.02, 1.0)
 # What a worker reports of itself or of its peer, never of the request.
 _WORKER_ERRORS = (RetryableError, TransferFailed, Stale, Cancelled, KvMismatch, InternalError)
 
-# A pair of workers, the decode one of which holds blocks for us.
-_Placed = tuple[Pair, Member, decode_pb2.ReserveResponse]
+# A pair of workers, the decode one of which holds blocks for us, unless nothing is to be decoded.
+_Placed = tuple[Pair, Member | None, decode_pb2.ReserveResponse]
 
 
 class Dispatch:
@@ -107,6 +107,7 @@ class Dispatch:
         with telemetry.span(self._tracer, "router.attempt", parent) as span:
             trace = telemetry.context_of(span)
             attempt = Attempt(handoff_id, deliver)
+            state.prompt_logprobs = attempt.prompt_logprobs
             pair, decode, reserved = await self._reserve(state, attempt, trace)
             attempt.on_decoding = self._fleet.breakers[pair.decode.incarnation].succeeded
             _describe(span, pair, reserved, state)
@@ -124,6 +125,7 @@ class Dispatch:
                     prefill = self._fleet.member(pair.prefill.incarnation)
                     self._prefill(state, pair, prefill, reserved, attempt, trace)
                 await attempt.finished()
+                state.embedding = attempt.embedding
             except BatonError as error:
                 state.failed_workers |= self._fleet.breakers.failed_attempt(
                     pair.names, attempt.suspects, error
@@ -134,7 +136,8 @@ class Dispatch:
                 if streams_ns := streams_ns or attempt.first_output_ns:
                     telemetry.record(self._tracer, "router.stream", trace, streams_ns)
                 attempt.unassign()
-                decode.unsubscribe(handoff_id)
+                if decode is not None:
+                    decode.unsubscribe(handoff_id)
                 try:
                     await attempt.acknowledged()
                 finally:
@@ -143,7 +146,7 @@ class Dispatch:
                         if attempt.prefilling:
                             prefill.cancel(handoff_id)
                             attempt.prefill_ended()
-                    if not attempt.finished_on_decode:
+                    if decode is not None and not attempt.finished_on_decode:
                         decode.cancel(handoff_id)
 
     async def _reserve(self, state: RequestState, attempt: Attempt, trace: Context) -> _Placed:
@@ -195,6 +198,10 @@ class Dispatch:
         full: set[str] = set()
         while True:
             pair = pick(full)
+            if not state.decodes:
+                self._assign(attempt, pair.on_prefill, pair)
+                state.placed_at = state.placed_at or time.monotonic()
+                return pair, None, decode_pb2.ReserveResponse()
             decode = self._fleet.member(pair.decode.incarnation)
             self._assign(attempt, pair.on_decode if pair.decode_prefills else pair.on_prefill, pair)
             decode.subscribe(attempt.handoff_id, attempt.on_decode)
@@ -259,7 +266,8 @@ class Dispatch:
             if isinstance(event, prefill_pb2.PrefillResponse):
                 if event.HasField("first_token"):
                     attempt.unassign()
-                    attempt.suspects.add(pair.decode.incarnation)  # of a failed handoff
+                    if state.decodes:
+                        attempt.suspects.add(pair.decode.incarnation)  # of a failed handoff
                     breakers[name].succeeded()
                 elif event.HasField("committed"):
                     breakers[pair.names].succeeded()
@@ -267,17 +275,22 @@ class Dispatch:
             attempt.on_prefill(event)
 
         breakers[name].sent()
-        breakers[pair.names].sent()
         state.workers.add(name)
-        assert attempt.spec is not None
-        state.set_times(attempt.spec)
-        member.outgoing.prefill.add(
-            sequence=attempt.spec,
-            target=prefill_pb2.HandoffTarget(
+        if attempt.spec is None:  # no decode worker was asked
+            attempt.spec = state.spec(attempt.handoff_id)
+        else:
+            state.set_times(attempt.spec)
+        target = None
+        if state.decodes:
+            breakers[pair.names].sent()
+            target = prefill_pb2.HandoffTarget(
                 incarnation=pair.decode.incarnation,
                 reservation_token=reserved.reservation_token,
                 cached_tokens=reserved.cached_tokens,
-            ),
+            )
+        member.outgoing.prefill.add(
+            sequence=attempt.spec,
+            target=target,
             trace=dict(telemetry.inject(trace)),
         )
         span = self._tracer.start_span("router.prefill", trace, SpanKind.CLIENT)
@@ -306,13 +319,14 @@ def _describe(
     span: Span, pair: Pair, reserved: decode_pb2.ReserveResponse, state: RequestState
 ) -> None:
     prefill = "" if reserved.started else pair.prefill.incarnation
-    state.route = common_pb2.Route(prefill=prefill, decode=pair.decode.incarnation)
+    decode = pair.decode.incarnation if state.decodes else ""
+    state.route = common_pb2.Route(prefill=prefill, decode=decode)
     if not span.is_recording():
         return
     attributes: dict[str, str | int | float | bool] = {
         "attempt": state.attempts,
         "prefill": prefill or "(decode prefills)",
-        "decode": pair.decode.incarnation,
+        "decode": decode or "(the prompt alone)",
         "decode_cached_tokens": reserved.cached_tokens,
         "placement.predicted_ttft_ms": round(pair.ttft_s * 1e3, 3),
         "placement.predicted_tpot_ms": round(pair.on_decode.tpot_s * 1e3, 3),

@@ -54,6 +54,7 @@ class TokenizedRequest:
     deadline: float  # time.monotonic()
     tenant: str = ""
     ttft_target_s: float = 0.0  # 0: none
+    show_special_tokens: bool = False  # in the text
     resumed: tuple[int, ...] = ()  # output tokens that another stream has delivered
     # Its place in the fair queue; before it enters that, the first one.
     pending: PendingPrompt = _FIRST
@@ -86,10 +87,18 @@ class RequestState:
     transfer_bytes: int = 0
     transfer_ms: float = 0.0
     route: common_pb2.Route = field(default_factory=common_pb2.Route)
+    # Of this attempt; whole before its first token.
+    prompt_logprobs: common_pb2.PromptLogprobs | None = None
+    embedding: Sequence[float] = ()
     _placement: PlacementRequest | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.delivered = list(self.request.resumed)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether tokens are to be generated; if not, a prefill worker alone serves it."""
+        return self.request.params.max_tokens > 0
 
     def spec(self, handoff_id: str) -> common_pb2.SequenceSpec:
         """The failover rule: prompt and delivered tokens are the new prompt, positions go on."""
@@ -121,8 +130,10 @@ class RequestState:
                 pending=request.pending,
                 cache_salt=request.cache_salt,
                 new_tokens=request.params.max_tokens - len(self.delivered),
-                local_prefill_max_tokens=local_prefill_max_tokens,
+                local_prefill_max_tokens=local_prefill_max_tokens * self.decodes,
                 max_itl_s=max_itl_s,
+                decodes=self.decodes,
+                caches=request.params.prompt_logprobs is None,
             )
         return kept
 
@@ -230,6 +241,8 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, request: TokenizedRequest) -> None:
         output = request.output_format
         pieces = output.pieces if output else tokenizer.pieces
+        if request.show_special_tokens:
+            pieces = pieces.showing_all
         self._detokenizer = Detokenizer(pieces, request.prompt)
         self._stops = StopStrings(request.stop, request.include_stop)
         self._singly = bool(request.stop)

@@ -64,6 +64,8 @@ class PlacementRequest:
     new_tokens: int = 0  # at most so many outputs; 0: not known
     local_prefill_max_tokens: int = RouterLimits.local_prefill_max_tokens
     max_itl_s: float = DEFAULT_MAX_ITL_S
+    decodes: bool = True  # else the prompt is all: a pair is its prefill worker
+    caches: bool = True  # else all of it is computed, whatever is cached
     _chains: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -74,7 +76,7 @@ class PlacementRequest:
     def hashes(self, block_size: int) -> Iterator[int]:
         """Of its whole blocks; never of all tokens, as the last one is always computed."""
         chain = self._chains.setdefault(block_size, [root_hash(self.cache_salt)])
-        for number in range(1, (self.num_tokens - 1) // block_size + 1):
+        for number in range(1, (self.num_tokens - 1) // block_size + 1 if self.caches else 1):
             if number == len(chain):
                 tokens = self.token_ids[(number - 1) * block_size : number * block_size]
                 chain.append(block_hash(chain[-1], tokens))
@@ -299,10 +301,10 @@ def _on_decode(
     outdated = (lone_ms > usual_ms) & (d.running == 0)  # of a batch long gone
     lone_ms = xp.where(outdated, usual_ms, _settled(xp, lone_ms, usual_ms))
     tpot_s = lone_ms / 1e3 * _relative_step(d.busy + 1)
-    most = d.max_batch
+    most = d.max_batch * request.decodes
     most_busy = xp.where(most, most + xp.maximum(1, most // _SPARE_SHARE), np.inf)
     blocks = _blocks(xp, d, request, cached)
-    full = (d.busy >= most_busy) | (blocks > d.blocks_available)
+    full = ((d.busy >= most_busy) | (blocks > d.blocks_available)) & request.decodes
     wait_s = d.queued_tokens / rate + tpot_s / 2  # the step that runs, on average
     compute_s = uncached / rate
     free = d.blocks_available - (request.num_tokens // d.block_size + 1)
@@ -323,7 +325,7 @@ def _on_decode(
     def handoff_us(same_host: bool) -> Any:
         """What decode does not cache is sent, in the gap before the second token."""
         send_s = uncached * d.token_bytes / _BYTES_PER_S[same_host]
-        us = xp.rint((HANDOFF_S[same_host] + send_s) * 1e6 + rest_us)
+        us = xp.rint((HANDOFF_S[same_host] + send_s) * 1e6 + rest_us) * request.decodes
         return xp.where(always, np.inf, us)
 
     return OnDecode(

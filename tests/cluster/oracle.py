@@ -103,6 +103,11 @@ class Oracle:
             self._known[case] = self._process.generate(list(case.prompt), params).token_ids
         return self._known[case]
 
+    def prompt_logprobs(self, prompt: tuple[int, ...], top: int) -> tuple[Any, ...]:
+        """What a cluster must tell of a prompt's tokens."""
+        params = SamplingParams(max_tokens=0, prompt_logprobs=top)
+        return self._process.generate(list(prompt), params).prompt_logprobs
+
 
 async def check(client: AsyncClient, oracle: Oracle, case: Case, **options: Any) -> Completion:
     """Runs a case on a cluster and compares every token."""

@@ -284,6 +284,12 @@ async def test_token_ids_choices_batches_and_logprobs(clusters, oracle):
             extra_body={"ignore_eos": True, "return_token_ids": True},
         )  # fmt: skip
         expected = await check(own, oracle, cases[-1], logprobs=3)
+        alone = await client.completions.create(
+            model="demo", prompt=list(cases[-1].prompt), echo=True, max_tokens=0, logprobs=3
+        )
+        asked = {"prompt_logprobs": 3, "max_tokens": 1}
+        scored = await own.generate(cases[-1].prompt, **asked)
+        short = await own.generate(cases[1].prompt, **asked)  # computed by decode
         await all_blocks_free(own)
     assert [choice.index for choice in done.choices] == list(range(8))
     for choice in done.choices:
@@ -296,6 +302,13 @@ async def test_token_ids_choices_batches_and_logprobs(clusters, oracle):
     assert logprobs.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs])
     assert "".join(logprobs.tokens) == expected.text
     assert all(len(top) == 3 for top in logprobs.top_logprobs)
+    here = oracle.prompt_logprobs(cases[-1].prompt, 3)
+    assert scored.prompt_logprobs == here and scored.route.prefill and not short.route.prefill
+    assert short.prompt_logprobs == oracle.prompt_logprobs(cases[1].prompt, 3)
+    (choice,) = alone.choices
+    assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs == [one and one.logprob for one in here]
+    assert alone.usage is not None and alone.usage.completion_tokens == 0
 
 
 class Answer(pydantic.BaseModel, extra="forbid"):

@@ -25,7 +25,7 @@ FOREIGN_OPTIONS = """
 --client-cert-auth
 --constraint --data --detach --enable-feature --file --gpus --interactive --key-file
 --listen-client-urls --local-dir --migration-limit --no-binary --no-deps --no-recreate --output
---prefix --profile --scale --strict --target --time --tokenizer --trusted-ca-file
+--prefix --profile --scale --strict --target --tasks --time --tokenizer --trusted-ca-file
 """
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

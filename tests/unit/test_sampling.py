@@ -21,11 +21,13 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {
     "repetition_penalty": ([0.0, 101.0, NAN], [100.0]),
     "presence_penalty": ([-2.1, NAN], [-2.0]),
     "frequency_penalty": ([2.1, NAN], [2.0]),
-    "max_tokens": ([0], [1]),
+    "prompt_logprobs": ([MAX_TOP_LOGPROBS + 1], [None, 0, MAX_TOP_LOGPROBS]),
     "min_tokens": ([DEFAULT_MAX_TOKENS + 1, -1], [DEFAULT_MAX_TOKENS]),
     "seed": ([-1, MAX_SEED + 1], [MAX_SEED]),
     "logprobs": ([MAX_TOP_LOGPROBS + 1], [None, 0, MAX_TOP_LOGPROBS]),
     "logit_bias": ([{1: 100.5}, {1: NAN}, {VOCAB: 1.0}], [{0: -100.0, VOCAB - 1: 100.0}]),
+    "allowed_token_ids": ([frozenset({VOCAB})], [frozenset({0, VOCAB - 1})]),
+    "bad_words": ([((),), ((1, VOCAB),)], [((0, VOCAB - 1), (3,))]),
     "stop_token_ids": ([frozenset({VOCAB})], [frozenset({0, VOCAB - 1})]),
 }
 
@@ -59,10 +61,13 @@ PARAMS = st.builds(
     logit_bias=st.dictionaries(UNSIGNED, singles(-100, 100), max_size=5),
     seed=st.integers(0, MAX_SEED),
     stop_token_ids=st.frozensets(UNSIGNED, max_size=5),
+    allowed_token_ids=st.frozensets(UNSIGNED, max_size=5),
+    bad_words=st.lists(st.tuples(UNSIGNED, UNSIGNED), max_size=3).map(tuple),
     min_tokens=UNSIGNED,
     max_tokens=UNSIGNED,
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, MAX_TOP_LOGPROBS),
+    prompt_logprobs=st.none() | st.integers(0, MAX_TOP_LOGPROBS),
 )
 
 

@@ -69,6 +69,7 @@ class Model:
             Scoring(config.score_scale, window, config.attention_softcap, layer.sinks)
             for window, layer in zip(config.windows, weights.layers, strict=True)
         ]
+        self.hidden: Tensor | None = None
         self.expert_tokens: Tensor | None = None
         if config.experts is not None:
             counts = config.experts.counts
@@ -78,13 +79,16 @@ class Model:
     @torch.inference_mode()
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """Runs a batch and writes its K and V into the pool: logits `[logit_rows, vocab_size]`."""
-        rows, wanted = len(batch.token_ids), len(batch.logit_rows)
+        rows, wanted, self.hidden = len(batch.token_ids), len(batch.logit_rows), None
         hidden, residual = self._forward(batch.token_ids, self._place(batch, pool), pool)
         if not wanted:
             return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         if wanted < rows:  # as many as there are rows are all of them
             hidden, residual = (x.index_select(0, batch.logit_rows) for x in (hidden, residual))
-        return self._logits(hidden, residual)
+        normed = self._normed(hidden, residual)
+        if batch.wants_hidden:
+            self.hidden = normed
+        return self._logits(normed)
 
     def close(self) -> None:
         """Nothing runs elsewhere."""
@@ -181,14 +185,17 @@ class Model:
         scale = self.config.residual_scale
         return mixed if scale == 1 else mixed * scale
 
-    def _logits(self, hidden: Tensor, residual: Tensor) -> Tensor:
+    def _logits(self, normed: Tensor) -> Tensor:
         """Next-token scores, float32 `[rows, vocab_size]`."""
-        normed, _ = self._add_rms_norm(hidden, residual, self._weights.final_norm)
         own = self._weights.lm_head.apply(normed)
         logits = self._collectives.gather(own, self.config.vocab_size)
         if self.config.logit_scale != 1:
             logits = logits * self.config.logit_scale
         return softcapped(logits, self.config.logit_softcap).float()
+
+    def _normed(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        """What the output layer multiplies."""
+        return self._add_rms_norm(hidden, residual, self._weights.final_norm)[0]
 
     def _act_mul(self, gate_up: Tensor) -> Tensor:
         return act_mul(gate_up, self.config.activation)

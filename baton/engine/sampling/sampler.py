@@ -1,8 +1,8 @@
 """Turns logits into tokens: penalties, filters and sampling, vectorised over the rows.
 
 The order is vLLM's, with Hugging Face's place for min-p: the grammar's mask, of what it leaves the
-log-probabilities; logit bias, min_tokens mask, repetition, frequency and presence penalties; then,
-unless the row is greedy, temperature, top-k, top-p, min-p.
+log-probabilities; allowed tokens, logit bias, min_tokens mask and bad words, repetition, frequency
+and presence penalties; then, unless the row is greedy, temperature, top-k, top-p, min-p.
 A row's token depends on its logits, its tokens and its settings alone, never on its batch: rows
 that need more than an argmax are worked on apart, and randomness is keyed by (seed, position).
 
@@ -194,8 +194,12 @@ class Sampler:
             mask[:] = later.view(np.int32)
 
     def _adjust(self, logits: Tensor, rows: Sequence[SampleRow]) -> None:
-        """Applies bias, min_tokens and penalties to `logits`, in place: to what changes alone."""
+        """Applies what changes logits to `logits`, in place: to what changes alone."""
         for x, row in zip(logits.numpy(), rows, strict=True):
+            if allowed := list(row.params.allowed_token_ids):
+                kept = x[allowed]
+                x.fill(-np.inf)
+                x[allowed] = kept
             ids, biases, times = self.adjustments(row)
             params, new = row.params, x[ids] + biases
             factor = np.float32(params.repetition_penalty)
@@ -205,11 +209,9 @@ class Sampler:
             x[ids] = new - subtracted.astype(np.float32)
 
     def adjustments(self, row: SampleRow, unknown: int = 0) -> Adjustments:
-        """What bias, min_tokens and penalties change; the row's last `unknown` tokens left out."""
+        """What changes of the tokens that are allowed; the row's last `unknown` left out."""
         params, added = row.params, dict(row.params.logit_bias)
-        if row.output_tokens < params.min_tokens and row.grammar is None:
-            # End-of-sequence is masked even with ignore_eos, as in vLLM.
-            added |= dict.fromkeys(self._eos_token_ids | params.stop_token_ids, -np.inf)
+        added |= dict.fromkeys(self._forbidden(row), -np.inf)
         ids = times = np.empty(0, np.int64)
         repeats = params.repetition_penalty != 1.0  # which counts the prompt, too
         if repeats or params.frequency_penalty or params.presence_penalty:
@@ -227,6 +229,35 @@ class Sampler:
             biases = np.concatenate([biases, np.delete(values, there)])
             times = np.concatenate([times, np.full(len(added) - len(there), -1)])
         return Adjustments(ids, biases, times)
+
+    def allowed(self, rows: Sequence[SampleRow]) -> npt.NDArray[np.int32] | None:
+        """The tokens that each row's settings allow, as `masks` has them; None where all are."""
+        if not any(row.params.allowed_token_ids for row in rows):
+            return None
+        words = np.full((len(rows), -(-self.vocab_size // 32)), -1, np.int32)
+        for row, mask in zip(rows, words, strict=True):
+            if row.params.allowed_token_ids:
+                bits = np.zeros(32 * len(mask), np.bool_)
+                bits[list(row.params.allowed_token_ids)] = True
+                mask[:] = np.packbits(bits, bitorder="little").view(np.int32)
+        return words
+
+    def _forbidden(self, row: SampleRow) -> set[int]:
+        """What would end a row before min_tokens, or complete a bad word in its output.
+
+        Nothing where nothing else is left: a row always gets a token.
+        """
+        params, found = row.params, set[int]()
+        if row.output_tokens < params.min_tokens and row.grammar is None:
+            # End-of-sequence is masked even with ignore_eos, as in vLLM.
+            found |= self._eos_token_ids | params.stop_token_ids
+        output = row.token_ids[row.prompt_tokens :] if params.bad_words else ()
+        for *before, last in params.bad_words:
+            if not before or list(output[-len(before) :]) == before:
+                found.add(last)
+        if params.allowed_token_ids:
+            return found if params.allowed_token_ids - found else set()
+        return found if len(found) < self.vocab_size else set()
 
 
 def _take(logits: Tensor, which: list[int], *, copy: bool = False) -> Tensor:

@@ -55,11 +55,14 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the model in `directory`, by name, after its files' headers were checked."""
+    """Every tensor of the model in `directory`, by name, after its files' headers were checked.
+
+    Embedding models are stored without the "model." that others' names begin with: it is added.
+    """
     if (directory / SINGLE_FILE).is_file():
-        return file_tensors(directory / SINGLE_FILE)
+        return _named(file_tensors(directory / SINGLE_FILE))
     if (directory / INDEX_FILE).is_file():
-        return _sharded_tensors(directory)
+        return _named(_sharded_tensors(directory))
     missing = f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}"
     pickles = sorted(file for end in ("bin", "pt", "pth") for file in directory.glob(f"*.{end}"))
     if pickles:
@@ -68,6 +71,12 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
             "convert the model to safetensors (transformers: model.save_pretrained(directory))"
         )
     raise CheckpointError(f"{missing}: give a directory with safetensors weights")
+
+
+def _named(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    if "embed_tokens.weight" not in tensors:
+        return tensors
+    return {f"model.{name}": tensor for name, tensor in tensors.items()}
 
 
 def _sharded_tensors(directory: Path) -> dict[str, StoredTensor]:

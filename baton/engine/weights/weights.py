@@ -170,7 +170,8 @@ def load_weights(
             if name in unread:
                 unread.remove(name)
                 done += _num_bytes(stored[name])
-            tensor: Tensor = files[stored[name].file].get_tensor(name)  # a view of its mapped file
+            one = stored[name]
+            tensor: Tensor = files[one.file].get_tensor(one.name)  # a view of its mapped file
             return tensor
 
         def read_to_device(name: str) -> Tensor | None:

@@ -8,9 +8,9 @@ import pytest
 
 import baton
 from baton import errors
-from baton.client import RetryPolicy, ToolCall, Usage
+from baton.client import RetryPolicy, TokenLogprobs, ToolCall, Usage
 from baton.client.request import generate_request
-from baton.v1 import common_pb2
+from baton.v1 import common_pb2, inference_pb2
 from tests.unit.client.scripted_router import HELLO, ScriptedRouter, delta, finish, serving, started
 
 LIMIT_S = 10  # for what should take milliseconds
@@ -33,11 +33,16 @@ async def test_a_stream_and_its_completion_with_everything(connect, serve):
     last = finish(
         common_pb2.FINISH_REASON_LENGTH,
         stop="END",
+        embedding=[0.5, -2.0],
         usage=common_pb2.Usage(**usage),
         timing=common_pb2.Timing(**timing),
         route=common_pb2.Route(decode="d1", transport=common_pb2.TRANSPORT_CUDA_IPC, attempts=2),
     )
-    pieces = [delta("Hel", 1, logprobs=[logprobs]), delta("lo", 2, 3)]
+    prompt = common_pb2.PromptLogprobs(
+        token_ids=[7, 8], logprobs=[-2.0], ranks=[3], top_ids=[9, 8], top_logprobs=[-0.5, -2.0]
+    )
+    told = inference_pb2.GenerateResponse(prompt_logprobs=prompt)
+    pieces = [told, delta("Hel", 1, logprobs=[logprobs]), delta("lo", 2, 3)]
     async with connect(await serve(ScriptedRouter([started(), *pieces, last]))) as client:
         stream = client.stream("x")
         deltas = [d async for d in stream]
@@ -46,6 +51,8 @@ async def test_a_stream_and_its_completion_with_everything(connect, serve):
     for done in (stream.completion, *together):
         assert (done.stop, done.request_id) == ("END", "r1")
         assert [(p.token_id, p.logprob, p.top) for p in done.logprobs] == [(1, -0.5, ((4, -0.25),))]
+        assert done.prompt_logprobs == (None, TokenLogprobs(8, -2.0, ((9, -0.5), (8, -2.0)), 3))
+        assert done.embedding == (0.5, -2.0)
         assert done.to_dict() == {
             "text": "Hello",
             "token_ids": [1, 2, 3],

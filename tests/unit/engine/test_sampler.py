@@ -53,6 +53,12 @@ def reference_logits(logits, sample_row):
     if len(output) < params.min_tokens:
         for token_id in EOS | params.stop_token_ids:
             result[token_id] = -np.inf
+    for token_id in range(len(result)):
+        longer = (*output, token_id)
+        if any(longer[-len(word) :] == word for word in params.bad_words):
+            result[token_id] = -np.inf
+        if params.allowed_token_ids and token_id not in params.allowed_token_ids:
+            result[token_id] = -np.inf
     for token_id in set(token_ids):
         if result[token_id] > 0:
             result[token_id] /= params.repetition_penalty
@@ -95,6 +101,8 @@ SETTINGS = [
     {"logit_bias": {4: 3.5, 7: -2.0}},
     {"min_tokens": 4},
     {"min_tokens": 4, "ignore_eos": True, "stop_token_ids": frozenset({9, 11})},
+    {"bad_words": ((9,), (8, 7, 4), (7, 7, 11), (7, 12), (6, 7, 8, 7, 10))},
+    {"allowed_token_ids": frozenset({5, 9, 599}), "logit_bias": {9: 2.0}, "min_p": 0.01},
     {"top_k": 20, "top_p": 0.7},
     {"top_k": 20, "top_p": 0.95, "min_p": 0.05, "temperature": 1.5},
     {"top_p": 0.8, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.5},
@@ -110,6 +118,14 @@ def test_probabilities_are_the_references():
             expected = reference(*given_row)
             np.testing.assert_allclose(actual, expected, atol=1e-6)
             assert ((actual > 0) == (expected > 0)).all()
+
+
+def test_what_may_not_come_now_gives_way_where_nothing_else_may():
+    only_end = row(allowed_token_ids=frozenset({2}), min_tokens=9, bad_words=((2,),))
+    one_of_two = row(allowed_token_ids=frozenset({2, 30}), min_tokens=9)
+    nothing = row(bad_words=tuple((token_id,) for token_id in range(VOCAB)))
+    logits = random_logits(3)
+    assert sample(logits, only_end, one_of_two, nothing) == [2, 30, int(logits[2].argmax())]
 
 
 @given(

@@ -129,7 +129,7 @@ class ScriptedRunner(StepRunner):
             for i in range(len(work.proposed) + 1)
         ]
         logprobs = [TokenLogprobs(token, -1.0, ()) for token in tokens]
-        return tokens_by_sequence(sampling, Sampled(tokens, logprobs))
+        return tokens_by_sequence(sampling, Sampled(tokens, logprobs), {})
 
 
 class UsualCost(NgramProposer):

@@ -84,14 +84,20 @@ async def results(gateway, batch):
     return [await content(gateway, batch[f"{kind}_file_id"]) for kind in ("output", "error")]
 
 
-async def test_each_line_is_answered_as_a_request_of_its_own(gateway, monkeypatch):
-    priorities, generate = [], gateway.service.generate
+@pytest.fixture
+def priorities(gateway, monkeypatch):
+    """Of the requests that were made, in their order."""
+    found, generate = [], gateway.service.generate
 
     async def spy(request, *args, **more):
-        priorities.append(request.priority)
+        found.append(request.priority)
         await generate(request, *args, **more)
 
     monkeypatch.setattr(gateway.service, "generate", spy)
+    return found
+
+
+async def test_each_line_is_answered_as_a_request_of_its_own(gateway, priorities):
     wrong = {**BODY, "max_tokens": -1}
     urgent = {**BODY, "priority": "high", "stream": True, "ttft_target_ms": 1, "model": "tiny"}
     batch = await create(gateway, [line(0), line(1, wrong), line(2, urgent)], metadata={"a": "b"})
@@ -114,6 +120,15 @@ async def test_each_line_is_answered_as_a_request_of_its_own(gateway, monkeypatc
     await eventually(
         lambda: asyncio.sleep(0, gateway.service.batches), {"completed": 1}.__eq__, "counts"
     )
+
+
+async def test_lines_ask_for_embeddings(gateway, priorities):
+    url, body = "/v1/embeddings", {"input": [3, 4]}
+    batch = await create(gateway, [line(0, body, url)], endpoint=url)
+    ((answered,), _) = await results(gateway, await finished(gateway, batch))
+    assert answered["response"]["request_id"]
+    assert answered["response"]["body"]["data"][0]["embedding"] == [0, 3, 4]
+    assert priorities == [common_pb2.PRIORITY_LOW]
 
 
 async def test_a_router_that_begins_runs_only_what_has_no_result(gateway_of, api, monkeypatch):

@@ -1,15 +1,17 @@
 """Completions and chats over HTTP: whole and streamed, in OpenAI's shapes."""
 
 import asyncio
+import base64
 import gc
 import json
+import struct
 
 import pytest
 
 from baton.gateway.request import ParsedRequest
 from baton.v1 import common_pb2
 from router.dispatch.request_state import RequestState
-from tests.unit.router.scripted_workers import seen
+from tests.unit.router.scripted_workers import LENGTH, first_token, seen, started
 
 from .conftest import PROMPT
 
@@ -128,11 +130,131 @@ async def test_stop_strings_and_echo(gateway):
     assert kept.json()["choices"][0]["text"] == "abcd"
     chunks = await gateway.events(max_tokens=20, stop="cd")
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "ab"
+    assert "stop_reason" not in chunks[0]["choices"][0]
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-1]["choices"][0]["stop_reason"] == "cd"
     echoed = (await gateway.complete(prompt="xy", echo=True)).json()["choices"][0]["text"]
     assert echoed == "xyabcde"
     chunks = await gateway.events(prompt=[[100, 101]], echo=True)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "ababcde"
+
+
+async def test_an_echo_has_the_prompts_log_probabilities(gateway):
+    asked = {"prompt": "abc", "echo": True, "logprobs": 1}
+    only = (await gateway.complete(**asked, max_tokens=0)).json()
+    (choice,) = only["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "c"], "text_offset": [0, 1, 2], "token_logprobs": [None, -1, -2],
+        "top_logprobs": [None, {"b": -1, "c": -0.5}, {"c": -2, "d": -0.5}]}  # fmt: skip
+    assert only["usage"]["completion_tokens"] == 0
+    assert gateway.decode.requests == []
+    choices = (await gateway.complete(**asked, n=2, max_tokens=1)).json()["choices"]
+    assert [choice["text"] for choice in choices] == ["abca"] * 2
+    assert [choice["logprobs"]["tokens"][:3] for choice in choices] == [["a", "b", "c"]] * 2
+    wanted = [one.sampling.HasField("prompt_logprobs") for one in sequences(gateway)[1:]]
+    assert wanted == [True, False], "the prompt's are computed once"
+    chunks = [event["choices"][0] for event in await gateway.events(**asked, max_tokens=2)]
+    assert [chunk["text"] for chunk in chunks] == ["abca", "b"]
+    assert chunks[0]["logprobs"]["token_logprobs"] == [None, -1, -2]
+    assert chunks[1]["logprobs"]["text_offset"] == []  # the scripted model has none
+
+
+async def test_prompt_logprobs_are_vllms(gateway):
+    (choice,) = (await gateway.complete(prompt="abc", prompt_logprobs=1)).json()["choices"]
+    b, c, d = gateway.tokenizer.encode("bcd")
+    second = {"logprob": -1, "rank": 1, "decoded_token": "b"}
+    third = {"logprob": -2, "rank": 2, "decoded_token": "c"}
+    assert choice["text"] == "abcde" and choice["prompt_logprobs"] == [
+        None,
+        {str(c): {"logprob": -0.5, "rank": 1, "decoded_token": "c"}, str(b): second},
+        {str(d): {"logprob": -0.5, "rank": 1, "decoded_token": "d"}, str(c): third},
+    ]
+    answer = (await gateway.chat(prompt_logprobs=0, max_tokens=0)).json()
+    told = answer["prompt_logprobs"]
+    assert len(told) == answer["usage"]["prompt_tokens"] and told[0] is None
+    assert [len(one) for one in told[1:]] == [1] * (len(told) - 1)
+    assert answer["choices"][0]["message"]["content"] == ""
+    assert "prompt_logprobs" not in (await gateway.complete()).json()["choices"][0]
+
+
+async def test_the_likeliest_of_several_are_returned(gateway):
+    shares = iter((-3.0, -1.0, -2.0))
+
+    async def one_token(request):
+        yield started()
+        message = first_token(100, LENGTH)
+        message.first_token.logprobs.chosen.logprob = share = next(shares)
+        message.first_token.token_id = 100 - int(share)
+        yield message
+
+    gateway.cluster.prefills[0].scripts = [one_token] * 3
+    answer = (await gateway.complete(n=2, best_of=3, max_tokens=1)).json()
+    found = [(choice["index"], choice["text"], choice["logprobs"]) for choice in answer["choices"]]
+    assert found == [(0, "b", None), (1, "c", None)]
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+async def test_special_tokens_are_text_where_they_are_asked_for(gateway):
+    async def ends(request):
+        yield started()
+        yield first_token(0, common_pb2.FINISH_REASON_LENGTH)
+
+    gateway.cluster.prefills[0].scripts = [ends] * 2
+    texts = [
+        (await gateway.complete(max_tokens=1, skip_special_tokens=skipped)).json()["choices"][0]
+        for skipped in (True, False)
+    ]
+    assert [choice["text"] for choice in texts] == ["", "</s>"]
+    answer = (await gateway.post("/detokenize", {"tokens": [100, 0, 101]})).json()
+    assert answer == {"prompt": "a</s>b"}
+
+
+async def test_a_long_prompt_is_cut_and_bad_words_become_tokens(gateway):
+    letters = "abcdefghij" * 5  # the context holds 32
+    assert (await gateway.complete(prompt=letters)).status_code == 400
+    await gateway.complete(prompt=letters, truncate_prompt_tokens=3, bad_words=["bad"],
+                           allowed_token_ids=[100, 101])  # fmt: skip
+    (sequence,) = sequences(gateway)
+    encode = gateway.tokenizer.encode
+    assert list(sequence.token_ids) == encode("hij")
+    words = [list(word.token_ids) for word in sequence.sampling.bad_words]
+    assert words == [encode("bad")]
+    assert list(sequence.sampling.allowed_token_ids) == [100, 101]
+
+
+async def test_a_token_that_ended_an_output_is_its_stop_reason(gateway):
+    async def ends(request):
+        yield started()
+        yield first_token(105, common_pb2.FINISH_REASON_STOP)
+
+    gateway.cluster.prefills[0].scripts = [ends] * 2
+    (choice,) = (await gateway.complete(stop_token_ids=[105])).json()["choices"]
+    assert (choice["text"], choice["stop_reason"]) == ("", 105)
+    (chunk,) = await gateway.events(stop_token_ids=[105])
+    assert chunk["choices"][0]["stop_reason"] == 105
+
+
+async def test_embeddings_of_texts_and_tokens(gateway):
+    async def embeddings(**body):
+        return (await gateway.post("/v1/embeddings", body)).json()
+
+    one = await embeddings(input=[3, 4])
+    assert one == {
+        "object": "list", "model": "tiny", "usage": {"prompt_tokens": 2, "total_tokens": 2},
+        "data": [{"object": "embedding", "index": 0, "embedding": [0, 3, 4]}]}  # fmt: skip
+    several = await embeddings(input=["a", "b"], encoding_format="base64")
+    found = [base64.b64decode(item["embedding"]) for item in several["data"]]
+    assert [struct.unpack("<2f", item) for item in found] == [(0, 100), (0, 101)]
+    cut = await embeddings(input=[[5, 3, 4], [9, 3, 4]], dimensions=3)
+    first, second = (item["embedding"] for item in cut["data"])
+    assert first == pytest.approx([0, 5 / 34**0.5, 3 / 34**0.5]) and second != first
+    assert gateway.decode.requests == []
+    for bad, field in (
+        ({"input": [3], "dimensions": 3}, "dimensions"), ({"input": [999]}, "input"),
+        ({"input": []}, "input"), ({"input": "a" * 99}, "input"), ({}, "input"),
+    ):  # fmt: skip
+        assert (await embeddings(**bad))["error"]["param"] == field
 
 
 async def test_settings_reach_the_workers_and_defaults_are_openais(gateway):

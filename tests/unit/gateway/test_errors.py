@@ -51,8 +51,9 @@ BAD = [
     ({"prompt": "a" * (1 << 16), "n": 128}, "n"),
     ({"prompt": ["a"] * 9, "n": 128}, "n"),
     *(({name: bad}, name) for name, bad in {
-        "temperature": "hot", "top_p": 0, "n": True, "best_of": 2, "suffix": "x", "min_tokens": 6,
-        "logprobs": 21, "logit_bias": {"a": 1}, "stop": ["a"] * 17, "stop_token_ids": [999],
+        "temperature": "hot", "top_p": 0, "n": True, "suffix": "x", "min_tokens": 6,
+        "max_tokens": 0, "logprobs": 21, "logit_bias": {"a": 1}, "stop": ["a"] * 17,
+        "stop_token_ids": [999],
         "seed": 1 << 64, "priority": "urgent", "stream_options": {"include_usage": True},
         "response_format": {"type": "json_schema"}, "structured_outputs": {}, "use_beam_search": 0,
     }.items()),
@@ -63,7 +64,14 @@ BAD = [
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
      "response_format"),
     ({"max_tokens": 30}, "max_tokens"),
-    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"n": 2, "best_of": 1}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"echo": True, "truncate_prompt_tokens": 2}, "echo"),
+    ({"prompt": "a", "suffix": "b"}, "suffix"),
+    ({"allowed_token_ids": [999]}, "allowed_token_ids"),
+    ({"bad_words": [""]}, "bad_words[0]"),
+    ({"guided_regex": "a", "bad_words": ["b"]}, "bad_words"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"logit_bias": {"300": 1}}, "logit_bias"),
     ({"logit_bias": {"3": 101}}, "logit_bias"),
     ({"stop": [""]}, "stop[0]"),
@@ -82,12 +90,12 @@ BAD_CHATS = [
     *(({name: bad}, name) for name, bad in {
         "functions": [{"name": "f"}], "chat_template": "x", "audio": {"voice": "x"},
         "modalities": ["text", "audio"],
-        "top_logprobs": 2, "logprobs": 2, "max_completion_tokens": 31, "max_tokens": 31,
+        "max_tokens": 0, "top_logprobs": 2, "logprobs": 2, "max_completion_tokens": 31,
     }.items()),
+    ({"max_tokens": 31}, "max_tokens"),
     ({"max_completion_tokens": 2, "min_tokens": 3}, "min_tokens"),
 ]  # fmt: skip
 BAD_TOKENIZE = [({}, "prompt"), ({"prompt": "a", "messages": [{"role": "u"}]}, "prompt"),
-                ({"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
                 ({"prompt": 1}, "prompt"), ({"messages": []}, "messages")]  # fmt: skip
 
 
@@ -97,6 +105,7 @@ async def test_a_bad_field_is_refused_by_name_before_any_work(gateway):
         ("/v1/completions", {"prompt": PROMPT, "max_tokens": 5}, BAD),
         ("/v1/chat/completions", chat, BAD_CHATS),
         ("/tokenize", {}, BAD_TOKENIZE),
+        ("/detokenize", {}, [({"tokens": [999]}, "tokens"), ({"tokens": ["a"]}, "tokens[0]")]),
     ):
         for body, param in bad:
             text = json.dumps({**base, **body})

@@ -45,7 +45,7 @@ async def test_what_can_be_read(gateway):
     assert body["application/json"]["schema"]["$ref"].endswith("/CompletionRequest")
     fields = described["components"]["schemas"]["CompletionRequest"]["properties"]
     assert fields["temperature"]["anyOf"][0]["maximum"] == 100
-    assert (fields["suffix"]["enum"], len(fields["prompt"]["anyOf"])) == ([None, ""], 4)
+    assert (fields["detokenize"]["enum"], len(fields["prompt"]["anyOf"])) == ([None, True], 4)
 
 
 async def test_a_model_has_its_aliases(gateway_of):
@@ -443,12 +443,10 @@ def test_events_that_differ_in_their_text_alone_are_those_that_are_encoded(kind,
             )  # fmt: skip
 
         sent = []
-        output = kind(
-            3, None, logprobs=False, token_ids=token_ids, echo="", event=event, send=sent.append
-        )
+        output = kind(3, None, logprobs=False, token_ids=token_ids, event=event, send=sent.append)
         for text in TEXTS:
-            output.put(text, [7], (), common_pb2.FINISH_REASON_UNSPECIFIED)
-        output.put("end", [7], (), common_pb2.FINISH_REASON_STOP)
+            output.put(text, [7], (), common_pb2.FINISH_REASON_UNSPECIFIED, "")
+        output.put("end", [7], (), common_pb2.FINISH_REASON_STOP, "")
         return sent, output
 
     fast, with_fast = events(False)
@@ -470,7 +468,7 @@ def positions(*tokens, top=()):
 
 
 def output_of(kind, tokenizer):
-    output = kind(0, tokenizer, logprobs=True, token_ids=False, echo="")
+    output = kind(0, tokenizer, logprobs=True, token_ids=False)
     return lambda positions: msgspec.to_builtins(output.logprobs(positions))
 
 

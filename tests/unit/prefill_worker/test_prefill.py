@@ -116,6 +116,43 @@ async def test_a_first_token_that_is_the_last_commits_nothing(pair, late):
     assert len(responses) == 2
 
 
+async def test_a_prompt_alone_is_computed_whole_and_handed_to_nobody(pair):
+    def wanted(name, max_tokens):
+        asked = spec(name, prompt(70), max_tokens)
+        asked.sampling.prompt_logprobs = 2
+        return asked
+
+    scored = await messages(await pair.start(wanted("a", 4)))
+    await pair.router.tokens("a")
+    alone = await messages(pair.call(wanted("b", 0), None))  # its prefix is cached by now
+    parts = [message.prompt_logprobs for message in alone[1:-1]]
+    assert parts == [message.prompt_logprobs for message in scored[1:-2]]
+    assert alone[0].started.cached_tokens == 0 and len(parts) == 3
+    assert sum(len(part.logprobs) for part in parts) == 69
+    assert alone[-1].first_token == prefill_pb2.PrefillFirstToken(
+        finish_reason=common_pb2.FINISH_REASON_LENGTH
+    )
+    with pytest.raises(InvalidRequest) as refused:
+        await messages(pair.call(wanted("c", 4), None))
+    assert refused.value.field == "target"
+
+
+async def test_a_prompts_embedding_is_normalized_and_of_its_last_token(pair):
+    found = []
+    for name, num_tokens in (("a", 70), ("b", 69), ("c", 70)):
+        asked = spec(name, prompt(num_tokens), 0)
+        asked.sampling.embedding = True
+        *_, last = await messages(pair.call(asked, None))
+        found.append(list(last.first_token.embedding))
+    assert len(found[0]) == 64 and sum(x * x for x in found[0]) == pytest.approx(1)
+    assert found[2] == found[0] != found[1]
+    asked = spec("d", prompt(70), 4)
+    asked.sampling.embedding = True
+    with pytest.raises(InvalidRequest) as refused:
+        await messages(await pair.start(asked))
+    assert refused.value.field == "sampling.embedding"
+
+
 @pytest.mark.parametrize(("decode_caches", "sent"), [(True, 6), (False, 70)])
 async def test_cached_prompts_send_what_decode_lacks(directory, store, decode_caches, sent):
     async with pair_of(directory, store, decode_caches) as pair:

@@ -48,6 +48,17 @@ def first_token(token_id, reason=UNFINISHED):
     return prefill_pb2.PrefillResponse(first_token=message)
 
 
+def prompt_logprobs(token_ids, start=1, end=None):
+    """Token i has log-probability -i and rank i, and the likeliest is the next number."""
+    found = list(enumerate(token_ids))[start:end]
+    return common_pb2.PromptLogprobs(
+        logprobs=[-float(at) for at, _ in found],
+        ranks=[at for at, _ in found],
+        top_ids=[token_id + 1 for _, token_id in found],
+        top_logprobs=[-0.5] * len(found),
+    )
+
+
 def committed(num_bytes=1000):
     message = prefill_pb2.PrefillCommitted(
         transfer_bytes=num_bytes, transfer_ms=2.0, transport=common_pb2.TRANSPORT_SHM
@@ -197,8 +208,19 @@ class PrefillWorker(Worker):
 
     async def good(self, request):
         """A prompt that goes well."""
-        token_id, reason = token(request.sequence)
+        sequence, (token_id, reason) = request.sequence, token(request.sequence)
         yield started(queue_ms=3.0)
+        tokens, new = sequence.token_ids, len(sequence.token_ids) == sequence.prompt_tokens
+        if new and sequence.sampling.HasField("prompt_logprobs"):
+            for start, end in ((1, 2), (2, None)):
+                part = prompt_logprobs(tokens, start, end)
+                yield prefill_pb2.PrefillResponse(prompt_logprobs=part)
+        if not sequence.sampling.max_tokens:
+            message = first_token(None, LENGTH)
+            if sequence.sampling.embedding:
+                message.first_token.embedding.extend([0.0, *map(float, tokens)])
+            yield message
+            return
         yield first_token(token_id, reason)
         if not reason:
             self.commit(request)
@@ -466,7 +488,8 @@ async def seen(good):
 
 def tokenized(prompt=(1, 2, 3), timeout_s=10.0, **fields):
     """A request of three tokens."""
-    params = SamplingParams(max_tokens=fields.pop("max_tokens", 5), seed=7)
+    scored = fields.pop("prompt_logprobs", None)
+    params = SamplingParams(max_tokens=fields.pop("max_tokens", 5), seed=7, prompt_logprobs=scored)
     values = {"request_id": "r", "stop": (), "include_stop": False, "cache_salt": "", **fields}
     return TokenizedRequest(
         prompt=prompt, params=params, deadline=time.monotonic() + timeout_s, **values

@@ -119,7 +119,7 @@ async def test_a_request_becomes_tokens(admission, admission_of):
                 ("repetition_penalty", 0),
                 ("presence_penalty", 3),
                 ("frequency_penalty", -3),
-                ("max_tokens", 0),
+                ("prompt_logprobs", 21),
                 ("min_tokens", 65),
                 ("logprobs", 21),
                 ("logit_bias", {1: 101}),

@@ -113,6 +113,11 @@ async def test_reasoning_that_the_prompt_opens_and_its_limit(admission_of):
     admission = admission_of(OPENED)
     reasoning = (await admit(admission, max_thinking_tokens=5)).params.reasoning
     assert (reasoning.begun, reasoning.max_tokens) == (True, 5)
+    for alone in ({"allowed_token_ids": [5]}, {"bad_words": [{"token_ids": [5]}]}):
+        with pytest.raises(InvalidRequest, match="max_thinking_tokens say which tokens"):
+            await admit(
+                admission, max_thinking_tokens=5, sampling=common_pb2.SamplingParams(**alone)
+            )
     admission = admission_of(OPENED + "\n</think>\n\n")
     assert not (await admit(admission, max_thinking_tokens=0)).params.reasoning.begun
     admission = admission_of("{{ messages[0].content }}", reasoning_parser="deepseek_r1")

@@ -17,6 +17,7 @@ from .scripted_workers import (
     committed,
     counting,
     first_token,
+    prompt_logprobs,
     received,
     request_state,
     started,
@@ -67,6 +68,46 @@ async def test_decode_that_started_by_itself_needs_no_prefill_worker(cluster):
     assert await cluster.run(state) == (counting(5), LENGTH)
     assert cluster.prefills[0].requests == []
     assert (state.route.prefill, state.route.decode, state.cached_tokens) == ("", "d0", 8)
+
+
+async def test_a_prompt_alone_takes_a_prefill_worker_and_nothing_of_a_full_decode_worker(cluster):
+    await cluster.fill()
+    state = request_state(max_tokens=0, prompt_logprobs=1)
+    assert await cluster.run(state) == ([], LENGTH)
+    (prefill,) = cluster.prefills[0].requests
+    assert not prefill.HasField("target")
+    assert cluster.decodes[0].requests == [] and cluster.decodes[0].cancelled.empty()
+    assert state.final_route() == common_pb2.Route(prefill="p0", attempts=1)
+    assert state.prompt_logprobs == prompt_logprobs([1, 2, 3])
+
+
+async def test_what_a_failed_attempt_told_of_a_prompt_is_not_told_twice(cluster):
+    async def breaks(request):
+        yield started()
+        yield prefill_pb2.PrefillResponse(prompt_logprobs=prompt_logprobs([1, 2, 3], 1, 2))
+        raise InternalError("the step failed")
+
+    cluster.prefills[0].scripts = [breaks]
+    state = request_state(prompt_logprobs=1)
+    assert await cluster.run(state) == (counting(5), LENGTH)
+    assert (state.attempts, state.prompt_logprobs) == (2, prompt_logprobs([1, 2, 3]))
+
+
+async def test_decode_tells_of_a_prompt_that_it_computes(cluster):
+    decode = cluster.decodes[0]
+
+    def run(sequence, ahead):
+        for start, end in ((1, 2), (2, None)):
+            event = decode_pb2.SequenceEvent(handoff_id=sequence.handoff_id)
+            event.prompt_logprobs.CopyFrom(prompt_logprobs([1, 2, 3], start, end))
+            for router in decode.routers:
+                router.outgoing.events.append(event)
+        decode.run_to_end(sequence, ahead)
+
+    decode.reserves, decode.runs = [decode.accept_and_start], [run]
+    state = request_state(prompt_logprobs=1)
+    assert await cluster.run(state) == (counting(5), LENGTH)
+    assert state.prompt_logprobs == prompt_logprobs([1, 2, 3])
 
 
 async def test_the_first_token_does_not_wait_for_the_commit(cluster):

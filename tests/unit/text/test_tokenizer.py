@@ -199,3 +199,40 @@ def test_the_fingerprint_changes_exactly_when_the_text_side_does(write):
     tokenizer_file.write_text(tokenizer_file.read_text().replace("im_end", "in_end"))
     seen.add(text_fingerprint(path))
     assert len(seen) == 5
+
+
+def test_no_text_is_a_beginning_of_sequence_where_there_is_one(write):
+    assert load_tokenizer(write()).encode("") == []
+    tokenizer = load_tokenizer(write(tokenizer_config={"bos_token": "<s>"}))
+    assert tokenizer.encode("") == [0]
+
+
+FILL = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001 - the model's
+)
+
+
+@pytest.mark.parametrize("names", FILL)
+def test_the_middle_of_a_text_is_asked_for_with_the_models_own_tokens(write, names):
+    path = write()
+    with pytest.raises(InvalidRequest, match="middle of a text") as refused:
+        load_tokenizer(path).encode_between("a", "b")
+    assert refused.value.field == "suffix"
+    library = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    library.add_special_tokens(list(names))
+    library.save(str(path / "tokenizer.json"))
+    first, second, last = map(library.token_to_id, names)
+    tokenizer = load_tokenizer(path)
+    before, after = tokenizer.encode("hello"), tokenizer.encode("fox")
+    found = tokenizer.encode_between("hello", "fox")
+    assert found == [first, *before, second, *after, last]
+
+
+def test_bad_words_are_meant_with_and_without_a_space_before_them(write):
+    tokenizer = load_tokenizer(write())
+    plain, spaced = tokenizer.encode("fox"), tokenizer.encode(" fox")
+    expected = [plain, *([spaced] if len(spaced) == len(plain) else [])]
+    assert list(tokenizer.bad_words(["fox"])) == expected

@@ -43,6 +43,7 @@ class _Launch:
     rows: Rows[SampleRow]
     settings: Tensor
     masks: Tensor | None
+    allowed: Tensor | None
     integers: Tensor
     floats: Tensor
     num_adjusted: int
@@ -76,6 +77,7 @@ class DeviceSampler:
         masks = None
         if any(row.grammar for row in rows):
             masks = self._pinned(self._sampler.masks(rows))
+        allowed = self._sampler.allowed(rows)
         adjusted = [at for at, row in enumerate(rows) if row.adjusted]
         sources = [sources[at] if sources else KNOWN for at in adjusted]
         changes = [
@@ -93,6 +95,7 @@ class DeviceSampler:
             rows,
             self._pinned(sampling.settings_of([row.params for row in rows], random_numbers(rows))),
             masks,
+            None if allowed is None else self._pinned(allowed),
             self._pinned(np.concatenate([adjusted, ends, sources, ids, times]).astype(np.int32)),
             self._pinned(np.concatenate([np.ravel(penalties), biases]).astype(np.float32)),
             len(adjusted),
@@ -115,6 +118,8 @@ class DeviceSampler:
         if launch.masks is not None:
             logits.masked_fill_(~_unpacked(on_device(launch.masks), logits.shape[1]), -torch.inf)
         raw = logits.clone() if launch.logprobs is not None and launch.num_adjusted else logits
+        if launch.allowed is not None:
+            logits.masked_fill_(~_unpacked(on_device(launch.allowed), logits.shape[1]), -torch.inf)
         if rows := launch.num_adjusted:
             integers = on_device(launch.integers)
             which, ends, sources, ids, times = integers.split([rows] * 3 + [launch.num_tokens] * 2)

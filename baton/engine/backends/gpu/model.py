@@ -81,7 +81,7 @@ class GpuModel(Model):
         """
         placed = place_rows(context_lens, None, block_tables, len(token_ids), pool.shape[4])
         rows = _Rows(placed, len(token_ids), block_tables, context_lens)
-        return self._logits(*self._forward(token_ids, rows, pool))
+        return self._logits(self._normed(*self._forward(token_ids, rows, pool)))
 
     def _mix(self, x: Tensor, shares: Tensor, taken: Tensor, experts: ExpertWeights) -> Tensor:
         assert isinstance(experts, _GroupedExperts)

@@ -4,13 +4,14 @@ A decode step is one launch: a copy of its inputs, a graph, sampling, a copy of 
 Kernels find inputs at fixed places, so that a graph reads whatever was copied there last. The host
 writes them into pinned memory, of which there are two buffers, used in turn: while one is being
 read, the next launch's inputs are written into the other. What else a plan may hold (chunks,
-proposed tokens, rows whose grammar must know the last token) is computed tensor by tensor, and
-waited for. Engine thread only.
+proposed tokens, rows whose grammar or bad words must know the last token) is computed tensor by
+tensor, and waited for. Engine thread only.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Rows
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -29,8 +30,8 @@ from baton.engine.backends.gpu.graphs import (
     sections,
 )
 from baton.engine.planner import Plan, Work
-from baton.engine.runner import Runner, SampledTokens, sample_rows, tokens_by_sequence
-from baton.engine.sampling.sampler import Sampler
+from baton.engine.runner import Runner, SampledTokens, sample_rows
+from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError, InternalError
 
@@ -161,8 +162,10 @@ class GpuRunner(Runner):
 
     def launches(self, plan: Plan) -> bool:
         """Whether one launch computes a plan and samples its tokens, the last ones unknown."""
+        sequences = [item.sequence for item in plan.work]
         return self._are_decoding(plan.work) and all(
-            item.sequence.grammar is None for item in plan.work
+            one.grammar is None and one.params.max_tokens > 0 and not one.params.bad_words
+            for one in sequences
         )
 
     @torch.inference_mode()
@@ -245,23 +248,26 @@ class GpuRunner(Runner):
             logits = self.model.step(self._batches.build(Plan(work)), self.pool)
         return self._sample(work, logits)
 
-    def _sample(self, work: list[Work], logits: Tensor) -> dict[str, SampledTokens]:
-        sampling = [item for item in work if item.samples]
-        if not sampling:
-            return {}
+    def _choose(self, logits: Tensor, rows: Rows[SampleRow]) -> Sampled:
+        if not rows:
+            return Sampled([], [])
         sampler = self._waiting_sampler
-        sampler.prepare([row for item in sampling for row in sample_rows(item)])
+        sampler.prepare(rows)
         sampler.sample(logits)
         self._stream.record_event().synchronize()
         sampled = sampler.sampled()
         for token_id in sampled.token_ids:
             self._token(token_id)
-        return tokens_by_sequence(sampling, sampled)
+        return sampled
 
     def _are_decoding(self, work: list[Work]) -> bool:
         """Whether these are single tokens, all of which sample, no more than a batch holds."""
         return len(work) <= self._max_batch and all(
-            item.count == 1 and item.samples and item.start < self._max_context for item in work
+            item.count == 1
+            and item.samples
+            and item.start < self._max_context
+            and not item.sequence.params.embedding
+            for item in work
         )
 
     def _write_inputs(self, work: list[Work], sources: list[int]) -> tuple[_Slot, tuple[int, int]]:

@@ -15,14 +15,20 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.engine.batch import BatchBuilder, StepModel
-from baton.engine.planner import Plan, Work
+from baton.engine.planner import SCORED_ROWS, Plan, Work
 from baton.engine.runner import StepRunner
 from baton.engine.sequence import Sequence
 from baton.sampling import SamplingParams
 
 # Of all settings these take the most memory and launch the most kernels.
 _RANKED = SamplingParams(
-    temperature=1.0, top_k=64, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=20
+    temperature=1.0,
+    top_k=64,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    logprobs=20,
+    prompt_logprobs=20,
 )
 _GREEDY = SamplingParams()
 
@@ -36,6 +42,10 @@ def largest_step(runner: StepRunner, settings: EngineConfig, max_context: int) -
     work = [
         _work(max_context, 1 + proposed, pool, proposed, _RANKED) for _ in range(settings.max_batch)
     ]
+    if scored := min(rest, SCORED_ROWS, max_context - 1):
+        work.append(_work(max_context, scored, pool, 0, _RANKED))
+        work[-1].sequence.prompt_tokens, work[-1].sequence.num_scored = max_context, 0
+        rest -= scored
     while rest > 0:
         work.append(_work(max_context, min(rest, max_context - 1), pool))
         rest -= work[-1].count

@@ -107,7 +107,7 @@ class Step(Structure):
 
     _fields_ = _fields(
         ("token_ids context_lens query_lens block_tables logit_rows", c_void_p),
-        ("logits own_logits workspace", c_void_p),
+        ("logits own_logits hidden workspace", c_void_p),
         ("pool", Pool),
         ("rows sequences width num_logits", c_int32),
     )

@@ -73,12 +73,16 @@ class NativeModel(NativeOps):
         if wanted > len(self._scores):
             self._scores = torch.empty(wanted, self.config.vocab_size)
             self._own_scores = torch.empty(wanted, len(self._tokens))
+        self.hidden = None
+        if batch.wants_hidden:
+            self.hidden = torch.empty(wanted, self.config.hidden_size, dtype=self.dtype)
         inputs = (
             batch.token_ids, batch.context_lens, batch.query_lens, batch.block_tables,
-            batch.logit_rows, self._scores, self._own_scores, self._workspace,
+            batch.logit_rows, self._scores, self._own_scores, self.hidden, self._workspace,
         )  # fmt: skip
         sizes = (rows, len(batch.query_lens), batch.block_tables.shape[1], wanted)
-        step = Step(*(tensor.data_ptr() for tensor in inputs), self._pool(pool), *sizes)
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in inputs)
+        step = Step(*pointers, self._pool(pool), *sizes)
         if not self._native.baton_step(torch.get_num_threads(), self._model, step):
             raise RunnerFailed("a rank of this worker has ended or hangs: the step is lost")
         return self._scores[:wanted]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from baton.config import EngineConfig
@@ -65,6 +66,9 @@ class Driven:
         self.progress: list[Progress] = []  # of the last report
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[object]] = {}
+        self.prompts: dict[
+            str, list[float]
+        ] = {}  # log-probabilities and likeliest, or sums of hidden states
         self.ends: dict[str, str] = {}
 
     @property
@@ -115,6 +119,12 @@ class Driven:
         for one in report.progress:
             self.tokens[one.seq_id] += one.token_ids
             self.logprobs[one.seq_id] += one.logprobs
+            told = self.prompts.setdefault(one.seq_id, [])
+            if one.prompt_logprobs is not None:
+                found = one.prompt_logprobs
+                told += np.column_stack([found.logprobs, found.top_ids]).ravel().tolist()
+            if one.pooled is not None:
+                told += one.pooled.tolist()
             if reason := one.finish_reason or one.abort_reason:
                 self.ends[one.seq_id] = reason
 

@@ -29,6 +29,8 @@ def a_row(dice, vocab):
         logit_bias=dice.choice(({}, {}, {1: 3.0, 5: -4.0})),
         min_tokens=dice.choice((0, 0, 30)),
         logprobs=dice.choice((None, None, 0, 3)),
+        allowed_token_ids=dice.choice((frozenset(), frozenset(), frozenset({1, 4, 5}))),
+        bad_words=dice.choice(((), (), ((4,), (3, 5), (5,)))),
         seed=dice.randrange(1 << 64),
     )
     return SampleRow(params, [dice.randrange(vocab) for _ in range(length)], prompt)
@@ -50,7 +52,10 @@ def test_whatever_the_rows_ask_for(seed, count, vocab):
             places = dice.sample(range(count), count)
             newest = torch.zeros(count, dtype=torch.int64)
             newest[places] = torch.tensor([row.token_ids[-1] for row in rows])
-            sources = [place if dice.random() < 0.7 else KNOWN for place in places]
+            sources = [
+                KNOWN if row.params.bad_words or dice.random() < 0.3 else place
+                for row, place in zip(rows, places, strict=True)
+            ]
             lacking = [
                 row if source == KNOWN else row._replace(token_ids=[*row.token_ids[:-1], 0])
                 for row, source in zip(rows, sources, strict=True)

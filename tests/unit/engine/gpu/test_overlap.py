@@ -1,9 +1,10 @@
 """Overlap and the GPU's runner: the tokens of a CPU's plain loop, and when the host has to wait."""
 
 import functools
+import itertools
 import random
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,7 @@ def _settings(dice, calm):
         changes: list[dict[str, object]] = [
             {"repetition_penalty": 1.3}, {"presence_penalty": 0.7}, {"logit_bias": {5: 9.0}},
             {"min_tokens": 1}, {"logprobs": 2}, STRUCTURED, {**STRUCTURED, "logprobs": 1},
+            {"allowed_token_ids": frozenset(range(5, 60))}, {"bad_words": ((7,), (8, 9))},
         ]  # fmt: skip
         settings |= dice.choice(changes)
     return settings
@@ -158,6 +160,8 @@ def assert_same(some, others):
             assert list(map(rounded, some.logprobs[name])) == list(
                 map(rounded, others.logprobs[name])
             )
+            told = pytest.approx(others.prompts[name], rel=1e-4, abs=1e-4)
+            assert some.prompts[name] == told
 
 
 def rounded(logprobs):
@@ -183,6 +187,22 @@ def test_tokens_with_speculation_and_in_small_batches(seed, options):
     scenario = a_scenario(100 + seed)
     expected = play(scenario, on_cpu(60, **options))
     assert_same(play(scenario, on_gpu(LazyStream(seed), 60, **options)), expected)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_is_told_of_prompts_is_that_of_a_cpu(seed):
+    """With tokens behind them and without, in the batch with and without a chunk."""
+    scenario = a_scenario(300 + seed)
+    changes: list[dict[str, object]] = [
+        {"prompt_logprobs": 2, "structured_output": None}, {"prompt_logprobs": 1, "max_tokens": 0},
+        {"embedding": True, "max_tokens": 0}, {"max_tokens": 0}, {},
+    ]  # fmt: skip
+    for number, one in enumerate(itertools.chain.from_iterable(scenario.coming.values())):
+        one.params = replace(one.params, **changes[number % len(changes)])
+    expected = play(scenario, on_cpu(60))
+    assert sum(map(bool, expected.prompts.values())) > 4
+    for overlap in (True, False):
+        assert_same(play(scenario, on_gpu(LazyStream(seed), 60, overlap=overlap)), expected)
 
 
 @pytest.mark.parametrize("seed", range(4))

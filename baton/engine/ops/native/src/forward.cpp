@@ -41,6 +41,7 @@ struct Step {
     const int32_t* logit_rows;    // [num_logits]
     float* logits;                // [num_logits][vocab_size], on rank 0
     float* own_logits;            // with several ranks, [num_logits][this one's tokens]
+    Activation* hidden;           // [num_logits][model.hidden], or null
     void* workspace;              // `baton_workspace` bytes
     Pool pool;
     int32_t rows, sequences, width, num_logits;
@@ -237,6 +238,8 @@ struct Forward {
         team.barrier();
         attend_and_mix(last, step.num_logits, wanted);
         const Activation* x = norm(at.branch, model.final_norm, step.num_logits);
+        if (step.hidden && team.thread == 0)
+            std::memcpy(step.hidden, x, size_t(step.num_logits) * model.hidden * sizeof(Activation));
         float* logits = model.ranks.exchange ? step.own_logits : step.logits;
         product(x, step.num_logits, model.lm_head, logits);
         if (model.logit_scale != 1.0f || model.logit_cap != 0.0f)

@@ -1,0 +1,82 @@
+"""Embeddings: a prompt's hidden states as one vector, in the way its checkpoint was trained for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from baton.checkpoint_files import MAX_JSON_BYTES, parse_json_value, read_bytes
+from baton.engine.planner import Work
+from baton.errors import CheckpointError
+
+Vector = npt.NDArray[np.float32]
+_MODULES, _POOLING = "modules.json", "config.json"
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How a checkpoint's sentence-transformers files say that embeddings are made."""
+
+    mean: bool = False  # of all tokens; else the last one's
+    normalized: bool = True
+
+    @classmethod
+    def read(cls, path: Path) -> Pooling:
+        """Of a model directory; without such files the last token's, normalized.
+
+        Raises CheckpointError for files that are broken, or ask for what is not computed here.
+        """
+        file = path / _MODULES
+        modules = _read(file)
+        if modules is None:
+            return cls()
+        if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
+            raise CheckpointError(f"{file}: must be a list of modules")
+        kinds = {str(one.get("type")).rpartition(".")[2]: str(one.get("path")) for one in modules}
+        if unknown := kinds.keys() - {"Transformer", "Pooling", "Normalize"}:
+            raise CheckpointError(f"{file}: module {unknown.pop()!r} is not supported")
+        pooling = _read(path / kinds.get("Pooling", "") / _POOLING) if "Pooling" in kinds else {}
+        if not isinstance(pooling, dict):
+            raise CheckpointError(f"{file}: names a pooling without its {_POOLING}")
+        modes = {name for name, on in pooling.items() if name.startswith("pooling_mode_") and on}
+        mean, last = ({f"pooling_mode_{name}"} for name in ("mean_tokens", "lasttoken"))
+        if modes not in (mean, last, set()):
+            raise CheckpointError(f"{file}: {', '.join(sorted(modes))} is not supported")
+        return cls(modes == mean, "Normalize" in kinds)
+
+    def finish(self, summed: Vector, num_tokens: int) -> Vector:
+        """The embedding of a prompt, from what `pooled` found in its steps, added up."""
+        length = float(np.linalg.norm(summed)) if self.normalized else 1.0
+        if self.mean and not self.normalized:
+            length = float(num_tokens)
+        vector: Vector = summed / np.float32(length or 1.0)
+        return vector
+
+
+def pooled(work: Sequence[Work], hidden: Tensor) -> dict[str, Vector]:
+    """Of the sequences whose embeddings are wanted: the sum of their rows, by id.
+
+    hidden: `[rows, hidden_size]`, of each work's `scored` positions, and then of those that it
+    samples at.
+    """
+    found, at = dict[str, Vector](), 0
+    for item in work:
+        end = at + len(item.scored) + (1 + len(item.proposed) if item.samples else 0)
+        if item.sequence.params.embedding and end > at:
+            found[item.sequence.seq_id] = hidden[at:end].float().sum(0).cpu().numpy()
+        at = end
+    return found
+
+
+def _read(file: Path) -> Any:
+    """What a JSON file holds, None when there is no such file."""
+    try:
+        return parse_json_value(file, read_bytes(file, MAX_JSON_BYTES))
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,115 @@
+"""Embeddings: transformers' hidden states, pooled as the checkpoint says."""
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from baton.config import EngineConfig
+from baton.engine import build
+from baton.engine.ops.native import library
+from baton.engine.pooling import Pooling
+from baton.engine.sequence import Sequence
+from baton.errors import CheckpointError
+from baton.sampling import SamplingParams
+from tests.unit.engine.bench import Bench
+from tests.unit.engine.checkpoints import load_reference, make_checkpoint
+
+PROMPT = [(11 * i + i // 7) % 250 + 3 for i in range(150)]
+EMBEDDED = SamplingParams(max_tokens=0, embedding=True)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint")
+    make_checkpoint(path, "Qwen3ForCausalLM", head_dim=16)
+    return path
+
+
+def hidden_states(directory, tokens):
+    with torch.no_grad():
+        found = load_reference(directory)(torch.tensor([tokens]), output_hidden_states=True)
+    return found.hidden_states[-1][0].numpy()
+
+
+def summed(progress):
+    return sum(one.pooled for one in progress if one.pooled is not None)
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [{"kernels": "torch"}, {"kernels": "native"}, {"kernels": "native", "tp": 2, "threads": 2}],
+    ids=["torch", "native", "ranks"],
+)
+def test_embeddings_are_pooled_hidden_states(directory, settings, mean):
+    if settings["kernels"] == "native" and library.load() is None:
+        pytest.skip("no native library can be built here")
+    loaded = build.load(
+        EngineConfig(
+            str(directory), dtype="float32", kv_blocks=64, chunk_tokens=64,
+            **{"threads": 1, **settings},
+        )
+    )  # fmt: skip
+    other = Sequence("other", PROMPT[:61], 61, SamplingParams(max_tokens=9, ignore_eos=True))
+    scored = Sequence("scored", list(PROMPT), 150, SamplingParams(max_tokens=2, prompt_logprobs=0))
+    with Bench(loaded.engine) as bench:
+        for name, tokens in (("first", PROMPT), ("cached", PROMPT), ("single", PROMPT[:1])):
+            sequence = Sequence(name, list(tokens), len(tokens), EMBEDDED)
+            sequence.num_scored = 0 if mean else None
+            got = bench.finish(sequence, *([other, scored] if name == "first" else []))
+            states = hidden_states(directory, tokens)
+            expected = states.sum(0) if mean else states[-1]
+            np.testing.assert_allclose(summed(got[name]), expected, rtol=1e-4, atol=1e-3)
+            assert bool(sequence.num_cached) is (name == "cached" and not mean)
+    assert all(one.pooled is None for one in bench.reports[0].progress if one.seq_id == "other")
+
+
+def write(path, pooling=None, *modules):
+    types = [{"type": f"sentence_transformers.models.{name}", "path": at} for name, at in modules]
+    (path / "modules.json").write_text(json.dumps(types))
+    (path / "1_Pooling").mkdir(exist_ok=True)
+    if pooling is not None:
+        (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+
+
+def test_a_checkpoint_says_how_it_is_pooled(tmp_path):
+    assert Pooling.read(tmp_path) == Pooling(mean=False, normalized=True)
+    base, normalize = ("Transformer", ""), ("Normalize", "2_Normalize")
+    pool = ("Pooling", "1_Pooling")
+    write(tmp_path, {"pooling_mode_lasttoken": True}, base, pool, normalize)
+    assert Pooling.read(tmp_path) == Pooling(mean=False, normalized=True)
+    mean = {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": False}
+    write(tmp_path, mean, base, pool)
+    assert Pooling.read(tmp_path) == Pooling(mean=True, normalized=False)
+    vector = np.array([3.0, 4.0], np.float32)
+    assert Pooling.read(tmp_path).finish(vector, 2).tolist() == [1.5, 2.0]
+    assert Pooling(mean=True).finish(vector, 2) == pytest.approx([0.6, 0.8])
+    for pooling, *modules in (
+        ({"pooling_mode_cls_token": True}, base, pool),
+        ({**mean, "pooling_mode_lasttoken": True}, base, pool),
+        (mean, base, pool, ("Dense", "2_Dense")),
+        ([], base, pool),
+    ):
+        write(tmp_path, pooling, *modules)
+        with pytest.raises(CheckpointError, match=r"modules\.json"):
+            Pooling.read(tmp_path)
+
+
+def test_a_checkpoint_of_an_embedding_model_has_no_prefix_in_its_names(tmp_path, directory):
+    for file in directory.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    named.pop("lm_head.weight", None)
+    safetensors.torch.save_file(named, file)
+    settings = {"dtype": "float32", "kv_blocks": 16, "threads": 1}
+    with Bench(build.load(EngineConfig(str(tmp_path), **settings)).engine) as bench:
+        got = bench.finish(Sequence("a", PROMPT[:30], 30, EMBEDDED))
+    expected = hidden_states(directory, PROMPT[:30])[-1]
+    np.testing.assert_allclose(summed(got["a"]), expected, rtol=1e-4, atol=1e-3)
