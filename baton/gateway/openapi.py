@@ -9,17 +9,24 @@ import msgspec
 from baton.gateway import api
 from baton.gateway.batch_store import Batch, Batches, BatchRequest, File, FileDeleted, Files
 from baton.gateway.headers import MAX_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_HEADER
+from baton.gateway.output_responses import Response
+from baton.gateway.responses import ResponsesRequest
 
 Part = dict[str, Any]
-_REQUESTS = (api.CompletionRequest, api.ChatRequest, api.TokenizeRequest, BatchRequest)
+_REQUESTS = (
+    *(api.CompletionRequest, api.ChatRequest, ResponsesRequest),
+    *(api.TokenizeRequest, BatchRequest),
+)
 _ANSWERS = (
-    *(api.Completion, api.ChatCompletion, api.Tokens, api.Models, api.Model, api.Status),
+    *(api.Completion, api.ChatCompletion, Response, api.Tokens, api.Models, api.Model, api.Status),
     *(api.Version, api.Error, File, Files, FileDeleted, Batch, Batches),
 )
 _STRING: Part = {"type": "string"}
 _DESCRIPTIONS = {
     "model": "The served model, which is meant too where none is named.",
     "prompt": "What to continue: a text, texts, token ids or lists of token ids.",
+    "input": "The conversation, oldest item first, or the user's message.",
+    "instructions": "A system message before the input.",
     "messages": "The conversation, oldest turn first; the model's chat template renders it.",
     "temperature": "0 is greedy. 1 by default.",
     "top_k": "Keep the k most likely tokens; 0 or -1 keeps all.",
@@ -54,18 +61,19 @@ _ERRORS = ("400", "401", "404", "408", "413", "429", "500", "503", "504")
 
 def document() -> Part:
     """The whole document."""
-    completion, chat, tokenize, batch = _REQUESTS
+    completion, chat, responses, tokenize, batch = _REQUESTS
     model = {"name": "model", "in": "path", "required": True, "schema": _STRING}
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "Baton",
             "version": "1",
-            "description": "OpenAI's API for completions and chats, with vLLM's extensions.",
+            "description": "OpenAI's API to generate text, with vLLM's extensions.",
         },
         "paths": {
             "/v1/completions": _post("Continue prompts.", completion, api.Completion, streams=True),
             "/v1/chat/completions": _post("Answer a chat.", chat, api.ChatCompletion, streams=True),
+            "/v1/responses": _post("Answer a conversation.", responses, Response, streams=True),
             "/tokenize": _post("Token ids of a prompt or a chat.", tokenize, api.Tokens),
             "/v1/models": _get("The served models.", api.Models, "401"),
             "/v1/models/{model}": {

@@ -31,7 +31,9 @@ from baton.gateway.headers import (
 )
 from baton.gateway.openapi import document
 from baton.gateway.output import ChatOutput, CompletionOutput, shown
+from baton.gateway.output_responses import respond
 from baton.gateway.request import parse_chat, parse_completion, parse_tokenize
+from baton.gateway.responses import parse_response
 from baton.http_errors import Header, HttpError
 from baton.http_server import HttpExchange
 from baton.v1 import inference_pb2
@@ -109,6 +111,7 @@ class App:
                 service, parse_completion, partial(generate, CompletionOutput)
             ),
             "/v1/chat/completions": Endpoint(service, parse_chat, partial(generate, ChatOutput)),
+            "/v1/responses": Endpoint(service, parse_response, respond),
             "/tokenize": Endpoint(service, parse_tokenize, _tokenize),
         }
         for_batches = {path: one for path, one in posts.items() if path.startswith("/v1/")}
