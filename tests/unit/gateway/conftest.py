@@ -123,16 +123,17 @@ async def gateway(gateway_of):
 async def says(gateway_of, tmp_path, monkeypatch):
     """Starts a gateway whose model says a text."""
 
-    async def start(text):
+    async def start(text, reason=common_pb2.FINISH_REASON_STOP):
         tokenizer = byte_tokenizer(
             tmp_path, added=["<think>", "</think>"], template=TEMPLATE, max_position_embeddings=9999
         )
-        tokens = [*tokenizer.encode(text), 0]
+        end = [0] if reason == common_pb2.FINISH_REASON_STOP else []
+        tokens = [*tokenizer.encode(text), *end]
 
         def token(sequence, ahead=0):
             index = len(sequence.token_ids) - sequence.prompt_tokens + ahead
             ends = index + 1 == len(tokens)
-            return tokens[index], common_pb2.FINISH_REASON_STOP if ends else UNFINISHED
+            return tokens[index], reason if ends else UNFINISHED
 
         monkeypatch.setattr(scripted_workers, "token", token)
         return await gateway_of(tokenizer=tokenizer, cluster={"max_context": 1000})
