@@ -107,10 +107,12 @@ class IncompleteDetails(Struct):
 
 
 class ResponseError(Struct):
-    """Why a stream failed behind its beginning."""
+    """Why a stream failed behind its beginning; `code` is one of OpenAI's."""
 
-    code: str
+    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
     message: str
+    type: str
+    param: str | None
 
 
 class Response(Struct, kw_only=True):
@@ -149,6 +151,11 @@ _EVENTS = {
     MessageItem: "response.output_text",
     FunctionCallItem: "response.function_call_arguments",
 }
+# OpenAI's codes of failures, by status; all others are the server's.
+_CODES: dict[int, Literal["rate_limit_exceeded", "invalid_prompt"]] = {
+    429: "rate_limit_exceeded",
+    400: "invalid_prompt",
+}
 Emit = Callable[..., None]
 
 
@@ -186,11 +193,11 @@ class _ResponseGeneration(Generation):
             response = self._ended()
             return self._events(f"response.{response.status}", response=response)
         error = msgspec.json.decode(failure.body, type=api.Error).error
-        code = error.code or error.type
+        code = _CODES.get(failure.status, "server_error")
         if not self._num_events:  # only comments were sent
             return self._event("error", code=code, message=error.message, param=error.param)
+        failed = ResponseError(code, error.message, error.type, error.param)
         done = [item for item in self._output.items if item.status == "completed"]
-        failed = ResponseError(code, error.message)
         response = self._response(status="failed", output=done, error=failed)
         return self._event("response.failed", response=response)
 

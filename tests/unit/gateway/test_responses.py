@@ -6,8 +6,13 @@ import openai
 import pydantic
 import pytest
 
+from baton.gateway import generation
+from baton.gateway.output_responses import ItemsOutput
 from baton.gateway.responses import parse_response
+from baton.text.tool_calls import ToolCallDelta
 from baton.v1 import common_pb2
+from router.dispatch.request_state import ParsedOutput
+from tests.unit.router.scripted_workers import UNFINISHED
 
 CALLS = (
     "<think>\nHm.\n</think>\n\nSee:\n"
@@ -165,6 +170,28 @@ async def test_a_failure_ends_the_stream_with_what_was_done(says, client_of, mon
     assert (failed.type, failed.response.status) == ("response.failed", "failed")
     assert "by zero" in failed.response.error.message
     assert shown(failed.response.output) == ITEMS
+
+
+async def test_a_failure_before_any_output_is_an_error_event(gateway, client_of, monkeypatch):
+    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.05)
+    await gateway.cluster.fill()
+    async with client_of(gateway) as client:
+        stream = await client.responses.create(model="tiny", input="Hi", stream=True)
+        gateway.service.give_up()
+        (event,) = [event async for event in stream]
+    assert (event.type, event.code, event.sequence_number) == ("error", "server_error", 0)
+
+
+def test_of_one_step_the_rest_of_a_call_comes_before_text_and_text_before_the_next_call():
+    output = ItemsOutput(lambda started: None, lambda kind, **members: None)
+    calls = [ToolCallDelta(0, "1", "f", ""), ToolCallDelta(0, "", "", "{")]
+    output.put("", (), (), UNFINISHED, ParsedOutput("Hm.", calls))
+    calls = [ToolCallDelta(0, "", "", "}"), ToolCallDelta(1, "2", "g", "")]
+    output.put("So:", (), (), UNFINISHED, ParsedOutput("", calls))
+    output.put("", (), (), common_pb2.FINISH_REASON_TOOL_CALLS, ParsedOutput())
+    reasoning, first, message, second = output.items
+    assert (reasoning.content[0].text, message.content[0].text) == ("Hm.", "So:")
+    assert [(call.name, call.arguments) for call in (first, second)] == [("f", "{}"), ("g", "")]
 
 
 CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}
