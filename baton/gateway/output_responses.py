@@ -157,6 +157,7 @@ _CODES: dict[int, Literal["rate_limit_exceeded", "invalid_prompt"]] = {
     400: "invalid_prompt",
 }
 Emit = Callable[..., None]
+_encode = msgspec.json.Encoder().encode
 
 
 async def respond(
@@ -186,7 +187,7 @@ class _ResponseGeneration(Generation):
         return [self._output]
 
     def answer(self) -> bytes:
-        return msgspec.json.encode(self._ended())
+        return _encode(self._ended())
 
     def last_event(self, failure: Failure | None) -> bytes:
         if failure is None:
@@ -215,7 +216,7 @@ class _ResponseGeneration(Generation):
     def _event(self, kind: str, **members: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._num_events, **members}
         self._num_events += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode(event))
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(event))
 
     def _ended(self) -> Response:
         end = self._output.end
@@ -272,6 +273,9 @@ class ItemsOutput:
         self._id = ""
         self._open: Item | None = None  # the last item, while more of it may come
         self._pieces: list[str] = []  # of its text
+        self._place: dict[str, Any] = {}  # what events of it have in common,
+        self._text_place: dict[str, Any] = {}  # and those of its text
+        self._delta = ""  # the type of those with a piece
 
     def start(self, started: inference_pb2.Started) -> None:
         self._id = started.request_id
@@ -321,46 +325,39 @@ class ItemsOutput:
         return f"{_PREFIXES[kind]}_{self._id}_{len(self.items)}"
 
     def _extend(self, text: str) -> None:
-        item = self._open
-        assert item is not None
         self._pieces.append(text)
-        self._emit(f"{_EVENTS[type(item)]}.delta", **self._place(logprobs=True), delta=text)
+        self._emit(self._delta, **self._text_place, delta=text)
 
     def _begin(self, item: Item) -> None:
         self._close("completed")
         self._open = item
+        self._place = {"item_id": item.id, "output_index": len(self.items)}
+        self._text_place = self._place
+        self._delta = f"{_EVENTS[type(item)]}.delta"
         self.items.append(item)
         self._emit("response.output_item.added", output_index=len(self.items) - 1, item=item)
         if not isinstance(item, FunctionCallItem):
-            part = OutputText() if isinstance(item, MessageItem) else ReasoningText()
-            self._emit("response.content_part.added", **self._place(), part=part)
+            self._place = self._text_place = {**self._place, "content_index": 0}
+            part: OutputText | ReasoningText = ReasoningText()
+            if isinstance(item, MessageItem):
+                part, self._text_place = OutputText(), {**self._place, "logprobs": []}
+            self._emit("response.content_part.added", **self._place, part=part)
 
     def _close(self, status: ItemStatus) -> None:
         item, text = self._open, "".join(self._pieces)
         if item is None:
             return
-        done = f"{_EVENTS[type(item)]}.done"
         item.status = status
+        done = f"{_EVENTS[type(item)]}.done"
         if isinstance(item, FunctionCallItem):
             item.arguments = text
-            self._emit(done, **self._place(), name=item.name, arguments=text)
+            self._emit(done, **self._place, name=item.name, arguments=text)
         else:
             if isinstance(item, MessageItem):
                 item.content = [OutputText(text)]
             else:
                 item.content = [ReasoningText(text)]
-            self._emit(done, **self._place(logprobs=True), text=text)
-            self._emit("response.content_part.done", **self._place(), part=item.content[0])
+            self._emit(done, **self._text_place, text=text)
+            self._emit("response.content_part.done", **self._place, part=item.content[0])
         self._emit("response.output_item.done", output_index=len(self.items) - 1, item=item)
         self._open, self._pieces = None, []
-
-    def _place(self, *, logprobs: bool = False) -> dict[str, Any]:
-        """What events of the open item have in common."""
-        item = self._open
-        assert item is not None
-        place: dict[str, Any] = {"item_id": item.id, "output_index": len(self.items) - 1}
-        if not isinstance(item, FunctionCallItem):
-            place["content_index"] = 0
-        if logprobs and isinstance(item, MessageItem):
-            place["logprobs"] = []
-        return place

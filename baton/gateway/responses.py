@@ -164,7 +164,7 @@ def _messages(body: ResponsesRequest) -> tuple[list[api.Message], dict[str, str]
     What one output had, its reasoning, its message and its calls, is one turn of a chat.
     """
     messages, places = list[api.Message](), dict[str, str]()
-    if body.instructions is not None:
+    if body.instructions:
         messages.append(api.Message(role="system", content=body.instructions))
     items = body.input
     if isinstance(items, str):
