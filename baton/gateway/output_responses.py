@@ -28,6 +28,7 @@ from router.dispatch.request_state import ParsedOutput
 from router.frontend import Caller, GenerationService
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
+FailureCode = Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
 
 
 class OutputText(Struct, tag="output_text"):
@@ -109,7 +110,7 @@ class IncompleteDetails(Struct):
 class ResponseError(Struct):
     """Why a stream failed behind its beginning; `code` is one of OpenAI's."""
 
-    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+    code: FailureCode
     message: str
     type: str
     param: str | None
@@ -152,7 +153,7 @@ _EVENTS = {
     FunctionCallItem: "response.function_call_arguments",
 }
 # OpenAI's codes of failures, by status; all others are the server's.
-_CODES: dict[int, Literal["rate_limit_exceeded", "invalid_prompt"]] = {
+_CODES: dict[int, FailureCode] = {
     429: "rate_limit_exceeded",
     400: "invalid_prompt",
 }
@@ -194,7 +195,7 @@ class _ResponseGeneration(Generation):
             response = self._ended()
             return self._events(f"response.{response.status}", response=response)
         error = msgspec.json.decode(failure.body, type=api.Error).error
-        code = _CODES.get(failure.status, "server_error")
+        code: FailureCode = _CODES.get(failure.status, "server_error")
         if not self._num_events:  # only comments were sent
             return self._event("error", code=code, message=error.message, param=error.param)
         failed = ResponseError(code, error.message, error.type, error.param)

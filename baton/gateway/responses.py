@@ -209,7 +209,7 @@ def _add(turn: api.Message, item: InputItem, place: str) -> None:
         turn.reasoning = content if isinstance(content, str) else "".join(p.text for p in content)
     else:
         name = _given(item.name, f"{place}.name")
-        function = api.CalledFunction(_given(item.arguments, f"{place}.arguments"), name)
+        function = api.CalledFunction(item.arguments or "", name)
         call = api.ToolCall(id=_given(item.call_id, f"{place}.call_id"), function=function)
         assert turn.tool_calls is not None
         turn.tool_calls.append(call)
@@ -224,6 +224,6 @@ def _parts(content: Content | None, place: str, name: str = "content") -> str | 
 
 
 def _given(value: str | None, field: str) -> str:
-    if value is None:
+    if not value:
         raise InvalidRequest(f"{field} is missing", field)
     return value

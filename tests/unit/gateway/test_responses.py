@@ -143,11 +143,11 @@ async def test_an_output_passed_back_is_one_turn_of_a_chat(says, client_of):
     output = [item.to_dict() for item in first.output]
     calls = [item.call_id for item in first.output[2:]]
     answers = [{"type": "function_call_output", "call_id": c, "output": "yes"} for c in calls]
-    body = {"input": [user, *output, *answers, *output[:2]], "instructions": "Be short."}
+    body = {"input": [user, *output, *answers, *output[:2], output[1]], "instructions": "Be short."}
     _, parsed = parse_response(json.dumps(body).encode())
-    system, user, turn, *answers, last = parsed.requests[0].chat.messages
-    assert [(m.role, m.content) for m in (system, user, turn, last)] == [
-        ("system", "Be short."), ("user", "Hi"), ("assistant", "See:"), ("assistant", "See:"),
+    system, user, turn, *answers, last, after = parsed.requests[0].chat.messages
+    assert [(m.role, m.content) for m in (system, user, turn, last, after)] == [
+        ("system", "Be short."), ("user", "Hi"), *3 * [("assistant", "See:")],
     ]  # fmt: skip
     assert (turn.reasoning, last.reasoning, list(last.tool_calls)) == ("Hm.", "Hm.", [])
     assert [(call.id, call.name) for call in turn.tool_calls] == [*zip(calls, "fg", strict=True)]
@@ -215,6 +215,7 @@ CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": "x"}, CALL]}, "input[1].arguments"),
+        ({"input": [{**CALL, "name": ""}]}, "input[0].name"),
         ({"input": [{**CALL, "call_id": None}]}, "input[0].call_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
