@@ -612,6 +612,13 @@ def _is_neutral(raw: Raw, neutral: tuple[Any, ...]) -> bool:
 
 _ERROR = re.compile(r"(?P<reason>.*?)(?: - at (`key` in )?`\$\.?(?P<field>.*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
+_TYPE = re.compile(r"(\w+)\[\d+\]\.type$")
+_SUPPORTED = {
+    "content": "must be that of text: images are not supported, nor are audio and files",
+    "tools": "must be 'function': tools that a server runs are not supported",
+    "tool_calls": "must be 'function': tools that a server runs are not supported",
+    "input": "must be one of message, function_call, function_call_output and reasoning",
+}
 
 
 def _invalid(error: msgspec.ValidationError, within: str = "") -> InvalidRequest:
@@ -624,9 +631,8 @@ def _invalid(error: msgspec.ValidationError, within: str = "") -> InvalidRequest
         return InvalidRequest(f"{field} is missing", field)
     if not field:
         return InvalidRequest("the body must be a JSON object")
-    if field.endswith("].type"):
-        what = "must be 'text': images are not supported, nor are audio and files"
-        return InvalidRequest(f"{field} {what}", field)
+    if of := _TYPE.search(field):
+        return InvalidRequest(f"{field} {_SUPPORTED.get(of[1], _SUPPORTED['content'])}", field)
     if reason.startswith(("Expected `null`", "Expected `array` of length <= 0")):
         return InvalidRequest(f"{field} is not supported here: leave it out", field)
     return InvalidRequest(f"{field}: {reason[:1].lower()}{reason[1:]}", field)

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -23,7 +24,7 @@ from baton.gateway.headers import caller_of, id_headers
 from baton.gateway.output import Output, usage_of
 from baton.gateway.prompt_output import PromptOutput
 from baton.gateway.request import ParsedRequest
-from baton.http_errors import Header, HttpError, failure_of
+from baton.http_errors import Failure, Header, HttpError, failure_of
 from baton.http_server import HttpExchange
 from baton.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import inference_pb2
@@ -101,33 +102,117 @@ async def generate(
     exchange: HttpExchange,
 ) -> None:
     """Answers a completion or a chat; a client that hangs up cancels it."""
-    run = _Generation(kind, service, parsed, caller, exchange)
-    try:
-        await (run.stream() if parsed.options.stream else run.whole())
-    except InvalidRequest as error:
-        name = error.field.removeprefix("sampling.").removeprefix("chat.")
-        name = _FUNCTION.sub(r"\1.function.", name)
-        raise InvalidRequest(str(error), parsed.fields.get(name, name)) from error
-    finally:
-        run.outputs.clear()  # which refer to it: it would stay until a garbage collection
+    await _Completion(service, parsed, caller, exchange, kind).run()
 
 
 @dataclass
-class _Generation:
-    """One request under way."""
+class Generation(ABC):
+    """One request under way. What it answers with is its endpoint's."""
 
-    kind: type[Output]
     service: GenerationService
     parsed: ParsedRequest
     caller: Caller
     exchange: HttpExchange
 
     def __post_init__(self) -> None:
+        self.unread = Unread()
+        self._sent = False  # anything since the last look of `_keep_alive`
+        self.created = int(time.time())
+        self.model = self.parsed.options.model or self.service.admission.model
+        self.started = inference_pb2.Started()  # of the first choice to start
+
+    @property
+    @abstractmethod
+    def sinks(self) -> Sequence[Sink]:
+        """Take the output of each choice; they call `on_start`, and `send` for a stream."""
+
+    @abstractmethod
+    async def answer(self) -> bytes:
+        """The whole answer, of all that the sinks have taken."""
+
+    @abstractmethod
+    def last_event(self, failure: Failure | None) -> bytes:
+        """What a stream ends with, by itself or with a failure."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drops the sinks, which refer to it: it would stay until a garbage collection."""
+
+    async def run(self) -> None:
+        """Answers it. Raises InvalidRequest naming the body's field."""
+        try:
+            await (self._stream() if self.parsed.options.stream else self._whole())
+        except InvalidRequest as error:
+            name = error.field.removeprefix("sampling.").removeprefix("chat.")
+            name = _FUNCTION.sub(r"\1.function.", name)
+            raise InvalidRequest(str(error), self.parsed.fields.get(name, name)) from error
+        finally:
+            self.forget()
+
+    async def _whole(self) -> None:
+        """Answers when all is done."""
+        await run_choices(self.service, self.parsed, self.caller, self.sinks)
+        self.exchange.answer(200, await self.answer())
+
+    async def _stream(self) -> None:
+        """Answers with events as the output comes."""
+        self._keep_alive()
+        try:
+            await run_choices(self.service, self.parsed, self.caller, self.sinks)
+            last = self.last_event(None)
+        except Exception as error:
+            if not self.exchange.started:
+                raise
+            if isinstance(error, BatonError):
+                log.warning("request %s failed in its stream: %s", self.started.request_id, error)
+            last = self.last_event(failure_of(error))
+        finally:
+            self._keeping_alive.cancel()
+        self.exchange.end(last)
+
+    def _keep_alive(self) -> None:
+        """Sends comments while there is no output. From the first one on, errors are events."""
+        if self.started.request_id and not self._sent:
+            with contextlib.suppress(Cancelled):  # it reads nothing: that ends with its output
+                self.send(b": waiting\n\n")
+        self._sent = False
+        loop = asyncio.get_running_loop()
+        self._keeping_alive = loop.call_later(KEEP_ALIVE_S, self._keep_alive)
+
+    def on_start(self, started: inference_pb2.Started) -> None:
+        """A choice was admitted."""
+        if not self.started.request_id:
+            self.started = started
+            ids = id_headers(self.exchange, started.request_id, started.trace_id)
+            self.exchange.answer_headers = {**self.exchange.answer_headers, **ids}
+
+    def send(self, event: bytes) -> None:
+        """Raises Cancelled where the client leaves too much unread."""
+        self._sent = True
+        if not self.exchange.started:
+            self.exchange.start(200, _STREAM_HEADERS)
+        self.unread.add(self.exchange.unread_bytes, len(event))
+        self.exchange.write(event)
+
+    def usage_of(self, ends: Sequence[inference_pb2.Finish]) -> api.Usage:
+        """Tokens of all choices, which ended so."""
+        return usage_of(ends, self.parsed.n, with_routes=_ROUTE_HEADER in self.exchange.headers)
+
+
+@dataclass
+class _Completion(Generation):
+    """A completion's or a chat's."""
+
+    kind: type[Output]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         parsed, options = self.parsed, self.parsed.options
         usage = options.stream_options is not None and options.stream_options.include_usage
         self._no_usage: dict[str, Any] = {"usage": None} if usage else {}
+        self._prompt_logprobs = 0  # that have come
         prompts = [self._prompt(index) for index in range(len(parsed.requests))]
-        self.outputs = [
+        self._outputs = [
             self.kind(
                 index,
                 self.service.tokenizer,
@@ -136,68 +221,39 @@ class _Generation:
                 prompt=prompts[index // parsed.n],
                 stop_token_ids=options.stop_token_ids or (),
                 on_prompt=self._on_prompt,
-                on_start=self._on_start,
+                on_start=self.on_start,
                 event=self._event,
-                send=self._send if options.stream else None,
+                send=self.send if options.stream else None,
             )
             for index in range(len(parsed.requests) * parsed.n)
         ]
-        self._unread = Unread()
-        self._prompt_logprobs = 0  # that have come
-        self._sent = False  # anything since the last look of `_keep_alive`
-        self._created = int(time.time())
-        self._model = options.model or self.service.admission.model
-        self._started = inference_pb2.Started()  # of the first choice to start
 
-    async def whole(self) -> None:
-        """Answers when all is done."""
-        await run_choices(self.service, self.parsed, self.caller, self.outputs)
+    @property
+    def sinks(self) -> Sequence[Output]:
+        return self._outputs
+
+    async def answer(self) -> bytes:
         if self._prompt_logprobs > _MANY_LOGPROBS:
-            answer = await self.service.admission.in_thread(self._whole)
-        else:
-            answer = self._whole()
-        self.exchange.answer(200, answer)
+            return await self.service.admission.in_thread(self._all)
+        return self._all()
 
-    def _whole(self) -> bytes:
-        outputs, parsed = self.outputs, self.parsed
+    def _all(self) -> bytes:
+        outputs, parsed = self._outputs, self.parsed
         if parsed.kept < parsed.n:
             outputs = best_of(outputs, parsed.n, parsed.kept)
         choices = [output.whole() for output in outputs]
         members = self.kind.answer_members(outputs)
         return self._answer(choices=choices, usage=self._usage(), **members)
 
-    async def stream(self) -> None:
-        """Answers with a chunk for each step."""
-        last = _DONE
-        self._keep_alive()
-        try:
-            await run_choices(self.service, self.parsed, self.caller, self.outputs)
-            if self._no_usage:
-                last = self._chunk(choices=[], usage=self._usage()) + _DONE
-        except Exception as error:
-            if not self.exchange.started:
-                raise
-            if isinstance(error, BatonError):
-                log.warning("request %s failed in its stream: %s", self._started.request_id, error)
-            last = b"data: " + failure_of(error).body + b"\n\n" + _DONE
-        finally:
-            self._keeping_alive.cancel()
-        self.exchange.end(last)
+    def last_event(self, failure: Failure | None) -> bytes:
+        if failure is not None:
+            return b"data: " + failure.body + b"\n\n" + _DONE
+        if self._no_usage:
+            return self._chunk(choices=[], usage=self._usage()) + _DONE
+        return _DONE
 
-    def _keep_alive(self) -> None:
-        """Sends comments while there is no output. From the first one on, errors are events."""
-        if self._started.request_id and not self._sent:
-            with contextlib.suppress(Cancelled):  # it reads nothing: that ends with its output
-                self._send(b": waiting\n\n")
-        self._sent = False
-        loop = asyncio.get_running_loop()
-        self._keeping_alive = loop.call_later(KEEP_ALIVE_S, self._keep_alive)
-
-    def _on_start(self, started: inference_pb2.Started) -> None:
-        if not self._started.request_id:
-            self._started = started
-            ids = id_headers(self.exchange, started.request_id, started.trace_id)
-            self.exchange.answer_headers = {**self.exchange.answer_headers, **ids}
+    def forget(self) -> None:
+        self._outputs.clear()
 
     def _on_prompt(self, count: int) -> None:
         """Raises InvalidRequest for more than are told."""
@@ -206,18 +262,10 @@ class _Generation:
             what = f"the log-probabilities of all prompts are more than {MAX_PROMPT_LOGPROBS}"
             raise InvalidRequest(f"{what}: send fewer prompts at a time", "prompt_logprobs")
         if self.parsed.options.stream:
-            self._unread.allow(count * _LOGPROB_BYTES)
+            self.unread.allow(count * _LOGPROB_BYTES)
 
     def _event(self, choice: Any) -> bytes:
         return self._chunk(choices=[choice], **self._no_usage)
-
-    def _send(self, event: bytes) -> None:
-        """Raises Cancelled where the client leaves too much unread."""
-        self._sent = True
-        if not self.exchange.started:
-            self.exchange.start(200, _STREAM_HEADERS)
-        self._unread.add(self.exchange.unread_bytes, len(event))
-        self.exchange.write(event)
 
     def _chunk(self, **members: Any) -> bytes:
         return b"data: " + self._answer(object=self.kind.chunk_object, **members) + b"\n\n"
@@ -225,16 +273,15 @@ class _Generation:
     def _answer(self, **members: Any) -> bytes:
         return msgspec.json.encode(
             self.kind.answer(
-                id=self.kind.id_prefix + self._started.request_id,
-                created=self._created,
-                model=self._model,
+                id=self.kind.id_prefix + self.started.request_id,
+                created=self.created,
+                model=self.model,
                 **members,
             )
         )
 
     def _usage(self) -> api.Usage:
-        with_routes = _ROUTE_HEADER in self.exchange.headers
-        return usage_of(self.outputs, self.parsed.n, with_routes=with_routes)
+        return self.usage_of([output.end for output in self._outputs])
 
     def _prompt(self, index: int) -> PromptOutput:
         parsed, echo = self.parsed, ""

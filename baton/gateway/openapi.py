@@ -9,18 +9,16 @@ import msgspec
 from baton.gateway import api
 from baton.gateway.batch_store import Batch, Batches, BatchRequest, File, FileDeleted, Files
 from baton.gateway.headers import MAX_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_HEADER
+from baton.gateway.output_responses import Response
+from baton.gateway.responses import ResponsesRequest
 
 Part = dict[str, Any]
 _REQUESTS = (
-    api.CompletionRequest,
-    api.ChatRequest,
-    api.EmbeddingRequest,
-    api.TokenizeRequest,
-    api.DetokenizeRequest,
-    BatchRequest,
+    *(api.CompletionRequest, api.ChatRequest, ResponsesRequest, api.EmbeddingRequest),
+    *(api.TokenizeRequest, api.DetokenizeRequest, BatchRequest),
 )
 _ANSWERS = (
-    *(api.Completion, api.ChatCompletion, api.Embeddings, api.Tokens, api.Detokenized),
+    *(api.Completion, api.ChatCompletion, Response, api.Embeddings, api.Tokens, api.Detokenized),
     *(api.Models, api.Model, api.Status, api.Version, api.Error),
     *(File, Files, FileDeleted, Batch, Batches),
 )
@@ -28,8 +26,9 @@ _STRING: Part = {"type": "string"}
 _DESCRIPTIONS = {
     "model": "The served model, which is meant too where none is named.",
     "prompt": "What to continue: a text, texts, token ids or lists of token ids.",
+    "instructions": "A system message before the input.",
     "messages": "The conversation, oldest turn first; the model's chat template renders it.",
-    "input": "What to embed: a text, texts, token ids or lists of token ids.",
+    "input": "The conversation, or what to embed: a text, or a list as its schema says.",
     "encoding_format": "float by default; base64 is of float32 numbers, little-endian.",
     "dimensions": "The first so many, normalized again; all by default.",
     "temperature": "0 is greedy. 1 by default.",
@@ -72,19 +71,20 @@ _ERRORS = ("400", "401", "404", "408", "413", "429", "500", "503", "504")
 
 def document() -> Part:
     """The whole document."""
-    completion, chat, embedding, tokenize, detokenize, batch = _REQUESTS
+    completion, chat, responses, embedding, tokenize, detokenize, batch = _REQUESTS
     model = {"name": "model", "in": "path", "required": True, "schema": _STRING}
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "Baton",
             "version": "1",
-            "description": "OpenAI's API for completions and chats, with vLLM's extensions.",
+            "description": "OpenAI's API to generate text, with vLLM's extensions.",
         },
         "paths": {
             "/v1/completions": _post("Continue prompts.", completion, api.Completion, streams=True),
             "/v1/chat/completions": _post("Answer a chat.", chat, api.ChatCompletion, streams=True),
             "/v1/embeddings": _post("Embed texts.", embedding, api.Embeddings),
+            "/v1/responses": _post("Answer a conversation.", responses, Response, streams=True),
             "/tokenize": _post("Token ids of a prompt or a chat.", tokenize, api.Tokens),
             "/detokenize": _post("The text of token ids.", detokenize, api.Detokenized),
             "/v1/models": _get("The served models.", api.Models, "401"),

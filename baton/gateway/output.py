@@ -308,16 +308,16 @@ def _whole_calls(deltas: Sequence[ToolCallDelta]) -> list[api.ToolCall]:
     return calls
 
 
-def usage_of(outputs: Sequence[Output], n: int, *, with_routes: bool) -> api.Usage:
+def usage_of(ends: Sequence[inference_pb2.Finish], n: int, *, with_routes: bool) -> api.Usage:
     """Tokens of the whole request: each prompt once, every choice's output."""
-    usages = [output.end.usage for output in outputs]
+    usages = [end.usage for end in ends]
     prompt = sum(usage.prompt_tokens for usage in usages[::n])
     output = sum(usage.completion_tokens for usage in usages)
     cached = sum(usage.cached_tokens for usage in usages[::n])
     details = api.PromptTokensDetails(cached)
     reasoning = sum(usage.reasoning_tokens for usage in usages)
     reasoned = api.CompletionTokensDetails(reasoning) if reasoning else UNSET
-    served = [_served_by(output.end) for output in outputs] if with_routes else UNSET
+    served = [_served_by(end) for end in ends] if with_routes else UNSET
     return api.Usage(prompt, output, prompt + output, details, reasoned, served)
 
 

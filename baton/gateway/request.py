@@ -96,7 +96,11 @@ def prompt_requests(
 
 def parse_chat(text: bytes) -> ParsedRequest:
     """A body of /v1/chat/completions; without a limit it may fill the context."""
-    body = api.decode(api.ChatRequest, text)
+    return parsed_chat(api.decode(api.ChatRequest, text))
+
+
+def parsed_chat(body: api.ChatRequest) -> ParsedRequest:
+    """What a chat asks for."""
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None

@@ -32,12 +32,14 @@ from baton.gateway.headers import (
 )
 from baton.gateway.openapi import document
 from baton.gateway.output import ChatOutput, CompletionOutput, shown
+from baton.gateway.output_responses import respond
 from baton.gateway.request import (
     parse_chat,
     parse_completion,
     parse_detokenize,
     parse_tokenize,
 )
+from baton.gateway.responses import parse_response
 from baton.http_errors import Header, HttpError
 from baton.http_server import HttpExchange
 from baton.v1 import inference_pb2
@@ -116,6 +118,7 @@ class App:
             ),
             "/v1/chat/completions": Endpoint(service, parse_chat, partial(generate, ChatOutput)),
             "/v1/embeddings": Endpoint(service, parse_embeddings, embed),
+            "/v1/responses": Endpoint(service, parse_response, respond),
             "/tokenize": Endpoint(service, parse_tokenize, _tokenize),
             "/detokenize": Endpoint(service, parse_detokenize, _detokenize),
         }

@@ -12,12 +12,16 @@ from baton.gateway.routes import serving
 from baton.http_server import listen
 from baton.server import EventLoop
 from baton.structured_output import GrammarCompiler
+from baton.v1 import common_pb2
 from router.admission.admission import Admission
 from router.frontend import GenerationService
-from tests.unit.router.scripted_workers import TIMEOUT_S, Cluster
+from tests.unit.router import scripted_workers
+from tests.unit.router.scripted_workers import TIMEOUT_S, UNFINISHED, Cluster
 from tests.unit.router.small_tokenizers import byte_tokenizer
 
 PROMPT = [1, 2, 3]
+# Of a model with tools and reasoning.
+TEMPLATE = "{% for m in messages %}{{ m }}{% endfor %}{# tools #}<tool_call></think>"
 
 
 def pytest_asyncio_loop_factories(config, item):
@@ -113,3 +117,25 @@ async def gateway_of(tmp_path):
 async def gateway(gateway_of):
     """One of them, over one worker of each role."""
     return await gateway_of()
+
+
+@pytest.fixture
+async def says(gateway_of, tmp_path, monkeypatch):
+    """Starts a gateway whose model says a text."""
+
+    async def start(text, reason=common_pb2.FINISH_REASON_STOP):
+        tokenizer = byte_tokenizer(
+            tmp_path, added=["<think>", "</think>"], template=TEMPLATE, max_position_embeddings=9999
+        )
+        end = [0] if reason == common_pb2.FINISH_REASON_STOP else []
+        tokens = [*tokenizer.encode(text), *end]
+
+        def token(sequence, ahead=0):
+            index = len(sequence.token_ids) - sequence.prompt_tokens + ahead
+            ends = index + 1 == len(tokens)
+            return tokens[index], reason if ends else UNFINISHED
+
+        monkeypatch.setattr(scripted_workers, "token", token)
+        return await gateway_of(tokenizer=tokenizer, cluster={"max_context": 1000})
+
+    return start

@@ -2,11 +2,6 @@
 
 import pytest
 
-from baton.v1 import common_pb2
-from tests.unit.router import scripted_workers
-from tests.unit.router.scripted_workers import UNFINISHED
-from tests.unit.router.small_tokenizers import byte_tokenizer
-
 CALLS = (
     "<think>\nHm.\n</think>\n\nSee:\n"
     '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
@@ -16,31 +11,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},
     {"type": "function", "function": {"name": "g", "description": "d", "strict": True}},
 ]
-TEMPLATE = "{% for m in messages %}{{ m }}{% endfor %}{# tools #}<tool_call></think>"
-
-
 PATH = "/v1/chat/completions"
-
-
-@pytest.fixture
-async def says(gateway_of, tmp_path, monkeypatch):
-    """Starts a gateway whose model says a text."""
-
-    async def start(text):
-        tokenizer = byte_tokenizer(
-            tmp_path, added=["<think>", "</think>"], template=TEMPLATE, max_position_embeddings=9999
-        )
-        tokens = [*tokenizer.encode(text), 0]
-
-        def token(sequence, ahead=0):
-            index = len(sequence.token_ids) - sequence.prompt_tokens + ahead
-            ends = index + 1 == len(tokens)
-            return tokens[index], common_pb2.FINISH_REASON_STOP if ends else UNFINISHED
-
-        monkeypatch.setattr(scripted_workers, "token", token)
-        return await gateway_of(tokenizer=tokenizer, cluster={"max_context": 1000})
-
-    return start
 
 
 async def test_reasoning_content_and_tool_calls_whole_and_streamed(says):

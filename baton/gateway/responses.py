@@ -1,0 +1,230 @@
+"""Requests of OpenAI's Responses API, translated to chats. Nothing is stored between them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from msgspec import Meta, Struct
+
+from baton.errors import InvalidRequest
+from baton.gateway import api
+from baton.gateway.request import ParsedRequest, parsed_chat
+from router.admission.chat import MAX_MESSAGES, MAX_TOOLS
+
+_MAX_METADATA = 16  # as OpenAI has it
+
+
+class TextContent(Struct):
+    """A part of an item; only text is supported."""
+
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
+    text: str
+
+
+Content = str | list[TextContent]
+
+
+class InputItem(Struct, kw_only=True):
+    """A message, or an item of an earlier output; each type has fields of its own."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Content | None = None  # of a message, or of reasoning
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Content | None = None
+
+
+class FunctionTool(api.FunctionDefinition, kw_only=True):
+    """A function that the model may call; tools that a server runs are not supported."""
+
+    type: Literal["function"]
+
+
+class FunctionChoice(api.NamedFunction, kw_only=True):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+
+
+class PlainText(Struct, tag="text"):
+    """Any text."""
+
+
+class JsonObject(Struct, tag="json_object"):
+    """A JSON object."""
+
+
+class JsonText(api.JsonSchemaFormat, tag="json_schema", kw_only=True):
+    """JSON by a schema."""
+
+
+class TextOptions(Struct):
+    """What the answer's text has to be; `verbosity` is ignored."""
+
+    format: PlainText | JsonObject | JsonText | None = None
+
+
+class ReasoningOptions(Struct):
+    """How much the model reasons, for templates that know it."""
+
+    effort: str | None = None
+
+
+class ResponsesRequest(api.GenerateOptions, kw_only=True):
+    """The next response of a conversation; all of that is in `input`."""
+
+    unsupported: ClassVar[api.Unsupported] = {
+        **api.GenerateOptions.unsupported,
+        "background": (False,),
+        "conversation": (),
+        "prompt": (),
+        "moderation": (),
+        "context_management": ([],),
+        "truncation": ("disabled",),
+        "top_logprobs": (0,),
+    }
+
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: api.Positive | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=_MAX_METADATA)] | None = None
+    # Reasoning is returned as text, so nothing is encrypted.
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    previous_response_id: str | None = None
+    max_thinking_tokens: api.Count | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # What chats have under these names is called otherwise here.
+    n: None = None
+    max_tokens: None = None
+    response_format: None = None
+    return_token_ids: None = None
+    prompt_logprobs: None = None
+
+
+def parse_response(text: bytes) -> tuple[ResponsesRequest, ParsedRequest]:
+    """A body of /v1/responses. Raises InvalidRequest naming the field."""
+    body = api.decode(ResponsesRequest, text)
+    if body.previous_response_id is not None:
+        raise InvalidRequest(
+            "no response is stored here: send the conversation so far in input, and leave "
+            "previous_response_id out",
+            "previous_response_id",
+        )
+    messages, places = _messages(body)
+    tools = [api.Tool(type="function", function=tool) for tool in body.tools or ()]
+    choice = body.tool_choice
+    same = {name: getattr(body, name) for name in api.GenerateOptions.__struct_fields__}
+    chat = api.ChatRequest(
+        **{**same, "response_format": _response_format(body.text)},
+        messages=messages,
+        max_completion_tokens=body.max_output_tokens,
+        max_thinking_tokens=body.max_thinking_tokens,
+        tools=tools,
+        tool_choice=(
+            api.NamedTool(type="function", function=choice)
+            if isinstance(choice, FunctionChoice)
+            else choice
+        ),
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    parsed = parsed_chat(chat)
+    restriction = parsed.fields["structured_output"]
+    fields = {
+        **parsed.fields,
+        **dict.fromkeys(("input", "chat", "token_ids"), "input"),
+        "max_tokens": "max_output_tokens",
+        "structured_output": "text.format" if restriction == "response_format" else restriction,
+        **places,
+    }
+    for i in range(len(tools)):
+        for name in ("name", "parameters"):
+            fields[f"tools[{i}].function.{name}"] = f"tools[{i}].{name}"
+    return body, replace(parsed, fields=fields)
+
+
+def _response_format(text: TextOptions | None) -> api.ResponseFormat | None:
+    asked = text.format if text else None
+    if isinstance(asked, JsonText):
+        return api.ResponseFormat(type="json_schema", json_schema=asked)
+    return api.ResponseFormat(type="json_object") if isinstance(asked, JsonObject) else None
+
+
+def _messages(body: ResponsesRequest) -> tuple[list[api.Message], dict[str, str]]:
+    """The conversation as a chat has it, and by a message's field the input's.
+
+    What one output had, its reasoning, its message and its calls, is one turn of a chat.
+    """
+    messages, places = list[api.Message](), dict[str, str]()
+    if body.instructions:
+        messages.append(api.Message(role="system", content=body.instructions))
+    items = body.input
+    if isinstance(items, str):
+        return [*messages, api.Message(role="user", content=items)], places
+    turn: api.Message | None = None  # the assistant's, while more of it may follow
+    for at, item in enumerate(items):
+        place = f"input[{at}]"
+        if item.type == "reasoning" or item.role == "assistant" or item.type == "function_call":
+            if turn is None or not _goes_on(turn, item):
+                turn = api.Message(role="assistant", tool_calls=[])
+                messages.append(turn)
+            _add(turn, item, place)
+            if turn.tool_calls:
+                call = f"tool_calls[{len(turn.tool_calls) - 1}].function.arguments"
+                places[f"messages[{len(messages) - 1}].{call}"] = f"{place}.arguments"
+            continue
+        turn = None
+        if item.type == "message":
+            role = _given(item.role, f"{place}.role")
+            messages.append(api.Message(role=role, content=_parts(item.content, place)))
+        else:
+            call_id = _given(item.call_id, f"{place}.call_id")
+            output = _parts(item.output, place, "output")
+            messages.append(api.Message(role="tool", content=output, tool_call_id=call_id))
+    return messages, places
+
+
+def _goes_on(turn: api.Message, item: InputItem) -> bool:
+    """Whether an item belongs to the same turn: reasoning, then content, then calls."""
+    if item.type == "function_call":
+        return True
+    if turn.content is not None or turn.tool_calls:
+        return False
+    return item.type == "message" or turn.reasoning is None
+
+
+def _add(turn: api.Message, item: InputItem, place: str) -> None:
+    if item.type == "message":
+        turn.content = _parts(item.content, place)
+    elif item.type == "reasoning":
+        content = _parts(item.content or "", place)
+        turn.reasoning = content if isinstance(content, str) else "".join(p.text for p in content)
+    else:
+        name = _given(item.name, f"{place}.name")
+        function = api.CalledFunction(item.arguments or "", name)
+        call = api.ToolCall(id=_given(item.call_id, f"{place}.call_id"), function=function)
+        assert turn.tool_calls is not None
+        turn.tool_calls.append(call)
+
+
+def _parts(content: Content | None, place: str, name: str = "content") -> str | list[api.TextPart]:
+    if content is None:
+        raise InvalidRequest(f"{place}.{name} is missing", f"{place}.{name}")
+    if isinstance(content, str):
+        return content
+    return [api.TextPart("text", part.text) for part in content]
+
+
+def _given(value: str | None, field: str) -> str:
+    if not value:
+        raise InvalidRequest(f"{field} is missing", field)
+    return value

@@ -1,0 +1,232 @@
+"""The Responses API, asked by OpenAI's client; the workers' model says what a test writes."""
+
+import json
+
+import openai
+import pydantic
+import pytest
+
+from baton.gateway import generation
+from baton.gateway.output_responses import ItemsOutput
+from baton.gateway.responses import parse_response
+from baton.text.tool_calls import ToolCallDelta
+from baton.v1 import common_pb2
+from router.dispatch.request_state import ParsedOutput
+from tests.unit.router.scripted_workers import UNFINISHED
+
+CALLS = (
+    "<think>\nHm.\n</think>\n\nSee:\n"
+    '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+)
+TOOLS = [
+    {"type": "function", "name": "f", "parameters": {"type": "object"}},
+    {"type": "function", "name": "g", "description": "d", "strict": True},
+]
+
+
+@pytest.fixture
+def client_of():
+    """OpenAI's client for a gateway; what it gets must be what its types say."""
+
+    def client(gateway):
+        return openai.AsyncOpenAI(
+            base_url=f"{gateway.url}/v1", api_key="any", max_retries=0,
+            _strict_response_validation=True,
+        )  # fmt: skip
+
+    return client
+
+
+def shown(items):
+    """Kind and text of each item, with its status."""
+    found = []
+    for item in items:
+        text = item.arguments if item.type == "function_call" else item.content[0].text
+        found.append((item.type, getattr(item, "name", None), text, item.status))
+    return found
+
+
+ITEMS = [
+    ("reasoning", None, "Hm.", "completed"),
+    ("message", None, "See:", "completed"),
+    ("function_call", "f", '{"a": 1}', "completed"),
+    ("function_call", "g", "{}", "completed"),
+]
+
+
+async def test_an_output_is_items_and_settings_come_back(says, client_of):
+    gateway = await says(CALLS)
+    async with client_of(gateway) as client:
+        answer = await client.responses.create(
+            model="tiny", input="Hi", instructions="Be short.", tools=TOOLS, store=True,
+            metadata={"a": "b"}, temperature=0.5, top_p=0.25, max_output_tokens=200,
+            reasoning={"effort": "low", "summary": "auto"}, extra_headers={"x-baton-route": "1"},
+        )  # fmt: skip
+    assert shown(answer.output) == ITEMS and answer.output_text == "See:"
+    assert len({item.id for item in answer.output}) == len(ITEMS)
+    assert (answer.object, answer.status, answer.store) == ("response", "completed", False)
+    assert answer.id.startswith("resp_") and answer.completed_at >= answer.created_at
+    assert (answer.temperature, answer.top_p, answer.max_output_tokens) == (0.5, 0.25, 200)
+    assert (answer.metadata, answer.reasoning.effort) == ({"a": "b"}, "low")
+    assert [tool.name for tool in answer.tools] == ["f", "g"] and answer.tool_choice == "auto"
+    usage = answer.usage
+    assert usage.output_tokens_details.reasoning_tokens == 7
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    assert usage.to_dict()["baton"][0]["attempts"] == 1
+
+
+async def test_a_stream_tells_each_items_beginning_pieces_and_end(says, client_of):
+    gateway = await says(CALLS)
+    events = []
+    async with (
+        client_of(gateway) as client,
+        client.responses.stream(model="tiny", input="Hi", tools=TOOLS) as stream,
+    ):
+        async for event in stream:
+            events.append(event)
+        final = await stream.get_final_response()
+    assert shown(final.output) == ITEMS
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert sum(kind.endswith("delta") for kind in kinds) > 10
+    part = ["output_item.added", "content_part.added", "{0}.delta", "{0}.done",
+            "content_part.done", "output_item.done"]  # fmt: skip
+    call = [part[0], "{0}.delta", "{0}.done", part[-1]]
+    expected = ["created", "in_progress"]
+    texts = [("reasoning_text", part), ("output_text", part)]
+    for name, steps in [*texts, *2 * [("function_call_arguments", call)]]:
+        expected += [step.format(name) for step in steps]
+    once = [kind for i, kind in enumerate(kinds) if kind != kinds[i - 1]]
+    assert once == [*expected, "completed"]
+    places = [(event.output_index, event.item_id) for event in events if hasattr(event, "item_id")]
+    assert sorted(set(places)) == [(i, item.id) for i, item in enumerate(final.output)]
+
+
+async def test_a_cut_output_is_incomplete(says, client_of):
+    gateway = await says(CALLS.partition("1}}")[0], common_pb2.FINISH_REASON_LENGTH)
+    asked = {"model": "tiny", "input": "Hi", "tools": TOOLS}
+    async with client_of(gateway) as client:
+        whole = await client.responses.create(**asked)
+        events = [event async for event in await client.responses.create(**asked, stream=True)]
+    assert events[-1].type == "response.incomplete"
+    for answer in (whole, events[-1].response):
+        assert answer.status == "incomplete"
+        assert answer.incomplete_details.reason == "max_output_tokens"
+        assert [item.status for item in answer.output] == ["completed"] * 2 + ["incomplete"]
+
+
+async def test_an_output_without_text_has_an_empty_message(says, client_of):
+    gateway = await says("<think>Hm.</think>")
+    async with client_of(gateway) as client:
+        answer = await client.responses.create(model="tiny", input="Hi")
+    assert shown(answer.output) == [ITEMS[0], ("message", None, "", "completed")]
+
+
+async def test_text_is_parsed_by_its_schema(says, client_of):
+    class Person(pydantic.BaseModel):
+        name: str
+
+    gateway = await says('{"name": "Jo"}')
+    async with client_of(gateway) as client:
+        answer = await client.responses.parse(model="tiny", input="Hi", text_format=Person)
+    assert answer.output_parsed == Person(name="Jo") and answer.text.format.name == "Person"
+    (spec,) = [request.sequence for request in gateway.cluster.prefills[0].requests]
+    assert json.loads(spec.sampling.structured_output.json_schema)["required"] == ["name"]
+
+
+async def test_an_output_passed_back_is_one_turn_of_a_chat(says, client_of):
+    gateway = await says(CALLS)
+    user = {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
+    async with client_of(gateway) as client:
+        first = await client.responses.create(model="tiny", tools=TOOLS, input=[user])
+    output = [item.to_dict() for item in first.output]
+    calls = [item.call_id for item in first.output[2:]]
+    answers = [{"type": "function_call_output", "call_id": c, "output": "yes"} for c in calls]
+    body = {"input": [user, *output, *answers, *output[:2], output[1]], "instructions": "Be short."}
+    _, parsed = parse_response(json.dumps(body).encode())
+    system, user, turn, *answers, last, after = parsed.requests[0].chat.messages
+    assert [(m.role, m.content) for m in (system, user, turn, last, after)] == [
+        ("system", "Be short."), ("user", "Hi"), *3 * [("assistant", "See:")],
+    ]  # fmt: skip
+    assert (turn.reasoning, last.reasoning, list(last.tool_calls)) == ("Hm.", "Hm.", [])
+    assert [(call.id, call.name) for call in turn.tool_calls] == [*zip(calls, "fg", strict=True)]
+    assert [(m.role, m.content, m.tool_call_id) for m in answers] == [
+        ("tool", "yes", call) for call in calls
+    ]
+
+
+async def test_a_failure_ends_the_stream_with_what_was_done(says, client_of, monkeypatch):
+    gateway = await says(CALLS)
+
+    def fail(self, finish):
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr("baton.gateway.output_responses.ItemsOutput.finish", fail)
+    async with client_of(gateway) as client:
+        stream = await client.responses.create(model="tiny", input="Hi", tools=TOOLS, stream=True)
+        events = [event async for event in stream]
+    failed = events[-1]
+    assert (failed.type, failed.response.status) == ("response.failed", "failed")
+    assert "by zero" in failed.response.error.message
+    assert shown(failed.response.output) == ITEMS
+
+
+async def test_a_failure_before_any_output_is_an_error_event(gateway, client_of, monkeypatch):
+    monkeypatch.setattr(generation, "KEEP_ALIVE_S", 0.05)
+    await gateway.cluster.fill()
+    async with client_of(gateway) as client:
+        stream = await client.responses.create(model="tiny", input="Hi", stream=True)
+        gateway.service.give_up()
+        (event,) = [event async for event in stream]
+    assert (event.type, event.code, event.sequence_number) == ("error", "server_error", 0)
+
+
+def test_of_one_step_the_rest_of_a_call_comes_before_text_and_text_before_the_next_call():
+    output = ItemsOutput(lambda started: None, lambda kind, **members: None)
+    calls = [ToolCallDelta(0, "1", "f", ""), ToolCallDelta(0, "", "", "{")]
+    output.put("", (), (), UNFINISHED, "", ParsedOutput("Hm.", calls))
+    calls = [ToolCallDelta(0, "", "", "}"), ToolCallDelta(1, "2", "g", "")]
+    output.put("So:", (), (), UNFINISHED, "", ParsedOutput("", calls))
+    output.put("", (), (), common_pb2.FINISH_REASON_TOOL_CALLS, "", ParsedOutput())
+    reasoning, first, message, second = output.items
+    assert (reasoning.content[0].text, message.content[0].text) == ("Hm.", "So:")
+    assert [(call.name, call.arguments) for call in (first, second)] == [("f", "{}"), ("g", "")]
+
+
+CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+        ({"n": 2}, "n"),
+        ({"max_tokens": 2}, "max_tokens"),
+        ({"max_output_tokens": 1 << 20}, "max_output_tokens"),
+        ({"input": "x" * 20000}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+         "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": "x"}, CALL]}, "input[1].arguments"),
+        ({"input": [{**CALL, "name": ""}]}, "input[0].name"),
+        ({"input": [{**CALL, "call_id": None}]}, "input[0].call_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "h"}}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "intger"}}}},
+         "text.format"),
+    ],
+)  # fmt: skip
+async def test_a_bad_field_is_refused_by_its_name_here(says, fields, param):
+    gateway = await says("x")
+    response = await gateway.post("/v1/responses", {"input": "Hi", **fields})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), error
