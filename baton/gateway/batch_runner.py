@@ -67,18 +67,12 @@ _MAX_ERRORS = 100  # of a batch's input that are told
 _LOW = Raw(b'"low"')
 # Batches that end before their last line: by the code of why, their status and what it says.
 _ENDS: dict[str, tuple[Status, str]] = {
-    "batch_cancelled": (
-        "cancelled",
-        "The batch was cancelled before this request executed.",
-    ),
+    "batch_cancelled": ("cancelled", "The batch was cancelled before this request executed."),
     "batch_expired": (
         "expired",
         "This request could not be executed before the completion window expired.",
     ),
-    "disk_share_used_up": (
-        "failed",
-        "the results need more than the tenant's share (--batch-disk): delete some files",
-    ),
+    "disk_share_used_up": ("failed", "The tenant's share is full (--batch-disk): delete files."),
 }
 # A line is answered whole and waits for room, whatever its body asks for.
 _DROPPED = ("stream", "stream_options", "ttft_target_ms")
@@ -155,14 +149,11 @@ class _Results:
 
     def publish(self, store: BatchStore, now: int) -> str | None:
         """Makes it a file of the tenant's; its id, or None where it is empty."""
-        size = self.path.stat().st_size if self.path.exists() else 0
-        if not size:
+        if not (self.path.exists() and (size := self.path.stat().st_size)):
             self.path.unlink(missing_ok=True)
             return None
-        name = self.path.name
-        file = File(
-            id=self.path.stem, bytes=size, created_at=now, filename=name, purpose="batch_output"
-        )
+        file = File(id=self.path.stem, bytes=size, created_at=now, filename=self.path.name)
+        file.purpose = "batch_output"
         store.save(file)
         return file.id
 
@@ -234,14 +225,8 @@ class BatchRunner:
     async def _run(self, job: _Job) -> None:
         try:
             await job.run()
-        except Exception as error:
-            # A group's first error is the one that ended the others.
-            while isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]
-            log.error(
-                "%s goes on in %.0f s: %s", job.batch.id, _RESTART_S, error,
-                exc_info=None if isinstance(error, OSError) else error,
-            )  # fmt: skip
+        except Exception:
+            log.exception("%s goes on in %.0f s", job.batch.id, _RESTART_S)
             self._not_before[job.batch.id] = time.time() + _RESTART_S
         finally:
             del self._jobs[job.batch.id]

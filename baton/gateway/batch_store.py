@@ -241,6 +241,11 @@ class BatchStore:
     def file(self, file_id: str) -> File:
         return self._read(file_id, File, "file")
 
+    def open(self, file_id: str) -> BinaryIO:
+        """A file's content."""
+        self.file(file_id)
+        return self.content(file_id).open("rb")
+
     def files(self) -> list[File]:
         """All of them, oldest first."""
         return self._all("file-", File)

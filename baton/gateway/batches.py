@@ -68,7 +68,7 @@ class BatchApi:
         self._endpoints = endpoints
         self._uploads = 0
         self._runner: BatchRunner | None = None
-        self._endpoint = Endpoint(service, partial(api.decode, BatchRequest), self._create)
+        create = Endpoint(service, partial(api.decode, BatchRequest), self._create_batch)
         self.routes: dict[str, dict[str, Handler]] = {
             "/v1/files": {"GET": self._calling(_files), "POST": self._create_file},
             "/v1/files/{id}": {
@@ -76,12 +76,16 @@ class BatchApi:
                 "DELETE": self._calling(lambda store, call: store.delete(_id(call))),
             },
             "/v1/files/{id}/content": {"GET": self._content},
-            "/v1/batches": {"GET": self._calling(_batches), "POST": self._create_batch},
+            "/v1/batches": {"GET": self._calling(_batches), "POST": create},
             "/v1/batches/{id}": {"GET": self._calling(lambda store, call: store.batch(_id(call)))},
             "/v1/batches/{id}/cancel": {
                 "POST": self._calling(lambda store, call: store.cancel(_id(call)))
             },
         }
+        if config.batch_dir is None:
+            self.routes = {
+                path: dict.fromkeys(methods, _off) for path, methods in self.routes.items()
+            }
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -102,10 +106,8 @@ class BatchApi:
 
     def _called(self, exchange: HttpExchange) -> tuple[Tenant, BatchStore]:
         """Who calls, and what it has here."""
-        if (folder := self._config.batch_dir) is None:
-            raise HttpError(
-                404, f"{exchange.path}: this router was started without --batch-dir DIR"
-            )
+        folder = self._config.batch_dir
+        assert folder is not None
         tenant = self._service.tenant_of(caller_of(exchange))
         return tenant, BatchStore(folder / tenant.name, self._config.batch_disk)
 
@@ -147,11 +149,7 @@ class BatchApi:
             self._uploads -= 1
         self._answer(exchange, file)
 
-    async def _create_batch(self, exchange: HttpExchange) -> None:
-        self._called(exchange)  # a 404 comes before what may be wrong with the body
-        await self._endpoint(exchange)
-
-    async def _create(
+    async def _create_batch(
         self,
         service: GenerationService,
         request: BatchRequest,
@@ -168,9 +166,7 @@ class BatchApi:
     async def _content(self, exchange: HttpExchange) -> None:
         """The bytes of a file, no faster than they are read."""
         _, store = self._called(exchange)
-        file_id = _id(exchange)
-        await asyncio.to_thread(store.file, file_id)
-        with await asyncio.to_thread(store.content(file_id).open, "rb") as file:
+        with await asyncio.to_thread(store.open, _id(exchange)) as file:
             part = await asyncio.to_thread(file.read, _READ_BYTES)
             exchange.start(200, _CONTENT)
             while more := await asyncio.to_thread(file.read, _READ_BYTES):
@@ -183,6 +179,10 @@ class BatchApi:
                     exchange.abort()
                     return
         exchange.end(part)
+
+
+async def _off(exchange: HttpExchange) -> None:
+    raise HttpError(404, f"{exchange.path}: this router was started without --batch-dir DIR")
 
 
 def _id(exchange: HttpExchange) -> str:

@@ -21,6 +21,7 @@ from .conftest import PROMPT
 BODY = {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}
 URL = "/v1/completions"
 FINISHED = ("completed", "failed", "cancelled", "expired")
+IDS = [f"r{number}" for number in range(8)]
 
 
 def line(number, body=BODY, url=URL):
@@ -62,14 +63,20 @@ async def create(gateway, lines, headers=None, **more):
     return (await gateway.post("/v1/batches", body, headers)).json()
 
 
-async def get(gateway, batch):
-    return (await gateway.client.get(f"/v1/batches/{batch['id']}")).json()
+async def get(gateway, batch, headers=None):
+    return (await gateway.client.get(f"/v1/batches/{batch['id']}", headers=headers)).json()
 
 
-async def finished(gateway, batch):
-    return await eventually(
-        lambda: get(gateway, batch), lambda seen: seen["status"] in FINISHED, "it goes on"
-    )
+async def until(gateway, batch, good, headers=None):
+    return await eventually(lambda: get(gateway, batch, headers), good, "it goes on")
+
+
+async def finished(gateway, batch, headers=None):
+    return await until(gateway, batch, lambda seen: seen["status"] in FINISHED, headers)
+
+
+async def completed(gateway, batch, number):
+    return await until(gateway, batch, lambda seen: seen["request_counts"]["completed"] == number)
 
 
 async def content(gateway, file_id):
@@ -78,6 +85,10 @@ async def content(gateway, file_id):
     page = await gateway.client.get(f"/v1/files/{file_id}/content")
     assert page.status_code == 200
     return [json.loads(each) for each in page.text.splitlines()]
+
+
+def ids(lines):
+    return sorted(each["custom_id"] for each in lines)
 
 
 async def results(gateway, batch):
@@ -122,9 +133,7 @@ async def test_a_router_that_begins_runs_only_what_has_no_result(gateway_of, api
     held = []
     first.decode.runs = [first.decode.run_to_end] * 3 + [lambda *run: held.append(run)] * 20
     batch = await create(first, [line(number) for number in range(8)])
-    await eventually(
-        lambda: get(first, batch), lambda seen: seen["request_counts"]["completed"] == 3, "3 lines"
-    )
+    await completed(first, batch, 3)
     number = batch["id"].removeprefix("batch_")
     output = api.batch_dir / "default" / f"file-{number}-output.jsonl"
     before = output.read_bytes()
@@ -143,7 +152,7 @@ async def test_a_router_that_begins_runs_only_what_has_no_result(gateway_of, api
     batch = await finished(second, batch)
     assert batch["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
     answered, _ = await results(second, batch)
-    assert sorted(each["custom_id"] for each in answered) == [f"r{number}" for number in range(8)]
+    assert ids(answered) == IDS
     assert output.read_bytes().startswith(before) and len(prompts) == 5
 
 
@@ -182,9 +191,7 @@ async def test_a_batch_that_ends_early_gives_every_line_a_result(gateway, monkey
         monkeypatch.setattr(batch_store, "WINDOW_S", 1.5)
     gateway.decode.runs = [gateway.decode.run_to_end] * 2 + [lambda *run: None] * 20
     batch = await create(gateway, [line(number) for number in range(8)])
-    await eventually(
-        lambda: get(gateway, batch), lambda seen: seen["request_counts"]["completed"] == 2, "2"
-    )
+    await completed(gateway, batch, 2)
     path = f"/v1/batches/{batch['id']}"
     if end == "cancelled":
         assert (await gateway.client.post(f"{path}/cancel")).json()["status"] == "cancelling"
@@ -192,9 +199,7 @@ async def test_a_batch_that_ends_early_gives_every_line_a_result(gateway, monkey
     assert (batch["status"], bool(batch[f"{end}_at"])) == (end, True)
     assert batch["request_counts"] == {"total": 8, "completed": 2, "failed": 6}
     answered, missing = await results(gateway, batch)
-    assert sorted(each["custom_id"] for each in [*answered, *missing]) == [
-        f"r{number}" for number in range(8)
-    ]
+    assert ids(answered + missing) == IDS
     assert {(each["response"], each["error"]["code"]) for each in missing} == {
         (None, f"batch_{end}")
     }
@@ -205,9 +210,7 @@ async def test_a_batch_that_ends_early_gives_every_line_a_result(gateway, monkey
 async def test_a_batch_that_waits_for_another_can_be_cancelled(gateway):
     gateway.decode.runs = [lambda *run: None] * 20
     first, second = [await create(gateway, [line(0)]) for _ in range(2)]
-    await eventually(
-        lambda: get(gateway, first), lambda seen: seen["status"] == "in_progress", "it waits"
-    )
+    await until(gateway, first, lambda seen: seen["status"] == "in_progress")
     await gateway.client.post(f"/v1/batches/{second['id']}/cancel")
     second = await finished(gateway, second)
     assert (second["status"], second["output_file_id"]) == ("cancelled", None)
@@ -274,7 +277,7 @@ async def test_a_batch_that_cannot_be_is_refused(gateway, body, status, field):
 async def test_files_can_be_listed_read_and_deleted(gateway):
     files = [(await upload(gateway, b"%d\n" % n, name=f"{n}é")).json() for n in range(3)]
     assert [file["filename"] for file in files] == ["0é", "1é", "2é"]
-    ids = sorted(file["id"] for file in files)
+    sent = sorted(file["id"] for file in files)
 
     async def listed(**query):
         page = (await gateway.client.get("/v1/files", params=query)).json()
@@ -283,10 +286,10 @@ async def test_files_can_be_listed_read_and_deleted(gateway):
         assert (page["first_id"], page["last_id"]) == ends
         return found, page["has_more"]
 
-    assert await listed() == (ids[::-1], False)
-    assert await listed(order="asc", limit=2) == (ids[:2], True)
-    assert await listed(order="asc", after=ids[1]) == (ids[2:], False)
-    assert await listed(after=ids[2], limit=1) == (ids[1:2], True)
+    assert await listed() == (sent[::-1], False)
+    assert await listed(order="asc", limit=2) == (sent[:2], True)
+    assert await listed(order="asc", after=sent[1]) == (sent[2:], False)
+    assert await listed(after=sent[2], limit=1) == (sent[1:2], True)
     assert await listed(purpose="batch_output") == ([], False)
     for wrong in ({"limit": "0"}, {"limit": "x"}, {"order": "up"}):
         assert (await gateway.client.get("/v1/files", params=wrong)).status_code == 400
@@ -296,7 +299,7 @@ async def test_files_can_be_listed_read_and_deleted(gateway):
     assert (await gateway.client.delete(path)).json()["deleted"]
     for gone in (path, f"{path}/content", "/v1/files/..%2Flock", "/v1/files/lock"):
         assert (await gateway.client.get(gone)).status_code == 404
-    assert await listed() == ([id for id in ids[::-1] if id != files[0]["id"]], False)
+    assert await listed() == ([id for id in sent[::-1] if id != files[0]["id"]], False)
 
 
 async def test_a_tenant_has_its_own_files_and_batches(gateway_of, api, tmp_path):
@@ -314,11 +317,7 @@ async def test_a_tenant_has_its_own_files_and_batches(gateway_of, api, tmp_path)
         assert (await gateway.client.get(path)).status_code == 401
     for path in ("/v1/files", "/v1/batches"):
         assert (await gateway.client.get(path, headers=bob)).json()["data"] == []
-
-    async def anns():
-        return (await gateway.client.get(f"/v1/batches/{batch['id']}", headers=ann)).json()
-
-    seen = await eventually(anns, lambda seen: seen["status"] == "completed", "it goes on")
+    seen = await finished(gateway, batch, ann)
     assert seen["request_counts"]["completed"] == 1
     (request,) = gateway.cluster.prefills[0].requests
     assert request.sequence.cache_salt == "ann/"
