@@ -72,15 +72,13 @@ class BatchApi:
         self.routes: dict[str, dict[str, Handler]] = {
             "/v1/files": {"GET": self._calling(_files), "POST": self._create_file},
             "/v1/files/{id}": {
-                "GET": self._calling(lambda store, call: store.file(_id(call))),
-                "DELETE": self._calling(lambda store, call: store.delete(_id(call))),
+                "GET": self._by_id(BatchStore.file),
+                "DELETE": self._by_id(BatchStore.delete),
             },
             "/v1/files/{id}/content": {"GET": self._content},
             "/v1/batches": {"GET": self._calling(_batches), "POST": create},
-            "/v1/batches/{id}": {"GET": self._calling(lambda store, call: store.batch(_id(call)))},
-            "/v1/batches/{id}/cancel": {
-                "POST": self._calling(lambda store, call: store.cancel(_id(call)))
-            },
+            "/v1/batches/{id}": {"GET": self._by_id(BatchStore.batch)},
+            "/v1/batches/{id}/cancel": {"POST": self._by_id(BatchStore.cancel)},
         }
         if config.batch_dir is None:
             self.routes = {
@@ -119,6 +117,9 @@ class BatchApi:
             self._answer(exchange, await asyncio.to_thread(find, store, exchange))
 
         return handler
+
+    def _by_id(self, find: Callable[[BatchStore, str], Any]) -> Handler:
+        return self._calling(lambda store, exchange: find(store, _id(exchange)))
 
     def _answer(self, exchange: HttpExchange, found: Any) -> None:
         if self._runner and exchange.method == "POST":
@@ -234,6 +235,7 @@ class _Upload:
             self._parser = MultipartParser(
                 boundary,
                 {
+                    "on_part_begin": self._begin,
                     "on_header_field": partial(self._add_header, 0),
                     "on_header_value": partial(self._add_header, 1),
                     "on_header_end": self._end_header,
@@ -275,6 +277,9 @@ class _Upload:
         """Removes what is not a file yet."""
         self._file.close()
         Path(self._file.name).unlink(missing_ok=True)
+
+    def _begin(self) -> None:
+        self._field = b""
 
     def _add_header(self, which: int, data: bytes, start: int, end: int) -> None:
         self._header[which] += data[start:end]
