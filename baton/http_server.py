@@ -69,9 +69,9 @@ class HttpExchange:
         *,
         query: bytes = b"",
         writable: asyncio.Event,
-        chunked: bool,
-        keep_alive: bool,
-        on_end: Callable[[], None],
+        chunked: bool = False,
+        keep_alive: bool = False,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """`chunked` is whether the client knows chunks, which HTTP/1.0 has not."""
         self.method = method

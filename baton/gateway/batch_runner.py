@@ -16,12 +16,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from baton.config import ApiConfig
 from baton.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -38,6 +40,7 @@ from baton.gateway.batch_store import (
     BatchErrors,
     BatchStore,
     File,
+    Status,
     new_id,
     try_lock,
 )
@@ -62,6 +65,15 @@ _READ_BYTES = 1 << 20
 _MAX_LINE_BYTES = MAX_BODY_BYTES + 4096
 _MAX_ERRORS = 100  # of a batch's input that are told
 _LOW = Raw(b'"low"')
+# Batches that end before their last line: by the code of why, their status and what it says.
+_ENDS: dict[str, tuple[Status, str]] = {
+    "batch_cancelled": ("cancelled", "The batch was cancelled before this request executed."),
+    "batch_expired": (
+        "expired",
+        "This request could not be executed before the completion window expired.",
+    ),
+    "disk_share_used_up": ("failed", "The tenant's share is full (--batch-disk): delete files."),
+}
 # A line is answered whole and waits for room, whatever its body asks for.
 _DROPPED = ("stream", "stream_options", "ttft_target_ms")
 
@@ -93,9 +105,6 @@ class _LineExchange(HttpExchange):
             path,
             {b"content-type": b"application/json"},
             writable=asyncio.Event(),
-            chunked=False,
-            keep_alive=False,
-            on_end=lambda: None,
         )
         self.status, self.answered = 0, b""
         self.feed(body)
@@ -118,15 +127,13 @@ class _Results:
         with self.path.open("a+b") as file:
             size = file.tell()
             file.seek(0)
-            for line in file:
-                try:
+            with contextlib.suppress(msgspec.DecodeError):
+                for line in file:
                     found = msgspec.json.decode(line, type=_Done)
-                except msgspec.DecodeError:
-                    break
-                if not line.endswith(b"\n"):
-                    break
-                done.add(found.custom_id)
-                end += len(line)
+                    if not line.endswith(b"\n"):
+                        break
+                    done.add(found.custom_id)
+                    end += len(line)
             if end < size:
                 log.warning("%s: %d bytes behind its last line are cut", self.path, size - end)
                 file.truncate(end)
@@ -134,29 +141,21 @@ class _Results:
 
     def flush(self) -> None:
         """Brings what waits to the disk."""
-        lines = []
-        while self.waiting:
-            lines.append(self.waiting.popleft())
-        if lines:
+        if lines := [self.waiting.popleft() for _ in range(len(self.waiting))]:
             with self.path.open("ab") as file:
-                file.write(b"".join(lines))
+                file.writelines(lines)
                 file.flush()
                 os.fsync(file.fileno())
 
-    def publish(self, store: BatchStore, created_at: int) -> str | None:
+    def publish(self, store: BatchStore, now: int) -> str | None:
         """Makes it a file of the tenant's; its id, or None where it is empty."""
-        size = self.path.stat().st_size if self.path.exists() else 0
-        if not size:
+        if not (self.path.exists() and (size := self.path.stat().st_size)):
             self.path.unlink(missing_ok=True)
             return None
-        file = File(
-            id=self.path.stem,
-            bytes=size,
-            created_at=created_at,
-            filename=self.path.name,
-            purpose="batch_output",
-        )
-        return store.publish(file).id
+        file = File(id=self.path.stem, bytes=size, created_at=now, filename=self.path.name)
+        file.purpose = "batch_output"
+        store.save(file)
+        return file.id
 
 
 class BatchRunner:
@@ -165,21 +164,19 @@ class BatchRunner:
     def __init__(
         self,
         folder: Path,
-        store: Callable[[str], BatchStore],
+        config: ApiConfig,
         service: GenerationService,
         endpoints: Mapping[str, Endpoint[Any]],
-        concurrency: int,
     ) -> None:
-        """`store` is a tenant's, by name. `concurrency` is of all batches together."""
         self._folder = folder
-        self.store = store
+        self._config = config
         self.service = service
         self.endpoints = endpoints
-        self.concurrency = concurrency
-        self.slots = asyncio.Semaphore(concurrency)
+        self.concurrency = config.batch_concurrency  # of all batches together
+        self.slots = asyncio.Semaphore(self.concurrency)
         self.wake = asyncio.Event()  # a batch was created or cancelled here
         self._disk = ThreadPoolExecutor(1, "batches")  # one: writes end before what follows them
-        self._finished: dict[tuple[str, str], str] = {}  # (tenant, id) to status
+        self._finished: dict[str, Status] = {}  # of batches, which are not read again
         self._jobs: dict[str, _Job] = {}
         self._not_before: dict[str, float] = {}
 
@@ -208,124 +205,93 @@ class BatchRunner:
     async def _look(self, group: asyncio.TaskGroup) -> None:
         """Starts what may run, and tells what runs that it is cancelled or has no room."""
         try:
-            unfinished, full, counts = await self.on_disk(self._scan)
-            self.service.batches.clear()
-            self.service.batches.update(counts)
-            for tenant, batch in unfinished:
-                job = self._jobs.get(batch.id)
-                if job is None and self._may_start(tenant, batch):
-                    job = self._jobs[batch.id] = _Job(self, tenant, batch)
-                    group.create_task(self._run(job), name=batch.id)
-                if job and batch.status == "cancelling":
-                    job.stop("batch_cancelled")
-                elif job and tenant in full:
-                    job.stop("disk_share_used_up")
-            await self.on_disk(self._save_progress)
+            unfinished, counts = await self.on_disk(self._scan)
         except Exception as error:
             log.exception("%s cannot be read or written: %s", self._folder, error)
             await asyncio.sleep(_RESTART_S)
-
-    def _may_start(self, tenant: str, batch: Batch) -> bool:
-        now = time.time()
-        is_free = all(job.tenant != tenant for job in self._jobs.values())
-        ends = batch.status == "cancelling" or now >= batch.expires_at
-        return (is_free or ends) and now >= self._not_before.get(batch.id, 0)
+            return
+        self.service.batches.clear()
+        self.service.batches.update(counts)
+        for store, batch, end in unfinished:
+            job = self._jobs.get(batch.id)
+            is_next = all(other.tenant != store.tenant for other in self._jobs.values())
+            may_start = is_next or end in ("batch_cancelled", "batch_expired")
+            if job and end and not job.end:
+                job.task.cancel()  # and with the next look a job begins that ends it
+            elif not job and may_start and time.time() >= self._not_before.get(batch.id, 0):
+                job = self._jobs[batch.id] = _Job(self, store, batch, end)
+                job.task = group.create_task(self._run(job), name=batch.id)
 
     async def _run(self, job: _Job) -> None:
         try:
             await job.run()
-        except Exception as error:
-            # A group's first error is the one that ended the others.
-            while isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]
-            log.error(
-                "%s goes on in %.0f s: %s", job.batch.id, _RESTART_S, error,
-                exc_info=None if isinstance(error, OSError) else error,
-            )  # fmt: skip
+        except Exception:
+            log.exception("%s goes on in %.0f s", job.batch.id, _RESTART_S)
             self._not_before[job.batch.id] = time.time() + _RESTART_S
         finally:
             del self._jobs[job.batch.id]
             self.wake.set()
 
-    def _scan(self) -> tuple[list[tuple[str, Batch]], set[str], Counter[str]]:
-        """What has not finished with its tenant, oldest first; full tenants; all by status."""
-        for part in self._folder.glob("*/*.part"):
-            with contextlib.suppress(FileNotFoundError):
-                if part.stat().st_mtime < time.time() - _STALE_PART_S:
-                    part.unlink()
-        finished, unfinished, full = {}, [], set()
-        counts: Counter[str] = Counter()
-        for folder in sorted(path for path in self._folder.iterdir() if path.is_dir()):
-            store = self.store(folder.name)
-            for batch_id in store.batch_ids():
-                key = folder.name, batch_id
-                if not (status := self._finished.get(key)):
-                    batch = store.batch(batch_id)
-                    status = batch.status
-                    if not batch.finished:
-                        unfinished.append((folder.name, batch))
-                counts[status] += 1
-                if status in FINISHED:
-                    finished[key] = status
-            if store.is_full:
-                full.add(folder.name)
-        self._finished = finished
-        return unfinished, full, counts
-
-    def _save_progress(self) -> None:
+    def _scan(self) -> tuple[list[tuple[BatchStore, Batch, str]], Counter[str]]:
+        """Saves how far batches are. What has not finished, and why it must end; all by status."""
         for job in tuple(self._jobs.values()):
             job.save_progress()
+        now = time.time()
+        for part in self._folder.glob("*/*.part"):
+            with contextlib.suppress(FileNotFoundError):
+                if part.stat().st_mtime < now - _STALE_PART_S:
+                    part.unlink()
+        finished, unfinished = {}, []
+        counts: Counter[str] = Counter()
+        for folder in sorted(path for path in self._folder.iterdir() if path.is_dir()):
+            store = BatchStore(folder, self._config.batch_disk)
+            for batch_id in store.batch_ids():
+                if not (status := self._finished.get(batch_id)):
+                    batch = store.batch(batch_id)
+                    status = batch.status
+                counts[status] += 1
+                if status in FINISHED:
+                    finished[batch_id] = status
+                elif status == "cancelling":
+                    unfinished.append((store, batch, "batch_cancelled"))
+                elif now >= batch.expires_at:
+                    unfinished.append((store, batch, "batch_expired"))
+                else:
+                    unfinished.append((store, batch, "disk_share_used_up" if store.is_full else ""))
+        self._finished = finished
+        return unfinished, counts
 
 
 class _Job:
     """One batch that runs."""
 
-    def __init__(self, runner: BatchRunner, tenant: str, batch: Batch) -> None:
-        self.tenant = tenant
+    task: asyncio.Task[None]
+
+    def __init__(self, runner: BatchRunner, store: BatchStore, batch: Batch, end: str) -> None:
+        """`end`, of `_ENDS`, is why it ends now, if it does."""
+        self.tenant = store.tenant
         self.batch = batch
         self._runner = runner
-        self._store = runner.store(tenant)
+        self._store = store
+        self._input = store.content(batch.input_file_id)
         number = batch.id.removeprefix("batch_")
-        self._output = _Results(self._store.content(f"file-{number}-output"))
-        self._errors = _Results(self._store.content(f"file-{number}-errors"))
+        self._output = _Results(store.content(f"file-{number}-output"))
+        self._errors = _Results(store.content(f"file-{number}-errors"))
         self._room = asyncio.Semaphore(runner.concurrency)  # for lines in memory
-        self._scope = asyncio.timeout(None)
-        self._stopped = ""  # code of what ended it before its last line
+        self.end = end
         self._saved = ""
-
-    def stop(self, code: str) -> None:
-        """Ends it; lines that have no result get this error."""
-        if not self._stopped:
-            self._stopped = code
-            with contextlib.suppress(RuntimeError):  # it has not begun, or it ends by itself
-                self._scope.reschedule(0.0)
 
     async def run(self) -> None:
         """Runs it to its end. Raises OSError where a file cannot be read or written."""
-        batch, on_disk = self.batch, self._runner.on_disk
-        if not await on_disk(self._store.content(batch.input_file_id).exists):
-            await on_disk(self.fail, [BatchError("file_missing", "the input file is gone")])
+        on_disk = self._runner.on_disk
+        if problems := await on_disk(self._begin):
+            await on_disk(self._end, "failed", problems)
             return
-        is_new = not batch.in_progress_at and not self._stopped
-        if is_new and (problems := await on_disk(self._check_input)):
-            await on_disk(self.fail, problems)
-            return
-        if batch.in_progress_at:
+        if not self.end:
             done = await on_disk(self._resume)
-            loop = asyncio.get_running_loop()
-            try:
-                async with self._scope:
-                    left_s = 0.0 if self._stopped else self._left_s
-                    self._scope.reschedule(loop.time() + left_s)
-                    async with asyncio.TaskGroup() as group:
-                        await self._run_lines(done, group)
-            except TimeoutError:
-                self._stopped = self._stopped or "batch_expired"
+            async with asyncio.TaskGroup() as group:
+                await self._run_lines(done, group)
         await on_disk(self._finish)
-
-    @property
-    def _left_s(self) -> float:
-        return self.batch.expires_at - time.time()
 
     async def _run_lines(self, done: set[str], group: asyncio.TaskGroup) -> None:
         lines = self._lines(done)
@@ -341,13 +307,12 @@ class _Job:
         while True:
             exchange = _LineExchange(line.url, _low_priority(line.body))
             # The batch expires before a request of it does.
-            left_s = min(self._left_s + _GRACE_S, _TRY_S)
+            left_s = min(self.batch.expires_at - time.time() + _GRACE_S, _TRY_S)
             caller = Caller(tenant=self.tenant, time_left_s=left_s)
             wait_s = _RETRY_S
             async with self._runner.slots:
                 try:
                     await self._runner.endpoints[line.url](exchange, caller)
-                    status, answer = exchange.status, exchange.answered
                     break
                 except Exception as error:
                     began = b"x-request-id" in exchange.answer_headers
@@ -355,15 +320,16 @@ class _Job:
                     again = isinstance(error, _REFUSALS + _FAILURES)
                     if not again or failures >= _MAX_FAILURES:
                         failure = failure_of(error)
-                        status, answer = failure.status, failure.body
+                        exchange.answer(failure.status, failure.body)
                         break
                     if isinstance(error, RetryableError):
                         wait_s = max(wait_s, error.retry_after_s)
             await asyncio.sleep(min(wait_s * (1 + failures), _MAX_RETRY_S))
         request_id = exchange.answer_headers.get(b"x-request-id", b"").decode()
-        response = {"status_code": status, "request_id": request_id, "body": Raw(answer)}
-        result = "completed" if status == 200 else "failed"
-        results = self._output if status == 200 else self._errors
+        body = Raw(exchange.answered)
+        response = {"status_code": exchange.status, "request_id": request_id, "body": body}
+        result = "completed" if exchange.status == 200 else "failed"
+        results = self._output if exchange.status == 200 else self._errors
         results.waiting.append(_result(line.custom_id, response, None))
         await self._runner.on_disk(results.flush)
         counts = self.batch.request_counts
@@ -379,26 +345,36 @@ class _Job:
             self._store.save(self.batch)
             self._saved = counts
 
-    def _check_input(self) -> list[BatchError]:
+    def _begin(self) -> list[BatchError]:
         """What is wrong with the input; if nothing, the batch is in progress."""
+        if not self._input.exists():
+            return [BatchError("file_missing", "the input file is gone")]
+        if self.batch.in_progress_at or self.end:
+            return []
         problems: list[BatchError] = []
         seen: set[str] = set()
-        number = 0
-        with self._store.content(self.batch.input_file_id).open("rb") as file:
-            while text := file.readline(_MAX_LINE_BYTES + 1):
-                number += 1
-                if not text.strip() and len(text) <= _MAX_LINE_BYTES:
+        with self._input.open("rb") as file:
+            texts = iter(partial(file.readline, _MAX_LINE_BYTES + 1), b"")
+            for number, text in enumerate(texts, 1):
+                too_long = len(text) > _MAX_LINE_BYTES
+                if text.isspace() and not too_long:
                     continue
-                problem = self._check_line(text, seen)
-                if len(seen) > MAX_LINES:
-                    problem = BatchError("too_many_lines", f"at most {MAX_LINES} may be given")
-                if problem:
-                    problem.line = number
+                try:
+                    if too_long:
+                        raise InvalidRequest(f"at most {_MAX_LINE_BYTES} bytes may be given")
+                    line = parse_line(text)
+                    if line.url != self.batch.endpoint:
+                        raise InvalidRequest(f"the batch is for {self.batch.endpoint}", "url")
+                    if line.custom_id in seen:
+                        raise InvalidRequest("an earlier line has this custom_id", "custom_id")
+                    if len(seen) == MAX_LINES:
+                        raise InvalidRequest(f"at most {MAX_LINES} lines may be given")
+                    seen.add(line.custom_id)
+                except InvalidRequest as error:
+                    problem = BatchError("invalid_line", str(error), number, error.field or None)
                     problems.append(problem)
-                    if len(problems) >= _MAX_ERRORS or len(text) > _MAX_LINE_BYTES:
-                        break
-                    if len(seen) > MAX_LINES:
-                        break
+                if too_long or len(problems) == _MAX_ERRORS:
+                    break  # what follows has no number, or is too much to tell
         if not seen and not problems:
             problems.append(BatchError("empty_file", "the file has no requests"))
         if not problems:
@@ -406,20 +382,6 @@ class _Job:
             self.batch.request_counts.total = len(seen)
             self._store.save(self.batch)
         return problems
-
-    def _check_line(self, text: bytes, seen: set[str]) -> BatchError | None:
-        if len(text) > _MAX_LINE_BYTES:
-            return BatchError("line_too_long", f"at most {_MAX_LINE_BYTES} bytes may be given")
-        try:
-            line = parse_line(text)
-        except InvalidRequest as error:
-            return BatchError("invalid_line", str(error))
-        if line.url != self.batch.endpoint:
-            return BatchError("mismatched_url", f"the batch is for {self.batch.endpoint}", 0, "url")
-        if line.custom_id in seen:
-            return BatchError("duplicate_custom_id", "an earlier line has it", 0, "custom_id")
-        seen.add(line.custom_id)
-        return None
 
     def _resume(self) -> set[str]:
         """The lines that have results."""
@@ -430,54 +392,40 @@ class _Job:
 
     def _lines(self, done: set[str]) -> Iterator[list[Line]]:
         """The others, some at a time."""
-        with self._store.content(self.batch.input_file_id).open("rb") as file:
+        with self._input.open("rb") as file:
             while texts := file.readlines(_READ_BYTES):
                 lines = [msgspec.json.decode(text, type=Line) for text in texts if text.strip()]
                 if missing := [line for line in lines if line.custom_id not in done]:
                     yield missing
 
     def _finish(self) -> None:
-        """Gives every line a result, and publishes them."""
-        batch, code = self.batch, self._stopped
-        if batch.in_progress_at:
-            for results in (self._output, self._errors):
-                results.flush()
+        """Gives every line a result if there is room, and publishes them."""
+        code = self.end
+        status, message = _ENDS.get(code, ("completed", ""))
+        if self.batch.in_progress_at:
             done = self._resume()
-            error = {"code": code, "message": _WITHOUT_RESULT.get(code)}
-            for lines in self._lines(done) if code in _WITHOUT_RESULT else ():
+            error = {"code": code, "message": message}
+            for lines in self._lines(done) if status in ("cancelled", "expired") else ():
                 self._errors.waiting.extend(_result(line.custom_id, None, error) for line in lines)
-                batch.request_counts.failed += len(lines)
+                self.batch.request_counts.failed += len(lines)
                 self._errors.flush()
-        if code == "disk_share_used_up":
-            text = "the results need more than the tenant's share (--batch-disk): delete some files"
-            self.fail([BatchError(code, text)])
-        else:
-            self._end({"batch_cancelled": "cancelled", "batch_expired": "expired"}.get(code))
+        self._end(status, [BatchError(code, message)] if status == "failed" else [])
 
-    def fail(self, problems: list[BatchError]) -> None:
-        """Ends it with what it has."""
-        self.batch.errors = BatchErrors(problems)
-        self._end("failed")
-
-    def _end(self, status: Any) -> None:
+    def _end(self, status: Status, problems: list[BatchError]) -> None:
         batch, now = self.batch, int(time.time())
         if batch.in_progress_at:
             batch.finalizing_at = now
             batch.output_file_id = self._output.publish(self._store, now)
             batch.error_file_id = self._errors.publish(self._store, now)
-        batch.end(status or "completed")
+        batch.errors = BatchErrors(problems) if problems else None
+        batch.status = status
+        setattr(batch, f"{status}_at", now)
         self._store.save(batch)
         counts = batch.request_counts
         log.info(
             "%s of %s: %s, %d of %d requests completed, %d failed",
             batch.id, self.tenant, batch.status, counts.completed, counts.total, counts.failed,
         )  # fmt: skip
-
-
-_WITHOUT_RESULT = {
-    "batch_cancelled": "The batch was cancelled before this request executed.",
-    "batch_expired": "This request could not be executed before the completion window expired.",
-}
 
 
 def parse_line(text: bytes) -> Line:

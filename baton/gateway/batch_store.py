@@ -16,7 +16,6 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, BinaryIO, Literal, TypeVar
 
@@ -127,30 +126,40 @@ class Batch(Struct, kw_only=True):
     def finished(self) -> bool:
         return self.status in FINISHED
 
-    def end(self, status: Status) -> None:
-        """Sets the last status, and when it came."""
-        self.status = status
-        setattr(self, f"{status}_at", int(time.time()))
+
+class _Page(Struct, kw_only=True):
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
 
 
-class Files(Struct, kw_only=True):
+class Files(_Page, kw_only=True):
     """Some of a tenant's files."""
 
     data: list[File]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: Literal["list"] = "list"
 
 
-class Batches(Struct, kw_only=True):
+class Batches(_Page, kw_only=True):
     """Some of a tenant's batches, newest first."""
 
     data: list[Batch]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: Literal["list"] = "list"
+
+
+class FilesQuery(Struct):
+    """Which files to list."""
+
+    after: str = ""
+    limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
+    order: Literal["asc", "desc"] = "desc"
+    purpose: str = ""
+
+
+class BatchesQuery(Struct):
+    """Which batches to list."""
+
+    after: str = ""
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
 
 
 S = TypeVar("S", File, Batch)
@@ -185,7 +194,8 @@ class BatchStore:
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
         """`most_bytes` is this tenant's share of the disk."""
-        self.folder = folder
+        self._folder = folder
+        self.tenant = folder.name
         self._most_bytes = most_bytes
 
     @property
@@ -201,60 +211,65 @@ class BatchStore:
                 "some first",
                 "file",
             )
-        if sum(1 for _ in self.folder.glob("file-*.json")) >= MAX_FILES:
+        if sum(1 for _ in self._folder.glob("file-*.json")) >= MAX_FILES:
             raise InvalidRequest(f"there are {MAX_FILES} files: delete some first", "file")
 
-    def part(self) -> Path:
-        """Where an upload may be written to until `add`."""
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        return self.folder / f"{secrets.token_hex(12)}.part"
+    def part(self) -> BinaryIO:
+        """A file to write to, until `keep` gives it its name."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        return (self._folder / f"{secrets.token_hex(12)}.part").open("xb")
 
-    def add(self, part: Path, filename: str) -> File:
-        """Makes a file of what was written, flushed and closed there."""
+    def add(self, part: BinaryIO, filename: str) -> File:
+        """Makes a file of what was written there."""
         self.check_room()
-        file_id = f"file-{new_id()}"
-        size = part.stat().st_size
-        part.replace(self.content(file_id))
-        return self.publish(
-            File(id=file_id, bytes=size, created_at=int(time.time()), filename=filename)
-        )
-
-    def publish(self, file: File) -> File:
-        """Makes a file visible whose content is there."""
-        self._write(file)
+        file_id, now = f"file-{new_id()}", int(time.time())
+        file = File(id=file_id, bytes=part.tell(), created_at=now, filename=filename)
+        _keep(part, self.content(file_id))
+        self.save(file)
         return file
+
+    def save(self, item: File | Batch) -> None:
+        """Whole or not at all, and on the disk; a batch for the process that runs it."""
+        with self.part() as part:
+            part.write(msgspec.json.encode(item))
+            _keep(part, self._folder / f"{item.id}.json")
 
     def content(self, file_id: str) -> Path:
         """Where a file's content is."""
-        return self.folder / f"{file_id}.jsonl"
+        return self._folder / f"{file_id}.jsonl"
 
     def file(self, file_id: str) -> File:
         return self._read(file_id, File, "file")
 
+    def open(self, file_id: str) -> BinaryIO:
+        """A file's content."""
+        self.file(file_id)
+        return self.content(file_id).open("rb")
+
     def files(self) -> list[File]:
         """All of them, oldest first."""
-        return list(self._all("file-", File))
+        return self._all("file-", File)
 
     def delete(self, file_id: str) -> FileDeleted:
         """Deletes a file and its content. Raises HttpError 409 while a batch reads it."""
         self.file(file_id)
-        for batch in self._all("batch_", Batch):
+        for batch in self.batches():
             if batch.input_file_id == file_id and not batch.finished:
                 raise HttpError(409, f"{batch.id} reads {file_id}: cancel it first")
-        (self.folder / f"{file_id}.json").unlink(missing_ok=True)
-        self.content(file_id).unlink(missing_ok=True)
+        for path in (self._folder / f"{file_id}.json", self.content(file_id)):
+            path.unlink(missing_ok=True)
         return FileDeleted(file_id)
 
     def create(self, request: BatchRequest) -> Batch:
         """A batch, which waits to be run. Raises Overloaded where too many do."""
         self.file(request.input_file_id)
-        batches = list(self._all("batch_", Batch))
+        batches = self.batches()
         finished = [batch for batch in batches if batch.finished]
         if len(batches) - len(finished) >= MAX_UNFINISHED:
             raise Overloaded(f"{MAX_UNFINISHED} batches have not finished yet", _RETRY_S)
         for batch in finished[: max(0, len(batches) + 1 - MAX_BATCHES)]:
-            (self.folder / f"{batch.id}.json").unlink(missing_ok=True)
-            self._cancel_mark(batch.id).unlink(missing_ok=True)
+            for path in (self._folder / f"{batch.id}.json", self._cancel_mark(batch.id)):
+                path.unlink(missing_ok=True)
         now = time.time()
         batch = Batch(
             id=f"batch_{new_id()}",
@@ -277,11 +292,7 @@ class BatchStore:
 
     def batch_ids(self) -> list[str]:
         """Of all of them, oldest first."""
-        return sorted(path.stem for path in self.folder.glob("batch_*.json"))
-
-    def save(self, batch: Batch) -> None:
-        """For the process that runs it."""
-        self._write(batch)
+        return sorted(path.stem for path in self._folder.glob("batch_*.json"))
 
     def cancel(self, batch_id: str) -> Batch:
         """Asks whoever runs it to cancel it. Raises HttpError 409 where it has ended."""
@@ -292,7 +303,7 @@ class BatchStore:
         return self.batch(batch_id)
 
     def _cancel_mark(self, batch_id: str) -> Path:
-        return self.folder / f"{batch_id}.cancel"
+        return self._folder / f"{batch_id}.cancel"
 
     def _marked(self, batch: Batch) -> Batch:
         with contextlib.suppress(FileNotFoundError):
@@ -303,7 +314,7 @@ class BatchStore:
 
     def _used_bytes(self) -> int:
         sizes = 0
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     sizes += max(entry.stat().st_size, _BLOCK_BYTES)
@@ -312,25 +323,24 @@ class BatchStore:
     def _read(self, name: str, kind: type[S], what: str) -> S:
         with contextlib.suppress(FileNotFoundError):
             if _ID.fullmatch(name) and name.startswith(what):
-                return msgspec.json.decode((self.folder / f"{name}.json").read_bytes(), type=kind)
+                return msgspec.json.decode((self._folder / f"{name}.json").read_bytes(), type=kind)
         raise HttpError(404, f"there is no {what} {quoted(name)}")
 
-    def _all(self, start: str, kind: type[S]) -> Iterator[S]:
-        for path in sorted(self.folder.glob(f"{start}*.json")):
+    def _all(self, start: str, kind: type[S]) -> list[S]:
+        found = []
+        for path in sorted(self._folder.glob(f"{start}*.json")):
             with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
-                yield msgspec.json.decode(path.read_bytes(), type=kind)
+                found.append(msgspec.json.decode(path.read_bytes(), type=kind))
+        return found
 
-    def _write(self, item: File | Batch) -> None:
-        """Whole or not at all, and on the disk."""
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        part = self.folder / f"{item.id}.{secrets.token_hex(4)}.part"
-        with part.open("wb") as file:
-            file.write(msgspec.json.encode(item))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(self.folder / f"{item.id}.json")
-        folder = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+
+def _keep(part: BinaryIO, path: Path) -> None:
+    """Brings it and its name to the disk."""
+    part.flush()
+    os.fsync(part.fileno())
+    Path(part.name).replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

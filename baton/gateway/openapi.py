@@ -7,7 +7,16 @@ from typing import Any
 import msgspec
 
 from baton.gateway import api
-from baton.gateway.batch_store import Batch, Batches, BatchRequest, File, FileDeleted, Files
+from baton.gateway.batch_store import (
+    Batch,
+    Batches,
+    BatchesQuery,
+    BatchRequest,
+    File,
+    FileDeleted,
+    Files,
+    FilesQuery,
+)
 from baton.gateway.headers import MAX_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_HEADER
 from baton.gateway.output_responses import Response
 from baton.gateway.responses import ResponsesRequest
@@ -128,12 +137,7 @@ def _batch_paths(batch: type) -> Part:
             },
             "get": {
                 **_operation("The caller's files.", Files, ("400", "401", "404")),
-                "parameters": [
-                    _query("limit", {"type": "integer", "minimum": 1, "maximum": 10_000}),
-                    _query("after", _STRING),
-                    _query("order", {"enum": ["asc", "desc"]}),
-                    _query("purpose", _STRING),
-                ],
+                "parameters": _query(FilesQuery),
             },
         },
         "/v1/files/{id}": {
@@ -146,10 +150,7 @@ def _batch_paths(batch: type) -> Part:
             **_post("Run a file of requests.", batch, Batch),
             "get": {
                 **_operation("The caller's batches.", Batches, ("400", "401", "404")),
-                "parameters": [
-                    _query("limit", {"type": "integer", "minimum": 1, "maximum": 100}),
-                    _query("after", _STRING),
-                ],
+                "parameters": _query(BatchesQuery),
             },
         },
         "/v1/batches/{id}": {**file_id, **_get("One batch.", Batch, "401", "404")},
@@ -157,8 +158,10 @@ def _batch_paths(batch: type) -> Part:
     }
 
 
-def _query(name: str, schema: Part) -> Part:
-    return {"name": name, "in": "query", "schema": schema}
+def _query(kind: type) -> list[Part]:
+    _, schemas = msgspec.json.schema_components((kind,))
+    fields = schemas[kind.__name__]["properties"].items()
+    return [{"name": name, "in": "query", "schema": schema} for name, schema in fields]
 
 
 def _schemas() -> Part:

@@ -21,6 +21,7 @@ from .conftest import PROMPT
 BODY = {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}
 URL = "/v1/completions"
 FINISHED = ("completed", "failed", "cancelled", "expired")
+IDS = [f"r{number}" for number in range(8)]
 
 
 def line(number, body=BODY, url=URL):
@@ -62,14 +63,20 @@ async def create(gateway, lines, headers=None, **more):
     return (await gateway.post("/v1/batches", body, headers)).json()
 
 
-async def get(gateway, batch):
-    return (await gateway.client.get(f"/v1/batches/{batch['id']}")).json()
+async def get(gateway, batch, headers=None):
+    return (await gateway.client.get(f"/v1/batches/{batch['id']}", headers=headers)).json()
 
 
-async def finished(gateway, batch):
-    return await eventually(
-        lambda: get(gateway, batch), lambda seen: seen["status"] in FINISHED, "it goes on"
-    )
+async def until(gateway, batch, good, headers=None):
+    return await eventually(lambda: get(gateway, batch, headers), good, "it goes on")
+
+
+async def finished(gateway, batch, headers=None):
+    return await until(gateway, batch, lambda seen: seen["status"] in FINISHED, headers)
+
+
+async def completed(gateway, batch, number):
+    return await until(gateway, batch, lambda seen: seen["request_counts"]["completed"] == number)
 
 
 async def content(gateway, file_id):
@@ -78,6 +85,10 @@ async def content(gateway, file_id):
     page = await gateway.client.get(f"/v1/files/{file_id}/content")
     assert page.status_code == 200
     return [json.loads(each) for each in page.text.splitlines()]
+
+
+def ids(lines):
+    return sorted(each["custom_id"] for each in lines)
 
 
 async def results(gateway, batch):
@@ -137,9 +148,7 @@ async def test_a_router_that_begins_runs_only_what_has_no_result(gateway_of, api
     held = []
     first.decode.runs = [first.decode.run_to_end] * 3 + [lambda *run: held.append(run)] * 20
     batch = await create(first, [line(number) for number in range(8)])
-    await eventually(
-        lambda: get(first, batch), lambda seen: seen["request_counts"]["completed"] == 3, "3 lines"
-    )
+    await completed(first, batch, 3)
     number = batch["id"].removeprefix("batch_")
     output = api.batch_dir / "default" / f"file-{number}-output.jsonl"
     before = output.read_bytes()
@@ -158,7 +167,7 @@ async def test_a_router_that_begins_runs_only_what_has_no_result(gateway_of, api
     batch = await finished(second, batch)
     assert batch["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
     answered, _ = await results(second, batch)
-    assert sorted(each["custom_id"] for each in answered) == [f"r{number}" for number in range(8)]
+    assert ids(answered) == IDS
     assert output.read_bytes().startswith(before) and len(prompts) == 5
 
 
@@ -197,9 +206,7 @@ async def test_a_batch_that_ends_early_gives_every_line_a_result(gateway, monkey
         monkeypatch.setattr(batch_store, "WINDOW_S", 1.5)
     gateway.decode.runs = [gateway.decode.run_to_end] * 2 + [lambda *run: None] * 20
     batch = await create(gateway, [line(number) for number in range(8)])
-    await eventually(
-        lambda: get(gateway, batch), lambda seen: seen["request_counts"]["completed"] == 2, "2"
-    )
+    await completed(gateway, batch, 2)
     path = f"/v1/batches/{batch['id']}"
     if end == "cancelled":
         assert (await gateway.client.post(f"{path}/cancel")).json()["status"] == "cancelling"
@@ -207,9 +214,7 @@ async def test_a_batch_that_ends_early_gives_every_line_a_result(gateway, monkey
     assert (batch["status"], bool(batch[f"{end}_at"])) == (end, True)
     assert batch["request_counts"] == {"total": 8, "completed": 2, "failed": 6}
     answered, missing = await results(gateway, batch)
-    assert sorted(each["custom_id"] for each in [*answered, *missing]) == [
-        f"r{number}" for number in range(8)
-    ]
+    assert ids(answered + missing) == IDS
     assert {(each["response"], each["error"]["code"]) for each in missing} == {
         (None, f"batch_{end}")
     }
@@ -220,9 +225,7 @@ async def test_a_batch_that_ends_early_gives_every_line_a_result(gateway, monkey
 async def test_a_batch_that_waits_for_another_can_be_cancelled(gateway):
     gateway.decode.runs = [lambda *run: None] * 20
     first, second = [await create(gateway, [line(0)]) for _ in range(2)]
-    await eventually(
-        lambda: get(gateway, first), lambda seen: seen["status"] == "in_progress", "it waits"
-    )
+    await until(gateway, first, lambda seen: seen["status"] == "in_progress")
     await gateway.client.post(f"/v1/batches/{second['id']}/cancel")
     second = await finished(gateway, second)
     assert (second["status"], second["output_file_id"]) == ("cancelled", None)
@@ -236,34 +239,32 @@ async def test_a_batch_that_waits_for_another_can_be_cancelled(gateway):
 
 
 @pytest.mark.parametrize(
-    ("text", "number", "code"),
+    ("text", "number", "message"),
     [
-        (jsonl([line(0), line(0)]), 2, "duplicate_custom_id"),
-        (jsonl([line(0), line(1, url="/v1/chat/completions")]), 2, "mismatched_url"),
-        (jsonl([line(0, body=[1])]), 1, "invalid_line"),
-        (jsonl([line(0, body='{"a"')]), 1, "invalid_line"),
-        (jsonl([{**line(0), "method": "GET"}]), 1, "invalid_line"),
-        (jsonl([{**line(0), "custom_id": ""}]), 1, "invalid_line"),
-        (b"\n\n" + jsonl([line(0)])[:-3], 3, "invalid_line"),
-        (b"[" * 100_000, 1, "invalid_line"),
+        (jsonl([line(0), line(0)]), 2, "an earlier line has this custom_id"),
+        (jsonl([line(0), line(1, url="/v1/chat/completions")]), 2, "the batch is for /v1/comp"),
+        (jsonl([line(0, body=[1])]), 1, "Expected `object`"),
+        (jsonl([{**line(0), "method": "GET"}]), 1, "$.method"),
+        (jsonl([{**line(0), "custom_id": ""}]), 1, "$.custom_id"),
+        (b"\n\n" + jsonl([line(0)])[:-3], 3, "truncated"),
+        (jsonl([line(0)])[:-3].partition(b"{\"prompt")[0] + b"[" * 2000, 1, "recursion"),
         (b'{"custom_id":"a","method":"POST","url":"' + URL.encode() + b'","body":{"\xff":1}}', 1,
-         "invalid_line"),
-        (jsonl([line(0)]) + b" " * 3000 + jsonl([line(1)]), 2, "line_too_long"),
-        (jsonl(line(number) for number in range(6)), 6, "too_many_lines"),
-        (b"\n \n", None, "empty_file"),
+         "utf-8"),
+        (jsonl([line(0)]) + b" " * 3000 + jsonl([line(1)]), 2, "at most 2500 bytes"),
+        (jsonl(line(number) for number in range(6)), 6, "at most 5 lines"),
+        (b"\n \n", None, "no requests"),
     ],
 )  # fmt: skip
 async def test_a_batch_with_a_wrong_line_fails_and_names_it(
-    gateway, monkeypatch, text, number, code
+    gateway, monkeypatch, text, number, message
 ):
     monkeypatch.setattr(batch_runner, "_MAX_LINE_BYTES", 2500)
     monkeypatch.setattr(batch_runner, "MAX_LINES", 5)
-    if text.startswith(b"["):
-        monkeypatch.setattr(batch_runner, "_MAX_LINE_BYTES", 1 << 20)
     batch = await finished(gateway, await create(gateway, text))
     assert (batch["status"], batch["output_file_id"]) == ("failed", None)
     first = batch["errors"]["data"][0]
-    assert (first["line"], first["code"]) == (number, code)
+    assert (first["line"], first["code"]) == (number, "invalid_line" if number else "empty_file")
+    assert message in first["message"], first
     assert not gateway.decode.requests
 
 
@@ -290,7 +291,7 @@ async def test_a_batch_that_cannot_be_is_refused(gateway, body, status, field):
 async def test_files_can_be_listed_read_and_deleted(gateway):
     files = [(await upload(gateway, b"%d\n" % n, name=f"{n}é")).json() for n in range(3)]
     assert [file["filename"] for file in files] == ["0é", "1é", "2é"]
-    ids = sorted(file["id"] for file in files)
+    sent = sorted(file["id"] for file in files)
 
     async def listed(**query):
         page = (await gateway.client.get("/v1/files", params=query)).json()
@@ -299,10 +300,10 @@ async def test_files_can_be_listed_read_and_deleted(gateway):
         assert (page["first_id"], page["last_id"]) == ends
         return found, page["has_more"]
 
-    assert await listed() == (ids[::-1], False)
-    assert await listed(order="asc", limit=2) == (ids[:2], True)
-    assert await listed(order="asc", after=ids[1]) == (ids[2:], False)
-    assert await listed(after=ids[2], limit=1) == (ids[1:2], True)
+    assert await listed() == (sent[::-1], False)
+    assert await listed(order="asc", limit=2) == (sent[:2], True)
+    assert await listed(order="asc", after=sent[1]) == (sent[2:], False)
+    assert await listed(after=sent[2], limit=1) == (sent[1:2], True)
     assert await listed(purpose="batch_output") == ([], False)
     for wrong in ({"limit": "0"}, {"limit": "x"}, {"order": "up"}):
         assert (await gateway.client.get("/v1/files", params=wrong)).status_code == 400
@@ -312,7 +313,7 @@ async def test_files_can_be_listed_read_and_deleted(gateway):
     assert (await gateway.client.delete(path)).json()["deleted"]
     for gone in (path, f"{path}/content", "/v1/files/..%2Flock", "/v1/files/lock"):
         assert (await gateway.client.get(gone)).status_code == 404
-    assert await listed() == ([id for id in ids[::-1] if id != files[0]["id"]], False)
+    assert await listed() == ([id for id in sent[::-1] if id != files[0]["id"]], False)
 
 
 async def test_a_tenant_has_its_own_files_and_batches(gateway_of, api, tmp_path):
@@ -330,11 +331,7 @@ async def test_a_tenant_has_its_own_files_and_batches(gateway_of, api, tmp_path)
         assert (await gateway.client.get(path)).status_code == 401
     for path in ("/v1/files", "/v1/batches"):
         assert (await gateway.client.get(path, headers=bob)).json()["data"] == []
-
-    async def anns():
-        return (await gateway.client.get(f"/v1/batches/{batch['id']}", headers=ann)).json()
-
-    seen = await eventually(anns, lambda seen: seen["status"] == "completed", "it goes on")
+    seen = await finished(gateway, batch, ann)
     assert seen["request_counts"]["completed"] == 1
     (request,) = gateway.cluster.prefills[0].requests
     assert request.sequence.cache_salt == "ann/"
@@ -365,15 +362,16 @@ END = b"--b--\r\n"
     ("form", "status", "text"),
     [
         (FILE + PURPOSE + END, 200, '"bytes":3'),
-        (PURPOSE + FORM % (b"other", b"", b"x" * 900) + FILE + END, 200, '"filename":"x"'),
+        (PURPOSE + FORM % (b"other", b"", b"x" * 3000) + FILE + END, 200, '"filename":"x"'),
+        (FILE + b"--b\r\nx: y\r\n\r\nabc\r\n" + PURPOSE + END, 200, '"bytes":3'),
         (FILE + PURPOSE, 400, "ends before its last boundary"),
         (PURPOSE + END, 400, "file is missing or empty"),
         (PURPOSE + FORM % (b"file", b"", b"") + END, 400, "file is missing or empty"),
         (FILE + END, 400, "purpose must be given"),
         (FILE + FORM % (b"purpose", b"", b"vision") + END, 400, "purpose must be given"),
         (FILE + FILE + PURPOSE + END, 400, "one file"),
-        (FORM % (b"x", b"", b"x" * 2000) + END, 400, "1024 bytes"),
-        (PURPOSE * 17 + END, 400, "16 parts"),
+        (FORM % (b"x", b"", b"x" * 5000) + END, 413, "4000 bytes"),
+        (PURPOSE + PURPOSE + FILE + END, 400, "purpose must be given"),
         (b"nonsense", 400, "this is no form"),
         (b"", 400, "ends before"),
         (PURPOSE + FORM % (b"file", b"", b"x" * 5000) + END, 413, "4000 bytes"),
@@ -412,50 +410,51 @@ async def test_a_tenants_share_of_the_disk_holds_for_uploads_and_results(gateway
     assert (await upload(gateway, [line(0)])).status_code == 200
 
 
-class Uploads:
-    """Uploads over a socket of our own; the server's connections are seen."""
+@pytest.fixture
+def connections(monkeypatch):
+    """The server's, in the order in which they were made."""
+    made, found = http_server.Connection.connection_made, []
 
-    def __init__(self, monkeypatch):
-        self.connections = connections = []
-        made = http_server.Connection.connection_made
+    def connection_made(connection, transport):
+        made(connection, transport)
+        found.append(connection)
 
-        def connection_made(connection, transport):
-            made(connection, transport)
-            connections.append(connection)
-
-        monkeypatch.setattr(http_server.Connection, "connection_made", connection_made)
-
-    @contextlib.asynccontextmanager
-    async def begin(self, gateway, size):
-        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-        writer.write(
-            b"POST /v1/files HTTP/1.1\r\ncontent-type: multipart/form-data; boundary=b\r\n"
-            b"content-length: %d\r\n\r\n" % size
-        )
-        try:
-            yield reader, writer
-        finally:
-            writer.transport.abort()
+    monkeypatch.setattr(http_server.Connection, "connection_made", connection_made)
+    return found
 
 
-async def test_an_upload_goes_no_faster_than_the_disk(gateway, monkeypatch):
+@contextlib.asynccontextmanager
+async def sending(gateway, request):
+    """The ends of a connection, over which this was sent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(request)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+UPLOAD = (
+    b"POST /v1/files HTTP/1.1\r\ncontent-type: multipart/form-data; boundary=b\r\n"
+    b"content-length: %d\r\n\r\n"
+)
+
+
+async def test_an_upload_goes_no_faster_than_the_disk(gateway, monkeypatch, connections):
     go_on, write = threading.Event(), batches._Upload.write
     monkeypatch.setattr(batches._Upload, "write", lambda *args: (go_on.wait(20), write(*args)))
-    uploads = Uploads(monkeypatch)
     form = PURPOSE + FORM % (b"file", b"", b"x" * (16 << 20)) + END
-    async with uploads.begin(gateway, len(form)) as (reader, writer):
-        writer.write(form)
-        sending = asyncio.create_task(writer.drain())
-        (connection,) = uploads.connections
+    async with sending(gateway, UPLOAD % len(form) + form) as (reader, writer):
+        sent = asyncio.create_task(writer.drain())
 
         async def waiting():
-            exchanges = connection._exchanges
+            exchanges = connections and connections[0]._exchanges
             return sum(map(len, exchanges[0]._parts)) if exchanges else 0
 
         await eventually(waiting, lambda size: size > http_server.MAX_WAITING_BYTES, "no pause")
         await asyncio.sleep(0.2)
         assert await waiting() <= http_server.MAX_WAITING_BYTES + (256 << 10)
-        assert not sending.done()
+        assert not sent.done()
         go_on.set()
         assert b" 200 " in await reader.readline()
         writer.write(b"GET /health HTTP/1.1\r\n\r\n")
@@ -469,9 +468,8 @@ async def test_an_upload_may_take_long_while_it_comes(gateway, monkeypatch):
     monkeypatch.setattr(http_server, "BODY_TIMEOUT_S", 0.4)
     monkeypatch.setattr(http_server, "MIN_BODY_BYTES", 100)
     form = PURPOSE + FORM % (b"file", b"", b"x" * 2000) + END
-    uploads = Uploads(monkeypatch)
     for piece, status in ((300, b" 200 "), (10, b" 408 ")):
-        async with uploads.begin(gateway, len(form)) as (reader, writer):
+        async with sending(gateway, UPLOAD % len(form)) as (reader, writer):
             answered = asyncio.create_task(reader.readline())
             for start in range(0, len(form), piece):
                 if not answered.done():
@@ -486,13 +484,12 @@ async def test_an_upload_may_take_long_while_it_comes(gateway, monkeypatch):
     assert len((await gateway.client.get("/v1/files")).json()["data"]) == 1
 
 
-async def test_a_file_is_sent_no_faster_than_it_is_read(gateway, monkeypatch):
-    uploads = Uploads(monkeypatch)
+async def test_a_file_is_sent_no_faster_than_it_is_read(gateway, monkeypatch, connections):
     text = os.urandom(24 << 20)
     file = (await upload(gateway, text)).json()
     path = f"/v1/files/{file['id']}/content"
     async with gateway.client.stream("GET", path) as response:
-        (connection,) = uploads.connections
+        (connection,) = connections
         parts = response.aiter_raw()
         got = [await anext(parts)]
         await asyncio.sleep(0.3)
@@ -500,12 +497,10 @@ async def test_a_file_is_sent_no_faster_than_it_is_read(gateway, monkeypatch):
         got += [part async for part in parts]
     assert b"".join(got) == text
     monkeypatch.setattr(batches, "UNREAD_S", 0.2)
-    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-    writer.write(b"GET %b HTTP/1.1\r\n\r\n" % path.encode())
-    await asyncio.sleep(1.0)
-    read = b""
-    async with asyncio.timeout(10):
-        with contextlib.suppress(ConnectionResetError):
-            read = await reader.read()
-    assert len(read) < len(text)
-    writer.transport.abort()
+    async with sending(gateway, b"GET %b HTTP/1.1\r\n\r\n" % path.encode()) as (reader, _):
+        await asyncio.sleep(1.0)
+        read = b""
+        async with asyncio.timeout(10):
+            with contextlib.suppress(ConnectionResetError):
+                read = await reader.read()
+        assert len(read) < len(text)
