@@ -24,6 +24,7 @@ OPEN_METRICS = "application/openmetrics-text"
 OF_ALL = {"gen_ai_request_model": "demo", "gen_ai_operation_name": "text_completion"}
 # What did not happen here.
 SILENT = {
+    "baton.batch.requests",
     "baton.batches",
     "baton.kv.transfer.failures",
     "baton.engine.gpu.rows",
