@@ -2,9 +2,8 @@
 
 A step of a small model is hundreds of kernels, each shorter than its launch from Python. A CUDA
 graph launches them at once, but is of one shape and reads fixed places. So batches are padded up a
-ladder of sizes, and block tables up a ladder of widths: attention divides its work by the width
-that it might find, so that far too wide a table leaves most of a GPU idle. Padding rows have the
-context -1: they write no KV and attend to nothing.
+ladder of sizes, and block tables up a ladder of widths, so that little of them is copied in vain.
+Padding rows have the context -1: they write no KV and attend to nothing.
 """
 
 from __future__ import annotations

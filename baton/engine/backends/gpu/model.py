@@ -7,7 +7,7 @@ graph can hold it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,13 @@ from torch import Tensor
 from baton.engine.batch import StepBatch
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
-from baton.engine.ops.triton.attention import decode_attention, plan_tiles, prefill_attention
+from baton.engine.ops.triton.attention import (
+    DecodePlan,
+    decode_attention,
+    plan_decode,
+    plan_tiles,
+    prefill_attention,
+)
 from baton.engine.ops.triton.grouped_matmul import GroupedWeight, sort_slots
 from baton.engine.ops.triton.placement import Placement, place_rows
 from baton.engine.ops.triton.rope_kv import rope_and_write
@@ -26,7 +32,10 @@ from baton.engine.weights.weights import ExpertWeights, LayerWeights, Weights
 
 @dataclass(frozen=True)
 class _Rows:
-    """Where rows read and write KV: `num_decodes` of their own first, then those of chunks."""
+    """Where rows read and write KV: `num_decodes` of their own first, then those of chunks.
+
+    plans: of decode rows, by the window of the layers that they are for; made where first used.
+    """
 
     placed: Placement
     num_decodes: int
@@ -34,6 +43,7 @@ class _Rows:
     context_lens: Tensor
     query_lens: Tensor | None = None
     tiles: Any = None  # of chunks, if there are any
+    plans: dict[int | None, DecodePlan] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +151,11 @@ class GpuModel(Model):
     def _attend(self, q: Tensor, rows: _Rows, index: int, pool: Tensor) -> Tensor:
         own, scoring, parts = rows.num_decodes, self._scoring[index], list[Tensor]()
         if own:
-            lengths = rows.placed.lengths[:own]
-            tables = rows.block_tables[:own]
-            parts.append(decode_attention(q[:own], pool, index, tables, lengths, scoring))
+            own_q, window, tables = q[:own], scoring.window, rows.block_tables[:own]
+            if window not in rows.plans:
+                lengths = rows.placed.lengths[:own]
+                rows.plans[window] = plan_decode(own_q, pool, lengths, window)
+            parts.append(decode_attention(own_q, pool, index, tables, rows.plans[window], scoring))
         if rows.tiles is not None:
             assert rows.query_lens is not None, "chunks have lengths"
             tables, context_lens = rows.block_tables[own:], rows.context_lens[own:]

@@ -2,8 +2,8 @@
 
 A kernel is compiled on its first launch with new tiles, warps or parts of a row, which takes
 seconds. All of these follow from a step's shapes, by powers of two: from the rows of its chunks,
-from how many sequences decode, and from the width of its block tables. What these steps compute
-means nothing: all their blocks are the pool's first, which must be free.
+and from how many sequences decode. What these steps compute means nothing: all their blocks are
+the pool's first, which must be free.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ def step_shapes(settings: EngineConfig, max_context: int) -> Iterator[tuple[int,
         yield 0, rows, -(-rows // settings.block_size)
     for rows in _doublings(1, settings.max_batch):
         yield rows, 0, 1
-    for width in _doublings(1, -(-max_context // settings.block_size)):
-        yield 1, min(2, most), width
+    yield 1, min(2, most), 1
 
 
 @torch.inference_mode()

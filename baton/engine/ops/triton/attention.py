@@ -1,9 +1,10 @@
 """Paged attention of decode rows, one query a sequence, and of prompt chunks, causal.
 
-Decode: a program takes one row's one KV head, whose query heads are the rows of one product. Long
-contexts are split over programs, whose parts a second kernel joins by their log-sum-exp
-(Flash-Decoding, Dao et al. 2023). The grid depends on shapes alone, so that a CUDA graph can hold
-it. Rows come first in it, as rows with a common prefix share blocks in caches.
+Decode: a program takes rows of one KV head, whose query heads are the rows of one product. The keys
+of all rows are shared equally among as many programs as a GPU runs at once, however lengths differ:
+planned on the device, once a step, as FlashMLA's tile scheduler does. Where shares cut a row, a
+second kernel joins its parts by their log-sum-exp (Flash-Decoding, Dao et al. 2023). Grids depend
+on shapes alone, so that a CUDA graph can hold them.
 
 Chunks: the form is FlashAttention-2's (Dao 2023): a program takes a tile of query rows and goes
 over their keys with an online softmax. The query heads that share a KV head lie in one tile, token
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from baton.engine.ops.torch.attention import Scoring
 from baton.engine.ops.triton.attention_common import (
+    LOWEST,
     NO_WINDOW,
     attend_range,
     first_state,
@@ -32,68 +34,88 @@ from baton.engine.ops.triton.attention_common import (
 from baton.engine.ops.triton.spec import Config
 from baton.engine.ops.triton.tuning import choose
 
-# More than this are joined no faster than they are read.
-MOST_SPLITS = 64
-
-# Programs for each multiprocessor that are wanted: some waves of the two or three that fit at once,
-# so that the last, partly empty one is a small part of all.
-PROGRAMS_PER_PROCESSOR = 8
-
 # Query rows of a program: the least that tensor cores take, and the most that registers hold.
 LEAST_ROWS, MOST_ROWS = 16, 128
 
 
+@dataclass(frozen=True)
+class DecodePlan:
+    """Which tiles of keys each program takes; the same for all KV heads and layers of a window.
+
+    The tiles of all rows lie one after the other, at least one for each row, and are cut into equal
+    shares: one for each program.
+
+    seq_lens: int32 `[rows]` · ends: int32 `[rows]`, where a row's tiles end · firsts: int32
+    `[programs]`, the row with a program's first tile · config: of `decode_attention`.
+    """
+
+    seq_lens: Tensor
+    window: int | None
+    ends: Tensor
+    firsts: Tensor
+    config: Config
+
+
+def plan_decode(
+    q: Tensor, pool: Tensor, seq_lens: Tensor, window: int | None, programs: int = 0,
+    config: Config | None = None,
+) -> DecodePlan:  # fmt: skip
+    """Shares the keys of decode rows out, without waiting for the device.
+
+    q, pool: as `decode_attention` takes them; of q only the shape and type count · seq_lens: int32
+    `[rows]`, tokens of each sequence, the row's own included; 0 is a padding row · window: of the
+    layers that it is for · programs: of a KV head; 0 is as many as the GPU runs at once · config:
+    None is the one in effect.
+    """
+    sizes, key = pool_sizes(q, pool)
+    config = config or choose("decode_attention", key, q.device)
+    resident = config["PER_PROCESSOR"] * processors(q.device)
+    programs = programs or max(1, resident // sizes["KV_HEADS"])
+    rows = len(seq_lens)
+    ends, firsts = (
+        torch.empty(count, dtype=torch.int32, device=q.device) for count in (rows, programs)
+    )
+    plan_kernel[(triton.cdiv(programs, 16),)](
+        seq_lens, ends, firsts, rows, window or NO_WINDOW, programs, TILE=config["TILE"],
+        ROWS=triton.next_power_of_2(rows), PROGRAMS=16,
+    )  # fmt: skip
+    return DecodePlan(seq_lens, window, ends, firsts, config)
+
+
 def decode_attention(
-    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, seq_lens: Tensor, scoring: Scoring,
-    splits: int = 0, config: Config | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, plan: DecodePlan, scoring: Scoring
+) -> Tensor:
     """Attention of each row of q over its own sequence, whose KV is in the pool already.
 
     q: `[rows, heads, head_size]`, contiguous · block_tables: int32 `[rows, width]`, the blocks of
-    each sequence; what lies behind those of its tokens is not read · seq_lens: int32 `[rows]`,
-    tokens of the sequence, the row's own included; 0 is a padding row, which gives zeros · splits:
-    programs that share a row at most; 0 chooses by shapes and GPU · config: None is the one in
-    effect. Result like q. Waits for nothing on the device.
+    each sequence; what lies behind those of its tokens is not read · plan: for these rows and the
+    window of scoring. Result like q, zeros for padding rows. Waits for nothing on the device.
     """
-    window = scoring.window
+    window, config, programs = plan.window, plan.config, len(plan.firsts)
     rows, heads, head_size = q.shape
+    assert window == scoring.window and len(plan.ends) == rows
     assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
-    sizes, key = pool_sizes(q, pool)
+    sizes, _ = pool_sizes(q, pool)
     kv_heads = sizes["KV_HEADS"]
-    config = config or choose("decode_attention", key, q.device)
-    if not splits:
-        keys = block_tables.shape[1] * sizes["BLOCK_SIZE"]
-        longest = min(keys, window or keys)
-        splits = splits_for(rows * kv_heads, longest // config["LEAST_SPLIT"], processors(q.device))
     out = torch.empty_like(q)
-    # The weighted sums of the parts, and behind all of them their log-sum-exps.
-    parts = None
-    if splits > 1:
-        size = rows * heads * splits * (head_size + 1)
-        parts = torch.empty(size, dtype=torch.float32, device=q.device)
+    # The weighted sums of parts of rows, and behind all of them their log-sum-exps. A program has
+    # two at most: the end of a row that others began, and the beginning of one that others end.
+    size = 2 * programs * heads * (head_size + 1)
+    parts = torch.empty(size, dtype=torch.float32, device=q.device)
+    places = (parts, plan.seq_lens, plan.ends)
     # Tensor cores take tiles of 16 rows at least.
     group_pad = max(16, int(triton.next_power_of_2(heads // kv_heads)))
-    decode_kernel[rows, kv_heads, splits](
-        q, pool, block_tables, seq_lens, out, parts, layer, block_tables.stride(0), pool.stride(0),
-        *scored(scoring), window or NO_WINDOW, splits, WINDOWED=window is not None,
-        GROUP_PAD=group_pad, **sizes, **config,
+    launch = {name: config[name] for name in ("num_warps", "num_stages", "TILE")}
+    decode_kernel[programs, kv_heads](
+        q, pool, block_tables, out, *places, plan.firsts, rows, layer, block_tables.stride(0),
+        pool.stride(0), *scored(scoring), window or NO_WINDOW, WINDOWED=window is not None,
+        GROUP_PAD=group_pad, **sizes, **launch,
     )  # fmt: skip
-    if parts is not None:
-        join_kernel[rows, heads](
-            parts, seq_lens, out, window or NO_WINDOW, splits,
-            SPLITS_PAD=triton.next_power_of_2(splits), HEAD_SIZE=head_size,
-            HEAD_PAD=sizes["HEAD_PAD"], TILE=config["TILE"], LEAST_SPLIT=config["LEAST_SPLIT"],
-        )  # fmt: skip
+    join_kernel[rows, heads](
+        out, *places, rows, programs, window or NO_WINDOW, HEAD_SIZE=head_size,
+        HEAD_PAD=sizes["HEAD_PAD"], TILE=config["TILE"], PARTS=16,
+    )  # fmt: skip
     return out
-
-
-def splits_for(programs: int, longest: int, processors: int) -> int:
-    """How many programs share one row's keys.
-
-    programs: there without splits · longest: splits that the longest possible row gives work to.
-    """
-    wanted = -(-PROGRAMS_PER_PROCESSOR * processors // programs) if programs else 1
-    return max(1, min(wanted, longest, MOST_SPLITS))
 
 
 @cache
@@ -105,113 +127,155 @@ def processors(device: torch.device) -> int:
 
 
 @triton.jit
-def splits_of_row(first, seq_len, splits, TILE: tl.constexpr, LEAST_SPLIT: tl.constexpr):
-    """How the keys first .. seq_len of a row are shared: where its splits begin, the keys of each,
-    and how many have any.
-    """
-    #  base ........ first | ..................................... | seq_len
-    #  up to a tile's edge | split 0, 1, .. used - 1: whole tiles  | nothing
+def tiles_of_row(seq_len, window, TILE: tl.constexpr):
+    """The first key that a row sees, the edge of the tile that it lies in, and how many tiles."""
+    first = tl.maximum(seq_len - window, 0)
     base = first // TILE * TILE
-    tiles = tl.cdiv(tl.cdiv(seq_len - base, splits), TILE)
-    size = tl.maximum(tiles * TILE, LEAST_SPLIT)
-    return base, size, tl.cdiv(seq_len - base, size)
+    # A padding row has one, too: its program writes zeros.
+    return first, base, tl.maximum(tl.cdiv(seq_len - base, TILE), 1)
 
 
 @triton.jit(
-    do_not_specialize=["layer", "table_stride", "window", "splits"],
+    do_not_specialize=["rows", "window", "programs"], do_not_specialize_on_alignment=["seq_lens"]
+)
+def plan_kernel(
+    seq_lens, ends, firsts, rows, window, programs, TILE: tl.constexpr, ROWS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """What `DecodePlan` holds, of PROGRAMS of its programs. Grid `[programs / PROGRAMS]`."""
+    row = tl.arange(0, ROWS)
+    _, _, tiles = tiles_of_row(tl.load(seq_lens + row, mask=row < rows, other=0), window, TILE)
+    tiles = tl.where(row < rows, tiles, 0)
+    end = tl.cumsum(tiles, 0)
+    if tl.program_id(0) == 0:
+        tl.store(ends + row, end, mask=row < rows)
+    share = tl.cdiv(tl.sum(tiles, 0), programs)
+    program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
+    passed = (end[None, :] <= (program * share)[:, None]) & (row < rows)[None, :]
+    tl.store(firsts + program, tl.sum(passed.to(tl.int32), 1), mask=program < programs)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "layer", "table_stride", "window"],
     do_not_specialize_on_alignment=["block_tables", "seq_lens"],
 )
 def decode_kernel(
-    q_rows, pool, block_tables, seq_lens, out, parts, layer, table_stride, block_stride, scale,
-    softcap, sinks, window, splits, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    q_rows, pool, block_tables, out, parts, seq_lens, ends, firsts, rows, layer, table_stride,
+    block_stride, scale, softcap, sinks, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, K_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    GROUP_PAD: tl.constexpr, TILE: tl.constexpr, LEAST_SPLIT: tl.constexpr,
+    WINDOWED: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One split of one row's one KV head: writes its part, or the result if it is the only one.
+    """One share of one KV head: the results of whole rows, and parts of those that others share.
 
-    Grid `[rows, kv_heads, splits]`. parts: float32 `[rows, heads, splits, head_size]` and
-    `[rows, heads, splits]` behind it; None where splits is 1.
+    Grid `[programs, kv_heads]`. parts: float32 `[2 * programs, heads, head_size]` and
+    `[2 * programs, heads]` behind it; first the ends of rows by program, then the beginnings.
     """
-    row = tl.program_id(0)
+    program = tl.program_id(0)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    seq_len = tl.load(seq_lens + row)
-    first = tl.maximum(seq_len - window, 0)
-    base, size, used = splits_of_row(first, seq_len, splits, TILE, LEAST_SPLIT)
-    if split >= tl.maximum(used, 1):  # a padding row has one, which writes zeros
-        return
-    begin = base + split * size
-    end = tl.minimum(begin + size, seq_len)
+    total_tiles = tl.load(ends + rows - 1)
+    share = tl.cdiv(total_tiles, tl.num_programs(0))
+    at = program * share
+    stop = tl.minimum(at + share, total_tiles)
+    row = tl.load(firsts + program)
 
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PART: tl.constexpr = KV_HEADS * BLOCK_SIZE * ROW_SIZE
-    least = None
-    if WINDOWED:
-        least = first
     head = tl.arange(0, GROUP_PAD)
     dims = tl.arange(0, HEAD_PAD)
     wanted = (head < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
-    first_head = row * HEADS + kv_head * GROUP
-    q = tl.load(
-        q_rows + (first_head + head)[:, None] * HEAD_SIZE + dims[None, :], mask=wanted, other=0.0
-    )
-    q = q.to(K_TYPE)
     k_base = pool + layer.to(tl.int64) * (2 * PART) + kv_head * (BLOCK_SIZE * ROW_SIZE)
-    block_table = block_tables + row.to(tl.int64) * table_stride
 
-    weighted = tl.zeros([GROUP_PAD, HEAD_PAD], dtype=tl.float32)
-    total, largest = first_state(sinks, kv_head * GROUP + head, head < GROUP)
-    if sinks is not None and split > 0:  # only one split has it
-        total, largest = first_state(None, head, head < GROUP)
-    # Only the first and the last tile can have keys to leave out, but looking costs no time next to
-    # the memory, and one loop keeps loads under way from the first tile to the last.
-    weighted, total, largest = attend_range(
-        q, weighted, total, largest, k_base, k_base + PART, block_table, begin, end, least, end,
-        None, None, scale, softcap, block_stride, BLOCK_SIZE, ROW_SIZE, HEAD_SIZE, HEAD_PAD,
-        QUANTIZED, V_TYPE, TILE, PARTLY=True, CAUSAL=False, WINDOWED=False,
-    )  # fmt: skip
+    #  tiles of rows:  | row 0 | row 1 .................. | row 2 | row 3 ........ |
+    #  shares:         | program 0    | program 1    | program 2    | program 3    |
+    while at < stop:
+        seq_len = tl.load(seq_lens + row)
+        row_end = tl.load(ends + row)
+        first, base, tiles = tiles_of_row(seq_len, window, TILE)
+        row_begin = row_end - tiles
+        until = tl.minimum(stop, row_end)
+        begin = base + (at - row_begin) * TILE
+        end = tl.minimum(base + (until - row_begin) * TILE, seq_len)
+        place = -1  # of a part; a whole row has none
+        if until - at < tiles:
+            place = program
+            if at == row_begin:
+                place += tl.num_programs(0)
+        least = None
+        if WINDOWED:
+            least = first
+        heads = row * HEADS + kv_head * GROUP + head
+        q = tl.load(q_rows + heads[:, None] * HEAD_SIZE + dims[None, :], mask=wanted, other=0.0)
+        block_table = block_tables + row.to(tl.int64) * table_stride
 
-    result = weighted / tl.where(total == 0, 1.0, total)[:, None]
-    if parts is not None and used > 1:
-        part = (first_head + head) * splits + split
-        tl.store(parts + part[:, None] * HEAD_SIZE + dims[None, :], result, mask=wanted)
-        sums = parts + tl.num_programs(0) * HEADS * splits * HEAD_SIZE
-        tl.store(sums + part, largest + tl.log2(total), mask=head < GROUP)
-        return
-    tl.store(
-        out + (first_head + head)[:, None] * HEAD_SIZE + dims[None, :],
-        result.to(out.dtype.element_ty),
-        mask=wanted,
-    )
+        weighted = tl.zeros([GROUP_PAD, HEAD_PAD], dtype=tl.float32)
+        total, largest = first_state(sinks, kv_head * GROUP + head, head < GROUP)
+        if sinks is not None and at > row_begin:  # only a row's beginning has it
+            total, largest = first_state(None, head, head < GROUP)
+        # Only the first and the last tile can have keys to leave out, but looking costs no time
+        # next to the memory, and one loop keeps loads under way from the first tile to the last.
+        weighted, total, largest = attend_range(
+            q.to(K_TYPE), weighted, total, largest, k_base, k_base + PART, block_table, begin, end,
+            least, end, None, None, scale, softcap, block_stride, BLOCK_SIZE, ROW_SIZE, HEAD_SIZE,
+            HEAD_PAD, QUANTIZED, V_TYPE, TILE, PARTLY=True, CAUSAL=False, WINDOWED=False,
+        )  # fmt: skip
+
+        result = weighted / tl.where(total == 0, 1.0, total)[:, None]
+        if place >= 0:
+            part = place * HEADS + kv_head * GROUP + head
+            tl.store(parts + part[:, None] * HEAD_SIZE + dims[None, :], result, mask=wanted)
+            sums = parts + 2 * tl.num_programs(0) * HEADS * HEAD_SIZE
+            tl.store(sums + part, largest + tl.log2(total), mask=head < GROUP)
+        else:
+            tl.store(
+                out + heads[:, None] * HEAD_SIZE + dims[None, :],
+                result.to(out.dtype.element_ty),
+                mask=wanted,
+            )
+        at = until
+        row += 1
 
 
-@triton.jit(do_not_specialize=["window", "splits"], do_not_specialize_on_alignment=["seq_lens"])
+@triton.jit(
+    do_not_specialize=["rows", "programs", "window"], do_not_specialize_on_alignment=["seq_lens"]
+)
 def join_kernel(
-    parts, seq_lens, out, window, splits, SPLITS_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr, TILE: tl.constexpr, LEAST_SPLIT: tl.constexpr,
+    out, parts, seq_lens, ends, rows, programs, window, HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Joins the parts of one row's one head, if it has several. Grid `[rows, heads]`."""
     row = tl.program_id(0)
-    head = row * tl.num_programs(1) + tl.program_id(1)
-    seq_len = tl.load(seq_lens + row)
-    first = tl.maximum(seq_len - window, 0)
-    _, _, used = splits_of_row(first, seq_len, splits, TILE, LEAST_SPLIT)
-    if used <= 1:
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
+    share = tl.cdiv(tl.load(ends + rows - 1), programs)
+    end = tl.load(ends + row)
+    _, _, tiles = tiles_of_row(tl.load(seq_lens + row), window, TILE)
+    first = (end - tiles) // share
+    last = (end - 1) // share
+    if first == last:
         return
-    split = tl.arange(0, SPLITS_PAD)
     dims = tl.arange(0, HEAD_PAD)
-    sums = parts + tl.num_programs(0) * tl.num_programs(1) * splits * HEAD_SIZE
-    log_sums = tl.load(sums + head * splits + split, mask=split < used, other=float("-inf"))
-    shares = tl.exp2(log_sums - tl.max(log_sums, 0))
-    results = tl.load(
-        parts + (head * splits + split)[:, None] * HEAD_SIZE + dims[None, :],
-        mask=(split < used)[:, None] & (dims < HEAD_SIZE)[None, :],
-        other=0.0,
-    )
-    joined = tl.sum(results * shares[:, None], 0) / tl.sum(shares, 0)
-    tl.store(out + head * HEAD_SIZE + dims, joined.to(out.dtype.element_ty), mask=dims < HEAD_SIZE)
+    sums = parts + 2 * programs * heads * HEAD_SIZE
+    weighted = tl.zeros([HEAD_PAD], dtype=tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    largest = tl.full([], LOWEST, tl.float32)
+    for begin in range(first, last + 1, PARTS):
+        program = begin + tl.arange(0, PARTS)
+        part = tl.where(program == first, program + programs, program) * heads + head
+        log_sums = tl.load(sums + part, mask=program <= last, other=float("-inf"))
+        results = tl.load(
+            parts + part[:, None] * HEAD_SIZE + dims[None, :],
+            mask=(program <= last)[:, None] & (dims < HEAD_SIZE)[None, :],
+            other=0.0,
+        )
+        above = tl.maximum(largest, tl.max(log_sums, 0))
+        shares = tl.exp2(log_sums - above)
+        faded = tl.exp2(largest - above)
+        weighted = weighted * faded + tl.sum(results * shares[:, None], 0)
+        total = total * faded + tl.sum(shares, 0)
+        largest = above
+    at = (row * heads + head) * HEAD_SIZE + dims
+    tl.store(out + at, (weighted / total).to(out.dtype.element_ty), mask=dims < HEAD_SIZE)
 
 
 @dataclass(frozen=True)

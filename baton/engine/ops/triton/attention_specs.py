@@ -10,7 +10,12 @@ import triton
 from torch import Tensor
 
 from baton.engine.ops.torch.attention import Scoring
-from baton.engine.ops.triton.attention import decode_attention, plan_tiles, prefill_attention
+from baton.engine.ops.triton.attention import (
+    decode_attention,
+    plan_decode,
+    plan_tiles,
+    prefill_attention,
+)
 from baton.engine.ops.triton.attention_common import attention_reference, pool_sizes
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
 from baton.engine.weights.quantize import SCALE_BYTES, is_quantized, pack_rows
@@ -107,7 +112,7 @@ def _trial(
     shape: Key, device: torch.device, before: list[int], tokens: list[int], *, decodes: bool
 ) -> Trial:
     """Sequences of so many tokens, after so many others; -1 is a padding row."""
-    window, splits = int(shape.get("window", 0)) or None, int(shape.get("splits", 0))
+    window, programs = int(shape.get("window", 0)) or None, int(shape.get("programs", 0))
     seen = [
         range(max(0, a + 1 - window) if window else 0, a + b) if b else range(0)
         for a, b in zip(before, tokens, strict=True)
@@ -128,9 +133,14 @@ def _trial(
 
     if decodes:
         seq_lens = context_lens + 1
+
+        def run(config: Config | None) -> tuple[Tensor]:
+            plan = plan_decode(q, pool, seq_lens, window, programs, config)
+            return (decode_attention(*first, plan, scoring),)
+
         return Trial(
             key,
-            lambda config: (decode_attention(*first, seq_lens, scoring, splits, config),),
+            run,
             reference,
             moved_bytes=sum(map(len, seen)) * pool[0, 0].nbytes // pool.shape[4],
         )
@@ -199,9 +209,9 @@ SPECS = (
         cases=[
             {**heads, **use, **_SIZES, "batch": 4, "context": 150, "ragged": at}
             for at, heads in enumerate(_HEADS)
-            for use in ({"splits": 3}, {**_WINDOW, "splits": 1})
+            for use in ({"programs": 5}, {**_WINDOW, "programs": 2})
         ],
-        configs=_configs(num_warps=(2, 4, 8), num_stages=(2, 3, 4, 5), LEAST_SPLIT=(256,)),
+        configs=_configs(num_warps=(2, 4, 8), num_stages=(2, 3, 4), PER_PROCESSOR=(1, 2, 3)),
         shapes=_SHAPES,
     ),
     KernelSpec(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -16,12 +16,10 @@ from baton.engine.ops.torch.attention import Scoring
 from baton.engine.ops.triton.attention import (
     LEAST_ROWS,
     MOST_ROWS,
-    MOST_SPLITS,
-    PROGRAMS_PER_PROCESSOR,
     decode_attention,
+    plan_decode,
     plan_tiles,
     prefill_attention,
-    splits_for,
 )
 from baton.engine.ops.triton.attention_specs import decode_trial, draw, prefill_trial
 from baton.engine.ops.triton.spec import Key, Trial, relative_error
@@ -54,13 +52,14 @@ class Inputs:
         lengths = tuple(torch.tensor(x, dtype=torch.int32) for x in lens)
         return cls(*drawn, lengths, Scoring(0.3, **scoring))
 
-    def run(self, splits: int = 2) -> Tensor:
-        arguments = (self.q, self.pool, 1, self.tables, *self.lens)
+    def run(self, programs: int = 2) -> Tensor:
+        arguments = (self.q, self.pool, 1, self.tables)
         if len(self.lens) == 1:
-            return decode_attention(*arguments, self.scoring, splits)
+            plan = plan_decode(self.q, self.pool, *self.lens, self.scoring.window, programs)
+            return decode_attention(*arguments, plan, self.scoring)
         group = self.q.shape[1] // self.pool.shape[3]
         tiles = plan_tiles(self.lens[1], len(self.q), group)
-        return prefill_attention(*arguments, tiles, self.scoring)
+        return prefill_attention(*arguments, *self.lens, tiles, self.scoring)
 
 
 @pytest.mark.parametrize("trial", [decode_trial, prefill_trial])
@@ -72,29 +71,53 @@ def test_random_shapes(trial: Callable[[Key, torch.device], Trial], seed: int) -
         {
             "group": group, "kv_heads": kv_heads, "layers": 2, "block_size": 16 * blocks,
             "head_size": 16 * int(torch.randint(1, 9, ())), "dtype": "fp32", "ragged": seed,
-            "window": int(torch.randint(1, 80, ())) if seed % 2 else 0, "splits": seed,
+            "window": int(torch.randint(1, 80, ())) if seed % 2 else 0, "programs": 3 * seed,
             "softcap": seed % 3, "sinks": seed // 2 % 2,
             "batch": 3, "context": 60, "tokens": 60,
         },
         CPU,
     )  # fmt: skip
     config = {"num_warps": 4, "num_stages": 1, "TILE": 16 << seed % 3}
-    least = {"LEAST_SPLIT": 16} if trial is decode_trial else {}
-    (found,), (wanted,) = made.run({**config, **least}), made.reference()
+    resident = {"PER_PROCESSOR": 1} if trial is decode_trial else {}
+    (found,), (wanted,) = made.run({**config, **resident}), made.reference()
     assert relative_error(found, wanted) <= 1
 
 
 @pytest.mark.parametrize("sinks", [None, torch.linspace(-2, 4, 4)], ids=["plain", "sinks"])
-def test_decode_row_does_not_depend_on_splits_or_other_rows(sinks: Tensor | None) -> None:
-    inputs = Inputs.of([130, 90, 0, 31], sinks=sinks)
-    whole, together = inputs.run(1), inputs.run(3)
+def test_decode_rows_of_unlike_lengths_however_they_are_shared_out(sinks: Tensor | None) -> None:
+    inputs = Inputs.of([700, 17, 0, 31, 1, 16, 90], sinks=sinks)
+    whole = inputs.run(1)
     assert not whole[2].any(), "a padding row gives zeros"
-    for splits in (2, 9):
-        torch.testing.assert_close(inputs.run(splits), whole, atol=1e-5, rtol=1e-5)
-    for row in range(4):
+    for programs in (2, 5, 33, 100):
+        torch.testing.assert_close(inputs.run(programs), whole, atol=1e-5, rtol=1e-5)
+    for row in range(len(whole)):
         q, tables, lens = (x[row : row + 1] for x in (inputs.q, inputs.tables, inputs.lens[0]))
         alone = replace(inputs, q=q, tables=tables, lens=(lens,))
-        assert torch.equal(alone.run(3)[0], together[row])
+        torch.testing.assert_close(alone.run(4)[0], whole[row], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window"),
+    [([32768, *[500] * 131], None), ([32768, *[500] * 131], 4096), ([1], None), ([0, 0], None),
+     ([5000], None), ([*range(0, 4000, 9)], 100)],
+)  # fmt: skip
+@pytest.mark.parametrize("programs", [1, 33, 264])
+def test_every_program_gets_as_many_tiles_of_keys(
+    lengths: list[int], window: int | None, programs: int
+) -> None:
+    pool = torch.empty(1, 1, 2, 2, 16, 32)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    q = torch.empty(len(lengths), 4, 32)
+    plan = plan_decode(q, pool, seq_lens, window, programs)
+    tile = plan.config["TILE"]
+    firsts = [max(0, n - window) // tile if window else 0 for n in lengths]
+    tiles = [max(1, -(-n // tile) - first) for n, first in zip(lengths, firsts, strict=True)]
+    assert plan.ends.tolist() == list(accumulate(tiles))
+    owner = [row for row, count in enumerate(tiles) for _ in range(count)]
+    share = -(-len(owner) // programs)
+    given = [owner[at : at + share] for at in range(0, programs * share, share)]
+    assert plan.firsts.tolist() == [its[0] if its else len(lengths) for its in given]
+    assert max(map(len, given)) <= len(owner) / programs + 1
 
 
 @pytest.mark.parametrize("window", [None, 24])
@@ -116,18 +139,10 @@ def test_reaches_blocks_beyond_2_to_the_31_elements() -> None:
     q = torch.randn(1, 2, 16).half()
     tables = torch.tensor([[num_blocks - 1]], dtype=torch.int32)
     lengths = torch.tensor([16], dtype=torch.int32)
-    out = decode_attention(q, pool, 0, tables, lengths, Scoring(0.3))
-    near = decode_attention(q, pool[-1:].clone(), 0, tables * 0, lengths, Scoring(0.3))
+    plan = plan_decode(q, pool, lengths, None)
+    out = decode_attention(q, pool, 0, tables, plan, Scoring(0.3))
+    near = decode_attention(q, pool[-1:].clone(), 0, tables * 0, plan, Scoring(0.3))
     assert torch.equal(out, near)
-
-
-def test_splits_fill_the_gpu_and_no_more() -> None:
-    for programs, longest, processors in product((1, 8, 64, 5000), (0, 1, 16, 1000), (1, 132)):
-        splits = splits_for(programs, longest, processors)
-        wanted = PROGRAMS_PER_PROCESSOR * processors
-        assert 1 <= splits <= max(1, min(longest, MOST_SPLITS))
-        assert splits == 1 or (splits - 1) * programs < wanted
-        assert splits * programs >= wanted or splits == max(1, min(longest, MOST_SPLITS))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 PREFILL = re.compile(r"prefill_attention-tokens-70-.*ragged-0-")
-DECODE = re.compile(r"decode_attention-(splits|window)-.*-decode_kernel-")
+DECODE = re.compile(r"decode_attention-(programs|window)-.*-decode_kernel-")
 
 BROKEN = """
 from types import SimpleNamespace
@@ -65,7 +65,7 @@ def test_all_kernels_compile_for_all_architectures(tmp_path: Path) -> None:
     for text in decode:  # 16 bytes at a time, which pass by the first-level cache
         assert "cp.async.cg.shared.global" in text and "cp.async.ca" not in text
     bfloat16 = re.findall(
-        r"^(?:pre|de)\S+_attention .* (\d+) +\d+  (?:splits|tokens|window)=.*", done.stdout, re.M
+        r"^(?:pre|de)\S+_attention .* (\d+) +\d+  (?:programs|tokens|window)=.*", done.stdout, re.M
     )
     assert bfloat16 and not any(map(int, bfloat16)), "attention over a bfloat16 pool spills"
 
