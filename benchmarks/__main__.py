@@ -16,10 +16,6 @@ COMMANDS = {
     "gpu": ("gpu.run", "kernels, engine and cluster on this machine's GPU"),
     "quality": ("scenarios.quality", "how well a model predicts text at low precision"),
     "structured_output": ("scenarios.structured_output", "how much of JSON Schema is kept to"),
-    "local_prefill": ("scenarios.local_prefill", "up to which length decode should prefill itself"),
-    "placement": ("scenarios.placement", "Baton's choice of workers against baselines, on a trace"),
-    "overload": ("scenarios.overload", "several times the load that a cluster can carry"),
-    "tenants": ("scenarios.tenants", "what a tenant that floods the cluster costs another one"),
     "router_cost": ("scenarios.router_cost", "CPU seconds of a router for 1,000 requests"),
     "fleet": ("scenarios.fleet", "one router in front of a thousand workers"),
 }

@@ -1,14 +1,11 @@
-"""What scenarios share: clusters, the comparison of variants under loads, and bits of reports."""
+"""The comparison of variants under loads, and bits of reports."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -20,17 +17,9 @@ from baton.bench.servers import Server
 from baton.bench.stats import FIGURES, INTERFERENCE_FIGURES, Stats, percentile
 from baton.bench.terminal import Progress, median_table
 from baton.bench.workload import Settings
-from baton.cli import options
-from baton.client import AsyncClient
-from baton.config import ClusterConfig, EngineConfig, RouterLimits
 from baton.errors import BatonError
-from baton.local.cluster import LocalCluster
-from baton.options import build
 from benchmarks.child import Failed
 from benchmarks.environment import Missing, console, rotated
-
-TINY = Path(__file__).with_name("tiny.json")
-_POLL_S = 0.5
 
 Target = tuple[str, RequestOptions]
 Variants = Mapping[str, Callable[[], AbstractAsyncContextManager[Target]]]
@@ -89,56 +78,9 @@ class Comparison:
             self.results[kind].setdefault(name, []).append(stats[0])
 
 
-def add_cluster_options(parser: argparse.ArgumentParser, workers: int, **engine: Any) -> None:
-    """How many workers of each role there are, and their engines; `engine`: other defaults."""
-    for role in ("prefill", "decode"):
-        parser.add_argument(f"--{role}", type=int, default=workers, help=f"workers: {workers}")
-    options.add_declared(parser, EngineConfig, f"engines (here by default: {engine})")
-    parser.set_defaults(engine={name.replace("_", "-"): value for name, value in engine.items()})
-
-
-def cluster(
-    args: argparse.Namespace,
-    programs: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    **limits: Any,
-) -> LocalCluster:
-    """The cluster that the options describe, with these of `RouterLimits`."""
-    values = args.engine | vars(args)
-    if "simulate" in values:
-        values = {"random-weights": str(TINY)} | values
-    engine = build(EngineConfig, values)
-    config = ClusterConfig(
-        engine=engine,
-        limits=RouterLimits(**limits),
-        port=0,
-        prefill=args.prefill,
-        decode=args.decode,
-    )
-    return LocalCluster(config, programs=programs)
-
-
-@asynccontextmanager
-async def target_of(cluster: LocalCluster, **options: Any) -> AsyncIterator[Target]:
-    """A cluster's router as a variant, while the cluster runs."""
-    async with cluster:
-        yield cluster.address, RequestOptions(**options)
-
-
 def connected(url: str, **options: Any) -> AbstractAsyncContextManager[Server]:
     """A server as the generator sends to it."""
     return servers.connected(url, RequestOptions(**options))
-
-
-async def blocks_held(address: str, wait_s: float = 20.0) -> int:
-    """KV blocks held or quarantined on all workers once that is none, or after `wait_s`."""
-    async with AsyncClient(address) as client, asyncio.timeout(wait_s + 10):
-        for left in range(int(wait_s / _POLL_S), -1, -1):
-            workers = (await client.status())["workers"]
-            held = sum(w["blocks_held"] + w["blocks_quarantined"] for w in workers)
-            if not held or not left:
-                break
-            await asyncio.sleep(_POLL_S)
-        return int(held)
 
 
 def spread(values_s: Iterable[float | None]) -> str:

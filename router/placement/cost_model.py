@@ -33,8 +33,7 @@ _TOKENS_PER_S, _STEP_MS = 1000.0, 10.0  # before any worker has measured anythin
 _STEP_BASE_SEQUENCES = 8
 # Of a handoff on one host and over the network: its control calls (Reserve, Prefill, Offer, Ready,
 # Commit), and bytes a second. On one host a short prompt's first token comes 2 to 3 ms later than
-# from decode itself (python -m benchmarks local_prefill); shared memory moves 4 to 9 GB/s. The
-# network's are assumptions.
+# from decode itself; shared memory moves 4 to 9 GB/s. The network's are assumptions.
 HANDOFF_S, _BYTES_PER_S = {True: 0.003, False: 0.005}, {True: 4e9, False: 1e9}
 # A decode step delays all streams of the worker, also those still to come: computing prompts there
 # counts double.
