@@ -45,16 +45,6 @@ class KVStub(object):
                 request_serializer=baton_dot_v1_dot_etcd__pb2.PutRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_etcd__pb2.PutResponse.FromString,
                 _registered_method=True)
-        self.DeleteRange = channel.unary_unary(
-                '/etcdserverpb.KV/DeleteRange',
-                request_serializer=baton_dot_v1_dot_etcd__pb2.DeleteRangeRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_etcd__pb2.DeleteRangeResponse.FromString,
-                _registered_method=True)
-        self.Txn = channel.unary_unary(
-                '/etcdserverpb.KV/Txn',
-                request_serializer=baton_dot_v1_dot_etcd__pb2.TxnRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_etcd__pb2.TxnResponse.FromString,
-                _registered_method=True)
         self.Compact = channel.unary_unary(
                 '/etcdserverpb.KV/Compact',
                 request_serializer=baton_dot_v1_dot_etcd__pb2.CompactionRequest.SerializeToString,
@@ -80,20 +70,6 @@ class KVServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def DeleteRange(self, request, context):
-        """Deletes a range of keys.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Txn(self, request, context):
-        """Compares, then runs one of two lists of operations, atomically.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Compact(self, request, context):
         """Discards history before a revision.
         """
@@ -113,16 +89,6 @@ def add_KVServicer_to_server(servicer, server):
                     servicer.Put,
                     request_deserializer=baton_dot_v1_dot_etcd__pb2.PutRequest.FromString,
                     response_serializer=baton_dot_v1_dot_etcd__pb2.PutResponse.SerializeToString,
-            ),
-            'DeleteRange': grpc.unary_unary_rpc_method_handler(
-                    servicer.DeleteRange,
-                    request_deserializer=baton_dot_v1_dot_etcd__pb2.DeleteRangeRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_etcd__pb2.DeleteRangeResponse.SerializeToString,
-            ),
-            'Txn': grpc.unary_unary_rpc_method_handler(
-                    servicer.Txn,
-                    request_deserializer=baton_dot_v1_dot_etcd__pb2.TxnRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_etcd__pb2.TxnResponse.SerializeToString,
             ),
             'Compact': grpc.unary_unary_rpc_method_handler(
                     servicer.Compact,
@@ -185,60 +151,6 @@ class KV(object):
             '/etcdserverpb.KV/Put',
             baton_dot_v1_dot_etcd__pb2.PutRequest.SerializeToString,
             baton_dot_v1_dot_etcd__pb2.PutResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def DeleteRange(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/etcdserverpb.KV/DeleteRange',
-            baton_dot_v1_dot_etcd__pb2.DeleteRangeRequest.SerializeToString,
-            baton_dot_v1_dot_etcd__pb2.DeleteRangeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Txn(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/etcdserverpb.KV/Txn',
-            baton_dot_v1_dot_etcd__pb2.TxnRequest.SerializeToString,
-            baton_dot_v1_dot_etcd__pb2.TxnResponse.FromString,
             options,
             channel_credentials,
             insecure,
