@@ -498,9 +498,9 @@ class RouterLimits:
     trace_slow_s: float = option(
         2.0, "--trace-slow SECONDS", "to a first token: slower requests' traces are always kept"
     )
-    # Measured on two CPU cores: up to 64 tokens decode is
-    # sooner and the streams beside it do not notice; from 80 on they do. Half of that, because
-    # models whose prompts take longer, next to their steps, disturb streams sooner.
+    # Measured on two CPU cores: up to 64 tokens decode is sooner and the streams beside it do not
+    # notice; from 80 on they do. Half of that, because models whose prompts take longer, next to
+    # their steps, disturb streams sooner.
     local_prefill_max_tokens: int = option(
         32,
         "--local-prefill-max TOKENS",

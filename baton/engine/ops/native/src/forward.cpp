@@ -1,4 +1,4 @@
-// One step of a Llama-family model: rows in, next-token scores out, KV written to the pool.
+// One step of a model: rows in, next-token scores out, KV written to the pool.
 //
 // The same computation as `Model` in baton/engine/models/decoder.py, its reference; one call a step,
 // so that nothing is dispatched or allocated between two of its hundreds of operations.

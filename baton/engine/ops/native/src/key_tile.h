@@ -196,9 +196,8 @@ class KeyTile {
         for (int i = runs_; i < TILE_KEYS / RUN; i++) clear(i * RUN);
     }
 
-    // Of few queries, straight from the pool; the same to the bit as by way of `keys` and `values`:
-    // Without packing, which pays for many queries alone: scores of queries [ROWS][head_size]. The same
-    // to the bit.
+    // Scores of few queries [ROWS][head_size], read from the pool without packing, which pays for
+    // many queries alone. The same to the bit as from `keys`.
     template <int ROWS>
     void score(const Factor* queries, float (&scores)[ROWS][TILE_KEYS]) {
         by_row([&](auto row) { this->template score_runs<ROWS, decltype(row)>(queries, scores); });

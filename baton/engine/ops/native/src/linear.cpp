@@ -1,3 +1,4 @@
+// Products of dense and int8 weights, packed into panels, with rows of activations.
 #include "panels.h"
 
 namespace baton {
