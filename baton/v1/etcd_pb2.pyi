@@ -8,35 +8,25 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ResponseHeader(_message.Message):
-    __slots__ = ("cluster_id", "member_id", "revision", "raft_term")
-    CLUSTER_ID_FIELD_NUMBER: _ClassVar[int]
-    MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("revision",)
     REVISION_FIELD_NUMBER: _ClassVar[int]
-    RAFT_TERM_FIELD_NUMBER: _ClassVar[int]
-    cluster_id: int
-    member_id: int
     revision: int
-    raft_term: int
-    def __init__(self, cluster_id: _Optional[int] = ..., member_id: _Optional[int] = ..., revision: _Optional[int] = ..., raft_term: _Optional[int] = ...) -> None: ...
+    def __init__(self, revision: _Optional[int] = ...) -> None: ...
 
 class KeyValue(_message.Message):
-    __slots__ = ("key", "create_revision", "mod_revision", "version", "value", "lease")
+    __slots__ = ("key", "mod_revision", "value", "lease")
     KEY_FIELD_NUMBER: _ClassVar[int]
-    CREATE_REVISION_FIELD_NUMBER: _ClassVar[int]
     MOD_REVISION_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     key: bytes
-    create_revision: int
     mod_revision: int
-    version: int
     value: bytes
     lease: int
-    def __init__(self, key: _Optional[bytes] = ..., create_revision: _Optional[int] = ..., mod_revision: _Optional[int] = ..., version: _Optional[int] = ..., value: _Optional[bytes] = ..., lease: _Optional[int] = ...) -> None: ...
+    def __init__(self, key: _Optional[bytes] = ..., mod_revision: _Optional[int] = ..., value: _Optional[bytes] = ..., lease: _Optional[int] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("type", "kv", "prev_kv")
+    __slots__ = ("type", "kv")
     class EventType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PUT: _ClassVar[Event.EventType]
@@ -45,35 +35,25 @@ class Event(_message.Message):
     DELETE: Event.EventType
     TYPE_FIELD_NUMBER: _ClassVar[int]
     KV_FIELD_NUMBER: _ClassVar[int]
-    PREV_KV_FIELD_NUMBER: _ClassVar[int]
     type: Event.EventType
     kv: KeyValue
-    prev_kv: KeyValue
-    def __init__(self, type: _Optional[_Union[Event.EventType, str]] = ..., kv: _Optional[_Union[KeyValue, _Mapping]] = ..., prev_kv: _Optional[_Union[KeyValue, _Mapping]] = ...) -> None: ...
+    def __init__(self, type: _Optional[_Union[Event.EventType, str]] = ..., kv: _Optional[_Union[KeyValue, _Mapping]] = ...) -> None: ...
 
 class RangeRequest(_message.Message):
-    __slots__ = ("key", "range_end", "limit", "revision")
+    __slots__ = ("key", "range_end")
     KEY_FIELD_NUMBER: _ClassVar[int]
     RANGE_END_FIELD_NUMBER: _ClassVar[int]
-    LIMIT_FIELD_NUMBER: _ClassVar[int]
-    REVISION_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     range_end: bytes
-    limit: int
-    revision: int
-    def __init__(self, key: _Optional[bytes] = ..., range_end: _Optional[bytes] = ..., limit: _Optional[int] = ..., revision: _Optional[int] = ...) -> None: ...
+    def __init__(self, key: _Optional[bytes] = ..., range_end: _Optional[bytes] = ...) -> None: ...
 
 class RangeResponse(_message.Message):
-    __slots__ = ("header", "kvs", "more", "count")
+    __slots__ = ("header", "kvs")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     KVS_FIELD_NUMBER: _ClassVar[int]
-    MORE_FIELD_NUMBER: _ClassVar[int]
-    COUNT_FIELD_NUMBER: _ClassVar[int]
     header: ResponseHeader
     kvs: _containers.RepeatedCompositeFieldContainer[KeyValue]
-    more: bool
-    count: int
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., kvs: _Optional[_Iterable[_Union[KeyValue, _Mapping]]] = ..., more: bool = ..., count: _Optional[int] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., kvs: _Optional[_Iterable[_Union[KeyValue, _Mapping]]] = ...) -> None: ...
 
 class PutRequest(_message.Message):
     __slots__ = ("key", "value", "lease")
@@ -86,10 +66,8 @@ class PutRequest(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., value: _Optional[bytes] = ..., lease: _Optional[int] = ...) -> None: ...
 
 class PutResponse(_message.Message):
-    __slots__ = ("header",)
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    header: ResponseHeader
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class CompactionRequest(_message.Message):
     __slots__ = ("revision", "physical")
@@ -100,10 +78,8 @@ class CompactionRequest(_message.Message):
     def __init__(self, revision: _Optional[int] = ..., physical: bool = ...) -> None: ...
 
 class CompactionResponse(_message.Message):
-    __slots__ = ("header",)
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    header: ResponseHeader
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("create_request",)
@@ -124,42 +100,34 @@ class WatchCreateRequest(_message.Message):
     def __init__(self, key: _Optional[bytes] = ..., range_end: _Optional[bytes] = ..., start_revision: _Optional[int] = ..., progress_notify: bool = ...) -> None: ...
 
 class WatchResponse(_message.Message):
-    __slots__ = ("header", "watch_id", "created", "canceled", "compact_revision", "cancel_reason", "events")
+    __slots__ = ("header", "created", "canceled", "compact_revision", "cancel_reason", "events")
     HEADER_FIELD_NUMBER: _ClassVar[int]
-    WATCH_ID_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     CANCELED_FIELD_NUMBER: _ClassVar[int]
     COMPACT_REVISION_FIELD_NUMBER: _ClassVar[int]
     CANCEL_REASON_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     header: ResponseHeader
-    watch_id: int
     created: bool
     canceled: bool
     compact_revision: int
     cancel_reason: str
     events: _containers.RepeatedCompositeFieldContainer[Event]
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., watch_id: _Optional[int] = ..., created: bool = ..., canceled: bool = ..., compact_revision: _Optional[int] = ..., cancel_reason: _Optional[str] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., created: bool = ..., canceled: bool = ..., compact_revision: _Optional[int] = ..., cancel_reason: _Optional[str] = ..., events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
 
 class LeaseGrantRequest(_message.Message):
-    __slots__ = ("TTL", "ID")
+    __slots__ = ("TTL",)
     TTL_FIELD_NUMBER: _ClassVar[int]
-    ID_FIELD_NUMBER: _ClassVar[int]
     TTL: int
-    ID: int
-    def __init__(self, TTL: _Optional[int] = ..., ID: _Optional[int] = ...) -> None: ...
+    def __init__(self, TTL: _Optional[int] = ...) -> None: ...
 
 class LeaseGrantResponse(_message.Message):
-    __slots__ = ("header", "ID", "TTL", "error")
-    HEADER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("ID", "TTL")
     ID_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    header: ResponseHeader
     ID: int
     TTL: int
-    error: str
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., ID: _Optional[int] = ..., TTL: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    def __init__(self, ID: _Optional[int] = ..., TTL: _Optional[int] = ...) -> None: ...
 
 class LeaseRevokeRequest(_message.Message):
     __slots__ = ("ID",)
@@ -168,10 +136,8 @@ class LeaseRevokeRequest(_message.Message):
     def __init__(self, ID: _Optional[int] = ...) -> None: ...
 
 class LeaseRevokeResponse(_message.Message):
-    __slots__ = ("header",)
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    header: ResponseHeader
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class LeaseKeepAliveRequest(_message.Message):
     __slots__ = ("ID",)
@@ -180,14 +146,10 @@ class LeaseKeepAliveRequest(_message.Message):
     def __init__(self, ID: _Optional[int] = ...) -> None: ...
 
 class LeaseKeepAliveResponse(_message.Message):
-    __slots__ = ("header", "ID", "TTL")
-    HEADER_FIELD_NUMBER: _ClassVar[int]
-    ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("TTL",)
     TTL_FIELD_NUMBER: _ClassVar[int]
-    header: ResponseHeader
-    ID: int
     TTL: int
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., ID: _Optional[int] = ..., TTL: _Optional[int] = ...) -> None: ...
+    def __init__(self, TTL: _Optional[int] = ...) -> None: ...
 
 class AuthenticateRequest(_message.Message):
     __slots__ = ("name", "password")
@@ -198,9 +160,7 @@ class AuthenticateRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., password: _Optional[str] = ...) -> None: ...
 
 class AuthenticateResponse(_message.Message):
-    __slots__ = ("header", "token")
-    HEADER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("token",)
     TOKEN_FIELD_NUMBER: _ClassVar[int]
-    header: ResponseHeader
     token: str
-    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., token: _Optional[str] = ...) -> None: ...
+    def __init__(self, token: _Optional[str] = ...) -> None: ...
