@@ -54,6 +54,7 @@ class Proxy:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.cut()  # those that no task has begun to serve
         for server in self._servers:
             await server.wait_closed()
 
@@ -80,18 +81,21 @@ class Proxy:
     def _accept(
         self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        connection = (self.name_of(writer.get_extra_info("peername")[1]), [writer])
+        self._connections.append(connection)
         # A task of ours, for asyncio complains of its own when they are cancelled.
-        task = asyncio.create_task(self._serve(port, reader, writer))
+        task = asyncio.create_task(self._serve(port, reader, connection))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(
-        self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        port: int,
+        reader: asyncio.StreamReader,
+        connection: tuple[str, list[asyncio.StreamWriter]],
     ) -> None:
         """Forwards both ways until one of the ends closes; then both are closed."""
-        caller = self.name_of(writer.get_extra_info("peername")[1])
-        connection = (caller, [writer])
-        self._connections.append(connection)
+        caller, (writer,) = connection
         pumps = []
         try:
             await self._unheld(caller)
@@ -102,11 +106,11 @@ class Proxy:
                 pumps = [asyncio.create_task(self._pump(caller, *way)) for way in ways]
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            _reset(connection[1])  # before any wait, which may be cancelled
+            self._connections.remove(connection)
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
-            _reset(connection[1])
-            self._connections.remove(connection)
 
     async def _pump(
         self, caller: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -225,8 +225,9 @@ async def test_with_tenants_operators_questions_need_an_operators_key(
                 assert refused != answers, (key, command, err)
                 if command[0] in ("status", "explain", "top"):
                     assert status == (not answers), (key, command, err)
-            call = reflection(iter([ask]), metadata=rpc.bearer(key), timeout=TIMEOUT_S)
+            call = reflection(metadata=rpc.bearer(key), timeout=TIMEOUT_S)
             if answers:
+                await call.write(ask)
                 assert (await call.read()).HasField("list_services_response")
             else:
                 assert (await failure_of(call)).code() is grpc.StatusCode.UNAUTHENTICATED
