@@ -251,6 +251,11 @@ class HandoffReceiver(HandoffServiceServicer):
         Raises Stale when it is not the handoff's sender, and for one that would send again, when
         its reservation is gone.
         """
+        # To the end even if the caller hangs up: blocks that are in no list would be lost.
+        await uninterrupted(self._abort(request))
+        return pb.AbortResponse()
+
+    async def _abort(self, request: pb.AbortRequest) -> None:
         handoff_id, token = request.handoff_id, request.reservation_token
         record = self._incoming.get(handoff_id)
         if record is not None:
@@ -262,7 +267,6 @@ class HandoffReceiver(HandoffServiceServicer):
             await self.owner.aborted(handoff_id, token, request.reason)
         if request.resend:
             self.owner.find(handoff_id, token)
-        return pb.AbortResponse()
 
     def writing(self, handoff_id: str) -> bool:
         """Whether bytes may still come into this handoff's blocks."""

@@ -273,6 +273,21 @@ async def test_a_dead_writers_blocks_come_back(decode, router):
         await asyncio.wait(set(receiver._tasks))
 
 
+async def test_an_abort_whose_sender_hangs_up_gives_the_blocks_back(decode, router):
+    """As where the deadline passes for router and sender at once, and the engine is busy."""
+    names = await granted(decode, router)
+    gate, released = decode.hold_engine(), asked(decode, "release")
+    router.connection.outgoing.cancel.append("a")
+    await asyncio.wait_for(released.wait(), PATIENCE_S)
+    abort = decode.handoff.Abort(handoff_pb2.AbortRequest(**names, resend=True))
+    await asyncio.sleep(0.1)
+    abort.cancel()
+    await asyncio.sleep(0.1)
+    gate.set()
+    await decode.handoff.Abort(handoff_pb2.AbortRequest(**names), timeout=PATIENCE_S)
+    assert await decode.clean()
+
+
 async def test_a_commit_with_an_impossible_token_is_refused(decode, router):
     reserved = await router.reserve(spec("a", prompt(20)))
     with pytest.raises(InvalidRequest):
