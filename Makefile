@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PROTOS := $(wildcard protos/baton/v1/*.proto)
 
-.PHONY: setup demo test test-all chaos fuzz compose-test bench-engine bench-serve gpu lint format docs wheel protos lock clean
+.PHONY: setup demo test test-all chaos chaos-ranks fuzz compose-test bench-engine bench-serve gpu lint format docs wheel protos lock clean
 
 setup: $(STAMP)
 
@@ -24,14 +24,19 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest --numprocesses $$(($$(nproc) + 1)) --dist worksteal tests/unit tests/contract tests/chaos
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/gpu tests/cluster tests/compose
 
-# And what takes long or needs more: chaos for ten minutes, the stack in containers.
-test-all: test chaos compose-test
+# And what takes long or needs more: chaos for ten minutes, and for half as long with workers of
+# several ranks each way; the stack in containers.
+test-all: test chaos chaos-ranks compose-test
 
 fuzz: $(STAMP)
 	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) $(if $(SEED),--seed $(SEED))
 
 chaos: $(STAMP)
 	@$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
+
+chaos-ranks: $(STAMP)
+	@$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),5) --prefill-tp 2
+	@$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),5) --decode-tp 2
 
 compose-test: $(STAMP)
 	@BATON_COMPOSE_TEST=1 $(BIN)/python -m pytest tests/compose

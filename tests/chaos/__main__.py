@@ -26,24 +26,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0, help="(default: 10)")
     parser.add_argument("--seed", type=int, default=None, help="(default: a new one)")
+    parser.add_argument("--prefill-tp", type=int, default=1, metavar="RANKS", help="(default: 1)")
+    parser.add_argument("--decode-tp", type=int, default=1, metavar="RANKS", help="(default: 1)")
     args = parser.parse_args()
     seed = secrets.randbelow(1_000_000) if args.seed is None else args.seed
     log(f"seed {seed}, {args.minutes:g} minutes")
-    stats = asyncio.run(run(seed, args.minutes * 60.0))
+    stats = asyncio.run(run(seed, args.minutes * 60.0, (args.prefill_tp, args.decode_tp)))
     log(stats.render())
     if not stats.violations:
         log(f"the promise was kept (seed {seed})")
         return 0
-    again = f"make chaos MINUTES={args.minutes:g} SEED={seed}"
-    log(f"VIOLATED {len(stats.violations)} times; once more with: {again}")
+    again = f"--minutes {args.minutes:g} --seed {seed}"
+    ranks = f"--prefill-tp {args.prefill_tp} --decode-tp {args.decode_tp}"
+    log(f"VIOLATED {len(stats.violations)} times; again: python -m tests.chaos {again} {ranks}")
     return 1
 
 
-async def run(seed: int, seconds: float) -> ChaosStats:
+async def run(seed: int, seconds: float, tp: tuple[int, int]) -> ChaosStats:
     """Rounds of at most ROUND_S, the nth with the seed `seed + n`, on one cluster."""
     log("asking the oracle…")
     runs = await asyncio.to_thread(oracle_runs, NEW_TOKENS)
-    harness = Harness(log)
+    harness = Harness(log, tp=tp)
     stats = harness.stats
     async with harness:
         await harness.warm_up(runs)

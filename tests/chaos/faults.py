@@ -7,6 +7,7 @@ file of `tests.chaos.kv_faults`, etcd through its owner.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import random
@@ -15,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from baton.local.cluster import LocalCluster, router_says, serves, workers_ready
 from tests.proxy import Proxy
@@ -40,7 +43,8 @@ BACK_S = 60.0  # at most, until a process that was killed serves again
 RECOVERED_S = 1.5  # after a fault was taken back, until others are expected to have seen it
 SLOW_BYTES_PER_S = 200_000.0
 STOPPED_S, RUNNING_S = 0.15, 0.05  # a sluggish process does the two by turns
-KV_SHARE = 0.5
+KV_SHARE = 0.5  # of handoffs, each of which is a put for each pair of ranks
+RANK = "baton.engine.rank"  # in the command of a worker's other ranks
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class Fault:
 
     Of a connection that is cut, held or slowed, `other` is the end that opened it: a process's
     name, or empty for all connections. `may_hit_last` says that the fault may also hit the
-    only healthy worker of a role.
+    only healthy worker of a role. `share`, from 0 to 1, chooses which of a worker's ranks is
+    killed or stopped.
     """
 
     at_s: float
@@ -58,6 +63,7 @@ class Fault:
     duration_s: float = 0.0
     other: str = ""
     may_hit_last: bool = False
+    share: float = 0.0
 
     def __str__(self) -> str:
         lasting = f" for {self.duration_s:.1f} s" if self.duration_s else ""
@@ -90,7 +96,7 @@ def plan(
             decodes = processes[target] == "decode"
             callers = [name for name in workers if decodes and processes[name] == "prefill"]
             other = dice.choice([*routers, *callers, ""])
-        yield Fault(at_s, kind, target, duration_s, other, may_hit_last)
+        yield Fault(at_s, kind, target, duration_s, other, may_hit_last, dice.random())
         at_s += dice.expovariate(1 / mean_pause_s)
 
 
@@ -142,7 +148,7 @@ class Outages:
 class Injector:
     """`done` counts faults by kind, `skipped` those whose target could not be hit.
 
-    `proxies` and `routers`, which are addresses, are by process name.
+    `proxies` and `routers`, which are addresses, are by process name; `rank_pairs` of a handoff.
     """
 
     cluster: LocalCluster
@@ -150,6 +156,7 @@ class Injector:
     kv_control: Path
     routers: Mapping[str, str]
     log: Callable[[str], None]
+    rank_pairs: int = 1
     done: Counter[str] = field(default_factory=Counter)
     skipped: int = 0
     _busy: set[str] = field(default_factory=set)
@@ -190,15 +197,20 @@ class Injector:
         target, other, duration_s = fault.target, fault.other, fault.duration_s
         match fault.kind:
             case "kill" | "drain":
-                signum = signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM
-                self.cluster.kill(target, signum)
-                await self._back(target)
+                starts = self.cluster.processes[target].starts
+                if fault.kind == "kill":
+                    self._rank(fault).send_signal(signal.SIGKILL)
+                else:
+                    self.cluster.kill(target, signal.SIGTERM)
+                await self._back(target, starts)
                 if target in self.routers:
                     return
             case "stop":
-                self.cluster.kill(target, signal.SIGSTOP)
+                rank = self._rank(fault)
+                rank.send_signal(signal.SIGSTOP)
                 await asyncio.sleep(duration_s)
-                self.cluster.kill(target, signal.SIGCONT)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    rank.send_signal(signal.SIGCONT)
             case "sluggish":
                 duty = ((signal.SIGSTOP, STOPPED_S), (signal.SIGCONT, RUNNING_S))
                 for signum, pause_s in duty * round(duration_s / (STOPPED_S + RUNNING_S)):
@@ -215,7 +227,8 @@ class Injector:
                 await asyncio.sleep(duration_s)
                 self.proxies[target].slow(0.0, other)
             case "kv":
-                self.kv_control.write_text(json.dumps({"fault": target, "share": KV_SHARE}))
+                share = 1 - (1 - KV_SHARE) ** (1 / self.rank_pairs)
+                self.kv_control.write_text(json.dumps({"fault": target, "share": share}))
                 await asyncio.sleep(duration_s)
                 self.kv_control.unlink()
             case "etcd":
@@ -226,10 +239,15 @@ class Injector:
         if fault.kind not in HARMLESS:
             await asyncio.sleep(RECOVERED_S)
 
-    async def _back(self, name: str) -> None:
-        """Returns when the process has been started again and serves."""
+    def _rank(self, fault: Fault) -> psutil.Process:
+        """The target's process, or one of the ranks that it started."""
+        first = psutil.Process(self.cluster.processes[fault.target].pid)
+        ranks = [first, *(one for one in first.children() if RANK in one.cmdline())]
+        return ranks[int(fault.share * len(ranks))]
+
+    async def _back(self, name: str, starts: int) -> None:
+        """Returns when the process has been started more often than that and serves."""
         process = self.cluster.processes[name]
-        starts = process.starts
         async with asyncio.timeout(BACK_S):
             while process.starts == starts:  # noqa: ASYNC110 - its supervisor sends no event
                 await asyncio.sleep(0.05)

@@ -40,7 +40,8 @@ from tests.proxy import Proxy, owner
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
-ENGINE = EngineConfig(dtype="float32", kv_cache_bytes=48 << 20)  # float32: tokens can be compared
+# Float32, so that tokens can be compared.
+ENGINE = EngineConfig(dtype="float32", kv_cache_bytes=48 << 20, tp_backend="gloo")
 IDLE_S = 45.0  # a reservation's lease is 30 s, and nothing may be held after it
 RELEASE_S = 15.0
 RECOVERY_S = 90.0  # for every process to be back after the last fault
@@ -57,6 +58,7 @@ class Harness:
     workers: int = 2  # of each role
     routers: int = 2
     transport: str = "auto"
+    tp: tuple[int, int] = (1, 1)  # ranks of a prefill and of a decode worker
     callers: int = 10
     mean_pause_s: float = 3.0
     stats: ChaosStats = field(default_factory=ChaosStats)
@@ -89,6 +91,8 @@ class Harness:
             engine=ENGINE,
             prefill=self.workers,
             decode=self.workers,
+            prefill_tp=self.tp[0],
+            decode_tp=self.tp[1],
             routers=self.routers,
             transport=self.transport,
             port=0,
@@ -136,7 +140,7 @@ class Harness:
         routers = dict(zip(names, self.cluster.addresses, strict=True))
         gateways = itertools.cycle(zip(names, self.cluster.http_addresses, strict=True))
         control = self._directory / "kv.json"
-        injector = Injector(self.cluster, self._proxies, control, routers, self.log)
+        injector = Injector(self.cluster, self._proxies, control, routers, self.log, max(self.tp))
         faults = plan(seed, seconds, injector.outages.roles, self.mean_pause_s)
         async with AsyncClient(self.cluster.targets) as client:
             until_s = asyncio.get_running_loop().time() + seconds

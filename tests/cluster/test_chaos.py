@@ -19,13 +19,16 @@ def runs():
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("seed", "routers", "transport"), [(11, 2, "shm"), (12, 1, "gloo")])
+@pytest.mark.parametrize(
+    ("seed", "routers", "transport", "tp"),
+    [(11, 2, "shm", (1, 1)), (12, 1, "gloo", (1, 1)), (13, 1, "auto", (2, 1))],
+)
 async def test_every_request_ends_right_and_nothing_is_kept(
-    fork_server, runs, seed, routers, transport
+    fork_server, runs, seed, routers, transport, tp
 ):
     said: list[str] = []
     harness = Harness(
-        said.append, routers=routers, transport=transport, callers=6, mean_pause_s=1.5
+        said.append, routers=routers, transport=transport, tp=tp, callers=6, mean_pause_s=1.5
     )
     async with harness:
         try:
