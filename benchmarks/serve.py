@@ -14,15 +14,20 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import aiohttp
+from rich.console import Console
 
+from baton.bench import serve
 from baton.bench.request import RequestOptions
+from baton.bench.stats import FIGURES, INTERFERENCE_FIGURES, Stats
+from baton.bench.terminal import Progress, median_table
 from baton.bench.workload import Interference, Lengths, Settings, Workload
 from baton.config import ClusterConfig, EngineConfig, RouterLimits
+from baton.errors import BatonError
 from baton.local import ports
 from baton.local.cluster import LocalCluster
 from baton.local.process import ChildProcess
@@ -30,8 +35,7 @@ from baton.slo import Slo
 from benchmarks import checkpoint, environment
 from benchmarks.child import Failed
 from benchmarks.engine.adapters.gguf_file import gguf_of
-from benchmarks.environment import Missing, Rivals, console, cores
-from benchmarks.scenarios.common import Comparison, Target
+from benchmarks.environment import Missing, Rivals, console, cores, rotated
 from benchmarks.shapes import SHAPES
 
 SCHEMA = "baton.bench.comparison/2"
@@ -48,6 +52,62 @@ MIXED = Workload(
 )
 LOADS = ("interference", "mixed")
 MIXED_SLO = Slo.parse("ttft=1,tpot=0.1")
+
+
+Target = tuple[str, RequestOptions]
+Variants = Mapping[str, Callable[[], AbstractAsyncContextManager[Target]]]
+
+
+@dataclass
+class Comparison:
+    """Variants under the same loads, one at a time, in rounds whose order rotates.
+
+    Loads are runs of `baton bench serve`, by name. A variant that fails is left out from then on;
+    what there is when ctrl-C comes is kept.
+    """
+
+    loads: Mapping[str, Settings]
+    results: dict[str, dict[str, list[Stats]]] = field(default_factory=dict)  # by load, by variant
+    absent: dict[str, str] = field(default_factory=dict)  # and why
+    is_partial: bool = False
+
+    def run(self, variants: Variants, rounds: int) -> int:
+        """Measures and prints a table for each load; the exit status."""
+        self.results = {kind: {} for kind in self.loads}
+        try:
+            asyncio.run(self._rounds(variants, rounds))
+        except KeyboardInterrupt:  # what was started has been stopped on its way
+            self.is_partial = True
+        for kind, load in self.loads.items():
+            title = f"{kind}: median (min-max){', PARTIAL: ended early' * self.is_partial}"
+            figures = INTERFERENCE_FIGURES if load.interference else FIGURES
+            console.print("", median_table(title, figures, self.results[kind]), sep="\n")
+        return 130 if self.is_partial else int(bool(self.absent) and not any(self.results.values()))
+
+    async def _rounds(self, variants: Variants, rounds: int) -> None:
+        for round_ in range(rounds):
+            for name in rotated([name for name in variants if name not in self.absent], round_):
+                try:
+                    async with variants[name]() as target:
+                        await self._round(name, round_, target)
+                except (Missing, Failed, BatonError, OSError) as error:
+                    kind = "not installed" if isinstance(error, Missing) else "failed"
+                    self.absent[name] = f"{kind}: {error}"
+                    console.print(f"{name}: {self.absent[name]}")
+
+    async def _round(self, name: str, round_: int, target: Target) -> None:
+        progress = Progress(Console(stderr=True))
+        for place, (kind, load) in enumerate(self.loads.items()):
+            progress.say(f"round {round_ + 1}: {name}, {kind}")
+            # No two loads have a prompt in common, all variants have the same.
+            workload = replace(load.workload, seed=place << 16 | round_)
+            report = await serve.run(replace(load, workload=workload, target=target), progress)
+            if report["partial"]:
+                raise KeyboardInterrupt
+            for complaint in report["generator"]["complaints"]:
+                console.print(f"{name}, {kind}: the generator was slow: {complaint}")
+            stats = report["interference"] or report["stages"][0]["figures"]
+            self.results[kind].setdefault(name, []).append(stats)
 
 
 @dataclass(frozen=True)

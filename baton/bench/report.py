@@ -14,7 +14,6 @@ from typing import Any
 
 from baton.bench.generator import Run
 from baton.bench.stats import (
-    FIGURES,
     Stats,
     limits_of,
     percentile,
@@ -25,66 +24,42 @@ from baton.bench.stats import (
 from baton.bench.workload import Workload
 from baton.slo import Slo
 
-SCHEMA = "baton.bench.serve/1"
+SCHEMA = "baton.bench.serve/2"
 Report = dict[str, Any]
 
-_MIN_BLOCKS = 4  # of equal servers one is better in all four with a chance of 1 in 8
 _GOOD_SHARE = 0.9
 _LATE_MS, _BUSY = 10.0, 0.85  # of the generator: beyond these the results are in doubt
 
 
 @dataclass
 class Stage:
-    """The runs of one load: for each block, one run for each server, in the servers' order."""
+    """The run of one load."""
 
     workload: Workload
     value: float | None = None  # of the sweep
-    blocks: list[list[Run]] = field(default_factory=list)
+    run: Run = field(default_factory=Run)
 
-    def run_of(self, server: int) -> Run:
-        return joined([block[server] for block in self.blocks])
-
-    def report(self, names: Sequence[str], slo: Slo | None) -> dict[str, Any]:
-        runs = [self.run_of(i) for i in range(len(names))]
-        figures = [stats_of(run.outcomes, run.seconds, slo) for run in runs]
-        comparison = None
-        if len(names) == 2:
-            pairs = [[stats_of(r.outcomes, r.seconds, slo) for r in block] for block in self.blocks]
-            comparison = compared(figures[0], figures[1], pairs)
+    def report(self, slo: Slo | None) -> dict[str, Any]:
         return {
             "label": self.workload.label,
             "value": self.value,
-            "servers": [
-                {
-                    "server": name,
-                    "blocks": len(self.blocks),
-                    "figures": figures[i],
-                    "timeline": timeline_of(runs[i].outcomes),
-                }
-                for i, name in enumerate(names)
-            ],
-            "comparison": comparison,
+            "figures": stats_of(self.run.outcomes, self.run.seconds, slo),
+            "timeline": timeline_of(self.run.outcomes),
         }
 
 
 def report_of(
     workload: dict[str, Any],
-    servers: Sequence[dict[str, str]],
+    server: dict[str, str],
     stages: Sequence[Stage],
     slo: Slo | None,
     partial: bool,
-    interference: list[dict[str, Any]] | None = None,
+    interference: Stats | None = None,
     further: Sequence[Run] = (),
 ) -> Report:
     """The report of stages that have at least begun; `further` are runs in no stage."""
-    names = [server["name"] for server in servers]
-    reports = [stage.report(names, slo) for stage in stages]
-    knees = {
-        name: knee_of([(stage["value"], stage["servers"][i]["figures"]) for stage in reports])
-        for i, name in enumerate(names)
-        if any(stage.value is not None for stage in stages)
-    }
-    runs = [run for stage in stages for block in stage.blocks for run in block]
+    reports = [stage.report(slo) for stage in stages]
+    swept = [(stage["value"], stage["figures"]) for stage in reports if stage["value"] is not None]
     return {
         "schema": SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -92,11 +67,11 @@ def report_of(
         "partial": partial,
         "workload": workload,
         "slo": limits_of(slo) if slo else None,
-        "servers": list(servers),
+        "server": server,
         "stages": reports,
         "interference": interference,
-        "knees": knees or None,
-        "generator": generator_stats(joined([*runs, *further])),
+        "knee": knee_of(swept),
+        "generator": generator_stats(joined([*(stage.run for stage in stages), *further])),
     }
 
 
@@ -131,36 +106,6 @@ def generator_stats(run: Run) -> dict[str, Any]:
         "cpu_share": cpu_share,
         "complaints": complaints,
     }
-
-
-def compared(
-    first: Stats, second: Stats, blocks: Sequence[Sequence[Stats]]
-) -> list[dict[str, Any]]:
-    """Each value that both servers have, with the ratio second / first overall and in each block.
-
-    Where ratios lie on both sides of 1 the difference may be chance, and neither is better.
-    """
-    found = []
-    for figure in FIGURES:
-        a, b = figure.of(first), figure.of(second)
-        if a is None or b is None or not figure.better:
-            continue
-        pairs = [(figure.of(x), figure.of(y)) for x, y in blocks]
-        ratios = [y / x for x, y in pairs if x and y is not None]
-        better = ""
-        if len(ratios) >= _MIN_BLOCKS and (min(ratios) > 1 or max(ratios) < 1):
-            better = "second" if (ratios[0] > 1) == (figure.better > 0) else "first"
-        found.append(
-            {
-                "figure": figure.path,
-                "first": a,
-                "second": b,
-                "ratio": b / a if a else None,
-                "block_ratios": ratios,
-                "better": better,
-            }
-        )
-    return found
 
 
 def knee_of(stages: Iterable[tuple[float, Stats]]) -> dict[str, Any] | None:

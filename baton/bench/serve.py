@@ -1,4 +1,4 @@
-"""`baton bench serve`: warm-up, then each stage in turns between the servers, then the report."""
+"""`baton bench serve`: warm-up, then each stage, then the report."""
 
 from __future__ import annotations
 
@@ -37,11 +37,7 @@ async def run(settings: Settings, progress: Progress) -> Report:
     when a server does not answer.
     """
     async with contextlib.AsyncExitStack() as stack:
-        servers = [await stack.enter_async_context(connected(*one)) for one in settings.targets]
-        infos = [
-            {"name": name, "url": one.url, "protocol": one.protocol, "model": one.model}
-            for name, one in zip("AB", servers, strict=False)
-        ]
+        server = await stack.enter_async_context(connected(*settings.target))
         if settings.output:  # before the run, which would otherwise be for nothing
             try:
                 settings.output.mkdir(parents=True, exist_ok=True)
@@ -50,17 +46,16 @@ async def run(settings: Settings, progress: Progress) -> Report:
                     f"--output {settings.output} cannot be made: {error.strerror}"
                 ) from error
         stop = stack.enter_context(_stop_on_signals(progress))
-        bench = _Bench(settings, dict(zip("AB", servers, strict=False)), stop, progress)
-        for name in bench.servers:
-            await bench.warm_up(name)
+        bench = _Bench(settings, server, stop, progress)
+        await bench.warm_up()
         if settings.interference:
             await bench.interfere(settings.interference)
         else:
             await bench.measure()
     report = report_of(
-        *(_workload_info(settings), infos, bench.stages, settings.slo, stop.is_set()),
-        [{"server": name, "rounds": rounds} for name, rounds in bench.rounds.items()] or None,
-        bench.further,
+        _workload_info(settings),
+        {"url": server.url, "protocol": server.protocol, "model": server.model},
+        *(bench.stages, settings.slo, stop.is_set(), bench.interference, bench.further),
     )
     if settings.output:
         write(settings.output, report, bench.stages)
@@ -72,20 +67,20 @@ class _Bench:
     """A run as it is driven, and what it has found."""
 
     settings: Settings
-    servers: dict[str, Server]  # by name
+    server: Server
     stop: asyncio.Event
     progress: Progress
     stages: list[Stage] = field(default_factory=list)
-    rounds: dict[str, list[Stats]] = field(default_factory=dict)  # of interference, by server
+    interference: Stats | None = None
     further: list[Run] = field(default_factory=list)  # runs of interference
 
-    async def warm_up(self, name: str) -> None:
+    async def warm_up(self) -> None:
         """Opens connections and warms code paths; nothing of it is measured.
 
         The requests have the run's prompt lengths, prompts of their own and short outputs.
         """
         workload, load = replace(self.settings.workload, salt=0), self.settings.interference
-        number, server = self.settings.warm_up, self.servers[name]
+        number = self.settings.warm_up
         if number is None:
             number = max(_WARM_UP, workload.concurrency)
         long = islice(load.prompts(workload), 1) if load else ()
@@ -93,12 +88,13 @@ class _Bench:
             replace(demand, new_tokens=min(demand.new_tokens, _WARM_UP_TOKENS))
             for demand in islice(chain(long, workload.demands()), number)
         )
-        generator = Generator(server, self.stop)
-        async with self.progress.of(f"warming up {name}", generator.run):
+        generator = Generator(self.server, self.stop)
+        async with self.progress.of("warming up", generator.run):
             done = await generator.closed_loop(demands, workload.concurrency or _WARM_UP)
         if done.outcomes and not self.stop.is_set() and not done.ok:
             first = done.outcomes[0]
-            raise Unavailable(f"{server.url} answers no request: {first.status}: {first.message}")
+            why = f"{first.status}: {first.message}"
+            raise Unavailable(f"{self.server.url} answers no request: {why}")
 
     async def measure(self) -> None:
         """All stages, one after the other."""
@@ -108,54 +104,27 @@ class _Bench:
                 return
             stage = Stage(workload if value is None else workload.at(value), value)
             self.stages.append(stage)
-            # Each stage and server has prompts of its own: else the second is served from caches.
-            # Salt 0 is the warm-up's.
-            salt = len(self.stages) * len(self.servers)
-            blocks = [
-                replace(stage.workload, salt=salt + i).blocks(self._num_turns)
-                for i in range(len(self.servers))
-            ]
-            for turn, i, name in self._turns():
-                if len(stage.blocks) == turn:
-                    stage.blocks.append([Run() for _ in self.servers])
-                demands, limit_s = blocks[i][turn]
-                generator = Generator(self.servers[name], self.stop)
-                stage.blocks[turn][i] = generator.run
-                async with self.progress.of(f"{stage.workload.label} → {name}", generator.run):
-                    if workload.concurrency:
-                        await generator.closed_loop(demands, workload.concurrency, limit_s)
-                    else:
-                        await generator.open_loop(demands)
+            # Each stage has prompts of its own: else the second is served from caches. Salt 0 is
+            # the warm-up's.
+            demands = replace(stage.workload, salt=len(self.stages)).demands()
+            generator = Generator(self.server, self.stop)
+            stage.run = generator.run
+            async with self.progress.of(stage.workload.label, generator.run):
+                if workload.concurrency:
+                    limit_s = workload.duration_s
+                    await generator.closed_loop(demands, workload.concurrency, limit_s)
+                else:
+                    await generator.open_loop(demands)
 
     async def interfere(self, load: Interference) -> None:
-        """The workload's streams with and without long prompts, in turns on each server."""
-        workload, self.rounds = self.settings.workload, {name: [] for name in self.servers}
-        for turn, i, name in self._turns():
-            self.progress.say(f"interference on {name}, round {turn + 1}")
-            salted = replace(workload, salt=1 + turn * len(self.servers) + i)
-            alone_first = (workload.seed + turn) % 2 == 0
-            stats, runs = await interference(
-                self.servers[name], salted, load, alone_first, self.stop
-            )
-            if not self.stop.is_set():  # a round that was ended early has no meaning
-                self.rounds[name].append(stats)
-            self.further += runs
-
-    @property
-    def _num_turns(self) -> int:
-        return self.settings.blocks if len(self.servers) > 1 else 1
-
-    def _turns(self) -> Iterator[tuple[int, int, str]]:
-        """(turn, server's place and name) until it is stopped.
-
-        The first server alternates: a machine that slows down favours none.
-        """
-        servers = list(enumerate(self.servers))
-        for turn in range(self._num_turns):
-            for i, name in servers if turn % 2 == 0 else servers[::-1]:
-                if self.stop.is_set():
-                    return
-                yield turn, i, name
+        """The workload's streams with and without long prompts."""
+        workload = replace(self.settings.workload, salt=1)
+        alone_first = workload.seed % 2 == 0
+        stats, self.further = await interference(
+            self.server, workload, load, alone_first, self.stop
+        )
+        if not self.stop.is_set():  # one that was ended early has no meaning
+            self.interference = stats
 
 
 def write(output: Path, report: Report, stages: Sequence[Stage]) -> None:
@@ -163,16 +132,14 @@ def write(output: Path, report: Report, stages: Sequence[Stage]) -> None:
     (output / "report.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
     with (output / "requests.jsonl").open("w") as lines:
         for place, stage in enumerate(stages):
-            for i, server in enumerate(report["servers"]):
-                for outcome in stage.run_of(i).outcomes:
-                    line = {
-                        "stage": place,
-                        "server": server["name"],
-                        **{name: getattr(outcome, name) for name in _WRITTEN},
-                        "token_times_s": [round(time_s, 6) for time_s in outcome.token_times_s],
-                        "token_counts": list(outcome.token_counts),
-                    }
-                    lines.write(json.dumps(line, separators=(",", ":")) + "\n")
+            for outcome in stage.run.outcomes:
+                line = {
+                    "stage": place,
+                    **{name: getattr(outcome, name) for name in _WRITTEN},
+                    "token_times_s": [round(time_s, 6) for time_s in outcome.token_times_s],
+                    "token_counts": list(outcome.token_counts),
+                }
+                lines.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
 @contextlib.contextmanager
@@ -201,7 +168,7 @@ def _stop_on_signals(progress: Progress) -> Iterator[asyncio.Event]:
 
 def _workload_info(settings: Settings) -> dict[str, Any]:
     """The load as it was asked for, None where it does not apply."""
-    workload, options = settings.workload, settings.targets[0][1]
+    workload, options = settings.workload, settings.target[1]
     is_generated = workload.trace is None
     is_open = is_generated and not workload.concurrency
     return {

@@ -32,17 +32,15 @@ def show(report: Report, console: Console) -> None:
 
 
 def _parts(report: Report) -> Iterator[RenderableType]:
-    for server in report["servers"]:
-        yield Text(f"{server['name']}  {server['url']}  {server['model']}")
+    yield Text(f"{report['server']['url']}  {report['server']['model']}")
     if report["partial"]:
         yield Text("PARTIAL: ended early; results are of what had ended by then", "bold yellow")
     for stage in report["stages"]:
         yield from _stage(stage)
     if report["interference"]:
-        rounds = {one["server"]: one["rounds"] for one in report["interference"]}
         yield Text()
-        yield median_table("median (min-max)", INTERFERENCE_FIGURES, rounds)
-    if report["knees"]:
+        yield median_table("interference", INTERFERENCE_FIGURES, {"": [report["interference"]]})
+    if report["workload"]["sweep"]:
         yield from _sweep(report)
     yield from _generator(report["generator"])
 
@@ -85,46 +83,27 @@ def median_of(values: Sequence[float], form: str) -> str:
 
 
 def _stage(stage: Mapping[str, Any]) -> Iterator[RenderableType]:
-    servers = {server["server"]: server["figures"] for server in stage["servers"]}
-    compared = {one["figure"]: one for one in stage["comparison"] or ()}
-    rows = []
-    for figure in FIGURES:
-        values = [figure.of(stats) for stats in servers.values()]
-        if not any(values):
-            continue
-        rows.append([f"  {figure.title}", *map(figure.show, values)])
-        if one := compared.get(figure.path):
-            ratios = one["block_ratios"]
-            rows[-1] += [
-                "" if one["ratio"] is None else f"{one['ratio']:.3f}",
-                f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else "",
-                {"first": "A", "second": "B", "": ""}[one["better"]],
-            ]
-    head = ("B / A", "in blocks", "better in every block") if compared else ()
+    stats = stage["figures"]
+    values = [(figure, figure.of(stats)) for figure in FIGURES]
+    rows = [(f"  {figure.title}", figure.show(value)) for figure, value in values if value]
     yield Text()
-    yield table(stage["label"], (*servers, *head), rows)
-    for name, stats in servers.items():
-        if goodput := stats["goodput"]:
-            met = (
-                f"{n} ≤ {limit_s:g} s {goodput['met'][n]:.1%}"
-                for n, limit_s in goodput["slo"].items()
-            )
-            yield Text(f"  {name}: {', '.join(met)}")
-        for error in stats["errors"]:
-            yield Text(f"  {name}: {error['count']} {error['status']}: {error['message'][:100]}")
+    yield table(stage["label"], [""], rows)
+    if goodput := stats["goodput"]:
+        met = (
+            f"{n} ≤ {limit_s:g} s {goodput['met'][n]:.1%}" for n, limit_s in goodput["slo"].items()
+        )
+        yield Text(f"  {', '.join(met)}")
+    for error in stats["errors"]:
+        yield Text(f"  {error['count']} {error['status']}: {error['message'][:100]}")
 
 
 def _sweep(report: Report) -> Iterator[RenderableType]:
-    columns = {
-        f"{server['server']}: {stage['label']}": [server["figures"]]
-        for stage in report["stages"]
-        for server in stage["servers"]
-    }
+    columns = {stage["label"]: [stage["figures"]] for stage in report["stages"]}
     yield Text()
     yield median_table("sweep", [one for one in FIGURES if one.path in _SWEPT], columns)
-    for name, knee in report["knees"].items():
-        found = f"{knee['value']:g} ({_KNEES[knee['by']]})" if knee else "none in this sweep"
-        yield Text(f"  knee of {name}: {found}")
+    knee = report["knee"]
+    found = f"{knee['value']:g} ({_KNEES[knee['by']]})" if knee else "none in this sweep"
+    yield Text(f"  knee: {found}")
 
 
 def _generator(stats: Mapping[str, Any]) -> Iterator[Text]:

@@ -124,33 +124,17 @@ class Workload:
         options.check(self)
 
     def demands(self) -> Iterator[Demand]:
-        """Its requests in order of time; endless where only the clock ends them."""
+        """Its requests in order of time; endless where only the clock ends them.
+
+        Raises ConfigError when there is none.
+        """
         demands = iter(trace.demands(self.trace, self.scale)) if self.trace else self._generated()
         if self.duration_s and not self.concurrency:
             demands = itertools.takewhile(lambda demand: demand.at_s < self.duration_s, demands)
-        return map(self.salted, itertools.islice(demands, self.count or None))
-
-    def blocks(self, number: int) -> list[tuple[Iterator[Demand], float]]:
-        """The same requests in so many consecutive runs, each with its own clock.
-
-        For each its demands and, where the clock ends it, after how many seconds nothing more is
-        begun (else 0). Raises ConfigError when there is no request.
-        """
-        if self.concurrency and self.duration_s and not self.count:
-            endless = self.demands()
-            return [(endless, self.duration_s / number)] * number
-        demands = list(self.demands())
-        if not demands:
+        demands = itertools.islice(demands, self.count or None)
+        if (first := next(demands, None)) is None:
             raise ConfigError("no request arrives in that time: raise --duration or --rate")
-        if self.concurrency:
-            limit_s = self.duration_s / number
-            return [(iter(demands[i::number]), limit_s) for i in range(number)]
-        block_s = (self.duration_s or demands[-1].at_s + 1e-9) / number
-        blocks: list[list[Demand]] = [[] for _ in range(number)]
-        for demand in demands:
-            i = min(int(demand.at_s / block_s), number - 1)
-            blocks[i].append(replace(demand, at_s=demand.at_s - i * block_s))
-        return [(iter(block), 0.0) for block in blocks]
+        return map(self.salted, itertools.chain((first,), demands))
 
     def at(self, value: float) -> Workload:
         """This workload at another rate; of a trace, at another rate scale."""
@@ -230,7 +214,7 @@ class Settings:
 
     GROUP: ClassVar[str] = "measuring"
     workload: Workload = part(Workload)
-    targets: Sequence[tuple[str, RequestOptions]] = ()  # one, or two that are compared
+    target: tuple[str, RequestOptions] = ("", RequestOptions())  # the server's URL first
     sweep: Sequence[float] = option(
         (),
         "--sweep R,R,...",
@@ -245,7 +229,6 @@ class Settings:
     warm_up: int | None = option(
         None, "--warm-up N", "requests first, not measured (default: 4, or --concurrency)", int
     )
-    blocks: int = option(4, "--blocks N", "turns of each server with --against", least=1)
     output: Path | None = option(None, "--output DIR", "for report.json and requests.jsonl", Path)
 
     def __post_init__(self) -> None:

@@ -7,7 +7,6 @@ import json
 import random
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from baton.bench.request import RequestOptions
@@ -27,8 +26,7 @@ _EXAMPLES = """\
   baton bench serve --trace conversation_trace.jsonl --length-scale 0.05 --rate-scale 0.5 \\
         --duration 120                                              a day's shape, made small
   baton bench serve --interference                                  streams beside long prompts
-  baton bench serve --target http://127.0.0.1:7780 --against http://127.0.0.1:8000 --rate 2
-                                                                    two servers, in turns"""
+  baton bench serve --target http://127.0.0.1:8000 --rate 2         any OpenAI-compatible server"""
 _DEFAULT_DURATION_S, _INTERFERENCE_S = 30.0, 24.0
 _OWN_LOAD = "it has a load of its own"
 _CONFLICTS = (
@@ -52,7 +50,7 @@ def add_commands(commands: options.Commands) -> None:
     )
     kinds = parser.add_subparsers(title="what", metavar="WHAT", required=True)
     serve = options.add_command(kinds, "serve", "load a server and report", _TEXT, _EXAMPLES)
-    _add_server_options(serve.add_argument_group("servers"))
+    _add_server_options(serve.add_argument_group("server"))
     options.add_declared(serve, Settings)
     options.add_declared(serve, RequestOptions)
     text = (
@@ -76,13 +74,8 @@ def _add_server_options(group: options.Options) -> None:
     add = group.add_argument
     text = "HOST:PORT of a Baton router, or http://HOST:PORT of an OpenAI-compatible server"
     add("--target", default=options.DEFAULT_TARGET, metavar="URL", help=text)
-    text = "a second server: both get the same requests, in turns"
-    add("--against", metavar="URL", help=text)
     add("--model", default="", metavar="NAME", help="of --target (default: its first)")
-    add("--against-model", default="", metavar="NAME", help="of --against (default: its first)")
     options.add_key_option(group)
-    text = "key for --against (default: none)"
-    add("--against-api-key-file", type=Path, metavar="FILE", help=text)
     options.add_tls_options(group)
 
 
@@ -108,9 +101,9 @@ def _run(args: argparse.Namespace) -> int:
         print(f"report: {settings.output / 'report.json'}", file=sys.stderr)
     if report["partial"]:
         return 130
-    answered = [
-        s["figures"]["requests"]["ok"] for stage in report["stages"] for s in stage["servers"]
-    ] + [r["alone"]["tokens_per_s"] for one in report["interference"] or () for r in one["rounds"]]
+    answered = [stage["figures"]["requests"]["ok"] for stage in report["stages"]]
+    if report["interference"]:
+        answered.append(report["interference"]["alone"]["tokens_per_s"])
     return 0 if all(answered) else 1
 
 
@@ -128,10 +121,5 @@ def settings_of(args: argparse.Namespace) -> Settings:
     elif not (given.get("trace") or given.get("count") or given.get("duration")):
         given = given | {"duration": _DEFAULT_DURATION_S}
     values |= given
-    key = options.api_key(args)
-    made = build(RequestOptions, values, model=args.model, api_key=key)
-    targets = [(args.target, made)]
-    if args.against:
-        key = options.api_key_of(args.against_api_key_file, None)
-        targets.append((args.against, replace(made, model=args.against_model, api_key=key)))
-    return build(Settings, values, targets=targets, interference=interference)
+    made = build(RequestOptions, values, model=args.model, api_key=options.api_key(args))
+    return build(Settings, values, target=(args.target, made), interference=interference)

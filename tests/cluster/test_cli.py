@@ -117,21 +117,23 @@ async def counts(cluster):
 
 
 async def test_figures_of_a_benchmark_agree_with_the_routers_counts(clusters, tmp_path):
-    """The gateway against gRPC in turns: each request, prompt token and output token is there."""
+    """Over HTTP and over gRPC: each request, prompt token and output token is there."""
     cluster, _ = await clusters(engine=SIMULATED)
     before = await counts(cluster)
-    done = await baton(
-        *("bench", "serve", "--target", f"http://{cluster.http_addresses[0]}"),
-        *("--against", cluster.address, "--rate", "20", "--duration", "2", "--blocks", "2"),
-        *("--prompt-tokens", "40-80", "--output-tokens", "20", "--shared-prefix", "64"),
-        *("--slo", "ttft=60,tpot=60", "--output", str(tmp_path), "--json"),
-        timeout_s=100,
-    )
-    assert done.status == 0, done.err
-    report = json.loads(done.out)
-    assert report == json.loads((tmp_path / "report.json").read_text())
-    http, grpc = (server["figures"] for server in report["stages"][0]["servers"])
-    for figures in (http, grpc):
+    both = []
+    for target in (f"http://{cluster.http_addresses[0]}", cluster.address):
+        done = await baton(
+            *("bench", "serve", "--target", target, "--rate", "20", "--duration", "1.5"),
+            *("--prompt-tokens", "40-80", "--output-tokens", "20", "--shared-prefix", "64"),
+            *("--slo", "ttft=60,tpot=60", "--output", str(tmp_path), "--json", "--seed", "3"),
+            timeout_s=100,
+        )
+        assert done.status == 0, done.err
+        report = json.loads(done.out)
+        assert report == json.loads((tmp_path / "report.json").read_text())
+        both.append(report["stages"][0]["figures"])
+    http, grpc = both
+    for figures in both:
         assert figures["requests"]["ok"] == figures["requests"]["sent"] > 15
         assert figures["output_tokens"] == 20 * figures["requests"]["ok"]
         assert figures["input_tokens"] > 104 * figures["requests"]["ok"] - 1

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 from dataclasses import replace
-from itertools import groupby
 
 import pytest
 from rich.console import Console
@@ -31,12 +30,12 @@ LOAD = Workload(
 )
 
 
-async def bench(load, *urls, **settings):
+async def bench(load, url, **settings):
     """The report and what was said meanwhile."""
     said = io.StringIO()
-    targets = [(url, RequestOptions()) for url in urls]
+    made = Settings(load, (url, RequestOptions()), **settings)
     async with asyncio.timeout(90):
-        report = await serve.run(Settings(load, targets, **settings), Progress(Console(file=said)))
+        report = await serve.run(made, Progress(Console(file=said)))
     return report, said.getvalue()
 
 
@@ -45,7 +44,7 @@ async def test_one_server(tmp_path):
     server = ScriptedOpenAI(*[HELLO] * 4, (429, "later"), [text("a")], HELLO)
     async with serving(server) as url:
         report, _ = await bench(LOAD, url, slo=Slo.parse("e2e=60"), output=tmp_path)
-    figures = report["stages"][0]["servers"][0]["figures"]
+    figures = report["stages"][0]["figures"]
     assert figures["requests"] == {"sent": 8, "ok": 6, "failed": 2, "interrupted": 0}
     assert figures["statuses"] == {"OK": 6, "HTTP_429": 1, "INCOMPLETE": 1}
     assert len({tuple(body["prompt"]) for body in server.bodies}) == len(server.bodies) == 8 + 4
@@ -55,58 +54,39 @@ async def test_one_server(tmp_path):
     assert not report["partial"]
     assert json.loads((tmp_path / "report.json").read_text()) == report
     lines = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
-    assert len(lines) == 8 and {(line["stage"], line["server"]) for line in lines} == {(0, "A")}
+    assert len(lines) == 8 and {line["stage"] for line in lines} == {0}
     assert sum(len(line["token_times_s"]) for line in lines if line["status"] == "OK") == 12
 
 
-async def test_two_servers_take_turns_in_each_stage():
-    """Both get the same sizes, in other words, and neither always begins; over gRPC too."""
-    asked = []
-
-    class Noting(ScriptedOpenAI):
-        async def complete(self, request):
-            asked.append("A")
-            return await super().complete(request)
-
-    class NotingRouter(ScriptedRouter):
-        def _note(self, request, context):
-            asked.append("B")
-            super()._note(request, context)
-
+@pytest.mark.parametrize("over_grpc", [False, True])
+async def test_a_sweep_has_a_stage_for_each_rate_with_prompts_of_its_own(over_grpc):
     load = Workload(
         arrivals="constant", count=8, prompt_lengths=Lengths(3, 9), output_lengths=Lengths(2, 2)
     )
-    server, router = Noting(HELLO), NotingRouter(scripted_router.HELLO)
-    async with serving(server) as a, scripted_router.serving(router) as b:
-        report, _ = await bench(load, a, f"grpc://{b}", warm_up=0, sweep=(50, 200))
-    assert "".join(name for name, _ in groupby(asked)) == "ABABA" + "BABA"
-    assert [(s["protocol"], s["model"]) for s in report["servers"]] == [
-        ("openai", "scripted"), ("grpc", "demo"),
-    ]  # fmt: skip
+    server, router = ScriptedOpenAI(HELLO), ScriptedRouter(scripted_router.HELLO)
+    async with serving(server) as http, scripted_router.serving(router) as grpc:
+        url = f"grpc://{grpc}" if over_grpc else http
+        report, _ = await bench(load, url, warm_up=0, sweep=(50, 200))
+    called = (report["server"]["protocol"], report["server"]["model"])
+    assert called == (("grpc", "demo") if over_grpc else ("openai", "scripted"))
     assert [(s["label"], s["value"]) for s in report["stages"]] == [
         ("50 req/s", 50), ("200 req/s", 200),
     ]  # fmt: skip
     assert (report["workload"]["rate"], report["workload"]["sweep"]) == (None, [50, 200])
-    assert report["knees"].keys() == {"A", "B"}
-    for stage in report["stages"]:
-        assert [s["figures"]["requests"]["ok"] for s in stage["servers"]] == [8, 8]
-        assert len(stage["comparison"][0]["block_ratios"]) == 4
-    prompts = [
-        [tuple(body["prompt"]) for body in server.bodies],
-        [tuple(request.token_ids.ids) for request in router.requests],
-    ]
-    sizes = [sorted(map(len, some)) for some in prompts]
+    assert [s["figures"]["requests"]["ok"] for s in report["stages"]] == [8, 8]
+    prompts = [tuple(body["prompt"]) for body in server.bodies]
+    prompts += [tuple(request.token_ids.ids) for request in router.requests]
+    sizes = [sorted(map(len, some)) for some in (prompts[:8], prompts[8:])]
     assert sizes[0] == sizes[1] and len(set(sizes[0])) > 1
-    assert len({prompt for some in prompts for prompt in some}) == 32
+    assert len(set(prompts)) == 16
 
 
 async def test_interference_is_a_workload(tmp_path):
     load = Interference(prompt=9, every_s=0.1, periods=1, ramp_s=0.05)
-    async with serving(ScriptedOpenAI(HELLO)) as a, serving(ScriptedOpenAI(HELLO)) as b:
-        report, _ = await bench(LOAD, a, b, blocks=2, interference=load, output=tmp_path)
+    async with serving(ScriptedOpenAI(HELLO)) as url:
+        report, _ = await bench(LOAD, url, interference=load, output=tmp_path)
     assert report["stages"] == []
-    assert [len(one["rounds"]) for one in report["interference"]] == [2, 2]
-    assert report["interference"][0]["rounds"][0]["prompts"]["sent"] == 1
+    assert report["interference"]["prompts"]["sent"] == 1
     assert json.loads((tmp_path / "report.json").read_text()) == report
     shown = io.StringIO()
     terminal.show(report, Console(file=shown, width=100))
@@ -130,7 +110,7 @@ async def test_a_signal_ends_it_early(monkeypatch):
     async with serving(server) as url, asyncio.TaskGroup() as group:
         group.create_task(end_early())
         report, said = await bench(replace(LOAD, count=0, duration_s=600.0), url, warm_up=0)
-    figures = report["stages"][0]["servers"][0]["figures"]
+    figures = report["stages"][0]["figures"]
     assert report["partial"] and "ended early" in said
     assert re.search(r"4 sent, 2 done, 2 running, TTFT p50 \d+ ms, 4 tokens", said)
     assert figures["requests"] == {"sent": 2, "ok": 2, "failed": 0, "interrupted": 2}
@@ -141,8 +121,8 @@ async def test_a_signal_ends_it_early(monkeypatch):
     ("partial", "answered", "status"), [(False, (3, 1), 0), (False, (3, 0), 1), (True, (3, 0), 130)]
 )
 def test_the_exit_status_says_how_it_ended(partial, answered, status, monkeypatch, capsys):
-    servers = [{"figures": {"requests": {"ok": number}}} for number in answered]
-    report = {"partial": partial, "stages": [{"servers": servers}], "interference": None}
+    stages = [{"figures": {"requests": {"ok": number}}} for number in answered]
+    report = {"partial": partial, "stages": stages, "interference": None}
 
     async def run(settings, progress):
         return report
@@ -171,16 +151,11 @@ def settings_from(options):
     return settings_of(cli.parser().parse_args(["bench", "serve", *options.split()]))
 
 
-def test_each_server_has_its_own_model_and_key(tmp_path, monkeypatch):
+def test_the_server_is_called_as_the_options_say(monkeypatch):
     monkeypatch.setenv("BATON_API_KEY", "secret")
-    (tmp_path / "key").write_text("other\n")
-    both = "--target http://a --against b:1 --against-model m --timeout 3 --stop-at-eos --ids 7-9"
-    made = {"timeout_s": 3.0, "stop_at_eos": True, "ids": range(7, 9)}
-    first = RequestOptions(api_key="secret", **made)
-    second = RequestOptions(model="m", **made)
-    assert settings_from(both).targets == [("http://a", first), ("b:1", second)]
-    settings = settings_from(f"{both} --against-api-key-file {tmp_path / 'key'}")
-    assert [options.api_key for _, options in settings.targets] == ["secret", "other"]
+    found = settings_from("--target http://a --model m --timeout 3 --stop-at-eos --ids 7-9")
+    wanted = {"timeout_s": 3.0, "stop_at_eos": True, "ids": range(7, 9)}
+    assert found.target == ("http://a", RequestOptions(model="m", api_key="secret", **wanted))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +188,6 @@ def test_settings_are_what_the_options_say(options, workload, settings):
         ("--rate inf", 2, "--rate must be between"),
         ("--duration 0", 2, "--duration must be between 0.001"),
         ("--count 0", 2, "--count must be at least 1"),
-        ("--blocks 0", 2, "--blocks must be at least 1"),
         ("--sweep 1,,2", 2, "--sweep"),
         ("--trace x --rate 2", 2, "--rate-scale"),
         ("--interference --rate 2", 2, "--interference"),

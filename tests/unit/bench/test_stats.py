@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from baton.bench.report import compared, knee_of
+from baton.bench.report import knee_of
 from baton.bench.request import INTERRUPTED, Outcome
 from baton.bench.stats import stats_of, timeline_of
 from baton.slo import Slo
@@ -114,28 +114,6 @@ def test_a_timeline_has_a_value_for_each_span():
     long = timeline_of([outcome(0.1, sent_s=s) for s in range(0, 3000, 7)])
     assert long["width_s"] == 60 and len(long["begin_s"]) <= 61  # no more than can be drawn
     assert sum(long["sent"]) == len(range(0, 3000, 7))
-
-
-@pytest.mark.parametrize(
-    ("pairs", "better"),
-    [
-        ([(0.2, 0.1)] * 4, "second"),
-        ([(0.1, 0.2)] * 4, "first"),
-        ([(0.2, 0.1)] * 3 + [(0.1, 0.2)], ""),  # both ways
-        ([(0.2, 0.1)] * 3, ""),  # too few blocks
-    ],
-)
-def test_a_server_is_better_if_it_is_so_in_every_block(pairs, better):
-    def stats(ttft_s):
-        return stats_of([outcome(ttft_s, ttft_s + 0.1)] * round(1 / ttft_s), 1.0)
-
-    found = compared(stats(0.2), stats(0.1), [(stats(a), stats(b)) for a, b in pairs])
-    by_path = {one["figure"]: one for one in found}
-    one = by_path["ttft_s.p50"]
-    assert one["block_ratios"] == [pytest.approx(b / a) for a, b in pairs]
-    assert (one["first"], one["second"], one["ratio"]) == (0.2, 0.1, 0.5)
-    assert one["better"] == better == by_path["requests_per_s"]["better"]  # more of it is better
-    assert "goodput.share" not in by_path and by_path["requests.failed"]["ratio"] is None
 
 
 def test_the_knee_is_the_last_rate_that_is_served_well():

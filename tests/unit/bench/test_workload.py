@@ -1,4 +1,4 @@
-"""Which requests are sent and when: rates, lengths, prefixes, seeds, and two servers in turns."""
+"""Which requests are sent and when: rates, lengths, prefixes, seeds."""
 
 import random
 import statistics
@@ -81,7 +81,7 @@ def test_a_count_or_a_duration_ends_a_load():
     assert len(list(Workload(concurrency=3, count=12).demands())) == 12
     assert len(list(Workload(rate=5, count=1000, duration_s=2).demands())) < 50
     with pytest.raises(ConfigError, match="no request arrives"):
-        Workload(rate=1e-6, duration_s=1).blocks(1)
+        Workload(rate=1e-6, duration_s=1).demands()
 
 
 def test_seed_salt_and_rate_change_what_they_should():
@@ -99,19 +99,3 @@ def test_seed_salt_and_rate_change_what_they_should():
         assert one.prompt(IDS) != other.prompt(IDS)
     assert [d.prompt_tokens for d in slower] == [d.prompt_tokens for d in demands]
     assert LOAD.at(2).label == "2 req/s"
-
-
-def test_blocks_are_the_same_requests_in_turns():
-    load = Workload(rate=20, duration_s=8, prompt_lengths=Lengths(5, 99))
-    blocks = [list(demands) for demands, _ in load.blocks(4)]
-    assert all(0 <= d.at_s < 2 for block in blocks for d in block)
-    whole, demands = [d for block in blocks for d in block], list(load.demands())
-    assert [d.parts for d in whole] == [d.parts for d in demands]
-    times = [d.at_s + 2.0 * i for i, block in enumerate(blocks) for d in block]
-    assert times == pytest.approx([d.at_s for d in demands])
-
-    counted = Workload(concurrency=2, count=10).blocks(4)
-    assert sorted(len(list(demands)) for demands, _ in counted) == [2, 2, 3, 3]
-    timed = Workload(concurrency=2, duration_s=8).blocks(4)
-    assert [limit_s for _, limit_s in timed] == [2, 2, 2, 2]
-    assert next(timed[0][0]) != next(timed[1][0])  # each block goes on behind the one before

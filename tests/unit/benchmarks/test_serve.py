@@ -1,13 +1,19 @@
 """The comparison of servers: how they are started, and what is missing or fails."""
 
 import sys
+from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
+from baton.bench.request import RequestOptions
+from baton.bench.workload import Interference, Settings, Workload
 from benchmarks import serve
 from benchmarks.child import Failed
 from benchmarks.environment import Missing, Rivals, cores
+from benchmarks.serve import Comparison
+from tests.unit.bench.scripted_openai import HELLO, ScriptedOpenAI, serving
 
 
 def start(tmp_path, rivals):
@@ -45,3 +51,33 @@ async def test_the_aggregated_cluster_computes_every_prompt_on_its_decode_worker
     assert seen.config.limits.local_prefill_max_tokens > 1_000_000
     threads = seen.extra["decode"].index("--threads")
     assert int(seen.extra["decode"][threads + 1]) == len(cores())
+
+
+def test_a_variant_that_fails_is_left_out_and_what_there_is_is_shown(capsys):
+    order = []
+
+    @asynccontextmanager
+    async def start(name):
+        order.append(name)
+        if order.count(name) == 2 and name == "broken":
+            raise Failed("no memory")
+        async with serving(ScriptedOpenAI(HELLO)) as url:
+            yield url, RequestOptions()
+
+    loads = {
+        "closed": Settings(Workload(concurrency=2, count=4)),
+        "beside": Settings(
+            Workload(concurrency=1), interference=Interference(9, 2, 0.1, 1, ramp_s=0.05)
+        ),
+    }
+    comparison = Comparison(loads)
+    assert comparison.run({name: partial(start, name) for name in ("good", "broken")}, 3) == 0
+    assert order == ["good", "broken", "broken", "good", "good"]
+    rounds = {
+        kind: {n: len(of) for n, of in found.items()} for kind, found in comparison.results.items()
+    }
+    assert rounds == {kind: {"good": 3, "broken": 1} for kind in loads}
+    assert comparison.absent == {"broken": "failed: no memory"}
+    assert comparison.results["closed"]["good"][0]["requests"]["ok"] == 4
+    shown = capsys.readouterr().out
+    assert "closed: median (min-max)" in shown and "streams beside: tokens/s" in shown
