@@ -31,11 +31,10 @@ def check(
 
     Raises Overloaded, with the time by which it is expected to fit, if it cannot make it: if its
     own first token would be late, or if its tenant has requests waiting already and it would make
-    an admitted one of them late. `now` is time.monotonic().
+    an admitted one of them late. One that resumes another stream ends by its deadline alone.
+    `now` is time.monotonic().
     """
-    # One that resumes another stream has had its first token: only its deadline counts.
-    target_s = 0.0 if request.resumed else request.ttft_target_s
-    limit_s = min(request.deadline - now, target_s or math.inf)
+    limit_s = min(request.deadline - now, request.ttft_target_s or math.inf)
     rate = snapshot.prefill_rate
     drain_rate, before = queue.drain_rate(rate), queue.tokens_before(request.pending)
     own_s, has_room = placement.predict(snapshot, needs)
@@ -48,9 +47,9 @@ def check(
     idle = any(row.ready and not row.queued_tokens for row in snapshot.prefill_rows)
     safety = SAFETY / DOUBT if queue.depth == 0 and idle else SAFETY
     needed_s = max(expected_s, fair_s) * safety
-    slack_s = math.inf
-    if not request.resumed:
-        slack_s = queue.slack_s(request.pending, rate, SAFETY)
+    if request.resumed:  # its first token has come, and its stream was accepted
+        return expected_s
+    slack_s = queue.slack_s(request.pending, rate, SAFETY)
     late_s = max(needed_s - limit_s, own_s * SAFETY - slack_s)
     if late_s <= 0:
         return expected_s
