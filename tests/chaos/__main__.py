@@ -49,7 +49,6 @@ async def run(seed: int, seconds: float, tp: tuple[int, int]) -> ChaosStats:
     harness = Harness(log, tp=tp)
     stats = harness.stats
     async with harness:
-        await harness.warm_up(runs)
         end_s = time.monotonic() + seconds
         while (left_s := end_s - time.monotonic()) > 1.0:
             log(f"round with seed {seed}")

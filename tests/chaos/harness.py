@@ -116,7 +116,7 @@ class Harness:
         )
         await enter(self.cluster)
 
-    async def warm_up(self, runs: Sequence[Run]) -> None:
+    async def _warm_up(self, runs: Sequence[Run]) -> None:
         """Requests every run several times at once, until every pair of workers has a link.
 
         What links hold is then part of the baseline.
@@ -128,12 +128,18 @@ class Harness:
                     ChaosRequest(run, len(run.whole.token_ids), salt) for run in (*runs, *runs)
                 ]
                 await asyncio.gather(*(send(client, request) for request in requests))
-                if len((await client.status())["pairs"]) >= pairs:
+                known = (await client.status())["pairs"]
+                living = self.cluster.membership.records
+                if (
+                    sum(one["prefill"] in living and one["decode"] in living for one in known)
+                    == pairs
+                ):
                     return
         raise AssertionError(f"not all {pairs} pairs have a link after {_WARM_UPS} rounds")
 
     async def round(self, runs: Sequence[Run], seed: int, seconds: float) -> ChaosStats:
         """Faults under load, with everything checked at the end; the stats of all rounds so far."""
+        await self._warm_up(runs)
         stats = self.stats
         before = await checks.holdings(self.cluster, self._directory)
         names = [p.name for p in self.cluster.processes.values() if p.role == "router"]

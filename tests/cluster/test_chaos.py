@@ -32,7 +32,6 @@ async def test_every_request_ends_right_and_nothing_is_kept(
     )
     async with harness:
         try:
-            await harness.warm_up(runs)
             stats = await harness.round(runs, seed, SECONDS)
             assert not stats.violations
         except BaseException:
