@@ -25,8 +25,8 @@ class SharedMemoryArea:
 
     on_gpu = False
 
-    def __init__(self, nbytes: int) -> None:
-        self.name = f"baton-kv-{secrets.token_hex(16)}"
+    def __init__(self, nbytes: int, use: str = "kv") -> None:
+        self.name = f"baton-{use}-{secrets.token_hex(16)}"
         self.nbytes = nbytes
         self.fd = os.memfd_create(self.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

@@ -101,7 +101,8 @@ class RankedModel:
         self._config = config
         self._shared: SharedMemoryArea | None = None  # with one pool for all
         if settings.tp_backend == "shm":
-            self._shared = SharedMemoryArea(_HEADER_BYTES + 2 * count * _EXCHANGE_BYTES)
+            num_bytes = _HEADER_BYTES + 2 * count * _EXCHANGE_BYTES
+            self._shared = SharedMemoryArea(num_bytes, "ranks")
             self._words = self._shared.tensor[:_HEADER_BYTES].view(torch.int32)
             self._words[_TIMEOUT_MS] = int(RANK_TIMEOUT_S * 1e3)
         self._exchange_fd = self._shared.fd if self._shared else os.memfd_create("baton-ranks")

@@ -104,4 +104,4 @@ async def stale_mappings(cluster: LocalCluster) -> list[str]:
 
 
 def _mapped(pid: int) -> list[str]:
-    return re.findall("/memfd:.*", Path(f"/proc/{pid}/maps").read_text())
+    return re.findall("/memfd:baton-kv-.*", Path(f"/proc/{pid}/maps").read_text())
