@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import socket
+from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
+
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LEAST, _TRIES = 10_000, 20  # below are those of well-known servers
 
 
 def check_free(host: str, port: int, option: str = "--port") -> None:
@@ -25,8 +31,22 @@ def _in_use(host: str, port: int, option: str, error: OSError) -> ConfigError:
 
 
 def free(host: str = "127.0.0.1") -> int:
-    """A port that is free now; another process may take it before the caller does."""
-    return _listen(socket.AF_INET6 if ":" in host else socket.AF_INET, (host, 0))
+    """A port that is free now; another process may take it before the caller does.
+
+    Hardly one does: it is none of those that the system hands out to connections and to others
+    that ask for a free one.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        handed_out_from = int(_RANGE.read_text().split()[0])
+    except OSError:
+        handed_out_from = 0
+    if handed_out_from > _LEAST:
+        for _ in range(_TRIES):
+            port = _LEAST + secrets.randbelow(handed_out_from - _LEAST)
+            with contextlib.suppress(OSError):
+                return _listen(family, (host, port))
+    return _listen(family, (host, 0))
 
 
 def hold(host: str, port: int, option: str = "--port") -> socket.socket:

@@ -91,6 +91,13 @@ async def test_what_keeps_it_from_starting_is_named(monkeypatch):
         EmbeddedEtcd()
 
 
+def test_a_free_port_is_none_that_the_system_hands_out():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        handed_out = server.getsockname()[1]
+    found = {ports.free() for _ in range(20)}
+    assert len(found) > 10 and max(found) < min(handed_out, 32768)
+
+
 async def test_a_binary_that_lost_its_mode_is_copied(tmp_path, monkeypatch):
     binary = tmp_path / "etcd"
     shutil.copyfile(local_etcd.etcd_binary(), binary)
