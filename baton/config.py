@@ -244,16 +244,17 @@ class EngineConfig(CacheConfig):
     tp: int = option(
         1,
         "--tp RANKS",
-        "tensor parallelism: processes that compute each step together, on this host's CPUs; "
-        "--threads and --cpus are divided among them",
+        "tensor parallelism: processes that compute each step together, on this host's CPUs, or on "
+        "its GPUs from --device on, one each; --threads and --cpus are divided among them",
         least=1,
         most=MAX_TP,
     )
     tp_backend: str = option(
         "shm",
         "--tp-backend",
-        "how ranks add up: shm through memory that they share, over one KV pool, with native "
-        "kernels; gloo through torch.distributed, with a KV pool for each rank's heads",
+        "how ranks on CPUs add up: shm through memory that they share, over one KV pool, with "
+        "native kernels; gloo through torch.distributed, with a KV pool for each rank's heads, as "
+        "ranks on GPUs have, which add up through NCCL",
         choices=("shm", "gloo"),
     )
     nice: int = option(0, "--nice N", "niceness of compute threads, up to 19", most=19)
@@ -610,14 +611,14 @@ class ClusterConfig(WorkerServiceConfig):
     etcd_access: RegistryConfig = part(RegistryConfig, without=("etcd", "lease_ttl_s"))
     prefill: int = option(1, "--prefill N", "prefill workers", least=1, hint=_EACH_ROLE)
     decode: int = option(1, "--decode N", "decode workers", least=1, hint=_EACH_ROLE)
-    # Prompts give way to streams, and to whatever serves both. Not far: beside a busy process
-    # at 0 a core gives 39 % of its time to 2, but 10 % to 10: prompts took five times as long.
     prefill_tp: int = option(
         0, "--prefill-tp RANKS", "of prefill workers alone (default: --tp)", most=MAX_TP
     )
     decode_tp: int = option(
         0, "--decode-tp RANKS", "of decode workers alone (default: --tp)", most=MAX_TP
     )
+    # Prompts give way to streams, and to whatever serves both. Not far: beside a busy process
+    # at 0 a core gives 39 % of its time to 2, but 10 % to 10: prompts took five times as long.
     prefill_nice: int = option(
         2,
         "--prefill-nice N",
@@ -670,6 +671,11 @@ class ClusterConfig(WorkerServiceConfig):
         """Where the first router serves HTTP; 0: nowhere."""
         default = HTTP_PORT if self.port else 0
         return default if self.http_port is None else self.http_port
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Of a prefill worker, and of a decode worker."""
+        return self.prefill_tp or self.engine.tp, self.decode_tp or self.engine.tp
 
     def registry(self, etcd: str) -> RegistryConfig:
         """The registry's settings when etcd is at `etcd`; raises ConfigError."""

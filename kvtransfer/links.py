@@ -18,6 +18,7 @@ from dataclasses import KW_ONLY, dataclass, field
 import grpc
 
 from baton import rpc
+from baton.cuda import reachable_gpus
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -40,7 +41,6 @@ from kvtransfer.interface import FindWorker, Transport
 from kvtransfer.pairing import ONE_HOST, Kind
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.rank_links import PairDigest, RankLink
-from kvtransfer.transports.cuda import reachable_gpus
 
 log = logging.getLogger(__name__)
 

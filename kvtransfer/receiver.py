@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
+from baton.cuda import gpu_uuid, nccl_version
 from baton.errors import (
     BatonError,
     InvalidRequest,
@@ -34,7 +35,6 @@ from kvtransfer.deadline import in_background, uninterrupted
 from kvtransfer.interface import FindWorker, Transport
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.rank_links import PairDigest, RankListener
-from kvtransfer.transports.cuda import gpu_uuid, nccl_version
 
 log = logging.getLogger(__name__)
 

@@ -118,11 +118,16 @@ class BatchBuilder:
         )
 
     def _tensor(self, values: Ints) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
-        if self._device.type == "cpu":
-            return tensor
-        # A copy of other memory would wait for all that runs on the device.
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        return on_device(values, self._device)
+
+
+def on_device(values: Ints, device: torch.device) -> torch.Tensor:
+    """These numbers where a model computes."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    # A copy of other memory would wait for all that runs on the device.
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _decodes(item: Work) -> bool:

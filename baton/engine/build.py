@@ -157,8 +157,8 @@ def warm_up(loaded: Loaded) -> None:
 def device_of(settings: EngineConfig) -> torch.device:
     """Where an engine keeps its KV: "auto" is a GPU where there is one, "cuda" the first.
 
-    A GPU always has its number; a simulated engine has no use for one. Raises ConfigError for one
-    that torch does not see.
+    A GPU always has its number, that of the first rank's; a simulated engine has no use for one.
+    Raises ConfigError for one that torch does not see.
     """
     name, count = settings.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
     if settings.simulate or (name == "auto" and not count):
@@ -167,9 +167,11 @@ def device_of(settings: EngineConfig) -> torch.device:
     if device.type != "cuda":
         return device
     index = device.index or 0
-    if index < count:
+    if index + settings.tp <= count:
         return torch.device("cuda", index)
-    if count:
+    if index < count:
+        reason = f"--tp {settings.tp} takes a GPU a rank, from this one on, and torch sees {count}"
+    elif count:
         names = (f"cuda:{at} ({torch.cuda.get_device_name(at)})" for at in range(count))
         reason = f"torch sees only {', '.join(names)}"
     elif torch.version.cuda is None:

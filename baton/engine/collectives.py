@@ -1,30 +1,39 @@
-"""Sums and gathers over the ranks of a tensor-parallel model, through torch.distributed.
+"""What the ranks of a tensor-parallel model tell each other, through torch.distributed.
 
-Ranks that share one host's memory have others, inside the native step (`ops/native/src/ranks.h`).
+Ranks that share one host's memory do so inside the native step (`ops/native/src/ranks.h`).
 """
 
 from __future__ import annotations
 
+import os
 import time
+from abc import abstractmethod
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed import distributed_c10d
 
+from baton.cuda import NCCL_ENVIRONMENT
 from baton.engine.runner import RunnerFailed
 from baton.engine.shard import Shard
 
 
 class Collectives:
-    """Of one rank alone: everything is here. `seconds`: that all of them took so far."""
+    """Of one rank alone: everything is here. `seconds`: that the host waited for them so far."""
 
     seconds = 0.0
 
     def sum(self, x: Tensor) -> Tensor:
-        """x `[rows, columns]` of every rank added up, on all of them: the same bits."""
+        """x `[rows, columns]` of every rank added up, on all of them: the same bits.
+
+        x may be overwritten.
+        """
         return x
+
+    def broadcast(self, x: Tensor) -> None:
+        """x of the first rank, on all of them."""
 
     def gather(self, part: Tensor, columns: int) -> Tensor:
         """Columns `[rows, its own]` of every rank side by side, `[rows, columns]`, on the first.
@@ -35,32 +44,32 @@ class Collectives:
 
 
 ALONE = Collectives()
+Options = TypeVar("Options")
 
 
-class GlooCollectives(Collectives):
-    """Between processes on CPUs, over TCP: float32 sums in the order of ranks, as in one process.
-
-    All parts go to all ranks and each adds them up: for two ranks as many bytes as an all-reduce
-    takes, for N ranks N / 2 times as many.
-    """
+class GroupCollectives(Collectives):
+    """Between processes that share a memfd, in which they tell their addresses."""
 
     def __init__(self, shard: Shard, store_fd: int, timeout_s: float) -> None:
-        """store_fd: a memfd that all ranks have, in which they tell their addresses."""
         self._shard, self._timeout = shard, timedelta(seconds=timeout_s)
         self._store_fd = store_fd
         self._group: Any = None
 
-    def join(self) -> None:
-        """Returns when all ranks have. Raises RunnerFailed."""
-        rank, count = self._shard.rank, self._shard.count
-        options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        loopback = distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-        options._devices, options._timeout, options._threads = [loopback], self._timeout, 1
+    @abstractmethod
+    def _build(self, store: Any) -> Any:
+        """The process group. Raises RuntimeError."""
+
+    def join(self, device: torch.device) -> None:
+        """Returns when all ranks have. Raises RunnerFailed.
+
+        device: the one that this rank computes on.
+        """
         try:
             path = f"/proc/self/fd/{self._store_fd}"
-            store = distributed.FileStore(path, count)  # type: ignore[attr-defined]
+            store = distributed.FileStore(path, self._shard.count)  # type: ignore[attr-defined]
             store.set_timeout(self._timeout)
-            self._group = distributed.ProcessGroupGloo(store, rank, count, options)
+            self._group = self._build(store)
+            self.broadcast(torch.zeros(1, dtype=torch.int32, device=device))
         except RuntimeError as error:
             raise RunnerFailed(
                 f"the ranks of this worker do not find each other: {error}"
@@ -71,13 +80,8 @@ class GlooCollectives(Collectives):
         if self._group is not None:
             self._group.abort()
 
-    def sum(self, x: Tensor) -> Tensor:
-        parts = x.new_empty(self._shard.count, *x.shape)
-        self._wait(self._group._allgather_base, parts.flatten(0, 1), x.contiguous())
-        total = parts[0].float()
-        for part in parts[1:]:
-            total += part
-        return total.to(x.dtype)
+    def broadcast(self, x: Tensor) -> None:
+        self._wait(self._group.broadcast, [x], _ordered(distributed_c10d.BroadcastOptions()))
 
     def gather(self, part: Tensor, columns: int) -> Tensor:
         ranks = range(self._shard.count)
@@ -87,7 +91,7 @@ class GlooCollectives(Collectives):
         padded = part.new_empty(len(part), max(widths))
         padded[:, : part.shape[1]] = part
         parts = [torch.empty_like(padded) for _ in ranks] if self._shard.rank == 0 else []
-        options = distributed_c10d.GatherOptions()
+        options = _ordered(distributed_c10d.GatherOptions())
         self._wait(self._group.gather, [parts] if parts else [], [padded], options)
         if not parts:
             return part
@@ -101,3 +105,63 @@ class GlooCollectives(Collectives):
         except RuntimeError as error:
             raise RunnerFailed(f"a rank of this worker has ended or hangs: {error}") from error
         self.seconds += time.perf_counter() - began
+
+
+class GlooCollectives(GroupCollectives):
+    """Between processes on CPUs, over TCP: float32 sums in the order of ranks, as in one process.
+
+    All parts go to all ranks and each adds them up: for two ranks as many bytes as an all-reduce
+    takes, for N ranks N / 2 times as many.
+    """
+
+    def _build(self, store: Any) -> Any:
+        options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        loopback = distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        options._devices, options._timeout, options._threads = [loopback], self._timeout, 1
+        rank, count = self._shard.rank, self._shard.count
+        return distributed.ProcessGroupGloo(store, rank, count, options)
+
+    def sum(self, x: Tensor) -> Tensor:
+        parts = x.new_empty(self._shard.count, *x.shape)
+        self._wait(self._group._allgather_base, parts.flatten(0, 1), x.contiguous())
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        return total.to(x.dtype)
+
+
+class NcclCollectives(GroupCollectives):
+    """Between GPUs, on the stream that computes: the host waits for nothing, graphs hold them.
+
+    Sums are NCCL's all-reduce, whose order of addition is its own. What a rank that ended or hangs
+    leaves on the stream ends when the group is closed, by any thread.
+    """
+
+    def __init__(self, shard: Shard, store_fd: int, timeout_s: float) -> None:
+        super().__init__(shard, store_fd, timeout_s)
+        os.environ.update(NCCL_ENVIRONMENT)
+
+    def _build(self, store: Any) -> Any:
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout  # torch's watchdog does nothing then
+        options.config.blocking = 0  # a blocking initialisation cannot be timed out
+        return distributed.ProcessGroupNCCL(store, self._shard.rank, self._shard.count, options)
+
+    def sum(self, x: Tensor) -> Tensor:
+        total = x.contiguous()
+        self._wait(self._group.allreduce, [total], _ordered(distributed_c10d.AllreduceOptions()))
+        return total
+
+    def _wait(self, call: Any, *arguments: Any) -> None:
+        try:
+            work = call(*arguments)
+            if work is not None:  # as in torch before 2.8, which has streams of its own for these
+                work.wait()
+        except RuntimeError as error:
+            raise RunnerFailed(f"a rank of this worker has ended or hangs: {error}") from error
+
+
+def _ordered(options: Options) -> Options:
+    """For a call that takes its turn on the current stream."""
+    options.asyncOp = False  # type: ignore[attr-defined]
+    return options

@@ -23,8 +23,8 @@ class Memory(Protocol):
     def tensor(self) -> torch.Tensor: ...
 
 
-Allocate = Callable[[int], Memory | None]
-"""Gives memory of a size in bytes that others can map; None where there is none of that kind."""
+Allocate = Callable[[int, torch.device], Memory | None]
+"""Gives so many bytes of a device that others can map; None where there is none of that kind."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def allocate_pool(
     layout: KvLayout, allocate: Allocate | None, device: torch.device
 ) -> torch.Tensor:
     """The zeroed pool, in what `allocate` gives for it, if anything."""
-    memory = allocate(layout.num_bytes) if allocate else None
+    memory = allocate(layout.num_bytes, device) if allocate else None
     if memory is None:
         return torch.zeros(layout.shape, dtype=layout.dtype, device=device)
     return memory.tensor.view(layout.dtype).view(layout.shape)

@@ -1,15 +1,18 @@
-"""The processes ("ranks") of a tensor-parallel worker on one host's CPUs.
+"""The processes ("ranks") of a tensor-parallel worker on one host's CPUs or GPUs.
 
-The worker's process is the first rank: it plans, samples, and moves KV. The others get each step's
-batch (`rank.py`), compute their shard of it, and end with the worker. With `--tp-backend shm` all
+The worker's process is the first rank: it plans, samples, and moves KV. The others are told what it
+begins (`rank.py`), compute their shard of it, and end with the worker. With `--tp-backend shm` all
 map one KV pool, in which each writes its own heads; else each has a pool of its heads, which the
-first maps too, to hand them over. A rank that ends or hangs fails the worker: its streams go on
+first allocates, to hand them over. A rank that ends or hangs fails the worker: its streams go on
 elsewhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import mmap
 import os
 import select
 import socket
@@ -17,19 +20,26 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Pipe
-from multiprocessing.reduction import send_handle
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from baton.config import EngineConfig
-from baton.engine.batch import StepBatch
-from baton.engine.collectives import GlooCollectives
+from baton.cuda import CudaArea, CudaDriver
+from baton.engine.batch import Ints, StepBatch, on_device
+from baton.engine.collectives import (
+    ALONE,
+    Collectives,
+    GlooCollectives,
+    GroupCollectives,
+    NcclCollectives,
+)
 from baton.engine.kv_cache import Allocate, KvLayout
 from baton.engine.models.config import ModelConfig
 from baton.engine.runner import RunnerFailed
@@ -39,26 +49,28 @@ from baton.engine.weights.weights import random_seed
 from baton.errors import ConfigError
 from baton.shared_memory import SharedMemoryArea
 
+if TYPE_CHECKING:  # which start ranks
+    from baton.engine.backends import Backend
+
 log = logging.getLogger(__name__)
 
 # These mirror `src/ranks.h`.
 _EXCHANGE_BYTES, _HEADER_BYTES = 4 << 20, 64
 _ABORTED, _TIMEOUT_MS, _TOOK_NS = 2, 3, slice(4, 6)  # words of the header
 RANK_TIMEOUT_S = 10.0  # a rank that is so much later than another counts as hung
-_LOAD_S = 600.0  # for the other ranks to load, once this one has
+LOAD_S = 600.0  # for the other ranks to load, once this one has, and for a GPU's warm-up
+_WATCH_S = 0.5  # how late a rank that hangs may be noticed
 _STOP_S = 5.0
 
 BATCH = ("token_ids", "context_lens", "query_lens", "block_tables", "logit_rows")
-Exchange: TypeAlias = int | GlooCollectives  # the address of shared memory, or a group
-MakeModel = Callable[[Shard, Exchange], Any]
-"""The model of a shard, given what joins it to the others."""
+Exchange: TypeAlias = int | GroupCollectives  # the address of shared memory, or a group
 
 
 @dataclass(frozen=True)
 class RankWork:
-    """What a rank is told first."""
+    """What a rank is told first. backend: of its own device."""
 
-    settings: EngineConfig
+    backend: Backend
     path: Path
     config: ModelConfig
     dtype: torch.dtype
@@ -69,109 +81,216 @@ class RankWork:
 
     def exchange(self, shared: Tensor | None) -> Exchange:
         """What joins this rank to the others; shared: the memory that they exchange through."""
-        if shared is None:
-            return GlooCollectives(self.shard, self.exchange_fd, self.timeout_s)
-        return shared.data_ptr()
+        if shared is not None:
+            return shared.data_ptr()
+        kind = NcclCollectives if self.backend.device.type == "cuda" else GlooCollectives
+        return kind(self.shard, self.exchange_fd, self.timeout_s)
+
+    def load(self, exchange: Exchange) -> Any:
+        """This rank's part of the model. Raises ConfigError, CheckpointError."""
+        return self.backend.shard_model(self.path, self.config, self.dtype, self.shard, exchange)
 
     @property
     def identity(self) -> str:
         """Which model this rank has a part of: all must have the same."""
-        seed = random_seed(self.settings, torch.device("cpu"))
-        return f"model {fingerprint(self.path, seed, self.settings.lora)}"
+        settings = self.backend.settings
+        seed = random_seed(settings, torch.device("cpu"))
+        return f"model {fingerprint(self.path, seed, settings.lora)}"
+
+
+class Rank:
+    """One of the others, in its own process: its methods are what the first has it do."""
+
+    pool: Tensor
+
+    def __init__(self, backend: Backend, model: Any, connection: Connection) -> None:
+        self.device, self.model, self.connection = backend.device, model, connection
+
+    def attach(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Maps the pool that this rank writes to; what it is mapped by comes next."""
+        if self.device.type == "cpu":
+            memory = mapped(recv_handle(self.connection))
+        else:
+            driver, num_bytes = CudaDriver(), math.prod(shape) * dtype.itemsize
+            memory = driver.view(driver.open(self.device, self.connection.recv()), num_bytes)
+        self.pool = memory.view(dtype).view(shape)
+        self.connection.send("attached")
+
+    def step(self, arrays: list[Ints], num_decodes: int) -> None:
+        """Computes this rank's part of a `StepBatch`, whose `BATCH` these are."""
+        tokens, contexts, queries, tables, logit_rows = (
+            on_device(array, self.device) for array in arrays
+        )
+        batch = StepBatch(tokens, contexts, queries, tables, logit_rows, num_decodes)
+        self.model.step(batch, self.pool)
+
+
+def mapped(descriptor: int) -> Tensor:
+    """All of a shared memory's bytes; closes its descriptor."""
+    with os.fdopen(descriptor, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
 
 
 class RankedModel:
     """A model whose steps all ranks compute together; this process is the first of them."""
 
     def __init__(
-        self,
-        settings: EngineConfig,
-        path: Path,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        make: MakeModel,
+        self, backend: Backend, path: Path, config: ModelConfig, dtype: torch.dtype
     ) -> None:
         """Starts the other ranks and loads this one's part while they load theirs.
 
         Raises ConfigError for a model that cannot be cut, when a rank cannot load, and when it has
         loaded another checkpoint.
         """
-        count = settings.tp
+        count = backend.settings.tp
         Shard(0, count).check(config)
         self._config = config
+        self._device = backend.device
         self._shared: SharedMemoryArea | None = None  # with one pool for all
-        if settings.tp_backend == "shm":
+        if backend.shares_pool:
             num_bytes = _HEADER_BYTES + 2 * count * _EXCHANGE_BYTES
             self._shared = SharedMemoryArea(num_bytes, "ranks")
             self._words = self._shared.tensor[:_HEADER_BYTES].view(torch.int32)
             self._words[_TIMEOUT_MS] = int(RANK_TIMEOUT_S * 1e3)
         self._exchange_fd = self._shared.fd if self._shared else os.memfd_create("baton-ranks")
         self._exchange: Exchange | None = None
-        self._ranks = list[_Rank]()
+        self._ranks = list[_Process]()
         self._stopped = threading.Event()
+        self._failure = ""  # why no further step can run
+        self._limit_s, self._due = RANK_TIMEOUT_S, math.inf
 
         def work(shard: Shard) -> RankWork:
             return RankWork(
-                shard.settings(settings), path, config, dtype, shard, self._exchange_fd,
-                RANK_TIMEOUT_S, log.getEffectiveLevel(),
+                backend.of_rank(shard) if shard.rank else backend, path, config, dtype, shard,
+                self._exchange_fd, RANK_TIMEOUT_S, log.getEffectiveLevel(),
             )  # fmt: skip
 
         try:
-            self._ranks += (_Rank(work(Shard(number, count))) for number in range(1, count))
+            self._ranks += (_Process(work(Shard(number, count))) for number in range(1, count))
             mine = work(Shard(0, count))
-            torch.set_num_threads(mine.settings.threads)
+            torch.set_num_threads(mine.shard.settings(backend.settings).threads)
             self._exchange = mine.exchange(self._shared.tensor if self._shared else None)
-            self._model, identity = make(mine.shard, self._exchange), mine.identity
+            self._model, identity = mine.load(self._exchange), mine.identity
             for rank in self._ranks:
-                rank.expect(identity, _LOAD_S)
+                rank.expect(identity, LOAD_S)
                 rank.connection.send("join")
-            if isinstance(self._exchange, GlooCollectives):
-                self._exchange.join()
+            if isinstance(self._exchange, GroupCollectives):
+                self._exchange.join(self._device)
         except RunnerFailed as error:
             self.close()
             raise ConfigError(str(error)) from error
         except BaseException:
             self.close()
             raise
+        self.limit_steps(RANK_TIMEOUT_S)
         self.expert_tokens = self._model.expert_tokens
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
-    def pools(self, layout: KvLayout, allocate: Allocate) -> tuple[Tensor, ...]:
-        """The KV pool that all ranks share, or that of each one's heads."""
+    def limit_steps(self, limit_s: float) -> None:
+        """How long a step, or a rank to take what it is told, may last before it counts as hung."""
+        self._limit_s = limit_s
+        for rank in self._ranks:
+            rank.limit_sending(limit_s)
+
+    def pools(self, layout: KvLayout, allocate: Allocate | None) -> tuple[Tensor, ...]:
+        """The KV pool that all ranks share, or that of each one's heads.
+
+        Raises ConfigError where there is no memory that processes can share.
+        """
         layouts = [layout]
         if self._shared is None:
-            count = len(self._ranks) + 1
-            held = (Shard(rank, count).kv_heads(self._config) for rank in range(count))
-            layouts = [replace(layout, num_kv_heads=len(heads)) for heads in held]
-        memories = [allocate(one.num_bytes) for one in layouts]
-        areas = [area for area in memories if isinstance(area, SharedMemoryArea)]
-        assert len(areas) == len(layouts), "ranks map the pool"
+            layouts = [self.layout_of(rank, layout) for rank in range(len(self._ranks) + 1)]
+        areas = list[Any]()
+        for number, one in enumerate(layouts):
+            device = rank_device(self._device, number)
+            area = allocate(one.num_bytes, device) if allocate else _shareable(one, device)
+            if area is None:
+                raise ConfigError(
+                    f"--tp needs memory of {device} that processes can share, and none was found"
+                )
+            areas.append(area)
         for rank in self._ranks:
             at = rank.number % len(areas)
-            rank.connection.send((layouts[at].shape, layouts[at].dtype))
-            send_handle(rank.connection, areas[at].fd, rank.process.pid)
+            rank.connection.send(("attach", layouts[at].shape, layouts[at].dtype))
+            if isinstance(areas[at], SharedMemoryArea):
+                send_handle(rank.connection, areas[at].fd, rank.process.pid)
+            else:
+                rank.connection.send(areas[at].handle)
             rank.expect("attached", RANK_TIMEOUT_S)
         return tuple(
             area.tensor.view(one.dtype).view(one.shape)
             for area, one in zip(areas, layouts, strict=True)
         )
 
+    def layout_of(self, rank: int, layout: KvLayout) -> KvLayout:
+        """That of a rank's own pool, where `layout` is of all heads."""
+        heads = Shard(rank, len(self._ranks) + 1).kv_heads(self._config)
+        return replace(layout, num_kv_heads=len(heads))
+
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """As `StepModel.step`. Raises RunnerFailed when a rank has ended or hangs."""
-        arrays = [getattr(batch, name).numpy() for name in BATCH]
-        try:
-            for rank in self._ranks:
-                rank.connection.send((*arrays, batch.num_decodes))
-        except OSError as error:
-            raise RunnerFailed(f"a rank of this worker has ended: {error}") from error
-        logits: Tensor = self._model.step(batch, pool)
+        arrays = [getattr(batch, name).cpu().numpy() for name in BATCH]
+        with self.together("step", arrays, batch.num_decodes):
+            logits: Tensor = self._model.step(batch, pool)
         self.hidden: Tensor | None = self._model.hidden
         return logits
 
+    def decode(self, *inputs: Tensor) -> Tensor:
+        """As `GpuModel.decode`, for this rank: within what all do `together`."""
+        logits: Tensor = self._model.decode(*inputs)
+        return logits
+
+    @property
+    def collectives(self) -> Collectives:
+        """What joins the ranks, where each has a pool of its own."""
+        return self._exchange if isinstance(self._exchange, GroupCollectives) else ALONE
+
+    @contextlib.contextmanager
+    def together(self, command: str, *arguments: Any) -> Iterator[None]:
+        """Around what this rank begins: has the others do the same, see `Rank`.
+
+        Raises RunnerFailed when it cannot be done by all: they would no longer be in step.
+        """
+        if self._failure:
+            raise RunnerFailed(self._failure)
+        try:
+            for rank in self._ranks:
+                rank.connection.send((command, *arguments))
+            yield
+        except Exception as error:
+            is_theirs = isinstance(error, RunnerFailed | OSError)
+            reason = "a rank of this worker has ended" if is_theirs else "a step of one rank failed"
+            self._failure = self._failure or f"{reason}: {error}"
+            raise RunnerFailed(self._failure) from error
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait for this rank's GPU, which may wait for the others' for ever.
+
+        Raises RunnerFailed when a rank has ended or hangs.
+        """
+        self._due = time.monotonic() + self._limit_s
+        try:
+            yield
+        finally:
+            self._due = math.inf
+            if self._failure:
+                raise RunnerFailed(self._failure)
+
+    def tell(self, command: str, *arguments: Any) -> None:
+        """Has the others do what this rank does not."""
+        with self.together(command, *arguments):
+            pass
+
+    def answers(self) -> list[Any]:
+        """What each of the others answers. Raises ConfigError when one has ended."""
+        return [rank.answer(LOAD_S) for rank in self._ranks]
+
     @property
     def collective_s(self) -> float:
-        """What this rank's sums and gathers took so far, in seconds."""
-        if isinstance(self._exchange, GlooCollectives):
+        """What this rank waited for in sums and gathers so far, in seconds; on a GPU nothing."""
+        if isinstance(self._exchange, GroupCollectives):
             return self._exchange.seconds
         return int(self._words[_TOOK_NS].view(torch.int64)) / 1e9
 
@@ -180,7 +299,7 @@ class RankedModel:
         self._stopped.set()
         for rank in self._ranks:
             rank.connection.close()
-        if isinstance(self._exchange, GlooCollectives):
+        if isinstance(self._exchange, GroupCollectives):
             self._exchange.close()
         for rank in self._ranks:
             try:
@@ -194,44 +313,70 @@ class RankedModel:
             os.close(self._exchange_fd)
 
     def _watch(self) -> None:
-        """Lets no step wait for a rank that has ended."""
+        """Lets no step wait for a rank that has ended, nor for ever for one that hangs."""
         ends = select.poll()
         descriptors = {os.pidfd_open(rank.process.pid): rank for rank in self._ranks}
         for descriptor in descriptors:
             ends.register(descriptor, select.POLLIN)
-        (descriptor, _), *_ = ends.poll()
-        rank = descriptors[descriptor]
+        ended: list[tuple[int, int]] = []
+        while not ended and time.monotonic() < self._due:
+            ended = ends.poll(_WATCH_S * 1e3)
         for one in descriptors:
             os.close(one)
-        if not self._stopped.is_set():
-            log.critical("rank %d has ended: so does this worker", rank.number)
-            if self._shared is not None:  # others see the end of its connections
-                self._words[_ABORTED] = 1
+        if self._stopped.is_set():
+            return
+        reason = f"a rank of this worker hangs: a step took more than {self._limit_s:.0f} s"
+        if ended:
+            number = descriptors[ended[0][0]].number
+            reason = f"a rank of this worker has ended, number {number}"
+        log.critical("%s: so does this worker", reason)
+        self._failure = self._failure or reason
+        if self._shared is not None:  # others see the end of its connections
+            self._words[_ABORTED] = 1
+        elif isinstance(self._exchange, NcclCollectives):
+            self._exchange.close()
 
 
-class _Rank:
+def rank_device(first: torch.device, rank: int) -> torch.device:
+    """Where a rank computes: ranks on GPUs take one each, from the first one's on."""
+    return first if first.type == "cpu" else torch.device(first.type, (first.index or 0) + rank)
+
+
+def _shareable(layout: KvLayout, device: torch.device) -> SharedMemoryArea | CudaArea:
+    if device.type == "cpu":
+        return SharedMemoryArea(layout.num_bytes)
+    return CudaArea(layout.num_bytes, device)
+
+
+class _Process:
     """One of the other ranks, as the first one sees it."""
 
     def __init__(self, work: RankWork) -> None:
         self.number = work.shard.rank
         self.connection, theirs = Pipe()
-        # One that is stopped takes nothing: a batch larger than the buffer must not wait for it.
-        with socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
-            timeout = struct.pack("ll", int(RANK_TIMEOUT_S), 0)
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         command = [sys.executable, "-m", "baton.engine.rank", str(theirs.fileno())]
         with theirs:
             descriptors = (theirs.fileno(), work.exchange_fd)
             self.process = subprocess.Popen(command, pass_fds=descriptors)
         self.connection.send(work)
 
-    def expect(self, answer: str, timeout_s: float) -> None:
-        """Waits for it. Raises ConfigError with what the rank says instead."""
+    def limit_sending(self, limit_s: float) -> None:
+        """What is sent must not wait for one that is stopped, whose buffer is full."""
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
+            timeout = struct.pack("ll", int(limit_s), 0)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+
+    def answer(self, timeout_s: float) -> Any:
+        """What the rank says next. Raises ConfigError when it says nothing."""
         try:
-            found = f"nothing came from it in {timeout_s:.0f} s"
             if self.connection.poll(timeout_s):
-                found = self.connection.recv()
+                return self.connection.recv()
+            found = f"nothing came from it in {timeout_s:.0f} s"
         except (EOFError, OSError):
             found = f"it ended with status {self.process.wait()}"
-        if found != answer:
+        raise ConfigError(f"rank {self.number} cannot begin: {found}")
+
+    def expect(self, answer: str, timeout_s: float) -> None:
+        """Waits for it. Raises ConfigError with what the rank says instead."""
+        if (found := self.answer(timeout_s)) != answer:
             raise ConfigError(f"rank {self.number} cannot begin: {found}, not {answer}")

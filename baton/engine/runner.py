@@ -79,6 +79,8 @@ class StepRunner:
             with torch.inference_mode():
                 for content in (pool.view(torch.uint8) for pool in self.pools):
                     content.index_fill_(0, which.to(content.device), 0)
+                    if content.device != self.pool.device:  # another rank's GPU
+                        torch.cuda.synchronize(content.device)
 
     def close(self) -> None:
         """Ends what computes for it elsewhere; no step runs any more."""

@@ -148,7 +148,9 @@ class LocalCluster(Supervisor):
         names += [f"decode-{number}" for number in range(config.decode)]
         may_use_gpus = config.engine.device in ("auto", "cuda") and not config.engine.simulate
         gpus = await asyncio.to_thread(resources.count_gpus) if may_use_gpus else 0
-        shares = resources.shares(config.engine, names, config.prefill, gpus, self._say)
+        shares = resources.shares(
+            config.engine, names, config.prefill, gpus, self._say, config.ranks
+        )
         if any(share.device for share in shares):
             self._start_timeout_s = max(self._start_timeout_s, _GPU_START_S)
         for number, (port, http_port) in enumerate(zip(found, http_ports, strict=True)):

@@ -61,7 +61,7 @@ def worker(
     engine = replace(config.engine, threads=share.threads, cpus=tuple(share.cpus))
     if role == "prefill":
         engine = replace(engine, nice=config.prefill_nice)
-    engine = replace(engine, tp=getattr(config, f"{role}_tp") or engine.tp)
+    engine = replace(engine, tp=config.ranks[role == "decode"])
     if share.device:
         engine = replace(engine, device=share.device, gpu_memory=share.gpu_memory)
     settings = WorkerConfig(

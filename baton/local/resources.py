@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from baton.config import EngineConfig
@@ -31,13 +32,19 @@ class Share:
 
 
 def shares(
-    engine: EngineConfig, names: Sequence[str], prefill: int, gpus: int, say: Callable[[str], None]
+    engine: EngineConfig,
+    names: Sequence[str],
+    prefill: int,
+    gpus: int,
+    say: Callable[[str], None],
+    ranks: tuple[int, int] = (1, 1),
 ) -> list[Share]:
     """What each of `names`, prefill workers first, gets; `say` gets the placement and warnings.
 
-    Raises ConfigError when a GPU is configured and there is none.
+    ranks: of a prefill worker, and of a decode worker. Raises ConfigError when GPUs are configured
+    and there are none, or too few.
     """
-    chosen = devices(engine, prefill, len(names) - prefill, gpus)
+    chosen = devices(engine, prefill, len(names) - prefill, gpus, ranks)
     cores = sorted(os.sched_getaffinity(0))
     if not any(chosen):
         divided = divide_cores(cores, len(names), engine.threads)
@@ -85,11 +92,14 @@ def count_gpus() -> int:
         return 0  # a worker with --device cuda says why there is none
 
 
-def devices(engine: EngineConfig, prefill: int, decode: int, gpus: int) -> list[str]:
+def devices(
+    engine: EngineConfig, prefill: int, decode: int, gpus: int, ranks: tuple[int, int] = (1, 1)
+) -> list[str]:
     """Each worker's device, prefill workers' first; empty strings where no GPU is used.
 
     From two GPUs on, each role has some to itself, as many as its part of the workers, and its
-    workers take turns on them; so with enough GPUs each worker has its own.
+    workers take turns on them; so with enough GPUs each worker has its own. Workers of several
+    ranks share none: each has the GPUs from its device on, one a rank.
     """
     workers = prefill + decode
     if engine.simulate or engine.device == "cpu" or (engine.device == "auto" and not gpus):
@@ -101,6 +111,14 @@ def devices(engine: EngineConfig, prefill: int, decode: int, gpus: int) -> list[
             "--device cuda: torch sees no GPU here (nvidia-smi shows those that the driver knows); "
             "use --device cpu"
         )
+    if max(ranks) > 1:
+        sizes = [ranks[0]] * prefill + [ranks[1]] * decode
+        if sum(sizes) > gpus:
+            raise ConfigError(
+                f"--tp: these workers take {sum(sizes)} GPUs, one a rank, and torch sees {gpus}; "
+                "use fewer workers or ranks, or --device cpu"
+            )
+        return [f"cuda:{first}" for first in accumulate(sizes[:-1], initial=0)]
     if gpus == 1:
         return ["cuda:0"] * workers
     used = min(gpus, workers)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
+from baton.cuda import gpu_uuid, nccl_version, reachable_gpus, visible_gpus
 from baton.v1.common_pb2 import Gpu, Hardware
 from baton.worker import nvidia_smi
-from kvtransfer.transports.cuda import gpu_uuid, nccl_version, reachable_gpus, visible_gpus
 
 log = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ import uvloop
 
 from baton import telemetry
 from baton.config import WorkerConfig, host_id, split_address
+from baton.cuda import CudaArea
 from baton.engine import build
 from baton.engine.backends import cpu
 from baton.engine.build import Loaded
@@ -46,7 +47,6 @@ from baton.worker.router_port import RouterConnection, RouterPort
 from kvtransfer import copier, transports
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
-from kvtransfer.transports.cuda import CudaArea
 
 log = logging.getLogger(__name__)
 
@@ -331,10 +331,12 @@ def _load(config: WorkerConfig) -> tuple[Loaded, list[KvPool]]:
     if config.role == "prefill":
         # Its steps are chunks: what only decode steps use would take memory and be idle.
         settings = replace(settings, graphs=False, overlap=False)
-    device, areas = build.device_of(settings), list[SharedMemoryArea | CudaArea | None]()
+    areas = list[SharedMemoryArea | CudaArea | None]()
 
-    def allocate(num_bytes: int) -> SharedMemoryArea | CudaArea | None:
-        areas.append(shareable_memory(device, num_bytes, config.transport))
+    def allocate(num_bytes: int, device: torch.device) -> SharedMemoryArea | CudaArea | None:
+        # What several ranks use lies where all of them can map it, whatever the transport.
+        transport = config.transport if settings.tp == 1 else "auto"
+        areas.append(shareable_memory(device, num_bytes, transport))
         return areas[-1]
 
     with cpu.pinned_to(settings.cpus):

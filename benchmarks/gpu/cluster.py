@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from baton.cuda import CudaArea
 from baton.shared_memory import SharedMemoryArea
 from benchmarks.child import Child, messages
 from benchmarks.gpu.part import Case, Cells, Part, failure, summary
@@ -23,7 +24,6 @@ from benchmarks.shapes import GPU_SHAPES
 from kvtransfer import copier, transports
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool, Slots
-from kvtransfer.transports.cuda import CudaArea
 
 _START_S, _TIMEOUT_S, _HOST = 60.0, 30.0, "127.0.0.1"
 _MOVED = 512 << 20  # bytes

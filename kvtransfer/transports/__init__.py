@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import distributed
 
+from baton.cuda import CudaArea
 from baton.errors import ConfigError
 from baton.shared_memory import SharedMemoryArea
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
-from kvtransfer.transports.cuda import CudaArea
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.process_group import (
     GlooTransport,

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from baton.cuda import NONCE_BYTES, CudaArea, CudaDriver, gpu_uuid
 from baton.errors import TransferFailed
 from baton.v1 import common_pb2
 from kvtransfer.copier import GpuCopier
 from kvtransfer.digest import Digest
 from kvtransfer.interface import Link, Listener, ReceiverProcess, Transport
 from kvtransfer.pool import KvPool, Slots, check_fit
-from kvtransfer.transports.cuda import NONCE_BYTES, CudaArea, CudaDriver, gpu_uuid
 
 log = logging.getLogger(__name__)
 

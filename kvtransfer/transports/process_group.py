@@ -36,6 +36,7 @@ import torch
 from torch import distributed
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from baton.cuda import NCCL_ENVIRONMENT, nccl_version
 from baton.errors import TransferFailed
 from baton.v1 import common_pb2
 from kvtransfer.copier import Copier, copier
@@ -43,7 +44,6 @@ from kvtransfer.digest import Digest
 from kvtransfer.interface import Link, Listener, Transport
 from kvtransfer.pairing import shares_gpu
 from kvtransfer.pool import KvPool, Slots
-from kvtransfer.transports.cuda import nccl_version
 
 log = logging.getLogger(__name__)
 
@@ -52,23 +52,6 @@ _MAC_BYTES = 32
 
 # A communicator's channels: each costs GPU memory and, while bytes travel, a multiprocessor.
 NCCL_MIN_CTAS, NCCL_MAX_CTAS = 1, 8
-NCCL_ENVIRONMENT = {
-    # A wait only queues work; see above. Blocking waits would poll once a millisecond.
-    "TORCH_NCCL_BLOCKING_WAIT": "0",
-    # A lost peer must fail a link, not end the process: torch's watchdog must do nothing on an
-    # error, write no dumps, and not be monitored itself.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # On an error the watchdog sleeps four times this in any case, and the group cannot be freed
-    # meanwhile: a lost peer would keep its link's thread for a minute.
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    # Else every message's Python stack is recorded for a dump that is never written.
-    "TORCH_FR_BUFFER_SIZE": "0",
-    # Seconds until torch gives up a non-blocking call, a connection among them, which an abort
-    # cannot end: torch holds the communicator's lock meanwhile. Its default is half an hour.
-    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "10",
-}
 _WATCHDOG_S = 300.0  # later than any wait here: torch's own time-out must not come first
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-from kvtransfer.transports.cuda import HANDLE_BYTES, CudaError
+from baton.cuda import HANDLE_BYTES, CudaError
 
 INVALID_VALUE, INVALID_HANDLE = 1, 400
 CPU = torch.device("cpu")
 
 
 class MemfdDriver:
-    """`kvtransfer.transports.cuda.Driver`. `mapped` are the addresses that are allocated or
+    """`baton.cuda.CudaDriver`. `mapped` are the addresses that are allocated or
     open."""
 
     def __init__(self):

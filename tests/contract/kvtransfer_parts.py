@@ -12,6 +12,7 @@ from opentelemetry.trace import NoOpTracer
 
 from baton import rpc
 from baton.config import host_id, kv_heads_of
+from baton.cuda import CudaArea
 from baton.errors import Stale, TransferFailed
 from baton.v1 import common_pb2, handoff_pb2_grpc, prefill_pb2
 from kvtransfer import copier
@@ -21,7 +22,6 @@ from kvtransfer.pool import KvPool, Slots, copy_slots
 from kvtransfer.receiver import HandoffReceiver, ReservedBlocks
 from kvtransfer.sender import Handoff
 from kvtransfer.transports import shm
-from kvtransfer.transports.cuda import CudaArea
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.process_group import GlooTransport
 from tests.contract.kvtransfer_driver import CPU, DRIVER

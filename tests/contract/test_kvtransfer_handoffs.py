@@ -8,12 +8,12 @@ import threading
 import pytest
 
 from baton import errors
+from baton.cuda import CudaError
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from kvtransfer import sender
 from kvtransfer.deadline import Deadline
 from kvtransfer.receiver import ReservedBlocks
-from kvtransfer.transports.cuda import CudaError
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from tests.waiting import eventually
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool
 from baton.engine.models.config import ModelConfig
+from baton.engine.ranks import Exchange, Rank, RankedModel
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
+from baton.engine.shard import WHOLE, Shard
 
 MULTIPLE = 16  # of heads' and blocks' sizes
 MAX_HEAD_SIZE = 256
@@ -30,16 +34,33 @@ def unsupported(config: ModelConfig, block_size: int, kernels: str) -> str:
 
 
 class Backend:
-    """Computes an engine's steps on one device. Its methods are called once, in this order."""
+    """Computes an engine's steps on one device: `build.load` calls its methods in this order.
+
+    shares_pool: whether ranks, where there are several, share one KV pool.
+    """
 
     device: torch.device
     kv_bytes = 0  # of KV where no size is asked for; 0: what else there is decides
+    shares_pool = False
 
     def __init__(self, settings: EngineConfig) -> None:
-        self._settings = settings
+        self.settings = settings
 
     def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
-        """The model, loaded. Raises ConfigError for what cannot be computed here."""
+        """The model, loaded, by all of its ranks. Raises ConfigError for what cannot be."""
+        if self.settings.tp > 1:
+            return RankedModel(self, path, config, dtype)
+        return self.shard_model(path, config, dtype)
+
+    def shard_model(
+        self,
+        path: Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        shard: Shard = WHOLE,
+        exchange: Exchange | None = None,
+    ) -> Any:
+        """The model, or one rank's part of it and what joins it to the others."""
         raise NotImplementedError
 
     def layout(
@@ -52,10 +73,19 @@ class Backend:
     ) -> KvLayout:
         """The KV pool that is asked for, or that fits. Raises ConfigError."""
         assert asked is not None, "without one, the backend's `kv_bytes` are asked for"
-        return asked
+        return self._within(asked, config)
+
+    def _within(self, asked: KvLayout, config: ModelConfig) -> KvLayout:
+        """All ranks' pools within the bytes of one, where several ranks hold each head."""
+        ranks, heads = self.settings.tp, config.num_kv_heads
+        if self.shares_pool or ranks <= heads or self.settings.kv_blocks:
+            return asked
+        return replace(asked, num_blocks=max(asked.num_blocks * heads // ranks, 1))
 
     def pools(self, model: Any, layout: KvLayout, allocate: Allocate | None) -> tuple[Tensor, ...]:
         """The zeroed KV pools: of each rank that has its own, the one that runs here first."""
+        if isinstance(model, RankedModel):
+            return model.pools(layout, allocate)
         return (allocate_pool(layout, allocate, self.device),)
 
     def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
@@ -64,3 +94,11 @@ class Backend:
 
     def prepare(self, runner: Any) -> None:
         """What takes time before the first step."""
+
+    def of_rank(self, shard: Shard) -> Backend:
+        """That of another rank's device, for its process."""
+        raise NotImplementedError
+
+    def rank(self, model: Any, connection: Connection) -> Rank:
+        """What serves the first rank here, in another's process."""
+        return Rank(self, model, connection)

@@ -12,7 +12,6 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,7 @@ from torch import Tensor
 from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed
 from baton.engine.backends import Backend, unsupported
 from baton.engine.batch import StepModel
-from baton.engine.collectives import ALONE, GlooCollectives
-from baton.engine.kv_cache import Allocate, KvLayout
+from baton.engine.collectives import ALONE, GroupCollectives
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.models.quantization import weight_format
@@ -40,7 +38,6 @@ from baton.engine.simulated import SimulatedRunner
 from baton.engine.weights.weight import DenseWeight, Weight, quantized
 from baton.engine.weights.weights import weights_of
 from baton.errors import ConfigError
-from baton.shared_memory import SharedMemoryArea
 
 log = logging.getLogger(__name__)
 
@@ -65,9 +62,10 @@ class CpuBackend(Backend):
                     "--device cuda"
                 )
         super().__init__(settings)
+        self.shares_pool = settings.tp_backend == "shm"
 
-    def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> StepModel | None:
-        settings = self._settings
+    def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
+        settings = self.settings
         if settings.simulate:
             return None
         if weight_format(settings, config.quantization) == "fp8":
@@ -75,18 +73,15 @@ class CpuBackend(Backend):
                 "the checkpoint's weights are fp8, which computes on a GPU only: add --device "
                 "cuda, or take the model in int8 or int4"
             )
-        if settings.tp > 1:
-            if settings.tp_backend == "shm":
-                reason = unsupported(config, settings.block_size, "native")
-                if reason or not self._is_native(dtype):
-                    reason = reason or "they cannot be had here: see `baton doctor`"
-                    raise ConfigError(
-                        f"--tp on a CPU needs native kernels: {reason}; add --tp-backend gloo to "
-                        "compute without"
-                    )
-            make = partial(self.shard_model, path, config, dtype)
-            return RankedModel(settings, path, config, dtype, make)
-        return self.shard_model(path, config, dtype)
+        if settings.tp > 1 and self.shares_pool:
+            reason = unsupported(config, settings.block_size, "native")
+            if reason or not self._is_native(dtype):
+                reason = reason or "they cannot be had here: see `baton doctor`"
+                raise ConfigError(
+                    f"--tp on a CPU needs native kernels: {reason}; add --tp-backend gloo to "
+                    "compute without"
+                )
+        return super().model(path, config, dtype)
 
     def shard_model(
         self,
@@ -96,55 +91,37 @@ class CpuBackend(Backend):
         shard: Shard = WHOLE,
         exchange: Exchange | None = None,
     ) -> StepModel:
-        """The model, or one rank's part of it and what joins it to the others."""
-        settings = self._settings
+        settings = self.settings
         native = self._is_native(dtype)
 
         prepared = partial(prepare_weight, quantization=settings.quantization, native=native)
         kernels = "native" if native else "torch"
         weights = weights_of(settings, path, config, dtype, self.device, kernels, prepared, shard)
-        group = exchange if isinstance(exchange, GlooCollectives) else ALONE
+        group = exchange if isinstance(exchange, GroupCollectives) else ALONE
         if not native:
             return Model(config, weights, dtype, self.device, shard=shard, ranks=group)
         reason = unsupported(config, settings.block_size, "native")
         if reason:
             log.info("native products, norms and gates, but attention by torch: %s", reason)
-        if reason or isinstance(exchange, GlooCollectives):
+        if reason or isinstance(exchange, GroupCollectives):
             return NativeOps(config, weights, dtype, not reason, shard, group)
         return NativeModel(config, weights, dtype, shard, exchange)
 
-    def layout(
-        self,
-        model: Any,
-        sampler: Sampler,
-        config: ModelConfig,
-        kv_dtype: torch.dtype,
-        asked: KvLayout | None,
-    ) -> KvLayout:
-        layout, settings = super().layout(model, sampler, config, kv_dtype, asked), self._settings
-        if settings.tp_backend == "shm" or settings.tp <= config.num_kv_heads or settings.kv_blocks:
-            return layout
-        # Several ranks hold each head, within the bytes that were asked for.
-        held = layout.num_blocks * config.num_kv_heads // settings.tp
-        return replace(layout, num_blocks=max(held, 1))
-
-    def pools(self, model: Any, layout: KvLayout, allocate: Allocate | None) -> tuple[Tensor, ...]:
-        if isinstance(model, RankedModel):
-            return model.pools(layout, allocate or SharedMemoryArea)
-        return super().pools(model, layout, allocate)
-
     def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
-        if self._settings.simulate:
-            return SimulatedRunner(SimulatedSpeed.parse(self._settings.simulate), pool, sampler)
+        if self.settings.simulate:
+            return SimulatedRunner(SimulatedSpeed.parse(self.settings.simulate), pool, sampler)
         runner = super().runner(model, pool, sampler, max_context)
         runner.ranks = model if isinstance(model, RankedModel) else None
         return runner
 
+    def of_rank(self, shard: Shard) -> CpuBackend:
+        return CpuBackend(shard.settings(self.settings))
+
     def _is_native(self, dtype: torch.dtype) -> bool:
         """Raises ConfigError if native kernels are asked for and cannot be had."""
-        if self._settings.kernels == "native":
+        if self.settings.kernels == "native":
             library.require(dtype)
-        return self._settings.kernels != "torch" and library.load(dtype) is not None
+        return self.settings.kernels != "torch" and library.load(dtype) is not None
 
 
 def prepare_weight(weight: Weight, is_output: bool, quantization: str, native: bool) -> Weight:

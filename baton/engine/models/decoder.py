@@ -6,6 +6,7 @@ Follows Hugging Face transformers' modeling files, which the tests compare it wi
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class Model:
 
         tables_dtype: of cosines and sines, if it is another · ranks: what they compute together.
         """
-        self._tokens, self._collectives = shard.tokens(config), ranks
+        self._tokens, self.collectives = shard.tokens(config), ranks
         self.config = config = shard.config(config)
         self.dtype = dtype
         self._weights = weights
@@ -93,6 +94,10 @@ class Model:
     def close(self) -> None:
         """Nothing runs elsewhere."""
 
+    def together(self, command: str, *arguments: Any) -> AbstractContextManager[None]:
+        """Around what other ranks are to begin, too: this one has none to tell it to."""
+        return nullcontext()
+
     def _forward(self, token_ids: Tensor, rows: Any, pool: Tensor) -> tuple[Tensor, Tensor]:
         """All layers: what the last one adds, and the residual that it is to be added to."""
         hidden, residual = self._embedded(token_ids), None
@@ -104,9 +109,9 @@ class Model:
             qkv = layer.qkv.apply(normed, layer.qkv_bias)
             q = self._rope_and_write(qkv, rows, index, layer, pool)
             mixed = layer.o.apply(self._attend(q, rows, index, pool), layer.o_bias)
-            hidden = self._branch(self._collectives.sum(mixed), layer.attention_norm)
+            hidden = self._branch(self.collectives.sum(mixed), layer.attention_norm)
             normed, residual = self._add_rms_norm(hidden, residual, layer.mlp_norm)
-            mixed = self._collectives.sum(self._mlp(normed, layer, taken))
+            mixed = self.collectives.sum(self._mlp(normed, layer, taken))
             hidden = self._branch(mixed, layer.output_norm)
         assert residual is not None, "a model has layers"
         if taken:
@@ -121,7 +126,7 @@ class Model:
         elsewhere = (token_ids < tokens.start) | (token_ids >= tokens.stop)
         local = (token_ids - tokens.start).masked_fill(elsewhere, 0)
         rows = F.embedding(local, embedding).masked_fill(elsewhere[:, None], 0)
-        return self._collectives.sum(rows)
+        return self.collectives.sum(rows)
 
     def _mlp(self, x: Tensor, layer: LayerWeights, taken: list[Tensor]) -> Tensor:
         """The MLP, or the experts that each row takes: `[rows, hidden_size]`.
@@ -188,7 +193,7 @@ class Model:
     def _logits(self, normed: Tensor) -> Tensor:
         """Next-token scores, float32 `[rows, vocab_size]`."""
         own = self._weights.lm_head.apply(normed)
-        logits = self._collectives.gather(own, self.config.vocab_size)
+        logits = self.collectives.gather(own, self.config.vocab_size)
         if self.config.logit_scale != 1:
             logits = logits * self.config.logit_scale
         return softcapped(logits, self.config.logit_softcap).float()

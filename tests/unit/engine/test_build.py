@@ -28,8 +28,8 @@ def with_gpus(monkeypatch, *names):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: names[index])
 
 
-def device(name):
-    return str(device_of(EngineConfig(device=name)))
+def device(name, **settings):
+    return str(device_of(EngineConfig(device=name, **settings)))
 
 
 def test_a_gpu_has_a_number_and_one_that_is_not_there_is_an_error(monkeypatch):
@@ -39,6 +39,9 @@ def test_a_gpu_has_a_number_and_one_that_is_not_there_is_an_error(monkeypatch):
     assert device_of(EngineConfig(simulate="1,1")) == torch.device("cpu")
     with pytest.raises(ConfigError, match=r"--device cuda:2: .* only cuda:0 \(A\), cuda:1 \(B\)"):
         device("cuda:2")
+    assert device("auto", tp=2) == "cuda:0"
+    with pytest.raises(ConfigError, match=r"--tp 2 takes a GPU a rank, .* and torch sees 2"):
+        device("cuda:1", tp=2)
     with_gpus(monkeypatch)
     assert device("auto") == "cpu"
     with pytest.raises(ConfigError, match=r"--device cuda: torch sees no GPU here.*--device cpu"):

@@ -2,16 +2,23 @@
 
 import os
 import signal
+import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import distributed
 
 from baton.config import EngineConfig
-from baton.engine import build, ranks
+from baton.cuda import NCCL_ENVIRONMENT
+from baton.engine import build, collectives, ranks
+from baton.engine.collectives import GlooCollectives
 from baton.engine.planner import Plan, Work
+from baton.engine.runner import RunnerFailed
 from baton.engine.sequence import Sequence
+from baton.engine.shard import Shard
 from baton.engine.weights.weight import DenseWeight, Fp8BlockWeight, Int4Weight, Int8Weight
 from baton.errors import CheckpointError, ConfigError
 from baton.sampling import SamplingParams
@@ -185,3 +192,74 @@ def test_a_rank_that_ends_or_hangs_fails_the_engine_in_time(tmp_path, monkeypatc
             monkeypatch.setattr(ranks, "_STOP_S", 0.5)
     assert took < 20
     assert all(process.wait(WAIT_S) is not None for process in others)
+
+
+@pytest.mark.parametrize(("number", "reason"), [(None, "hangs"), (signal.SIGKILL, "has ended")])
+def test_a_wait_for_a_gpu_ends_when_a_rank_ends_or_hangs(tmp_path, monkeypatch, number, reason):
+    """A kernel that waits for others ends when its group is closed: a wait for that stands here."""
+    closed = threading.Event()
+
+    class Nccl(GlooCollectives):
+        def close(self):
+            closed.set()
+            super().close()
+
+    monkeypatch.setattr(ranks, "GlooCollectives", Nccl)
+    monkeypatch.setattr(ranks, "NcclCollectives", Nccl)
+    make_checkpoint(tmp_path)
+    loaded = load(tmp_path, tp=2, tp_backend="gloo")
+    model = loaded.runner.model
+    with model.waiting():
+        assert not closed.is_set(), "nothing failed so far"
+    model.limit_steps(1 if number is None else WAIT_S)
+    with pytest.raises(RunnerFailed, match=f"a rank of this worker {reason}"), model.waiting():
+        if number is not None:
+            os.kill(model._ranks[0].process.pid, number)
+        assert closed.wait(WAIT_S)
+    with pytest.raises(RunnerFailed, match=reason), model.together("step"):
+        raise AssertionError("no further step begins")
+    loaded.runner.close()
+
+
+class ProcessGroupNCCL:
+    """What NCCL would be asked for; of two ranks, of which both have the same."""
+
+    @staticmethod
+    def Options():
+        return SimpleNamespace(config=SimpleNamespace())
+
+    def __init__(self, store, rank, size, options):
+        self.options, self.ordered = options, []
+
+    def broadcast(self, tensors, options):
+        self.ordered.append(not options.asyncOp)
+
+    def allreduce(self, tensors, options):
+        self.ordered.append(not options.asyncOp)
+        tensors[0].mul_(2)
+
+    def gather(self, parts, tensors, options):
+        self.ordered.append(not options.asyncOp)
+        for part in parts[0]:
+            part.copy_(tensors[0])
+
+
+def test_nccl_is_asked_for_what_graphs_can_hold(monkeypatch):
+    """All calls go to the current stream; none is waited for on the host."""
+    fake = SimpleNamespace(ProcessGroupNCCL=ProcessGroupNCCL, FileStore=distributed.FileStore)
+    monkeypatch.setattr(collectives, "distributed", fake)
+    for name in NCCL_ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+    store = os.memfd_create("store")
+    group = collectives.NcclCollectives(Shard(0, 2), store, 1.0)
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "a lost rank ends no process"
+    group.join(torch.device("cpu"))
+    x = torch.arange(6.0).view(2, 3)
+    assert group.sum(x.clone()).equal(2 * x)
+    # Of seven columns the first rank has three, and the second four.
+    gathered = group.gather(x, 7)
+    assert gathered[:, :6].equal(torch.cat([x, x], dim=1)) and gathered.shape == (2, 7)
+    assert group._group.ordered == [True] * 3
+    assert group._group.options.config.blocking == 0
+    assert group.seconds == 0
+    os.close(store)

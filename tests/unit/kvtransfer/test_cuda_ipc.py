@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 
+from baton.cuda import CudaArea, CudaError
 from baton.errors import InvalidRequest, TransferFailed
 from kvtransfer.kernels import reference
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.transports import cuda_ipc
-from kvtransfer.transports.cuda import CudaArea, CudaError
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from tests.contract.kvtransfer_driver import CPU, MemfdDriver
 

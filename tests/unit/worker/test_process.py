@@ -23,7 +23,9 @@ def test_loading_touches_memory_and_compiles_before_the_warm_up(monkeypatch, rol
 
     def load(config, allocate):
         calls.append((config.graphs, config.overlap))
-        pool = allocate(2 * 64).tensor.view(torch.float32).view(2, 1, 2, 1, 4, 2)
+        pool = (
+            allocate(2 * 64, torch.device("cpu")).tensor.view(torch.float32).view(2, 1, 2, 1, 4, 2)
+        )
         return SimpleNamespace(runner=SimpleNamespace(pools=(pool,)))
 
     def prepare(pool):

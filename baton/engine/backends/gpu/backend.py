@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,18 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.engine.backends import Backend, unsupported
 from baton.engine.backends.gpu import memory, warmup
-from baton.engine.backends.gpu.device import Gpu
-from baton.engine.backends.gpu.graphs import count_graphs
-from baton.engine.batch import StepModel
+from baton.engine.backends.gpu.device import Gpu, new_stream
+from baton.engine.backends.gpu.graphs import DecodeGraphs, count_graphs
+from baton.engine.batch import Ints, StepModel
+from baton.engine.collectives import ALONE, GroupCollectives
 from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.models.quantization import weight_format
+from baton.engine.ranks import LOAD_S, RANK_TIMEOUT_S, Exchange, Rank, RankedModel
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
+from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights.weights import weights_of
 from baton.errors import ConfigError
 
@@ -43,13 +48,24 @@ class GpuBackend(Backend):
 
     def __init__(self, settings: EngineConfig, gpu: Gpu) -> None:
         super().__init__(settings)
-        if settings.tp > 1:
-            raise ConfigError("--tp computes on CPUs only: leave it out, or add --device cpu")
         self.device = gpu.device
         self._gpu = gpu
 
-    def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> StepModel:
-        settings = self._settings
+    def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
+        model = super().model(path, config, dtype)
+        if isinstance(model, RankedModel):
+            model.limit_steps(LOAD_S)  # the first ones compile
+        return model
+
+    def shard_model(
+        self,
+        path: Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        shard: Shard = WHOLE,
+        exchange: Exchange | None = None,
+    ) -> StepModel:
+        settings = self.settings
         self._gpu.use()
         try:  # these import triton, which may not be installed
             from baton.engine.backends.gpu.linear import prepare  # noqa: PLC0415
@@ -60,6 +76,8 @@ class GpuBackend(Backend):
             missing = ""
         capability = self._gpu.capability
         self._kernels = kernels = choose_kernels(settings, config, capability, missing)
+        if kernels == "torch" and shard.count > 1:
+            raise ConfigError("--tp on GPUs needs Triton's kernels: leave out --kernels torch")
         held = weight_format(settings, config.quantization)
         _refuse_formats(settings, held, capability, kernels)
         self._held_before = self._gpu.allocated()
@@ -67,7 +85,8 @@ class GpuBackend(Backend):
         if kernels == "torch":
             return Model(config, load(), dtype, self.device)
         quantize = partial(prepare, quantization=settings.quantization)
-        return GpuModel(config, load(quantize), dtype, self.device)
+        group = exchange if isinstance(exchange, GroupCollectives) else ALONE
+        return GpuModel(config, load(quantize, shard), dtype, self.device, shard, group)
 
     def layout(
         self,
@@ -78,41 +97,112 @@ class GpuBackend(Backend):
         asked: KvLayout | None,
     ) -> KvLayout:
         """Measures the engine's largest steps, which compiles most of its kernels, too."""
-        settings, gpu, most = self._settings, self._gpu, config.max_context
-        weights = gpu.allocated() - self._held_before
-        block = plan_layout(config, kv_dtype, settings.block_size, 1, 0)
+        settings, gpu, most = self.settings, self._gpu, config.max_context
+        own = Shard(0, settings.tp).config(config)  # of this rank's heads, as many as each has
+        block = plan_layout(own, kv_dtype, settings.block_size, 1, 0)
         pool = allocate_pool(block, None, self.device)
         rows = settings.chunk_tokens + settings.max_batch
         log.info("measuring a step of %d tokens; kernels that are new are compiled", rows)
+        if isinstance(model, RankedModel):
+            model.tell("measure", block.shape, kv_dtype)
         runner = self.runner(model, pool, sampler, most)
         step = gpu.peak_of(lambda: warmup.largest_step(runner, settings, most))
         decode = gpu.peak_of(lambda: warmup.largest_decode(model, pool, settings, most))
         num_graphs = count_graphs(settings, most) if self._kernels == "triton" else 0
         graphs = memory.graphs_reserve(decode, num_graphs, config.num_layers)
-        free, total = gpu.free_and_total()
-        usage = memory.Usage(total, free, weights, max(step, decode), graphs)
-        layout = memory.kv_layout(usage, settings, config, kv_dtype, asked)
-        self._max_context = min(most, layout.num_tokens - 1)
-        log.info("%s", memory.summary(gpu.name, usage, layout, settings, self._max_context))
-        return layout
+        usages = [self.usage(max(step, decode), graphs)]
+        if isinstance(model, RankedModel):
+            model.tell("usage", graphs)
+            usages += model.answers()
+        if asked is not None:
+            asked = replace(self._within(asked, config), num_kv_heads=own.num_kv_heads)
+        layouts = [memory.kv_layout(usage, settings, own, kv_dtype, asked) for usage in usages]
+        least = min(layouts, key=lambda layout: layout.num_blocks)
+        self._max_context = min(most, least.num_tokens - 1)
+        for rank, usage in enumerate(usages):
+            name = gpu.of_rank(rank).name
+            log.info("%s", memory.summary(name, usage, least, settings, self._max_context))
+        return replace(least, num_kv_heads=config.num_kv_heads)
+
+    def usage(self, activations: int, graphs: int) -> memory.Usage:
+        """What holds the GPU's memory now that weights are there, and nothing else of this rank."""
+        weights = self._gpu.allocated() - self._held_before
+        free, total = self._gpu.free_and_total()
+        return memory.Usage(total, free, weights, activations, graphs)
 
     def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
         if self._kernels == "torch":
             return super().runner(model, pool, sampler, max_context)
         from baton.engine.backends.gpu.runner import GpuRunner  # noqa: PLC0415
 
-        return GpuRunner(model, pool, sampler, self._settings, max_context)
+        stream = new_stream(pool.device)
+        if isinstance(model, RankedModel):
+            model.tell("begin", max_context)
+            stream = new_stream(pool.device, model.waiting)
+        return GpuRunner(model, pool, sampler, self.settings, max_context, stream)
 
     def prepare(self, runner: Any) -> None:
         """Compiles every kernel that a step can launch, and captures decode steps."""
         if self._kernels == "torch":
             return
-        warmup.warm_up(runner.model, runner.pool, self._settings, self._max_context)
-        if self._settings.graphs:
+        warmup.warm_up(runner.model, runner.pool, self.settings, self._max_context)
+        if self.settings.graphs:
             free, _ = self._gpu.free_and_total()  # once all of that has ended
             runner.capture()
             taken = max(0, free - self._gpu.free_and_total()[0])
             log.info("decode steps as graphs keep %.2f GiB of GPU memory", taken / 2**30)
+        if isinstance(runner.model, RankedModel):
+            runner.model.limit_steps(RANK_TIMEOUT_S)
+
+    def of_rank(self, shard: Shard) -> GpuBackend:
+        return GpuBackend(shard.settings(self.settings), self._gpu.of_rank(shard.rank))
+
+    def rank(self, model: Any, connection: Connection) -> Rank:
+        return _GpuRank(self, self._gpu, model, connection)
+
+
+class _GpuRank(Rank):
+    """One of the other ranks, whose work goes through a stream of its GPU's, as the first's does.
+
+    Nothing waits for it here: its results are what the first rank waits for.
+    """
+
+    def __init__(self, backend: GpuBackend, gpu: Gpu, model: Any, connection: Connection) -> None:
+        super().__init__(backend, model, connection)
+        self._backend, self._gpu = backend, gpu
+        self._stream = new_stream(gpu.device)
+
+    def measure(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Begins to measure what steps over such a pool take."""
+        self.pool = torch.zeros(shape, dtype=dtype, device=self.device)
+        self._before = self._gpu.reset_peak()
+
+    def usage(self, graphs: int) -> None:
+        """Answers with what was measured."""
+        peak = self._gpu.peak() - self._before
+        self.connection.send(self._backend.usage(peak, graphs))
+
+    def begin(self, max_context: int) -> None:
+        """Prepares for decode steps over the pool that is here now."""
+        settings = self._backend.settings
+        width = -(-max_context // settings.block_size)
+        with torch.inference_mode():
+            self._graphs = DecodeGraphs(
+                self.model, self.pool, self._stream, settings.max_batch, width
+            )
+
+    def step(self, arrays: list[Ints], num_decodes: int) -> None:
+        self._stream.put(partial(super().step, arrays, num_decodes))
+
+    def decode(self, size: int, width: int) -> None:
+        """As `DecodeGraphs.decode`; the inputs come from the first rank."""
+        with torch.inference_mode():
+            self._stream.put(lambda: self._graphs.decode(size, width))
+
+    def capture(self) -> None:
+        """As `DecodeGraphs.capture`."""
+        with torch.inference_mode():
+            self._graphs.capture()
 
 
 def choose_kernels(

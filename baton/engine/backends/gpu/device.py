@@ -8,13 +8,18 @@ touch the same memory, wait for events.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from baton.engine.ranks import rank_device
+
 T = TypeVar("T")
 Work = Callable[[], object]  # whose result is not used
+Waiting = Callable[[], AbstractContextManager[None]]
 
 
 class Stream:
@@ -48,6 +53,16 @@ class Stream:
         return work
 
 
+@dataclass(frozen=True)
+class _Event:
+    _event: torch.cuda.Event
+    _waiting: Waiting
+
+    def synchronize(self) -> None:
+        with self._waiting():
+            self._event.synchronize()
+
+
 class CudaStream(Stream):
     """A CUDA stream of its own.
 
@@ -55,8 +70,9 @@ class CudaStream(Stream):
     Host threads wait by spinning, which is over tens of microseconds sooner than sleeping is.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, waiting: Waiting = nullcontext) -> None:
+        """waiting: what each of the host's waits is to be within."""
+        self.device, self._waiting = device, waiting
         # What was loaded on other streams is there before this one reads it.
         torch.cuda.synchronize(device)
         self._stream = torch.cuda.Stream(device)
@@ -75,7 +91,7 @@ class CudaStream(Stream):
     def record_event(self) -> Any:
         event = torch.cuda.Event()
         event.record(self._stream)
-        return event
+        return _Event(event, self._waiting)
 
     def capture(self, work: Work) -> Work:
         """A CUDA graph; all of a stream's share their memory, as one at a time runs.
@@ -94,6 +110,11 @@ class CudaStream(Stream):
         return graph.replay
 
 
+def new_stream(device: torch.device, waiting: Waiting = nullcontext) -> Stream:
+    """One of a device; a CPU's, which has nothing to wait for, stands for a GPU's in tests."""
+    return CudaStream(device, waiting) if device.type == "cuda" else Stream()
+
+
 class Gpu:
     """One GPU, `device` with its number: its kind and its memory. Sizes are bytes."""
 
@@ -104,6 +125,10 @@ class Gpu:
     def name(self) -> str:
         """Its number and its maker's name, as "cuda:0 NVIDIA H100"."""
         return f"{self.device} {torch.cuda.get_device_name(self.device)}"
+
+    def of_rank(self, rank: int) -> Gpu:
+        """The GPU of another rank, where the first one computes on this."""
+        return Gpu(rank_device(self.device, rank))
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -125,13 +150,21 @@ class Gpu:
         return torch.cuda.memory_allocated(self.device)
 
     def peak_of(self, run: Callable[[], object]) -> int:
-        """The most that `run` takes at a time beside what is held now.
+        """The most that `run` takes at a time beside what is held now."""
+        before = self.reset_peak()
+        run()
+        return self.peak() - before
+
+    def reset_peak(self) -> int:
+        """What is held now, from which on a peak counts.
 
         Counted in whole segments of torch's allocator, fragmentation included.
         """
         self.free_and_total()
-        before = torch.cuda.memory_reserved(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        run()
+        return torch.cuda.memory_reserved(self.device)
+
+    def peak(self) -> int:
+        """The most that was held at a time since `reset_peak`, once what runs has ended."""
         torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_reserved(self.device) - before
+        return torch.cuda.max_memory_reserved(self.device)

@@ -119,14 +119,17 @@ class DecodeGraphs:
     def decode(self, size: int, width: int) -> Tensor:
         """Logits `[size, vocab_size]` of the batch in `inputs`, valid until the next is run.
 
-        To be called on the stream.
+        To be called on the stream. Other ranks get the inputs of the first, and no logits.
         """
-        captured = self._captured.get((size, width))
-        if captured is None:
-            return self._run(size, width)
-        captured()
-        assert self._logits is not None, "a graph leaves its logits there"
-        return self._logits[:size]
+        model = self._model
+        with model.together("decode", size, width):
+            model.collectives.broadcast(self.inputs(size, width).all)
+            captured = self._captured.get((size, width))
+            if captured is None:
+                return self._run(size, width)
+            captured()
+            assert self._logits is not None, "a graph leaves its logits there"
+            return self._logits[:size]
 
     def capture(self) -> None:
         """Captures every shape, largest first, so that the others fit into the memory it took.

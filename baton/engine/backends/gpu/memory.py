@@ -154,7 +154,7 @@ def advice(settings: EngineConfig, usage: Usage | None, smaller: str = "") -> st
         hints.append("smaller --max-batch, --chunk-tokens or --max-context")
     if usage is not None and settings.kv_dtype == "auto":
         hints.append("--kv-dtype fp8 or int8")
-    hints.append("a larger GPU, because one model is not split over several")
+    hints.append("a larger GPU, or more of them: a larger --tp")
     return f"try {', or '.join(hints)}"
 
 

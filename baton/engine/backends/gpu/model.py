@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
+from baton.engine.collectives import ALONE, Collectives
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.ops.triton.attention import (
@@ -27,6 +28,7 @@ from baton.engine.ops.triton.grouped_matmul import GroupedWeight, sort_slots
 from baton.engine.ops.triton.placement import Placement, place_rows
 from baton.engine.ops.triton.rope_kv import rope_and_write
 from baton.engine.ops.triton.rows import act_mul, add_rms_norm
+from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights.weights import ExpertWeights, LayerWeights, Weights
 
 
@@ -71,13 +73,20 @@ class GpuModel(Model):
     """Weights are on the device; matrices as `linear.prepare` makes them."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard = WHOLE,
+        ranks: Collectives = ALONE,
     ) -> None:
         layers = tuple(
             replace(layer, experts=layer.experts and _GroupedExperts.of(layer.experts))
             for layer in weights.layers
         )
-        super().__init__(config, replace(weights, layers=layers), dtype, device)
+        whole = replace(weights, layers=layers)
+        super().__init__(config, whole, dtype, device, shard=shard, ranks=ranks)
 
     @torch.inference_mode()
     def decode(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.backends.gpu.device import CudaStream, Stream
+from baton.engine.backends.gpu.device import Stream, new_stream
 from baton.engine.backends.gpu.device_sampling import KNOWN, DeviceSampler
 from baton.engine.backends.gpu.graphs import (
     PADDING,
@@ -111,6 +111,7 @@ class GpuRunner(Runner):
     """Runs a model on a GPU's stream, or, for tests, on a CPU's."""
 
     launches_ahead = True
+    model: GpuModel
 
     def __init__(
         self,
@@ -126,9 +127,7 @@ class GpuRunner(Runner):
         self.decode_rows = {"wanted": 0, "padding": 0, "wasted": 0}
         self._max_batch, self._max_context = settings.max_batch, max_context
         self._block_size = pool.shape[4]
-        if stream is None:
-            stream = CudaStream(pool.device) if pool.device.type == "cuda" else Stream()
-        self._stream = stream
+        self._stream = stream = stream or new_stream(pool.device)
         self._last: Launch | None = None  # until it is waited for
         width = -(-max_context // self._block_size)
         with torch.inference_mode():
@@ -144,7 +143,8 @@ class GpuRunner(Runner):
         Raises ConfigError where it cannot be done.
         """
         try:
-            self._graphs.capture()
+            with self.model.together("capture"):
+                self._graphs.capture()
         except RuntimeError as error:
             raise ConfigError(
                 f"decode steps cannot be captured as CUDA graphs ({error}): add --no-graphs"

@@ -1,6 +1,7 @@
 """An engine for a GPU, built and run on a CPU: all but the GPU's own figures is real."""
 
 import logging
+import re
 from dataclasses import replace
 from threading import current_thread
 from types import SimpleNamespace
@@ -13,7 +14,6 @@ from baton.engine import build
 from baton.engine.backends.gpu import backend as gpu_backend
 from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import GpuBackend, choose_kernels, refused
-from baton.engine.backends.gpu.device import Gpu
 from baton.engine.backends.gpu.memory import Usage
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kv_cache import plan_layout
@@ -28,40 +28,13 @@ from baton.local import model_plan
 from baton.sampling import SamplingParams
 from tests.unit.engine.bench import Bench
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.gpu.fake_gpu import GIB, FakeGpu
 from tests.unit.engine.small_models import qwen_config
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 SETTINGS = {
     "dtype": "float32", "kv_blocks": 8, "max_context": 32, "max_batch": 2, "chunk_tokens": 8,
 }  # fmt: skip
-
-
-class FakeGpu(Gpu):
-    """A GPU of 8 GiB, of which 1 is others', beside a CPU that computes."""
-
-    def __init__(self, capability=(9, 0), peak=GIB):
-        super().__init__(torch.device("cpu"))
-        self.used, self.peak, self.held = 0, peak, 0
-        self._capability = capability
-
-    name = "cuda:0 Card"
-
-    @property
-    def capability(self):
-        return self._capability
-
-    def use(self):
-        self.used += 1
-
-    def free_and_total(self):
-        return 7 * GIB - self.held, 8 * GIB
-
-    def allocated(self):
-        return self.held
-
-    def peak_of(self, run):
-        run()
-        return self.peak
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +66,35 @@ def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint, options):
     assert gpu.max_context == cpu.max_context == 32
 
 
+def test_ranks_on_gpus_give_the_tokens_of_one_process(checkpoint):
+    """Each in a process of its own, in step from the profile run on; Gloo stands for NCCL."""
+    seeded = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.8, top_p=0.9, seed=7)
+    wanted = (replace(seeded, temperature=0.0), seeded, replace(seeded, logprobs=1, max_tokens=2))
+    cpu = build.load(EngineConfig(str(checkpoint), **{**SETTINGS, "kernels": "torch"}))
+    gpu, found = on_gpu(checkpoint, tp=2), []
+    assert [pool.shape[0] for pool in gpu.runner.pools] == [8, 8]
+    assert [pool.shape[3] for pool in gpu.runner.pools] == [1, 1], "each has its heads"
+    gpu.runner.capture()
+    for loaded in (gpu, cpu):
+        prompts = zip("abc", (list(range(10, 22)), [3, 5], [6]), wanted, strict=True)
+        with Bench(loaded.engine) as bench:
+            found.append(bench.tokens(*(Sequence(name, p, len(p), of) for name, p, of in prompts)))
+    assert found[0] == found[1]
+    assert gpu.descriptor == cpu.descriptor, "they may be paired"
+
+
+def test_the_pool_of_ranks_is_what_the_least_gpu_has_left(checkpoint, caplog, monkeypatch):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(memory, "MOST_BLOCKS", 1000)
+    one_block = plan_layout(ModelConfig.load(checkpoint), torch.float32, 16, 1, 0).num_bytes // 2
+    # The second has 6 GiB free, of which the profile run took all but 256 MiB and 10 blocks.
+    gpu = FakeGpu(peak=6 * GIB - memory.SPARE_BYTES - 10 * one_block)
+    loaded = on_gpu(checkpoint, gpu, tp=2, kv_blocks=0, graphs=False, gpu_memory=1.0)
+    assert [len(pool) for pool in loaded.runner.pools] == [10, 10]
+    assert re.findall(r"others +(\S+) GiB", caplog.text) == ["1.00", "2.00"]
+    loaded.runner.close()
+
+
 @pytest.mark.parametrize("speculate", [0, 2])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_settings_build(checkpoint, overlap, speculate):
@@ -115,7 +117,7 @@ def test_the_pool_is_what_the_budget_leaves(checkpoint, caplog, monkeypatch):
     gpu, given, weights_of = FakeGpu(peak=int(2.98 * GIB)), [], gpu_backend.weights_of
     gpu.held = 5
 
-    def allocate(num_bytes):
+    def allocate(num_bytes, device):
         given.append(num_bytes)
 
     def watched(*args):
@@ -136,7 +138,7 @@ def test_the_pool_is_what_the_budget_leaves(checkpoint, caplog, monkeypatch):
     assert f"sequences that fit: {loaded.layout.num_blocks // 2} of 32 tokens" in text
 
 
-def out_of_memory(_):
+def out_of_memory(*_):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
@@ -292,7 +294,7 @@ class TestMemory:
             # weights too large, in 8 bits already
             (Usage(24 * GIB, 1 * GIB, 22 * GIB, 1 * GIB, 0),
              {"quantization": "fp8", "kv_dtype": "fp8", "gpu_memory": 0.95},
-             r"weights take 22\.00 GiB.*; try a larger GPU, because one model is not split"),
+             r"weights take 22\.00 GiB.*; try a larger GPU, or more of them: a larger --tp"),
             # steps too large
             (Usage(24 * GIB, 9 * GIB, 14 * GIB, 7 * GIB, 2 * GIB), {},
              r"activations 7\.00 GiB, graphs 2\.00 GiB.*smaller --max-batch, --chunk-tokens"),

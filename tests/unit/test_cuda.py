@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvtransfer.transports import cuda
-from kvtransfer.transports.cuda import (
+from baton import cuda
+from baton.cuda import (
     HANDLE_BYTES,
     NONCE_BYTES,
     PAGE_BYTES,

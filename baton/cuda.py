@@ -80,6 +80,25 @@ def nccl_version() -> tuple[int, ...]:
     return tuple(torch.cuda.nccl.version()) if distributed.is_nccl_available() else ()
 
 
+# For `os.environ`, before the first group is built; NCCL reads its own when it is first used.
+NCCL_ENVIRONMENT = {
+    # A wait only queues work; see above. Blocking waits would poll once a millisecond.
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    # A lost peer must fail a link, not end the process: torch's watchdog must do nothing on an
+    # error, write no dumps, and not be monitored itself.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # On an error the watchdog sleeps four times this in any case, and the group cannot be freed
+    # meanwhile: a lost peer would keep its link's thread for a minute.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # Else every message's Python stack is recorded for a dump that is never written.
+    "TORCH_FR_BUFFER_SIZE": "0",
+    # Seconds until torch gives up a non-blocking call, a connection among them, which an abort
+    # cannot end: torch holds the communicator's lock meanwhile. Its default is half an hour.
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "10",
+}
+
 _ADDRESS = ctypes.c_uint64  # CUdeviceptr
 _CONTEXT = ctypes.c_void_p  # CUcontext
 _DEVICE = ctypes.c_int  # CUdevice
