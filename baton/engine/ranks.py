@@ -146,7 +146,6 @@ class RankedModel:
         count = backend.settings.tp
         Shard(0, count).check(config)
         self._config = config
-        self._device = backend.device
         self._shared: SharedMemoryArea | None = None  # with one pool for all
         if backend.shares_pool:
             num_bytes = _HEADER_BYTES + 2 * count * _EXCHANGE_BYTES
@@ -160,9 +159,12 @@ class RankedModel:
         self._failure = ""  # why no further step can run
         self._limit_s, self._due = RANK_TIMEOUT_S, math.inf
 
+        others = [backend.of_rank(Shard(number, count)) for number in range(1, count)]
+        self._backends = [backend, *others]
+
         def work(shard: Shard) -> RankWork:
             return RankWork(
-                backend.of_rank(shard) if shard.rank else backend, path, config, dtype, shard,
+                self._backends[shard.rank], path, config, dtype, shard,
                 self._exchange_fd, RANK_TIMEOUT_S, log.getEffectiveLevel(),
             )  # fmt: skip
 
@@ -176,7 +178,7 @@ class RankedModel:
                 rank.expect(identity, LOAD_S)
                 rank.connection.send("join")
             if isinstance(self._exchange, GroupCollectives):
-                self._exchange.join(self._device)
+                self._exchange.join(backend.device)
         except RunnerFailed as error:
             self.close()
             raise ConfigError(str(error)) from error
@@ -202,8 +204,8 @@ class RankedModel:
         if self._shared is None:
             layouts = [self.layout_of(rank, layout) for rank in range(len(self._ranks) + 1)]
         areas = list[Any]()
-        for number, one in enumerate(layouts):
-            device = rank_device(self._device, number)
+        for backend, one in zip(self._backends, layouts, strict=False):
+            device = backend.device
             area = allocate(one.num_bytes, device) if allocate else _shareable(one, device)
             if area is None:
                 raise ConfigError(
@@ -335,11 +337,6 @@ class RankedModel:
             self._words[_ABORTED] = 1
         elif isinstance(self._exchange, NcclCollectives):
             self._exchange.close()
-
-
-def rank_device(first: torch.device, rank: int) -> torch.device:
-    """Where a rank computes: ranks on GPUs take one each, from the first one's on."""
-    return first if first.type == "cpu" else torch.device(first.type, (first.index or 0) + rank)
 
 
 def _shareable(layout: KvLayout, device: torch.device) -> SharedMemoryArea | CudaArea:

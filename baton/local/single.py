@@ -14,7 +14,7 @@ from baton.client import Completion, Route, Timing, TokenLogprobs, Usage
 from baton.client.results import prompt_logprobs_of
 from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.backends import cpu
+from baton.engine.backends import Backend, cpu
 from baton.engine.loop import Engine, Progress, StepReport
 from baton.engine.sequence import Sequence as EngineSequence
 from baton.errors import InternalError, InvalidRequest
@@ -32,9 +32,10 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 class SingleProcess:
     """A loaded model with its engine; a context manager that stops the engine's thread."""
 
-    def __init__(self, settings: EngineConfig) -> None:
+    def __init__(self, settings: EngineConfig, backend: Backend | None = None) -> None:
+        """backend: as `build.load` takes it."""
         with cpu.pinned_to(settings.cpus):
-            self._loaded = build.load(settings)
+            self._loaded = build.load(settings, backend=backend)
         self.tokenizer = load_tokenizer(self._loaded.path)
         self._reports: queue.SimpleQueue[Progress] = queue.SimpleQueue()
         self._engine: Engine = self._loaded.engine(self._publish)

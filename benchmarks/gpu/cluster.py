@@ -27,13 +27,14 @@ from kvtransfer.pool import KvPool, Slots
 
 _START_S, _TIMEOUT_S, _HOST = 60.0, 30.0, "127.0.0.1"
 _MOVED = 512 << 20  # bytes
+_ALONE = "nccl is left out: before NCCL 2.30 it refuses two ranks on one GPU"
 
 
 def run(part: Part) -> None:
     """Transports, then the cluster."""
     part.measure("transfer", _transfers(part))
     try:
-        from benchmarks.gpu.handoff import handoff  # noqa: PLC0415
+        from benchmarks.gpu.handoff import handoff, ranks  # noqa: PLC0415
     except Exception as error:  # protobuf refuses messages of a newer one with errors of its own
         part.note("handoff", f"no cluster is started: {summary(error)}")
         return
@@ -41,6 +42,10 @@ def run(part: Part) -> None:
     if part.cuda and _nccl_shares_a_gpu():
         names.append("nccl")
     part.measure("handoff", [(name, partial(handoff, part, name)) for name in names])
+    if part.cuda and torch.cuda.device_count() < 2 and not _nccl_shares_a_gpu():
+        part.note("ranks", f"{_ALONE}, and there is one GPU")
+        return
+    part.measure("ranks", [("two ranks, demo model", partial(ranks, part))])
 
 
 def _nccl_shares_a_gpu() -> bool:
@@ -109,8 +114,7 @@ def _transfers(part: Part) -> Iterator[Case]:
     if _nccl_shares_a_gpu():
         yield case("nccl, two ranks on one GPU", "nccl")
     elif not others:
-        text = "nccl is left out: before NCCL 2.30 it refuses two ranks on one GPU"
-        part.note("transfer", text)
+        part.note("transfer", _ALONE)
 
 
 def transfer(part: Part, sending: End, receiving: End) -> Cells:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import statistics
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+
+import torch
 
 from baton.client import AsyncClient
 from baton.config import ClusterConfig, EngineConfig
+from baton.engine.backends.gpu.backend import GpuBackend
+from baton.engine.backends.gpu.device import Gpu
 from baton.errors import DeadlineExceeded
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
@@ -25,15 +32,8 @@ _FLUSHED_S = 3.0  # by then all exporters have sent what they had
 
 def handoff(part: Part, transport: str) -> Cells:
     """A cluster's tokens beside one process's. Raises AssertionError for others."""
-    dice = random.Random(0)
-    lengths = part.sized(_LENGTHS * 8, _LENGTHS[:2])
-    prompts = [[dice.randrange(10, _VOCAB) for _ in range(length)] for length in lengths]
-    # The demo model in float32, in which tokens are equal wherever they are computed.
-    kernels = "auto" if part.cuda else "torch"
-    engine = EngineConfig(dtype="float32", device=part.device_name, kv_blocks=512, kernels=kernels)
-    params = SamplingParams(max_tokens=_NEW_TOKENS, ignore_eos=True)
-    with SingleProcess(engine) as single:
-        wanted = [single.generate(prompt, params).token_ids for prompt in prompts]
+    prompts, engine = _prompts(part), _engine(part)
+    wanted, _ = _generated(prompts, engine)
     store, taken = SpanStore(10_000, 500_000), set()
     rate = part.copy_bytes_per_s or float("inf")
 
@@ -60,6 +60,55 @@ def handoff(part: Part, transport: str) -> Cells:
     costs = [cost for spans in store.traces() if (cost := bookkeeping_ms(spans, rate)) is not None]
     bookkeeping = statistics.median(costs[1:])  # the first opens the link
     return {"requests": len(prompts), "other tokens": 0, "bookkeeping p50 ms": bookkeeping}
+
+
+def ranks(part: Part) -> Cells:
+    """Two ranks' tokens and time beside one process's, on two GPUs, or both on one.
+
+    Sums over ranks have another order: a near tie may be decided otherwise. Raises AssertionError
+    where much is.
+    """
+    prompts, engine, backend = _prompts(part), _engine(part), None
+    settings = replace(engine, tp=2, tp_backend="gloo")
+    if part.cuda and torch.cuda.device_count() < 2:
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        backend = GpuBackend(settings, _SharedGpu(part.device))
+    wanted, alone_s = _generated(prompts, engine)
+    found, both_s = _generated(prompts, settings, backend)
+    others = sum(one != two for one, two in zip(wanted, found, strict=True))
+    assert others <= len(prompts) / 8, f"{others} of {len(prompts)} prompts got other tokens"
+    return {"requests": len(prompts), "other tokens": others, "s": both_s, "s of one": alone_s}
+
+
+class _SharedGpu(Gpu):
+    """One that all ranks compute on."""
+
+    def of_rank(self, rank: int) -> Gpu:
+        return self
+
+
+def _prompts(part: Part) -> list[list[int]]:
+    dice = random.Random(0)
+    lengths = part.sized(_LENGTHS * 8, _LENGTHS[:2])
+    return [[dice.randrange(10, _VOCAB) for _ in range(length)] for length in lengths]
+
+
+def _engine(part: Part) -> EngineConfig:
+    """The demo model in float32, in which tokens are equal wherever they are computed."""
+    kernels = "auto" if part.cuda else "torch"
+    return EngineConfig(dtype="float32", device=part.device_name, kv_blocks=512, kernels=kernels)
+
+
+def _generated(
+    prompts: list[list[int]], engine: EngineConfig, backend: GpuBackend | None = None
+) -> tuple[list[tuple[int, ...]], float]:
+    """What one process generates, or that of the first rank, and the seconds that it takes."""
+    params = SamplingParams(max_tokens=_NEW_TOKENS, ignore_eos=True)
+    with SingleProcess(engine, backend) as single:
+        single.generate(prompts[0], params)  # what is compiled is compiled now
+        began = time.perf_counter()
+        found = [single.generate(prompt, params).token_ids for prompt in prompts]
+        return found, time.perf_counter() - began
 
 
 def bookkeeping_ms(spans: Sequence[Span], copy_bytes_per_s: float) -> float | None:

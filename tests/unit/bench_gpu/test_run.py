@@ -230,8 +230,9 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
 def test_bytes_arrive_and_a_cluster_of_two_gives_the_tokens_of_one_process() -> None:
     part, messages = part_of(smoke=True)
     cluster.run(part)
-    shm, gloo, handoff = messages
+    shm, gloo, handoff, ranks = messages
     assert [one["name"] for one in (shm, gloo)] == ["shm", "gloo"]
     assert all(one["cells"]["GB/s"] > 0 for one in (shm, gloo))
     assert (handoff["cells"]["requests"], handoff["cells"]["other tokens"]) == (2, 0)
     assert handoff["cells"]["bookkeeping p50 ms"] > 0
+    assert (ranks["cells"]["requests"], ranks["cells"]["other tokens"]) == (2, 0)

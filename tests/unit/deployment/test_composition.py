@@ -136,6 +136,7 @@ def test_gpu_workers_share_memory_and_take_a_gpu_each():
         assert not environment["BATON_OPT_KV_CACHE"]  # the base file's does not shine through
         assert environment["BATON_OPT_GPU_MEMORY"] == 0.9
         devices.append(environment.pop("BATON_OPT_DEVICE"))
+        assert environment["BATON_OPT_TP"] == 1
         settings["volumes"] = set(settings["volumes"])
     assert devices == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     for name in ("prefill", "decode"):

@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from baton.engine.ranks import rank_device
-
 T = TypeVar("T")
 Work = Callable[[], object]  # whose result is not used
 Waiting = Callable[[], AbstractContextManager[None]]
@@ -127,8 +125,8 @@ class Gpu:
         return f"{self.device} {torch.cuda.get_device_name(self.device)}"
 
     def of_rank(self, rank: int) -> Gpu:
-        """The GPU of another rank, where the first one computes on this."""
-        return Gpu(rank_device(self.device, rank))
+        """The GPU of another rank, where the first one computes on this: the next, and so on."""
+        return Gpu(torch.device("cuda", (self.device.index or 0) + rank))
 
     @property
     def capability(self) -> tuple[int, int]:
