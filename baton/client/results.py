@@ -209,8 +209,9 @@ def status_of(response: fleet_pb2.GetStatusResponse) -> dict[str, Any]:
 
 
 def device_of(record: common_pb2.WorkerRecord) -> str:
-    """What a worker computes on: "H100 80GB HBM3", "cpu"."""
-    return record.hardware.gpu.name.removeprefix("NVIDIA ") or "cpu"
+    """What a worker computes on: "H100 80GB HBM3", "2 H100 80GB HBM3" with two ranks, "cpu"."""
+    name = record.hardware.gpu.name.removeprefix("NVIDIA ")
+    return f"{record.kv_pools} {name}" if name and record.kv_pools > 1 else name or "cpu"
 
 
 def _worker(worker: fleet_pb2.WorkerStatus) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from baton.engine.build import choose_dtype, device_of, kv_dtype_of
 from baton.engine.kv_cache import KvLayout, plan_layout
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.quantization import weight_format
+from baton.engine.shard import Shard
 from baton.engine.weights.checkpoint import ELEMENT_BYTES, stored_tensors
 from baton.engine.weights.weight import DenseWeight
 from baton.engine.weights.weights import random_weights
@@ -77,7 +78,10 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
     held = weight_format(settings, config.quantization)
     weights = weight_bytes(settings, config, dtype, gpu is not None)
     form = str(dtype).removeprefix("torch.") if held == "none" else held
-    yield ok("weights", f"{weights / _GIB:.2f} GiB in {form}")
+    own, ranks = Shard(0, settings.tp), settings.tp
+    own.check(config)
+    divided = f", divided among {ranks} ranks" if ranks > 1 else ""
+    yield ok("weights", f"{weights / _GIB:.2f} GiB in {form}{divided}")
     step = step_bytes(settings, config, dtype, longest)
     if gpu is None:
         assert layout is not None, "it has a size for KV"
@@ -86,9 +90,13 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
         return
     free, total = gpu.free_and_total()
     graphs = memory.graphs_reserve(step, count_graphs(settings, context), config.num_layers)
-    usage = memory.Usage(total, free - weights, weights, step, graphs)
-    layout = memory.kv_layout(usage, settings, config, kv_dtype, layout)
-    yield _kv(settings, layout, context)
+    each = -(-weights // ranks)
+    usage = memory.Usage(total, free - each, each, step, graphs)
+    shard = own.config(config)  # of the heads whose KV a GPU has
+    if layout is not None:
+        layout = replace(layout, num_kv_heads=shard.num_kv_heads)
+    layout = memory.kv_layout(usage, settings, shard, kv_dtype, layout)
+    yield _kv(settings, replace(layout, num_kv_heads=config.num_kv_heads), context)
     yield ok("memory", memory.summary(gpu.name, usage, layout, settings, context))
 
 
@@ -112,7 +120,7 @@ def _kv(settings: EngineConfig, layout: KvLayout, context: int) -> Finding:
 def _host_memory(
     settings: EngineConfig, config: ModelConfig, dtype: torch.dtype, weights: int, others: int
 ) -> Finding:
-    need, free = weights + others + PROCESS_BYTES, doctor.host_memory()[1]
+    need, free = weights + others + settings.tp * PROCESS_BYTES, doctor.host_memory()[1]
     text = f"a worker takes {need / _GIB:.2f} GiB, and {free / _GIB:.2f} GiB are free"
     if 2 * need <= free:
         return ok("memory", text)

@@ -226,10 +226,19 @@ def test_a_plan_of_a_gpu_is_near_what_its_worker_finds(checkpoint, quantization,
     monkeypatch.setattr(model_plan, "device_of", lambda settings: torch.device("cuda", 0))
     monkeypatch.setattr(model_plan, "Gpu", lambda device: FakeGpu())
     monkeypatch.setattr(model_plan, "check_model", lambda settings: None)  # it has no tokenizer
+    monkeypatch.setattr(memory, "MOST_BLOCKS", 1 << 40)
     settings = EngineConfig(str(checkpoint), quantization=quantization, max_batch=2)
     found = {one.subject: one for one in model_plan.check_plan(settings)}
     assert found["kernels"].text == "Triton's"
     assert "GPU memory of cuda:0 Card: 8.00 GiB" in found["memory"].text
+    ranked = replace(settings, tp=2)
+    divided = {one.subject: one for one in model_plan.check_plan(ranked)}
+    assert divided["weights"].text.endswith("divided among 2 ranks")
+    tokens = [re.search(r"hold ([\d,]+) tokens", one["KV"].text)[1] for one in (found, divided)]
+    one, two = (int(number.replace(",", "")) for number in tokens)
+    assert two == pytest.approx(2 * one, rel=0.01), "each GPU has half of the heads"
+    *_, refused = model_plan.check_plan(replace(settings, tp=3))
+    assert "--tp 3 does not divide" in refused.text
     monkeypatch.setattr(FakeGpu, "free_and_total", lambda self: (1 << 20, 8 * GIB))
     found = {one.subject: one for one in model_plan.check_plan(settings)}
     assert found["model"].level == "fail" and "another GPU" in found["model"].text
