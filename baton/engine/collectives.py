@@ -6,8 +6,10 @@ Ranks that share one host's memory do so inside the native step (`ops/native/src
 from __future__ import annotations
 
 import os
+import threading
 import time
 from abc import abstractmethod
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -44,6 +46,7 @@ class Collectives:
 
 
 ALONE = Collectives()
+_JOIN_S, _CLOSE_S = 60.0, 5.0  # of NCCL
 Options = TypeVar("Options")
 
 
@@ -135,16 +138,43 @@ class NcclCollectives(GroupCollectives):
 
     Sums are NCCL's all-reduce, whose order of addition is its own. What a rank that ended or hangs
     leaves on the stream ends when the group is closed, by any thread.
+
+    The communicator is a blocking one: non-blocking ones were seen to hang at random
+    (https://github.com/pytorch/pytorch/pull/154055).
     """
 
     def __init__(self, shard: Shard, store_fd: int, timeout_s: float) -> None:
         super().__init__(shard, store_fd, timeout_s)
         os.environ.update(NCCL_ENVIRONMENT)
 
+    def join(self, device: torch.device) -> None:
+        joined = Future[None]()
+
+        def join() -> None:
+            try:
+                super(NcclCollectives, self).join(device)
+                joined.set_result(None)
+            except BaseException as error:
+                joined.set_exception(error)
+
+        # Nothing ends it if another rank never comes: then a thread of this process waits for ever.
+        threading.Thread(target=join, name="nccl-join", daemon=True).start()
+        try:
+            joined.result(_JOIN_S)
+        except TimeoutError:
+            raise RunnerFailed(
+                f"the ranks of this worker do not find each other in {_JOIN_S:.0f} s"
+            ) from None
+
+    def close(self) -> None:
+        """Ends what kernels wait for; NCCL itself ends when no captured graph holds it any more."""
+        ending = threading.Thread(target=super().close, name="nccl-abort", daemon=True)
+        ending.start()
+        ending.join(_CLOSE_S)
+
     def _build(self, store: Any) -> Any:
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = self._timeout  # torch's watchdog does nothing then
-        options.config.blocking = 0  # a blocking initialisation cannot be timed out
         return distributed.ProcessGroupNCCL(store, self._shard.rank, self._shard.count, options)
 
     def sum(self, x: Tensor) -> Tensor:

@@ -51,14 +51,15 @@ def serve(connection: Connection, work: RankWork) -> None:
         connection.send(str(error))
         return
     connection.recv()  # all have loaded
+    rank = backend.rank(model, connection)
     try:
         if isinstance(exchange, GroupCollectives):
             exchange.join(backend.device)
-        rank = backend.rank(model, connection)
         while True:
             command, *arguments = connection.recv()
             getattr(rank, command)(*arguments)
     finally:
+        rank.close()
         if isinstance(exchange, GroupCollectives):
             exchange.close()  # kernels on a GPU may wait for others
 

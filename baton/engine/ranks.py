@@ -124,6 +124,9 @@ class Rank:
         batch = StepBatch(tokens, contexts, queries, tables, logit_rows, num_decodes)
         self.model.step(batch, self.pool)
 
+    def close(self) -> None:
+        """Does nothing any more."""
+
 
 def mapped(descriptor: int) -> Tensor:
     """All of a shared memory's bytes; closes its descriptor."""

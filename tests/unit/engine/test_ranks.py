@@ -260,6 +260,9 @@ def test_nccl_is_asked_for_what_graphs_can_hold(monkeypatch):
     gathered = group.gather(x, 7)
     assert gathered[:, :6].equal(torch.cat([x, x], dim=1)) and gathered.shape == (2, 7)
     assert group._group.ordered == [True] * 3
-    assert group._group.options.config.blocking == 0
+    aborted = threading.Event()
+    group._group.abort = aborted.set
+    group.close()
+    assert aborted.is_set()
     assert group.seconds == 0
     os.close(store)

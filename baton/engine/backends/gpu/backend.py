@@ -171,6 +171,7 @@ class _GpuRank(Rank):
         super().__init__(backend, model, connection)
         self._backend, self._gpu = backend, gpu
         self._stream = new_stream(gpu.device)
+        self._graphs: DecodeGraphs | None = None
 
     def measure(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Begins to measure what steps over such a pool take."""
@@ -196,13 +197,19 @@ class _GpuRank(Rank):
 
     def decode(self, size: int, width: int) -> None:
         """As `DecodeGraphs.decode`; the inputs come from the first rank."""
+        assert self._graphs is not None, "it has begun"
         with torch.inference_mode():
-            self._stream.put(lambda: self._graphs.decode(size, width))
+            self._stream.put(partial(self._graphs.decode, size, width))
 
     def capture(self) -> None:
         """As `DecodeGraphs.capture`."""
+        assert self._graphs is not None, "it has begun"
         with torch.inference_mode():
             self._graphs.capture()
+
+    def close(self) -> None:
+        if self._graphs is not None:
+            self._graphs.close()
 
 
 def choose_kernels(

@@ -144,6 +144,10 @@ class DecodeGraphs:
                 logged = time.monotonic()
                 log.info("captured %d of %d decode steps as graphs", done, len(shapes))
 
+    def close(self) -> None:
+        """Gives captured steps up: NCCL does not end while a graph holds its operations."""
+        self._captured.clear()
+
     def _capture(self, size: int, width: int) -> None:
         def first() -> None:
             self._inputs.zero_()

@@ -238,6 +238,10 @@ class GpuRunner(Runner):
                 with suppress(Exception):
                     self._last.slot.event.synchronize()
 
+    def close(self) -> None:
+        self._graphs.close()
+        super().close()
+
     def _compute(self, work: list[Work]) -> dict[str, SampledTokens]:
         """Computes and samples any work: on the stream, and waited for."""
         if self._are_decoding(work):
