@@ -20,6 +20,7 @@ from baton.engine.models.rope import rope_tables
 from baton.engine.ops.torch.attention import Scoring, attend, place, softcapped, write_kv
 from baton.engine.ops.torch.linear import act_mul
 from baton.engine.shard import WHOLE, Shard
+from baton.engine.weights.weight import Weight
 from baton.engine.weights.weights import ExpertWeights, LayerWeights, Weights
 
 
@@ -105,12 +106,13 @@ class Model:
             hidden = hidden * self._embedding_scale
         taken: list[Tensor] = []
         for index, layer in enumerate(self._weights.layers):
-            normed, residual = self._add_rms_norm(hidden, residual, layer.input_norm)
+            normed, residual = self._add_rms_norm(hidden, residual, layer.input_norm, layer.qkv)
             qkv = layer.qkv.apply(normed, layer.qkv_bias)
             q = self._rope_and_write(qkv, rows, index, layer, pool)
             mixed = layer.o.apply(self._attend(q, rows, index, pool), layer.o_bias)
             hidden = self._branch(self.collectives.sum(mixed), layer.attention_norm)
-            normed, residual = self._add_rms_norm(hidden, residual, layer.mlp_norm)
+            reader = None if layer.experts else layer.gate_up
+            normed, residual = self._add_rms_norm(hidden, residual, layer.mlp_norm, reader)
             mixed = self.collectives.sum(self._mlp(normed, layer, taken))
             hidden = self._branch(mixed, layer.output_norm)
         assert residual is not None, "a model has layers"
@@ -150,7 +152,7 @@ class Model:
     def _dense(self, x: Tensor, layer: LayerWeights) -> Tensor:
         assert layer.gate_up is not None and layer.down is not None
         gate_up = layer.gate_up.apply(x, layer.gate_up_bias)
-        return layer.down.apply(self._act_mul(gate_up), layer.down_bias)
+        return layer.down.apply(self._act_mul(gate_up, layer.down), layer.down_bias)
 
     def _experts(
         self, x: Tensor, layer: LayerWeights, experts: ExpertWeights, all_taken: list[Tensor]
@@ -202,7 +204,8 @@ class Model:
         """What the output layer multiplies."""
         return self._add_rms_norm(hidden, residual, self._weights.final_norm)[0]
 
-    def _act_mul(self, gate_up: Tensor) -> Tensor:
+    def _act_mul(self, gate_up: Tensor, reader: Weight | None = None) -> Tensor:
+        """The gated half, for `reader` alone if that is one: then in a form that it takes."""
         return act_mul(gate_up, self.config.activation)
 
     def _place(self, batch: StepBatch, pool: Tensor) -> Any:
@@ -211,9 +214,13 @@ class Model:
         return attention, self._tables[:, :, positions, None]
 
     def _add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The residual stream with x added, and its norm, if it is normed: (normed, stream)."""
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None,
+        reader: Weight | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The residual stream with x added, and its norm, if it is normed: (normed, stream).
+
+        The norm is for `reader` alone if that is one: then in a form that it takes.
+        """
         stream = x if residual is None else residual + x
         return stream if weight is None else rms_norm(stream, weight, self.config.rms_eps), stream
 

@@ -106,12 +106,15 @@ class RowScaledWeight(Weight):
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The same, with x's rows quantised to `DTYPE` too."""
-        values, scales = quantize_rows(x, self.DTYPE)
-        out = self._sums(values)
+        return self.scaled(*quantize_rows(x, self.DTYPE), bias, x.dtype)
+
+    def scaled(self, x: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`(x * scales) @ weight.T + bias` of dtype: x `[rows, in]` of `DTYPE`, scales `[rows]`."""
+        out = self._sums(x)
         out.mul_(scales[:, None] * self.scales)
         if bias is not None:
             out += bias
-        return out.to(x.dtype)
+        return out.to(dtype)
 
     @abstractmethod
     def _sums(self, x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton.engine.backends.gpu.linear import eight_bits
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import ALONE, Collectives
 from baton.engine.models.config import ModelConfig
@@ -29,6 +30,7 @@ from baton.engine.ops.triton.placement import Placement, place_rows
 from baton.engine.ops.triton.rope_kv import rope_and_write
 from baton.engine.ops.triton.rows import act_mul, add_rms_norm
 from baton.engine.shard import WHOLE, Shard
+from baton.engine.weights.weight import Weight
 from baton.engine.weights.weights import ExpertWeights, LayerWeights, Weights
 
 
@@ -112,8 +114,8 @@ class GpuModel(Model):
     def _wanted(self, rows: _Rows, taken: Tensor) -> Tensor:
         return (rows.placed.lengths > 0).to(taken.dtype)
 
-    def _act_mul(self, gate_up: Tensor) -> Tensor:
-        return act_mul(gate_up, self.config.activation)
+    def _act_mul(self, gate_up: Tensor, reader: Weight | None = None) -> Any:
+        return act_mul(gate_up, self.config.activation, to=eight_bits(reader))
 
     def _place(self, batch: StepBatch, pool: Tensor) -> _Rows:
         rows, num_decodes = len(batch.token_ids), batch.num_decodes
@@ -128,11 +130,12 @@ class GpuModel(Model):
         return _Rows(placed, num_decodes, tables, context_lens, query_lens, tiles)
 
     def _add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None,
+        reader: Weight | None = None,
+    ) -> tuple[Any, Tensor]:  # fmt: skip
         if weight is None:
             return super()._add_rms_norm(x, residual, None)
-        return add_rms_norm(x, residual, weight, self.config.rms_eps)
+        return add_rms_norm(x, residual, weight, self.config.rms_eps, to=eight_bits(reader))
 
     def _rope_and_write(
         self, qkv: Tensor, rows: _Rows, index: int, layer: LayerWeights, pool: Tensor

@@ -6,7 +6,7 @@ The formulas of eight-bit rows are those of `baton.engine.weights.quantize`, to 
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import torch
 import triton
@@ -26,95 +26,18 @@ LARGEST_ROW = 32768
 # Of `quantize_rows` a row up to here stays in registers between two passes; a longer one is read
 # twice.
 LARGEST_WHOLE = 16384
+
+
+class EightBitRows(NamedTuple):
+    """What `quantize_rows` gives, of rows of `dtype`."""
+
+    values: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+
+Rows: TypeAlias = Any  # a Tensor; EightBitRows where those are asked for
 ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
-
-
-@triton.jit
-def _add_rms_norm_kernel(x, residual, weight, normed, size, row_stride, eps, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    element = x.dtype.element_ty
-    columns = tl.arange(0, BLOCK)
-    inside = columns < size
-    values = tl.load(x + row * row_stride + columns, mask=inside, other=0.0)
-    weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    if residual is not None:
-        residual += row * size + columns
-        total = tl.load(residual, mask=inside, other=0.0).to(tl.float32) + values.to(tl.float32)
-        # The norm is of what is kept, in the model's type.
-        values = total.to(element)
-        tl.store(residual, values, mask=inside)
-    wide = values.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    # Rounded where `rms_norm` of the decoder rounds.
-    unit = (wide * inverse).to(weight.dtype.element_ty).to(tl.float32)
-    tl.store(normed + row * size + columns, (unit * weights).to(element), mask=inside)
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, config: Config | None = None
-) -> tuple[Tensor, Tensor]:
-    """The residual stream with x added in place, and its RMS norm times weight: (normed, stream).
-
-    x, residual: `[rows, size]` of one type · weight: `[size]`, of that type or float32.
-    Without a residual x itself is the stream, and nothing is added. config: of the launch; None is
-    that of `tuning`.
-    """
-    rows, size = x.shape
-    assert size <= LARGEST_ROW, "no model's rows are as long"
-    assert x.stride(1) == 1 and weight.is_contiguous()
-    assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
-    config = config or choose("add_rms_norm", {"rows": rows, "size": size}, x.device)
-    normed = torch.empty((rows, size), dtype=x.dtype, device=x.device)
-    _add_rms_norm_kernel[(rows,)](
-        x, residual, weight, normed, size, x.stride(0), eps,
-        BLOCK=triton.next_power_of_2(size), **config,
-    )  # fmt: skip
-    return normed, x if residual is None else residual
-
-
-@triton.jit
-def _act_mul_kernel(
-    gate_up, out, size, row_stride, GELU: tl.constexpr, SWIGLU_OAI: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    element = out.dtype.element_ty
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < size
-    gate = tl.load(gate_up + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * row_stride + size + columns, mask=inside, other=0.0)
-    factor = up.to(tl.float32)
-    if SWIGLU_OAI:
-        gate = tl.minimum(gate, LIMIT)
-        factor = tl.minimum(tl.maximum(factor, -LIMIT), LIMIT) + 1.0
-    slope = gate
-    if SWIGLU_OAI:
-        slope = ALPHA * gate
-    if GELU:  # by tanh: (1 + tanh(y)) / 2 is the sigmoid of 2y
-        slope = gate * (1.5957691216 + 0.0713548163 * gate * gate)
-    # Rounded where torch rounds, which multiplies in a second step.
-    act = (gate / (1.0 + tl.exp(-slope))).to(element).to(tl.float32)
-    tl.store(out + row * size + columns, (act * factor).to(element), mask=inside)
-
-
-def act_mul(
-    gate_up: Tensor, activation: Activation = "silu", config: Config | None = None
-) -> Tensor:
-    """`activation(gate) * up` of gate_up `[rows, 2 * size]`, gate first → `[rows, size]`.
-
-    config: of the launch; None is that of `tuning`.
-    """
-    rows, width = gate_up.shape
-    size = width // 2
-    config = config or choose("act_mul", {"rows": rows, "size": size}, gate_up.device)
-    assert gate_up.stride(1) == 1 and width == 2 * size
-    out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
-    grid = (rows, triton.cdiv(size, config["BLOCK"]))
-    _act_mul_kernel[grid](
-        gate_up, out, size, gate_up.stride(0), GELU=activation == "gelu_tanh",
-        SWIGLU_OAI=activation == "swigluoai", **config,
-    )  # fmt: skip
-    return out
 
 
 @triton.jit
@@ -149,6 +72,136 @@ def bits_of(x, largest, FP8: tl.constexpr):
         # Next to 3 * 2 ** 22 float32 counts in ones, ties to even: the low byte is the integer.
         bits = (units + 12582912.0).to(tl.int32, bitcast=True)
     return bits.to(tl.int8)
+
+
+@triton.jit
+def _store_row(out, scales, row, size, columns, x, FP8: tl.constexpr):
+    """Stores a row that is here whole: in eight bits with its scale, unless `scales` is None."""
+    inside = columns < size
+    out += row * size + columns
+    if scales is None:
+        tl.store(out, x, mask=inside)
+    else:
+        wide = tl.where(inside, x.to(tl.float32), 0.0)
+        largest = tl.max(tl.abs(wide), 0)
+        tl.store(out, bits_of(wide, largest, FP8), mask=inside)
+        tl.store(scales + row, scale_of(largest, FP8))
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x, residual, weight, normed, scales, size, row_stride, eps, FP8: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    element = x.dtype.element_ty
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    values = tl.load(x + row * row_stride + columns, mask=inside, other=0.0)
+    weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if residual is not None:
+        residual += row * size + columns
+        total = tl.load(residual, mask=inside, other=0.0).to(tl.float32) + values.to(tl.float32)
+        # The norm is of what is kept, in the model's type.
+        values = total.to(element)
+        tl.store(residual, values, mask=inside)
+    wide = values.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
+    # Rounded where `rms_norm` of the decoder rounds.
+    unit = (wide * inverse).to(weight.dtype.element_ty).to(tl.float32)
+    _store_row(normed, scales, row, size, columns, (unit * weights).to(element), FP8)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    config: Config | None = None,
+    to: torch.dtype | None = None,
+) -> tuple[Rows, Tensor]:
+    """The residual stream with x added in place, and its RMS norm times weight: (normed, stream).
+
+    x, residual: `[rows, size]` of one type · weight: `[size]`, of that type or float32.
+    Without a residual x itself is the stream, and nothing is added. config: of the launch; None is
+    that of `tuning` · to: int8 or float8_e4m3fn gives the norm as `quantize_rows` would.
+    """
+    rows, size = x.shape
+    assert size <= LARGEST_ROW, "no model's rows are as long"
+    assert x.stride(1) == 1 and weight.is_contiguous()
+    assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
+    config = config or choose("add_rms_norm", {"rows": rows, "size": size}, x.device)
+    normed, scales = _empty_rows(x, size, to)
+    _add_rms_norm_kernel[(rows,)](
+        x, residual, weight, normed, scales, size, x.stride(0), eps, FP8=to == quantize.FP8,
+        BLOCK=triton.next_power_of_2(size), **config,
+    )  # fmt: skip
+    return _rows(normed, scales, to, x), x if residual is None else residual
+
+
+def _empty_rows(x: Tensor, size: int, to: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """Where a kernel stores as many rows as x has, and their scales if they are of eight bits."""
+    out = torch.empty((len(x), size), dtype=torch.int8 if to else x.dtype, device=x.device)
+    return out, torch.empty(len(x), dtype=torch.float32, device=x.device) if to else None
+
+
+def _rows(out: Tensor, scales: Tensor | None, to: torch.dtype | None, x: Tensor) -> Rows:
+    if scales is None or to is None:
+        return out
+    return EightBitRows(out.view(to), scales, x.dtype)
+
+
+@triton.jit
+def _act_mul_kernel(
+    gate_up, out, scales, size, row_stride, GELU: tl.constexpr, SWIGLU_OAI: tl.constexpr,
+    FP8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    element = gate_up.dtype.element_ty
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    gate = tl.load(gate_up + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + size + columns, mask=inside, other=0.0)
+    factor = up.to(tl.float32)
+    if SWIGLU_OAI:
+        gate = tl.minimum(gate, LIMIT)
+        factor = tl.minimum(tl.maximum(factor, -LIMIT), LIMIT) + 1.0
+    slope = gate
+    if SWIGLU_OAI:
+        slope = ALPHA * gate
+    if GELU:  # by tanh: (1 + tanh(y)) / 2 is the sigmoid of 2y
+        slope = gate * (1.5957691216 + 0.0713548163 * gate * gate)
+    # Rounded where torch rounds, which multiplies in a second step.
+    act = (gate / (1.0 + tl.exp(-slope))).to(element).to(tl.float32)
+    _store_row(out, scales, row, size, columns, (act * factor).to(element), FP8)
+
+
+def act_mul(
+    gate_up: Tensor,
+    activation: Activation = "silu",
+    config: Config | None = None,
+    to: torch.dtype | None = None,
+) -> Rows:
+    """`activation(gate) * up` of gate_up `[rows, 2 * size]`, gate first → `[rows, size]`.
+
+    config: of the launch; None is that of `tuning` · to: int8 or float8_e4m3fn gives rows of up to
+    `LARGEST_WHOLE` as `quantize_rows` would, with its configuration.
+    """
+    rows, width = gate_up.shape
+    size = width // 2
+    key = {"rows": rows, "size": size}
+    config = config or choose("quantize_rows" if to else "act_mul", key, gate_up.device)
+    if to:
+        assert size <= LARGEST_WHOLE, "a row is one program's"
+        config = {**config, "BLOCK": triton.next_power_of_2(size)}
+    assert gate_up.stride(1) == 1 and width == 2 * size
+    out, scales = _empty_rows(gate_up, size, to)
+    grid = (rows, triton.cdiv(size, config["BLOCK"]))
+    _act_mul_kernel[grid](
+        gate_up, out, scales, size, gate_up.stride(0), GELU=activation == "gelu_tanh",
+        SWIGLU_OAI=activation == "swigluoai", FP8=to == quantize.FP8, **config,
+    )  # fmt: skip
+    return _rows(out, scales, to, gate_up)
 
 
 @triton.jit
@@ -200,15 +253,32 @@ def quantize_rows(
     return values.view(dtype), scales
 
 
+def _parts(rows: Rows) -> tuple[Tensor, ...]:
+    return (rows.values, rows.scales) if isinstance(rows, EightBitRows) else (rows,)
+
+
 def _norm_trial(shape: Key, device: torch.device) -> Trial:
     rows, size, dtype = int(shape["rows"]), int(shape["size"]), dtype_of(shape)
     x, residual = torch.randn(2, rows, size, device=device).to(dtype).unbind()
     weight = torch.rand(size, device=device).to(dtype)
     added = residual if shape.get("add", 1) else None
     stream = x if added is None else x + added
+    if "to" in shape:  # as the same norm and `quantize_rows` give, to the bit
+        to = dtype_of(shape, "to")
+        return Trial(
+            {"rows": rows, "size": size},
+            lambda config: _parts(add_rms_norm(x, added, weight, 1e-5, config, to)[0]),
+            lambda: quantize.quantize_rows(
+                _parts(add_rms_norm(stream, None, weight, 1e-5)[0])[0], to
+            ),
+            tolerance=0.0,
+        )
     return Trial(
         {"rows": rows, "size": size},
-        lambda config: add_rms_norm(x, added, weight, 1e-5, config),
+        lambda config: (
+            *_parts(add_rms_norm(x, added, weight, 1e-5, config)[0]),
+            x if added is None else added,
+        ),
         lambda: (rms_norm(stream, weight, 1e-5), stream),
         moved_bytes=4 * x.numel() * x.itemsize,
     )
@@ -221,9 +291,17 @@ def _act_mul_trial(shape: Key, device: torch.device) -> Trial:
         gate_up = gate_up * 6  # beyond its limits
     activations: tuple[Activation, ...] = get_args(Activation)
     activation = next((name for name in activations if name in shape), activations[0])
+    if "to" in shape:
+        to = dtype_of(shape, "to")
+        return Trial(
+            {"rows": rows, "size": size},
+            lambda config: _parts(act_mul(gate_up, activation, config, to)),
+            lambda: quantize.quantize_rows(_parts(act_mul(gate_up, activation))[0], to),
+            tolerance=0.0,
+        )
     return Trial(
         {"rows": rows, "size": size},
-        lambda config: (act_mul(gate_up, activation, config),),
+        lambda config: _parts(act_mul(gate_up, activation, config)),
         lambda: (reference_act_mul(gate_up, activation),),
         moved_bytes=3 * rows * size * gate_up.itemsize,
     )
@@ -252,6 +330,8 @@ SPECS = (
             {"rows": 5, "size": 8192, "dtype": "fp16"},
             {"rows": 5, "size": 2048, "dtype": "fp32", "add": 0},
             {"rows": 3, "size": 16384},
+            {"rows": 5, "size": 4096, "to": "fp8"},
+            {"rows": 3, "size": 8192, "add": 0, "to": "int8"},
         ),
         configs=lambda key: product_of(num_warps=(1, 2, 4, 8, 16, 32), num_stages=(1,)),
         shapes=product_of(size=(2048, 4096, 8192), rows=_ROWS),
@@ -265,6 +345,8 @@ SPECS = (
             {"rows": 3, "size": 2048, "dtype": "fp32"},
             {"rows": 3, "size": 2048, "gelu_tanh": 1},
             {"rows": 3, "size": 2880, "swigluoai": 1},
+            {"rows": 5, "size": 14336, "to": "fp8"},
+            {"rows": 3, "size": 4096, "dtype": "fp16", "to": "int8"},
         ),
         # 8 elements of two bytes are one load of a thread.
         configs=lambda key: [

@@ -14,6 +14,7 @@ from baton.engine.batch import StepBatch
 from baton.engine.models.architectures import ARCHITECTURES
 from baton.engine.models.config import ModelConfig
 from baton.engine.ops.triton.grouped_matmul import GroupedWeight
+from baton.engine.weights import weight
 from baton.engine.weights.quantize import FP8, unpack_rows
 from baton.engine.weights.weight import DenseWeight, Int4Weight
 from baton.engine.weights.weights import load_weights
@@ -94,6 +95,25 @@ def test_int8_and_fp8(name, kv_dtype, quantization):
     apart = (got - expected).abs()
     assert (apart > 1e-4).float().mean() < 2e-3
     assert (apart <= expected.abs().amax(-1, keepdim=True) / 14 + 1e-6).all()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_norms_and_gates_give_the_eight_bits_that_products_take(quantization, monkeypatch):
+    """Of a layer's four products only that of attention's output quantises by itself."""
+    config = replace(TINY, vocab_size=97)  # whose output layer stays whole
+    models, steps = both(config, quantization=quantization), []
+    quantize = weight.quantize_rows
+
+    def counted(x, dtype):
+        steps[-1] += 1
+        return quantize(x, dtype)
+
+    monkeypatch.setattr(weight, "quantize_rows", counted)
+    for model in models:
+        steps.append(0)
+        run = PagedRun(model)
+        run.step((run.add(tokens(5, 1, 97)), 5))
+    assert steps == [4 * config.num_layers, config.num_layers]
 
 
 def test_int4_experts():
