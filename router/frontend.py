@@ -388,7 +388,7 @@ class GenerationService:
         # No request enters while none could be served; those admitted wait for workers.
         if why_not := self.fleet.snapshot().why_not_ready:
             raise Unavailable(why_not, RETRY_AFTER_S)
-        admitted, lease = self.admission.enter(admitted, tenant, request.priority, choices, number)
+        lease = self.admission.enter(admitted, tenant, request.priority, choices, number)
         state = RequestState(admitted, record.arrived, record.arrived_ns)
         self.stats.admitted(record, state)
         return state, lease

@@ -18,6 +18,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Self
 
+from google.protobuf.message import DecodeError
+
 from baton.errors import ConfigError
 from baton.v1 import fleet_pb2
 
@@ -104,12 +106,15 @@ class SharedState:
         self._write(self._process, text if len(text) <= _ROW - _LENGTH else b"")
 
     def status(self, process: int) -> fleet_pb2.GetStatusResponse | None:
-        """What a process showed last; None before its first, and after its end."""
+        """What a process showed last; None before its first, after its end, and where it was
+        stopped while it wrote."""
         start = process * _ROW
         with _Lock(self._fd, start, _ROW):
             length = int.from_bytes(self._memory[start : start + _LENGTH], "little")
             text = self._memory[start + _LENGTH : start + _LENGTH + length]
-        return fleet_pb2.GetStatusResponse.FromString(text) if text else None
+        with contextlib.suppress(DecodeError):
+            return fleet_pb2.GetStatusResponse.FromString(text) if text else None
+        return None
 
     def siblings(self) -> list[fleet_pb2.RouterStatus]:
         """The other processes, as they showed themselves last."""

@@ -17,6 +17,7 @@ from baton.client import Client
 from baton.client.results import device_of, fields_of, gb_per_s
 from baton.errors import BatonError
 from baton.local.doctor import Finding, fail, ok, warn
+from baton.registry.membership import ROLES
 from baton.v1 import common_pb2
 from baton.v1.common_pb2 import WorkerRecord
 from baton.v1.fleet_pb2 import GetStatusResponse, WorkerStatus
@@ -30,7 +31,6 @@ _MOST_TESTS, _MOST_FAILURES, _TEST_S = 64, 8, 30.0
 # Fastest first.
 _ON_CPU = (common_pb2.TRANSPORT_SHM, common_pb2.TRANSPORT_GLOO)
 _ON_GPU = (common_pb2.TRANSPORT_CUDA_IPC, common_pb2.TRANSPORT_NCCL)
-_ROLES = {common_pb2.WORKER_ROLE_PREFILL: "prefill", common_pb2.WORKER_ROLE_DECODE: "decode"}
 _HARDWARE_LISTS = ("visible_gpus", "peer_gpus", "gpu_links", "rdma_devices")
 _VERSIONS = ("torch", "cuda", "nccl", "driver")
 
@@ -68,7 +68,7 @@ def check_cluster(status: GetStatusResponse) -> tuple[list[dict[str, Any]], list
     links = {(pair.prefill, pair.decode): pair for pair in status.pairs}
     pairs: list[dict[str, Any]] = []
     grouped: dict[Problem, list[str]] = {}  # pairs with the same problem
-    for prefill, decode in product(*(_workers(status, role) for role in _ROLES)):
+    for prefill, decode in product(*(_workers(status, role) for role in ROLES)):
         names = prefill.incarnation, decode.incarnation
         pair, problems = _check_pair(prefill, decode, links.get(names, PairStatus()))
         pairs.append(pair)
@@ -86,7 +86,7 @@ def check_handoffs(client: Client, status: GetStatusResponse) -> Iterator[Findin
 
     The prompts are random tokens, which no worker caches; what arrives is verified at Commit.
     """
-    pairs = list(product(*(_workers(status, role, "READY") for role in _ROLES)))
+    pairs = list(product(*(_workers(status, role, "READY") for role in ROLES)))
     verified, failed = 0, dict[str, list[str]]()  # pairs by why
     for prefill, decode in pairs[:_MOST_TESTS]:
         names = prefill.incarnation, decode.incarnation
@@ -161,7 +161,7 @@ def _workers(
 
 
 def _check_workers(status: GetStatusResponse) -> Iterator[Finding]:
-    for role, name in _ROLES.items():
+    for role, name in ROLES.items():
         if not _workers(status, role):
             yield fail("cluster", f"has no {name} worker", f"start one: baton {name}-worker")
     if not status.router.registry_connected:

@@ -157,8 +157,9 @@ class EmbeddedEtcd:
     async def _launch(self) -> None:
         """Returns when etcd answers a read; raises Unavailable when it exits or stays silent."""
         # It dies with us, and ctrl-C does not reach it: those who use etcd end first.
-        process = self._process = ChildProcess("etcd", "etcd", tied(self._command()))
+        process = ChildProcess("etcd", "etcd", tied(self._command()))
         await process.start()
+        self._process = process
         client = EtcdClient(RegistryConfig(etcd=self.address))
         answered = asyncio.create_task(client.connect("/", START_S))
         exited = asyncio.create_task(process.wait())

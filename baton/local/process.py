@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from baton.errors import Unavailable
+
 ERROR = "baton: error: "  # how our commands begin their last line
 _LOG_LINES = 500
 _MAX_LINE_BYTES = 16 << 10
@@ -84,16 +86,19 @@ class ChildProcess:
         return "\n".join(list(self.log)[-lines:])
 
     async def start(self) -> None:
-        """Starts a run; the one before must have ended."""
+        """Starts a run; the one before must have ended. Raises Unavailable where that fails."""
         assert self._process is None or self._process.returncode is not None, "it runs already"
-        self._process = await self.spawn(
-            *self.argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **self.env},
-            process_group=0,
-        )
+        try:
+            self._process = await self.spawn(
+                *self.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **self.env},
+                process_group=0,
+            )
+        except OSError as error:  # the program is not there, or no process can be made now
+            raise Unavailable(f"{self.name} cannot be started: {error}") from error
         self._killed, self.ready_at = False, 0.0
         self.starts += 1
         self.started_at = time.monotonic()

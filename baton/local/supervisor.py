@@ -87,14 +87,20 @@ class Supervisor(ABC):
         self.processes[name].signal(signum)
 
     async def start_again(self, name: str) -> None:
-        """Starts a process that does not run, and keeps it running from now on."""
+        """Starts a process that does not run, and keeps it running from now on.
+
+        Raises Unavailable where it cannot be started; one that has run is tried again later.
+        """
         process = self.processes[name]
         await cancelled(self._supervisors.get(name))
         process.wanted = True
-        await process.start()
-        self._supervisors[name] = asyncio.create_task(
-            self._supervise(process), name=f"supervisor of {name}"
-        )
+        try:
+            await process.start()
+        finally:
+            if process.starts:
+                self._supervisors[name] = asyncio.create_task(
+                    self._supervise(process), name=f"supervisor of {name}"
+                )
 
     async def restart(self, name: str) -> int:
         """Drains a process and starts it again; returns how the old run ended: 0 after a drain.
@@ -168,10 +174,15 @@ class Supervisor(ABC):
             if not process.wanted:
                 self._say(process.failure)
                 return
-            delay_s = restart_delay_s(failures)
-            self._say(f"{process.failure}; starting it again in {delay_s:g} s")
-            await asyncio.sleep(delay_s)
-            await process.start()
+            why, starts = process.failure, process.starts
+            while process.starts == starts:
+                delay_s = restart_delay_s(failures)
+                self._say(f"{why}; starting it again in {delay_s:g} s")
+                await asyncio.sleep(delay_s)
+                try:
+                    await process.start()
+                except Unavailable as error:
+                    failures, why = failures + 1, str(error)
 
     async def _note_ready(self, process: ChildProcess) -> None:
         try:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from baton import rpc
 from baton.errors import BatonError
-from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
+from baton.registry.membership import ROLES
+from baton.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2
 
 _WINDOW_S = 5.0  # rates over less jump, over more lag behind
 _MIN_SAMPLES = 3  # that a window holds, however long the interval
@@ -145,7 +146,7 @@ class WorkerLine(NamedTuple):
 
     @property
     def role(self) -> str:
-        return {common_pb2.WORKER_ROLE_PREFILL: "prefill"}.get(self.status.record.role, "decode")
+        return ROLES.get(self.status.record.role, "decode")
 
     @property
     def load(self) -> worker_pb2.Load:

@@ -137,12 +137,9 @@ class EtcdRegistration:
                 try:
                     await self.write()
                     backoff.reset()
-                except BatonError as error:
+                except Exception as error:  # after a bug, too: its lease would end, and it serve on
                     self._lost(error)
                     await backoff.wait()
-        except Exception:
-            log.exception("the registration of %s failed", self.key)
-            raise
         finally:
             self.connected = False
             self._settled.set()
@@ -173,9 +170,10 @@ class EtcdRegistration:
             log.warning("%s %s by another process; writing it again", self.key, what)
             self._unwritten.set()
 
-    def _lost(self, error: BatonError) -> None:
+    def _lost(self, error: Exception) -> None:
         if self.connected:
-            log.warning("%s cannot be kept alive for now: %s", self.key, error)
+            bug = None if isinstance(error, BatonError) else error
+            log.warning("%s cannot be kept alive for now: %s", self.key, error, exc_info=bug)
         if isinstance(error, Stale):
             self._lease = 0
         self.connected = False

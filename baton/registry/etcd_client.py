@@ -292,7 +292,10 @@ def _password(config: RegistryConfig) -> str:
     if config.user and config.password_file is None:
         raise ConfigError("--etcd-user needs --etcd-password-file")
     password = _read(config.password_file, "--etcd-password-file", WatchedFiles())
-    return (password or b"").decode().rstrip("\r\n")
+    try:
+        return (password or b"").decode().rstrip("\r\n")
+    except UnicodeDecodeError as error:  # perhaps it is being written
+        raise ConfigError(f"--etcd-password-file {config.password_file} is no UTF-8") from error
 
 
 def _addresses(

@@ -19,7 +19,8 @@ from baton.v1.common_pb2 import WorkerRecord, WorkerRole
 
 log = logging.getLogger(__name__)
 
-_ROLES = {WorkerRole.WORKER_ROLE_PREFILL: "prefill", WorkerRole.WORKER_ROLE_DECODE: "decode"}
+# Their names, for people, keys and certificates.
+ROLES = {WorkerRole.WORKER_ROLE_PREFILL: "prefill", WorkerRole.WORKER_ROLE_DECODE: "decode"}
 
 
 class Membership:
@@ -126,11 +127,11 @@ class MemberTable:
 
 def key_of(prefix: str, record: WorkerRecord) -> str:
     """The key of `record`; raises InvalidRequest unless it has a role and an incarnation."""
-    if record.role not in _ROLES:
+    if record.role not in ROLES:
         raise InvalidRequest(f"a worker cannot register in role {record.role}", "role")
     if not record.incarnation or "/" in record.incarnation:
         raise InvalidRequest(f"{record.incarnation!r} is no incarnation", "incarnation")
-    return f"{prefix}{_ROLES[record.role]}/{record.incarnation}"
+    return f"{prefix}{ROLES[record.role]}/{record.incarnation}"
 
 
 def copy_for_update(old: WorkerRecord, new: WorkerRecord) -> WorkerRecord:
@@ -164,7 +165,7 @@ def decode(key: bytes, value: bytes) -> WorkerRecord | None:
     if record.incarnation != incarnation_of(key):
         log.warning("%r holds the record of %r", key, record.incarnation)
         return None
-    if record.role not in _ROLES:
+    if record.role not in ROLES:
         log.warning("%r holds a worker of role %s, not known here", key, record.role)
         return None
     return record

@@ -32,6 +32,7 @@ from baton.engine.loop import Engine, StepReport
 from baton.errors import ConfigError, InternalError, TransferFailed, Unavailable
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistration, EtcdRegistry, Membership
+from baton.registry.membership import ROLES
 from baton.server import EventLoop, Health, bind, settle
 from baton.shared_memory import SharedMemoryArea
 from baton.structured_output import GrammarCompiler
@@ -50,7 +51,7 @@ from kvtransfer.pool import KvPool
 
 log = logging.getLogger(__name__)
 
-_ROLES = {"prefill": common_pb2.WORKER_ROLE_PREFILL, "decode": common_pb2.WORKER_ROLE_DECODE}
+_ROLES = {name: role for role, name in ROLES.items()}
 STOP_GRACE_S = 2.0
 CLOSE_GRACE_S = 5.0  # for what ends right after the last transfer
 REGISTRY_TIMEOUT_S = 5.0

@@ -174,7 +174,7 @@ class Admission:
         priority: common_pb2.Priority,
         choices: Choices,
         number: int = 0,
-    ) -> tuple[TokenizedRequest, AdmissionLease]:
+    ) -> AdmissionLease:
         """Charges the request to its tenant and gives it its place; `with lease:` ends that.
 
         Its further choices are charged their output alone. Raises Overloaded at one of the tenant's
@@ -188,7 +188,7 @@ class Admission:
             choices=choices.charged(number),
         )
         request.pending = lease.prompt
-        return request, lease
+        return lease
 
     def preview(
         self, request: TokenizedRequest, tenant: Tenant, priority: common_pb2.Priority

@@ -299,23 +299,27 @@ class Tenants:
 
         One that is gone takes no requests; those that run end as usual.
         """
+        for config in content.tenants:  # before any change: there may be no room for one more
+            if config.name not in self._known:
+                self._known[config.name] = self._newcomer(config)
         self._keyless: Tenant | None = None
         self._by_digest: dict[bytes, Tenant] = {}
         self._names_admins = bool(content.admin_digests)
         self._admins = {*content.admin_digests, *self._more_admins}
         self._names = [config.name for config in content.tenants]
         for config in content.tenants:
-            if (tenant := self._known.get(config.name)) is None:
-                usage = Usage()
-                if self._shared is not None and not self._open:
-                    usage = self._shared.usage(config.name)
-                tenant = Tenant(config, self._fair_queue, self._clock, usage, salted=not self._open)
-                self._known[config.name] = tenant
-            elif config != tenant.config:
+            tenant = self._known[config.name]
+            if config != tenant.config:
                 tenant.configure(config)
             if config.keyless:
                 self._keyless = tenant
             self._by_digest |= dict.fromkeys(config.key_digests, tenant)
+
+    def _newcomer(self, config: TenantConfig) -> Tenant:
+        usage = Usage()
+        if self._shared is not None and not self._open:
+            usage = self._shared.usage(config.name)
+        return Tenant(config, self._fair_queue, self._clock, usage, salted=not self._open)
 
     def of(self, metadata: Metadata | None) -> Tenant:
         """The tenant whose key the call carries. Raises Unauthenticated."""

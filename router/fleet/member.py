@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from baton.connection import MessageConnection, connect, error_of
 from baton.errors import BatonError, Stale, Unavailable
+from baton.registry.membership import ROLES
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2, worker_pb2
 from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
 from router.fleet.heartbeat import HeartbeatStream, LivenessConfig
@@ -19,7 +20,6 @@ from router.fleet.snapshot import MISMATCH, READY, SILENT, STALLED, AssignedProm
 
 log = logging.getLogger(__name__)
 
-_ROLES = {common_pb2.WORKER_ROLE_PREFILL: "prefill", common_pb2.WORKER_ROLE_DECODE: "decode"}
 # What a worker tells of one sequence or prompt; an error is the last of it.
 Event = (
     decode_pb2.ReserveResponse | decode_pb2.SequenceEvent | prefill_pb2.PrefillResponse | BatonError
@@ -96,11 +96,6 @@ class Member:
         return WorkerView(
             self.record, self.load, state, reason, prompts, len(self._subscribers), self._slot
         )
-
-    @property
-    def cached(self) -> Set[int]:
-        """Hashes of the whole blocks that its prefix cache holds, as its events report."""
-        return self._index.cached(self._slot)
 
     def update(self, record: common_pb2.WorkerRecord) -> None:
         """The registry has a newer record of the same incarnation."""
@@ -214,7 +209,7 @@ class Member:
     async def _follow(self, stream: HeartbeatStream) -> None:
         """One connection, from its beginning to its end. Raises why it has ended."""
         connection = _Connection(partial(self._take, stream))
-        connecting = self.record.router_address, _ROLES[self.record.role], _CONNECT_TIMEOUT_S
+        connecting = self.record.router_address, ROLES[self.record.role], _CONNECT_TIMEOUT_S
         await connect(connection, *connecting)
         hello = connection.outgoing.hello
         hello.router_id, hello.heartbeat_ms = self._router_id, self._liveness.heartbeat_ms

@@ -7,7 +7,7 @@ worker caches, however many workers there are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +31,6 @@ class PrefixIndex:
     def leave(self, slot: int) -> None:
         self.clear(slot)
         del self._cached[slot]
-
-    def cached(self, slot: int) -> Set[int]:
-        """All hashes of a worker. Read at once: the set changes."""
-        return self._cached[slot]
 
     def store(self, slot: int, hashes: Iterable[int]) -> None:
         bit, own, holders = 1 << slot, self._cached[slot], self._holders

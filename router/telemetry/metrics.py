@@ -19,8 +19,8 @@ from baton.errors import (
     Unavailable,
 )
 from baton.metrics.recorder import Attributes, Recorder
+from baton.registry.membership import ROLES
 from baton.slo import Slo
-from baton.v1 import common_pb2
 from router.fleet.circuit_breaker import Key
 from router.fleet.fleet import Fleet
 from router.frontend import GenerationService
@@ -36,7 +36,6 @@ _CAUSES_OF = (
     (DeadlineExceeded, "deadline"),
 )
 _CALLER_ERRORS = (InvalidRequest, ModelNotFound, Unauthenticated)
-_ROLES = {common_pb2.WORKER_ROLE_PREFILL: "prefill", common_pb2.WORKER_ROLE_DECODE: "decode"}
 
 
 class RouterMetrics(RequestListener):
@@ -158,8 +157,8 @@ def _exemplar(record: RequestRecord) -> Context | None:
 def _workers(fleet: Fleet) -> Iterator[tuple[float, Attributes]]:
     snapshot = fleet.snapshot()
     views = (*snapshot.prefill, *snapshot.decode)
-    counts = Counter((_ROLES[view.record.role], view.state) for view in views)
-    for role in _ROLES.values():  # 0 is worth an alert: it must be there
+    counts = Counter((ROLES[view.record.role], view.state) for view in views)
+    for role in ROLES.values():  # 0 is worth an alert: it must be there
         counts[role, "READY"] += 0
     for (role, state), number in counts.items():
         yield number, {"role": role, "state": state}

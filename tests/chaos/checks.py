@@ -20,6 +20,7 @@ from baton.client import AsyncClient
 from baton.errors import BatonError
 from baton.local.cluster import LocalCluster
 from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.v1.common_pb2 import WorkerRecord
 from tests.waiting import eventually
 
 ANSWER_S = 10.0
@@ -29,20 +30,26 @@ SLACK = {"tasks": 12, "threads": 6, "files": 16}
 Holdings = dict[str, dict[str, int]]  # kind of thing -> name -> count
 
 
+async def load_of(record: WorkerRecord) -> worker_pb2.Load:
+    """A worker's load, as it says itself. Raises BatonError."""
+    async with rpc.channel(record.address) as channel:
+        with rpc.translated():
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
+            answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=ANSWER_S)
+    load: worker_pb2.Load = answer.load
+    return load
+
+
 async def busy_workers(cluster: LocalCluster) -> list[str]:
     """Workers that still hold something, as they say themselves."""
     found = []
     for record in cluster.membership.records.values():
         name = f"worker {record.incarnation} (pid {record.pid})"
         try:
-            async with rpc.channel(record.address) as channel:
-                with rpc.translated():
-                    stub = worker_pb2_grpc.WorkerServiceStub(channel)
-                    answer = await stub.Describe(worker_pb2.DescribeRequest(), timeout=ANSWER_S)
+            load = await load_of(record)
         except BatonError as error:
             found.append(f"{name} does not respond: {error}")
             continue
-        load = answer.load
         held, quarantined = load.blocks_held, load.blocks_quarantined
         counts = {
             "held": held,

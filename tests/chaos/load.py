@@ -7,10 +7,8 @@ Outcomes are judged in `tests.chaos.judge`.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextlib
-import inspect
 import json
 import random
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -20,7 +18,6 @@ from typing import Any
 import httpx
 
 from baton.client import AsyncClient, Completion, Usage
-from baton.config import EngineConfig
 from baton.errors import (
     BatonError,
     DeadlineExceeded,
@@ -29,13 +26,13 @@ from baton.errors import (
     RetryableError,
     Unavailable,
 )
-from baton.local.single import SingleProcess
-from baton.sampling import SamplingParams
+from tests.cluster.oracle import ENGINE, Oracle
+from tests.cluster.oracle import SAMPLING as OF_ORACLE
 
 LENGTHS = (1, 15, 17, 40, 90, 200, 450, 1500)
 SAMPLING: tuple[Mapping[str, Any], ...] = (
-    {"temperature": 0.0},
-    {"temperature": 0.9, "top_p": 0.95, "top_k": 200, "seed": 1234},
+    OF_ORACLE["greedy"],
+    OF_ORACLE["seeded"],
     {"temperature": 0.0, "frequency_penalty": 0.6, "presence_penalty": 0.4},
 )
 NEVER = 1 << 30
@@ -68,15 +65,12 @@ class Run:
 
 def oracle_runs(new_tokens: int, lengths: Sequence[int] = LENGTHS) -> list[Run]:
     """Runs the oracle once for each length, each second one after the same beginning."""
-    runs = []
-    with SingleProcess(EngineConfig(dtype="float32", threads=1, kv_cache_bytes=64 << 20)) as oracle:
-        source = oracle.tokenizer.encode(inspect.getsource(ast) * 2)
+    runs, asked = [], {"max_tokens": new_tokens, "ignore_eos": True, "logprobs": 1}
+    with Oracle(ENGINE) as oracle:
         for i, length in enumerate(lengths):
-            start = 0 if i % 2 else 7 * length
+            prompt = oracle.prompt(length, 0 if i % 2 else 7 * length)
             sampling = SAMPLING[i % len(SAMPLING)]
-            prompt = tuple(source[start : start + length])
-            params = SamplingParams(**sampling, max_tokens=new_tokens, ignore_eos=True, logprobs=1)
-            runs.append(Run(prompt, sampling, oracle.generate(prompt, params)))
+            runs.append(Run(prompt, sampling, oracle.generate(prompt, **sampling, **asked)))
     return runs
 
 

@@ -99,14 +99,12 @@ class Oracle:
                 options["structured_output"] = StructuredOutput(
                     json_schema=json.dumps(asked["json"])
                 )
-            params = SamplingParams(**options)
-            self._known[case] = self._process.generate(list(case.prompt), params).token_ids
+            self._known[case] = self.generate(case.prompt, **options).token_ids
         return self._known[case]
 
-    def prompt_logprobs(self, prompt: tuple[int, ...], top: int) -> tuple[Any, ...]:
-        """What a cluster must tell of a prompt's tokens."""
-        params = SamplingParams(max_tokens=0, prompt_logprobs=top)
-        return self._process.generate(list(prompt), params).prompt_logprobs
+    def generate(self, prompt: tuple[int, ...], **sampling: Any) -> Completion:
+        """What a cluster must give for a prompt; not kept."""
+        return self._process.generate(prompt, SamplingParams(**sampling))
 
 
 async def check(client: AsyncClient, oracle: Oracle, case: Case, **options: Any) -> Completion:
@@ -125,6 +123,15 @@ async def all_blocks_free(client: AsyncClient) -> None:
         return {name: count for name, count in counts.items() if count}
 
     await eventually(held, lambda left: not left, "blocks are still held")
+
+
+async def start_again(cluster: LocalCluster, name: str, *args: str) -> None:
+    """Kills a process and starts it again, once it has ended, with more arguments."""
+    process = cluster.processes[name]
+    cluster.kill(name)
+    await process.wait()
+    process.argv += args
+    await cluster.start_again(name)
 
 
 async def decoding_process(cluster: LocalCluster, client: AsyncClient) -> str:

@@ -16,7 +16,7 @@ from baton.local.etcd import EmbeddedEtcd
 from baton.local.single import SingleProcess
 from baton.sampling import SamplingParams
 from tests.cluster.command import as_json, baton
-from tests.cluster.oracle import all_blocks_free
+from tests.cluster.oracle import all_blocks_free, start_again
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.waiting import eventually
 
@@ -82,15 +82,6 @@ async def test_random_weights_serve_token_ids(tmp_path, whole, clusters):
     assert refused.err == "baton: error: this model has no tokenizer: send token ids\n"
 
 
-async def start_on(cluster, name, model):
-    """Ends a process and starts it again on another model."""
-    process = cluster.processes[name]
-    cluster.kill(name)
-    await process.wait()
-    process.argv += ["--model", str(model)]
-    await cluster.start_again(name)
-
-
 async def refusal(client):
     """The error of a request that no pair of workers can serve."""
     with pytest.raises(Unavailable) as refused:
@@ -136,7 +127,7 @@ async def test_workers_that_do_not_match_are_not_paired(tmp_path, clusters):
         await all_blocks_free(client)
 
         make_checkpoint(other, "Qwen3ForCausalLM", seed=9, tokenizer=True)
-        await start_on(cluster, "decode-0", other)
+        await start_again(cluster, "decode-0", "--model", str(other))
         await cluster.wait_ready()
         pids = {process.pid for name, process in cluster.processes.items() if name != "router"}
         ready = lambda s: pids == {w["pid"] for w in s["workers"] if w["state"] == "READY"}  # noqa: E731
@@ -149,7 +140,7 @@ async def test_workers_that_do_not_match_are_not_paired(tmp_path, clusters):
 
     tokenizer = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(tokenizer.replace("</s>", "<|end|>"))
-    await start_on(cluster, "router", other)
+    await start_again(cluster, "router", "--model", str(other))
     async with AsyncClient(cluster.address, retry=no_retry) as client:
         async with AsyncClient(cluster.address) as patient:  # the router is still starting
             complete = lambda s: len(pids & {w["pid"] for w in s["workers"]}) == 3  # noqa: E731

@@ -302,9 +302,12 @@ async def test_token_ids_choices_batches_and_logprobs(clusters, oracle):
     assert logprobs.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs])
     assert "".join(logprobs.tokens) == expected.text
     assert all(len(top) == 3 for top in logprobs.top_logprobs)
-    here = oracle.prompt_logprobs(cases[-1].prompt, 3)
+    here, there = (
+        oracle.generate(case.prompt, max_tokens=0, prompt_logprobs=3).prompt_logprobs
+        for case in (cases[-1], cases[1])
+    )
     assert scored.prompt_logprobs == here and scored.route.prefill and not short.route.prefill
-    assert short.prompt_logprobs == oracle.prompt_logprobs(cases[1].prompt, 3)
+    assert short.prompt_logprobs == there
     (choice,) = alone.choices
     assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
     assert choice.logprobs.token_logprobs == [one and one.logprob for one in here]

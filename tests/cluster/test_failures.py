@@ -18,16 +18,15 @@ from pathlib import Path
 
 import pytest
 
-from baton import rpc
 from baton.client import AsyncClient, RetryPolicy
 from baton.config import ClusterConfig, RouterLimits
 from baton.errors import DeadlineExceeded, Overloaded, Unavailable
 from baton.local import ports
 from baton.local.span_store import is_complete
-from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import common_pb2
 from tests.chaos import kv_faults
-from tests.chaos.checks import stale_mappings
-from tests.cluster.oracle import SIMULATED, Streams, all_blocks_free, check
+from tests.chaos.checks import load_of, stale_mappings
+from tests.cluster.oracle import SIMULATED, Streams, all_blocks_free, check, start_again
 from tests.waiting import eventually
 
 SILENCE_S = 1.0
@@ -70,13 +69,6 @@ async def seen_as(client, cluster, name, state):
 
     worker = await eventually(look, lambda w: w.get("state") == state, f"{name}: {state}", BACK_S)
     return str(worker["incarnation"])
-
-
-async def start_again(cluster, name):
-    """Kills a process and starts it again, once it has ended."""
-    cluster.kill(name)
-    await cluster.processes[name].wait()
-    await cluster.start_again(name)
 
 
 async def test_one_worker_of_each_role_killed_under_24_streams(clusters, simulated):
@@ -218,8 +210,7 @@ async def test_no_worker_of_a_role(clusters):
             with pytest.raises(Unavailable, match=f"no {role} worker is ready") as refused:
                 await client.generate([5] * 40, max_tokens=4, timeout=30.0)
             assert refused.value.retry_after_s > 0
-            await cluster.processes[f"{role}-0"].wait()
-            await cluster.start_again(f"{role}-0")
+            await start_again(cluster, f"{role}-0")
 
 
 async def test_a_deadline_is_kept_wherever_it_passes(clusters, simulated):
@@ -269,12 +260,10 @@ SMALL = replace(SIMULATED, kv_cache_bytes=0, kv_blocks=66, max_context=1024)
 DECODE, PREFILL = common_pb2.WORKER_ROLE_DECODE, common_pb2.WORKER_ROLE_PREFILL
 
 
-async def load_of(cluster, role):
+async def load_of_only(cluster, role):
     """The load that the worker of a role reports."""
     (record,) = (one for one in cluster.membership.records.values() if one.role == role)
-    async with rpc.channel(record.address) as channel:
-        stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        return (await stub.Describe(worker_pb2.DescribeRequest(), timeout=10.0)).load
+    return await load_of(record)
 
 
 async def test_a_preempted_sequence_is_computed_again_and_never_sent_again(
@@ -285,7 +274,7 @@ async def test_a_preempted_sequence_is_computed_again_and_never_sent_again(
     cases = [simulated.case(60, 70 * n, new_tokens=100) for n in range(10)]
     done = await asyncio.gather(*(check(client, simulated, case) for case in cases))
     await all_blocks_free(client)
-    assert (await load_of(cluster, DECODE)).preemptions > 0
+    assert (await load_of_only(cluster, DECODE)).preemptions > 0
     for one in done:
         spans = await receiver.store.wait_for(one.trace_id, is_complete, 20.0)
         assert [span.name for span in spans].count("kv.transfer") == one.route.attempts
@@ -337,12 +326,12 @@ async def test_a_full_decode_worker_costs_no_prefill(clusters, simulated):
     first = simulated.prompt(480, 9)
     async with client.stream(first, max_tokens=540, ignore_eos=True) as stream:
         await anext(stream)
-        steps = (await load_of(cluster, PREFILL)).steps
+        steps = (await load_of_only(cluster, PREFILL)).steps
         asked = asyncio.ensure_future(check(client, simulated, waiting))
         await eventually(client.status, lambda s: s["router"]["queued"] == 1, "not queued")
         for _ in range(3):
             await anext(stream)
-        load = await load_of(cluster, PREFILL)
+        load = await load_of_only(cluster, PREFILL)
         assert (load.steps, load.queue_tokens) == (steps, 0)
         assert not asked.done()
     await asked  # leaving the block gave the other stream's room up

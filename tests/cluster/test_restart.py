@@ -250,15 +250,9 @@ async def etcd_members():
         async with contextlib.AsyncExitStack() as stack:
             members = []
             for name, url in peers.items():
-                own = (
-                    "--name",
-                    name,
-                    "--listen-peer-urls",
-                    url,
-                    "--initial-advertise-peer-urls",
-                    url,
-                )
-                members.append(EmbeddedEtcd(args=(*own, "--initial-cluster", initial)))
+                urls = ("--listen-peer-urls", url, "--initial-advertise-peer-urls", url)
+                args = ("--name", name, *urls, "--initial-cluster", initial)
+                members.append(EmbeddedEtcd(args=args))
                 stack.push_async_callback(members[-1].close)
             starts = [member.start() for member in members]  # none answers before a majority
             failed = [one for one in await asyncio.gather(*starts, return_exceptions=True) if one]

@@ -5,15 +5,13 @@ import asyncio
 import time
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from baton import errors
 from baton.v1 import handoff_pb2
 from kvtransfer.deadline import Deadline
 from kvtransfer.pool import Slots
 from kvtransfer.sender import MAX_RESENDS
+from tests.tracing import Traces
 
 from .kvtransfer_parts import TOKEN_BYTES, TRANSPORTS, Times, expect_only, slots
 
@@ -112,10 +110,9 @@ async def test_a_link_lost_in_the_middle_is_opened_anew_for_the_handoff(join, na
 @every_transport
 async def test_resends_are_bounded_and_then_the_blocks_are_given_back(join, name):
     """The span of a handoff that succeeds after all counts them."""
-    exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    traces = Traces()
     prefill, decode = await join(name)
-    prefill.tracer = provider.get_tracer("test")
+    prefill.tracer = traces.tracer
     commits = Times(1 + MAX_RESENDS, corrupt)
     decode.before["Commit"] = commits
     with pytest.raises(errors.KvCorrupted):
@@ -125,9 +122,8 @@ async def test_resends_are_bounded_and_then_the_blocks_are_given_back(join, name
     assert not decode.receiver.writing("h")
     commits.calls = 1
     await prefill.hand_over(decode.reserve("i", 4, 1), "i", slots(4, 5))
-    [span] = exporter.get_finished_spans()
+    [span] = traces.spans
     assert (span.name, span.attributes["baton.resends"]) == ("kv.transfer", MAX_RESENDS)
-    provider.shutdown()
 
 
 @pytest.mark.parametrize(

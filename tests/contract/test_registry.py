@@ -312,6 +312,26 @@ async def test_what_others_do_to_a_record_is_undone_while_its_lease_lives(etcd, 
     assert "was deleted" in caplog.text and "was changed" in caplog.text
 
 
+async def test_a_bug_in_one_round_does_not_end_a_registration(etcd, monkeypatch, caplog):
+    """The worker would serve on, and no router find it."""
+    etcd.ttl(1)
+    registry, keep_alive, broken = await etcd.registry(), EtcdClient.keep_alive, asyncio.Event()
+
+    async def breaks_once(client, lease):
+        if not broken.is_set():
+            broken.set()
+            raise ValueError("a bug")
+        return await keep_alive(client, lease)
+
+    monkeypatch.setattr(EtcdClient, "keep_alive", breaks_once)
+    async with registry.register(worker("d1")) as registration, registry.watch() as membership:
+        async with asyncio.timeout(12):
+            await broken.wait()
+        await asyncio.sleep(2)  # its lease would have ended
+        assert registration.connected and set(membership.records) == {"d1"}
+    assert "cannot be kept alive for now: a bug" in caplog.text and "Traceback" in caplog.text
+
+
 async def test_a_silent_etcd_is_an_outage_and_no_loss(etcd, monkeypatch):
     """SIGSTOP: connections stay open and nothing answers."""
     etcd.ttl(30)

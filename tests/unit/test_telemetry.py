@@ -8,37 +8,22 @@ import builtins
 import pytest
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode, Tracer
+from opentelemetry.trace import SpanKind, StatusCode
 
 from baton import telemetry
 from baton.errors import ConfigError, InvalidRequest, Overloaded
-from baton.span_export import HeadSampler, TailSampler
 from baton.telemetry import Telemetry
+from tests.tracing import Traces
 
 
-class World:
+class World(Traces):
     """A process's tracing, and what it exported."""
-
-    def __init__(self, ratio, max_spans=100):
-        self.exporter = InMemorySpanExporter()
-        self.held = TailSampler(SimpleSpanProcessor(self.exporter), max_spans)
-        provider = TracerProvider(sampler=HeadSampler(ratio), shutdown_on_exit=False)
-        provider.add_span_processor(self.held)
-        self.tracer: Tracer = provider.get_tracer("test")
-        self.telemetry = Telemetry(self.tracer, provider, self.held)
 
     def start(self, name, parent=None):
         return self.tracer.start_span(name, context=parent or Context())
 
     def keep(self, span):
         self.telemetry.keep(telemetry.trace_id_of(span))
-
-    @property
-    def spans(self):
-        return self.exporter.get_finished_spans()
 
     @property
     def names(self):

@@ -1,6 +1,7 @@
 """LocalCluster with real processes that have no model: start, failure, restart, stop."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from baton.errors import ConfigError, DeadlineExceeded, Unavailable
 from baton.local import cluster as local_cluster
 from baton.local import ports, supervisor
 from baton.local.cluster import LocalCluster
+from baton.local.process import ChildProcess
 from baton.local.supervisor import restart_delay_s
 from tests.waiting import eventually
 
@@ -229,6 +231,35 @@ async def test_without_restarts_a_process_comes_back_when_asked():
         with pytest.raises(Unavailable, match="exited with status 1: the checkpoint is broken"):
             await started.restart("decode-0")
         started.kill("prefill-0")  # or stopping it would take the whole grace
+
+
+async def test_a_process_that_cannot_be_started_now_is_tried_again(monkeypatch):
+    """Whether it has ended by itself or is restarted; and where it never ran, that is the error."""
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.1)
+    said: list[str] = []
+    spawn, failing = ChildProcess.spawn, 0
+
+    async def sometimes(*argv, **options):
+        nonlocal failing
+        if failing:
+            failing -= 1
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return await spawn(*argv, **options)
+
+    monkeypatch.setattr(ChildProcess, "spawn", staticmethod(sometimes))
+    async with cluster(say=said.append) as started:
+        why = "decode-0 cannot be started: [Errno 11] Resource temporarily unavailable"
+        failing = 2
+        started.kill("decode-0")
+        await lines_with(said, f"{why}; starting it again in 0.4 s")
+        await started.wait_ready(timeout_s=30)
+        failing = 1
+        with pytest.raises(Unavailable, match="decode-0 cannot be started"):
+            await started.restart("decode-0")
+        await started.wait_ready(timeout_s=30)
+        failing = 1
+        with pytest.raises(Unavailable, match="decode-1 cannot be started"):
+            await started.add_worker("decode")
 
 
 async def test_restarts_back_off_until_a_process_was_ready_for_a_while(monkeypatch):

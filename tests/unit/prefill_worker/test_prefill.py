@@ -1,8 +1,6 @@
 """Prompts on the prefill worker, with a real decode worker at the other end."""
 
 import asyncio
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import pytest
 
@@ -11,10 +9,11 @@ from baton.v1 import common_pb2, prefill_pb2
 from tests.unit.worker.running import (
     PATIENCE_S,
     Paced,
+    Pair,
     Router,
-    Worker,
     asked,
     matching,
+    pair_of,
     prompt,
     spec,
     target,
@@ -23,21 +22,8 @@ from tests.unit.worker.running import (
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 
 
-@dataclass
-class Pair:
-    """A prefill and a decode worker, and a router's connections to both."""
-
-    prefill: Worker
-    decode: Worker
-    router: Router
-    prompts: Router
-
-    async def start(self, wanted):
-        """Reserves, and returns the running prompt."""
-        return self.call(wanted, target(self.decode, await self.router.reserve(wanted)))
-
-    def call(self, wanted, to):
-        return self.prompts.prefill(wanted, to)
+class PacedPair(Pair):
+    """Whose prompts can be held."""
 
     async def start_paced(self, wanted):
         """The running prompt, its first step waiting for `allow`."""
@@ -51,26 +37,10 @@ class Pair:
         await messages(await self.start(spec("opens", prompt(1, start=200))))
         await self.router.tokens("opens")
 
-    async def clean(self):
-        return await self.prefill.clean() and await self.decode.clean()
-
-
-@asynccontextmanager
-async def pair_of(directory, store, prefix_cache=True, drain_s=10.0):
-    async with (
-        Worker("decode", directory, store, prefix_cache=prefix_cache) as decode,
-        Worker("prefill", directory, store, drain_s=drain_s) as prefill,
-        Router(decode) as router,
-        Router(prefill) as prompts,
-    ):
-        pair = Pair(prefill, decode, router, prompts)
-        yield pair
-        assert await (decode.clean() if prefill.life.done() else pair.clean())
-
 
 @pytest.fixture
 async def pair(directory, store):
-    async with pair_of(directory, store) as pair:
+    async with pair_of(directory, store, PacedPair) as pair:
         yield pair
 
 
@@ -124,7 +94,9 @@ async def test_a_prompt_alone_is_computed_whole_and_handed_to_nobody(pair):
 
     scored = await messages(await pair.start(wanted("a", 4)))
     await pair.router.tokens("a")
-    alone = await messages(pair.call(wanted("b", 0), None))  # its prefix is cached by now
+    alone = await messages(
+        pair.prompts.prefill(wanted("b", 0), None)
+    )  # its prefix is cached by now
     parts = [message.prompt_logprobs for message in alone[1:-1]]
     assert parts == [message.prompt_logprobs for message in scored[1:-2]]
     assert alone[0].started.cached_tokens == 0 and len(parts) == 3
@@ -133,7 +105,7 @@ async def test_a_prompt_alone_is_computed_whole_and_handed_to_nobody(pair):
         finish_reason=common_pb2.FINISH_REASON_LENGTH
     )
     with pytest.raises(InvalidRequest) as refused:
-        await messages(pair.call(wanted("c", 4), None))
+        await messages(pair.prompts.prefill(wanted("c", 4), None))
     assert refused.value.field == "target"
 
 
@@ -142,7 +114,7 @@ async def test_a_prompts_embedding_is_normalized_and_of_its_last_token(pair):
     for name, num_tokens in (("a", 70), ("b", 69), ("c", 70)):
         asked = spec(name, prompt(num_tokens), 0)
         asked.sampling.embedding = True
-        *_, last = await messages(pair.call(asked, None))
+        *_, last = await messages(pair.prompts.prefill(asked, None))
         found.append(list(last.first_token.embedding))
     assert len(found[0]) == 64 and sum(x * x for x in found[0]) == pytest.approx(1)
     assert found[2] == found[0] != found[1]
@@ -155,7 +127,7 @@ async def test_a_prompts_embedding_is_normalized_and_of_its_last_token(pair):
 
 @pytest.mark.parametrize(("decode_caches", "sent"), [(True, 6), (False, 70)])
 async def test_cached_prompts_send_what_decode_lacks(directory, store, decode_caches, sent):
-    async with pair_of(directory, store, decode_caches) as pair:
+    async with pair_of(directory, store, decode={"prefix_cache": decode_caches}) as pair:
         made = []
         for name in ("a", "b"):
             responses = await messages(await pair.start(spec(name, prompt(70), 5)))
@@ -237,7 +209,7 @@ async def test_a_deadline_ends_the_chunks_and_the_wait_for_commit(pair, steps):
     wanted.time_left_ms = 100 * steps
     paced.allow.release(steps)
     with pytest.raises(DeadlineExceeded):
-        await messages(pair.call(wanted, to))
+        await messages(pair.prompts.prefill(wanted, to))
     await asyncio.wait_for(pair.prefill.node.idle(), PATIENCE_S)
     paced.allow.release(4)
     assert (await pair.prefill.blocks()).blocks_held == 0
@@ -269,11 +241,11 @@ async def test_a_malformed_request_fails_alone(pair, bad, cached_tokens, field):
 async def test_draining_takes_nothing_new_and_finishes_what_runs_or_gives_it_back(
     directory, store, in_time
 ):
-    async with pair_of(directory, store, drain_s=10.0 if in_time else 0.3) as pair:
+    async with pair_of(directory, store, PacedPair, drain_s=10.0 if in_time else 0.3) as pair:
         paced, call = await pair.start_paced(spec("a", prompt(40)))
         pair.prefill.stop()
         with pytest.raises(Unavailable, match="draining"):
-            await messages(pair.call(spec("b", prompt(40)), prefill_pb2.HandoffTarget()))
+            await messages(pair.prompts.prefill(spec("b", prompt(40)), prefill_pb2.HandoffTarget()))
         if in_time:
             paced.allow.release(9)
             assert len(await messages(call)) == 3
@@ -290,7 +262,7 @@ async def test_what_was_not_reserved_is_neither_decoded_nor_cached(pair):
     reserved = await pair.router.reserve(spec("a", prompt(40), cache_salt="tenant"))
     others = spec("a", prompt(40, start=9), cache_salt="tenant")
     with pytest.raises(InvalidRequest) as refused:
-        await messages(pair.call(others, target(pair.decode, reserved)))
+        await messages(pair.prompts.prefill(others, target(pair.decode, reserved)))
     assert refused.value.field == "token_digest"
     assert await pair.decode.clean()
     again = await pair.router.reserve(spec("b", prompt(40), cache_salt="tenant"))

@@ -106,6 +106,7 @@ async def test_a_user_with_rights_to_its_cluster_alone_is_enough_and_may_change_
     [
         ({"user": "worker"}, "--etcd-password-file"),
         ({"user": "worker", "password_file": "nowhere"}, "nowhere cannot be read"),
+        ({"user": "worker", "password_file": "cut"}, "--etcd-password-file cut is no UTF-8"),
         ({"ca_file": "nowhere"}, "--etcd-ca nowhere cannot be read"),
         ({"etcd": "http://h:1", "ca_file": "ca.crt"}, "is not TLS"),
     ],
@@ -113,6 +114,7 @@ async def test_a_user_with_rights_to_its_cluster_alone_is_enough_and_may_change_
 def test_wrong_settings_are_errors_before_anything_starts(settings, match, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ca.crt").touch()
+    (tmp_path / "cut").write_bytes("\u00fc".encode()[:1])
     paths = {k: tmp_path.joinpath(v).relative_to(tmp_path) for k, v in settings.items() if "_" in k}
     with pytest.raises(ConfigError, match=match):
         EtcdRegistry(RegistryConfig(**settings | paths))

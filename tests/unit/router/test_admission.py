@@ -229,7 +229,7 @@ async def test_a_passed_deadline_is_reported_before_anything_else(admission, mon
 
 async def test_what_will_be_refused_is_not_tokenized(admission_of, monkeypatch):
     admission = admission_of("max_running = 1")
-    _, lease = enter(admission, await admit(admission))
+    lease = enter(admission, await admit(admission))
     monkeypatch.setattr(Admission, "in_thread", lambda *_: pytest.fail("it was tokenized"))
     monkeypatch.setattr(type(admission.tokenizer), "encode", lambda *_: pytest.fail("tokenized"))
     with lease, pytest.raises(Overloaded):
@@ -286,8 +286,7 @@ async def test_open_output_is_cut_to_the_tenants_bucket(admission_of):
     for total, most in ((1, 900), (3, 300)):
         admitted = await admit(admission, asked, choices=Choices(total=total))
         assert admitted.params.max_tokens == most
-    _, lease = enter(admission, admitted)
-    with lease:
+    with enter(admission, admitted):
         enter(admission, admitted)  # what the first may use is not held back
 
 
@@ -296,8 +295,7 @@ async def test_the_virtual_finish_follows_from_size_rate_and_priority(admission_
     admission = admission_of(prefill_rate=lambda: rate)
     admitted = await admit(admission, text="x" * 20)
     first, second, urgent = (
-        enter(admission, admitted, priority)[0].pending
-        for priority in (0, 0, common_pb2.PRIORITY_HIGH)
+        enter(admission, admitted, priority).prompt for priority in (0, 0, common_pb2.PRIORITY_HIGH)
     )
     fair_s = [prompt.fair_s for prompt in (first, urgent, second)]
     assert fair_s == pytest.approx([work_s, 2 * work_s, 3 * work_s])
@@ -307,7 +305,7 @@ async def test_entering_is_charged_and_a_refusal_gives_it_back(admission_of):
     admission = admission_of("tokens_per_minute = 100", max_context=100)
     admitted = await admit(admission, request("x" * 20, sampling={"max_tokens": 60}))
     for _ in range(3):
-        _, lease = enter(admission, admitted)
+        lease = enter(admission, admitted)
         with pytest.raises(Overloaded) as caught:
             enter(admission, admitted)
         assert caught.value.retry_after_s == pytest.approx(36, abs=10)

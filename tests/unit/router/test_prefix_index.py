@@ -35,7 +35,7 @@ def test_the_index_finds_what_each_worker_caches_as_workers_come_and_go(workers)
         prompt = range(dice.randrange(25))
         leading = index.leading(iter(prompt))
         for slot, own in cached.items():
-            assert index.cached(slot) == own
+            assert index._cached[slot] == own
             assert leading[slot] == len(list(itertools.takewhile(own.__contains__, prompt)))
     for slot in cached:
         index.leave(slot)

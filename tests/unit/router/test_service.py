@@ -14,9 +14,6 @@ from grpc_reflection.v1alpha.reflection_pb2 import (
     ServerReflectionRequest,
     ServerReflectionResponse,
 )
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
 from baton import cli, rpc, tls
@@ -30,6 +27,7 @@ from router.admission.admission import Admission
 from router.admission.tenants import Tenants
 from router.frontend import GenerationService
 from router.service import FleetServicer, InferenceServicer, authorize
+from tests.tracing import Traces
 
 from .scripted_workers import (
     TIMEOUT_S,
@@ -110,15 +108,6 @@ class Router:
 
     async def status(self):
         return await self.fleet_stub.GetStatus(fleet_pb2.GetStatusRequest())
-
-
-@pytest.fixture
-def spans():
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    yield provider.get_tracer("test"), exporter
-    provider.shutdown()
 
 
 @pytest.fixture
@@ -376,9 +365,9 @@ def test_a_caller_has_its_time_from_the_first_output_on(monkeypatch):
         unread.add(240, 50)
 
 
-async def test_a_caller_that_hangs_up_frees_everything_and_its_spans_end(router_of, spans):
-    tracer, exporter = spans
-    router = await router_of(cluster={"tracer": tracer})
+async def test_a_caller_that_hangs_up_frees_everything_and_its_spans_end(router_of):
+    traces = Traces()
+    router = await router_of(cluster={"tracer": traces.tracer})
     prefill, decode = router.cluster.prefills[0], router.decode
     decode.runs = [pauses]
     (await router.begun()).cancel()
@@ -387,8 +376,8 @@ async def test_a_caller_that_hangs_up_frees_everything_and_its_spans_end(router_
         await prefill.ended.get()
         await router.service.idle()
     assert router.service.running == 0
-    ended = {span.name: span for span in exporter.get_finished_spans()}
-    assert len(ended) == len(exporter.get_finished_spans())
+    ended = {span.name: span for span in traces.spans}
+    assert len(ended) == len(traces.spans)
     assert ended["router.attempt"].attributes["baton.cancelled"] is True
     assert ended["router.generate"].attributes["baton.cancelled"] is True
 
@@ -436,9 +425,9 @@ async def test_a_full_queue_refuses_at_once_with_retry_info(router_of, monkeypat
 # What operators see.
 
 
-async def test_status_and_spans_of_a_request_that_fails_over(router_of, spans):
-    tracer, exporter = spans
-    router = await router_of(prefill=2, decode=2, cluster={"tracer": tracer})
+async def test_status_and_spans_of_a_request_that_fails_over(router_of):
+    traces = Traces()
+    router = await router_of(prefill=2, decode=2, cluster={"tracer": traces.tracer})
 
     async def lost(request):
         yield first_token(100)
@@ -448,7 +437,7 @@ async def test_status_and_spans_of_a_request_that_fails_over(router_of, spans):
     begun, _, finish = await router.complete()
     assert finish.route.attempts == 2
     await router.service.idle()
-    ended = exporter.get_finished_spans()
+    ended = traces.spans
     assert sorted(span.name for span in ended) == [
         "router.admit", "router.attempt", "router.attempt", "router.backoff", "router.check",
         "router.finish", "router.first_token", "router.generate", "router.place",

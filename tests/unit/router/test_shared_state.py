@@ -125,5 +125,7 @@ def test_each_process_sees_the_status_of_its_siblings_until_they_end(shared):
     router = fleet_pb2.RouterStatus(incarnation="router-1-3a2589c2")
     theirs.publish(fleet_pb2.GetStatusResponse(router=router))
     assert ours.siblings() == [router] and theirs.siblings() == []
+    shared._memory[shared_state._ROW + 8] = 0xFF  # as half of another one, behind its length
+    assert ours.siblings() == [] and shared.status(1) is None
     shared.forget(1)
     assert ours.siblings() == []

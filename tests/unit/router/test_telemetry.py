@@ -7,9 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 from opentelemetry.context import Context
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from baton import telemetry
 from baton.errors import (
@@ -25,13 +22,12 @@ from baton.errors import (
 from baton.metrics import table
 from baton.metrics.recorder import Recorder
 from baton.slo import Slo
-from baton.span_export import HeadSampler, TailSampler
-from baton.telemetry import Telemetry
 from baton.v1 import fleet_pb2
 from router.fleet.snapshot import Snapshot
 from router.telemetry.metrics import CAUSES, RouterMetrics
 from router.telemetry.stats import RouterStats
 from router.telemetry.tail_sampling import SamplingPolicy
+from tests.tracing import Traces
 
 from .scripted_workers import request_state, seen
 
@@ -45,20 +41,16 @@ SLOS = (Slo("fast", ttft_s=0.2, tpot_s=0.02), Slo("slow", ttft_s=5.0))
 FULL, INVALID, LEFT = Overloaded("full", 1.0), InvalidRequest("bad", "x"), asyncio.CancelledError()
 
 
-class World:
+class World(Traces):
     """Stats with both listeners, without a router."""
 
     def __init__(self, slos=SLOS, fleet=None, ratio=0.0, clock=time.monotonic):
-        self.exporter = InMemorySpanExporter()
-        held = TailSampler(SimpleSpanProcessor(self.exporter))
-        provider = TracerProvider(sampler=HeadSampler(ratio), shutdown_on_exit=False)
-        provider.add_span_processor(held)
-        self.trace = Telemetry(provider.get_tracer("test"), provider, held)
+        super().__init__(ratio)
         self.recorder = Recorder("router", {})
         self.stats = RouterStats(clock)
         self.metrics = RouterMetrics(self.recorder, "tiny", slos)
         self.fleet = fleet or SimpleNamespace(snapshot=lambda: Snapshot((), ()))
-        self.sampler = SamplingPolicy(self.trace, self.fleet, slow_s=1.0, slos=slos)
+        self.sampler = SamplingPolicy(self.telemetry, self.fleet, slow_s=1.0, slos=slos)
         self.stats.listeners = (self.sampler, self.metrics)
         self.observe()
 
@@ -84,7 +76,7 @@ class World:
         try:
             with (
                 self.stats.request() as record,
-                telemetry.span(self.trace.tracer, "router.generate", Context()) as span,
+                telemetry.span(self.tracer, "router.generate", Context()) as span,
             ):
                 record.span, record.trace_id = span, telemetry.trace_id_of(span)
                 record.held = telemetry.is_held(span)
@@ -114,8 +106,7 @@ class World:
             state.last_at = state.first_at + tpot_s * (tokens - 1)
 
     def exported(self, record):
-        spans = self.exporter.get_finished_spans()
-        return record.trace_id in {f"{span.context.trace_id:032x}" for span in spans}
+        return record.trace_id in {f"{span.context.trace_id:032x}" for span in self.spans}
 
     def value(self, name, **labels):
         """A sample's value as Prometheus reads it; None where there is none."""

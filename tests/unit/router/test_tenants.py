@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 import hashlib
+import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated
+from router import shared_state
 from router.admission import tenants as module
 from router.admission.tenants import Tenants, TokenBucket
+from router.shared_state import SharedState
 from tests.waiting import eventually
 
 from .conftest import Clock
@@ -29,10 +32,10 @@ KEYS = f'keys = ["{digest("k")}"]'
 
 @pytest.fixture
 def tenants_of(tmp_path, clock):
-    def load(text):
+    def load(text, **fields):
         path = tmp_path / "tenants.toml"
         path.write_text(text)
-        return Tenants(path, clock)
+        return Tenants(path, clock, **fields)
 
     return load
 
@@ -203,6 +206,21 @@ async def test_a_file_with_a_mistake_is_logged_once_and_the_old_one_stays(
         await until(lambda: name_of("new") == "b" and not name_of("old"))
         (tmp_path / "b.key").write_text("newer")  # the file itself is as it was
         await until(lambda: name_of("newer") == "b" and not name_of("new"))
+
+
+async def test_a_tenant_more_than_processes_can_share_changes_nothing(
+    tenants_of, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(shared_state, "MAX_TENANTS", 1)
+    parent = SharedState("", 1)
+    tenants = tenants_of(f"[tenants.a]\n{KEYS}", shared=SharedState(parent.path, 1))
+    async with followed(tenants, monkeypatch):
+        more = f"[tenants.b]\nkeys = ['{digest('b')}']"
+        (tmp_path / "tenants.toml").write_text(f"{more}\n[tenants.a]\n{KEYS}\nmax_running = 1")
+        await until(lambda: "tenants stay as they were" in caplog.text)
+    tenant = tenants.of(bearer("k"))
+    assert (tenant.name, tenant.config.max_running) == ("a", math.inf)
+    parent.close()
 
 
 def test_operators_have_keys_of_their_own(tenants_of, tmp_path):

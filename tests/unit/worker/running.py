@@ -1,8 +1,10 @@
 """A whole worker in this process: real engine, real gRPC, real transfers, registry in memory."""
 
 import asyncio
+import contextlib
 import os
 import threading
+from dataclasses import dataclass
 
 import pytest
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
@@ -296,6 +298,41 @@ class Router:
 
     def _queue(self, handoff_id):
         return self._queues.setdefault(handoff_id, asyncio.Queue())
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode worker, and a router's connections to both."""
+
+    prefill: Worker
+    decode: Worker
+    router: Router
+    prompts: Router
+
+    async def start(self, wanted):
+        """Reserves, and returns the running prompt."""
+        return self.send(wanted, await self.router.reserve(wanted))
+
+    def send(self, wanted, reserved):
+        """The running prompt for what was reserved."""
+        return self.prompts.prefill(wanted, target(self.decode, reserved))
+
+    async def clean(self):
+        return await self.prefill.clean() and await self.decode.clean()
+
+
+@contextlib.asynccontextmanager
+async def pair_of(directory, store, kind=Pair, *, decode=None, **prefill):
+    """A `kind` of pair; the settings are its workers'. Afterwards it holds nothing."""
+    async with (
+        Worker("decode", directory, store, **(decode or {})) as receiver,
+        Worker("prefill", directory, store, **prefill) as sender,
+        Router(receiver) as router,
+        Router(sender) as prompts,
+    ):
+        pair = kind(sender, receiver, router, prompts)
+        yield pair
+        assert await (receiver.clean() if sender.life.done() else pair.clean())
 
 
 def offer_of(decode, incarnation):
