@@ -8,6 +8,7 @@ import pytest
 
 from baton.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from baton.v1 import common_pb2, prefill_pb2
+from prefill_worker.worker import MOST_OPENED_TO, peers_to_open
 from tests.unit.worker.running import (
     PATIENCE_S,
     Paced,
@@ -46,11 +47,6 @@ class Pair:
         await paced.waits()
         return paced, call
 
-    async def open_link(self):
-        """From now on decode gets Aborts however early they come; before, the router cancels."""
-        await messages(await self.start(spec("opens", prompt(1, start=200))))
-        await self.router.tokens("opens")
-
     async def clean(self):
         return await self.prefill.clean() and await self.decode.clean()
 
@@ -64,6 +60,7 @@ async def pair_of(directory, store, prefix_cache=True, drain_s=10.0):
         Router(prefill) as prompts,
     ):
         pair = Pair(prefill, decode, router, prompts)
+        await until(prefill.node.pairs)  # else the first handoff waits for their link, or opens it
         yield pair
         assert await (decode.clean() if prefill.life.done() else pair.clean())
 
@@ -74,8 +71,51 @@ async def pair(directory, store):
         yield pair
 
 
+async def until(seen):
+    async with asyncio.timeout(PATIENCE_S):
+        while not seen():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
 async def messages(call):
     return await call.all()
+
+
+async def test_links_are_opened_as_workers_come_and_no_handoff_opens_one(pair, directory, store):
+    """An epoch counts the Offers that a decode worker has answered."""
+
+    def links():
+        return {link.decode: link.epoch for link in pair.prefill.node.pairs()}
+
+    async with Worker("decode", directory, store, incarnation="decode-1"):
+        await until(lambda: links() == {"decode-0": 1, "decode-1": 1})
+    await until(lambda: links() == {"decode-0": 1})  # the other has left
+    await messages(await pair.start(spec("a", prompt(20))))
+    await pair.router.tokens("a")
+    assert links() == {"decode-0": 1}
+
+
+def test_links_are_opened_to_ready_workers_of_the_same_kv_and_not_in_large_fleets():
+    def record(name, **fields):
+        role = common_pb2.WorkerRole.Value(f"WORKER_ROLE_{name.split('-')[0].upper()}")
+        return common_pb2.WorkerRecord(
+            **{"incarnation": name, "role": role, "state": "WORKER_STATE_READY", **fields}
+        )
+
+    def opened(*more, **own):
+        all_of_them = [record("prefill-0", **own), record("decode-0"), *more]
+        return peers_to_open({one.incarnation: one for one in all_of_them}, "prefill-0")
+
+    assert peers_to_open({}, "prefill-0") == set()
+    assert opened(record("decode-1"), record("prefill-1")) == {"decode-0", "decode-1"}
+    for state in ("STARTING", "DRAINING"):
+        assert opened(record("decode-1", state=f"WORKER_STATE_{state}")) == {"decode-0"}
+        assert opened(state=f"WORKER_STATE_{state}") == set()
+    assert opened(record("decode-1", kv={"block_size": 32})) == {"decode-0"}
+    for role in ("prefill", "decode"):
+        most = [record(f"{role}-{n}") for n in range(MOST_OPENED_TO)]
+        assert len(opened(*most)) == (1 if role == "prefill" else MOST_OPENED_TO)
+        assert opened(*most, record(f"{role}-one-more")) == set()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 33, 100])
@@ -105,7 +145,6 @@ async def test_the_first_token_does_not_wait_for_the_handoff(pair):
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_first_token_that_is_the_last_commits_nothing(pair, late):
     """Also when its blocks are gone before the event loop gets the reports."""
-    await pair.open_link()
     paced, call = await pair.start_paced(spec("a", prompt(40), 1))
     paced.allow.release(2)
     engine = pair.prefill.node.engine
@@ -166,7 +205,6 @@ async def test_cached_prompts_send_what_decode_lacks(directory, store, decode_ca
 
 
 async def test_cancel_stops_the_chunks_before_decode_has_answered_the_abort(pair):
-    await pair.open_link()
     paced, call = await pair.start_paced(spec("a", prompt(100)))
     paced.allow.release()
     assert (await call.read()).HasField("started")
@@ -178,7 +216,7 @@ async def test_cancel_stops_the_chunks_before_decode_has_answered_the_abort(pair
     assert (load.running, load.waiting) == (0, 0)
     gate.set()
     assert await pair.clean()
-    assert (await pair.prefill.blocks()).steps <= 3  # of five, with the one that opened the link
+    assert (await pair.prefill.blocks()).steps <= 2  # of four
 
 
 async def test_a_prompt_that_is_due_earlier_overtakes_between_chunks(pair):
@@ -211,8 +249,7 @@ async def test_what_ends_while_its_grammar_is_compiled_runs_no_chunk(pair, end):
     wanted.time_left_ms = 300 if end == "late" else 0
     async with Router(pair.prefill, "other") as other:
         call = other.prefill(wanted, to)
-        while len(submitted) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: len(submitted) >= 2)
         if end == "late":
             with pytest.raises(DeadlineExceeded):
                 await messages(call)
@@ -230,7 +267,6 @@ async def test_what_ends_while_its_grammar_is_compiled_runs_no_chunk(pair, end):
 
 @pytest.mark.parametrize("steps", [1, 4])
 async def test_a_deadline_ends_the_chunks_and_the_wait_for_commit(pair, steps):
-    await pair.open_link()
     paced, wanted = Paced(pair.prefill), spec("a", prompt(100))
     to = target(pair.decode, await pair.router.reserve(wanted))
     gate = pair.decode.hold_engine()  # Commit needs it
