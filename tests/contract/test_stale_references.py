@@ -7,9 +7,7 @@ happened. KV is pushed here: what can be stale is a sender's right to write into
 """
 
 import asyncio
-import contextlib
 import threading
-from dataclasses import dataclass
 
 import pytest
 
@@ -25,14 +23,15 @@ from tests.unit.worker.running import (
     BLOCKS,
     PATIENCE_S,
     Paced,
+    Pair,
     Router,
     Worker,
     asked,
     directory,
     granted,
+    pair_of,
     prompt,
     spec,
-    target,
 )
 from tests.waiting import eventually
 
@@ -58,23 +57,12 @@ def alone(directory):
         yield tokens
 
 
-@dataclass
-class Cluster:
-    """A prefill and a decode worker, and a router's connections to them."""
+class Cluster(Pair):
+    """What a router asks of the two."""
 
-    prefill: Worker
-    decode: Worker
-    router: Router
-    prompts: Router
-
-    def send(self, wanted, reserved, prompts=None):
-        """The running prompt for what was reserved."""
-        return (prompts or self.prompts).prefill(wanted, target(self.decode, reserved))
-
-    async def hand_over(self, name, token_ids, count, prompts=None):
+    async def hand_over(self, name, token_ids, count):
         """Every token of a request that both workers serve."""
-        wanted = spec(name, token_ids, count)
-        first = await first_token(self.send(wanted, await self.router.reserve(wanted), prompts))
+        first = await first_token(await self.start(spec(name, token_ids, count)))
         return [first, *await self.router.tokens(name)]
 
     async def compute(self, name, token_ids, count):
@@ -97,17 +85,13 @@ class Cluster:
 
     async def held_write(self, wanted):
         """A handoff whose bytes are about to be written, all else being done."""
-        await self.hand_over("opens", prompt(3, start=200), 2)  # the link
         (link,) = self.prefill.node._links._links.values()
-        return HeldWrite(link._link), self.send(wanted, await self.router.reserve(wanted))
+        return HeldWrite(link._link), await self.start(wanted)
 
     async def written(self):
         """Returns when no block is in quarantine any more."""
         free = lambda load: load.blocks_quarantined == 0  # noqa: E731
         await eventually(self.decode.blocks, free, "the write does not end", PATIENCE_S)
-
-    async def clean(self):
-        return await self.prefill.clean() and await self.decode.clean()
 
 
 class HeldWrite:
@@ -141,18 +125,8 @@ async def first_token(call):
     return next(m.first_token.token_id for m in messages if m.HasField("first_token"))
 
 
-@contextlib.asynccontextmanager
-async def cluster(directory, transport, **decode):
-    store = MemoryRegistry()
-    async with (
-        Worker("decode", directory, store, transport=transport, **decode) as receiver,
-        Worker("prefill", directory, store, transport=transport) as sender,
-        Router(receiver) as router,
-        Router(sender) as prompts,
-    ):
-        made = Cluster(sender, receiver, router, prompts)
-        yield made
-        assert await made.clean()
+def cluster(directory, transport, **decode):
+    return pair_of(directory, Cluster, transport, **decode)
 
 
 def metric(worker, series):

@@ -21,6 +21,7 @@ from tests.unit.worker.running import (
     offer_of,
     prompt,
     spec,
+    until,
 )
 
 
@@ -339,6 +340,4 @@ async def test_links_of_prefill_workers_that_have_left_are_closed_once_no_handof
     assert list(links) == ["writer"]
     await decode.handoff.Abort(handoff_pb2.AbortRequest(**names), timeout=PATIENCE_S)
     decode.knows_prefill("another")
-    async with asyncio.timeout(PATIENCE_S):
-        while links:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: not links)

@@ -1,8 +1,6 @@
 """Prompts on the prefill worker, with a real decode worker at the other end."""
 
 import asyncio
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import pytest
 
@@ -16,78 +14,41 @@ from tests.unit.worker.running import (
     Worker,
     asked,
     matching,
+    pair_of,
     prompt,
     spec,
     target,
+    until,
 )
 
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 
 
-@dataclass
-class Pair:
-    """A prefill and a decode worker, and a router's connections to both."""
-
-    prefill: Worker
-    decode: Worker
-    router: Router
-    prompts: Router
-
-    async def start(self, wanted):
-        """Reserves, and returns the running prompt."""
-        return self.call(wanted, target(self.decode, await self.router.reserve(wanted)))
-
-    def call(self, wanted, to):
-        return self.prompts.prefill(wanted, to)
-
-    async def start_paced(self, wanted):
-        """The running prompt, its first step waiting for `allow`."""
-        paced = Paced(self.prefill)
-        call = await self.start(wanted)
-        await paced.waits()
-        return paced, call
-
-    async def clean(self):
-        return await self.prefill.clean() and await self.decode.clean()
-
-
-@asynccontextmanager
-async def pair_of(directory, store, prefix_cache=True, drain_s=10.0):
-    async with (
-        Worker("decode", directory, store, prefix_cache=prefix_cache) as decode,
-        Worker("prefill", directory, store, drain_s=drain_s) as prefill,
-        Router(decode) as router,
-        Router(prefill) as prompts,
-    ):
-        pair = Pair(prefill, decode, router, prompts)
-        await until(prefill.node.pairs)  # else the first handoff waits for their link, or opens it
-        yield pair
-        assert await (decode.clean() if prefill.life.done() else pair.clean())
-
-
 @pytest.fixture
-async def pair(directory, store):
-    async with pair_of(directory, store) as pair:
+async def pair(directory):
+    async with pair_of(directory) as pair:
         yield pair
 
 
-async def until(seen):
-    async with asyncio.timeout(PATIENCE_S):
-        while not seen():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+async def start_paced(pair, wanted):
+    """The running prompt, its first step waiting for `allow`."""
+    paced = Paced(pair.prefill)
+    call = await pair.start(wanted)
+    await paced.waits()
+    return paced, call
 
 
 async def messages(call):
     return await call.all()
 
 
-async def test_links_are_opened_as_workers_come_and_no_handoff_opens_one(pair, directory, store):
+async def test_links_are_opened_as_workers_come_and_no_handoff_opens_one(pair, directory):
     """An epoch counts the Offers that a decode worker has answered."""
 
     def links():
         return {link.decode: link.epoch for link in pair.prefill.node.pairs()}
 
-    async with Worker("decode", directory, store, incarnation="decode-1"):
+    async with Worker("decode", directory, pair.prefill.store, incarnation="decode-1"):
         await until(lambda: links() == {"decode-0": 1, "decode-1": 1})
     await until(lambda: links() == {"decode-0": 1})  # the other has left
     await messages(await pair.start(spec("a", prompt(20))))
@@ -145,7 +106,7 @@ async def test_the_first_token_does_not_wait_for_the_handoff(pair):
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_first_token_that_is_the_last_commits_nothing(pair, late):
     """Also when its blocks are gone before the event loop gets the reports."""
-    paced, call = await pair.start_paced(spec("a", prompt(40), 1))
+    paced, call = await start_paced(pair, spec("a", prompt(40), 1))
     paced.allow.release(2)
     engine = pair.prefill.node.engine
     while late and "a" in engine._sequences:  # the event loop is held
@@ -163,7 +124,8 @@ async def test_a_prompt_alone_is_computed_whole_and_handed_to_nobody(pair):
 
     scored = await messages(await pair.start(wanted("a", 4)))
     await pair.router.tokens("a")
-    alone = await messages(pair.call(wanted("b", 0), None))  # its prefix is cached by now
+    # Its prefix is cached by now.
+    alone = await messages(pair.prompts.prefill(wanted("b", 0), None))
     parts = [message.prompt_logprobs for message in alone[1:-1]]
     assert parts == [message.prompt_logprobs for message in scored[1:-2]]
     assert alone[0].started.cached_tokens == 0 and len(parts) == 3
@@ -172,7 +134,7 @@ async def test_a_prompt_alone_is_computed_whole_and_handed_to_nobody(pair):
         finish_reason=common_pb2.FINISH_REASON_LENGTH
     )
     with pytest.raises(InvalidRequest) as refused:
-        await messages(pair.call(wanted("c", 4), None))
+        await messages(pair.prompts.prefill(wanted("c", 4), None))
     assert refused.value.field == "target"
 
 
@@ -181,7 +143,7 @@ async def test_a_prompts_embedding_is_normalized_and_of_its_last_token(pair):
     for name, num_tokens in (("a", 70), ("b", 69), ("c", 70)):
         asked = spec(name, prompt(num_tokens), 0)
         asked.sampling.embedding = True
-        *_, last = await messages(pair.call(asked, None))
+        *_, last = await messages(pair.prompts.prefill(asked, None))
         found.append(list(last.first_token.embedding))
     assert len(found[0]) == 64 and sum(x * x for x in found[0]) == pytest.approx(1)
     assert found[2] == found[0] != found[1]
@@ -193,8 +155,8 @@ async def test_a_prompts_embedding_is_normalized_and_of_its_last_token(pair):
 
 
 @pytest.mark.parametrize(("decode_caches", "sent"), [(True, 6), (False, 70)])
-async def test_cached_prompts_send_what_decode_lacks(directory, store, decode_caches, sent):
-    async with pair_of(directory, store, decode_caches) as pair:
+async def test_cached_prompts_send_what_decode_lacks(directory, decode_caches, sent):
+    async with pair_of(directory, prefix_cache=decode_caches) as pair:
         made = []
         for name in ("a", "b"):
             responses = await messages(await pair.start(spec(name, prompt(70), 5)))
@@ -205,7 +167,7 @@ async def test_cached_prompts_send_what_decode_lacks(directory, store, decode_ca
 
 
 async def test_cancel_stops_the_chunks_before_decode_has_answered_the_abort(pair):
-    paced, call = await pair.start_paced(spec("a", prompt(100)))
+    paced, call = await start_paced(pair, spec("a", prompt(100)))
     paced.allow.release()
     assert (await call.read()).HasField("started")
     gate, halted = pair.decode.hold_engine(), asked(pair.prefill, "halt")  # Abort needs the engine
@@ -221,7 +183,7 @@ async def test_cancel_stops_the_chunks_before_decode_has_answered_the_abort(pair
 
 async def test_a_prompt_that_is_due_earlier_overtakes_between_chunks(pair):
     queued = asked(pair.prefill, "add", 2)
-    paced, late = await pair.start_paced(spec("late", prompt(100), virtual_finish_ms=600_000))
+    paced, late = await start_paced(pair, spec("late", prompt(100), virtual_finish_ms=600_000))
     early = await pair.start(spec("early", prompt(40, start=50), virtual_finish_ms=1_000))
     await asyncio.wait_for(queued.wait(), PATIENCE_S)
     paced.allow.release(3)  # a chunk of the late one, and the two that the early one needs
@@ -234,7 +196,7 @@ async def test_a_prompt_that_is_due_earlier_overtakes_between_chunks(pair):
 
 
 async def test_a_reservation_cancelled_on_the_way_fails_the_prompt(pair):
-    paced, call = await pair.start_paced(spec("a", prompt(100)))
+    paced, call = await start_paced(pair, spec("a", prompt(100)))
     await pair.router.cancel("a")
     paced.allow.release(4)
     with pytest.raises(Exception, match=r"gone|not reserved"):
@@ -273,7 +235,7 @@ async def test_a_deadline_ends_the_chunks_and_the_wait_for_commit(pair, steps):
     wanted.time_left_ms = 100 * steps
     paced.allow.release(steps)
     with pytest.raises(DeadlineExceeded):
-        await messages(pair.call(wanted, to))
+        await messages(pair.prompts.prefill(wanted, to))
     await asyncio.wait_for(pair.prefill.node.idle(), PATIENCE_S)
     paced.allow.release(4)
     assert (await pair.prefill.blocks()).blocks_held == 0
@@ -290,7 +252,7 @@ async def test_a_deadline_ends_the_chunks_and_the_wait_for_commit(pair, steps):
     ],
 )
 async def test_a_malformed_request_fails_alone(pair, bad, cached_tokens, field):
-    paced, good = await pair.start_paced(spec("a", prompt(40)))
+    paced, good = await start_paced(pair, spec("a", prompt(40)))
     with pytest.raises(InvalidRequest) as refused:
         to = prefill_pb2.HandoffTarget(cached_tokens=cached_tokens)
         await messages(pair.prompts.prefill(bad, to))
@@ -303,13 +265,13 @@ async def test_a_malformed_request_fails_alone(pair, bad, cached_tokens, field):
 
 @pytest.mark.parametrize("in_time", [True, False])
 async def test_draining_takes_nothing_new_and_finishes_what_runs_or_gives_it_back(
-    directory, store, in_time
+    directory, in_time
 ):
-    async with pair_of(directory, store, drain_s=10.0 if in_time else 0.3) as pair:
-        paced, call = await pair.start_paced(spec("a", prompt(40)))
+    async with pair_of(directory, drain_s=10.0 if in_time else 0.3) as pair:
+        paced, call = await start_paced(pair, spec("a", prompt(40)))
         pair.prefill.stop()
         with pytest.raises(Unavailable, match="draining"):
-            await messages(pair.call(spec("b", prompt(40)), prefill_pb2.HandoffTarget()))
+            await messages(pair.prompts.prefill(spec("b", prompt(40)), prefill_pb2.HandoffTarget()))
         if in_time:
             paced.allow.release(9)
             assert len(await messages(call)) == 3
@@ -326,7 +288,7 @@ async def test_what_was_not_reserved_is_neither_decoded_nor_cached(pair):
     reserved = await pair.router.reserve(spec("a", prompt(40), cache_salt="tenant"))
     others = spec("a", prompt(40, start=9), cache_salt="tenant")
     with pytest.raises(InvalidRequest) as refused:
-        await messages(pair.call(others, target(pair.decode, reserved)))
+        await messages(pair.prompts.prefill(others, target(pair.decode, reserved)))
     assert refused.value.field == "token_digest"
     assert await pair.decode.clean()
     again = await pair.router.reserve(spec("b", prompt(40), cache_salt="tenant"))
