@@ -41,6 +41,9 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
+# Else gRPC ends a connection on which nothing was called for half an hour, and with it the link
+# of a pair of workers.
+_NEVER_IDLE = ("grpc.client_idle_timeout_ms", (1 << 31) - 1)
 _MOST_CALLS_A_TURN = 32
 _STATUS_DETAILS = "grpc-status-details-bin"
 _MAX_TEXT_BYTES = 1000  # of a status: metadata of more than 8 KiB may be refused by its receiver
@@ -254,10 +257,11 @@ def channel(
     """A channel with our options, of asyncio or `kind` grpc, with this process's credentials.
 
     What is called must be the cluster's process of that `role`; without one, the address's host.
-    Such a channel has a connection of its own, which any process at that address may get.
+    Such a channel has a connection of its own, which any process at that address may get. One to a
+    role stays connected, also while nothing is called.
     """
     credentials = credentials or tls.current().of_client()
-    options = OPTIONS if role else [*OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+    options = [_NEVER_IDLE if role else ("grpc.use_local_subchannel_pool", 1), *OPTIONS]
     if credentials is None:
         return kind.insecure_channel(address, options=options)
     name = f"{role}.{tls.DOMAIN}" if role else tls.current().server_name

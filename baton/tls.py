@@ -12,10 +12,10 @@ from __future__ import annotations
 import ipaddress
 import logging
 import ssl
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc
 
@@ -25,6 +25,7 @@ from baton.watched_files import WatchedFiles
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 ROLES = ("router", "prefill", "decode", "admin")
 DOMAIN = "baton"
 _SAN = "x509_subject_alternative_name"
@@ -37,6 +38,27 @@ _CALLERS = {
 }
 
 
+class Reloaded(Generic[T]):
+    """What is made of files, made again when they change; where that fails, the last one stays."""
+
+    def __init__(self, load: Callable[[WatchedFiles], T], kept: str) -> None:
+        """`load` reads them through its argument. Raises ConfigError as it does at first; later
+        ones are logged, behind `kept`."""
+        self._load, self._kept, self._files = load, kept, WatchedFiles()
+        self._value = load(self._files)
+
+    @property
+    def current(self) -> T:
+        """The same object until a file changes."""
+        if self._files.changed:
+            self._files = WatchedFiles()
+            try:
+                self._value = self._load(self._files)
+            except ConfigError as error:
+                log.error("%s: %s", self._kept, error)
+        return self._value
+
+
 @dataclass
 class Credentials:
     """A process's certificate, and whom it trusts, from PEM files. Any of them may be missing."""
@@ -47,10 +69,8 @@ class Credentials:
     client_ca_file: Path | None = None  # of the callers, who must have a certificate then
     insecure: bool = False  # may serve without TLS where other machines can connect
     server_name: str = ""  # of servers that are called without a role; empty: their host
-    _served: WatchedFiles = field(default_factory=WatchedFiles, init=False)
-    _context: ssl.SSLContext | None = field(default=None, init=False)
-    _called: WatchedFiles = field(default_factory=WatchedFiles, init=False)
-    _client: grpc.ChannelCredentials | None = field(default=None, init=False)
+    _server: Reloaded[ssl.SSLContext] | None = field(default=None, init=False)
+    _client: Reloaded[grpc.ChannelCredentials] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if bool(self.cert_file) != bool(self.key_file):
@@ -59,7 +79,7 @@ class Credentials:
             raise ConfigError("--tls-client-ca needs --tls-cert and --tls-key")
         self.ca_file = self.ca_file or self.client_ca_file
         if self.cert_file:
-            self._context = self._load()
+            self._server = Reloaded(self._server_context, "the certificate stays as it is")
 
     @property
     def serves(self) -> bool:
@@ -68,11 +88,12 @@ class Credentials:
 
     def port(self) -> grpc.ServerCredentials:
         """For a gRPC server's port."""
-        served = self._context
+        assert self._server is not None
+        server, served = self._server, self._server.current
 
         def changed() -> Any:
             nonlocal served
-            if (current := self._current()) is served:
+            if (current := server.current) is served:
                 return None
             served = current
             return self._server_configuration()
@@ -85,11 +106,11 @@ class Credentials:
 
     def context(self) -> ssl.SSLContext:
         """For other servers' ports."""
-        assert self._context is not None
-        context = self._context
+        assert self._server is not None
+        server, context = self._server, self._server.current
 
         def hello(connection: Any, name: Any, _: ssl.SSLContext) -> None:
-            connection.context = self._current()
+            connection.context = server.current
 
         context.sni_callback = hello
         return context
@@ -99,23 +120,13 @@ class Credentials:
 
         Raises ConfigError where a file cannot be used at first; later the old ones stay.
         """
-        if self.ca_file is None or (self._client and not self._called.changed):
-            return self._client
-        self._called = WatchedFiles()
-        try:
-            files = (self.ca_file, self.key_file, self.cert_file)
-            ca, key, cert = (self._called.read(path) if path else None for path in files)
-            self.client_context()  # the certificate may have been replaced, and its key not yet
-        except OSError as error:
-            text = f"{error.filename} cannot be read: {error.strerror}"
-            if isinstance(error, ssl.SSLError):
-                text = f"{', '.join(map(str, filter(None, files)))} cannot be used for TLS: {error}"
-            if self._client is None:
-                raise ConfigError(text) from error
-            log.error("calls go on with the old certificate: %s", text)
-        else:
-            self._client = grpc.ssl_channel_credentials(ca, key, cert)
-        return self._client
+        if self.ca_file is None:
+            return None
+        if self._client is None:
+            self._client = Reloaded(
+                self._client_credentials, "calls go on with the old certificate"
+            )
+        return self._client.current
 
     def client_context(self) -> ssl.SSLContext:
         """For calls of other protocols; without an authority it trusts those of this machine."""
@@ -139,30 +150,32 @@ class Credentials:
         roots = self.client_ca_file.read_bytes() if self.client_ca_file else None
         return grpc.ssl_server_certificate_configuration([pair], roots)
 
-    def _load(self) -> ssl.SSLContext:
+    def _server_context(self, files: WatchedFiles) -> ssl.SSLContext:
         assert self.cert_file is not None
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        self._served = WatchedFiles()
         try:
             for path in filter(None, (self.cert_file, self.key_file, self.client_ca_file)):
-                self._served.read(path)
+                files.read(path)
             context.load_cert_chain(self.cert_file, self.key_file)
             if self.client_ca_file:
                 context.load_verify_locations(self.client_ca_file)
                 context.verify_mode = ssl.CERT_REQUIRED
         except (OSError, ssl.SSLError) as error:
-            files = ", ".join(map(str, filter(None, (self.cert_file, self.key_file))))
-            raise ConfigError(f"{files} cannot be used for TLS: {error}") from error
+            named = ", ".join(map(str, filter(None, (self.cert_file, self.key_file))))
+            raise ConfigError(f"{named} cannot be used for TLS: {error}") from error
         return context
 
-    def _current(self) -> ssl.SSLContext:
-        assert self._context is not None
-        if self._served.changed:
-            try:
-                self._context = self._load()
-            except ConfigError as error:
-                log.error("the certificate stays as it is: %s", error)
-        return self._context
+    def _client_credentials(self, files: WatchedFiles) -> grpc.ChannelCredentials:
+        paths = (self.ca_file, self.key_file, self.cert_file)
+        try:
+            ca, key, cert = (files.read(path) if path else None for path in paths)
+            self.client_context()  # the certificate may have been replaced, and its key not yet
+        except ssl.SSLError as error:
+            named = ", ".join(map(str, filter(None, paths)))
+            raise ConfigError(f"{named} cannot be used for TLS: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
+        return grpc.ssl_channel_credentials(ca, key, cert)
 
 
 _process = Credentials()

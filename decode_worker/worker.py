@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
 import grpc
 
 from baton import telemetry
@@ -31,6 +34,7 @@ class DecodeWorker(Node):
             pools, self.record, usable, owner, self.find, timeout_s=timeout_s
         )
         self._reservations.receiver = self._receiver
+        self._closing_links = asyncio.create_task(self._close_links())
 
     def add_to(self, server: grpc.aio.Server) -> list[str]:
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self._receiver, server)
@@ -45,7 +49,14 @@ class DecodeWorker(Node):
     async def close(self) -> None:
         """Gives what still runs back to its routers, then ends the links."""
         await self._reservations.close()
+        self._closing_links.cancel()
         await self._receiver.close()
+
+    async def _close_links(self) -> None:
+        """Closes links to prefill workers that have left: one on another host does not say so."""
+        async with contextlib.aclosing(self._members.changes()) as changes:
+            async for records in changes:
+                self._receiver.keep_links(records.keys())
 
     def dispatch(self, router: RouterConnection, message: RouterMessage) -> None:
         for request in message.reserve:

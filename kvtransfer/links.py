@@ -139,6 +139,7 @@ class LinkPool:
     def __post_init__(self) -> None:
         self._links: dict[str, PairLink] = {}  # least recently used first
         self._opening: dict[str, asyncio.Task[PairLink]] = {}
+        self._ahead: set[str] = set()  # of these, what no handoff waits for yet
         self._refused_until: dict[str, float] = {}
         self._unusable: dict[tuple[str, Kind], str] = {}  # by peer; why
         self._warned: set[tuple[str, str]] = set()  # of which peer's fallback
@@ -164,11 +165,10 @@ class LinkPool:
                 if left_s > 0 and not skip_backoff:
                     pair = f"{self.record.incarnation} → {peer}"
                     raise Unavailable(f"the pair {pair} failed just now", left_s)
-                opening = self._opening[peer] = asyncio.create_task(self._open(peer))
-                # Its error is looked at even if everyone who waits for it is cancelled.
-                opening.add_done_callback(lambda task: task.cancelled() or task.exception())
+                self._begin_opening(peer)
             # It is not cancelled: others may wait for the same link, and its own time is bounded.
             opening = self._opening[peer]
+            self._ahead.discard(peer)
             await asyncio.wait({opening}, timeout=deadline.left_s(3 * _CONNECT_S))
             if not opening.done():
                 deadline.left_s(0)
@@ -177,6 +177,17 @@ class LinkPool:
         self._links[peer] = self._links.pop(peer)
         link.users += 1
         return link
+
+    async def open_ahead(self, peer: str) -> None:
+        """Opens the link to a decode worker before a handoff needs it, unless there is no room.
+
+        A failure is logged and has no consequence: the first handoff tries again.
+        """
+        known = len(self._links) + len(self._opening)
+        if self._closed or peer in self._links or peer in self._opening or known >= self.cap:
+            return
+        self._ahead.add(peer)
+        await asyncio.wait({self._begin_opening(peer)})
 
     def release(self, link: PairLink) -> None:
         link.users -= 1
@@ -263,21 +274,31 @@ class LinkPool:
         while self._closing:
             await asyncio.gather(*self._closing)
 
+    def _begin_opening(self, peer: str) -> asyncio.Task[PairLink]:
+        opening = self._opening[peer] = asyncio.create_task(self._open(peer))
+        # Its error is looked at even if everyone who waits for it is cancelled.
+        opening.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return opening
+
     async def _open(self, peer: str) -> PairLink:
         try:
             decode = await self.find_decode(peer)
             try:
                 self._make_room()
                 link = await self._connect(decode)
-            except (KvMismatch, Stale, Overloaded):
-                raise
             except BatonError as error:
-                us = self.record.incarnation
-                log.warning("no link from prefill %s to decode %s: %s", us, peer, error)
-                self._quarantine(peer)
+                ahead = peer in self._ahead
+                # A handoff tells its router of these, which say nothing of the pair's network.
+                refused = isinstance(error, (KvMismatch, Stale, Overloaded))
+                if ahead or not refused:
+                    us = self.record.incarnation
+                    log.warning("no link from prefill %s to decode %s: %s", us, peer, error)
+                if not (ahead or refused):
+                    self._quarantine(peer)
                 raise
         finally:
             del self._opening[peer]
+            self._ahead.discard(peer)
         log.info("link to decode %s: %s, epoch %d", peer, link.transport.name, link.epoch)
         self._links[peer] = link
         return link

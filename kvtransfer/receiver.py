@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
@@ -280,6 +280,11 @@ class HandoffReceiver(HandoffServiceServicer):
             if not record.writing:
                 del self._incoming[handoff_id]
 
+    def keep_links(self, incarnations: Set[str]) -> None:
+        """Closes the links of all other prefill processes, except those that handoffs use."""
+        for incarnation in self._peers.keys() - incarnations - self._busy():
+            self._drop(incarnation)
+
     async def peer_gone(self, incarnation: str) -> None:
         """That prefill process is dead: nothing of it is written once this returns, and the
         handoffs that it leaves unfinished are given up."""
@@ -463,6 +468,10 @@ class HandoffReceiver(HandoffServiceServicer):
             del self._peers[incarnation]
             in_background(self._tasks, peer.free())
 
+    def _busy(self) -> Set[str]:
+        """The prefill processes from which bytes are coming."""
+        return {record.peer for record in self._incoming.values()}
+
     def _make_room(self, transport: Transport) -> None:
         """Drops a link without handoffs if there are too many, of all kinds or of this one."""
         names = list(self._peers)
@@ -470,7 +479,7 @@ class HandoffReceiver(HandoffServiceServicer):
             names = [n for n, peer in self._peers.items() if peer.transport.kind == transport.kind]
             if len(names) < transport.max_links:
                 return
-        busy = {record.peer for record in self._incoming.values()}
+        busy = self._busy()
         idle = next((name for name in names if name not in busy), None)
         if idle is None:
             raise Overloaded(f"all {len(names)} links are in use")

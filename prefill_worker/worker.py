@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -30,7 +31,8 @@ from baton.errors import (
     Unavailable,
 )
 from baton.prefix import token_digest
-from baton.v1 import prefill_pb2, worker_pb2
+from baton.v1 import common_pb2, prefill_pb2, worker_pb2
+from baton.v1.common_pb2 import WorkerRecord
 from baton.v1.dispatch_pb2 import RouterMessage
 from baton.worker.messages import (
     FINISH_REASONS,
@@ -50,6 +52,9 @@ log = logging.getLogger(__name__)
 
 Send = Callable[[prefill_pb2.PrefillResponse], None]
 _HANDOFF_ID = "sequence.handoff_id"
+# Workers of a role in a fleet whose links are opened before handoffs need them: a prefill worker
+# keeps so many, and a decode worker so many over NCCL.
+MOST_OPENED_TO = 16
 
 
 @dataclass
@@ -76,6 +81,7 @@ class PrefillWorker(Node):
         except CheckpointError as error:  # it generates all the same
             self._no_pooling = f"this model's embeddings cannot be computed: {error}"
         self._links = LinkPool(pools, self.record, usable, self.find)
+        self._opening_links = asyncio.create_task(self._open_links())
         self.metrics.observe_links(self._links.status)
         self._prompts: dict[str, Prompt] = {}
         self._tasks: dict[tuple[RouterConnection, str], asyncio.Task[None]] = {}
@@ -105,7 +111,21 @@ class PrefillWorker(Node):
                 await self.idle()
         except TimeoutError:
             log.warning("%d prompts did not end; their calls are cancelled", len(self._prompts))
+        self._opening_links.cancel()
         await self._links.close()
+
+    async def _open_links(self) -> None:
+        """Opens the links to decode workers as they come, so that no handoff has to wait for it.
+
+        One at a time; one that fails is left to the first handoff.
+        """
+        tried = set[str]()
+        async with contextlib.aclosing(self._members.changes()) as changes:
+            async for records in changes:
+                tried &= records.keys()
+                for peer in peers_to_open(records, self.incarnation) - tried:
+                    tried.add(peer)
+                    await self._links.open_ahead(peer)
 
     def dispatch(self, router: RouterConnection, message: RouterMessage) -> None:
         for request in message.prefill:
@@ -294,6 +314,21 @@ class PrefillWorker(Node):
         attributes = {"baton.chunk_tokens": done - before, "baton.computed_tokens": done}
         took = prompt.trace, report.started_ns, report.ended_ns
         telemetry.record(self.tracer, "prefill.chunk", *took, attributes)
+
+
+def peers_to_open(records: Mapping[str, WorkerRecord], incarnation: str) -> set[str]:
+    """The decode workers to which this prefill worker should have a link: both ends are READY, and
+    routers pair them. None in a fleet where links opened so would close one another.
+    """
+    own, ready = records.get(incarnation), common_pb2.WORKER_STATE_READY
+    largest_role = max(Counter(one.role for one in records.values()).values(), default=0)
+    if own is None or own.state != ready or largest_role > MOST_OPENED_TO:
+        return set()
+    return {
+        one.incarnation
+        for one in records.values()
+        if one.role == common_pb2.WORKER_ROLE_DECODE and one.state == ready and one.kv == own.kv
+    }
 
 
 def _first_token(progress: Progress) -> prefill_pb2.PrefillFirstToken:

@@ -29,6 +29,11 @@ class MemoryRegistry:
         self.entries[record.incarnation] = copy.deepcopy(record)
         self._settle()
 
+    def drop(self, incarnation):
+        """Ends a record's lease."""
+        del self.entries[incarnation]
+        self._settle()
+
     @contextlib.asynccontextmanager
     async def register(self, record):
         self._require()

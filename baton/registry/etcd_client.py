@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -25,6 +26,7 @@ from baton.errors import (
     Unavailable,
 )
 from baton.registry.backoff import Backoff
+from baton.tls import Reloaded
 from baton.v1 import etcd_pb2, etcd_pb2_grpc
 from baton.watched_files import WatchedFiles
 
@@ -93,6 +95,8 @@ class _Endpoint:
         return int(answers[0].TTL)
 
 
+# (host:port, credentials) of each endpoint.
+Addresses: TypeAlias = list[tuple[str, grpc.ChannelCredentials | None]]
 # One of an endpoint's methods.
 Pick = Callable[[_Endpoint], Callable[..., Awaitable[Any]]]
 
@@ -109,9 +113,11 @@ class EtcdClient:
         self.names = config.etcd
         self._user = config.user
         self._password = _password(config)
-        self._config, self._files = config, WatchedFiles()
-        self._addresses = _addresses(config, self._files)
+        self._config = config
+        kept = "calls to etcd go on with the old certificate"
+        self._addresses = Reloaded(partial(_addresses, config), kept)
         self._endpoints: list[_Endpoint] = []  # made in the running loop, by the first call
+        self._made_for: Addresses = []
         self._current = 0
         self._token: str | None = None  # "": etcd has authentication switched off
 
@@ -231,12 +237,13 @@ class EtcdClient:
     async def _call(self, pick: Pick, request: Any) -> Any:
         """Tries each endpoint once, and raises what the first one did."""
         errors: list[Unavailable] = []
-        for _ in self._addresses:
+        addresses = self._addresses.current
+        for _ in addresses:
             try:
                 return await self._attempt(pick, request)
             except Unavailable as error:
                 errors.append(error)
-                self._current = (self._current + 1) % len(self._addresses)
+                self._current = (self._current + 1) % len(addresses)
         raise errors[0]
 
     async def _attempt(self, pick: Pick, request: Any, *, again: bool = True) -> Any:
@@ -272,14 +279,10 @@ class EtcdClient:
         return (("token", self._token),) if self._token else ()
 
     def _endpoint(self) -> _Endpoint:
-        if self._files.changed:
-            self._files = WatchedFiles()
-            try:  # calls that run on an earlier channel go on
-                self._addresses, self._endpoints = _addresses(self._config, self._files), []
-            except ConfigError as error:
-                log.error("calls to etcd go on with the old certificate: %s", error)
-        if not self._endpoints:
-            self._endpoints = [_Endpoint(*address) for address in self._addresses]
+        addresses = self._addresses.current
+        if not self._endpoints or addresses is not self._made_for:
+            # Calls that run on an earlier channel go on.
+            self._made_for, self._endpoints = addresses, [_Endpoint(*one) for one in addresses]
         return self._endpoints[self._current]
 
 
@@ -298,12 +301,10 @@ def _password(config: RegistryConfig) -> str:
         raise ConfigError(f"--etcd-password-file {config.password_file} is no UTF-8") from error
 
 
-def _addresses(
-    config: RegistryConfig, files: WatchedFiles
-) -> list[tuple[str, grpc.ChannelCredentials | None]]:
-    """(host:port, credentials) of each endpoint; TLS with https:// or a CA or certificate."""
+def _addresses(config: RegistryConfig, files: WatchedFiles) -> Addresses:
+    """Of each endpoint; TLS with https:// or a CA or certificate."""
     has_files = bool(config.ca_file or config.cert_file)
-    found: list[tuple[str, grpc.ChannelCredentials | None]] = []
+    found: Addresses = []
     for text in config.etcd.split(","):
         if has_files and text.startswith("http://"):
             raise ConfigError(f"--etcd {text} is not TLS: use https:// with --etcd-ca/--etcd-cert")

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from google.protobuf import json_format
 
 from baton.errors import InvalidRequest
-from baton.v1.common_pb2 import WorkerRecord, WorkerRole
+from baton.v1.common_pb2 import WorkerRecord, WorkerRole, WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -38,15 +38,17 @@ class Membership:
         self._changed = asyncio.Event()  # one for each snapshot
 
     async def find(self, incarnation: str, timeout_s: float) -> WorkerRecord | None:
-        """A member's record, or None; a member that is not known yet has `timeout_s` to come."""
+        """A member's record, or None; one that is not known yet, or only as STARTING, which says
+        little of it, has `timeout_s` to come."""
         try:
             async with asyncio.timeout(timeout_s), aclosing(self.changes()) as changes:
                 async for records in changes:
-                    if incarnation in records:
-                        return records[incarnation]
+                    found = records.get(incarnation)
+                    if found is not None and found.state != WorkerState.WORKER_STATE_STARTING:
+                        return found
         except TimeoutError:
             pass
-        return None
+        return self.records.get(incarnation)
 
     async def changes(self) -> AsyncGenerator[Mapping[str, WorkerRecord], None]:
         """Yields `records` now and whenever they or `connected` change; ends with the watch."""

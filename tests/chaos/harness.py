@@ -47,7 +47,7 @@ RELEASE_S = 15.0
 RECOVERY_S = 90.0  # for every process to be back after the last fault
 TRACE_S = 20.0  # for the spans of the last requests to arrive
 _EXPORT_S = 6.0  # spans that are younger die with their process
-_WARM_UPS = 30  # rounds in which every pair of workers must have a link
+_WARM_UPS = 30  # rounds in which every pair of workers must have used its link
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Harness:
         await enter(self.cluster)
 
     async def _warm_up(self, runs: Sequence[Run]) -> None:
-        """Requests every run several times at once, until every pair of workers has a link.
+        """Requests every run several times at once, until every pair of workers has used its link.
 
         What links hold is then part of the baseline.
         """
@@ -128,14 +128,14 @@ class Harness:
                     ChaosRequest(run, len(run.whole.token_ids), salt) for run in (*runs, *runs)
                 ]
                 await asyncio.gather(*(send(client, request) for request in requests))
-                known = (await client.status())["pairs"]
+                used = [one for one in (await client.status())["pairs"] if one["sent_bytes"]]
                 living = self.cluster.membership.records
                 if (
-                    sum(one["prefill"] in living and one["decode"] in living for one in known)
+                    sum(one["prefill"] in living and one["decode"] in living for one in used)
                     == pairs
                 ):
                     return
-        raise AssertionError(f"not all {pairs} pairs have a link after {_WARM_UPS} rounds")
+        raise AssertionError(f"not all {pairs} pairs used a link within {_WARM_UPS} rounds")
 
     async def round(self, runs: Sequence[Run], seed: int, seconds: float) -> ChaosStats:
         """Faults under load, with everything checked at the end; the stats of all rounds so far."""

@@ -13,9 +13,11 @@ import openai
 import pydantic
 import pytest
 
+from baton import rpc
 from baton.config import DEMO_MODEL
 from baton.engine.ops.native import library
 from baton.local.span_store import is_complete
+from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.cluster.oracle import (
     ENGINE,
     LENGTHS,
@@ -27,6 +29,7 @@ from tests.cluster.oracle import (
     check,
     decoding_process,
 )  # fmt: skip
+from tests.waiting import eventually
 
 SERVICES = {"baton-router", "baton-prefill", "baton-decode"}
 CONFIG = json.loads((DEMO_MODEL / "config.json").read_text())
@@ -133,7 +136,7 @@ async def test_the_trace_of_a_long_prompt(clusters, oracle, receiver):
     The router assigns the handoff's id: with two, each end would wait for the other.
     """
     _, client = await clusters()
-    await check(client, oracle, oracle.case(64, 100))  # makes the link
+    await check(client, oracle, oracle.case(64, 100))  # the link is open then
     for attempt in range(5):  # the first token and Commit race, on a busy machine by much
         done = await check(client, oracle, oracle.case(1900), cache_salt=f"own {attempt}")
         await all_blocks_free(client)
@@ -156,6 +159,31 @@ async def test_the_trace_of_a_long_prompt(clusters, oracle, receiver):
            if span.attributes.get("baton.handoff_id")}  # fmt: skip
     assert "baton.handoff_id" in transfer.attributes
     assert ids == {f"{done.request_id}-1"}
+
+
+async def test_the_first_handoff_of_a_pair_opens_nothing(clusters, simulated):
+    """Its link is there since both workers are. An epoch counts the links that a decode worker
+    has offered."""
+    cluster, client = await clusters(engine=SIMULATED, decode=2, alone=True)
+    records = cluster.membership.records.values()
+    (prefill,) = (one for one in records if one.role == common_pb2.WORKER_ROLE_PREFILL)
+    async with rpc.channel(prefill.address) as channel:
+        worker = worker_pb2_grpc.WorkerServiceStub(channel)
+
+        async def links():
+            found = await worker.Describe(worker_pb2.DescribeRequest(), timeout=10)
+            return {link.decode: link for link in found.pairs}
+
+        before = await eventually(links, lambda found: len(found) == 2, "not every link is open")
+        for decode in before:
+            done = await check(
+                client, simulated, simulated.case(100), workers=(prefill.incarnation, decode)
+            )
+            assert done.route.transport == "shm"
+        after = await links()
+    assert [link.sent_bytes > 0 for link in before.values()] == [False] * 2
+    assert [link.sent_bytes > 0 for link in after.values()] == [True] * 2
+    assert [link.epoch for link in (*before.values(), *after.values())] == [1] * 4
 
 
 # Native kernels give a row the same bits beside any other rows, in any precision.

@@ -213,7 +213,7 @@ def acting(name):
 class Receiver(HandoffReceiver):
     """Calls `acts[name](request)`, which may raise or wait, before it serves that RPC."""
 
-    Commit, Abort = acting("Commit"), acting("Abort")
+    Offer, Commit, Abort = map(acting, ("Offer", "Commit", "Abort"))
 
 
 class Decode:

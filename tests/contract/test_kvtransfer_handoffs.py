@@ -24,6 +24,7 @@ from .kvtransfer_parts import (
     TRANSPORTS,
     Decode,
     Prefill,
+    Times,
     answer,
     expect_only,
     make_pool,
@@ -316,6 +317,60 @@ async def test_an_ended_handoff_takes_no_more_chunks_and_a_deadline_ends_one_tha
             await asyncio.wait_for(asyncio.shield(handoff._task), 5)
     assert "h" in decode.held.reasons
     assert pairs(prefill) == [(1, "OPEN")]
+
+
+@every_transport
+async def test_a_link_opened_ahead_is_the_first_handoffs_and_closes_no_other(name):
+    transport = TRANSPORTS[name]()
+    async with (
+        Prefill(transport, cap=1) as prefill,
+        Decode(transport, incarnation="a") as a,
+        Decode(transport, incarnation="b") as b,
+    ):
+        for decode in (a, b, a):
+            await prefill.links.open_ahead(decode.record.incarnation)
+        assert [pair.decode for pair in prefill.links.status()] == ["a"]
+        assert not b.receiver._peers  # where there is no room nothing is offered
+        await prefill.hand_over(a.reserve("h", 4, 1), "h", slots(4, 1))
+        assert pairs(prefill) == [(1, "OPEN")]
+        await prefill.hand_over(b.reserve("i", 4, 1), "i", slots(4, 1))
+        assert [pair.decode for pair in prefill.links.status()] == ["b"]
+
+
+@pytest.mark.parametrize("cls", [errors.TransferFailed, errors.KvMismatch, errors.Overloaded])
+async def test_a_link_that_fails_ahead_is_logged_and_harms_no_handoff_that_comes_later(
+    join, caplog, cls
+):
+    prefill, decode = await join("shm", prefill={"backoff_s": 60.0})
+    decode.before["Offer"] = offers = Times(1, cls("not now"))
+    await prefill.links.open_ahead("d")
+    [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.getMessage() == "no link from prefill p to decode d: not now"
+    assert pairs(prefill) == []
+    await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
+    assert (offers.calls, pairs(prefill)) == (2, [(1, "OPEN")])
+
+
+async def test_a_handoff_waits_for_the_link_that_is_opened_ahead_and_fails_with_it(join):
+    prefill, decode = await join("shm", prefill={"backoff_s": 60.0})
+    offered, answered = asyncio.Event(), asyncio.Event()
+
+    async def fails(request):
+        offered.set()
+        await answered.wait()
+        raise errors.TransferFailed("not now")
+
+    decode.before["Offer"] = Times(1, fails)
+    ahead = asyncio.create_task(prefill.links.open_ahead("d"))
+    await offered.wait()
+    to = decode.reserve("h", 4, 1)
+    handoff = asyncio.create_task(prefill.links.acquire(to, Deadline(5.0)))
+    await asyncio.sleep(0)  # it waits now
+    answered.set()
+    await ahead
+    with pytest.raises(errors.TransferFailed, match="not now"):
+        await handoff
+    assert [pair.state for pair in prefill.links.status()] == ["QUARANTINED"]
 
 
 @every_transport

@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 from baton.errors import TransferFailed
 from kvtransfer.digest import WordDigest
 from kvtransfer.pool import Digest
+from kvtransfer.transports import process_group
 from kvtransfer.transports.process_group import Rendezvous
 
 from .kvtransfer_parts import BLOCKS, POOLS, TRANSPORTS, Pair, expect_only, make_pool, slots
@@ -172,6 +173,8 @@ def test_who_has_the_connection_but_not_the_secret_is_found_out_by_its_hello(
     gloo_pair, monkeypatch, stranger
 ):
     transport, hello, main = gloo_pair.transport, Rendezvous.hello, threading.current_thread()
+    close, closed = process_group._End.close, []
+    monkeypatch.setattr(process_group._End, "close", lambda end: closed.append(end) or close(end))
 
     def guessed(meeting, rank):
         """Zeros where an end would send its own hello, if it is the stranger."""
@@ -190,6 +193,7 @@ def test_who_has_the_connection_but_not_the_secret_is_found_out_by_its_hello(
         if stranger == "sender":
             found["sender"] = fails_in_time(partial(accepted.result, 5), within_s=2.0)
     assert "not the one that this link was offered to" in found[stranger]
+    assert len(set(closed)) == len(found), "an end that did not open keeps its group"
     listener.close()
 
 

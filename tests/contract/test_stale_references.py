@@ -58,7 +58,7 @@ def alone(directory):
 
 
 class Cluster(Pair):
-    """Whose streams and writes can be held."""
+    """What a router asks of the two."""
 
     async def hand_over(self, name, token_ids, count):
         """Every token of a request that both workers serve."""
@@ -85,7 +85,6 @@ class Cluster(Pair):
 
     async def held_write(self, wanted):
         """A handoff whose bytes are about to be written, all else being done."""
-        await self.hand_over("opens", prompt(3, start=200), 2)  # the link
         (link,) = self.prefill.node._links._links.values()
         return HeldWrite(link._link), await self.start(wanted)
 
@@ -127,9 +126,7 @@ async def first_token(call):
 
 
 def cluster(directory, transport, **decode):
-    """Two workers; the settings are decode's."""
-    decode["transport"] = transport
-    return pair_of(directory, MemoryRegistry(), Cluster, decode=decode, transport=transport)
+    return pair_of(directory, Cluster, transport, **decode)
 
 
 def metric(worker, series):

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from grpc import StatusCode
+from grpc import ChannelConnectivity, StatusCode
 from grpc.aio import AioRpcError, Metadata
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import errors, rpc
 from baton.server import Health, bind
@@ -105,6 +106,21 @@ async def test_errors_keep_class_text_and_details_over_a_call(scripted):
         for received in (await failure(stub), await stream_failure(stub)):
             assert (type(received), str(received)) == (type(error), text)
             assert vars(received) == vars(error)
+
+
+async def test_a_channel_to_a_role_stays_connected_while_nothing_is_called(monkeypatch):
+    """Or a link would seem to have ended. gRPC's time is half an hour, a second the shortest."""
+    monkeypatch.setattr(rpc, "OPTIONS", [*rpc.OPTIONS, ("grpc.client_idle_timeout_ms", 1000)])
+    server, address = bind("127.0.0.1", 0)
+    Health().add_to(server, [])
+    await server.start()
+    async with rpc.channel(address, role="decode") as held, rpc.channel(address) as other:
+        for channel in (held, other):
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        await asyncio.wait_for(other.wait_for_state_change(ChannelConnectivity.READY), 10)
+        await asyncio.sleep(0.5)
+        assert held.get_state() is ChannelConnectivity.READY
+    await server.stop(None)
 
 
 async def test_a_bug_and_an_unknown_code_are_internal(scripted, caplog):

@@ -21,6 +21,7 @@ from tests.unit.worker.running import (
     offer_of,
     prompt,
     spec,
+    until,
 )
 
 
@@ -326,3 +327,17 @@ async def test_only_a_registered_prefill_worker_gets_a_link(decode, router, stor
     names = await granted(decode, router)
     await decode.handoff.Abort(handoff_pb2.AbortRequest(**names), timeout=PATIENCE_S)
     store.start()
+
+
+async def test_links_of_prefill_workers_that_have_left_are_closed_once_no_handoff_uses_them(
+    decode, router
+):
+    """Nothing else tells of one on another host, and each new one would add a link."""
+    names = await granted(decode, router)
+    links = decode.node._receiver._peers
+    decode.store.drop("writer")
+    await asyncio.sleep(0.02)
+    assert list(links) == ["writer"]
+    await decode.handoff.Abort(handoff_pb2.AbortRequest(**names), timeout=PATIENCE_S)
+    decode.knows_prefill("another")
+    await until(lambda: not links)

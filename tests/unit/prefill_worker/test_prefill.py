@@ -6,46 +6,77 @@ import pytest
 
 from baton.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from baton.v1 import common_pb2, prefill_pb2
+from prefill_worker.worker import MOST_OPENED_TO, peers_to_open
 from tests.unit.worker.running import (
     PATIENCE_S,
     Paced,
-    Pair,
     Router,
+    Worker,
     asked,
     matching,
     pair_of,
     prompt,
     spec,
     target,
+    until,
 )
 
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 
 
-class PacedPair(Pair):
-    """Whose prompts can be held."""
-
-    async def start_paced(self, wanted):
-        """The running prompt, its first step waiting for `allow`."""
-        paced = Paced(self.prefill)
-        call = await self.start(wanted)
-        await paced.waits()
-        return paced, call
-
-    async def open_link(self):
-        """From now on decode gets Aborts however early they come; before, the router cancels."""
-        await messages(await self.start(spec("opens", prompt(1, start=200))))
-        await self.router.tokens("opens")
-
-
 @pytest.fixture
-async def pair(directory, store):
-    async with pair_of(directory, store, PacedPair) as pair:
+async def pair(directory):
+    async with pair_of(directory) as pair:
         yield pair
+
+
+async def start_paced(pair, wanted):
+    """The running prompt, its first step waiting for `allow`."""
+    paced = Paced(pair.prefill)
+    call = await pair.start(wanted)
+    await paced.waits()
+    return paced, call
 
 
 async def messages(call):
     return await call.all()
+
+
+async def test_links_are_opened_as_workers_come_and_no_handoff_opens_one(pair, directory):
+    """An epoch counts the Offers that a decode worker has answered."""
+
+    def links():
+        return {link.decode: link.epoch for link in pair.prefill.node.pairs()}
+
+    async with Worker("decode", directory, pair.prefill.store, incarnation="decode-1"):
+        await until(lambda: links() == {"decode-0": 1, "decode-1": 1})
+    await until(lambda: links() == {"decode-0": 1})  # the other has left
+    await messages(await pair.start(spec("a", prompt(20))))
+    await pair.router.tokens("a")
+    assert links() == {"decode-0": 1}
+
+
+def test_links_are_opened_to_ready_workers_of_the_same_kv_and_not_in_large_fleets():
+    def record(name, **fields):
+        role = common_pb2.WorkerRole.Value(f"WORKER_ROLE_{name.split('-')[0].upper()}")
+        return common_pb2.WorkerRecord(
+            **{"incarnation": name, "role": role, "state": "WORKER_STATE_READY", **fields}
+        )
+
+    def opened(*more, **own):
+        all_of_them = [record("prefill-0", **own), record("decode-0"), *more]
+        return peers_to_open({one.incarnation: one for one in all_of_them}, "prefill-0")
+
+    assert peers_to_open({}, "prefill-0") == set()
+    assert opened(record("decode-1"), record("prefill-1")) == {"decode-0", "decode-1"}
+    for state in ("STARTING", "DRAINING"):
+        assert opened(record("decode-1", state=f"WORKER_STATE_{state}")) == {"decode-0"}
+        assert opened(state=f"WORKER_STATE_{state}") == set()
+    assert opened(record("decode-1", kv={"block_size": 32})) == {"decode-0"}
+    for role in ("prefill", "decode"):
+        most = [record(f"{role}-{n}") for n in range(MOST_OPENED_TO)]
+        assert len(opened(*most)) == (1 if role == "prefill" else MOST_OPENED_TO)
+        assert opened(*most, record(f"{role}-one-more")) == set()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 33, 100])
@@ -75,8 +106,7 @@ async def test_the_first_token_does_not_wait_for_the_handoff(pair):
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_first_token_that_is_the_last_commits_nothing(pair, late):
     """Also when its blocks are gone before the event loop gets the reports."""
-    await pair.open_link()
-    paced, call = await pair.start_paced(spec("a", prompt(40), 1))
+    paced, call = await start_paced(pair, spec("a", prompt(40), 1))
     paced.allow.release(2)
     engine = pair.prefill.node.engine
     while late and "a" in engine._sequences:  # the event loop is held
@@ -94,9 +124,8 @@ async def test_a_prompt_alone_is_computed_whole_and_handed_to_nobody(pair):
 
     scored = await messages(await pair.start(wanted("a", 4)))
     await pair.router.tokens("a")
-    alone = await messages(
-        pair.prompts.prefill(wanted("b", 0), None)
-    )  # its prefix is cached by now
+    # Its prefix is cached by now.
+    alone = await messages(pair.prompts.prefill(wanted("b", 0), None))
     parts = [message.prompt_logprobs for message in alone[1:-1]]
     assert parts == [message.prompt_logprobs for message in scored[1:-2]]
     assert alone[0].started.cached_tokens == 0 and len(parts) == 3
@@ -126,8 +155,8 @@ async def test_a_prompts_embedding_is_normalized_and_of_its_last_token(pair):
 
 
 @pytest.mark.parametrize(("decode_caches", "sent"), [(True, 6), (False, 70)])
-async def test_cached_prompts_send_what_decode_lacks(directory, store, decode_caches, sent):
-    async with pair_of(directory, store, decode={"prefix_cache": decode_caches}) as pair:
+async def test_cached_prompts_send_what_decode_lacks(directory, decode_caches, sent):
+    async with pair_of(directory, prefix_cache=decode_caches) as pair:
         made = []
         for name in ("a", "b"):
             responses = await messages(await pair.start(spec(name, prompt(70), 5)))
@@ -138,8 +167,7 @@ async def test_cached_prompts_send_what_decode_lacks(directory, store, decode_ca
 
 
 async def test_cancel_stops_the_chunks_before_decode_has_answered_the_abort(pair):
-    await pair.open_link()
-    paced, call = await pair.start_paced(spec("a", prompt(100)))
+    paced, call = await start_paced(pair, spec("a", prompt(100)))
     paced.allow.release()
     assert (await call.read()).HasField("started")
     gate, halted = pair.decode.hold_engine(), asked(pair.prefill, "halt")  # Abort needs the engine
@@ -150,12 +178,12 @@ async def test_cancel_stops_the_chunks_before_decode_has_answered_the_abort(pair
     assert (load.running, load.waiting) == (0, 0)
     gate.set()
     assert await pair.clean()
-    assert (await pair.prefill.blocks()).steps <= 3  # of five, with the one that opened the link
+    assert (await pair.prefill.blocks()).steps <= 2  # of four
 
 
 async def test_a_prompt_that_is_due_earlier_overtakes_between_chunks(pair):
     queued = asked(pair.prefill, "add", 2)
-    paced, late = await pair.start_paced(spec("late", prompt(100), virtual_finish_ms=600_000))
+    paced, late = await start_paced(pair, spec("late", prompt(100), virtual_finish_ms=600_000))
     early = await pair.start(spec("early", prompt(40, start=50), virtual_finish_ms=1_000))
     await asyncio.wait_for(queued.wait(), PATIENCE_S)
     paced.allow.release(3)  # a chunk of the late one, and the two that the early one needs
@@ -168,7 +196,7 @@ async def test_a_prompt_that_is_due_earlier_overtakes_between_chunks(pair):
 
 
 async def test_a_reservation_cancelled_on_the_way_fails_the_prompt(pair):
-    paced, call = await pair.start_paced(spec("a", prompt(100)))
+    paced, call = await start_paced(pair, spec("a", prompt(100)))
     await pair.router.cancel("a")
     paced.allow.release(4)
     with pytest.raises(Exception, match=r"gone|not reserved"):
@@ -183,8 +211,7 @@ async def test_what_ends_while_its_grammar_is_compiled_runs_no_chunk(pair, end):
     wanted.time_left_ms = 300 if end == "late" else 0
     async with Router(pair.prefill, "other") as other:
         call = other.prefill(wanted, to)
-        while len(submitted) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: len(submitted) >= 2)
         if end == "late":
             with pytest.raises(DeadlineExceeded):
                 await messages(call)
@@ -202,7 +229,6 @@ async def test_what_ends_while_its_grammar_is_compiled_runs_no_chunk(pair, end):
 
 @pytest.mark.parametrize("steps", [1, 4])
 async def test_a_deadline_ends_the_chunks_and_the_wait_for_commit(pair, steps):
-    await pair.open_link()
     paced, wanted = Paced(pair.prefill), spec("a", prompt(100))
     to = target(pair.decode, await pair.router.reserve(wanted))
     gate = pair.decode.hold_engine()  # Commit needs it
@@ -226,7 +252,7 @@ async def test_a_deadline_ends_the_chunks_and_the_wait_for_commit(pair, steps):
     ],
 )
 async def test_a_malformed_request_fails_alone(pair, bad, cached_tokens, field):
-    paced, good = await pair.start_paced(spec("a", prompt(40)))
+    paced, good = await start_paced(pair, spec("a", prompt(40)))
     with pytest.raises(InvalidRequest) as refused:
         to = prefill_pb2.HandoffTarget(cached_tokens=cached_tokens)
         await messages(pair.prompts.prefill(bad, to))
@@ -239,10 +265,10 @@ async def test_a_malformed_request_fails_alone(pair, bad, cached_tokens, field):
 
 @pytest.mark.parametrize("in_time", [True, False])
 async def test_draining_takes_nothing_new_and_finishes_what_runs_or_gives_it_back(
-    directory, store, in_time
+    directory, in_time
 ):
-    async with pair_of(directory, store, PacedPair, drain_s=10.0 if in_time else 0.3) as pair:
-        paced, call = await pair.start_paced(spec("a", prompt(40)))
+    async with pair_of(directory, drain_s=10.0 if in_time else 0.3) as pair:
+        paced, call = await start_paced(pair, spec("a", prompt(40)))
         pair.prefill.stop()
         with pytest.raises(Unavailable, match="draining"):
             await messages(pair.prompts.prefill(spec("b", prompt(40)), prefill_pb2.HandoffTarget()))

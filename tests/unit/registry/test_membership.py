@@ -40,6 +40,10 @@ async def test_a_member_is_found_also_one_that_comes_a_moment_later():
     finding = asyncio.create_task(membership.find("d1", 10.0))
     await asyncio.sleep(0)
     found = record("d1", 5)
+    starting = WorkerRecord(incarnation="d1", state="WORKER_STATE_STARTING")
+    membership.publish({"d1": starting}, connected=True)
+    assert await membership.find("d1", 0.01) == starting  # nobody knows more of it in time
+    assert not finding.done()
     membership.publish({"d1": found}, connected=True)
     assert await finding == found
     membership.publish({"d1": found}, connected=False)  # the last known ones count in an outage

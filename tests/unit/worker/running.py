@@ -1,9 +1,9 @@
 """A whole worker in this process: real engine, real gRPC, real transfers, registry in memory."""
 
 import asyncio
-import contextlib
 import os
 import threading
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -245,9 +245,9 @@ class Router:
         """Returns once their blocks are freed, or quarantined."""
         self.connection.outgoing.cancel.extend(handoff_ids)
         reservations = self._worker.node._reservations
-        async with asyncio.timeout(PATIENCE_S):
-            while reservations._entries.keys() & set(handoff_ids) or reservations._endings:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await until(
+            lambda: not (reservations._entries.keys() & set(handoff_ids) or reservations._endings)
+        )
 
     async def event(self, handoff_id):
         """The sequence's next event."""
@@ -309,30 +309,39 @@ class Pair:
     router: Router
     prompts: Router
 
-    async def start(self, wanted):
-        """Reserves, and returns the running prompt."""
-        return self.send(wanted, await self.router.reserve(wanted))
-
     def send(self, wanted, reserved):
         """The running prompt for what was reserved."""
         return self.prompts.prefill(wanted, target(self.decode, reserved))
+
+    async def start(self, wanted):
+        """Reserves, and returns the running prompt."""
+        return self.send(wanted, await self.router.reserve(wanted))
 
     async def clean(self):
         return await self.prefill.clean() and await self.decode.clean()
 
 
-@contextlib.asynccontextmanager
-async def pair_of(directory, store, kind=Pair, *, decode=None, **prefill):
-    """A `kind` of pair; the settings are its workers'. Afterwards it holds nothing."""
+@asynccontextmanager
+async def pair_of(directory, cls=Pair, transport="shm", drain_s=10.0, **decode):
+    """A pair whose link is open; settings are those of both, of prefill and of decode."""
+    store = MemoryRegistry()
     async with (
-        Worker("decode", directory, store, **(decode or {})) as receiver,
-        Worker("prefill", directory, store, **prefill) as sender,
+        Worker("decode", directory, store, transport=transport, **decode) as receiver,
+        Worker("prefill", directory, store, transport=transport, drain_s=drain_s) as sender,
         Router(receiver) as router,
         Router(sender) as prompts,
     ):
-        pair = kind(sender, receiver, router, prompts)
+        pair = cls(sender, receiver, router, prompts)
+        await until(sender.node.pairs)
         yield pair
         assert await (receiver.clean() if sender.life.done() else pair.clean())
+
+
+async def until(seen):
+    """Returns when what is seen, which sends no event, is true."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not seen():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 def offer_of(decode, incarnation):
