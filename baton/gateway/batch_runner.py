@@ -321,7 +321,8 @@ class _Job:
             wait_s = _RETRY_S
             async with self._runner.slots:
                 try:
-                    await self._runner.endpoints[line.url](exchange, caller)
+                    endpoint = self._runner.endpoints[line.url]
+                    await endpoint(self._runner.service, exchange, caller)
                     break
                 except Exception as error:
                     began = b"x-request-id" in exchange.answer_headers

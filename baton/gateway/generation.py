@@ -61,22 +61,23 @@ def max_body_bytes(max_context: int) -> int:
 class Endpoint(Generic[T]):
     """What answers the POSTs to one path: `parse` reads a body, `answer` does what it asks for."""
 
-    service: GenerationService
     parse: Callable[[bytes], T]
     answer: Callable[[GenerationService, T, Caller, HttpExchange], Awaitable[None]]
 
-    async def __call__(self, exchange: HttpExchange, caller: Caller | None = None) -> None:
+    async def __call__(
+        self, service: GenerationService, exchange: HttpExchange, caller: Caller | None = None
+    ) -> None:
         """Answers a POST, of `caller` where its headers do not say whose it is."""
         caller = caller or caller_of(exchange)
-        self.service.check_key(caller)
-        await self.answer(self.service, await self._parsed(exchange), caller, exchange)
+        service.check_key(caller)
+        await self.answer(service, await self._parsed(service, exchange), caller, exchange)
 
-    async def _parsed(self, exchange: HttpExchange) -> T:
+    async def _parsed(self, service: GenerationService, exchange: HttpExchange) -> T:
         """What the body says. JSON is read under any content-type: `curl -d` sends a form's.
 
         That lets web pages post here, but not with a key, which is no cookie that a browser adds.
         """
-        max_bytes = max_body_bytes(self.service.max_context)
+        max_bytes = max_body_bytes(service.max_context)
         body = await exchange.body(max_bytes, MAX_BODY_BYTES)
         if body is None:
             close = ((b"connection", b"close"),)  # what is left of it is not read
@@ -84,7 +85,7 @@ class Endpoint(Generic[T]):
         try:
             if len(body) <= _LARGE_BODY_BYTES:
                 return self.parse(body)
-            return await self.service.admission.in_thread(self.parse, body)
+            return await service.admission.in_thread(self.parse, body)
         except InvalidRequest as error:
             kind = exchange.headers.get(b"content-type", b"").decode("latin-1")
             if error.field or "json" in kind.lower():
