@@ -136,11 +136,6 @@ class Output(ABC):
         return self._whole(text, parsed, stop_reason=stop_reason, **members)
 
     @property
-    def size(self) -> int:
-        """Log-probabilities that `whole` writes, of its prompt."""
-        return self._prompt.size
-
-    @property
     def cumulative_logprob(self) -> float:
         """Of all its tokens, where log-probabilities were asked for."""
         return sum(position.chosen.logprob for position in self._positions)
