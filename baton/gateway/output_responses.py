@@ -163,25 +163,24 @@ _encode = msgspec.json.Encoder().encode
 
 async def respond(
     service: GenerationService,
-    asked: tuple[ResponsesRequest, ParsedRequest],
+    parsed: ParsedRequest,
     caller: Caller,
     exchange: HttpExchange,
 ) -> None:
     """Answers a request for a response; a client that hangs up cancels it."""
-    body, parsed = asked
-    await _ResponseGeneration(service, parsed, caller, exchange, body).run()
+    await _ResponseGeneration(service, parsed, caller, exchange).run()
 
 
 @dataclass
 class _ResponseGeneration(Generation):
     """A response under way."""
 
-    body: ResponsesRequest
     _num_events: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._output = ItemsOutput(self.on_start, self._emit if self.body.stream else _ignore)
+        emit = self._emit if self.parsed.options.stream else _ignore
+        self._output = ItemsOutput(self.on_start, emit)
 
     @property
     def sinks(self) -> Sequence[ItemsOutput]:
@@ -243,7 +242,8 @@ class _ResponseGeneration(Generation):
         )
 
     def _response(self, **members: Any) -> Response:
-        body = self.body
+        body = self.parsed.options
+        assert isinstance(body, ResponsesRequest)
         return Response(
             id=f"resp_{self.started.request_id}",
             created_at=self.created,
