@@ -96,14 +96,14 @@ class Endpoint(Generic[T]):
 
 
 async def generate(
-    kind: type[Output],
+    kind: Callable[..., Generation],
     service: GenerationService,
     parsed: ParsedRequest,
     caller: Caller,
     exchange: HttpExchange,
 ) -> None:
-    """Answers a completion or a chat; a client that hangs up cancels it."""
-    await _Completion(service, parsed, caller, exchange, kind).run()
+    """Answers a request to generate; a client that hangs up cancels it."""
+    await kind(service, parsed, caller, exchange).run()
 
 
 @dataclass
@@ -201,7 +201,7 @@ class Generation(ABC):
 
 
 @dataclass
-class _Completion(Generation):
+class CompletionGeneration(Generation):
     """A completion's or a chat's."""
 
     kind: type[Output]
@@ -217,12 +217,12 @@ class _Completion(Generation):
             self.kind(
                 index,
                 self.service.tokenizer,
-                logprobs=parsed.logprobs is not None,
-                token_ids=bool(options.return_token_ids),
-                prompt=prompts[index // parsed.n],
+                with_logprobs=parsed.logprobs is not None,
+                with_token_ids=bool(options.return_token_ids),
+                of_prompt=prompts[index // parsed.n],
                 stop_token_ids=options.stop_token_ids or (),
                 on_prompt=self._on_prompt,
-                on_start=self.on_start,
+                start=self.on_start,
                 event=self._event,
                 send=self.send if options.stream else None,
             )

@@ -25,7 +25,7 @@ from baton.errors import InvalidRequest, ModelNotFound, Unavailable, quoted
 from baton.gateway import api, batch_store, batches
 from baton.gateway.batches import BatchApi
 from baton.gateway.embeddings import embed, parse_embeddings
-from baton.gateway.generation import Endpoint, generate
+from baton.gateway.generation import CompletionGeneration, Endpoint, generate
 from baton.gateway.headers import (
     ALLOW_ORIGIN,
     caller_of,
@@ -35,7 +35,7 @@ from baton.gateway.headers import (
 )
 from baton.gateway.openapi import ERRORS, Handler, Route, Routes, document
 from baton.gateway.output import ChatOutput, CompletionOutput, shown
-from baton.gateway.output_responses import Response, respond
+from baton.gateway.output_responses import Response, ResponseGeneration
 from baton.gateway.request import (
     parse_chat,
     parse_completion,
@@ -253,18 +253,20 @@ def _described() -> Raw:
     return Raw(msgspec.json.encode(document({**ROUTES, **batches.ROUTES})))
 
 
+_completion = partial(CompletionGeneration, kind=CompletionOutput)
+_chat = partial(CompletionGeneration, kind=ChatOutput)
 ROUTES: Routes = {
     "/": _reading(Route(_page)),
     "/v1/completions": {"POST": Route(
-        Endpoint(parse_completion, partial(generate, CompletionOutput)),
+        Endpoint(parse_completion, partial(generate, _completion)),
         "Continue prompts.", api.Completion, ERRORS, api.CompletionRequest, streams=True,
     )},
     "/v1/chat/completions": {"POST": Route(
-        Endpoint(parse_chat, partial(generate, ChatOutput)),
+        Endpoint(parse_chat, partial(generate, _chat)),
         "Answer a chat.", api.ChatCompletion, ERRORS, api.ChatRequest, streams=True,
     )},
     "/v1/responses": {"POST": Route(
-        Endpoint(parse_response, respond),
+        Endpoint(parse_response, partial(generate, ResponseGeneration)),
         "Answer a conversation.", Response, ERRORS, ResponsesRequest, streams=True,
     )},
     "/v1/embeddings": {"POST": Route(

@@ -14,11 +14,8 @@ from baton.v1 import common_pb2
 from router.dispatch.request_state import ParsedOutput
 from tests.unit.router.scripted_workers import UNFINISHED
 
-CALLS = (
-    "<think>\nHm.\n</think>\n\nSee:\n"
-    '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
-)
+from .conftest import CALLS
+
 TOOLS = [
     {"type": "function", "name": "f", "parameters": {"type": "object"}},
     {"type": "function", "name": "g", "description": "d", "strict": True},
