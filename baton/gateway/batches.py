@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -54,31 +55,23 @@ Item = TypeVar("Item", File, Batch)
 Query = TypeVar("Query", FilesQuery, BatchesQuery)
 
 
+@dataclass
 class BatchApi:
     """Answers `ROUTES`, and runs batches while inside `running`."""
 
-    def __init__(
-        self,
-        service: GenerationService,
-        config: ApiConfig,
-        endpoints: Mapping[str, Endpoint[Any]],
-    ) -> None:
-        """`endpoints` are those that a batch may be for, by path."""
-        self._service = service
-        self._config = config
-        self._endpoints = endpoints
-        self._uploads = 0
-        self._runner: BatchRunner | None = None
+    service: GenerationService
+    config: ApiConfig
+    endpoints: Mapping[str, Endpoint[Any]]  # that a batch may be for, by path
+    _uploads: int = 0
+    _runner: BatchRunner | None = None
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Batches run while inside, if they are on."""
-        if self._config.batch_dir is None:
+        if self.config.batch_dir is None:
             yield
             return
-        self._runner = BatchRunner(
-            self._config.batch_dir, self._config, self._service, self._endpoints
-        )
+        self._runner = BatchRunner(self.config.batch_dir, self.config, self.service, self.endpoints)
         task = asyncio.create_task(self._runner.run(), name="batches")
         try:
             yield
@@ -89,12 +82,12 @@ class BatchApi:
 
     def called(self, exchange: HttpExchange) -> tuple[Tenant, BatchStore]:
         """Who calls, and what it has here. Raises HttpError 404 where there is no folder."""
-        if (folder := self._config.batch_dir) is None:
+        if (folder := self.config.batch_dir) is None:
             raise HttpError(
                 404, f"{exchange.path}: this router was started without --batch-dir DIR"
             )
-        tenant = self._service.tenant_of(caller_of(exchange))
-        return tenant, BatchStore(folder / tenant.name, self._config.batch_disk)
+        tenant = self.service.tenant_of(caller_of(exchange))
+        return tenant, BatchStore(folder / tenant.name, self.config.batch_disk)
 
     def answer(self, exchange: HttpExchange, found: Any) -> None:
         """Answers with JSON; what was posted may be for the runner."""
@@ -131,7 +124,7 @@ class BatchApi:
         """Takes a batch, which is run later."""
         self.called(exchange)  # before its body is looked at
         endpoint = Endpoint(partial(api.decode, BatchRequest), self._create_batch)
-        await endpoint(self._service, exchange)
+        await endpoint(self.service, exchange)
 
     async def _create_batch(
         self,
@@ -141,8 +134,8 @@ class BatchApi:
         exchange: HttpExchange,
     ) -> None:
         tenant, store = self.called(exchange)
-        if request.endpoint not in self._endpoints:
-            known = ", ".join(self._endpoints)
+        if request.endpoint not in self.endpoints:
+            known = ", ".join(self.endpoints)
             raise InvalidRequest(f"endpoint must be one of {known}", "endpoint")
         tenant.charge_request()
         self.answer(exchange, await asyncio.to_thread(store.create, request))
