@@ -21,8 +21,9 @@ _HEAD = re.compile(
 )
 _FIRST_KEY = re.compile(r'\{\s*"([^"\\]*)"')
 _KEYS = ("id", "type", "name", "arguments", "parameters")
-_NAME = re.compile(r"\s*([\w.-]+)\s*(?=[\[{])")
-_NAME_SO_FAR = re.compile(r"\s*[\w.-]*\s*")
+# A name, with bounds: it is looked for again with each piece of text.
+_NAME = re.compile(r"\s{0,64}([\w.-]{1,128})\s{0,64}(?=[\[{])")
+_NAME_SO_FAR = re.compile(r"\s{0,64}[\w.-]{0,128}\s{0,64}")
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE = re.compile(r'["{}\[\]<]')
 _ID_CHARS = string.ascii_letters + string.digits
