@@ -178,7 +178,7 @@ class HttpServer(Server):
             async with self._session.get(
                 self._models, timeout=timeout, server_hostname=self._name
             ) as response:
-                text = await response.text()
+                text = await response.text(errors="replace")
                 response.raise_for_status()
             self.model = self.model or json.loads(text)["data"][0]["id"]
         except aiohttp.ClientConnectorCertificateError as error:

@@ -57,7 +57,6 @@ class Figure(NamedTuple):
     path: str  # as "ttft_s.p50"
     factor: float = 1
     form: str = ".1f"
-    better: int = 0  # 1: more of it is better, -1: less is, 0: neither
 
     def of(self, stats: Any) -> float | None:
         """The number, where there is one."""
@@ -69,27 +68,21 @@ class Figure(NamedTuple):
         return "-" if value is None else f"{value * self.factor:{self.form}}"
 
 
-LATENCIES = {
-    "ttft_s": "time to first token",
-    "itl_s": "inter-token latency",
-    "tpot_s": "time per output token",
-    "e2e_s": "end to end",
-}
 FIGURES = (
     *(
-        Figure(f"{name[:-2].upper()} {rank}, ms", f"{name}.{rank}", 1e3, ".2f", better)
-        for name in LATENCIES
-        for rank, better in (("p50", -1), ("p95", -1), ("p99", 0), ("max", 0))
+        Figure(f"{name.upper()} {rank}, ms", f"{name}_s.{rank}", 1e3, ".2f")
+        for name in ("ttft", "itl", "tpot", "e2e")
+        for rank in ("p50", "p95", "p99", "max")
     ),
     Figure("time in gaps over 200 ms, %", "long_gap_share", 100, ".2f"),
     Figure("requests sent", "requests.sent", 1, ".0f"),
-    Figure("requests failed", "requests.failed", 1, ".0f", -1),
+    Figure("requests failed", "requests.failed", 1, ".0f"),
     Figure("requests interrupted", "requests.interrupted", 1, ".0f"),
-    Figure("requests/s", "requests_per_s", 1, ".3f", 1),
-    Figure("good requests, %", "goodput.share", 100, ".1f", 1),
+    Figure("requests/s", "requests_per_s", 1, ".3f"),
+    Figure("good requests, %", "goodput.share", 100, ".1f"),
     Figure("input tokens/s", "input_tokens_per_s", 1, ",.0f"),
     Figure("of them cached, %", "prefix_cache.share", 100),
-    Figure("output tokens/s", "output_tokens_per_s", 1, ",.0f", 1),
+    Figure("output tokens/s", "output_tokens_per_s", 1, ",.0f"),
     Figure("answers shorter than asked for", "short_outputs", 1, ".0f"),
     Figure("answers of other than their usage's tokens", "miscounted", 1, ".0f"),
     Figure("queue p50, ms", "phases.queue_s.p50", 1e3),

@@ -203,8 +203,8 @@ class Interference:
 
 def _rates(text: str) -> tuple[float, ...]:
     rates = tuple(map(float, text.split(",")))
-    if min(rates) <= 0:
-        raise ConfigError(f"{text!r}: rates are above 0")
+    for rate in rates:
+        Workload(rate=rate)  # raises ConfigError: before the first one is measured
     return rates
 
 

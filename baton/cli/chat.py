@@ -220,10 +220,9 @@ class Chat:
         text = json.dumps([*system, *self._messages], ensure_ascii=False, indent=1)
         try:
             Path(name).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InvalidRequest(
-                f"{name or '/save'} cannot be written: {error.strerror}"
-            ) from error
+        except (OSError, ValueError) as error:  # or a name, or a text, that no file can have
+            reason = getattr(error, "strerror", error)
+            raise InvalidRequest(f"{name or '/save'} cannot be written: {reason}") from error
 
     def _load(self, name: str) -> None:
         try:

@@ -15,7 +15,6 @@ from baton.client.request import (
     Options,
     Prompt,
     generate_request,
-    timeout_of,
     tokenize_request,
 )
 from baton.client.results import Completion, Delta, Model, fields_of, models_of, status_of
@@ -125,7 +124,7 @@ class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
     async def explain(self, prompt: Prompt, **options: Unpack[Options]) -> dict[str, Any]:
         """Where `generate` would run this request now, and why; nothing is run."""
         request = fleet_pb2.ExplainRequest(request=generate_request(prompt, options))
-        return fields_of(await self._unary("Explain", request, timeout_of(options)))
+        return fields_of(await self._unary("Explain", request, options.get("timeout")))
 
     async def close(self) -> None:
         """Closes the connections; what still runs on them is cancelled."""
@@ -138,8 +137,8 @@ class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    async def _unary(self, method: str, request: Any, timeout_s: float | None) -> Any:
-        attempts = Attempts(self, timeout_s)
+    async def _unary(self, method: str, request: Any, timeout: float | None) -> Any:
+        attempts = Attempts(self, timeout)
         while True:
             try:
                 return await self._send_unary(attempts, method, request)

@@ -129,13 +129,15 @@ class BaseClient:
         return send(request, timeout=attempts.time_left_s, metadata=metadata)
 
     def _generate_call(self, prompt: Prompt, options: Options) -> GenerateCall:
-        return GenerateCall(self, generate_request(prompt, options), timeout_of(options))
+        return GenerateCall(self, generate_request(prompt, options), options.get("timeout"))
 
 
 class Attempts:
     """Where a call is tried, how long it may still take, and whether it is tried again."""
 
-    def __init__(self, client: BaseClient, timeout_s: float | None) -> None:
+    def __init__(self, client: BaseClient, timeout: float | None) -> None:
+        """Raises InvalidRequest where `timeout` is no time."""
+        timeout_s = timeout_of(timeout)
         self._client = client
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._count = 1
@@ -193,7 +195,7 @@ class GenerateCall:
     """One completion from its request to its last message, over as many attempts as it takes."""
 
     def __init__(
-        self, client: BaseClient, request: inference_pb2.GenerateRequest, timeout_s: float | None
+        self, client: BaseClient, request: inference_pb2.GenerateRequest, timeout: float | None
     ) -> None:
         self.request = request
         sampling = request.sampling
@@ -201,7 +203,7 @@ class GenerateCall:
             # Chosen here, so that another router can go on with the same random numbers.
             sampling.seed = random.getrandbits(64)
         self.over = False
-        self.attempts = Attempts(client, timeout_s)
+        self.attempts = Attempts(client, timeout)
         self._started = inference_pb2.Started()
         self._prompt_logprobs = common_pb2.PromptLogprobs()
         self._deltas: list[Delta] = []

@@ -17,6 +17,7 @@ from baton.v1 import common_pb2, inference_pb2
 Messages = Sequence[Mapping[str, Any]]
 # Plain text, token ids, or chat messages.
 Prompt = str | Sequence[int] | Messages
+_LONGEST_S = 1e9  # gRPC takes what is far beyond for no time at all
 _PROMPT = (
     'prompt must be text, token ids, or chat messages such as {"role": "user", "content": "Hi"}'
 )
@@ -200,19 +201,19 @@ _CHAT: Mapping[str, Callable[[inference_pb2.Chat, Any], None]] = {
 }
 
 
-def timeout_of(options: Mapping[str, Any]) -> float | None:
+def timeout_of(timeout: Any) -> float | None:
     """Seconds for everything; None is no limit of ours. Raises InvalidRequest."""
-    timeout: Any = options.get("timeout")
     if timeout is None:
         return None
     if isinstance(timeout, (str, bool)) or math.isnan(_checked("timeout", float, timeout)):
         raise InvalidRequest(f"timeout must be seconds or None, not {quoted(timeout)}", "timeout")
-    return float(timeout)
+    return float(timeout) if timeout < _LONGEST_S else None
 
 
 def tokenize_request(prompt: Prompt, model: str | None) -> inference_pb2.TokenizeRequest:
     """The message that asks for a text's or a chat's token ids; raises InvalidRequest."""
-    request = inference_pb2.TokenizeRequest(model=model or "")
+    request = inference_pb2.TokenizeRequest()
+    _set(request, "model", model or "", "model")
     if not isinstance(prompt, str) and not _is_chat(prompt):
         raise InvalidRequest("tokenize takes text or chat messages", "prompt")
     _set_input(request, prompt)
@@ -221,7 +222,7 @@ def tokenize_request(prompt: Prompt, model: str | None) -> inference_pb2.Tokeniz
 
 def _set_input(request: Any, prompt: Any) -> None:
     if isinstance(prompt, str):
-        request.text = prompt
+        _set(request, "text", prompt, "prompt")
     elif _is_chat(prompt):
         for message in prompt:
             request.chat.messages.append(_checked("prompt", _message, message))

@@ -16,7 +16,6 @@ from baton.client.request import (
     Options,
     Prompt,
     generate_request,
-    timeout_of,
     tokenize_request,
 )
 from baton.client.results import Completion, Delta, Model, fields_of, models_of, status_of
@@ -132,7 +131,7 @@ class Client(BaseClient, AbstractContextManager["Client"]):
     def explain(self, prompt: Prompt, **options: Unpack[Options]) -> dict[str, Any]:
         """Where `generate` would run this request now, and why; nothing is run."""
         request = fleet_pb2.ExplainRequest(request=generate_request(prompt, options))
-        return fields_of(self._unary("Explain", request, timeout_of(options)))
+        return fields_of(self._unary("Explain", request, options.get("timeout")))
 
     def close(self) -> None:
         """Closes the connections; what still runs on them is cancelled."""
@@ -143,8 +142,8 @@ class Client(BaseClient, AbstractContextManager["Client"]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _unary(self, method: str, request: Any, timeout_s: float | None) -> Any:
-        attempts = Attempts(self, timeout_s)
+    def _unary(self, method: str, request: Any, timeout: float | None) -> Any:
+        attempts = Attempts(self, timeout)
         while True:
             try:
                 return self._send_unary(attempts, method, request)

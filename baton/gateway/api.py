@@ -229,7 +229,15 @@ class NamedTool(Struct, kw_only=True):
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 
 
-class ChatRequest(GenerateOptions, kw_only=True):
+class ChatOptions(GenerateOptions, kw_only=True):
+    """What chats and responses have in common."""
+
+    parallel_tool_calls: bool | None = None
+    max_thinking_tokens: Count | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(ChatOptions, kw_only=True):
     """The next message of a conversation."""
 
     unsupported: ClassVar[Unsupported] = {
@@ -245,14 +253,11 @@ class ChatRequest(GenerateOptions, kw_only=True):
 
     messages: Messages
     max_completion_tokens: Positive | None = None
-    max_thinking_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool | None = None
     reasoning_effort: Text | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 

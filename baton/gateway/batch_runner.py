@@ -34,6 +34,7 @@ from baton.errors import (
 )
 from baton.gateway.batch_store import (
     FINISHED,
+    LOCK,
     MAX_LINES,
     Batch,
     BatchError,
@@ -186,7 +187,7 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Runs batches while no other process does; until cancelled."""
-        with (self._folder / "lock").open("ab") as lock:
+        with (self._folder / LOCK).open("ab") as lock:
             try:
                 while not try_lock(lock):  # noqa: ASYNC110 - a lock tells nobody that it is free
                     await asyncio.sleep(_LOOK_S)
@@ -245,6 +246,7 @@ class BatchRunner:
         counts: Counter[str] = Counter()
         for folder in sorted(path for path in self._folder.iterdir() if path.is_dir()):
             store = BatchStore(folder, self._config.batch_disk)
+            running = []
             for batch_id in store.batch_ids():
                 if not (status := self._finished.get(batch_id)):
                     batch = store.batch(batch_id)
@@ -252,14 +254,21 @@ class BatchRunner:
                 counts[status] += 1
                 if status in FINISHED:
                     finished[batch_id] = status
-                elif status == "cancelling":
-                    unfinished.append((store, batch, "batch_cancelled"))
-                elif now >= batch.expires_at:
-                    unfinished.append((store, batch, "batch_expired"))
                 else:
-                    unfinished.append((store, batch, "disk_share_used_up" if store.is_full else ""))
+                    running.append(batch)
+            is_full = bool(running) and store.is_full
+            unfinished += [(store, batch, _why_ends(batch, now, is_full)) for batch in running]
         self._finished = finished
         return unfinished, counts
+
+
+def _why_ends(batch: Batch, now: float, is_full: bool) -> str:
+    """Of `_ENDS`; empty where it may go on."""
+    if batch.status == "cancelling":
+        return "batch_cancelled"
+    if now >= batch.expires_at:
+        return "batch_expired"
+    return "disk_share_used_up" if is_full else ""
 
 
 class _Job:
@@ -312,7 +321,8 @@ class _Job:
             wait_s = _RETRY_S
             async with self._runner.slots:
                 try:
-                    await self._runner.endpoints[line.url](exchange, caller)
+                    endpoint = self._runner.endpoints[line.url]
+                    await endpoint(self._runner.service, exchange, caller)
                     break
                 except Exception as error:
                     began = b"x-request-id" in exchange.answer_headers

@@ -43,6 +43,7 @@ Status = Literal[
     "validating", "failed", "in_progress", "completed", "expired", "cancelling", "cancelled"
 ]
 FINISHED = ("failed", "completed", "expired", "cancelled")
+LOCK = ".lock"  # beside tenants' folders: no tenant's name begins with a dot
 
 
 class File(Struct, kw_only=True):
@@ -169,7 +170,7 @@ def prepare(folder: Path) -> None:
     """Makes the folder of `--batch-dir`. Raises ConfigError where nothing can be kept in it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with (folder / "lock").open("ab") as lock:
+        with (folder / LOCK).open("ab") as lock:
             try_lock(lock)
     except OSError as error:
         raise ConfigError(f"--batch-dir {folder} cannot be used: {error.strerror}") from error

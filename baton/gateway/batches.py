@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -30,11 +31,13 @@ from baton.gateway.batch_store import (
     BatchRequest,
     BatchStore,
     File,
+    FileDeleted,
     Files,
     FilesQuery,
 )
 from baton.gateway.generation import Endpoint
 from baton.gateway.headers import caller_of
+from baton.gateway.openapi import BYTES, ERRORS, Handler, Route, Routes
 from baton.http_errors import Header, HttpError
 from baton.http_server import UNREAD_S, HttpExchange
 from router.admission.tenants import Tenant
@@ -48,52 +51,27 @@ _READ_BYTES = 256 << 10
 _RETRY_S = 1.0
 _CONTENT: tuple[Header, ...] = ((b"content-type", b"application/octet-stream"),)
 
-Handler = Callable[[HttpExchange], Awaitable[None]]
 Item = TypeVar("Item", File, Batch)
 Query = TypeVar("Query", FilesQuery, BatchesQuery)
 
 
+@dataclass
 class BatchApi:
-    """Answers the paths in `routes`, and runs batches while inside `running`."""
+    """Answers `ROUTES`, and runs batches while inside `running`."""
 
-    def __init__(
-        self,
-        service: GenerationService,
-        config: ApiConfig,
-        endpoints: Mapping[str, Endpoint[Any]],
-    ) -> None:
-        """`endpoints` are those that a batch may be for, by path."""
-        self._service = service
-        self._config = config
-        self._endpoints = endpoints
-        self._uploads = 0
-        self._runner: BatchRunner | None = None
-        create = Endpoint(service, partial(api.decode, BatchRequest), self._create_batch)
-        self.routes: dict[str, dict[str, Handler]] = {
-            "/v1/files": {"GET": self._calling(_files), "POST": self._create_file},
-            "/v1/files/{id}": {
-                "GET": self._by_id(BatchStore.file),
-                "DELETE": self._by_id(BatchStore.delete),
-            },
-            "/v1/files/{id}/content": {"GET": self._content},
-            "/v1/batches": {"GET": self._calling(_batches), "POST": create},
-            "/v1/batches/{id}": {"GET": self._by_id(BatchStore.batch)},
-            "/v1/batches/{id}/cancel": {"POST": self._by_id(BatchStore.cancel)},
-        }
-        if config.batch_dir is None:
-            self.routes = {
-                path: dict.fromkeys(methods, _off) for path, methods in self.routes.items()
-            }
+    service: GenerationService
+    config: ApiConfig
+    endpoints: Mapping[str, Endpoint[Any]]  # that a batch may be for, by path
+    _uploads: int = 0
+    _runner: BatchRunner | None = None
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Batches run while inside, if they are on."""
-        if self._config.batch_dir is None:
+        if self.config.batch_dir is None:
             yield
             return
-        self._runner = BatchRunner(
-            self._config.batch_dir, self._config, self._service, self._endpoints
-        )
+        self._runner = BatchRunner(self.config.batch_dir, self.config, self.service, self.endpoints)
         task = asyncio.create_task(self._runner.run(), name="batches")
         try:
             yield
@@ -102,32 +80,24 @@ class BatchApi:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-    def _called(self, exchange: HttpExchange) -> tuple[Tenant, BatchStore]:
-        """Who calls, and what it has here."""
-        folder = self._config.batch_dir
-        assert folder is not None
-        tenant = self._service.tenant_of(caller_of(exchange))
-        return tenant, BatchStore(folder / tenant.name, self._config.batch_disk)
+    def called(self, exchange: HttpExchange) -> tuple[Tenant, BatchStore]:
+        """Who calls, and what it has here. Raises HttpError 404 where there is no folder."""
+        if (folder := self.config.batch_dir) is None:
+            raise HttpError(
+                404, f"{exchange.path}: this router was started without --batch-dir DIR"
+            )
+        tenant = self.service.tenant_of(caller_of(exchange))
+        return tenant, BatchStore(folder / tenant.name, self.config.batch_disk)
 
-    def _calling(self, find: Callable[[BatchStore, HttpExchange], Any]) -> Handler:
-        """A handler that answers with what `find`, which may block, returns."""
-
-        async def handler(exchange: HttpExchange) -> None:
-            _, store = self._called(exchange)
-            self._answer(exchange, await asyncio.to_thread(find, store, exchange))
-
-        return handler
-
-    def _by_id(self, find: Callable[[BatchStore, str], Any]) -> Handler:
-        return self._calling(lambda store, exchange: find(store, _id(exchange)))
-
-    def _answer(self, exchange: HttpExchange, found: Any) -> None:
+    def answer(self, exchange: HttpExchange, found: Any) -> None:
+        """Answers with JSON; what was posted may be for the runner."""
         if self._runner and exchange.method == "POST":
             self._runner.wake.set()
         exchange.answer(200, msgspec.json.encode(found))
 
-    async def _create_file(self, exchange: HttpExchange) -> None:
-        tenant, store = self._called(exchange)
+    async def create_file(self, exchange: HttpExchange) -> None:
+        """Takes an upload."""
+        tenant, store = self.called(exchange)
         kind = exchange.headers.get(b"content-type", b"").decode("latin-1")
         media_type, options = parse_options_header(kind)
         if media_type != b"multipart/form-data" or not options.get(b"boundary"):
@@ -148,7 +118,13 @@ class BatchApi:
                     file = await asyncio.to_thread(upload.finish)
         finally:
             self._uploads -= 1
-        self._answer(exchange, file)
+        self.answer(exchange, file)
+
+    async def create_batch(self, exchange: HttpExchange) -> None:
+        """Takes a batch, which is run later."""
+        self.called(exchange)  # before its body is looked at
+        endpoint = Endpoint(partial(api.decode, BatchRequest), self._create_batch)
+        await endpoint(self.service, exchange)
 
     async def _create_batch(
         self,
@@ -157,16 +133,16 @@ class BatchApi:
         caller: Caller,
         exchange: HttpExchange,
     ) -> None:
-        tenant, store = self._called(exchange)
-        if request.endpoint not in self._endpoints:
-            known = ", ".join(self._endpoints)
+        tenant, store = self.called(exchange)
+        if request.endpoint not in self.endpoints:
+            known = ", ".join(self.endpoints)
             raise InvalidRequest(f"endpoint must be one of {known}", "endpoint")
         tenant.charge_request()
-        self._answer(exchange, await asyncio.to_thread(store.create, request))
+        self.answer(exchange, await asyncio.to_thread(store.create, request))
 
-    async def _content(self, exchange: HttpExchange) -> None:
+    async def content(self, exchange: HttpExchange) -> None:
         """The bytes of a file, no faster than they are read."""
-        _, store = self._called(exchange)
+        _, store = self.called(exchange)
         with await asyncio.to_thread(store.open, _id(exchange)) as file:
             part = await asyncio.to_thread(file.read, _READ_BYTES)
             exchange.start(200, _CONTENT)
@@ -180,10 +156,6 @@ class BatchApi:
                     exchange.abort()
                     return
         exchange.end(part)
-
-
-async def _off(exchange: HttpExchange) -> None:
-    raise HttpError(404, f"{exchange.path}: this router was started without --batch-dir DIR")
 
 
 def _id(exchange: HttpExchange) -> str:
@@ -225,6 +197,54 @@ def _page(
     first, last = (page[0].id, page[-1].id) if page else (None, None)
     more = len(items) > query.limit
     return {"data": page, "has_more": more, "first_id": first, "last_id": last}
+
+
+def _finding(find: Callable[[BatchStore, HttpExchange], Any]) -> Handler:
+    """A handler that answers with what `find`, which may block, returns."""
+
+    async def handler(batch_api: BatchApi, exchange: HttpExchange) -> None:
+        _, store = batch_api.called(exchange)
+        batch_api.answer(exchange, await asyncio.to_thread(find, store, exchange))
+
+    return handler
+
+
+def _by_id(find: Callable[[BatchStore, str], Any]) -> Handler:
+    return _finding(lambda store, exchange: find(store, _id(exchange)))
+
+
+_FORM = {
+    "type": "object",
+    "required": ["purpose", "file"],
+    "properties": {"purpose": {"enum": ["batch"]}, "file": BYTES},
+}
+_LISTING, _ONE = ("400", "401", "404"), ("401", "404")  # errors
+# All are 404 without --batch-dir.
+ROUTES: Routes = {
+    "/v1/files": {
+        "GET": Route(_finding(_files), "The caller's files.", Files, _LISTING, query=FilesQuery),
+        "POST": Route(BatchApi.create_file, "Upload a file of requests.", File, ERRORS, form=_FORM),
+    },
+    "/v1/files/{id}": {
+        "GET": Route(_by_id(BatchStore.file), "One file.", File, _ONE),
+        "DELETE": Route(_by_id(BatchStore.delete), "Delete a file.", FileDeleted, (*_ONE, "409")),
+    },
+    "/v1/files/{id}/content": {
+        "GET": Route(BatchApi.content, "A file's content.", errors=_ONE),
+    },
+    "/v1/batches": {
+        "GET": Route(
+            _finding(_batches), "The caller's batches.", Batches, _LISTING, query=BatchesQuery
+        ),
+        "POST": Route(
+            BatchApi.create_batch, "Run a file of requests.", Batch, ERRORS, BatchRequest
+        ),
+    },
+    "/v1/batches/{id}": {"GET": Route(_by_id(BatchStore.batch), "One batch.", Batch, _ONE)},
+    "/v1/batches/{id}/cancel": {
+        "POST": Route(_by_id(BatchStore.cancel), "Cancel a batch.", Batch, (*ERRORS, "409")),
+    },
+}
 
 
 class _Upload:

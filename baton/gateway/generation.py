@@ -61,22 +61,23 @@ def max_body_bytes(max_context: int) -> int:
 class Endpoint(Generic[T]):
     """What answers the POSTs to one path: `parse` reads a body, `answer` does what it asks for."""
 
-    service: GenerationService
     parse: Callable[[bytes], T]
     answer: Callable[[GenerationService, T, Caller, HttpExchange], Awaitable[None]]
 
-    async def __call__(self, exchange: HttpExchange, caller: Caller | None = None) -> None:
+    async def __call__(
+        self, service: GenerationService, exchange: HttpExchange, caller: Caller | None = None
+    ) -> None:
         """Answers a POST, of `caller` where its headers do not say whose it is."""
         caller = caller or caller_of(exchange)
-        self.service.check_key(caller)
-        await self.answer(self.service, await self._parsed(exchange), caller, exchange)
+        service.check_key(caller)
+        await self.answer(service, await self._parsed(service, exchange), caller, exchange)
 
-    async def _parsed(self, exchange: HttpExchange) -> T:
+    async def _parsed(self, service: GenerationService, exchange: HttpExchange) -> T:
         """What the body says. JSON is read under any content-type: `curl -d` sends a form's.
 
         That lets web pages post here, but not with a key, which is no cookie that a browser adds.
         """
-        max_bytes = max_body_bytes(self.service.max_context)
+        max_bytes = max_body_bytes(service.max_context)
         body = await exchange.body(max_bytes, MAX_BODY_BYTES)
         if body is None:
             close = ((b"connection", b"close"),)  # what is left of it is not read
@@ -84,7 +85,7 @@ class Endpoint(Generic[T]):
         try:
             if len(body) <= _LARGE_BODY_BYTES:
                 return self.parse(body)
-            return await self.service.admission.in_thread(self.parse, body)
+            return await service.admission.in_thread(self.parse, body)
         except InvalidRequest as error:
             kind = exchange.headers.get(b"content-type", b"").decode("latin-1")
             if error.field or "json" in kind.lower():
@@ -95,14 +96,14 @@ class Endpoint(Generic[T]):
 
 
 async def generate(
-    kind: type[Output],
+    kind: Callable[..., Generation],
     service: GenerationService,
     parsed: ParsedRequest,
     caller: Caller,
     exchange: HttpExchange,
 ) -> None:
-    """Answers a completion or a chat; a client that hangs up cancels it."""
-    await _Completion(service, parsed, caller, exchange, kind).run()
+    """Answers a request to generate; a client that hangs up cancels it."""
+    await kind(service, parsed, caller, exchange).run()
 
 
 @dataclass
@@ -200,7 +201,7 @@ class Generation(ABC):
 
 
 @dataclass
-class _Completion(Generation):
+class CompletionGeneration(Generation):
     """A completion's or a chat's."""
 
     kind: type[Output]
@@ -216,12 +217,12 @@ class _Completion(Generation):
             self.kind(
                 index,
                 self.service.tokenizer,
-                logprobs=parsed.logprobs is not None,
-                token_ids=bool(options.return_token_ids),
-                prompt=prompts[index // parsed.n],
+                with_logprobs=parsed.logprobs is not None,
+                with_token_ids=bool(options.return_token_ids),
+                of_prompt=prompts[index // parsed.n],
                 stop_token_ids=options.stop_token_ids or (),
                 on_prompt=self._on_prompt,
-                on_start=self.on_start,
+                start=self.on_start,
                 event=self._event,
                 send=self.send if options.stream else None,
             )

@@ -1,36 +1,22 @@
-"""The document at /openapi.json: `api`'s structs and the paths that take and answer them."""
+"""What answers each path, and the document at /openapi.json that describes it."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from baton.gateway import api
-from baton.gateway.batch_store import (
-    Batch,
-    Batches,
-    BatchesQuery,
-    BatchRequest,
-    File,
-    FileDeleted,
-    Files,
-    FilesQuery,
-)
 from baton.gateway.headers import MAX_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_HEADER
-from baton.gateway.output_responses import Response
-from baton.gateway.responses import ResponsesRequest
 
 Part = dict[str, Any]
-_REQUESTS = (
-    *(api.CompletionRequest, api.ChatRequest, ResponsesRequest, api.EmbeddingRequest),
-    *(api.TokenizeRequest, api.DetokenizeRequest, BatchRequest),
-)
-_ANSWERS = (
-    *(api.Completion, api.ChatCompletion, Response, api.Embeddings, api.Tokens, api.Detokenized),
-    *(api.Models, api.Model, api.Status, api.Version, api.Error),
-    *(File, Files, FileDeleted, Batch, Batches),
-)
+# Of a request with a body.
+ERRORS = ("400", "401", "404", "408", "413", "429", "500", "503", "504")
+BYTES: Part = {"type": "string", "format": "binary"}
+Handler = Callable[..., Awaitable[None]]  # of an `HttpExchange`, behind whom the route is bound to
 _STRING: Part = {"type": "string"}
 _DESCRIPTIONS = {
     "model": "The served model, which is meant too where none is named.",
@@ -75,13 +61,43 @@ _DESCRIPTIONS = {
     "bad_words": "Texts that the output must not have.",
     "suffix": "What follows the text to be written, for models that fill in the middle.",
 }
-_ERRORS = ("400", "401", "404", "408", "413", "429", "500", "503", "504")
 
 
-def document() -> Part:
+@dataclass(frozen=True)
+class Route:
+    """What answers a method of a path, and how that is described; without a summary it is not."""
+
+    handler: Handler
+    summary: str = ""
+    answer: type | None = None  # as JSON; None: bytes
+    errors: Sequence[str] = ()
+    body: type | None = None  # JSON
+    form: Part | None = None  # another body: its schema
+    query: type | None = None
+    streams: bool = False  # where the body asks for it
+
+
+Routes = Mapping[str, Mapping[str, Route]]  # by path and method
+
+
+def document(routes: Routes) -> Part:
     """The whole document."""
-    completion, chat, responses, embedding, tokenize, detokenize, batch = _REQUESTS
-    model = {"name": "model", "in": "path", "required": True, "schema": _STRING}
+    described = [
+        (path, method, route)
+        for path, methods in routes.items()
+        for method, route in methods.items()
+        if route.summary
+    ]
+    paths: dict[str, Part] = {}
+    for path, method, route in described:
+        names = re.findall(r"{(\w+)}", path)
+        parameters = [
+            {"name": name, "in": "path", "required": True, "schema": _STRING} for name in names
+        ]
+        item = paths.setdefault(path, {"parameters": parameters} if names else {})
+        item[method.lower()] = _operation(route)
+    bodies = [route.body for *_, route in described if route.body]
+    answers = [route.answer for *_, route in described if route.answer]
     return {
         "openapi": "3.1.0",
         "info": {
@@ -89,123 +105,58 @@ def document() -> Part:
             "version": "1",
             "description": "OpenAI's API to generate text, with vLLM's extensions.",
         },
-        "paths": {
-            "/v1/completions": _post("Continue prompts.", completion, api.Completion, streams=True),
-            "/v1/chat/completions": _post("Answer a chat.", chat, api.ChatCompletion, streams=True),
-            "/v1/embeddings": _post("Embed texts.", embedding, api.Embeddings),
-            "/v1/responses": _post("Answer a conversation.", responses, Response, streams=True),
-            "/tokenize": _post("Token ids of a prompt or a chat.", tokenize, api.Tokens),
-            "/detokenize": _post("The text of token ids.", detokenize, api.Detokenized),
-            "/v1/models": _get("The served models.", api.Models, "401"),
-            "/v1/models/{model}": {
-                "parameters": [model],
-                **_get("One model.", api.Model, "401", "404"),
-            },
-            **_batch_paths(batch),
-            "/health": _get("Whether this process answers.", api.Status),
-            "/ready": _get("Whether requests are let in.", api.Status, "503"),
-            "/version": _get("The server's version.", api.Version),
-        },
+        "paths": paths,
         "components": {
-            "schemas": _schemas(),
+            "schemas": _schemas(bodies, answers),
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],  # a key where the router's tenants have some
     }
 
 
-def _batch_paths(batch: type) -> Part:
-    """Those of files and batches, which are 404 where the router has no folder for them."""
-    file_id = {"parameters": [{"name": "id", "in": "path", "required": True, "schema": _STRING}]}
-    binary = {"type": "string", "format": "binary"}
-    form = {
-        "type": "object",
-        "required": ["purpose", "file"],
-        "properties": {"purpose": {"enum": ["batch"]}, "file": binary},
+def _operation(route: Route) -> Part:
+    content = _json(route.answer) if route.answer else {"application/octet-stream": _of(BYTES)}
+    if route.streams:
+        content["text/event-stream"] = {}
+    operation: Part = {
+        "summary": route.summary,
+        "responses": {
+            "200": {"description": "Done.", "content": content},
+            **{status: _failure(status) for status in route.errors},
+        },
     }
-    content = _operation("A file's content.", File, ("401", "404"))
-    content["responses"]["200"]["content"] = {"application/octet-stream": {"schema": binary}}
-    cancel = _operation("Cancel a batch.", Batch, (*_ERRORS, "409"))
-    return {
-        "/v1/files": {
-            "post": {
-                **_operation("Upload a file of requests.", File, _ERRORS),
-                "requestBody": {
-                    "required": True,
-                    "content": {"multipart/form-data": {"schema": form}},
-                },
-            },
-            "get": {
-                **_operation("The caller's files.", Files, ("400", "401", "404")),
-                "parameters": _query(FilesQuery),
-            },
-        },
-        "/v1/files/{id}": {
-            **file_id,
-            **_get("One file.", File, "401", "404"),
-            "delete": _operation("Delete a file.", FileDeleted, ("401", "404", "409")),
-        },
-        "/v1/files/{id}/content": {**file_id, "get": content},
-        "/v1/batches": {
-            **_post("Run a file of requests.", batch, Batch),
-            "get": {
-                **_operation("The caller's batches.", Batches, ("400", "401", "404")),
-                "parameters": _query(BatchesQuery),
-            },
-        },
-        "/v1/batches/{id}": {**file_id, **_get("One batch.", Batch, "401", "404")},
-        "/v1/batches/{id}/cancel": {**file_id, "post": cancel},
-    }
+    if parameters := list(_parameters(route)):
+        operation["parameters"] = parameters
+    if route.body:
+        operation["requestBody"] = {"required": True, "content": _json(route.body)}
+    if route.form:
+        form = {"multipart/form-data": _of(route.form)}
+        operation["requestBody"] = {"required": True, "content": form}
+    return operation
 
 
-def _query(kind: type) -> list[Part]:
-    _, schemas = msgspec.json.schema_components((kind,))
-    fields = schemas[kind.__name__]["properties"].items()
-    return [{"name": name, "in": "query", "schema": schema} for name, schema in fields]
+def _parameters(route: Route) -> Iterator[Part]:
+    if route.body:
+        timeout = {"type": "number", "minimum": MIN_TIMEOUT_S, "maximum": MAX_TIMEOUT_S}
+        yield {"name": TIMEOUT_HEADER, "in": "header", "schema": timeout}
+        yield {"name": "traceparent", "in": "header", "schema": _STRING}
+    if route.query:
+        _, schemas = msgspec.json.schema_components((route.query,))
+        for name, schema in schemas[route.query.__name__]["properties"].items():
+            yield {"name": name, "in": "query", "schema": schema}
 
 
-def _schemas() -> Part:
+def _schemas(bodies: Sequence[type], answers: Sequence[type]) -> Part:
     _, schemas = msgspec.json.schema_components(
-        (*_REQUESTS, *_ANSWERS), ref_template="#/components/schemas/{name}"
+        (*bodies, *answers, api.Error), ref_template="#/components/schemas/{name}"
     )
-    for request in _REQUESTS:
+    for request in bodies:
         properties = schemas[request.__name__]["properties"]
         for name in _DESCRIPTIONS.keys() & properties.keys():
             properties[name]["description"] = _DESCRIPTIONS[name]
         for name, neutral in api.unsupported_in(request).items():
             properties[name] = {"enum": [None, *neutral], "description": "Not supported."}
     return schemas
-
-
-def _post(text: str, body: type, answer: type, *, streams: bool = False) -> Part:
-    timeout = {"type": "number", "minimum": MIN_TIMEOUT_S, "maximum": MAX_TIMEOUT_S}
-    operation = _operation(text, answer, _ERRORS)
-    if streams:
-        operation["responses"]["200"]["content"]["text/event-stream"] = {}
-    return {
-        "post": {
-            **operation,
-            "parameters": [
-                {"name": TIMEOUT_HEADER, "in": "header", "schema": timeout},
-                {"name": "traceparent", "in": "header", "schema": _STRING},
-            ],
-            "requestBody": {"required": True, "content": _json(body)},
-        }
-    }
-
-
-def _get(text: str, answer: type, *errors: str) -> Part:
-    return {"get": _operation(text, answer, errors)}
-
-
-def _operation(text: str, answer: type, errors: tuple[str, ...]) -> Part:
-    return {
-        "summary": text,
-        "responses": {
-            "200": {"description": "Done.", "content": _json(answer)},
-            **{status: _failure(status) for status in errors},
-        },
-    }
 
 
 def _failure(status: str) -> Part:
@@ -217,4 +168,8 @@ def _failure(status: str) -> Part:
 
 
 def _json(struct: type) -> Part:
-    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{struct.__name__}"}}}
+    return {"application/json": _of({"$ref": f"#/components/schemas/{struct.__name__}"})}
+
+
+def _of(schema: Part) -> Part:
+    return {"schema": schema}

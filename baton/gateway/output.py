@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
@@ -31,6 +32,7 @@ _encode = msgspec.json.Encoder().encode
 _PHASES = ("queue_ms", "ttft_ms", "transfer_ms", "tpot_ms", "e2e_ms")
 
 
+@dataclass(eq=False)
 class Output(ABC):
     """One choice, as a `router.frontend.Sink`: its pieces are written at once, or kept."""
 
@@ -38,37 +40,21 @@ class Output(ABC):
     answer: ClassVar[type[api.Completion] | type[api.ChatCompletion]]
     chunk_object: ClassVar[Any]
 
-    def __init__(
-        self,
-        index: int,
-        tokenizer: Tokenizer,
-        *,
-        logprobs: bool,
-        token_ids: bool,
-        prompt: PromptOutput | None = None,
-        stop_token_ids: Collection[int] = (),
-        on_prompt: Callable[[int], None] = lambda size: None,
-        on_start: Callable[[inference_pb2.Started], None] = lambda started: None,
-        event: Callable[[Any], bytes] = msgspec.json.encode,
-        send: Callable[[bytes], None] | None = None,
-    ) -> None:
-        """`event` encodes a chunk's choice for `send`; without that all is kept for `whole`.
+    index: int
+    tokenizer: Tokenizer
+    _: KW_ONLY
+    with_logprobs: bool
+    with_token_ids: bool
+    of_prompt: PromptOutput = field(default_factory=PromptOutput)
+    stop_token_ids: Collection[int] = ()
+    on_prompt: Callable[[int], None] = lambda size: None  # how many log-probabilities it has
+    start: Callable[[inference_pb2.Started], None] = lambda started: None
+    event: Callable[[Any], bytes] = msgspec.json.encode  # of a chunk's choice, for `send`
+    send: Callable[[bytes], None] | None = None  # without it all is kept for `whole`
 
-        `on_prompt` gets the number of log-probabilities of a prompt, when they come.
-        """
-        self.index = index
-        self._tokenizer = tokenizer
-        self._with_logprobs = logprobs
-        self._with_token_ids = token_ids
-        self._prompt = prompt or PromptOutput()
-        self._stop_token_ids = stop_token_ids
-        self._on_prompt = on_prompt
-        self.start = on_start
-        self._event = event
-        self._send = send
-        self._around_text: tuple[bytes, bytes] | None = (
-            None  # of events that differ in their text alone
-        )
+    def __post_init__(self) -> None:
+        # Of events that differ in their text alone, what is around it.
+        self._around_text: tuple[bytes, bytes] | None = None
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._positions: list[common_pb2.PositionLogprobs] = []
@@ -77,8 +63,8 @@ class Output(ABC):
         self.end = inference_pb2.Finish()
 
     def prompt(self, logprobs: common_pb2.PromptLogprobs) -> None:
-        self._prompt.logprobs = logprobs
-        self._on_prompt(self._prompt.size)
+        self.of_prompt.logprobs = logprobs
+        self.on_prompt(self.of_prompt.size)
 
     def put(
         self,
@@ -89,7 +75,7 @@ class Output(ABC):
         stop: str,
         parsed: ParsedOutput | None = None,
     ) -> None:
-        if self._send is None:
+        if self.send is None:
             self._text.append(text)
             self._token_ids.extend(token_ids)
             self._positions.extend(logprobs)
@@ -100,7 +86,7 @@ class Output(ABC):
         if self._around_text is not None and not (reason or beside):
             if text or parsed is None:
                 before, after = self._around_text
-                self._send(before + _encode(text) + after)
+                self.send(before + _encode(text) + after)
             return
         if not beside:
             parsed = None
@@ -112,14 +98,14 @@ class Output(ABC):
                 text, parsed = "", ParsedOutput("", parsed.tool_calls[-1:])
         members = self._members(logprobs, list(token_ids), reason)
         if not self._begun:
-            text = self._prompt.echo + text
+            text = self.of_prompt.echo + text
         if reason:
             members["stop_reason"] = self._stop_reason(reason, stop, token_ids)
-        self._send(self._event(self._chunk(text, parsed, **members)))
+        self.send(self.event(self._chunk(text, parsed, **members)))
         if not self._begun:
             self._begun = True
-            if not (reason or self._with_logprobs or self._with_token_ids):
-                before, after = self._event(self._chunk("", None, **members)).split(b':""')
+            if not (reason or self.with_logprobs or self.with_token_ids):
+                before, after = self.event(self._chunk("", None, **members)).split(b':""')
                 self._around_text = before + b":", after
 
     async def finish(self, finish: inference_pb2.Finish) -> None:
@@ -127,7 +113,7 @@ class Output(ABC):
 
     def whole(self) -> Any:
         """The choice of an answer."""
-        text, reason = self._prompt.echo + "".join(self._text), self.end.reason
+        text, reason = self.of_prompt.echo + "".join(self._text), self.end.reason
         members = self._members(self._positions, self._token_ids, reason)
         stop_reason = self._stop_reason(reason, self.end.stop, self._token_ids)
         reasoning = "".join(parsed.reasoning for parsed in self._parsed)
@@ -136,18 +122,13 @@ class Output(ABC):
         return self._whole(text, parsed, stop_reason=stop_reason, **members)
 
     @property
-    def size(self) -> int:
-        """Log-probabilities that `whole` writes, of its prompt."""
-        return self._prompt.size
-
-    @property
     def cumulative_logprob(self) -> float:
         """Of all its tokens, where log-probabilities were asked for."""
         return sum(position.chosen.logprob for position in self._positions)
 
     def prompt_logprobs(self) -> api.PromptLogprobs | UnsetType:
         """Of its prompt, where they are to be told."""
-        return self._prompt.told(lambda token_id: shown(self._tokenizer, token_id)[0])
+        return self.of_prompt.told(lambda token_id: shown(self.tokenizer, token_id)[0])
 
     @classmethod
     def answer_members(cls, outputs: Sequence[Output]) -> dict[str, Any]:
@@ -158,7 +139,7 @@ class Output(ABC):
         """As vLLM has it: the stop string, or the stop token, that ended the output."""
         if reason not in _STOPPED or stop or not token_ids:
             return stop or None
-        return token_ids[-1] if token_ids[-1] in self._stop_token_ids else None
+        return token_ids[-1] if token_ids[-1] in self.stop_token_ids else None
 
     def _members(
         self, positions: Sequence[common_pb2.PositionLogprobs], token_ids: list[int], reason: int
@@ -166,9 +147,9 @@ class Output(ABC):
         """What both kinds of choice have."""
         return {
             "index": self.index,
-            "logprobs": self.logprobs(positions) if self._with_logprobs else None,
+            "logprobs": self.logprobs(positions) if self.with_logprobs else None,
             "finish_reason": _REASONS[reason],
-            "token_ids": token_ids if self._with_token_ids else UNSET,
+            "token_ids": token_ids if self.with_token_ids else UNSET,
         }
 
     @abstractmethod
@@ -191,15 +172,15 @@ class CompletionOutput(Output):
     answer = api.Completion
     chunk_object = "text_completion"
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
         self._echoed = False
 
     def logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> CompletionLogprobs:
         """Four parallel lists; the first ones begin with the prompt's, if that is echoed."""
-        found, prompt = CompletionLogprobs([], [], [], []), self._prompt
+        found, prompt = CompletionLogprobs([], [], [], []), self.of_prompt
         if prompt.logprobs is not None and prompt.echoed_top is not None and not self._echoed:
             self._echoed = True
             self._add(found, prompt.logprobs.token_ids[0])
@@ -218,7 +199,7 @@ class CompletionOutput(Output):
         top: Sequence[tuple[int, float]] = (),
     ) -> None:
         """Appends a token; without a log-probability it is a prompt's first."""
-        text, piece = shown(self._tokenizer, token_id)
+        text, piece = shown(self.tokenizer, token_id)
         found.text_offset.append(self._offset)
         found.tokens.append(text)
         self._offset += len(self._utf8.decode(piece))
@@ -229,7 +210,7 @@ class CompletionOutput(Output):
         found.token_logprobs.append(max(logprob, MIN_LOGPROB))
         best = {text: max(logprob, MIN_LOGPROB)}
         for other, value in top:
-            best[shown(self._tokenizer, other)[0]] = max(value, MIN_LOGPROB)
+            best[shown(self.tokenizer, other)[0]] = max(value, MIN_LOGPROB)
         found.top_logprobs.append(best)
 
     def _chunk(
@@ -261,7 +242,7 @@ class ChatOutput(Output):
         )
 
     def _entry(self, token: common_pb2.TokenLogprob) -> tuple[str, float, list[int]]:
-        text, piece = shown(self._tokenizer, token.token_id)
+        text, piece = shown(self.tokenizer, token.token_id)
         return text, max(token.logprob, MIN_LOGPROB), list(piece)
 
     @classmethod

@@ -12,7 +12,6 @@ from msgspec import UNSET, Struct, UnsetType
 
 from baton.gateway import api
 from baton.gateway.generation import Generation
-from baton.gateway.request import ParsedRequest
 from baton.gateway.responses import (
     FunctionChoice,
     FunctionTool,
@@ -22,10 +21,8 @@ from baton.gateway.responses import (
     TextOptions,
 )
 from baton.http_errors import Failure
-from baton.http_server import HttpExchange
 from baton.v1 import common_pb2, inference_pb2
 from router.dispatch.request_state import ParsedOutput
-from router.frontend import Caller, GenerationService
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 FailureCode = Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
@@ -161,27 +158,16 @@ Emit = Callable[..., None]
 _encode = msgspec.json.Encoder().encode
 
 
-async def respond(
-    service: GenerationService,
-    asked: tuple[ResponsesRequest, ParsedRequest],
-    caller: Caller,
-    exchange: HttpExchange,
-) -> None:
-    """Answers a request for a response; a client that hangs up cancels it."""
-    body, parsed = asked
-    await _ResponseGeneration(service, parsed, caller, exchange, body).run()
-
-
 @dataclass
-class _ResponseGeneration(Generation):
+class ResponseGeneration(Generation):
     """A response under way."""
 
-    body: ResponsesRequest
     _num_events: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._output = ItemsOutput(self.on_start, self._emit if self.body.stream else _ignore)
+        emit = self._emit if self.parsed.options.stream else _ignore
+        self._output = ItemsOutput(self.on_start, emit)
 
     @property
     def sinks(self) -> Sequence[ItemsOutput]:
@@ -243,7 +229,8 @@ class _ResponseGeneration(Generation):
         )
 
     def _response(self, **members: Any) -> Response:
-        body = self.body
+        body = self.parsed.options
+        assert isinstance(body, ResponsesRequest)
         return Response(
             id=f"resp_{self.started.request_id}",
             created_at=self.created,
@@ -266,14 +253,16 @@ def _ignore(kind: str, **members: Any) -> None:
     """For an answer that is sent whole."""
 
 
+@dataclass(eq=False)
 class ItemsOutput:
     """An output as items, a `router.frontend.Sink`. Each step is told as an event."""
 
-    def __init__(self, on_start: Callable[[inference_pb2.Started], None], emit: Emit) -> None:
+    on_start: Callable[[inference_pb2.Started], None]
+    emit: Emit
+
+    def __post_init__(self) -> None:
         self.items: list[Item] = []
         self.end = inference_pb2.Finish()
-        self._on_start = on_start
-        self._emit = emit
         self._id = ""
         self._open: Item | None = None  # the last item, while more of it may come
         self._pieces: list[str] = []  # of its text
@@ -283,7 +272,7 @@ class ItemsOutput:
 
     def start(self, started: inference_pb2.Started) -> None:
         self._id = started.request_id
-        self._on_start(started)
+        self.on_start(started)
 
     def prompt(self, logprobs: common_pb2.PromptLogprobs) -> None:
         """Not asked for."""
@@ -334,7 +323,7 @@ class ItemsOutput:
 
     def _extend(self, text: str) -> None:
         self._pieces.append(text)
-        self._emit(self._delta, **self._text_place, delta=text)
+        self.emit(self._delta, **self._text_place, delta=text)
 
     def _begin(self, item: Item) -> None:
         self._close("completed")
@@ -343,13 +332,13 @@ class ItemsOutput:
         self._text_place = self._place
         self._delta = f"{_EVENTS[type(item)]}.delta"
         self.items.append(item)
-        self._emit("response.output_item.added", output_index=len(self.items) - 1, item=item)
+        self.emit("response.output_item.added", output_index=len(self.items) - 1, item=item)
         if not isinstance(item, FunctionCallItem):
             self._place = self._text_place = {**self._place, "content_index": 0}
             part: OutputText | ReasoningText = ReasoningText()
             if isinstance(item, MessageItem):
                 part, self._text_place = OutputText(), {**self._place, "logprobs": []}
-            self._emit("response.content_part.added", **self._place, part=part)
+            self.emit("response.content_part.added", **self._place, part=part)
 
     def _close(self, status: ItemStatus) -> None:
         item, text = self._open, "".join(self._pieces)
@@ -359,13 +348,13 @@ class ItemsOutput:
         done = f"{_EVENTS[type(item)]}.done"
         if isinstance(item, FunctionCallItem):
             item.arguments = text
-            self._emit(done, **self._place, name=item.name, arguments=text)
+            self.emit(done, **self._place, name=item.name, arguments=text)
         else:
             if isinstance(item, MessageItem):
                 item.content = [OutputText(text)]
             else:
                 item.content = [ReasoningText(text)]
-            self._emit(done, **self._text_place, text=text)
-            self._emit("response.content_part.done", **self._place, part=item.content[0])
-        self._emit("response.output_item.done", output_index=len(self.items) - 1, item=item)
+            self.emit(done, **self._text_place, text=text)
+            self.emit("response.content_part.done", **self._place, part=item.content[0])
+        self.emit("response.output_item.done", output_index=len(self.items) - 1, item=item)
         self._open, self._pieces = None, []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
@@ -73,11 +73,11 @@ class ReasoningOptions(Struct):
     effort: str | None = None
 
 
-class ResponsesRequest(api.GenerateOptions, kw_only=True):
+class ResponsesRequest(api.ChatOptions, kw_only=True):
     """The next response of a conversation; all of that is in `input`."""
 
     unsupported: ClassVar[api.Unsupported] = {
-        **api.GenerateOptions.unsupported,
+        **api.ChatOptions.unsupported,
         "background": (False,),
         "conversation": (),
         "prompt": (),
@@ -92,15 +92,12 @@ class ResponsesRequest(api.GenerateOptions, kw_only=True):
     max_output_tokens: api.Positive | None = None
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
-    parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=_MAX_METADATA)] | None = None
     # Reasoning is returned as text, so nothing is encrypted.
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     previous_response_id: str | None = None
-    max_thinking_tokens: api.Count | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     # What chats have under these names is called otherwise here.
     n: None = None
     max_tokens: None = None
@@ -109,8 +106,8 @@ class ResponsesRequest(api.GenerateOptions, kw_only=True):
     prompt_logprobs: None = None
 
 
-def parse_response(text: bytes) -> tuple[ResponsesRequest, ParsedRequest]:
-    """A body of /v1/responses. Raises InvalidRequest naming the field."""
+def parse_response(text: bytes) -> ParsedRequest:
+    """A body of /v1/responses, which is its `options`. Raises InvalidRequest naming the field."""
     body = api.decode(ResponsesRequest, text)
     if body.previous_response_id is not None:
         raise InvalidRequest(
@@ -121,21 +118,18 @@ def parse_response(text: bytes) -> tuple[ResponsesRequest, ParsedRequest]:
     messages, places = _messages(body)
     tools = [api.Tool(type="function", function=tool) for tool in body.tools or ()]
     choice = body.tool_choice
-    same = {name: getattr(body, name) for name in api.GenerateOptions.__struct_fields__}
+    same = {name: getattr(body, name) for name in api.ChatOptions.__struct_fields__}
     chat = api.ChatRequest(
         **{**same, "response_format": _response_format(body.text)},
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
-        max_thinking_tokens=body.max_thinking_tokens,
         tools=tools,
         tool_choice=(
             api.NamedTool(type="function", function=choice)
             if isinstance(choice, FunctionChoice)
             else choice
         ),
-        parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
-        chat_template_kwargs=body.chat_template_kwargs,
     )
     parsed = parsed_chat(chat)
     restriction = parsed.fields["structured_output"]
@@ -149,7 +143,7 @@ def parse_response(text: bytes) -> tuple[ResponsesRequest, ParsedRequest]:
     for i in range(len(tools)):
         for name in ("name", "parameters"):
             fields[f"tools[{i}].function.{name}"] = f"tools[{i}].{name}"
-    return body, replace(parsed, fields=fields)
+    return replace(parsed, options=body, fields=fields)
 
 
 def _response_format(text: TextOptions | None) -> api.ResponseFormat | None:
@@ -159,30 +153,32 @@ def _response_format(text: TextOptions | None) -> api.ResponseFormat | None:
     return api.ResponseFormat(type="json_object") if isinstance(asked, JsonObject) else None
 
 
-def _messages(body: ResponsesRequest) -> tuple[list[api.Message], dict[str, str]]:
-    """The conversation as a chat has it, and by a message's field the input's.
+# What one output may have had, in that order, and any number of calls: one turn of a chat.
+_ORDER = {"reasoning": 0, "message": 1, "function_call": 2}
 
-    What one output had, its reasoning, its message and its calls, is one turn of a chat.
-    """
+
+def _messages(body: ResponsesRequest) -> tuple[list[api.Message], dict[str, str]]:
+    """The conversation as a chat has it, and by a message's field the input's."""
     messages, places = list[api.Message](), dict[str, str]()
     if body.instructions:
         messages.append(api.Message(role="system", content=body.instructions))
     items = body.input
     if isinstance(items, str):
         return [*messages, api.Message(role="user", content=items)], places
-    turn: api.Message | None = None  # the assistant's, while more of it may follow
+    before = ""  # the type of the item before, in an assistant's turn
     for at, item in enumerate(items):
         place = f"input[{at}]"
-        if item.type == "reasoning" or item.role == "assistant" or item.type == "function_call":
-            if turn is None or not _goes_on(turn, item):
-                turn = api.Message(role="assistant", tool_calls=[])
-                messages.append(turn)
-            _add(turn, item, place)
-            if turn.tool_calls:
-                call = f"tool_calls[{len(turn.tool_calls) - 1}].function.arguments"
+        is_call = item.type == "function_call"
+        if item.type in _ORDER and (item.type != "message" or item.role == "assistant"):
+            if not before or not (is_call or _ORDER[item.type] > _ORDER[before]):
+                messages.append(api.Message(role="assistant", tool_calls=[]))
+            before = item.type
+            _add(messages[-1], item, place)
+            if is_call:
+                call = f"tool_calls[{len(messages[-1].tool_calls or ()) - 1}].function.arguments"
                 places[f"messages[{len(messages) - 1}].{call}"] = f"{place}.arguments"
             continue
-        turn = None
+        before = ""
         if item.type == "message":
             role = _given(item.role, f"{place}.role")
             messages.append(api.Message(role=role, content=_parts(item.content, place)))
@@ -191,15 +187,6 @@ def _messages(body: ResponsesRequest) -> tuple[list[api.Message], dict[str, str]
             output = _parts(item.output, place, "output")
             messages.append(api.Message(role="tool", content=output, tool_call_id=call_id))
     return messages, places
-
-
-def _goes_on(turn: api.Message, item: InputItem) -> bool:
-    """Whether an item belongs to the same turn: reasoning, then content, then calls."""
-    if item.type == "function_call":
-        return True
-    if turn.content is not None or turn.tool_calls:
-        return False
-    return item.type == "message" or turn.reasoning is None
 
 
 def _add(turn: api.Message, item: InputItem, place: str) -> None:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import hashlib
 import logging
 import re
 import socket
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
 from baton import http_server
 from baton.config import ApiConfig, RouterConfig
 from baton.errors import InvalidRequest, ModelNotFound, Unavailable, quoted
-from baton.gateway import api, batch_store
-from baton.gateway.batches import BatchApi, Handler
+from baton.gateway import api, batch_store, batches
+from baton.gateway.batches import BatchApi
 from baton.gateway.embeddings import embed, parse_embeddings
-from baton.gateway.generation import Endpoint, generate
+from baton.gateway.generation import CompletionGeneration, Endpoint, generate
 from baton.gateway.headers import (
     ALLOW_ORIGIN,
     caller_of,
@@ -30,16 +33,16 @@ from baton.gateway.headers import (
     id_headers,
     preflight_headers,
 )
-from baton.gateway.openapi import document
+from baton.gateway.openapi import ERRORS, Handler, Route, Routes, document
 from baton.gateway.output import ChatOutput, CompletionOutput, shown
-from baton.gateway.output_responses import respond
+from baton.gateway.output_responses import Response, ResponseGeneration
 from baton.gateway.request import (
     parse_chat,
     parse_completion,
     parse_detokenize,
     parse_tokenize,
 )
-from baton.gateway.responses import parse_response
+from baton.gateway.responses import ResponsesRequest, parse_response
 from baton.http_errors import Header, HttpError
 from baton.http_server import HttpExchange
 from baton.v1 import inference_pb2
@@ -84,7 +87,7 @@ async def serving(
         yield
 
 
-def _page_headers() -> list[Header]:
+def _headers_of_page() -> list[Header]:
     """Lets the page run its own script and style, and call this server; nothing else."""
 
     def sources(tag: bytes) -> str:
@@ -105,48 +108,33 @@ def _page_headers() -> list[Header]:
     ]
 
 
+_PAGE_HEADERS = _headers_of_page()
+
+
 class App:
     """The API over one service."""
 
     def __init__(self, service: GenerationService, config: ApiConfig) -> None:
-        self._service = service
         self._origins = config.cors_origins
         self._num_posts = 0  # being answered
-        posts: dict[str, Endpoint[Any]] = {
-            "/v1/completions": Endpoint(
-                service, parse_completion, partial(generate, CompletionOutput)
-            ),
-            "/v1/chat/completions": Endpoint(service, parse_chat, partial(generate, ChatOutput)),
-            "/v1/embeddings": Endpoint(service, parse_embeddings, embed),
-            "/v1/responses": Endpoint(service, parse_response, respond),
-            "/tokenize": Endpoint(service, parse_tokenize, _tokenize),
-            "/detokenize": Endpoint(service, parse_detokenize, _detokenize),
+        for_batches: dict[str, Any] = {  # endpoints
+            path: methods["POST"].handler
+            for path, methods in ROUTES.items()
+            if path.startswith("/v1/") and "POST" in methods
         }
-        for_batches = {path: one for path, one in posts.items() if path.startswith("/v1/")}
         self.batches = BatchApi(service, config, for_batches)
-        self._page_headers = _page_headers()
-        openapi = document()
-        gets: dict[str, Callable[[HttpExchange], Any]] = {
-            "/v1/models": lambda exchange: api.Models(self._models(exchange)),
-            "/health": lambda exchange: api.Status("ok"),
-            "/ready": lambda exchange: self._ready(),
-            "/version": lambda exchange: api.Version(metadata.version("baton-serving")),
-            "/openapi.json": lambda exchange: openapi,
-            _MODEL: self._model,
-        }
-        self._routes: dict[str, dict[str, Handler]] = {
-            **{path: {"POST": endpoint} for path, endpoint in posts.items()},
-            **{path: _reading(partial(_answer, found)) for path, found in gets.items()},
-            "/": _reading(self._page),
-            "/metrics": _reading(self._metrics),
-            **self.batches.routes,
+        owners = (service, ROUTES), (self.batches, batches.ROUTES)
+        self._handlers: dict[str, dict[str, Handler]] = {
+            path: {method: partial(route.handler, owner) for method, route in methods.items()}
+            for owner, routes in owners
+            for path, methods in routes.items()
         }
 
     async def __call__(self, exchange: HttpExchange) -> None:
         cors = cors_headers(exchange, self._origins)
         exchange.answer_headers = {**cors, **id_headers(exchange)}
         method, path = exchange.method, exchange.path
-        if not (handlers := self._routes.get(path) or self._routes.get(_pattern(path))):
+        if not (handlers := self._handlers.get(path) or self._handlers.get(_pattern(path))):
             raise HttpError(404, f"{method} {path}: there is no such path")
         allowed = ", ".join(handlers)
         if method == "OPTIONS":
@@ -169,48 +157,49 @@ class App:
         finally:
             self._num_posts -= 1
 
-    async def _page(self, exchange: HttpExchange) -> None:
-        exchange.answer(200, _PAGE, self._page_headers, (b"content-type", b"text/html"))
-
-    async def _metrics(self, exchange: HttpExchange) -> None:
-        self._service.check_operator(caller_of(exchange))
-        accept = exchange.headers.get(b"accept", b"").decode("latin-1")
-        kind, page = self._service.metrics_page(accept)
-        exchange.answer(200, page, kind=(b"content-type", kind.encode()))
-
-    def _models(self, exchange: HttpExchange) -> list[api.Model]:
-        models = self._service.models(caller_of(exchange))
-        return [api.Model(model.name, model.max_context) for model in models]
-
-    def _model(self, exchange: HttpExchange) -> api.Model:
-        name = exchange.path.removeprefix(_MODEL)
-        for model in self._models(exchange):
-            if model.id == name:
-                return model
-        raise ModelNotFound(f"model {quoted(name)} is not served here")
-
-    def _ready(self) -> api.Status:
-        if why_not := self._service.why_not_ready:
-            raise Unavailable(why_not, _RETRY_AFTER_S)
-        return api.Status("ready")
-
 
 def _pattern(path: str) -> str:
     """A path as the routes have it; a model's name may have slashes."""
     if path.startswith(_MODEL):
-        return _MODEL
+        return f"{_MODEL}{{model}}"
     parts = path.split("/")
     if path.startswith(("/v1/files/", "/v1/batches/")) and parts[3]:
         parts[3] = "{id}"
     return "/".join(parts)
 
 
-def _reading(handler: Handler) -> dict[str, Handler]:
-    return {"GET": handler, "HEAD": handler}
+async def _page(service: GenerationService, exchange: HttpExchange) -> None:
+    exchange.answer(200, _PAGE, _PAGE_HEADERS, (b"content-type", b"text/html"))
 
 
-async def _answer(found: Callable[[HttpExchange], Any], exchange: HttpExchange) -> None:
-    exchange.answer(200, msgspec.json.encode(found(exchange)))
+async def _metrics(service: GenerationService, exchange: HttpExchange) -> None:
+    service.check_operator(caller_of(exchange))
+    accept = exchange.headers.get(b"accept", b"").decode("latin-1")
+    kind, page = service.metrics_page(accept)
+    exchange.answer(200, page, kind=(b"content-type", kind.encode()))
+
+
+def _models(service: GenerationService, exchange: HttpExchange) -> api.Models:
+    models = service.models(caller_of(exchange))
+    return api.Models([api.Model(model.name, model.max_context) for model in models])
+
+
+def _model(service: GenerationService, exchange: HttpExchange) -> api.Model:
+    name = exchange.path.removeprefix(_MODEL)
+    for model in _models(service, exchange).data:
+        if model.id == name:
+            return model
+    raise ModelNotFound(f"model {quoted(name)} is not served here")
+
+
+def _ready(service: GenerationService, exchange: HttpExchange) -> api.Status:
+    if why_not := service.why_not_ready:
+        raise Unavailable(why_not, _RETRY_AFTER_S)
+    return api.Status("ready")
+
+
+def _version(service: GenerationService, exchange: HttpExchange) -> api.Version:
+    return api.Version(metadata.version("baton-serving"))
 
 
 async def _tokenize(
@@ -239,3 +228,64 @@ async def _detokenize(
 ) -> None:
     text = await service.detokenize(asked.model or "", asked.tokens, caller)
     exchange.answer(200, msgspec.json.encode(api.Detokenized(text)))
+
+
+def _get(
+    find: Callable[[GenerationService, HttpExchange], Any],
+    summary: str = "",
+    answer: type | None = None,
+    *errors: str,
+) -> dict[str, Route]:
+    """Answers with what `find` returns, in JSON."""
+
+    async def handler(service: GenerationService, exchange: HttpExchange) -> None:
+        exchange.answer(200, msgspec.json.encode(find(service, exchange)))
+
+    return _reading(Route(handler, summary, answer, errors))
+
+
+def _reading(route: Route) -> dict[str, Route]:
+    return {"GET": route, "HEAD": replace(route, summary="")}
+
+
+@functools.cache
+def _described() -> Raw:
+    return Raw(msgspec.json.encode(document({**ROUTES, **batches.ROUTES})))
+
+
+_completion = partial(CompletionGeneration, kind=CompletionOutput)
+_chat = partial(CompletionGeneration, kind=ChatOutput)
+ROUTES: Routes = {
+    "/": _reading(Route(_page)),
+    "/v1/completions": {"POST": Route(
+        Endpoint(parse_completion, partial(generate, _completion)),
+        "Continue prompts.", api.Completion, ERRORS, api.CompletionRequest, streams=True,
+    )},
+    "/v1/chat/completions": {"POST": Route(
+        Endpoint(parse_chat, partial(generate, _chat)),
+        "Answer a chat.", api.ChatCompletion, ERRORS, api.ChatRequest, streams=True,
+    )},
+    "/v1/responses": {"POST": Route(
+        Endpoint(parse_response, partial(generate, ResponseGeneration)),
+        "Answer a conversation.", Response, ERRORS, ResponsesRequest, streams=True,
+    )},
+    "/v1/embeddings": {"POST": Route(
+        Endpoint(parse_embeddings, embed),
+        "Embed texts.", api.Embeddings, ERRORS, api.EmbeddingRequest,
+    )},
+    "/tokenize": {"POST": Route(
+        Endpoint(parse_tokenize, _tokenize),
+        "Token ids of a prompt or a chat.", api.Tokens, ERRORS, api.TokenizeRequest,
+    )},
+    "/detokenize": {"POST": Route(
+        Endpoint(parse_detokenize, _detokenize),
+        "The text of token ids.", api.Detokenized, ERRORS, api.DetokenizeRequest,
+    )},
+    "/v1/models": _get(_models, "The served models.", api.Models, "401"),
+    f"{_MODEL}{{model}}": _get(_model, "One model.", api.Model, "401", "404"),
+    "/health": _get(lambda *_: api.Status("ok"), "Whether this process answers.", api.Status),
+    "/ready": _get(_ready, "Whether requests are let in.", api.Status, "503"),
+    "/version": _get(_version, "The server's version.", api.Version),
+    "/openapi.json": _get(lambda *_: _described()),
+    "/metrics": _reading(Route(_metrics)),
+}  # fmt: skip

@@ -21,8 +21,9 @@ _HEAD = re.compile(
 )
 _FIRST_KEY = re.compile(r'\{\s*"([^"\\]*)"')
 _KEYS = ("id", "type", "name", "arguments", "parameters")
-_NAME = re.compile(r"\s*([\w.-]+)\s*(?=[\[{])")
-_NAME_SO_FAR = re.compile(r"\s*[\w.-]*\s*")
+# A name, with bounds: it is looked for again with each piece of text.
+_NAME = re.compile(r"\s{0,64}([\w.-]{1,128})\s{0,64}(?=[\[{])")
+_NAME_SO_FAR = re.compile(r"\s{0,64}[\w.-]{0,128}\s{0,64}")
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE = re.compile(r'["{}\[\]<]')
 _ID_CHARS = string.ascii_letters + string.digits
@@ -84,14 +85,16 @@ class ToolParser:
 
     def goes_on_with(self, mark: str, *, drop: bool = True) -> Found:
         """Whether the text goes on with `mark`, behind white space; that is dropped with it."""
+        space = 0  # characters of that: they are looked at once
         while True:
-            text = self._text.lstrip()
+            text = self._text[space:].lstrip()
             if text.startswith(mark):
                 if drop:
                     self._text = text[len(mark) :]
                 return True
             if self._ended or not mark.startswith(text):
                 return False
+            space = len(self._text) - len(text)
             yield
 
     def call(self, *, bare: bool = False) -> Found:
@@ -150,15 +153,12 @@ class ToolParser:
 
     def put(self, text: str) -> None:
         """Content; white space around calls is none."""
-        text = self._space + text
         shown = text.rstrip()
-        self._space = text[len(shown) :]
-        if self._behind_call:
-            shown = shown.lstrip()
-            self._space = self._space if shown else ""
-        if shown:
-            self._content += shown
-            self._behind_call = False
+        if not shown:  # it is content where more of that follows
+            self._space += "" if self._behind_call else text
+            return
+        self._content += shown.lstrip() if self._behind_call else self._space + shown
+        self._space, self._behind_call = text[len(shown) :], False
 
     def _whole(self, end: int, bare: bool) -> bool:
         """A call whose keys are in another order, or whose arguments are no object."""

@@ -407,7 +407,8 @@ def test_a_chat_goes_on_from_its_history_and_can_be_saved(client, monkeypatch, t
     [
         ("/nope", "there is no /nope: /help lists"), ("/set top_k 1.5", "top_k must be a whole"),
         ("/set x 1", "set one of max_tokens, temp"), ("/load /no/file", "/no/file cannot be read"),
-        ("/save /no/file", "cannot be written: No such"), ("/retry", "no message to answer"),
+        ("/save /no/file", "cannot be written: No such"), ("/save \0", "cannot be written: embed"),
+        ("/retry", "no message to answer"),
         ('"""x', "the message has no end"),
     ],
 )  # fmt: skip

@@ -189,6 +189,7 @@ def test_settings_are_what_the_options_say(options, workload, settings):
         ("--duration 0", 2, "--duration must be between 0.001"),
         ("--count 0", 2, "--count must be at least 1"),
         ("--sweep 1,,2", 2, "--sweep"),
+        ("--sweep 1,nan", 2, "--rate must be between"),
         ("--trace x --rate 2", 2, "--rate-scale"),
         ("--interference --rate 2", 2, "--interference"),
         ("--sweep 1,2 --concurrency 2", 2, "--concurrency"),

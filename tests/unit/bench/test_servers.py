@@ -7,6 +7,7 @@ import ssl
 import time
 
 import pytest
+from aiohttp import web
 
 from baton import cli, errors, tls
 from baton.bench.request import Demand, Outcome, RequestOptions
@@ -187,6 +188,17 @@ async def test_a_cancelled_request_is_cancelled_at_the_router():
             await asyncio.wait_for(ask(client), 0.3)
         async with asyncio.timeout(30):
             await router.cancelled.wait()
+
+
+@pytest.mark.parametrize("page", [b"\xff", b"{}", b'{"data": []}'])
+async def test_a_server_that_lists_no_model(page):
+    class Other(ScriptedOpenAI):
+        async def models(self, request):
+            return web.Response(body=page)
+
+    with pytest.raises(errors.Unavailable, match="lists no model"):
+        async with client_of(Other(HELLO)):
+            pass
 
 
 @pytest.mark.parametrize(

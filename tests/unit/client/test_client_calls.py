@@ -45,6 +45,9 @@ async def test_unary_calls_are_retried(connect, serve):
         router.unary_errors = [errors.InvalidRequest("empty", "input")]
         with pytest.raises(errors.InvalidRequest, match="empty") as raised:
             await client.tokenize("")
+        for call in (client.tokenize("x", timeout="5"), client.status(timeout=float("nan"))):
+            with pytest.raises(errors.InvalidRequest, match="timeout must be seconds"):
+                await call
     assert raised.value.field == "input"
     assert len(router.requests) == 4
 

@@ -108,7 +108,7 @@ def test_a_chat_with_tools_arrives():
 
 
 BAD_PROMPTS = [
-    [], [1.5], 5, {1, 2.5}, [-1], ["a"], None,
+    "\ud800", [], [1.5], 5, {1, 2.5}, [-1], ["a"], None,
     {"role": "user", "content": "hi"},
     [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
     [{"role": "user", "content": ["hi"]}],
@@ -146,11 +146,14 @@ def test_what_no_message_can_hold_is_refused_by_name(prompt, field, value):
 @pytest.mark.parametrize("timeout", ["soon", True, float("nan"), [1]])
 def test_a_timeout_is_seconds(timeout):
     with pytest.raises(InvalidRequest) as raised:
-        timeout_of({"timeout": timeout})
+        timeout_of(timeout)
     assert raised.value.field == "timeout"
-    assert (timeout_of({"timeout": 3}), timeout_of({})) == (3.0, None)
+    assert [timeout_of(good) for good in (3, None, 1e300, float("inf"))] == [3.0, None, None, None]
 
 
-def test_tokenize_refuses_token_ids():
-    with pytest.raises(InvalidRequest, match="text or chat"):
-        tokenize_request([1, 2], None)
+@pytest.mark.parametrize(
+    ("prompt", "model", "match"), [([1, 2], None, "text or chat"), ("x", 5, "model")]
+)
+def test_tokenize_refuses_token_ids_and_what_is_no_name(prompt, model, match):
+    with pytest.raises(InvalidRequest, match=match):
+        tokenize_request(prompt, model)

@@ -22,6 +22,12 @@ from tests.unit.router.small_tokenizers import byte_tokenizer
 PROMPT = [1, 2, 3]
 # Of a model with tools and reasoning.
 TEMPLATE = "{% for m in messages %}{{ m }}{% endfor %}{# tools #}<tool_call></think>"
+# What it may say: reasoning, an answer, two calls.
+CALLS = (
+    "<think>\nHm.\n</think>\n\nSee:\n"
+    '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+)
 
 
 def pytest_asyncio_loop_factories(config, item):

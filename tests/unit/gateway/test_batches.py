@@ -311,16 +311,17 @@ async def test_files_can_be_listed_read_and_deleted(gateway):
     assert (await gateway.client.get(path)).json() == files[0]
     assert (await gateway.client.get(f"{path}/content")).content == b"0\n"
     assert (await gateway.client.delete(path)).json()["deleted"]
-    for gone in (path, f"{path}/content", "/v1/files/..%2Flock", "/v1/files/lock"):
+    for gone in (path, f"{path}/content", "/v1/files/..%2F.lock", "/v1/files/.lock"):
         assert (await gateway.client.get(gone)).status_code == 404
     assert await listed() == ([id for id in sent[::-1] if id != files[0]["id"]], False)
 
 
 async def test_a_tenant_has_its_own_files_and_batches(gateway_of, api, tmp_path):
+    """Whatever its name."""
     (tmp_path / "ann").write_text("ann-key")
     (tmp_path / "bob").write_text("bob-key")
     file = tmp_path / "tenants.toml"
-    file.write_text('[tenants.ann]\nkey_files = ["ann"]\n[tenants.bob]\nkey_files = ["bob"]\n')
+    file.write_text('[tenants.lock]\nkey_files = ["ann"]\n[tenants.bob]\nkey_files = ["bob"]\n')
     gateway = await gateway_of(api=api, tenants=Tenants(file))
     ann, bob = ({"authorization": f"Bearer {name}-key"} for name in ("ann", "bob"))
     batch = await create(gateway, [line(0)], ann)
@@ -334,7 +335,7 @@ async def test_a_tenant_has_its_own_files_and_batches(gateway_of, api, tmp_path)
     seen = await finished(gateway, batch, ann)
     assert seen["request_counts"]["completed"] == 1
     (request,) = gateway.cluster.prefills[0].requests
-    assert request.sequence.cache_salt == "ann/"
+    assert request.sequence.cache_salt == "lock/"
 
 
 async def test_without_a_folder_there_are_neither_files_nor_batches(gateway_of, tmp_path):
@@ -370,15 +371,16 @@ END = b"--b--\r\n"
         (FILE + END, 400, "purpose must be given"),
         (FILE + FORM % (b"purpose", b"", b"vision") + END, 400, "purpose must be given"),
         (FILE + FILE + PURPOSE + END, 400, "one file"),
-        (FORM % (b"x", b"", b"x" * 5000) + END, 413, "4000 bytes"),
+        (FORM % (b"x", b"", b"x" * 5000) + END, 413, "4500 bytes"),
         (PURPOSE + PURPOSE + FILE + END, 400, "purpose must be given"),
         (b"nonsense", 400, "this is no form"),
+        (b"--b\r\nx: " + b"y" * 4300, 400, "this is no form"),
         (b"", 400, "ends before"),
-        (PURPOSE + FORM % (b"file", b"", b"x" * 5000) + END, 413, "4000 bytes"),
+        (PURPOSE + FORM % (b"file", b"", b"x" * 5000) + END, 413, "4500 bytes"),
     ],
 )
 async def test_what_a_form_may_be(gateway, monkeypatch, form, status, text):
-    monkeypatch.setattr(batches, "MAX_FILE_BYTES", 4000)
+    monkeypatch.setattr(batches, "MAX_FILE_BYTES", 4500)
     kind = {"content-type": "multipart/form-data; boundary=b"}
     answer = await gateway.client.post("/v1/files", content=form, headers=kind)
     assert (answer.status_code, text in answer.text) == (status, True), answer.text

@@ -2,11 +2,8 @@
 
 import pytest
 
-CALLS = (
-    "<think>\nHm.\n</think>\n\nSee:\n"
-    '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
-)
+from .conftest import CALLS
+
 TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},
     {"type": "function", "function": {"name": "g", "description": "d", "strict": True}},

@@ -14,11 +14,8 @@ from baton.v1 import common_pb2
 from router.dispatch.request_state import ParsedOutput
 from tests.unit.router.scripted_workers import UNFINISHED
 
-CALLS = (
-    "<think>\nHm.\n</think>\n\nSee:\n"
-    '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
-)
+from .conftest import CALLS
+
 TOOLS = [
     {"type": "function", "name": "f", "parameters": {"type": "object"}},
     {"type": "function", "name": "g", "description": "d", "strict": True},
@@ -142,9 +139,12 @@ async def test_an_output_passed_back_is_one_turn_of_a_chat(says, client_of):
         first = await client.responses.create(model="tiny", tools=TOOLS, input=[user])
     output = [item.to_dict() for item in first.output]
     calls = [item.call_id for item in first.output[2:]]
-    answers = [{"type": "function_call_output", "call_id": c, "output": "yes"} for c in calls]
+    answers = [
+        {"type": "function_call_output", "call_id": c, "output": "yes", "role": role}
+        for c, role in zip(calls, (None, "assistant"), strict=True)  # which says nothing there
+    ]
     body = {"input": [user, *output, *answers, *output[:2], output[1]], "instructions": "Be short."}
-    _, parsed = parse_response(json.dumps(body).encode())
+    parsed = parse_response(json.dumps(body).encode())
     system, user, turn, *answers, last, after = parsed.requests[0].chat.messages
     assert [(m.role, m.content) for m in (system, user, turn, last, after)] == [
         ("system", "Be short."), ("user", "Hi"), *3 * [("assistant", "See:")],

@@ -443,7 +443,9 @@ def test_events_that_differ_in_their_text_alone_are_those_that_are_encoded(kind,
             )  # fmt: skip
 
         sent = []
-        output = kind(3, None, logprobs=False, token_ids=token_ids, event=event, send=sent.append)
+        output = kind(
+            3, None, with_logprobs=False, with_token_ids=token_ids, event=event, send=sent.append
+        )
         for text in TEXTS:
             output.put(text, [7], (), common_pb2.FINISH_REASON_UNSPECIFIED, "")
         output.put("end", [7], (), common_pb2.FINISH_REASON_STOP, "")
@@ -468,7 +470,7 @@ def positions(*tokens, top=()):
 
 
 def output_of(kind, tokenizer):
-    output = kind(0, tokenizer, logprobs=True, token_ids=False)
+    output = kind(0, tokenizer, with_logprobs=True, with_token_ids=False)
     return lambda positions: msgspec.to_builtins(output.logprobs(positions))
 
 

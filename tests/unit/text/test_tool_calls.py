@@ -1,5 +1,7 @@
 """Tool calls in outputs of the published formats, however they are cut; grammars of the same."""
 
+import time
+
 import pytest
 import tokenizers
 from llguidance import LLMatcher, LLTokenizer
@@ -45,6 +47,7 @@ OUTPUTS = [
      "Well.", [("f", '{"a": 1}'), ("g", "{}")]),
     (MISTRAL_ARGS, '[TOOL_CALLS]f{"a": 1}', "", [("f", '{"a": 1}')]),
     (MISTRAL_ARGS, "[TOOL_CALLS], he said", "[TOOL_CALLS], he said", []),
+    (MISTRAL_ARGS, f"[TOOL_CALLS]{'f' * 129}{{}}", f"[TOOL_CALLS]{'f' * 129}{{}}", []),
 ]  # fmt: skip
 
 
@@ -73,6 +76,16 @@ def test_an_output_is_parsed_the_same_however_it_is_cut(form, text, content, cal
     for i in range(len(text)):
         for j in range(i, len(text)):
             assert parsed(form, [text[:i], text[i:j], text[j:]]) == (content, calls)
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS])
+@pytest.mark.parametrize("text", ["f", " ", "<", "{", '{"name":', "[TOOL", "f ["])
+def test_a_long_output_costs_little_wherever_it_stops_to_make_sense(form, text):
+    """The parser runs on the router's event loop, between all streams."""
+    begun = time.thread_time()
+    for before in (form.call[0].partition("NAME")[0], "{}".join(form.call)):
+        parsed(form, [before, *[text] * 10_000])
+    assert time.thread_time() - begun < 2.0  # 0.2; 7 where each piece looks at all before it
 
 
 def test_arguments_come_as_they_are_written_and_further_calls_can_be_dropped():
