@@ -127,7 +127,7 @@ def test_the_pool_is_what_the_budget_leaves(checkpoint, caplog, monkeypatch):
     monkeypatch.setattr(gpu_backend, "weights_of", watched)
     loaded = on_gpu(checkpoint, gpu, allocate, graphs=False, gpu_memory=0.75, kv_blocks=0)
     block_bytes = loaded.layout.num_bytes // loaded.layout.num_blocks
-    left = int(8 * GIB * 0.75) - gpu.peak - 3 * GIB
+    left = int(8 * GIB * 0.75) - gpu.peak() - 3 * GIB
     assert loaded.layout.num_blocks == left // block_bytes
     assert given == [loaded.layout.num_bytes]
     assert gpu.used == 1
