@@ -68,6 +68,7 @@ def test_rotation_equals_its_reference(head_size: int, normed: bool, dtype: torc
 def test_int8_rows_are_those_of_the_reference_to_the_bit(dtype: torch.dtype) -> None:
     rows = PagedRows(Heads(dtype=dtype, int8=True), SPANS)
     rows.qkv[3] = 0.0
+    rows.qkv[4] *= 1e-38  # of which 127 units would be infinitely many
     _, k, v = split(rows)
     pool = rows.pool.clone()
     write_kv(pool, LAYER, rows.placed()[1].slots, k, v)
