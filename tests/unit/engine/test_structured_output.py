@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from baton.config import EngineConfig
-from baton.engine import build
 from baton.engine.blocks import BlockPool
 from baton.engine.loop import Engine
 from baton.engine.planner import ChunkSize, Planner
@@ -19,7 +17,7 @@ from baton.engine.speculative.ngram import NgramProposer
 from baton.sampling import Reasoning, SamplingParams, StructuredOutput
 from baton.structured_output import GrammarCompiler
 from baton.text import load_tokenizer
-from tests.unit.engine.bench import WAIT_S, Bench, tokens_of
+from tests.unit.engine.bench import WAIT_S, Bench, load, tokens_of
 
 LIST = {
     "type": "array",
@@ -40,8 +38,7 @@ EOS = 1
 
 @pytest.fixture(scope="module")
 def demo():
-    settings = EngineConfig(dtype="float32", threads=1, kv_blocks=200, prefix_cache=False)
-    return build.load(settings)
+    return load(kv_blocks=200, prefix_cache=False)
 
 
 @pytest.fixture(scope="module")

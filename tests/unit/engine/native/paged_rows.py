@@ -15,8 +15,6 @@ from baton.engine.ops.native.interface import AttentionShape, Norm, Pool
 from baton.engine.ops.torch.attention import AttentionBatch, Scoring, attend, place
 from baton.engine.weights.quantize import pack_rows, unpack_rows
 
-native = library.load()
-
 LAYERS, LAYER = 2, 1
 EPS = 1e-5
 

@@ -10,12 +10,9 @@ from baton.engine.models.config import Rope
 from baton.engine.models.decoder import rms_norm, rotate
 from baton.engine.models.rope import rope_table
 from baton.engine.ops.torch.attention import write_kv
-from tests.unit.engine.native.paged_rows import EPS, LAYER, Heads, PagedRows, native, random_tensor
+from tests.unit.engine.native.paged_rows import EPS, LAYER, Heads, PagedRows, random_tensor
 
-pytestmark = [
-    pytest.mark.skipif(native is None, reason="no native library can be built here"),
-    pytest.mark.usefixtures("every_cpu"),
-]
+pytestmark = pytest.mark.usefixtures("every_cpu")
 
 SPANS = [(0, 1), (17, 1), (480, 1), (0, 40), (90, 33)]
 # One rounding of what is turned, which may fall to either neighbour.
