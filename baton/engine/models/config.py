@@ -34,6 +34,10 @@ from baton.errors import CheckpointError
 
 MAX_LAYERS = 1024
 MAX_EXPERTS, MAX_PER_TOKEN = 4096, 64
+# Of a context that is stretched: its logarithm is divided by.
+TOKENS = Check(
+    lambda value: NUMBER.holds(value) and 2 <= value <= MAX_SIZE, f"a number from 2 to {MAX_SIZE}"
+)
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -404,7 +408,7 @@ def _rope(
         return rope, context
     # Where the original context is not given, transformers takes the current one.
     key = "original_max_position_embeddings"
-    original = int(inside.read(key, NUMBER, fields.read(key, NUMBER, context)))
+    original = int(inside.read(key, TOKENS, fields.read(key, TOKENS, context)))
     stretched = context / original if kind == "longrope" else None
     factor = float(inside.read("factor", NUMBER, stretched))
     rope = replace(rope, scaling=kind, factor=factor, original_context=original)
@@ -412,9 +416,13 @@ def _rope(
         low, high = (float(inside.read(f"{end}_freq_factor", NUMBER)) for end in ("low", "high"))
         rope = replace(rope, low_freq_factor=low, high_freq_factor=high)
     elif kind == "dynamic":
+        if (rope.size or head_size) == 2:
+            raise fields.error("head_dim", head_size, "more than two dimensions that are turned")
         # For the longest context, whatever a sequence's length: what the KV cache has stays right.
         context = int(context * factor)
     elif kind == "yarn":
+        if rope.theta == 1:
+            raise inside.error("rope_theta", rope.theta, "a number other than 1")
         rope = replace(
             rope,
             attention_factor=_yarn_attention(inside, factor),
@@ -439,6 +447,9 @@ def _rope(
             attention_factor=float(inside.read("attention_factor", NUMBER, wider)),
             factors=tuple(inside.read(which, numbers)),
         )
+    if not COUNT.holds(context):
+        supported = f"what makes a context of 1 to {MAX_SIZE} tokens"
+        raise inside.error("factor", factor, supported)
     return rope, context
 
 
