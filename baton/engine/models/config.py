@@ -123,8 +123,8 @@ class ModelConfig:
     max_context: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+    score_scale: float  # of products of queries and keys
     activation: Activation = "silu"
-    attention_scale: float = 0.0  # of products of queries and keys; 0: 1 / sqrt(head_size)
     attention_softcap: float = 0.0  # scaled products s become c * tanh(s / c); 0: they stay
     logit_softcap: float = 0.0  # the same of logits
     logit_scale: float = 1.0
@@ -207,7 +207,7 @@ class ModelConfig:
             eos_token_ids=_eos_token_ids(fields),
             dtype=fields.read(dtype_key, one_of("bfloat16", "float32", "float16"), "float32"),
             activation=activation,
-            attention_scale=float(own("attention_multiplier", NUMBER, query_scalar**-0.5)),
+            score_scale=float(own("attention_multiplier", NUMBER, query_scalar**-0.5)),
             attention_softcap=float(own("attn_logit_softcapping", NOT_NEGATIVE, 0.0)),
             logit_softcap=float(own("final_logit_softcapping", NOT_NEGATIVE, 0.0)),
             logit_scale=1 / float(own("logits_scaling", NUMBER, 1.0)),
@@ -223,11 +223,6 @@ class ModelConfig:
     def differs(self) -> Architecture:
         """How its architecture differs from Llama's."""
         return ARCHITECTURES[self.architecture]
-
-    @property
-    def score_scale(self) -> float:
-        """Of products of queries and keys."""
-        return self.attention_scale or self.head_size**-0.5
 
     @property
     def head_order(self) -> list[int] | None:

@@ -37,6 +37,7 @@ _LLAMA = ModelConfig(
     max_context=2048,
     eos_token_ids=(),
     dtype="float32",
+    score_scale=32**-0.5,
 )
 
 
