@@ -273,7 +273,7 @@ def _likeliest(logits: Tensor) -> Chosen:
     """
     rows = logits.numpy()
     # With vector instructions: five times as fast as torch, which has none for this.
-    chosen = rows.argmax(1)  # of what is no number, if there is any
+    chosen: Chosen = rows.argmax(1)  # of what is no number, if there is any
     chosen[~np.isfinite(rows[np.arange(len(rows)), chosen])] = rows.shape[1]
     return chosen
 
