@@ -34,6 +34,10 @@ from baton.errors import CheckpointError
 
 MAX_LAYERS = 1024
 MAX_EXPERTS, MAX_PER_TOKEN = 4096, 64
+# Of a context that is stretched: its logarithm is divided by.
+TOKENS = Check(
+    lambda value: NUMBER.holds(value) and 2 <= value <= MAX_SIZE, f"a number from 2 to {MAX_SIZE}"
+)
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -119,8 +123,8 @@ class ModelConfig:
     max_context: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+    score_scale: float  # of products of queries and keys
     activation: Activation = "silu"
-    attention_scale: float = 0.0  # of products of queries and keys; 0: 1 / sqrt(head_size)
     attention_softcap: float = 0.0  # scaled products s become c * tanh(s / c); 0: they stay
     logit_softcap: float = 0.0  # the same of logits
     logit_scale: float = 1.0
@@ -203,7 +207,7 @@ class ModelConfig:
             eos_token_ids=_eos_token_ids(fields),
             dtype=fields.read(dtype_key, one_of("bfloat16", "float32", "float16"), "float32"),
             activation=activation,
-            attention_scale=float(own("attention_multiplier", NUMBER, query_scalar**-0.5)),
+            score_scale=float(own("attention_multiplier", NUMBER, query_scalar**-0.5)),
             attention_softcap=float(own("attn_logit_softcapping", NOT_NEGATIVE, 0.0)),
             logit_softcap=float(own("final_logit_softcapping", NOT_NEGATIVE, 0.0)),
             logit_scale=1 / float(own("logits_scaling", NUMBER, 1.0)),
@@ -219,11 +223,6 @@ class ModelConfig:
     def differs(self) -> Architecture:
         """How its architecture differs from Llama's."""
         return ARCHITECTURES[self.architecture]
-
-    @property
-    def score_scale(self) -> float:
-        """Of products of queries and keys."""
-        return self.attention_scale or self.head_size**-0.5
 
     @property
     def head_order(self) -> list[int] | None:
@@ -404,7 +403,7 @@ def _rope(
         return rope, context
     # Where the original context is not given, transformers takes the current one.
     key = "original_max_position_embeddings"
-    original = int(inside.read(key, NUMBER, fields.read(key, NUMBER, context)))
+    original = int(inside.read(key, TOKENS, fields.read(key, TOKENS, context)))
     stretched = context / original if kind == "longrope" else None
     factor = float(inside.read("factor", NUMBER, stretched))
     rope = replace(rope, scaling=kind, factor=factor, original_context=original)
@@ -412,9 +411,13 @@ def _rope(
         low, high = (float(inside.read(f"{end}_freq_factor", NUMBER)) for end in ("low", "high"))
         rope = replace(rope, low_freq_factor=low, high_freq_factor=high)
     elif kind == "dynamic":
+        if (rope.size or head_size) == 2:
+            raise fields.error("head_dim", head_size, "more than two dimensions that are turned")
         # For the longest context, whatever a sequence's length: what the KV cache has stays right.
         context = int(context * factor)
     elif kind == "yarn":
+        if rope.theta == 1:
+            raise inside.error("rope_theta", rope.theta, "a number other than 1")
         rope = replace(
             rope,
             attention_factor=_yarn_attention(inside, factor),
@@ -439,6 +442,9 @@ def _rope(
             attention_factor=float(inside.read("attention_factor", NUMBER, wider)),
             factors=tuple(inside.read(which, numbers)),
         )
+    if not COUNT.holds(context):
+        supported = f"what makes a context of 1 to {MAX_SIZE} tokens"
+        raise inside.error("factor", factor, supported)
     return rope, context
 
 

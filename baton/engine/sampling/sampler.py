@@ -154,8 +154,7 @@ class Sampler:
             some, of = _take(logits, which, copy=adjusted), [rows[i] for i in which]
             if adjusted:
                 self._adjust(some, of)
-            # With vector instructions: five times as fast as torch, which has none for this.
-            chosen.append(some.numpy().argmax(1) if greedy else _sample(some, of))
+            chosen.append(_likeliest(some) if greedy else _sample(some, of))
         token_ids: list[int] = [token_id for some in chosen for token_id in some.tolist()]
         if len(groups) > 1:
             order = itertools.chain.from_iterable(groups.values())
@@ -265,6 +264,18 @@ def _take(logits: Tensor, which: list[int], *, copy: bool = False) -> Tensor:
     if len(which) == logits.shape[0] and not copy:
         return logits
     return logits.index_select(0, torch.tensor(which))
+
+
+def _likeliest(logits: Tensor) -> Chosen:
+    """The likeliest token of each row `[rows]`, of equals the lowest id.
+
+    As `filters.sample`: one beyond the vocabulary where a row's logits are not numbers.
+    """
+    rows = logits.numpy()
+    # With vector instructions: five times as fast as torch, which has none for this.
+    chosen: Chosen = rows.argmax(1)  # of what is no number, if there is any
+    chosen[~np.isfinite(rows[np.arange(len(rows)), chosen])] = rows.shape[1]
+    return chosen
 
 
 def _sample(logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:

@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,11 +53,6 @@ class Expert:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all its tensors."""
-        return _held_bytes(vars(self).values())
-
 
 @dataclass(frozen=True)
 class ExpertWeights:
@@ -69,11 +64,6 @@ class ExpertWeights:
     experts: tuple[Expert, ...]
     router_bias: Tensor | None = None
     shared_gate: Weight | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all experts."""
-        return _held_bytes((self.router, self.router_bias, self.shared_gate, *self.experts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,16 +100,18 @@ class Weights:
     @property
     def num_bytes(self) -> int:
         """Of everything that a step reads; a tied embedding counts as what scores are made with."""
-        layers = [part for layer in self.layers for part in vars(layer).values()]
-        return _held_bytes((*layers, self.final_norm, self.lm_head))
+        return _held_bytes((self.layers, self.final_norm, self.lm_head))
 
 
-def _held_bytes(parts: Iterable[Tensor | Weight | Expert | ExpertWeights | None]) -> int:
-    return sum(
-        part.nbytes if isinstance(part, Tensor) else part.num_bytes
-        for part in parts
-        if part is not None
-    )
+def _held_bytes(part: object) -> int:
+    """Of a tensor, a weight, or all that is in a part of a model."""
+    if isinstance(part, Tensor):
+        return part.nbytes
+    if isinstance(part, Weight):
+        return part.num_bytes
+    if part is None:
+        return 0
+    return sum(map(_held_bytes, part if isinstance(part, tuple) else vars(part).values()))
 
 
 Make = Callable[[Shapes], Tensor]

@@ -2,9 +2,21 @@
 
 import queue
 
+from baton.config import EngineConfig
+from baton.engine import build
 from baton.engine.loop import Progress, StepReport
+from tests.unit.engine.small_models import require
 
 WAIT_S = 60.0
+
+
+def load(directory=None, **settings):
+    """A model, or the demo model, as an engine has it; skips the test without its kernels."""
+    require(settings.get("kernels"))
+    if directory is not None:
+        settings["model"] = str(directory)
+    defaults = {"kv_blocks": 128, "threads": 1, "dtype": "float32"}
+    return build.load(EngineConfig(**{**defaults, **settings}))
 
 
 class Bench:

@@ -55,20 +55,24 @@ class PagedRun:
         token_ids: list[int] = []
         for sequence, count in work:
             token_ids += sequence.tokens[sequence.computed : sequence.computed + count]
-        block_tables = [self._blocks(sequence, count) for sequence, count in work]
-        width = max(map(len, block_tables))
-        query_lens = [count for _, count in work]
-        return StepBatch(
-            token_ids=_ints(token_ids),
-            context_lens=_ints([sequence.computed for sequence, _ in work]),
-            query_lens=_ints(query_lens),
-            block_tables=_ints([table + [0] * (width - len(table)) for table in block_tables]),
-            logit_rows=_ints(list(range(len(token_ids)))),
-            num_decodes=query_lens.count(1),
-        )
+        contexts, counts = [one.computed for one, _ in work], [count for _, count in work]
+        return batch_of(token_ids, contexts, counts, [self._blocks(*one) for one in work])
 
     def _blocks(self, sequence, count):
         return sequence.block_ids[: -(-(sequence.computed + count) // self.block_size)]
+
+
+def batch_of(token_ids, context_lens, query_lens, block_tables):
+    """A step's batch, of lists; every row has scores."""
+    width = max(map(len, block_tables))
+    return StepBatch(
+        token_ids=_ints(token_ids),
+        context_lens=_ints(context_lens),
+        query_lens=_ints(query_lens),
+        block_tables=_ints([table + [0] * (width - len(table)) for table in block_tables]),
+        logit_rows=torch.arange(len(token_ids), dtype=torch.int32),
+        num_decodes=query_lens.count(1),
+    )
 
 
 def _ints(values):

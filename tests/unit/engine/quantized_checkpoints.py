@@ -55,16 +55,8 @@ def make_quantized(directory, config, architecture="LlamaForCausalLM", damage=No
             order = orders.setdefault(side, generator.permutation(shape[1]))
             del held[name]
             stored, dense[name] = write(config, generator, shape, order)
-            held |= {f"{module}.{key}": value.contiguous() for key, value in stored.items()}
-    if damage:
-        damage(held)
-    save_file({name: tensor.contiguous() for name, tensor in dense.items()},
-              directory / "model.safetensors")  # fmt: skip
-    reference = load_reference(directory)
-    save_file(held, directory / "model.safetensors")
-    file = directory / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": config}))
-    return reference
+            held |= {f"{module}.{key}": value for key, value in stored.items()}
+    return save(directory, config, held, dense, damage)
 
 
 def make_mxfp4(directory, damage=None, **overrides):
@@ -82,17 +74,19 @@ def make_mxfp4(directory, damage=None, **overrides):
         dense[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
         del held[name]
         held |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    return save(directory, config, held, dense, damage)
+
+
+def save(directory, config, held, dense, damage):
+    """Saves the tensors that are held, changed by `damage`; transformers' model of dense ones."""
     if damage:
         damage(held)
-    save_file({name: tensor.contiguous() for name, tensor in dense.items()},
-              directory / "model.safetensors")  # fmt: skip
+    weights, file = directory / "model.safetensors", directory / "config.json"
+    save_file({name: tensor.contiguous() for name, tensor in dense.items()}, weights)
     reference = load_reference(directory)
-    save_file({name: tensor.contiguous() for name, tensor in held.items()},
-              directory / "model.safetensors")  # fmt: skip
-    file = directory / "config.json"
-    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    values = {**json.loads(file.read_text()), "quantization_config": quantization}
-    file.write_text(json.dumps(values))
+    save_file({name: tensor.contiguous() for name, tensor in held.items()}, weights)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": config}))
     return reference
 
 

@@ -37,6 +37,7 @@ _LLAMA = ModelConfig(
     max_context=2048,
     eos_token_ids=(),
     dtype="float32",
+    score_scale=32**-0.5,
 )
 
 
@@ -45,12 +46,17 @@ def small_config(window=None, **changes):
     return replace(_LLAMA, windows=(None, window), **changes)
 
 
+def require(kernels):
+    """Skips the test if it is to run native code and there is none."""
+    if kernels == "native" and library.load() is None:
+        pytest.skip("no native library can be built here")
+
+
 def make(kernels, config, weights, dtype=torch.float32):
     """The model; skips the test where there is no native code."""
+    require(kernels)
     if kernels == "torch":
         return Model(config, weights, dtype, CPU)
-    if library.load() is None:
-        pytest.skip("no native library can be built here")
     weights = packed(weights)
     if unsupported(config, 16, "native"):
         return NativeOps(config, weights, dtype, attends=False)

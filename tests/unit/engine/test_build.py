@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from baton.config import EngineConfig
-from baton.engine import build
 from baton.engine.backends import cpu
 from baton.engine.build import choose_dtype, device_of
-from baton.engine.ops.native import library
 from baton.engine.ops.native.ops import NativeOps
 from baton.engine.ops.native.packing import PackedWeight
 from baton.engine.weights.quantize import SCALE_BYTES
 from baton.errors import ConfigError
+from tests.unit.engine.bench import load
 from tests.unit.engine.checkpoints import SMALL, make_checkpoint
 
 
@@ -61,20 +60,17 @@ def test_half_precision_checkpoints_compute_in_bfloat16_on_a_gpu():
     ("asked", "blocks", "longest"), [(0, 100, 512), (100, 100, 100), (9999, 100, 512),
                                      (0, 4, 63), (60, 4, 60)],
 )  # fmt: skip
-def test_model_settings_and_pool_limit_a_sequence(tmp_path, asked, blocks, longest):
-    make_checkpoint(tmp_path)
-    settings = EngineConfig(str(tmp_path), max_context=asked, kv_blocks=blocks, kernels="torch")
-    assert build.load(settings).max_context == longest
+def test_model_settings_and_pool_limit_a_sequence(directory, asked, blocks, longest):
+    loaded = load(directory, max_context=asked, kv_blocks=blocks, kernels="torch")
+    assert loaded.max_context == longest
 
 
-def test_workers_that_compute_otherwise_are_never_paired(tmp_path):
-    make_checkpoint(tmp_path)
+def test_workers_that_compute_otherwise_are_never_paired(directory):
     found = {}
     names = ("dtype", "quantization", "kv_dtype")
     for values in itertools.product(("float32", "bfloat16"), ("none", "int8"), ("auto", "int8")):
         settings = dict(zip(names, values, strict=True))
-        config = EngineConfig(str(tmp_path), kv_blocks=8, kernels="torch", **settings)
-        found[values] = build.load(config).descriptor
+        found[values] = load(directory, kernels="torch", **settings).descriptor
     for one, other in itertools.combinations(found, 2):
         assert found[one] != found[other], (one, other)
     assert len({descriptor.model_fingerprint for descriptor in found.values()}) == 1
@@ -85,9 +81,8 @@ def test_workers_that_compute_otherwise_are_never_paired(tmp_path):
     assert small.head_size == plain.head_size == SMALL["head_dim"]
 
 
-def test_an_int8_pool_has_room_for_the_scales_and_is_scrubbed_with_them(tmp_path):
-    make_checkpoint(tmp_path)
-    loaded = build.load(EngineConfig(str(tmp_path), kv_blocks=8, kv_dtype="int8"))
+def test_an_int8_pool_has_room_for_the_scales_and_is_scrubbed_with_them(directory):
+    loaded = load(directory, kv_blocks=8, kv_dtype="int8")
     pool = loaded.runner.pool
     assert pool.dtype == torch.int8
     assert pool.shape == (8, 2, 2, 2, 16, SMALL["head_dim"] + SCALE_BYTES)
@@ -98,7 +93,6 @@ def test_an_int8_pool_has_room_for_the_scales_and_is_scrubbed_with_them(tmp_path
     assert not kept[[2, 5]].any()
 
 
-@pytest.mark.skipif(library.load() is None, reason="no native library can be built here")
 @pytest.mark.parametrize(
     ("head_dim", "block_size", "reason"),
     [(24, 16, "heads of 24 elements"), (16, 8, "blocks of 8 tokens")],
@@ -107,9 +101,8 @@ def test_a_model_that_native_attention_cannot_take_has_native_products(
     tmp_path, caplog, head_dim, block_size, reason
 ):
     make_checkpoint(tmp_path, head_dim=head_dim)
-    settings = EngineConfig(str(tmp_path), block_size=block_size, kv_blocks=8, kernels="native")
     with caplog.at_level("INFO"):
-        model = build.load(settings).runner.model
+        model = load(tmp_path, block_size=block_size, kernels="native").runner.model
     assert type(model) is NativeOps
     assert all(isinstance(layer.qkv, PackedWeight) for layer in model._weights.layers)
     assert f"attention by torch: {reason}" in caplog.text
@@ -123,10 +116,9 @@ def test_a_model_that_native_attention_cannot_take_has_native_products(
         ({"kernels": "triton"}, "--kernels triton .* leave it out, or add --device cuda"),
     ],
 )
-def test_a_cpu_refuses_what_needs_a_gpu(tmp_path, settings, message):
-    make_checkpoint(tmp_path)
+def test_a_cpu_refuses_what_needs_a_gpu(directory, settings, message):
     with pytest.raises(ConfigError, match=message):
-        build.load(EngineConfig(str(tmp_path), kv_blocks=8, device="cpu", **settings))
+        load(directory, device="cpu", **settings)
 
 
 ALL = os.sched_getaffinity(0)

@@ -6,16 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.models import decoder
 from baton.engine.models.rope import rope_tables
-from baton.engine.ops.native import library
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError, Overloaded, Stale
 from baton.sampling import SamplingParams
-from tests.unit.engine.bench import WAIT_S, Bench
-from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.bench import WAIT_S, Bench, load
 
 PROMPTS = [[(7 * i + 3 * j) % 250 + 3 for j in range(n)] for i, n in enumerate((1, 15, 16, 17, 90))]
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -33,20 +30,8 @@ def no_thread_left():
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("checkpoint")
-    make_checkpoint(path, "LlamaForCausalLM")
-    return path
-
-
-def load(directory, **settings):
-    defaults = {"kv_blocks": 128, "chunk_tokens": 32, "threads": 1, "dtype": "float32"}
-    return build.load(EngineConfig(model=str(directory), **{**defaults, **settings}))
-
-
-@pytest.fixture(scope="module")
 def loaded(directory):
-    return load(directory)
+    return load(directory, chunk_tokens=32)
 
 
 def a_sequence(number, params=GREEDY, name=None, **fields):
@@ -77,7 +62,7 @@ def test_tokens_do_not_depend_on_how_they_came_about(directory, loaded, params):
     other_chunks_and_blocks = load(directory, chunk_tokens=3, block_size=4, kv_blocks=512)
     build.warm_up(other_chunks_and_blocks)
     assert run_together(other_chunks_and_blocks, params)[0] == alone
-    tokens, preemptions = run_together(load(directory, kv_blocks=14), params)
+    tokens, preemptions = run_together(load(directory, chunk_tokens=32, kv_blocks=14), params)
     assert tokens == alone and preemptions > 0
     with Bench(loaded.engine) as bench:  # with a cold and a warm prefix cache
         for turn, cached in enumerate((0, 80)):
@@ -93,8 +78,6 @@ def test_tokens_do_not_depend_on_how_they_came_about(directory, loaded, params):
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 def test_what_is_kept_for_each_position_ends_where_sequences_do(kernels, directory, monkeypatch):
     """Angles for all of a model's own context would take a gigabyte at a million tokens."""
-    if kernels == "native" and library.load() is None:
-        pytest.skip("no native library can be built here")
     asked = []
 
     def watched(config):

@@ -31,6 +31,7 @@ PHI = {"architectures": ["Phi3ForCausalLM"]}
 GEMMA = {"architectures": ["Gemma3ForCausalLM"]}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 8}
 SMOL = {"architectures": ["SmolLM3ForCausalLM"]}
+YARN = {"rope_type": "yarn", "factor": 4}
 
 
 def write(directory, **overrides):
@@ -96,7 +97,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 32}
         ("Phi3", {"partial_rotary_factor": 0.75}, "ropes", (Rope(1e4, size=12),) * 3),
         (
             "Llama",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4}},
+            {"rope_scaling": YARN},
             "max_context",
             2048,
         ),
@@ -269,6 +270,16 @@ REFUSED_FORMATS: list[Any] = [
         ({"rms_norm_eps": float("nan")}, ["rms_norm_eps"]),
         ({"rope_theta": float("inf")}, ["rope_theta"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": 10**400}}, ["rope_scaling"]),
+        ({"rope_scaling": {**YARN, "factor": 1e9}}, ["rope_scaling.factor", "16777216 tokens"]),
+        ({"rope_scaling": {**YARN, "rope_type": "dynamic", "factor": 1e-9}}, ["rope_scaling.fac"]),
+        # Numbers that formulas divide by, or by their logarithms.
+        ({"rope_scaling": {**YARN, "original_max_position_embeddings": 0.5}}, ["original_max_pos"]),
+        ({"rope_scaling": YARN, "rope_theta": 1}, ["rope_scaling.rope_theta is 1.0"]),
+        ({"rope_scaling": YARN, "max_position_embeddings": 1}, ["original_max_position"]),
+        (
+            {"rope_scaling": {**YARN, "rope_type": "dynamic"}, "head_dim": 2},
+            ["head_dim is 2", "more than two dimensions"],
+        ),
         ({"eos_token_id": 10**30}, ["eos_token_id"]),
         ({"architectures": ["x" * 1_000_000]}, ["architectures"]),
     ],

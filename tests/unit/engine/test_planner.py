@@ -1,7 +1,5 @@
 """The planner: chunks, decode first, cache hits, priorities, preemption, resume, speculation."""
 
-from dataclasses import dataclass
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,8 +13,9 @@ from baton.sampling import SamplingParams
 SIZE = 4
 
 
-def make_planner(num_blocks=16, chunk_tokens=8, max_batch=4):
-    return Planner(BlockPool(num_blocks, SIZE), ChunkSize(chunk_tokens), max_batch)
+def make_planner(num_blocks=16, chunk_tokens=8, max_batch=4, proposer=None):
+    blocks = BlockPool(num_blocks, SIZE, prefix_cache=proposer is None)
+    return Planner(blocks, ChunkSize(chunk_tokens), max_batch, proposer)
 
 
 def make_sequence(name, length, first=0, priority=0.0):
@@ -195,23 +194,15 @@ def test_one_that_waits_for_blocks_is_hashed_once(monkeypatch):
     assert sum(hashed) <= (64 // SIZE + 20 // SIZE) * of_a_block
 
 
-@dataclass(frozen=True)
 class Before:
     """Who was where when a step was planned."""
 
-    running: list[Sequence]
-    behind: list[Sequence]  # of those that run
-    holding: list[Sequence]
-    waiting: list[Sequence]
-    pending: dict[str, int]
-
-    @classmethod
-    def of(cls, planner):
-        running, holding = list(planner.running), [*planner.ready, *planner.holding]
-        waiting = list(planner.waiting)
-        pending = {s.seq_id: s.num_pending for s in (*running, *holding, *waiting)}
-        behind = [s for s in running if s.num_pending > 1]
-        return cls(running, behind, holding, waiting, pending)
+    def __init__(self, planner):
+        self.running, self.waiting = list(planner.running), list(planner.waiting)
+        self.behind = [s for s in self.running if s.num_pending > 1]
+        self.holding = [*planner.ready, *planner.holding]
+        everyone = (*self.running, *self.holding, *self.waiting)
+        self.pending = {s.seq_id: s.num_pending for s in everyone}
 
 
 def check_order(planner, before, plan):
@@ -253,7 +244,7 @@ def test_priorities_are_kept_and_every_sequence_finishes(coming, num_blocks, chu
                 continue
             planner.add(sequence)
             alive[sequence.seq_id] = sequence, length + 4
-        before = Before.of(planner)
+        before = Before(planner)
         plan = planner.plan()
         assert planner.queue_tokens == sum(one.num_pending for one, _ in alive.values())
         assert plan.num_tokens <= chunk + max_batch
@@ -280,10 +271,9 @@ MAX_CONTEXT = 200
 LOOP = [1, 2, 3, 4, 5]  # what every sequence of these tests repeats, wherever it begins
 
 
-def speculating(num_blocks=32, chunk_tokens=64, max_batch=4, proposer=None):
-    blocks = BlockPool(num_blocks, SIZE, prefix_cache=False)
-    chunk = ChunkSize(chunk_tokens)
-    return Planner(blocks, chunk, max_batch, proposer or NgramProposer(4, MAX_CONTEXT))
+def speculating(num_blocks=32, chunk_tokens=64, proposer=None):
+    proposer = proposer or NgramProposer(4, MAX_CONTEXT)
+    return make_planner(num_blocks, chunk_tokens, proposer=proposer)
 
 
 def looping(name, length=12, max_tokens=50, **fields):

@@ -7,14 +7,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from baton.config import EngineConfig
-from baton.engine import build
-from baton.engine.ops.native import library
 from baton.engine.pooling import Pooling
 from baton.engine.sequence import Sequence
 from baton.errors import CheckpointError
 from baton.sampling import SamplingParams
-from tests.unit.engine.bench import Bench
+from tests.unit.engine.bench import Bench, load
 from tests.unit.engine.checkpoints import load_reference, make_checkpoint
 
 PROMPT = [(11 * i + i // 7) % 250 + 3 for i in range(150)]
@@ -45,14 +42,7 @@ def summed(progress):
     ids=["torch", "native", "ranks"],
 )
 def test_embeddings_are_pooled_hidden_states(directory, settings, mean):
-    if settings["kernels"] == "native" and library.load() is None:
-        pytest.skip("no native library can be built here")
-    loaded = build.load(
-        EngineConfig(
-            str(directory), dtype="float32", kv_blocks=64, chunk_tokens=64,
-            **{"threads": 1, **settings},
-        )
-    )  # fmt: skip
+    loaded = load(directory, chunk_tokens=64, **settings)
     other = Sequence("other", PROMPT[:61], 61, SamplingParams(max_tokens=9, ignore_eos=True))
     scored = Sequence("scored", list(PROMPT), 150, SamplingParams(max_tokens=2, prompt_logprobs=0))
     with Bench(loaded.engine) as bench:
@@ -108,8 +98,7 @@ def test_a_checkpoint_of_an_embedding_model_has_no_prefix_in_its_names(tmp_path,
     (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     named.pop("lm_head.weight", None)
     safetensors.torch.save_file(named, file)
-    settings = {"dtype": "float32", "kv_blocks": 16, "threads": 1}
-    with Bench(build.load(EngineConfig(str(tmp_path), **settings)).engine) as bench:
+    with Bench(load(tmp_path).engine) as bench:
         got = bench.finish(Sequence("a", PROMPT[:30], 30, EMBEDDED))
     expected = hidden_states(directory, PROMPT[:30])[-1]
     np.testing.assert_allclose(summed(got["a"]), expected, rtol=1e-4, atol=1e-3)

@@ -6,25 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from baton.config import EngineConfig
-from baton.engine import build, planner
-from baton.engine.ops.native import library
+from baton.engine import planner
 from baton.engine.sampling.prompt_logprobs import logprobs_of
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError
 from baton.sampling import SamplingParams
-from tests.unit.engine.bench import Bench, tokens_of
-from tests.unit.engine.checkpoints import load_reference, make_checkpoint
+from tests.unit.engine.bench import Bench, load, tokens_of
+from tests.unit.engine.checkpoints import load_reference
 
 PROMPT = [(11 * i + i // 7) % 250 + 3 for i in range(150)]
 SCORED = SamplingParams(max_tokens=4, ignore_eos=True, prompt_logprobs=3)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("checkpoint")
-    make_checkpoint(path, "LlamaForCausalLM")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +23,6 @@ def expected(directory):
     """Log-probabilities of every token at each position."""
     with torch.no_grad():
         return load_reference(directory)(torch.tensor([PROMPT])).logits[0].log_softmax(1).numpy()
-
-
-def load(directory, **settings):
-    defaults = {"kv_blocks": 128, "chunk_tokens": 256, "threads": 1, "dtype": "float32"}
-    return build.load(EngineConfig(model=str(directory), **{**defaults, **settings}))
 
 
 def scored(name="scored", params=SCORED):
@@ -73,8 +59,6 @@ def assert_equal(found, expected):
     ids=["torch", "native", "operations", "chunks", "ranks"],
 )
 def test_log_probabilities_are_those_of_transformers(directory, expected, settings):
-    if settings["kernels"] == "native" and library.load() is None:
-        pytest.skip("no native library can be built here")
     plain = Sequence("plain", PROMPT[:61], 61, dataclasses.replace(SCORED, prompt_logprobs=None))
     resumed = Sequence("resumed", PROMPT[:61], 60, SCORED)
     with Bench(load(directory, **settings).engine) as bench:

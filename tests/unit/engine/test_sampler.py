@@ -332,12 +332,14 @@ def test_logprobs_are_those_of_the_raw_logits():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}])
+@pytest.mark.parametrize(
+    "params", [{}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}, {"temperature": 0.0}]
+)
 def test_broken_logits_are_an_error(value, params):
     logits = torch.full((2, VOCAB), value)
     logits[0] = 1.0
     with pytest.raises(InternalError, match="not finite"):
-        sample(logits, *[row(temperature=1.0, **params)] * 2)
+        sample(logits, *[row(**{"temperature": 1.0, **params})] * 2)
 
 
 @pytest.mark.parametrize(

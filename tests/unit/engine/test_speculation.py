@@ -12,7 +12,6 @@ from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.blocks import BlockPool
 from baton.engine.loop import Engine
-from baton.engine.ops.native import library
 from baton.engine.planner import ChunkSize, Planner
 from baton.engine.runner import StepRunner, tokens_by_sequence
 from baton.engine.sampling.sampler import Sampled, TokenLogprobs
@@ -22,7 +21,8 @@ from baton.engine.speculative.ngram import NgramProposer
 from baton.prefix import hash_chain
 from baton.sampling import SamplingParams
 from baton.text import load_tokenizer
-from tests.unit.engine.bench import WAIT_S, Bench, tokens_of
+from tests.unit.engine.bench import WAIT_S, Bench, load, tokens_of
+from tests.unit.engine.small_models import KERNELS
 
 TINY = Path(__file__).parents[3] / "benchmarks" / "scenarios" / "tiny.json"
 GREEDY = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -50,14 +50,9 @@ def logprobs_of(got):
     return [one for progress in got for one in progress.logprobs]
 
 
-@pytest.fixture(scope="module", params=["torch", "native"])
+@pytest.fixture(scope="module", params=KERNELS)
 def demo(request):
-    if request.param == "native" and library.load() is None:
-        pytest.skip("no native library can be built here")
-    settings = EngineConfig(
-        dtype="float32", threads=1, kv_blocks=200, kernels=request.param, prefix_cache=False
-    )
-    return build.load(settings)
+    return load(kv_blocks=200, kernels=request.param, prefix_cache=False)
 
 
 def speculating(loaded, speculate=4):

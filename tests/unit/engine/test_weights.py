@@ -241,7 +241,7 @@ def test_projections_and_lm_head_are_int8_and_nothing_else(tmp_path, dtype, tied
             assert found is wanted is None or torch.equal(found, wanted)
 
 
-def test_weights_that_differ_have_different_seeds(tmp_path):
+def test_weights_that_differ_have_different_seeds(directory):
     gpu = torch.device("cuda", 0)
     stored, made_up = EngineConfig(), EngineConfig(random_weights=True)
     simulated = EngineConfig(random_weights=True, simulate="1,1")
@@ -250,7 +250,6 @@ def test_weights_that_differ_have_different_seeds(tmp_path):
     assert len(set(seeds)) == 3
     assert random_seed(made_up, torch.device("cuda", 3)) == seeds[1]
     # A CPU's never change: workers of other versions hold the same ones.
-    make_checkpoint(tmp_path)
-    weights = random_weights(ModelConfig.load(tmp_path), torch.float32, CPU, seeds[0])
+    weights = random_weights(ModelConfig.load(directory), torch.float32, CPU, seeds[0])
     first = torch.empty(320, 64).normal_(std=0.02, generator=torch.Generator().manual_seed(0))
     assert torch.equal(weights.embedding, first)

@@ -6,20 +6,18 @@ import threading
 import pytest
 
 from baton import prefix
-from baton.config import EngineConfig
-from baton.engine import build, loop
+from baton.engine import loop
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Unavailable
 from baton.sampling import SamplingParams
 from baton.v1 import common_pb2
 from baton.worker.messages import ModelLimits, sequence_of
-from tests.unit.engine.bench import WAIT_S, Bench
+from tests.unit.engine.bench import WAIT_S, Bench, load
 
 
 @pytest.fixture(scope="module")
 def loaded(directory):
-    settings = EngineConfig(model=str(directory), dtype="float32", kv_blocks=16, threads=1)
-    return build.load(settings)
+    return load(directory, kv_blocks=16)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton.engine.ops.native import library
+from tests.unit.engine.small_models import require
 
 
 @pytest.fixture(
@@ -15,6 +16,7 @@ from baton.engine.ops.native import library
 )
 def every_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Runs a module's tests with each target's library."""
+    require("native")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(library.CPU_VARIABLE, request.param)
         library.load.cache_clear()

@@ -9,13 +9,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from baton.engine.batch import StepBatch
 from baton.engine.ops.native import interface, library
 from baton.engine.ops.native.interface import AttentionShape, Norm, Pool
 from baton.engine.ops.torch.attention import AttentionBatch, Scoring, attend, place
 from baton.engine.weights.quantize import pack_rows, unpack_rows
-
-native = library.load()
+from tests.unit.engine.paged import batch_of
 
 LAYERS, LAYER = 2, 1
 EPS = 1e-5
@@ -131,17 +129,10 @@ class PagedRows:
 
     def placed(self) -> tuple[Tensor, AttentionBatch]:
         """Where the torch path finds the rows; sequences of one row come first."""
-        width = max(len(span.blocks) for span in self.spans)
-        query_lens = [span.count for span in self.spans]
-        tables = [span.blocks + [0] * (width - len(span.blocks)) for span in self.spans]
-        batch = StepBatch(
-            token_ids=torch.zeros(sum(query_lens), dtype=torch.int32),
-            context_lens=torch.tensor([span.context for span in self.spans], dtype=torch.int32),
-            query_lens=torch.tensor(query_lens, dtype=torch.int32),
-            block_tables=torch.tensor(tables, dtype=torch.int32),
-            logit_rows=torch.arange(sum(query_lens), dtype=torch.int32),
-            num_decodes=query_lens.count(1),
-        )
+        contexts = [span.context for span in self.spans]
+        counts = [span.count for span in self.spans]
+        tables = [span.blocks for span in self.spans]
+        batch = batch_of([0] * sum(counts), contexts, counts, tables)
         return place(batch, self.heads.block_size)
 
     def _call(

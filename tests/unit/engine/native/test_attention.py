@@ -11,12 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.engine.native.paged_rows import Heads, PagedRows, native
+from tests.unit.engine.native.paged_rows import Heads, PagedRows
 
-pytestmark = [
-    pytest.mark.skipif(native is None, reason="no native library can be built here"),
-    pytest.mark.usefixtures("every_cpu"),
-]
+pytestmark = pytest.mark.usefixtures("every_cpu")
 
 KINDS = {
     "float32": Heads(),

@@ -21,12 +21,9 @@ from baton.engine.weights.weight import (
     Int8Weight,
     Weight,
 )
-from tests.unit.engine.native.paged_rows import native, random_tensor
+from tests.unit.engine.native.paged_rows import random_tensor
 
-pytestmark = [
-    pytest.mark.skipif(native is None, reason="no native library can be built here"),
-    pytest.mark.usefixtures("every_cpu"),
-]
+pytestmark = pytest.mark.usefixtures("every_cpu")
 F32, BF16 = torch.float32, torch.bfloat16
 # Types of activations and of outputs.
 by_kind = pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from torch import Tensor
 from baton.engine.models.architectures import ARCHITECTURES
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
-from baton.engine.ops.native import library
 from baton.engine.ops.native.model import NativeModel
 from baton.engine.ops.native.ops import NativeOps
 from baton.engine.ops.native.packing import PackedWeight
@@ -26,10 +25,7 @@ from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.paged import PagedRun, PagedSequence
 from tests.unit.engine.small_models import packed, small_config
 
-pytestmark = [
-    pytest.mark.skipif(library.load() is None, reason="no native library can be built here"),
-    pytest.mark.usefixtures("every_cpu"),
-]
+pytestmark = pytest.mark.usefixtures("every_cpu")
 CPU = torch.device("cpu")
 CONFIG = small_config(
     window=40,

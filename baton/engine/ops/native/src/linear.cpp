@@ -239,13 +239,12 @@ inline void store_bytes(int16_t* to, u8x16 bytes, int count) {  // 0 and 2 of ea
 // One row as bytes 128 + q, where x is about q times the scale that is returned.
 template <class Left>
 float quantize(const Activation* x, int size, Left* to, int stride) {
-    const float peak = largest_magnitude(x, size);
-    const float inverse = 127.0f / (peak > 1e-36f ? peak : 1e-36f);  // of less it would be infinite
+    const Units units(x, size);
     for (int i = 0; i < size; i += LANES) {
-        const u8x16 bytes = round_bytes(load_floats(x + i, size - i) * inverse, 128);
+        const u8x16 bytes = round_bytes(load_floats(x + i, size - i) * units.inverse, 128);
         store_bytes(to + i, bytes, stride - i);
     }
-    return peak / 127.0f;
+    return units.scale;
 }
 
 }  // namespace

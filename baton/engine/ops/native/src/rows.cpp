@@ -42,11 +42,10 @@ void turn(Activation* head, const float* cos, const float* sin, int size) {
 
 // A head as int8, and behind it the float that one unit stands for.
 void quantise(const Activation* head, int size, char* row) {
-    const float peak = largest_magnitude(head, size);
-    const float inverse = peak > 0.0f ? 127.0f / peak : 0.0f, scale = peak / 127.0f;
+    const Units units(head, size);
     for (int i = 0; i < size; i += LANES)
-        store(row + i, round_bytes(load_floats(head + i) * inverse, 0));
-    std::memcpy(row + size, &scale, sizeof scale);
+        store(row + i, round_bytes(load_floats(head + i) * units.inverse, 0));
+    std::memcpy(row + size, &units.scale, sizeof units.scale);
 }
 
 // Queries or keys of a row, each head or all of them together, in place.

@@ -211,6 +211,18 @@ inline float largest_magnitude(const auto* from, int size) {
     return largest(peak);
 }
 
+// How a row becomes whole numbers of 127 at most: what its elements are multiplied by, and what one
+// unit stands for. The formula of weights/quantize.py.
+struct Units {
+    float inverse, scale;
+
+    Units(const auto* row, int size) {
+        const float peak = largest_magnitude(row, size);
+        inverse = 127.0f / (peak > 1e-36f ? peak : 1e-36f);  // of less it would be infinite
+        scale = peak / 127.0f;
+    }
+};
+
 // What elements of one type are multiplied as: themselves where an instruction takes a group of them.
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 typedef bf16 Bf16Operand;
