@@ -203,9 +203,10 @@ class RankedModel:
 
         Raises ConfigError where there is no memory that processes can share.
         """
-        layouts = [layout]
+        layouts, count = [layout], len(self._backends)
         if self._shared is None:
-            layouts = [self.layout_of(rank, layout) for rank in range(len(self._ranks) + 1)]
+            held = (Shard(rank, count).kv_heads(self._config) for rank in range(count))
+            layouts = [replace(layout, num_kv_heads=len(heads)) for heads in held]
         areas = list[Any]()
         for backend, one in zip(self._backends, layouts, strict=False):
             device = backend.device
@@ -227,11 +228,6 @@ class RankedModel:
             area.tensor.view(one.dtype).view(one.shape)
             for area, one in zip(areas, layouts, strict=True)
         )
-
-    def layout_of(self, rank: int, layout: KvLayout) -> KvLayout:
-        """That of a rank's own pool, where `layout` is of all heads."""
-        heads = Shard(rank, len(self._ranks) + 1).kv_heads(self._config)
-        return replace(layout, num_kv_heads=len(heads))
 
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """As `StepModel.step`. Raises RunnerFailed when a rank has ended or hangs."""
@@ -264,9 +260,12 @@ class RankedModel:
                 rank.connection.send((command, *arguments))
             yield
         except Exception as error:
-            is_theirs = isinstance(error, RunnerFailed | OSError)
-            reason = "a rank of this worker has ended" if is_theirs else "a step of one rank failed"
-            self._failure = self._failure or f"{reason}: {error}"
+            reason = f"the first rank of this worker failed in a step: {error}"
+            if isinstance(error, RunnerFailed):
+                reason = str(error)
+            elif isinstance(error, OSError):
+                reason = f"a rank of this worker has ended: {error}"
+            self._failure = self._failure or reason
             raise RunnerFailed(self._failure) from error
 
     @contextlib.contextmanager
