@@ -27,7 +27,6 @@ from baton.engine.sampling.prompt_logprobs import PromptLogprobs
 from baton.engine.sampling.sampler import SampleRow, TokenLogprobs, finish_reason
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Overloaded, Stale, Unavailable
-from baton.v1 import worker_pb2
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,6 +86,24 @@ class Reserved:
     started: bool
 
 
+@dataclass(frozen=True)
+class Load:
+    """The engine's load after a step: fields of `worker_pb2.Load`, by the same names."""
+
+    queue_tokens: int
+    running: int
+    waiting: int
+    blocks_total: int
+    blocks_free: int
+    blocks_cached: int
+    blocks_held: int
+    blocks_quarantined: int
+    steps: int
+    preemptions: int
+    prefill_tokens_per_s: float
+    chunk_tokens: int
+
+
 class Progress(NamedTuple):
     """What one sequence got out of one step."""
 
@@ -112,7 +129,7 @@ class StepReport:
     ended_ns: int
     num_tokens: int  # computed, proposed ones included
     progress: list[Progress]
-    load: worker_pb2.Load  # after it; fields that only a worker knows are 0
+    load: Load
     cache: CacheChanges = field(default_factory=CacheChanges)
     num_proposed: int = 0  # of the tokens computed
     num_accepted: int = 0  # of the proposed; the others are computed once more
@@ -283,7 +300,7 @@ class Engine:
         self._blocks.readmit(blocks)
 
     @_command
-    def load(self) -> worker_pb2.Load:
+    def load(self) -> Load:
         """The load now."""
         return self._load()
 
@@ -445,19 +462,10 @@ class Engine:
         self._planner.free(sequence)
         del self._sequences[sequence.seq_id]
 
-    def _load(self) -> worker_pb2.Load:
+    def _load(self) -> Load:
         blocks, planner = self._blocks, self._planner
-        return worker_pb2.Load(
-            queue_tokens=planner.queue_tokens,
-            running=len(planner.running),
-            waiting=planner.num_waiting,
-            blocks_total=blocks.num_blocks,
-            blocks_free=blocks.num_free,
-            blocks_cached=blocks.num_cached,
-            blocks_held=blocks.num_held,
-            blocks_quarantined=blocks.num_quarantined,
-            steps=self._steps,
-            preemptions=planner.preemptions,
-            prefill_tokens_per_s=planner.chunk.rate,
-            chunk_tokens=planner.chunk.tokens,
-        )
+        return Load(
+            planner.queue_tokens, len(planner.running), planner.num_waiting, blocks.num_blocks,
+            blocks.num_free, blocks.num_cached, blocks.num_held, blocks.num_quarantined,
+            self._steps, planner.preemptions, planner.chunk.rate, planner.chunk.tokens,
+        )  # fmt: skip

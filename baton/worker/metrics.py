@@ -37,8 +37,7 @@ class LoadTracker:
         self.watchers: set[CacheWatcher] = set()
 
     def update(self, report: StepReport) -> None:
-        load = worker_pb2.Load()
-        load.CopyFrom(report.load)
+        load = worker_pb2.Load(**vars(report.load))
         load.step_ms = self.load.step_ms
         sampled = sum(len(progress.token_ids) for progress in report.progress)
         load.tokens_computed = self.load.tokens_computed + report.num_kept

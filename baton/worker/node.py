@@ -242,7 +242,8 @@ class Node(WorkerServiceServicer, ABC):
         await server.start()
         await self._port.open()
         settle()
-        self.load_tracker.load.CopyFrom(await asyncio.wrap_future(self.engine.load()))
+        load = await asyncio.wrap_future(self.engine.load())
+        self.load_tracker.load.CopyFrom(worker_pb2.Load(**vars(load)))
         await self._enter(common_pb2.WORKER_STATE_READY, registration)
         record = self.record
         log.info("%s worker %s ready at %s", self.config.role, record.incarnation, record.address)

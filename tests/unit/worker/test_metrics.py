@@ -9,7 +9,7 @@ from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
 from baton.engine.blocks import CacheChanges
-from baton.engine.loop import Progress, StepReport
+from baton.engine.loop import Load, Progress, StepReport
 from baton.engine.runner import StepRunner
 from baton.errors import Stale
 from baton.v1 import common_pb2, worker_pb2
@@ -21,9 +21,7 @@ from baton.worker.metrics import (
     kind_of,
 )
 
-LOAD = worker_pb2.Load(
-    blocks_total=8, blocks_free=8, steps=1, prefill_tokens_per_s=2000.0, chunk_tokens=120
-)
+LOAD = Load(0, 0, 0, 8, 8, 0, 0, 0, 1, 0, 2000.0, 120)
 
 
 def step(num_tokens, *sampled, ended_ns=5_000_000):
