@@ -88,7 +88,10 @@ class Reserved:
 
 @dataclass(frozen=True)
 class Load:
-    """The engine's load after a step: fields of `worker_pb2.Load`, by the same names."""
+    """The engine's load after a step: fields of `worker_pb2.Load`, by the same names.
+
+    Not that message: steps are measured where there is no protobuf.
+    """
 
     queue_tokens: int
     running: int

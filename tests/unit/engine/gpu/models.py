@@ -17,11 +17,12 @@ TINY = replace(
     vocab_size=96,
     hidden_size=32,
     head_size=16,
+    score_scale=16**-0.5,
     intermediate_size=48,
     qkv_bias=False,
     max_context=256,
 )
-ODD = replace(TINY, num_heads=3, num_kv_heads=1, head_size=48)
+ODD = replace(TINY, num_heads=3, num_kv_heads=1, head_size=48, score_scale=48**-0.5)
 QWEN3 = replace(TINY, architecture="Qwen3ForCausalLM")
 EXPERTS = ExpertsConfig(6, 3, 32, normed=True, layers=(True, True))
 CONFIGS = {
@@ -29,7 +30,9 @@ CONFIGS = {
     "llama biases, odd heads": replace(ODD, qkv_bias=True, o_bias=True, mlp_bias=True),
     "mistral window, no gqa": replace(TINY, num_kv_heads=4, windows=(12, 12)),
     "qwen2 tied": replace(TINY, qkv_bias=True, tie_embeddings=True),
-    "qwen3 window in one layer": replace(QWEN3, head_size=32, windows=(None, 9)),
+    "qwen3 window in one layer": replace(
+        QWEN3, head_size=32, score_scale=32**-0.5, windows=(None, 9)
+    ),
     "gemma3": replace(
         TINY,
         architecture="Gemma3ForCausalLM",
