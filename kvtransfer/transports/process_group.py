@@ -278,7 +278,7 @@ class _End(Link, Listener):
                 self._finish(copying)
             self._copier = copying
         except RuntimeError as error:
-            self.close()  # a sender's end has nobody else who would
+            self.close()  # no other caller closes a sender's end
             raise TransferFailed(f"{self._transport.name}: no connection: {error}") from error
         finally:
             self._meeting.close()

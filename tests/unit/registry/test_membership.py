@@ -42,7 +42,7 @@ async def test_a_member_is_found_also_one_that_comes_a_moment_later():
     found = record("d1", 5)
     starting = WorkerRecord(incarnation="d1", state="WORKER_STATE_STARTING")
     membership.publish({"d1": starting}, connected=True)
-    assert await membership.find("d1", 0.01) == starting  # nobody knows more of it in time
+    assert await membership.find("d1", 0.01) == starting  # no newer record comes in time
     assert not finding.done()
     membership.publish({"d1": found}, connected=True)
     assert await finding == found
