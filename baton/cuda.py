@@ -82,7 +82,7 @@ def nccl_version() -> tuple[int, ...]:
 
 # For `os.environ`, before the first group is built; NCCL reads its own when it is first used.
 NCCL_ENVIRONMENT = {
-    # A wait only queues work; see above. Blocking waits would poll once a millisecond.
+    # A wait only queues work. Blocking ones would poll once a millisecond.
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     # A lost peer must fail a link, not end the process: torch's watchdog must do nothing on an
     # error, write no dumps, and not be monitored itself.

@@ -270,15 +270,16 @@ class RankedModel:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait for this rank's GPU, which may wait for the others' for ever.
+        """Around a wait for this rank's GPU, which may wait for the others' for ever; also within
+        another.
 
         Raises RunnerFailed when a rank has ended or hangs.
         """
-        self._due = time.monotonic() + self._limit_s
+        before, self._due = self._due, time.monotonic() + self._limit_s
         try:
             yield
         finally:
-            self._due = math.inf
+            self._due = before
             if self._failure:
                 raise RunnerFailed(self._failure)
 

@@ -171,8 +171,8 @@ class EtcdRegistration:
             self._unwritten.set()
 
     def _lost(self, error: Exception) -> None:
-        if self.connected:
-            bug = None if isinstance(error, BatonError) else error
+        bug = None if isinstance(error, BatonError) else error
+        if self.connected or bug:
             log.warning("%s cannot be kept alive for now: %s", self.key, error, exc_info=bug)
         if isinstance(error, Stale):
             self._lease = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -15,7 +16,7 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.engine.backends import Backend, unsupported
 from baton.engine.backends.gpu import memory, warmup
-from baton.engine.backends.gpu.device import Gpu, new_stream
+from baton.engine.backends.gpu.device import Gpu, Waiting, new_stream
 from baton.engine.backends.gpu.graphs import DecodeGraphs, count_graphs
 from baton.engine.batch import Ints, StepModel
 from baton.engine.collectives import ALONE, GroupCollectives
@@ -106,8 +107,9 @@ class GpuBackend(Backend):
         if isinstance(model, RankedModel):
             model.tell("measure", block.shape, kv_dtype)
         runner = self.runner(model, pool, sampler, most)
-        step = gpu.peak_of(lambda: warmup.largest_step(runner, settings, most))
-        decode = gpu.peak_of(lambda: warmup.largest_decode(model, pool, settings, most))
+        with _waiting(model)():
+            step = gpu.peak_of(lambda: warmup.largest_step(runner, settings, most))
+            decode = gpu.peak_of(lambda: warmup.largest_decode(model, pool, settings, most))
         num_graphs = count_graphs(settings, most) if self._kernels == "triton" else 0
         graphs = memory.graphs_reserve(decode, num_graphs, config.num_layers)
         usages = [self.usage(max(step, decode), graphs)]
@@ -135,19 +137,19 @@ class GpuBackend(Backend):
             return super().runner(model, pool, sampler, max_context)
         from baton.engine.backends.gpu.runner import GpuRunner  # noqa: PLC0415
 
-        stream = new_stream(pool.device)
         if isinstance(model, RankedModel):
             model.tell("begin", max_context)
-            stream = new_stream(pool.device, model.waiting)
+        stream = new_stream(pool.device, _waiting(model))
         return GpuRunner(model, pool, sampler, self.settings, max_context, stream)
 
     def prepare(self, runner: Any) -> None:
         """Compiles every kernel that a step can launch, and captures decode steps."""
         if self._kernels == "torch":
             return
-        warmup.warm_up(runner.model, runner.pool, self.settings, self._max_context)
-        if self.settings.graphs:
+        with _waiting(runner.model)():
+            warmup.warm_up(runner.model, runner.pool, self.settings, self._max_context)
             free, _ = self._gpu.free_and_total()  # once all of that has ended
+        if self.settings.graphs:
             runner.capture()
             taken = max(0, free - self._gpu.free_and_total()[0])
             log.info("decode steps as graphs keep %.2f GiB of GPU memory", taken / 2**30)
@@ -159,6 +161,11 @@ class GpuBackend(Backend):
 
     def rank(self, model: Any, connection: Connection) -> Rank:
         return _GpuRank(self, self._gpu, model, connection)
+
+
+def _waiting(model: Any) -> Waiting:
+    """What the host's waits for a model's steps are to be within."""
+    return model.waiting if isinstance(model, RankedModel) else nullcontext
 
 
 class _GpuRank(Rank):
