@@ -169,6 +169,11 @@ class RegistryConfig:
         """Every worker's key begins with this."""
         return f"/baton/v1/{self.cluster}/workers/"
 
+    @property
+    def ranks_prefix(self) -> str:
+        """The key of every host with ranks of a worker that is elsewhere begins with this."""
+        return f"/baton/v1/{self.cluster}/ranks/"
+
 
 @dataclass(frozen=True)
 class ServedModel:
@@ -417,6 +422,20 @@ class WorkerConfig(TlsConfig, WorkerServiceConfig):
         "ours on the network for KV over Gloo, and where links over NCCL are set up, whose data go "
         "by NCCL_SOCKET_IFNAME (default: --advertise's host)",
     )
+    nnodes: int = option(
+        1,
+        "--nnodes HOSTS",
+        "hosts of this worker, each with its share of the --tp ranks: one process on each, with "
+        "the same --name; on CPUs with --tp-backend gloo",
+        least=1,
+        most=MAX_TP,
+    )
+    node_rank: int = option(
+        0,
+        "--node-rank N",
+        "which of them this is: 0 is the worker, which others reach; the rest have its ranks, and "
+        "of their other options those of the model's place, device, cores and addresses count",
+    )
     lease_s: float = option(
         30.0, "--reservation-lease SECONDS", "for a handoff; then its blocks are freed", least=0.01
     )
@@ -430,6 +449,14 @@ class WorkerConfig(TlsConfig, WorkerServiceConfig):
         options.check(self)
         if self.advertise:
             split_address(self.advertise, "--advertise")
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(f"--node-rank {self.node_rank} is none of --nnodes {self.nnodes}")
+        if self.nnodes > 1 and self.engine.tp % self.nnodes:
+            raise ConfigError(
+                f"--nnodes {self.nnodes} hosts cannot share --tp {self.engine.tp} ranks evenly"
+            )
+        if self.nnodes > 1 and not self.name:
+            raise ConfigError("--nnodes needs --name: by it the hosts of a worker find each other")
 
     @property
     def served_name(self) -> str:

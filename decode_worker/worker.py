@@ -17,14 +17,14 @@ from baton.worker.node import Node
 from baton.worker.router_port import RouterConnection
 from decode_worker.reservations import DecodeSpans, Reservations
 from kvtransfer.interface import Transport
-from kvtransfer.pool import KvPool
+from kvtransfer.rank_links import RankPool
 from kvtransfer.receiver import HandoffReceiver
 
 
 class DecodeWorker(Node):
     """Joins reservations and the handoffs' receiver."""
 
-    def begin(self, loaded: Loaded, pools: list[KvPool], usable: list[Transport]) -> None:
+    def begin(self, loaded: Loaded, pools: list[RankPool], usable: list[Transport]) -> None:
         config = self.config
         self._reservations = Reservations(
             self.engine, self.limits, self.grammars, config.lease_s, self.metrics.reserved

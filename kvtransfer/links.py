@@ -39,8 +39,8 @@ from kvtransfer import pairing, rank_links
 from kvtransfer.deadline import Deadline, in_background
 from kvtransfer.interface import FindWorker, Transport
 from kvtransfer.pairing import ONE_HOST, Kind
-from kvtransfer.pool import KvPool, Slots
-from kvtransfer.rank_links import PairDigest, RankLink
+from kvtransfer.pool import Slots
+from kvtransfer.rank_links import PairDigest, RankLink, RankPool, own_pool
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class LinkPool:
     process frees the blocks: by then the peer has almost surely ended.
     """
 
-    pools: Sequence[KvPool]  # of each rank that has its own; the first's blocks are all ranks'
+    pools: Sequence[RankPool]  # of each rank that has its own; the first's blocks are all ranks'
     record: common_pb2.WorkerRecord  # this worker's, complete before the first link is opened
     transports: Sequence[Transport]
     find_decode: FindWorker
@@ -137,6 +137,7 @@ class LinkPool:
     give_up_s: float = 600.0
 
     def __post_init__(self) -> None:
+        self.pool = own_pool(self.pools)
         self._links: dict[str, PairLink] = {}  # least recently used first
         self._opening: dict[str, asyncio.Task[PairLink]] = {}
         self._ahead: set[str] = set()  # of these, what no handoff waits for yet
@@ -318,7 +319,7 @@ class LinkPool:
                     target_incarnation=peer,
                     kv=self.record.kv,
                     transports=[one.kind for one in usable],
-                    reachable_gpus=reachable_gpus(self.pools[0].device),
+                    reachable_gpus=reachable_gpus(self.pool.device),
                 )
                 with rpc.translated():
                     offer = await stub.Offer(request, timeout=_CONNECT_S)

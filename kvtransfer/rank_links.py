@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, TypeAlias
 
 import xxhash
 
@@ -23,6 +23,16 @@ from kvtransfer.digest import Digest
 from kvtransfer.interface import Link, Listener, Transport
 from kvtransfer.pairing import rank_pairs
 from kvtransfer.pool import KvPool, Slots
+from kvtransfer.remote_pool import RemotePool
+
+RankPool: TypeAlias = KvPool | RemotePool
+
+
+def own_pool(pools: Sequence[RankPool]) -> KvPool:
+    """The first rank's, which is always here; its blocks are those of all."""
+    pool = pools[0]
+    assert isinstance(pool, KvPool)
+    return pool
 
 
 class PairDigest:
@@ -52,7 +62,7 @@ class _Ends:
     for ever.
     """
 
-    def __init__(self, pools: Sequence[KvPool], ends: Sequence[Any], at_once: bool) -> None:
+    def __init__(self, pools: Sequence[RankPool], ends: Sequence[Any], at_once: bool) -> None:
         self._pools, self._ends, self._at_once = pools, ends, at_once and len(ends) > 1
         self._threads = ThreadPoolExecutor(len(ends), "kv-rank") if self._at_once else None
 
@@ -121,7 +131,8 @@ class RankListener(_Ends, Listener):
         """Of what the slots hold now. Raises TransferFailed."""
         found = list[Digest | None]([None] * len(self._pools))
 
-        def compute(at: int, pool: KvPool) -> None:
+        def compute(at: int, pool: RankPool) -> None:
+            assert isinstance(pool, KvPool), "what is on another host, no one-sided sender writes"
             found[at] = copier.digest(pool, slots)
 
         self.each(compute, range(len(found)), self._pools)
@@ -129,7 +140,7 @@ class RankListener(_Ends, Listener):
 
 
 def listen(
-    transport: Transport, pools: Sequence[KvPool], senders: int, num_kv_heads: int
+    transport: Transport, pools: Sequence[RankPool], senders: int, num_kv_heads: int
 ) -> RankListener:
     """The receiving end for a worker of so many pools. Raises OSError, RuntimeError."""
     pairs = rank_pairs(senders, len(pools), num_kv_heads)
@@ -137,7 +148,10 @@ def listen(
     ends = list[Listener]()
     try:
         for part in parts:
-            ends.append(transport.listen(part))
+            if isinstance(part, RemotePool):
+                ends.append(part.listen(transport))
+            else:
+                ends.append(transport.listen(part))
     except BaseException:
         for end in ends:
             end.close()
@@ -150,7 +164,7 @@ def listen(
 
 
 def connect(
-    transport: Transport, pools: Sequence[KvPool], receivers: int, num_kv_heads: int,
+    transport: Transport, pools: Sequence[RankPool], receivers: int, num_kv_heads: int,
     endpoint: bytes, pid: int, timeout_s: float,
 ) -> RankLink:  # fmt: skip
     """The sending end, to a worker of so many pools. Raises TransferFailed."""
@@ -168,7 +182,11 @@ def connect(
     ends = list[Link]()
     try:
         for part, one in zip(parts, endpoints, strict=True):
-            ends.append(transport.connect(part, one, pid, _left_s(deadline)))
+            place = one, pid, _left_s(deadline)
+            if isinstance(part, RemotePool):
+                ends.append(part.connect(transport, *place))
+            else:
+                ends.append(transport.connect(part, *place))
     except BaseException:
         for end in ends:
             end.close()
@@ -176,7 +194,7 @@ def connect(
     return RankLink(parts, ends, transport.one_sided)
 
 
-def _part(pools: Sequence[KvPool], rank: int, heads: range, num_kv_heads: int) -> KvPool:
+def _part(pools: Sequence[RankPool], rank: int, heads: range, num_kv_heads: int) -> RankPool:
     """A rank's pool, of which these of the model's heads are meant."""
     first = kv_heads_of(rank, len(pools), num_kv_heads).start
     return pools[rank].part(range(heads.start - first, heads.stop - first))

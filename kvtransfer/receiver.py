@@ -33,8 +33,8 @@ from baton.v1.handoff_pb2_grpc import HandoffServiceServicer
 from kvtransfer import pairing, rank_links
 from kvtransfer.deadline import in_background, uninterrupted
 from kvtransfer.interface import FindWorker, Transport
-from kvtransfer.pool import KvPool, Slots
-from kvtransfer.rank_links import PairDigest, RankListener
+from kvtransfer.pool import Slots
+from kvtransfer.rank_links import PairDigest, RankListener, RankPool, own_pool
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class HandoffReceiver(HandoffServiceServicer):
     connection.
     """
 
-    pools: Sequence[KvPool]
+    pools: Sequence[RankPool]
     record: common_pb2.WorkerRecord
     transports: Sequence[Transport]
     owner: BlockOwner
@@ -182,6 +182,7 @@ class HandoffReceiver(HandoffServiceServicer):
     timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
+        self.pool = own_pool(self.pools)
         self._incoming: dict[str, _Incoming] = {}
         self._epochs = itertools.count(1)  # of all peers: an epoch is never used twice
         self._peers: dict[str, Peer] = {}  # the one offered first comes first
@@ -202,7 +203,7 @@ class HandoffReceiver(HandoffServiceServicer):
         sender = await self.find_prefill(theirs)
         ends = pairing.Ends(
             apart=pairing.apart(sender.host_id, self.record.host_id),
-            gpu=gpu_uuid(self.pools[0].device),
+            gpu=gpu_uuid(self.pool.device),
             reachable=tuple(request.reachable_gpus),
             nccl=nccl_version(),
         )
@@ -232,7 +233,7 @@ class HandoffReceiver(HandoffServiceServicer):
         peer = self._peer(request)
         record = self._record(request)
         slots = record.announce(request.first_token, request.num_tokens)
-        slots.check(self.pools[0].block_size, self.pools[0].num_blocks)
+        slots.check(self.pool.block_size, self.pool.num_blocks)
         if peer.transport.one_sided:
             record.granted = True
         else:
@@ -389,7 +390,7 @@ class HandoffReceiver(HandoffServiceServicer):
         record = self._incoming.get(handoff_id)
         if record is None:
             reserved = self.owner.find(handoff_id, token)
-            sender = request.incarnation, request.epoch, self.pools[0].block_size
+            sender = request.incarnation, request.epoch, self.pool.block_size
             digest = self._peer(request).listener.new_digest()
             cached = reserved.cached_tokens
             record = _Incoming(handoff_id, token, *sender, reserved, cached, digest)

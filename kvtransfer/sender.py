@@ -126,7 +126,7 @@ class Handoff:
         All but the last end at a block's end. Raises InvalidRequest, and once the transfer has
         failed, why.
         """
-        local.check(self.links.pools[0].block_size, self.links.pools[0].num_blocks)
+        local.check(self.links.pool.block_size, self.links.pool.num_blocks)
         if self._task.done():
             if self._task.cancelled():
                 raise Cancelled("the handoff was aborted")
@@ -236,7 +236,7 @@ class Handoff:
         self, link: PairLink, slots: Slots, granted: tuple[int, ...], start: float
     ) -> None:
         if link.transport.one_sided:
-            first = self._sent // self.links.pools[0].block_size
+            first = self._sent // self.links.pool.block_size
             ids = granted[first : first + len(slots.block_ids)]
         else:
             ids = await self._ready(link, self.target.cached_tokens + self._sent, slots.num_tokens)

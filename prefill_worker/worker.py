@@ -45,7 +45,8 @@ from baton.worker.node import Node
 from baton.worker.router_port import RouterConnection
 from kvtransfer.interface import Transport
 from kvtransfer.links import LinkPool
-from kvtransfer.pool import KvPool, Slots
+from kvtransfer.pool import Slots
+from kvtransfer.rank_links import RankPool
 from kvtransfer.sender import Handoff
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Prompt:
 class PrefillWorker(Node):
     """Runs prompts for routers and hands their KV over."""
 
-    def begin(self, loaded: Loaded, pools: list[KvPool], usable: list[Transport]) -> None:
+    def begin(self, loaded: Loaded, pools: list[RankPool], usable: list[Transport]) -> None:
         self._pooling, self._no_pooling = Pooling(), ""
         try:
             self._pooling = Pooling.read(loaded.path)

@@ -204,6 +204,10 @@ def _run_worker(args: argparse.Namespace) -> int:
 
     tls.use_config(config, config.insecure)
 
+    if config.node_rank:
+        from baton.worker import rank_hosts
+
+        return rank_hosts.run(config)
     if config.role == "prefill":
         from prefill_worker.worker import PrefillWorker
 

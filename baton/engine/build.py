@@ -25,6 +25,7 @@ from baton.engine.loop import Engine, StepReport
 from baton.engine.models.config import ModelConfig
 from baton.engine.overlap import OverlappedEngine
 from baton.engine.planner import ChunkSize, Plan, Planner, Work
+from baton.engine.ranks import Elsewhere, RankedModel
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
@@ -81,22 +82,26 @@ class Loaded:
 
 
 def load(
-    settings: EngineConfig, allocate: Allocate | None = None, backend: Backend | None = None
+    settings: EngineConfig,
+    allocate: Allocate | None = None,
+    backend: Backend | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> Loaded:
     """Loads the model that `settings` name and allocates its KV pool.
 
-    backend: that of the settings' device if None; a GPU becomes the calling thread's. Raises
-    CheckpointError for a broken checkpoint, ConfigError for impossible settings.
+    backend: that of the settings' device if None; a GPU becomes the calling thread's · elsewhere:
+    the ranks of other hosts, if there are any. Raises CheckpointError for a broken checkpoint,
+    ConfigError for impossible settings.
     """
+    elsewhere = elsewhere or Elsewhere()
+    ranks_here = settings.tp - len(elsewhere.ranks)
     if settings.lora and (settings.simulate or settings.random_weights):
         raise ConfigError("--lora adapts the weights of a checkpoint: give its --model")
     path = model_path(settings.model)
     config = ModelConfig.load(path)
-    if backend is None:
-        device = device_of(settings)
-        on_gpu = device.type == "cuda"
-        backend = GpuBackend(settings, Gpu(device)) if on_gpu else CpuBackend(settings)
-    settings = Shard(0, settings.tp).settings(settings)
+    backend = backend or backend_of(settings, ranks_here)
+    backend.elsewhere = elsewhere
+    settings = Shard(0, ranks_here).settings(settings)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     dtype = choose_dtype(settings.dtype, config.dtype, backend.device)
@@ -132,6 +137,7 @@ def load(
     )  # fmt: skip
     runner = backend.runner(model, pools[0], sampler, max_context)
     runner.pools = pools
+    runner.ranks = model if isinstance(model, RankedModel) else None
     identity = fingerprint(path, random_seed(settings, backend.device), settings.lora)
     descriptor = layout.descriptor(identity, dtype, settings.quantization)
     prepare = partial(backend.prepare, runner)
@@ -154,11 +160,18 @@ def warm_up(loaded: Loaded) -> None:
     loaded.runner.run(Plan([Work(sequence, chunk - 1, 1)]))
 
 
-def device_of(settings: EngineConfig) -> torch.device:
+def backend_of(settings: EngineConfig, ranks: int) -> Backend:
+    """That of the settings' device, for so many ranks on this host. Raises ConfigError."""
+    device = device_of(settings, ranks)
+    on_gpu = device.type == "cuda"
+    return GpuBackend(settings, Gpu(device)) if on_gpu else CpuBackend(settings)
+
+
+def device_of(settings: EngineConfig, ranks: int = 0) -> torch.device:
     """Where an engine keeps its KV: "auto" is a GPU where there is one, "cuda" the first.
 
     A GPU always has its number, that of the first rank's; a simulated engine has no use for one.
-    Raises ConfigError for one that torch does not see.
+    ranks: on this host, all by default. Raises ConfigError for one that torch does not see.
     """
     name, count = settings.device, torch.cuda.device_count() if torch.cuda.is_available() else 0
     if settings.simulate or (name == "auto" and not count):
@@ -166,11 +179,11 @@ def device_of(settings: EngineConfig) -> torch.device:
     device = torch.device("cuda" if name == "auto" else name)
     if device.type != "cuda":
         return device
-    index = device.index or 0
-    if index + settings.tp <= count:
+    index, ranks = device.index or 0, ranks or settings.tp
+    if index + ranks <= count:
         return torch.device("cuda", index)
     if index < count:
-        reason = f"--tp {settings.tp} takes a GPU a rank, from this one on, and torch sees {count}"
+        reason = f"{ranks} ranks take a GPU each, from this one on, and torch sees {count}"
     elif count:
         names = (f"cuda:{at} ({torch.cuda.get_device_name(at)})" for at in range(count))
         reason = f"torch sees only {', '.join(names)}"

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 from baton.cuda import NCCL_ENVIRONMENT
 from baton.engine.runner import RunnerFailed
 from baton.engine.shard import Shard
+from baton.rendezvous import Rendezvous
 
 
 class Collectives:
@@ -34,8 +35,8 @@ class Collectives:
         """
         return x
 
-    def broadcast(self, x: Tensor) -> None:
-        """x of the first rank, on all of them."""
+    def broadcast(self, x: Tensor, root: int = 0) -> None:
+        """x of that rank, on all of them."""
 
     def gather(self, part: Tensor, columns: int) -> Tensor:
         """Columns `[rows, its own]` of every rank side by side, `[rows, columns]`, on the first.
@@ -51,28 +52,32 @@ Options = TypeVar("Options")
 
 
 class GroupCollectives(Collectives):
-    """Between processes that share a memfd, in which they tell their addresses."""
+    """Between processes that a store brings together. host: of this rank, for the others."""
 
-    def __init__(self, shard: Shard, store_fd: int, timeout_s: float) -> None:
+    def __init__(self, shard: Shard, store: Rendezvous, host: str, timeout_s: float) -> None:
         self._shard, self._timeout = shard, timedelta(seconds=timeout_s)
-        self._store_fd = store_fd
+        self._store, self._host = store, host
         self._group: Any = None
 
     @abstractmethod
-    def _build(self, store: Any) -> Any:
+    def _build(self) -> Any:
         """The process group. Raises RuntimeError."""
 
     def join(self, device: torch.device) -> None:
-        """Returns when all ranks have. Raises RunnerFailed.
+        """Returns when all ranks have, and have proven that they belong there. Raises RunnerFailed.
 
         device: the one that this rank computes on.
         """
         try:
-            path = f"/proc/self/fd/{self._store_fd}"
-            store = distributed.FileStore(path, self._shard.count)  # type: ignore[attr-defined]
-            store.set_timeout(self._timeout)
-            self._group = self._build(store)
-            self.broadcast(torch.zeros(1, dtype=torch.int32, device=device))
+            self._store.set_timeout(self._timeout)
+            self._group = self._build()
+            for rank in range(self._shard.count):
+                expected = self._store.hello(rank)
+                own = rank == self._shard.rank
+                hello = (expected if own else torch.zeros_like(expected)).to(device)
+                self.broadcast(hello, rank)
+                if not hello.cpu().equal(expected):
+                    raise RuntimeError(f"who came as rank {rank} does not belong there")
         except RuntimeError as error:
             raise RunnerFailed(
                 f"the ranks of this worker do not find each other: {error}"
@@ -83,8 +88,10 @@ class GroupCollectives(Collectives):
         if self._group is not None:
             self._group.abort()
 
-    def broadcast(self, x: Tensor) -> None:
-        self._wait(self._group.broadcast, [x], _ordered(distributed_c10d.BroadcastOptions()))
+    def broadcast(self, x: Tensor, root: int = 0) -> None:
+        options = _ordered(distributed_c10d.BroadcastOptions())
+        options.rootRank = root
+        self._wait(self._group.broadcast, [x], options)
 
     def gather(self, part: Tensor, columns: int) -> Tensor:
         ranks = range(self._shard.count)
@@ -117,12 +124,12 @@ class GlooCollectives(GroupCollectives):
     takes, for N ranks N / 2 times as many.
     """
 
-    def _build(self, store: Any) -> Any:
+    def _build(self) -> Any:
         options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        loopback = distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-        options._devices, options._timeout, options._threads = [loopback], self._timeout, 1
+        device = distributed.ProcessGroupGloo.create_device(hostname=self._host)
+        options._devices, options._timeout, options._threads = [device], self._timeout, 1
         rank, count = self._shard.rank, self._shard.count
-        return distributed.ProcessGroupGloo(store, rank, count, options)
+        return distributed.ProcessGroupGloo(self._store, rank, count, options)
 
     def sum(self, x: Tensor) -> Tensor:
         parts = x.new_empty(self._shard.count, *x.shape)
@@ -143,8 +150,8 @@ class NcclCollectives(GroupCollectives):
     (https://github.com/pytorch/pytorch/pull/154055).
     """
 
-    def __init__(self, shard: Shard, store_fd: int, timeout_s: float) -> None:
-        super().__init__(shard, store_fd, timeout_s)
+    def __init__(self, shard: Shard, store: Rendezvous, host: str, timeout_s: float) -> None:
+        super().__init__(shard, store, host, timeout_s)
         os.environ.update(NCCL_ENVIRONMENT)
 
     def join(self, device: torch.device) -> None:
@@ -172,10 +179,11 @@ class NcclCollectives(GroupCollectives):
         ending.start()
         ending.join(_CLOSE_S)
 
-    def _build(self, store: Any) -> Any:
+    def _build(self) -> Any:
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = self._timeout  # torch's watchdog does nothing then
-        return distributed.ProcessGroupNCCL(store, self._shard.rank, self._shard.count, options)
+        rank, count = self._shard.rank, self._shard.count
+        return distributed.ProcessGroupNCCL(self._store, rank, count, options)
 
     def sum(self, x: Tensor) -> Tensor:
         total = x.contiguous()

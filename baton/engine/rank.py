@@ -5,53 +5,76 @@ Started by `ranks.py`, over whose connection it gets its work.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
+import socket
 import sys
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
 from baton.engine.backends.cpu import pin_thread
 from baton.engine.collectives import GroupCollectives
 from baton.engine.ranks import RankWork, mapped
 from baton.engine.runner import RunnerFailed
 from baton.errors import BatonError
+from baton.object_connection import ObjectConnection
 
 log = logging.getLogger(__name__)
 
 
 def main() -> None:
     """Serves until the first rank ends, or says why it cannot begin."""
-    connection = Connection(int(sys.argv[1]))
-    # Signals to a whole group mean the first rank, which ends this one when it has drained.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    try:
+    connection = ObjectConnection(socket.socket(fileno=int(sys.argv[1])))
+    ignore_signals()
+    with serving():
         work: RankWork = connection.recv()
         logging.basicConfig(level=work.log_level, format=f"rank {work.shard.rank}: %(message)s")
         serve(connection, work)
-    except (EOFError, ConnectionError):
+
+
+def ignore_signals() -> None:
+    """Signals to a whole group mean the first rank, which ends this one when it has drained."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[None]:
+    """Around all that a rank does: ends when the first one has ended, or fails."""
+    try:
+        yield
+    except (EOFError, OSError):
         log.debug("the first rank has ended")
     except RunnerFailed as error:
         log.error("%s", error)
 
 
-def serve(connection: Connection, work: RankWork) -> None:
-    """Computes a rank's part of every step until the connection ends. Raises EOFError then."""
+def serve(
+    connection: ObjectConnection,
+    work: RankWork,
+    allocated: Callable[[Tensor], None] = lambda pool: None,
+) -> None:
+    """Computes a rank's part of every step until the connection ends. Raises EOFError then.
+
+    allocated: is given the KV pool, where this rank's process allocates it.
+    """
     backend, settings = work.backend, work.backend.settings
     pin_thread(settings.cpus, settings.nice)
     torch.set_num_threads(settings.threads)
-    shared = mapped(work.exchange_fd) if backend.shares_pool else None
-    exchange = work.exchange(shared)
+    shared = mapped(work.exchange) if isinstance(work.exchange, int) else None
     try:
+        exchange = work.join(shared)
         model = work.load(exchange)
         connection.send(work.identity)
-    except (BatonError, OSError) as error:
+    except (BatonError, OSError, RuntimeError) as error:
         connection.send(str(error))
         return
     connection.recv()  # all have loaded
     rank = backend.rank(model, connection)
+    rank.allocated = allocated
     try:
         if isinstance(exchange, GroupCollectives):
             exchange.join(backend.device)

@@ -1,10 +1,10 @@
-"""The processes ("ranks") of a tensor-parallel worker on one host's CPUs or GPUs.
+"""The processes ("ranks") of a tensor-parallel worker, on the CPUs or GPUs of one host or several.
 
 The worker's process is the first rank: it plans, samples, and moves KV. The others are told what it
 begins (`rank.py`), compute their shard of it, and end with the worker. With `--tp-backend shm` all
 map one KV pool, in which each writes its own heads; else each has a pool of its heads, which the
-first allocates, to hand them over. A rank that ends or hangs fails the worker: its streams go on
-elsewhere.
+first allocates, to hand them over, for those of its host. A rank that ends or hangs fails the
+worker: its streams go on elsewhere.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ import mmap
 import os
 import select
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, Pipe
-from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -42,11 +39,13 @@ from baton.engine.collectives import (
 )
 from baton.engine.kv_cache import Allocate, KvLayout
 from baton.engine.models.config import ModelConfig
-from baton.engine.runner import RunnerFailed
+from baton.engine.runner import RunnerFailed, zero_blocks
 from baton.engine.shard import Shard
 from baton.engine.weights.checkpoint import fingerprint
 from baton.engine.weights.weights import random_seed
 from baton.errors import ConfigError
+from baton.object_connection import ObjectConnection
+from baton.rendezvous import Place, Rendezvous, open_store
 from baton.shared_memory import SharedMemoryArea
 
 if TYPE_CHECKING:  # which start ranks
@@ -67,24 +66,39 @@ Exchange: TypeAlias = int | GroupCollectives  # the address of shared memory, or
 
 
 @dataclass(frozen=True)
+class Elsewhere:
+    """Ranks on other hosts, which come behind this one's. host: this one's address for them."""
+
+    host: str = "127.0.0.1"
+    ranks: Sequence[ObjectConnection] = ()
+
+
+@dataclass(frozen=True)
 class RankWork:
-    """What a rank is told first. backend: of its own device."""
+    """What a rank is told first. backend, path, host: its own · exchange: a memfd, or the store of
+    a group."""
 
     backend: Backend
     path: Path
     config: ModelConfig
     dtype: torch.dtype
     shard: Shard
-    exchange_fd: int
+    exchange: int | Place
+    host: str
     timeout_s: float
     log_level: int
 
-    def exchange(self, shared: Tensor | None) -> Exchange:
-        """What joins this rank to the others; shared: the memory that they exchange through."""
+    def join(self, shared: Tensor | None) -> Exchange:
+        """What joins this rank to the others; shared: the memory that they exchange through.
+
+        Raises RuntimeError.
+        """
         if shared is not None:
             return shared.data_ptr()
+        assert isinstance(self.exchange, Place)
         kind = NcclCollectives if self.backend.device.type == "cuda" else GlooCollectives
-        return kind(self.shard, self.exchange_fd, self.timeout_s)
+        store = self.exchange.connect(self.timeout_s)
+        return kind(self.shard, store, self.host, self.timeout_s)
 
     def load(self, exchange: Exchange) -> Any:
         """This rank's part of the model. Raises ConfigError, CheckpointError."""
@@ -99,22 +113,44 @@ class RankWork:
 
 
 class Rank:
-    """One of the others, in its own process: its methods are what the first has it do."""
+    """One of the others, in its own process: its methods are what the first has it do.
+
+    allocated: is given the pool that this rank allocates on another host.
+    """
 
     pool: Tensor
+    allocated: Callable[[Tensor], None]
 
-    def __init__(self, backend: Backend, model: Any, connection: Connection) -> None:
+    def __init__(self, backend: Backend, model: Any, connection: ObjectConnection) -> None:
         self.device, self.model, self.connection = backend.device, model, connection
 
     def attach(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Maps the pool that this rank writes to; what it is mapped by comes next."""
         if self.device.type == "cpu":
-            memory = mapped(recv_handle(self.connection))
+            _, (descriptor,), _, _ = socket.recv_fds(self.connection.socket, 1, 1)
+            memory = mapped(descriptor)
         else:
             driver, num_bytes = CudaDriver(), math.prod(shape) * dtype.itemsize
             memory = driver.view(driver.open(self.device, self.connection.recv()), num_bytes)
         self.pool = memory.view(dtype).view(shape)
-        self.connection.send("attached")
+        self.connection.send("ready")
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Makes a pool of its own, on a host where the first rank cannot."""
+        try:
+            self.pool = torch.zeros(shape, dtype=dtype, device=self.device)
+        except RuntimeError as error:
+            self.connection.send(f"no memory for its KV: {error}")
+            return
+        self.allocated(self.pool)
+        self.connection.send("ready")
+
+    def scrub(self, blocks: list[int]) -> None:
+        """Zeroes blocks of the pool that it allocated."""
+        zero_blocks(self.pool, blocks)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.connection.send("ready")
 
     def step(self, arrays: list[Ints], num_decodes: int) -> None:
         """Computes this rank's part of a `StepBatch`, whose `BATCH` these are."""
@@ -146,43 +182,50 @@ class RankedModel:
         Raises ConfigError for a model that cannot be cut, when a rank cannot load, and when it has
         loaded another checkpoint.
         """
-        count = backend.settings.tp
+        elsewhere = backend.elsewhere
+        self._count = count = backend.settings.tp
         Shard(0, count).check(config)
+        if elsewhere.ranks and backend.shares_pool:
+            raise ConfigError("ranks on several hosts share no memory: add --tp-backend gloo")
         self._config = config
         self._shared: SharedMemoryArea | None = None  # with one pool for all
+        self._store: Rendezvous | None = None  # with one for each
+        at: int | Place
         if backend.shares_pool:
             num_bytes = _HEADER_BYTES + 2 * count * _EXCHANGE_BYTES
             self._shared = SharedMemoryArea(num_bytes, "ranks")
             self._words = self._shared.tensor[:_HEADER_BYTES].view(torch.int32)
             self._words[_TIMEOUT_MS] = int(RANK_TIMEOUT_S * 1e3)
-        self._exchange_fd = self._shared.fd if self._shared else os.memfd_create("baton-ranks")
+            at = self._shared.fd
+        else:
+            self._store, at = open_store(elsewhere.host)
         self._exchange: Exchange | None = None
-        self._ranks = list[_Process]()
+        self._ranks = list[_Other]()
         self._stopped = threading.Event()
         self._failure = ""  # why no further step can run
         self._limit_s, self._due = RANK_TIMEOUT_S, math.inf
 
-        others = [backend.of_rank(Shard(number, count)) for number in range(1, count)]
-        self._backends = [backend, *others]
+        here = count - len(elsewhere.ranks)
+        others = [backend.of_rank(Shard(number, here)) for number in range(1, here)]
+        self._backends = [backend, *others]  # of this host
 
-        def work(shard: Shard) -> RankWork:
+        def work(number: int) -> RankWork:
+            # One of another host makes a backend of its own, of these settings.
+            at_first = Shard(0, here)
+            its_backend = self._backends[number] if number < here else backend.of_rank(at_first)
             return RankWork(
-                self._backends[shard.rank], path, config, dtype, shard,
-                self._exchange_fd, RANK_TIMEOUT_S, log.getEffectiveLevel(),
+                its_backend, path, config, dtype, Shard(number, count),
+                at, elsewhere.host, RANK_TIMEOUT_S, log.getEffectiveLevel(),
             )  # fmt: skip
 
+        torch.set_num_threads(Shard(0, here).settings(backend.settings).threads)
         try:
-            self._ranks += (_Process(work(Shard(number, count))) for number in range(1, count))
-            mine = work(Shard(0, count))
-            torch.set_num_threads(mine.shard.settings(backend.settings).threads)
-            self._exchange = mine.exchange(self._shared.tensor if self._shared else None)
-            self._model, identity = mine.load(self._exchange), mine.identity
-            for rank in self._ranks:
-                rank.expect(identity, LOAD_S)
-                rank.connection.send("join")
-            if isinstance(self._exchange, GroupCollectives):
-                self._exchange.join(backend.device)
-        except RunnerFailed as error:
+            self._ranks += (_Other.started(work(number)) for number in range(1, here))
+            self._ranks += (_Other(n, one) for n, one in enumerate(elsewhere.ranks, here))
+            for rank in self._ranks[here - 1 :]:
+                rank.connection.send(work(rank.number))
+            self._load(work(0))
+        except (RunnerFailed, OSError) as error:
             self.close()
             raise ConfigError(str(error)) from error
         except BaseException:
@@ -192,21 +235,31 @@ class RankedModel:
         self.expert_tokens = self._model.expert_tokens
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
+    def _load(self, mine: RankWork) -> None:
+        """Loads this rank's part; when it returns, all ranks have joined."""
+        self._exchange = mine.join(self._shared.tensor if self._shared else None)
+        self._model, identity = mine.load(self._exchange), mine.identity
+        for rank in self._ranks:
+            rank.expect(identity, LOAD_S)
+            rank.connection.send("join")
+        if isinstance(self._exchange, GroupCollectives):
+            self._exchange.join(mine.backend.device)
+
     def limit_steps(self, limit_s: float) -> None:
         """How long a step, or a rank to take what it is told, may last before it counts as hung."""
         self._limit_s = limit_s
         for rank in self._ranks:
-            rank.limit_sending(limit_s)
+            rank.connection.limit_sending(limit_s)
 
     def pools(self, layout: KvLayout, allocate: Allocate | None) -> tuple[Tensor, ...]:
-        """The KV pool that all ranks share, or that of each one's heads.
+        """The KV pool that all ranks share, or that of each one's heads, of this host.
 
-        Raises ConfigError where there is no memory that processes can share.
+        Raises ConfigError where there is no memory that processes can share, or none at all.
         """
-        layouts, count = [layout], len(self._backends)
+        layouts = [layout]
         if self._shared is None:
-            held = (Shard(rank, count).kv_heads(self._config) for rank in range(count))
-            layouts = [replace(layout, num_kv_heads=len(heads)) for heads in held]
+            ranks = (Shard(number, self._count) for number in range(self._count))
+            layouts = [replace(layout, num_kv_heads=len(r.kv_heads(self._config))) for r in ranks]
         areas = list[Any]()
         for backend, one in zip(self._backends, layouts, strict=False):
             device = backend.device
@@ -217,17 +270,30 @@ class RankedModel:
                 )
             areas.append(area)
         for rank in self._ranks:
-            at = rank.number % len(areas)
-            rank.connection.send(("attach", layouts[at].shape, layouts[at].dtype))
-            if isinstance(areas[at], SharedMemoryArea):
-                send_handle(rank.connection, areas[at].fd, rank.process.pid)
-            else:
+            at = rank.number % len(layouts)
+            command = "attach" if rank.process else "allocate"
+            rank.connection.send((command, layouts[at].shape, layouts[at].dtype))
+            if rank.process and isinstance(areas[at], SharedMemoryArea):
+                socket.send_fds(rank.connection.socket, [b"."], [areas[at].fd])
+            elif rank.process:
                 rank.connection.send(areas[at].handle)
-            rank.expect("attached", RANK_TIMEOUT_S)
+            rank.expect("ready", LOAD_S)
         return tuple(
             area.tensor.view(one.dtype).view(one.shape)
-            for area, one in zip(areas, layouts, strict=True)
+            for area, one in zip(areas, layouts, strict=False)
         )
+
+    def scrub(self, blocks: list[int]) -> None:
+        """Zeroes blocks of the pools on other hosts. Raises RunnerFailed."""
+        elsewhere = [rank for rank in self._ranks if rank.process is None]
+        try:
+            for rank in elsewhere:
+                rank.connection.send(("scrub", blocks))
+            for rank in elsewhere:
+                rank.expect("ready", self._limit_s)
+        except (OSError, ConfigError) as error:
+            self._failure = self._failure or f"blocks on another host are not zeroed: {error}"
+            raise RunnerFailed(self._failure) from error
 
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """As `StepModel.step`. Raises RunnerFailed when a rank has ended or hangs."""
@@ -300,34 +366,32 @@ class RankedModel:
         return int(self._words[_TOOK_NS].view(torch.int64)) / 1e9
 
     def close(self) -> None:
-        """Ends the other ranks; returns when they have ended."""
+        """Ends the other ranks; returns when those of this host have ended."""
         self._stopped.set()
         for rank in self._ranks:
             rank.connection.close()
         if isinstance(self._exchange, GroupCollectives):
             self._exchange.close()
-        for rank in self._ranks:
+        for process in (rank.process for rank in self._ranks if rank.process):
             try:
-                rank.process.wait(_STOP_S)
+                process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
-                rank.process.kill()
-                rank.process.wait()
+                process.kill()
+                process.wait()
         if self._shared is not None:
             self._shared.close()
-        else:
-            os.close(self._exchange_fd)
+        if self._store is not None:
+            self._store.close()
 
     def _watch(self) -> None:
         """Lets no step wait for a rank that has ended, nor for ever for one that hangs."""
         ends = select.poll()
-        descriptors = {os.pidfd_open(rank.process.pid): rank for rank in self._ranks}
+        descriptors = {rank.connection.fileno(): rank for rank in self._ranks}
         for descriptor in descriptors:
-            ends.register(descriptor, select.POLLIN)
+            ends.register(descriptor, select.POLLRDHUP)
         ended: list[tuple[int, int]] = []
-        while not ended and time.monotonic() < self._due:
+        while not (ended or self._stopped.is_set()) and time.monotonic() < self._due:
             ended = ends.poll(_WATCH_S * 1e3)
-        for one in descriptors:
-            os.close(one)
         if self._stopped.is_set():
             return
         reason = f"a rank of this worker hangs: a step took more than {self._limit_s:.0f} s"
@@ -348,23 +412,30 @@ def _shareable(layout: KvLayout, device: torch.device) -> SharedMemoryArea | Cud
     return CudaArea(layout.num_bytes, device)
 
 
-class _Process:
-    """One of the other ranks, as the first one sees it."""
+class _Other:
+    """One of the other ranks, as the first one sees it. process: None on another host."""
 
-    def __init__(self, work: RankWork) -> None:
-        self.number = work.shard.rank
-        self.connection, theirs = Pipe()
-        command = [sys.executable, "-m", "baton.engine.rank", str(theirs.fileno())]
+    def __init__(
+        self,
+        number: int,
+        connection: ObjectConnection,
+        process: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        self.number, self.connection, self.process = number, connection, process
+
+    @classmethod
+    def started(cls, work: RankWork) -> _Other:
+        """One on this host."""
+        ours, theirs = socket.socketpair()
         with theirs:
-            descriptors = (theirs.fileno(), work.exchange_fd)
-            self.process = subprocess.Popen(command, pass_fds=descriptors)
-        self.connection.send(work)
-
-    def limit_sending(self, limit_s: float) -> None:
-        """What is sent must not wait for one that is stopped, whose buffer is full."""
-        with socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
-            timeout = struct.pack("ll", int(limit_s), 0)
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+            inherited = [theirs.fileno()]
+            if isinstance(work.exchange, int):
+                inherited.append(work.exchange)
+            command = [sys.executable, "-m", "baton.engine.rank", str(theirs.fileno())]
+            process = subprocess.Popen(command, pass_fds=inherited)
+        other = cls(work.shard.rank, ObjectConnection(ours), process)
+        other.connection.send(work)
+        return other
 
     def answer(self, timeout_s: float) -> Any:
         """What the rank says next. Raises ConfigError when it says nothing."""
@@ -372,8 +443,8 @@ class _Process:
             if self.connection.poll(timeout_s):
                 return self.connection.recv()
             found = f"nothing came from it in {timeout_s:.0f} s"
-        except (EOFError, OSError):
-            found = f"it ended with status {self.process.wait()}"
+        except (EOFError, OSError) as error:
+            found = f"it ended with status {self.process.wait()}" if self.process else str(error)
         raise ConfigError(f"rank {self.number} cannot begin: {found}")
 
     def expect(self, answer: str, timeout_s: float) -> None:

@@ -37,6 +37,9 @@ class Ranks(Protocol):
     @property
     def collective_s(self) -> float: ...
 
+    def scrub(self, blocks: list[int]) -> None:
+        """Zeroes blocks in pools that are not of this host."""
+
 
 class RunnerFailed(InternalError):
     """No further step can run here."""
@@ -73,14 +76,12 @@ class StepRunner:
 
         Attention multiplies what it must not see by zero, which undoes any number but not a NaN.
         """
-        if blocks:
-            # As bytes: not every operation knows every type of element.
-            which = torch.tensor(blocks)
-            with torch.inference_mode():
-                for content in (pool.view(torch.uint8) for pool in self.pools):
-                    content.index_fill_(0, which.to(content.device), 0)
-                    if content.device != self.pool.device:  # another rank's GPU
-                        torch.cuda.synchronize(content.device)
+        for pool in self.pools if blocks else ():
+            zero_blocks(pool, blocks)
+            if pool.device != self.pool.device:  # another rank's GPU
+                torch.cuda.synchronize(pool.device)
+        if blocks and self.ranks is not None:
+            self.ranks.scrub(blocks)
 
     def close(self) -> None:
         """Ends what computes for it elsewhere; no step runs any more."""
@@ -92,6 +93,13 @@ class StepRunner:
         """
         if self.pool.device.type == "cuda":
             torch.cuda.synchronize(self.pool.device)
+
+
+def zero_blocks(pool: torch.Tensor, blocks: list[int]) -> None:
+    """Zeroes blocks; on a GPU, the current stream does."""
+    content = pool.view(torch.uint8)  # not every operation knows every type of element
+    with torch.inference_mode():
+        content.index_fill_(0, torch.tensor(blocks).to(content.device), 0)
 
 
 class Runner(StepRunner):

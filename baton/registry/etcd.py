@@ -11,9 +11,10 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from google.protobuf import json_format
+from google.protobuf.message import Message
 
 from baton.config import RegistryConfig
-from baton.errors import BatonError, Stale
+from baton.errors import BatonError, Stale, Unavailable
 from baton.registry.backoff import Backoff
 from baton.registry.etcd_client import CALL_S, EtcdClient
 from baton.registry.membership import (
@@ -25,7 +26,7 @@ from baton.registry.membership import (
     key_of,
 )
 from baton.v1 import etcd_pb2
-from baton.v1.common_pb2 import WorkerRecord
+from baton.v1.common_pb2 import RankHost, WorkerRecord
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +46,38 @@ class EtcdRegistry:
 
         Entering raises Unavailable when etcd cannot be reached, ConfigError when it refuses.
         """
-        registration = EtcdRegistration(self._client, self._config, record)
-        await self._client.connect(self._config.workers_prefix)
+        key = key_of(self._config.workers_prefix, record)
+        registration = EtcdRegistration(self._client, self._config.lease_ttl_s, key, record)
+        async with self._kept(registration):
+            yield registration
+
+    @asynccontextmanager
+    async def announce(self, host: RankHost) -> AsyncIterator[None]:
+        """Enters the ranks of a host, as `register` enters a worker."""
+        key = f"{self._config.ranks_prefix}{host.role}/{host.worker}/{host.node_rank}"
+        async with self._kept(EtcdRegistration(self._client, self._config.lease_ttl_s, key, host)):
+            yield
+
+    async def rank_hosts(self, role: str, worker: str) -> dict[int, RankHost]:
+        """By node rank, those that are announced now; none while etcd does not answer."""
+        hosts = dict[int, RankHost]()
+        try:
+            found = await self._client.range(f"{self._config.ranks_prefix}{role}/{worker}/")
+        except Unavailable as error:
+            log.warning("no ranks of other hosts are found: %s", error)
+            return hosts
+        for kv in found.kvs:
+            host = json_format.Parse(kv.value, RankHost(), ignore_unknown_fields=True)
+            hosts[host.node_rank] = host
+        return hosts
+
+    @asynccontextmanager
+    async def _kept(self, registration: EtcdRegistration) -> AsyncIterator[None]:
+        await self._client.connect(registration.key)
         try:
             await registration.write()
             async with _running(registration.keep(), f"keep {registration.key}"):
-                yield registration
+                yield
         finally:  # also of a failure behind which the key may be written
             await registration.revoke()
 
@@ -82,18 +109,16 @@ async def _running(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[
 
 
 class EtcdRegistration:
-    """One worker's key in etcd, kept true until the worker leaves.
+    """One process's key in etcd, kept true until it leaves.
 
     One task does all the writing, in rounds: see that the lease lives (or take a new one), then see
     that the store holds the newest record under it, also after another process deleted or overwrote
     it. A failed round is repeated with backoff without end: an outage of etcd ends no worker.
     """
 
-    def __init__(self, client: EtcdClient, config: RegistryConfig, record: WorkerRecord) -> None:
-        self._client = client
-        self._ttl_s = config.lease_ttl_s
+    def __init__(self, client: EtcdClient, ttl_s: int, key: str, record: Message) -> None:
+        self._client, self._ttl_s, self.key = client, ttl_s, key
         self._record = copy.deepcopy(record)
-        self.key = key_of(config.workers_prefix, record)
         self._written = b""
         self._lease = 0  # 0: none
         self._renew_s = self._ttl_s / 3
@@ -103,11 +128,12 @@ class EtcdRegistration:
         self._settled = asyncio.Event()  # the newest record is written, or cannot be for now
 
     async def update(self, record: WorkerRecord) -> None:
-        """Replaces the record; incarnation and role stay, or InvalidRequest is raised.
+        """Replaces a worker's record; incarnation and role stay, or InvalidRequest is raised.
 
         Returns when etcd has it or turned out to be out of reach; then it is written as soon as
         etcd is back, and `connected` is False meanwhile. An outage raises nothing.
         """
+        assert isinstance(self._record, WorkerRecord)
         self._record = copy_for_update(self._record, record)
         self._settled.clear()
         self._unwritten.set()

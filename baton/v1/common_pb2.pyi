@@ -287,6 +287,20 @@ class WorkerRecord(_message.Message):
     kv_pools: int
     def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., host_id: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., text_fingerprint: _Optional[str] = ..., kv: _Optional[_Union[KvDescriptor, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., blocks_total: _Optional[int] = ..., max_context: _Optional[int] = ..., max_batch: _Optional[int] = ..., hardware: _Optional[_Union[Hardware, _Mapping]] = ..., router_address: _Optional[str] = ..., kv_pools: _Optional[int] = ...) -> None: ...
 
+class RankHost(_message.Message):
+    __slots__ = ("worker", "role", "node_rank", "addresses", "secret")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    NODE_RANK_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    role: str
+    node_rank: int
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    secret: bytes
+    def __init__(self, worker: _Optional[str] = ..., role: _Optional[str] = ..., node_rank: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., secret: _Optional[bytes] = ...) -> None: ...
+
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]

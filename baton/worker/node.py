@@ -13,10 +13,10 @@ import logging
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import torch
@@ -29,6 +29,7 @@ from baton.engine import build
 from baton.engine.backends import cpu
 from baton.engine.build import Loaded
 from baton.engine.loop import Engine, StepReport
+from baton.engine.ranks import Elsewhere
 from baton.errors import ConfigError, InternalError, TransferFailed, Unavailable
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistration, EtcdRegistry, Membership
@@ -41,16 +42,19 @@ from baton.text import text_fingerprint
 from baton.v1 import common_pb2, worker_pb2
 from baton.v1.dispatch_pb2 import RouterMessage
 from baton.v1.worker_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
-from baton.worker import hardware
+from baton.worker import hardware, rank_hosts
 from baton.worker.messages import ModelLimits
 from baton.worker.metrics import LoadTracker, WorkerMetrics
 from baton.worker.router_port import RouterConnection, RouterPort
 from kvtransfer import copier, transports
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
+from kvtransfer.rank_links import RankPool
+from kvtransfer.remote_pool import RemotePool
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _ROLES = {name: role for role, name in ROLES.items()}
 STOP_GRACE_S = 2.0
 CLOSE_GRACE_S = 5.0  # for what ends right after the last transfer
@@ -74,7 +78,8 @@ class Node(WorkerServiceServicer, ABC):
             incarnation=config.incarnation,
             role=_ROLES[config.role],
             pid=os.getpid(),
-            host_id=host_id(),
+            # One of several hosts has no memory that another could map as a whole.
+            host_id=host_id() if config.nnodes == 1 else config.incarnation,
             state=common_pb2.WORKER_STATE_STARTING,
             model=config.served_name,
         )
@@ -88,7 +93,7 @@ class Node(WorkerServiceServicer, ABC):
         self._port = RouterPort(self)
 
     @abstractmethod
-    def begin(self, loaded: Loaded, pools: list[KvPool], usable: list[Transport]) -> None:
+    def begin(self, loaded: Loaded, pools: list[RankPool], usable: list[Transport]) -> None:
         """The model is loaded, and the engine is there; `usable` are the transports."""
 
     @abstractmethod
@@ -119,7 +124,7 @@ class Node(WorkerServiceServicer, ABC):
     async def close(self) -> None:
         """Gives up what still runs and frees everything."""
 
-    async def run(self, load: Callable[[], tuple[Loaded, list[KvPool]]]) -> None:
+    async def run(self, load: Callable[[Elsewhere], tuple[Loaded, list[KvPool]]]) -> None:
         """From binding to leaving; returns when it has drained.
 
         Raises ConfigError when it cannot begin, Unavailable when the registry does not answer, and
@@ -138,8 +143,12 @@ class Node(WorkerServiceServicer, ABC):
             self._registry.register(self.record) as registration,
             self._registry.watch() as self._members,
         ):
-            loaded, pools = await asyncio.to_thread(load)
-            if self._stop.is_set():
+            others = await self._unless_stopped(rank_hosts.connected(self.config, self._registry))
+            if others is not None:
+                addresses, steps = others
+                elsewhere = Elsewhere(rank_hosts.own_address(self.config), steps)
+                loaded, pools = await asyncio.to_thread(load, elsewhere)
+            if others is None or self._stop.is_set():
                 log.info("stopped while loading")
                 return
             self.engine = loaded.engine(lambda report: self._call(loop, self._on_step, report))
@@ -150,7 +159,12 @@ class Node(WorkerServiceServicer, ABC):
             self.grammars = GrammarCompiler(loaded.path, self.limits.vocab_size, eos_token_ids)
             kv = self.config.transport, self.config.kv_host
             usable = transports.usable(pools[0], host, *kv)
-            self.begin(loaded, pools, usable)
+            if addresses:  # one of a host reaches only the ranks of that host
+                usable = [transport for transport in usable if not transport.one_sided]
+                drain = partial(self._call, loop, self._stop.set)
+                await asyncio.to_thread(rank_hosts.watch_for_drain, addresses, drain)
+            remote = [RemotePool(partial(one.connect, rank_hosts.KV)) for one in addresses]
+            self.begin(loaded, [*pools, *remote], usable)
             self.engine.start()
             async with contextlib.AsyncExitStack() as ending:  # whatever happens, in reverse
                 ending.push_async_callback(asyncio.to_thread, self.engine.stop)
@@ -159,7 +173,7 @@ class Node(WorkerServiceServicer, ABC):
                 settings = loaded.settings
                 place = partial(cpu.pin_thread, settings.cpus, settings.nice)
                 await asyncio.wrap_future(self.engine.submit(place))
-                await self._describe(loaded, usable)
+                await self._describe(loaded, usable, len(pools) + len(remote))
                 await self._serve(server, registration)
 
     def load(self) -> worker_pb2.Load:
@@ -205,12 +219,22 @@ class Node(WorkerServiceServicer, ABC):
         await self._drained.wait()
         return worker_pb2.DrainResponse()
 
-    async def _describe(self, loaded: Loaded, usable: list[Transport]) -> None:
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """What it returns; None, and it is cancelled, when the worker is to stop before."""
+        running, stopped = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
+        await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if running.done():
+            return running.result()
+        running.cancel()
+        return None
+
+    async def _describe(self, loaded: Loaded, usable: list[Transport], num_pools: int) -> None:
         record, device = self.record, loaded.runner.pool.device
         record.hardware.CopyFrom(await asyncio.to_thread(hardware.describe, device))
         record.text_fingerprint = text_fingerprint(loaded.path)
         record.kv.CopyFrom(loaded.descriptor)
-        record.kv_pools = len(loaded.runner.pools)
+        record.kv_pools = num_pools
         record.transports.extend(transport.kind for transport in usable)
         record.blocks_total = loaded.layout.num_blocks
         record.max_context = loaded.max_context
@@ -326,7 +350,7 @@ async def _run(config: WorkerConfig, role: type[Node]) -> int:
     return 0
 
 
-def _load(config: WorkerConfig) -> tuple[Loaded, list[KvPool]]:
+def _load(config: WorkerConfig, elsewhere: Elsewhere | None = None) -> tuple[Loaded, list[KvPool]]:
     """Everything slow, on a thread: the event loop keeps the worker's lease meanwhile."""
     settings = config.engine
     if config.role == "prefill":
@@ -341,7 +365,7 @@ def _load(config: WorkerConfig) -> tuple[Loaded, list[KvPool]]:
         return areas[-1]
 
     with cpu.pinned_to(settings.cpus):
-        loaded = build.load(settings, allocate)
+        loaded = build.load(settings, allocate, elsewhere=elsewhere)
         for area in areas:
             if isinstance(area, SharedMemoryArea) and not settings.simulate:
                 area.touch()  # KV of simulated models is small; leave the memory free

@@ -6,15 +6,12 @@ from torch import distributed
 
 from baton.cuda import CudaArea
 from baton.errors import ConfigError
+from baton.rendezvous import listening_socket
 from baton.shared_memory import SharedMemoryArea
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from kvtransfer.transports.process_group import (
-    GlooTransport,
-    NcclTransport,
-    listening_socket,
-)
+from kvtransfer.transports.process_group import GlooTransport, NcclTransport
 from kvtransfer.transports.shm import ShmTransport
 
 

@@ -16,13 +16,10 @@ so that wait.
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 import os
 import queue
-import secrets
-import socket
 import threading
 import time
 from abc import abstractmethod
@@ -34,10 +31,10 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from baton.cuda import NCCL_ENVIRONMENT, nccl_version
 from baton.errors import TransferFailed
+from baton.rendezvous import Place, Rendezvous, at_least_1ms, open_store
 from baton.v1 import common_pb2
 from kvtransfer.copier import Copier, copier
 from kvtransfer.digest import Digest
@@ -48,7 +45,6 @@ from kvtransfer.pool import KvPool, Slots
 log = logging.getLogger(__name__)
 
 _SENDER, _RECEIVER = 0, 1
-_MAC_BYTES = 32
 
 # A communicator's channels: each costs GPU memory and, while bytes travel, a multiprocessor.
 NCCL_MIN_CTAS, NCCL_MAX_CTAS = 1, 8
@@ -82,20 +78,17 @@ class ProcessGroupTransport(Transport):
         return nullcontext()
 
     def listen(self, pool: KvPool) -> Listener:
-        (store, port), secret = _listening_store(self.host), secrets.token_bytes()
-        place = {"host": self.host, "port": port, "message_bytes": self.message_bytes}
-        endpoint = json.dumps({**place, "secret": secret.hex()}).encode()
-        meeting = Rendezvous(store, secret)
+        meeting, place = open_store(self.host)
+        at = {"host": self.host, "port": place.port, "secret": place.secret.hex()}
+        endpoint = json.dumps({**at, "message_bytes": self.message_bytes}).encode()
         return _End(self, pool, _RECEIVER, meeting, self.message_bytes, endpoint)
 
     def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         try:
-            place = json.loads(endpoint)
-            address = str(place["host"]), int(place["port"])
-            within = _at_least_1ms(timeout_s)
-            store = TCPStore(*address, None, False, within, wait_for_workers=False)
-            meeting = Rendezvous(store, bytes.fromhex(place["secret"]))
-            end = _End(self, pool, _SENDER, meeting, int(place["message_bytes"]), endpoint)
+            at = json.loads(endpoint)
+            place = Place(str(at["host"]), int(at["port"]), bytes.fromhex(at["secret"]))
+            meeting = place.connect(timeout_s)
+            end = _End(self, pool, _SENDER, meeting, int(at["message_bytes"]), endpoint)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise TransferFailed(f"{self.name}: cannot reach the receiver: {error}") from error
         end.accept(timeout_s)
@@ -116,7 +109,7 @@ class GlooTransport(ProcessGroupTransport):
         return distributed.ProcessGroupGloo(store, rank, 2, options)
 
     def wait(self, work: Any, deadline: float) -> None:
-        work.wait(_at_least_1ms(deadline - time.monotonic()))
+        work.wait(at_least_1ms(deadline - time.monotonic()))
 
 
 class NcclTransport(ProcessGroupTransport):
@@ -140,7 +133,7 @@ class NcclTransport(ProcessGroupTransport):
 
     def build(self, store: Rendezvous, rank: int, timeout_s: float) -> Any:
         # The receiver reads the communicator's id from it, and no abort ends that wait.
-        store.set_timeout(_at_least_1ms(timeout_s))
+        store.set_timeout(at_least_1ms(timeout_s))
         # Ahead of the engine's kernels: a message behind a step would wait for milliseconds.
         options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timedelta(seconds=max(timeout_s, _WATCHDOG_S))
@@ -160,51 +153,6 @@ class NcclTransport(ProcessGroupTransport):
             yield
         finally:
             timer.cancel()
-
-
-class Rendezvous(Store):
-    """What the ends tell each other to build their group: a TCPStore, until it is closed.
-
-    Whoever reaches its port can list its keys, and write: values carry an HMAC-SHA256.
-    """
-
-    def __init__(self, store: TCPStore, secret: bytes) -> None:
-        super().__init__()
-        self._store: TCPStore | None = store
-        self._secret = secret
-
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
-        self._opened().set(key, self._mac(key, value) + value)  # type: ignore[arg-type]
-
-    def get(self, key: str) -> bytes:
-        """Waits for it. Raises RuntimeError where that takes too long or a stranger wrote it."""
-        sealed: bytes = self._opened().get(key)
-        mac, value = sealed[:_MAC_BYTES], sealed[_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(key, value)):
-            raise RuntimeError(f"a stranger wrote {key!r} into the link's store")
-        return value
-
-    def wait(self, keys: list[str], *timeout: timedelta) -> None:
-        self._opened().wait(keys, *timeout)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._opened().set_timeout(timeout)
-
-    def close(self) -> None:
-        """Frees its port; the group does not need it once it is built."""
-        self._store = None
-
-    def hello(self, rank: int) -> torch.Tensor:
-        """What proves that this rank knows the secret, uint8 `[32]`."""
-        return torch.frombuffer(bytearray(self._mac("hello", bytes([rank]))), dtype=torch.uint8)
-
-    def _opened(self) -> TCPStore:
-        if self._store is None:
-            raise RuntimeError("the link's store is closed")
-        return self._store
-
-    def _mac(self, key: str, value: bytes) -> bytes:
-        return hmac.digest(self._secret, key.encode() + b"\0" + value, "sha256")
 
 
 class Staging:
@@ -370,26 +318,3 @@ class _End(Link, Listener):
     def _check(self) -> None:
         if self._aborted:
             raise RuntimeError("the link was aborted, or its time was over")
-
-
-def listening_socket(host: str) -> socket.socket:
-    """On a free port of `host`, which must be this machine's. Raises OSError."""
-    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    return socket.create_server(address, family=family)
-
-
-def _listening_store(host: str) -> tuple[TCPStore, int]:
-    """A store on a free port of `host`, on which both ends meet, and the port. Raises OSError."""
-    with listening_socket(host) as listening:
-        port, within = listening.getsockname()[1], timedelta(seconds=30)
-        store = TCPStore(
-            host, port, None, True, within, wait_for_workers=False,
-            master_listen_fd=listening.fileno(),
-        )  # fmt: skip
-        listening.detach()  # the store owns it now
-    return store, port
-
-
-def _at_least_1ms(seconds: float) -> timedelta:
-    """A time-out for torch, which takes zero and less for "no time-out"."""
-    return timedelta(seconds=max(seconds, 0.001))

@@ -15,10 +15,10 @@ import torch
 from torch.distributed import TCPStore
 
 from baton.errors import TransferFailed
+from baton.rendezvous import Rendezvous
 from kvtransfer.digest import WordDigest
 from kvtransfer.pool import Digest
 from kvtransfer.transports import process_group
-from kvtransfer.transports.process_group import Rendezvous
 
 from .kvtransfer_parts import BLOCKS, POOLS, TRANSPORTS, Pair, expect_only, make_pool, slots
 

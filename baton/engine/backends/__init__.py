@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool
 from baton.engine.models.config import ModelConfig
-from baton.engine.ranks import Exchange, Rank, RankedModel
+from baton.engine.ranks import Elsewhere, Exchange, Rank, RankedModel
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.shard import WHOLE, Shard
+from baton.object_connection import ObjectConnection
 
 MULTIPLE = 16  # of heads' and blocks' sizes
 MAX_HEAD_SIZE = 256
@@ -36,12 +36,14 @@ def unsupported(config: ModelConfig, block_size: int, kernels: str) -> str:
 class Backend:
     """Computes an engine's steps on one device: `build.load` calls its methods in this order.
 
-    shares_pool: whether ranks, where there are several, share one KV pool.
+    shares_pool: whether ranks, where there are several, share one KV pool · elsewhere: those of
+    other hosts.
     """
 
     device: torch.device
     kv_bytes = 0  # of KV where no size is asked for; 0: what else there is decides
     shares_pool = False
+    elsewhere = Elsewhere()
 
     def __init__(self, settings: EngineConfig) -> None:
         self.settings = settings
@@ -95,10 +97,10 @@ class Backend:
     def prepare(self, runner: Any) -> None:
         """What takes time before the first step."""
 
-    def of_rank(self, shard: Shard) -> Backend:
-        """That of another rank's device, for its process."""
+    def of_rank(self, place: Shard) -> Backend:
+        """That of another rank's device, for its process; place: among the ranks of this host."""
         raise NotImplementedError
 
-    def rank(self, model: Any, connection: Connection) -> Rank:
+    def rank(self, model: Any, connection: ObjectConnection) -> Rank:
         """What serves the first rank here, in another's process."""
         return Rank(self, model, connection)

@@ -30,7 +30,7 @@ from baton.engine.ops.native import library
 from baton.engine.ops.native.model import NativeModel
 from baton.engine.ops.native.ops import NativeOps
 from baton.engine.ops.native.packing import PackedWeight
-from baton.engine.ranks import Exchange, RankedModel
+from baton.engine.ranks import Exchange
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.shard import WHOLE, Shard
@@ -110,12 +110,10 @@ class CpuBackend(Backend):
     def runner(self, model: Any, pool: Tensor, sampler: Sampler, max_context: int) -> StepRunner:
         if self.settings.simulate:
             return SimulatedRunner(SimulatedSpeed.parse(self.settings.simulate), pool, sampler)
-        runner = super().runner(model, pool, sampler, max_context)
-        runner.ranks = model if isinstance(model, RankedModel) else None
-        return runner
+        return super().runner(model, pool, sampler, max_context)
 
-    def of_rank(self, shard: Shard) -> CpuBackend:
-        return CpuBackend(shard.settings(self.settings))
+    def of_rank(self, place: Shard) -> CpuBackend:
+        return CpuBackend(place.settings(self.settings))
 
     def _is_native(self, dtype: torch.dtype) -> bool:
         """Raises ConfigError if native kernels are asked for and cannot be had."""

@@ -39,7 +39,7 @@ def test_a_gpu_has_a_number_and_one_that_is_not_there_is_an_error(monkeypatch):
     with pytest.raises(ConfigError, match=r"--device cuda:2: .* only cuda:0 \(A\), cuda:1 \(B\)"):
         device("cuda:2")
     assert device("auto", tp=2) == "cuda:0"
-    with pytest.raises(ConfigError, match=r"--tp 2 takes a GPU a rank, .* and torch sees 2"):
+    with pytest.raises(ConfigError, match=r"2 ranks take a GPU each, .* and torch sees 2"):
         device("cuda:1", tp=2)
     with_gpus(monkeypatch)
     assert device("auto") == "cpu"

@@ -21,6 +21,7 @@ from baton.engine.sequence import Sequence
 from baton.engine.shard import Shard
 from baton.engine.weights.weight import DenseWeight, Fp8BlockWeight, Int4Weight, Int8Weight
 from baton.errors import CheckpointError, ConfigError
+from baton.rendezvous import Rendezvous
 from baton.sampling import SamplingParams
 from tests.unit.engine.bench import WAIT_S, Bench
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -231,10 +232,11 @@ class ProcessGroupNCCL:
         return SimpleNamespace(config=SimpleNamespace())
 
     def __init__(self, store, rank, size, options):
-        self.options, self.ordered = options, []
+        self.store, self.options, self.ordered = store, options, []
 
     def broadcast(self, tensors, options):
         self.ordered.append(not options.asyncOp)
+        tensors[0].copy_(self.store.hello(options.rootRank))
 
     def allreduce(self, tensors, options):
         self.ordered.append(not options.asyncOp)
@@ -248,12 +250,12 @@ class ProcessGroupNCCL:
 
 def test_nccl_is_asked_for_what_graphs_can_hold(monkeypatch):
     """All calls go to the current stream; none is waited for on the host."""
-    fake = SimpleNamespace(ProcessGroupNCCL=ProcessGroupNCCL, FileStore=distributed.FileStore)
+    fake = SimpleNamespace(ProcessGroupNCCL=ProcessGroupNCCL)
     monkeypatch.setattr(collectives, "distributed", fake)
     for name in NCCL_ENVIRONMENT:
         monkeypatch.setenv(name, "")
-    store = os.memfd_create("store")
-    group = collectives.NcclCollectives(Shard(0, 2), store, 1.0)
+    store = Rendezvous(distributed.HashStore(), b"secret")
+    group = collectives.NcclCollectives(Shard(0, 2), store, "127.0.0.1", 1.0)
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "a lost rank ends no process"
     group.join(torch.device("cpu"))
     x = torch.arange(6.0).view(2, 3)
@@ -261,10 +263,9 @@ def test_nccl_is_asked_for_what_graphs_can_hold(monkeypatch):
     # Of seven columns the first rank has three, and the second four.
     gathered = group.gather(x, 7)
     assert gathered[:, :6].equal(torch.cat([x, x], dim=1)) and gathered.shape == (2, 7)
-    assert group._group.ordered == [True] * 3
+    assert group._group.ordered == [True] * 4
     aborted = threading.Event()
     group._group.abort = aborted.set
     group.close()
     assert aborted.is_set()
     assert group.seconds == 0
-    os.close(store)

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from baton import rendezvous
 from baton.errors import TransferFailed
+from baton.rendezvous import Rendezvous
 from kvtransfer.pool import Slots
 from kvtransfer.transports import process_group
-from kvtransfer.transports.process_group import NcclTransport, Rendezvous, Staging
+from kvtransfer.transports.process_group import NcclTransport, Staging
 from tests.contract.kvtransfer_parts import make_pool, slots
 
 
@@ -83,7 +85,7 @@ def pool():
 @pytest.fixture
 def link(nccl, pool, monkeypatch):
     """A sender's link, connected; its group's journal is empty."""
-    monkeypatch.setattr(process_group, "TCPStore", lambda *place, **options: HashStore())
+    monkeypatch.setattr(rendezvous, "TCPStore", lambda *place, **options: HashStore())
     endpoint = b'{"host": "h", "port": 1, "secret": "00", "message_bytes": 2048}'
     link = nccl.connect(pool, endpoint, 0, 5.0)
     assert link._group.journal == [("send", 32), "wait", ("recv", 32), "wait"]

@@ -6,7 +6,6 @@ import logging
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from baton.engine.sampling.sampler import Sampler
 from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights.weights import weights_of
 from baton.errors import ConfigError
+from baton.object_connection import ObjectConnection
 
 log = logging.getLogger(__name__)
 Capability = tuple[int, int]
@@ -112,17 +112,16 @@ class GpuBackend(Backend):
             decode = gpu.peak_of(lambda: warmup.largest_decode(model, pool, settings, most))
         num_graphs = count_graphs(settings, most) if self._kernels == "triton" else 0
         graphs = memory.graphs_reserve(decode, num_graphs, config.num_layers)
-        usages = [self.usage(max(step, decode), graphs)]
+        usages = [(gpu.name, self.usage(max(step, decode), graphs))]
         if isinstance(model, RankedModel):
             model.tell("usage", graphs)
             usages += model.answers()
         if asked is not None:
             asked = replace(self._within(asked, config), num_kv_heads=own.num_kv_heads)
-        layouts = [memory.kv_layout(usage, settings, own, kv_dtype, asked) for usage in usages]
+        layouts = [memory.kv_layout(one, settings, own, kv_dtype, asked) for _, one in usages]
         least = min(layouts, key=lambda layout: layout.num_blocks)
         self._max_context = min(most, least.num_tokens - 1)
-        for rank, usage in enumerate(usages):
-            name = gpu.of_rank(rank).name
+        for name, usage in usages:
             log.info("%s", memory.summary(name, usage, least, settings, self._max_context))
         return replace(least, num_kv_heads=config.num_kv_heads)
 
@@ -156,10 +155,10 @@ class GpuBackend(Backend):
         if isinstance(runner.model, RankedModel):
             runner.model.limit_steps(RANK_TIMEOUT_S)
 
-    def of_rank(self, shard: Shard) -> GpuBackend:
-        return GpuBackend(shard.settings(self.settings), self._gpu.of_rank(shard.rank))
+    def of_rank(self, place: Shard) -> GpuBackend:
+        return GpuBackend(place.settings(self.settings), self._gpu.of_rank(place.rank))
 
-    def rank(self, model: Any, connection: Connection) -> Rank:
+    def rank(self, model: Any, connection: ObjectConnection) -> Rank:
         return _GpuRank(self, self._gpu, model, connection)
 
 
@@ -174,7 +173,9 @@ class _GpuRank(Rank):
     Nothing waits for it here: its results are what the first rank waits for.
     """
 
-    def __init__(self, backend: GpuBackend, gpu: Gpu, model: Any, connection: Connection) -> None:
+    def __init__(
+        self, backend: GpuBackend, gpu: Gpu, model: Any, connection: ObjectConnection
+    ) -> None:
         super().__init__(backend, model, connection)
         self._backend, self._gpu = backend, gpu
         self._stream = new_stream(gpu.device)
@@ -186,9 +187,9 @@ class _GpuRank(Rank):
         self._before = self._gpu.reset_peak()
 
     def usage(self, graphs: int) -> None:
-        """Answers with what was measured."""
+        """Answers with its GPU's name and what was measured."""
         peak = self._gpu.peak() - self._before
-        self.connection.send(self._backend.usage(peak, graphs))
+        self.connection.send((self._gpu.name, self._backend.usage(peak, graphs)))
 
     def begin(self, max_context: int) -> None:
         """Prepares for decode steps over the pool that is here now."""
@@ -201,6 +202,9 @@ class _GpuRank(Rank):
 
     def step(self, arrays: list[Ints], num_decodes: int) -> None:
         self._stream.put(partial(super().step, arrays, num_decodes))
+
+    def scrub(self, blocks: list[int]) -> None:
+        self._stream.put(partial(super().scrub, blocks))
 
     def decode(self, size: int, width: int) -> None:
         """As `DecodeGraphs.decode`; the inputs come from the first rank."""

@@ -1,0 +1,99 @@
+"""Where processes that build a process group find each other: a store that a stranger cannot join.
+
+Whoever reaches its port can list its keys, and write: values carry a MAC by a secret that those who
+belong there were told over another way, and each proves it again over the group itself.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+_MAC_BYTES = 32
+_OPEN_S = 30.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of a store: what the others need to find it."""
+
+    host: str
+    port: int
+    secret: bytes
+
+    def connect(self, timeout_s: float) -> Rendezvous:
+        """Raises RuntimeError."""
+        within = at_least_1ms(timeout_s)
+        store = TCPStore(self.host, self.port, None, False, within, wait_for_workers=False)
+        return Rendezvous(store, self.secret)
+
+
+class Rendezvous(Store):
+    """What processes tell each other to build their group: a TCPStore, until it is closed."""
+
+    def __init__(self, store: TCPStore, secret: bytes) -> None:
+        super().__init__()
+        self._store: TCPStore | None = store
+        self._secret = secret
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._opened().set(key, self._mac(key, value) + value)  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        """Waits for it. Raises RuntimeError where that takes too long or a stranger wrote it."""
+        sealed: bytes = self._opened().get(key)
+        mac, value = sealed[:_MAC_BYTES], sealed[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(key, value)):
+            raise RuntimeError(f"a stranger wrote {key!r} into the group's store")
+        return value
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._opened().wait(keys, *timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._opened().set_timeout(timeout)
+
+    def close(self) -> None:
+        """Frees its port; the group does not need it once it is built."""
+        self._store = None
+
+    def hello(self, rank: int) -> torch.Tensor:
+        """What proves that this rank knows the secret, uint8 `[32]`."""
+        return torch.frombuffer(bytearray(self._mac("hello", bytes([rank]))), dtype=torch.uint8)
+
+    def _opened(self) -> TCPStore:
+        if self._store is None:
+            raise RuntimeError("the group's store is closed")
+        return self._store
+
+    def _mac(self, key: str, value: bytes) -> bytes:
+        return hmac.digest(self._secret, key.encode() + b"\0" + value, "sha256")
+
+
+def listening_socket(host: str) -> socket.socket:
+    """On a free port of `host`, which must be this machine's. Raises OSError."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family)
+
+
+def open_store(host: str) -> tuple[Rendezvous, Place]:
+    """A store on a free port of `host`, for as long as it is not closed. Raises OSError."""
+    with listening_socket(host) as listening:
+        port, secret = listening.getsockname()[1], secrets.token_bytes()
+        store = TCPStore(
+            host, port, None, True, timedelta(seconds=_OPEN_S), wait_for_workers=False,
+            master_listen_fd=listening.fileno(),
+        )  # fmt: skip
+        listening.detach()  # the store owns it now
+    return Rendezvous(store, secret), Place(host, port, secret)
+
+
+def at_least_1ms(seconds: float) -> timedelta:
+    """A time-out for torch, which takes zero and less for "no time-out"."""
+    return timedelta(seconds=max(seconds, 0.001))

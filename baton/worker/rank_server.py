@@ -1,0 +1,143 @@
+"""One rank on a host that is not the worker's first: `python -m baton.worker.rank_server FD`.
+
+Started by `rank_hosts.py`, whose host's settings it has; all others come from the first process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+from dataclasses import replace
+
+from torch import Tensor
+
+from baton import log_format, object_connection, tls
+from baton.config import EngineConfig, WorkerConfig, model_path
+from baton.engine import build
+from baton.engine.rank import ignore_signals, serve, serving
+from baton.engine.ranks import RankWork
+from baton.engine.shard import Shard
+from baton.object_connection import ObjectConnection
+from baton.rendezvous import listening_socket
+from baton.worker.rank_hosts import DRAIN, KV, STEPS, own_address
+from kvtransfer import copier, transports
+from kvtransfer.pool import KvPool
+from kvtransfer.remote_pool import PoolServer
+
+log = logging.getLogger(__name__)
+
+_GREETING_S = 5.0
+_MOST_GREETINGS = 32  # at a time, of who has not proven anything yet
+
+
+def main() -> None:
+    """Serves one first process, and ends with it or with who started this."""
+    starter = ObjectConnection(socket.socket(fileno=int(sys.argv[1])))
+    ignore_signals()
+    with serving():
+        config, number, secret = starter.recv()
+        handler = logging.StreamHandler()
+        handler.setFormatter(log_format.formatter(config.log_format))
+        logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+        tls.use_config(config, config.insecure)
+        server = _RankServer(config, secret)
+        starter.send(server.address)
+        threading.Thread(target=server.follow, args=(starter,), daemon=True).start()
+        connection = server.steps.get()
+        work = of_this_host(connection.recv(), config, number)
+        serve(connection, work, server.serve_pool)
+
+
+def of_this_host(work: RankWork, config: WorkerConfig, number: int) -> RankWork:
+    """The first process's work, with what this host's settings say of the host.
+
+    number: of the rank among those of this host. Raises ConfigError.
+    """
+    own, ranks = config.engine, config.engine.tp // config.nnodes
+    settings: EngineConfig = replace(
+        work.backend.settings, model=own.model, random_weights=own.random_weights, lora=own.lora,
+        device=own.device, threads=own.threads, cpus=own.cpus, nice=own.nice,
+        gpu_memory=own.gpu_memory,
+    )  # fmt: skip
+    backend = build.backend_of(settings, ranks).of_rank(Shard(number, ranks))
+    return replace(work, backend=backend, path=model_path(own.model), host=own_address(config))
+
+
+class _RankServer:
+    """The port of a rank. `steps` gets the one connection for them."""
+
+    def __init__(self, config: WorkerConfig, secret: bytes) -> None:
+        self._config, self._secret = config, secret
+        host = own_address(config)
+        tls.current().check_exposed(host)
+        self._listening = listening_socket(host)
+        self.address = f"{host}:{self._listening.getsockname()[1]}"
+        self.steps = queue.Queue[ObjectConnection]()
+        self._lock, self._taken = threading.Lock(), False
+        self._pool: PoolServer | None = None
+        self._watchers = list[ObjectConnection]()
+        self._greetings = threading.BoundedSemaphore(_MOST_GREETINGS)
+        threading.Thread(target=self._accept, name="rank-port", daemon=True).start()
+
+    def serve_pool(self, tensor: Tensor) -> None:
+        """From now on the first process may open links over this pool."""
+        pool = KvPool(tensor)
+        copier.prepare(pool)
+        self._pool = PoolServer(pool, transports.usable(pool, own_address(self._config)))
+
+    def follow(self, starter: ObjectConnection) -> None:
+        """Has the worker drain when the process that started this one says so, and ends with it."""
+        with serving():
+            while True:
+                starter.recv()
+                if not self._taken:
+                    break
+                for watcher in self._watchers:
+                    watcher.send(DRAIN)
+        os._exit(0)
+
+    def _accept(self) -> None:
+        while True:
+            connected, _ = self._listening.accept()
+            self._greetings.acquire()
+            threading.Thread(target=self._greet, args=(connected,), daemon=True).start()
+
+    def _greet(self, connected: socket.socket) -> None:
+        """Finds out what a connection is for, and serves it if that is KV."""
+        credentials = tls.current()
+        context = credentials.context() if credentials.serves else None
+        try:
+            connection = object_connection.accepted(connected, self._secret, context)
+            purpose = connection.recv() if connection.poll(_GREETING_S) else ""
+            refusal = self._refusal(purpose)
+            connection.send(refusal)
+        except (OSError, EOFError) as error:
+            log.warning("a connection to this rank was refused: %s", error)
+            return
+        finally:
+            self._greetings.release()
+        if refusal:
+            connection.close()
+        elif purpose == STEPS:
+            self.steps.put(connection)
+        elif purpose == DRAIN:
+            self._watchers.append(connection)
+        elif self._pool is not None:
+            self._pool.serve(connection)
+
+    def _refusal(self, purpose: str) -> str:
+        if purpose == STEPS:
+            with self._lock:
+                taken, self._taken = self._taken, True
+            return "another process has this rank, and has perhaps just ended" if taken else ""
+        if purpose == KV and self._pool is None:
+            return "this rank has no KV pool yet"
+        return "" if purpose in (KV, DRAIN) else f"it has no use for {purpose!r}"
+
+
+if __name__ == "__main__":
+    main()
