@@ -61,8 +61,8 @@ class ObjectConnection:
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
     def end_sending(self) -> None:
-        """The other end's `recv` raises EOFError behind what was sent; ours still works. Any
-        thread may call it."""
+        """The other end's `poll` and then `recv` tell it the end; until `recv` did, it can still
+        send. Any thread may call it."""
         with contextlib.suppress(OSError):  # it has ended by itself
             socket.socket.shutdown(self.socket, socket.SHUT_WR)  # TLS would end both ways
 

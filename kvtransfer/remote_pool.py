@@ -60,22 +60,26 @@ class RemotePool:
 
     def listen(self, transport: Transport) -> Listener:
         """The receiving end of one new link, there. Raises TransferFailed."""
-        end = self._end()
-        endpoint = end.call(_LISTEN_S, "listen", transport.name, self._heads)
+        end, endpoint = self._open(_LISTEN_S, "listen", transport.name, self._heads)
         return _RemoteListener(end, endpoint)
 
     def connect(self, transport: Transport, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         """A link that sends from there. Raises TransferFailed."""
-        end = self._end()
         place = endpoint, pid, timeout_s
-        end.call(timeout_s, "connect", transport.name, self._heads, *place)
+        end, _ = self._open(timeout_s, "connect", transport.name, self._heads, *place)
         return _RemoteLink(end)
 
-    def _end(self) -> _RemoteEnd:
+    def _open(self, timeout_s: float, *call: Any) -> tuple[_RemoteEnd, Any]:
+        """A new end, and what is answered to its first call. Raises TransferFailed."""
         try:
-            return _RemoteEnd(self._connect())
+            end = _RemoteEnd(self._connect())
         except (OSError, EOFError) as error:
             raise TransferFailed(f"a rank's host cannot be reached: {error}") from error
+        try:
+            return end, end.call(timeout_s, *call)
+        except BaseException:
+            end.close()
+            raise
 
 
 class _RemoteEnd:
@@ -152,9 +156,10 @@ class PoolServer:
                     thread.submit(served.answer, call)
                     connection.poll(None)
                     if not served.answered.is_set():  # nothing but its end comes before an answer
-                        served.abort()
+                        break
             except (OSError, EOFError):
-                served.abort()
+                pass
+            served.abort()
         served.close()
         connection.close()
 

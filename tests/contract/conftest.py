@@ -19,4 +19,7 @@ async def join():
             return await stack.enter_async_context(Prefill(transport, **prefill or {})), receiver
 
         yield joined
+    for thread in threading.enumerate():
+        if thread.name == "kv-served":  # they stand for another host
+            thread.join(5)
     assert not [one.name for one in threading.enumerate() if one.name.startswith("kv-")]

@@ -3,9 +3,11 @@
 import asyncio
 import inspect
 import os
+import socket
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from opentelemetry.trace import NoOpTracer
@@ -14,12 +16,14 @@ from baton import rpc
 from baton.config import host_id, kv_heads_of
 from baton.cuda import CudaArea
 from baton.errors import Stale, TransferFailed
+from baton.object_connection import ObjectConnection
 from baton.v1 import common_pb2, handoff_pb2_grpc, prefill_pb2
 from kvtransfer import copier
 from kvtransfer.interface import Link, Listener, Transport
 from kvtransfer.links import LinkPool
 from kvtransfer.pool import KvPool, Slots, copy_slots
 from kvtransfer.receiver import HandoffReceiver, ReservedBlocks
+from kvtransfer.remote_pool import PoolServer, RemotePool
 from kvtransfer.sender import Handoff
 from kvtransfer.transports import shm
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
@@ -99,6 +103,18 @@ def make_rank_pools(seed, ranks, where="host"):
         pools[-1].tensor.copy_(content)
     whole.area.close()
     return pools
+
+
+def across_hosts(pools, transport):
+    """The pools as the first rank's process sees them, if the others are on another host."""
+    return [pools[0], *(RemotePool(partial(_served, pool, transport)) for pool in pools[1:])]
+
+
+def _served(pool, transport):
+    ours, theirs = (ObjectConnection(end) for end in socket.socketpair())
+    server = PoolServer(pool, [transport])
+    threading.Thread(target=server.serve, args=(theirs,), name="kv-served").start()
+    return ours
 
 
 def slots(num_tokens, *ids):
@@ -219,14 +235,17 @@ class Receiver(HandoffReceiver):
 class Decode:
     """A decode worker's side: a pool for each rank, a receiver, a gRPC server on a free port."""
 
-    def __init__(self, transport, *more, incarnation="d", host=None, pools=None, **options):
+    def __init__(
+        self, transport, *more, incarnation="d", host=None, pools=None, see=None, **options
+    ):
         self.pools = pools or [make_pool(2, POOLS.get(transport.name, "host"))]
         self.pool = self.pools[0]
         self.content = self.pool.tensor.clone()
         self.held, self.record = Held(), register(incarnation, host=host)
         self.record.kv_pools = len(self.pools)
         kinds = [transport, *more]
-        self.receiver = Receiver(self.pools, self.record, kinds, self.held, find, **options)
+        seen = see(self.pools, transport) if see else self.pools
+        self.receiver = Receiver(seen, self.record, kinds, self.held, find, **options)
         self.server = rpc.server()
         self.receiver.acts = self.before = {}
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self.receiver, self.server)
@@ -275,12 +294,14 @@ class Prefill:
     """A prefill worker's side: its ranks' pools, and links. `waits` are those of its handoffs."""
 
     def __init__(
-        self, transport, *more, incarnation="p", kv=DESCRIPTOR, pools=None, waits=None, **options
-    ):
+        self, transport, *more, incarnation="p", kv=DESCRIPTOR, pools=None, see=None, waits=None,
+        **options,
+    ):  # fmt: skip
         self.pools = pools or [make_pool(1, POOLS.get(transport.name, "host"))]
         self.pool, record = self.pools[0], register(incarnation, kv=kv)
         record.kv_pools = len(self.pools)
-        self.links = LinkPool(self.pools, record, [transport, *more], find, **options)
+        seen = see(self.pools, transport) if see else self.pools
+        self.links = LinkPool(seen, record, [transport, *more], find, **options)
         self.tracer = NoOpTracer()
         self.waits = {"step_timeout_s": 5.0, "abort_wait_s": 5.0, **(waits or {})}
 

@@ -1,37 +1,51 @@
 """Handoffs between workers whose ranks have KV pools of their own, of like and unlike numbers."""
 
+import contextlib
 import itertools
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from baton.errors import TransferFailed
+from kvtransfer import remote_pool
 from kvtransfer.pairing import rank_pairs
+from kvtransfer.remote_pool import RemoteDigest
+from kvtransfer.transports.process_group import GlooTransport
 
 from .kvtransfer_parts import (
     POOLS,
+    STAGING_BYTES,
     TRANSPORTS,
     Times,
+    across_hosts,
     expect_only,
+    make_pool,
     make_rank_pools,
     slots,
 )
 
 WAYS = [(2, 1), (1, 2), (2, 2), (2, 4), (4, 2)]  # of two KV heads: four ranks have one twice
 every_way = pytest.mark.parametrize("ways", WAYS, ids=[f"{p} to {d}" for p, d in WAYS])
-every_transport = pytest.mark.parametrize("name", list(TRANSPORTS))
 
 
-async def joined(join, name, ways):
+async def joined(join, name, ways, **options):
     where = POOLS.get(name, "host")
     prefill, decode = (
-        {"pools": make_rank_pools(seed + 1, n, where)} for seed, n in enumerate(ways)
+        {"pools": make_rank_pools(seed + 1, n, where), **options} for seed, n in enumerate(ways)
     )
     return await join(name, decode, prefill)
 
 
-@every_transport
+@pytest.mark.parametrize(
+    ("name", "see"),
+    [*((name, None) for name in TRANSPORTS), ("gloo", across_hosts)],
+    ids=[*TRANSPORTS, "gloo across hosts"],
+)
 @every_way
-async def test_each_rank_gets_its_heads_in_one_handoff(join, name, ways):
-    prefill, decode = await joined(join, name, ways)
+async def test_each_rank_gets_its_heads_in_one_handoff(join, name, see, ways):
+    prefill, decode = await joined(join, name, ways, see=see)
     before = [pool.tensor.clone() for pool in decode.pools]
     to = decode.reserve("h", 18, 9, 4, 5, 6, 20)
     stats = await prefill.hand_over(to, "h", slots(8, 1, 2), slots(10, 3, 8, 7))
@@ -56,9 +70,9 @@ async def test_other_bytes_in_any_rank_are_found_at_commit(join, name):
     assert decode.held.committed_tokens == {"h": 7}
 
 
-@pytest.mark.parametrize("name", ["shm", "gloo"])
-async def test_a_link_of_one_rank_that_fails_has_all_sent_again(join, name):
-    prefill, decode = await joined(join, name, (2, 1))
+@pytest.mark.parametrize(("name", "see"), [("shm", None), ("gloo", None), ("gloo", across_hosts)])
+async def test_a_link_of_one_rank_that_fails_has_all_sent_again(join, name, see):
+    prefill, decode = await joined(join, name, (2, 1), see=see)
     before = decode.pool.tensor.clone()
     await prefill.hand_over(decode.reserve("first", 4, 0), "first", slots(4, 0))
     (link,) = prefill.links._links.values()
@@ -91,3 +105,52 @@ def test_every_receiver_gets_each_of_its_heads_once_from_one_that_holds_it():
                 assert {pair.sender * heads // senders} == set(pair.heads)
     replicated = rank_pairs(4, 4, 2)
     assert [(one.sender, one.receiver) for one in replicated] == [(n, n) for n in range(4)]
+
+
+def remote_ends():
+    """A link between two pools of which each is on another host, connected."""
+    transport = GlooTransport("127.0.0.1", STAGING_BYTES)
+    source, target = make_pool(1), make_pool(2)
+    sender, receiver = (across_hosts([None, pool], transport)[1] for pool in (source, target))
+    listener = receiver.listen(transport)
+    with ThreadPoolExecutor(1) as thread:
+        accepted = thread.submit(listener.accept, 5.0)
+        link = sender.connect(transport, listener.endpoint, 0, 5.0)
+        accepted.result()
+    return source, target, link, listener
+
+
+def test_a_receive_on_another_host_that_was_given_up_writes_nothing_more():
+    source, target, link, listener = remote_ends()
+    content, posted = target.tensor.clone(), threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        receive = thread.submit(listener.receive, slots(8, 3, 4), RemoteDigest(), 1.0, posted.set)
+        assert posted.wait(5)
+        listener.abort()
+        with pytest.raises(TransferFailed):
+            receive.result(5)
+    with contextlib.suppress(TransferFailed):  # its group is gone, but it may not know that yet
+        link.put(slots(8, 1, 2), slots(8, 3, 4), RemoteDigest(), 1.0)
+    for end in (link, listener):
+        end.close()
+    for served in (one for one in threading.enumerate() if one.name == "kv-served"):
+        served.join(5)
+        assert not served.is_alive()
+    assert target.tensor.equal(content)
+    for pool in (source, target):
+        pool.area.close()
+
+
+def test_a_call_that_fails_on_another_host_says_why_and_one_that_hangs_ends(monkeypatch):
+    monkeypatch.setattr(remote_pool, "_ANSWER_S", 0.1)
+    source, target, link, listener = remote_ends()
+    digest = RemoteDigest()
+    with pytest.raises(TransferFailed, match="on another host: gloo: send failed"):
+        link.put(slots(4, 1), slots(4, 3), digest, 0.1)  # nobody receives
+    monkeypatch.setattr(remote_pool._ServedEnd, "_accept", lambda *_: time.sleep(0.5))
+    with pytest.raises(TransferFailed, match="does not answer"):
+        listener.accept(0.1)
+    for end in (link, listener):
+        end.close()
+    for pool in (source, target):
+        pool.area.close()
