@@ -2,7 +2,9 @@
 
 The pool is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`: the first
 `n` tokens of a block are the first `n / block_size` of each (layer, K or V, head) row of it, and a
-range of heads is one run of bytes for each (layer, K or V).
+range of heads is one run of bytes for each (layer, K or V). Where elements are of one byte, a row
+has those of all its tokens and behind them a scale for each: `n` tokens are the first
+`n / block_size` of both parts.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from kvtransfer.digest import Digest, WordDigest
 # Copied, then digested while still in the core's cache. Measured: twice or half the size costs a
 # tenth of the speed.
 PIECE_BYTES = 512 << 10
+
+SCALE_BYTES = 4  # of a token in a row whose elements are quantized
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ class KvPool:
         self.heads = range(num_heads) if heads is None else heads
         self.whole = len(self.heads) == num_heads
         self.row_slot_bytes = head_size * tensor.element_size()
+        self.scale_bytes = SCALE_BYTES if tensor.element_size() == 1 else 0  # of row_slot_bytes
         self.token_bytes = layers * 2 * len(self.heads) * self.row_slot_bytes
         self.block_bytes = self.token_bytes * self.block_size
         self.on_gpu = self.device.type != "cpu" or (area is not None and area.on_gpu)
@@ -117,9 +122,19 @@ class KvPool:
     def nbytes(self, slots: Slots) -> int:
         return self.token_bytes * slots.num_tokens
 
-    def tail(self, block: int, num_tokens: int) -> torch.Tensor:
-        """The first `num_tokens` slots of a block: uint8 `[.., heads, bytes]`, strided."""
-        return self.rows[block, :, :, : num_tokens * self.row_slot_bytes]
+    def tails(self, slots: Slots) -> list[torch.Tensor]:
+        """The filled slots of a partial last block, if there is one: their elements, and their
+        scales if they have any. Each uint8 `[.., heads, bytes]`, strided.
+        """
+        fill = slots.num_tokens % self.block_size
+        if not fill:
+            return []
+        row, element_bytes = self.rows[slots.block_ids[-1]], self.row_slot_bytes - self.scale_bytes
+        scales = self.block_size * element_bytes
+        tails = [row[..., : fill * element_bytes]]
+        if self.scale_bytes:
+            tails.append(row[..., scales : scales + fill * self.scale_bytes])
+        return tails
 
     def in_place(self, slots: Slots) -> torch.Tensor | None:
         """The slots' bytes in canonical order where they lie, if that is in one piece."""
@@ -150,14 +165,15 @@ class KvPool:
         return digest
 
     def pieces(self, slots: Slots) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Runs of blocks, then a partial last block: range in canonical order, and the bytes."""
-        full, fill = divmod(slots.num_tokens, self.block_size)
+        """Runs of blocks, then `tails`: range in canonical order, and the bytes."""
+        full = slots.num_tokens // self.block_size
         for first, block, count in runs(slots.block_ids[:full]):
             start, end = first * self.block_bytes, (first + count) * self.block_bytes
             yield start, end, self.blocks[block : block + count]
-        if fill:
-            tail = self.tail(slots.block_ids[full], fill)
-            yield full * self.block_bytes, self.nbytes(slots), tail
+        start = full * self.block_bytes
+        for tail in self.tails(slots):
+            yield start, start + tail.numel(), tail
+            start += tail.numel()
 
     def parts(self, slots: Slots, max_bytes: int) -> list[Slots]:
         """Splits slots into messages of at most `max_bytes`, but at least one block each.
@@ -199,15 +215,14 @@ def copy_slots(source: KvPool, local: Slots, target: KvPool, remote: Slots, dige
     Raises as `check_fit` does.
     """
     check_fit(source, local, target, remote)
-    full, fill = divmod(local.num_tokens, source.block_size)
+    full = local.num_tokens // source.block_size
     whole_runs = runs(local.block_ids[:full], remote.block_ids[:full])
     (_copy_bytes if source.whole and target.whole else _copy_heads)(
         source, target, whole_runs, digest
     )
-    if fill:
-        tail = source.tail(local.block_ids[full], fill)
-        target.tail(remote.block_ids[full], fill).copy_(tail)
-        digest.update(tail.contiguous().view(-1))
+    for read, written in zip(source.tails(local), target.tails(remote), strict=True):
+        written.copy_(read)
+        digest.update(read.contiguous().view(-1))
 
 
 Runs = Iterator[tuple[int, ...]]  # (index, first block here, first block there, count)

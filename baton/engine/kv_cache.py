@@ -13,8 +13,6 @@ from baton.engine.weights.quantize import SCALE_BYTES, is_quantized
 from baton.errors import ConfigError
 from baton.v1 import common_pb2
 
-LAYOUT_VERSION = 1
-
 
 class Memory(Protocol):
     """Memory for a KV pool: `tensor` is all of it, uint8, zero at first."""
@@ -31,8 +29,9 @@ Allocate = Callable[[int, torch.device], Memory | None]
 class KvLayout:
     """Shape of the pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]`.
 
-    A row is a token's K or V of one head: its elements, and for int8 and fp8 its float32 scale
-    behind them.
+    A row is a token's K or V of one head. Of int8 and fp8, each block and head has the elements of
+    all its rows and behind them their float32 scales (`quantize.split_rows`): a row of elements is
+    then aligned to 16 bytes where head_size is a multiple of 16, as wide loads of GPUs need it.
     """
 
     num_blocks: int
@@ -44,7 +43,7 @@ class KvLayout:
 
     @property
     def row_size(self) -> int:
-        """Elements of `dtype` that a row takes."""
+        """Elements of `dtype` that a row takes, its scale included."""
         return self.head_size + (SCALE_BYTES if is_quantized(self.dtype) else 0)
 
     @property
@@ -88,7 +87,7 @@ class KvLayout:
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             block_size=self.block_size,
-            layout_version=LAYOUT_VERSION,
+            layout_version=2 if is_quantized(self.dtype) else 1,  # 1 had a scale behind each row
             tensor_parallel=1,
         )
 

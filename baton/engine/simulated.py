@@ -24,6 +24,7 @@ from baton.engine.sampling.prompt_logprobs import PromptLogprobs, logprobs_of
 from baton.engine.sampling.randomness import splitmix64
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.sequence import Sequence
+from baton.engine.weights.quantize import is_quantized, split_rows
 from baton.errors import InternalError
 from baton.prefix import root_hash
 
@@ -166,11 +167,12 @@ class _History:
 
 
 class _Slots:
-    """The pool as 16-bit words, whatever its element type."""
+    """The pool's elements as 16-bit words, whatever their type; scales stay as they are."""
 
     def __init__(self, pool: torch.Tensor) -> None:
-        self._words = pool.view(torch.int16).numpy().view(np.uint16)
-        _, layers, sides, heads, size, width = pool.view(torch.int16).shape
+        elements = split_rows(pool)[0] if is_quantized(pool.dtype) else pool
+        self._words = elements.view(torch.int16).numpy().view(np.uint16)
+        _, layers, sides, heads, size, width = self._words.shape
         self.block_size = size
         self._quarter = np.arange(width) % 4  # a hash has four words
         # K and V, heads and layers differ, so that one in another's place is noticed.

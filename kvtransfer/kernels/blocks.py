@@ -61,8 +61,9 @@ def _place(words, RUN_WORDS: tl.constexpr, SIDE_WORDS: tl.constexpr):
 @triton.jit(do_not_specialize=["first_word", "num_blocks", "tail_tokens"])
 def move_blocks(
     source, target, source_ids, target_ids, sums, first_word, num_blocks, tail_tokens,
-    ROWS: tl.constexpr, ROW_WORDS: tl.constexpr, SLOT_WORDS: tl.constexpr, RUN_WORDS: tl.constexpr,
-    FROM_SIDE: tl.constexpr, TO_SIDE: tl.constexpr, WRITES: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, ROW_WORDS: tl.constexpr, SLOT_WORDS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr, RUN_WORDS: tl.constexpr, FROM_SIDE: tl.constexpr,
+    TO_SIDE: tl.constexpr, WRITES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Moves `num_blocks` blocks, of the last one only `tail_tokens` slots unless that is 0.
 
@@ -89,9 +90,15 @@ def move_blocks(
         places = first_word + staged + word
         if (tail_tokens > 0) & (index == num_blocks - 1):
             # The filled slots of a row come first in it; rows without them follow in the pool.
-            width = tail_tokens * SLOT_WORDS
+            width = tail_tokens * (SLOT_WORDS - SCALE_WORDS)
             strewn = (word // width) * ROW_WORDS + word % width
-            inside = word < ROWS * width
+            inside = word < ROWS * tail_tokens * SLOT_WORDS
+            if SCALE_WORDS:  # behind a row's elements, and here behind those of all rows
+                SCALES: tl.constexpr = ROW_WORDS - ROW_WORDS // SLOT_WORDS * SCALE_WORDS
+                scale = word - ROWS * width
+                width = tail_tokens * SCALE_WORDS
+                behind = (scale // width) * ROW_WORDS + SCALES + scale % width
+                strewn = tl.where(scale < 0, strewn, behind)
             from_ = source + read + (_place(strewn, RUN_WORDS, FROM_SIDE) if FROM_SIDE else word)
             to = target + write + (_place(strewn, RUN_WORDS, TO_SIDE) if TO_SIDE else word)
             total = _move_tile(from_, to, inside, places, total, WRITES)
@@ -143,8 +150,8 @@ def _launch(
         sums if read is None else read, sums if written is None else written,
         sums, first_word, num_blocks, slots.num_tokens % pool.block_size,
         ROWS=sides * heads, ROW_WORDS=row_bytes // 4, SLOT_WORDS=pool.row_slot_bytes // 4,
-        RUN_WORDS=heads * row_bytes // 4, FROM_SIDE=from_side, TO_SIDE=to_side,
-        WRITES=target is not None, TILE=tile, num_warps=WARPS,
+        SCALE_WORDS=pool.scale_bytes // 4, RUN_WORDS=heads * row_bytes // 4, FROM_SIDE=from_side,
+        TO_SIDE=to_side, WRITES=target is not None, TILE=tile, num_warps=WARPS,
     )  # fmt: skip
 
 

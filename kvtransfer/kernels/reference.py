@@ -30,12 +30,11 @@ def copy(
 ) -> None:
     """Copies slots of one pool to as many of another."""
     checksum(source, local, sums, first_word)
-    full, fill = divmod(local.num_tokens, source.block_size)
+    full = local.num_tokens // source.block_size
     for _, here, there, count in runs(local.block_ids[:full], remote.block_ids[:full]):
         target.blocks[there : there + count].copy_(source.blocks[here : here + count])
-    if fill:
-        tail = source.tail(local.block_ids[full], fill)
-        target.tail(remote.block_ids[full], fill).copy_(tail)
+    for read, written in zip(source.tails(local), target.tails(remote), strict=True):
+        written.copy_(read)
 
 
 def checksum(pool: KvPool, slots: Slots, sums: Tensor, first_word: int) -> None:

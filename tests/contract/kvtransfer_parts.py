@@ -15,6 +15,7 @@ from opentelemetry.trace import NoOpTracer
 from baton import rpc
 from baton.config import host_id, kv_heads_of
 from baton.cuda import CudaArea
+from baton.engine.weights.quantize import is_quantized, split_rows
 from baton.errors import Stale, TransferFailed
 from baton.object_connection import ObjectConnection
 from baton.v1 import common_pb2, handoff_pb2_grpc, prefill_pb2
@@ -121,13 +122,19 @@ def slots(num_tokens, *ids):
     return Slots(tuple(ids), num_tokens)
 
 
+def by_token(tensor):
+    """A pool as `[num_blocks, .., block_size, size]`: its rows, or their elements and scales."""
+    return split_rows(tensor) if is_quantized(tensor.dtype) else (tensor,)
+
+
 def expect_only(source, local, target, remote, before):
     """`target` holds `source`'s local slots in its remote ones, and is `before` elsewhere."""
     expected = before.clone()
     left = local.num_tokens
     for here, there in zip(local.block_ids, remote.block_ids, strict=True):
         fill = min(left, BLOCK_SIZE)
-        expected[there, ..., :fill, :] = source.tensor[here, ..., :fill, :]
+        for written, read in zip(by_token(expected), by_token(source.tensor), strict=True):
+            written[there, ..., :fill, :] = read[here, ..., :fill, :]
         left -= fill
     assert torch.equal(target.tensor, expected)
 

@@ -15,14 +15,14 @@ from torch import Tensor
 PEAK = 127
 FP8 = torch.float8_e4m3fn
 PEAKS = {torch.int8: float(PEAK), FP8: 448.0}  # what a row's largest magnitude becomes
-SCALE_BYTES = 4  # of a packed row: its scale, float32, behind its elements
+SCALE_BYTES = 4  # of a packed row: its scale is float32
 
 # Smaller magnitudes would overflow `peak / largest`; they are nothing next to any activation.
 _LEAST = {torch.int8: 1e-36, FP8: 2e-36}
 
 
 def is_quantized(dtype: torch.dtype) -> bool:
-    """Whether rows of a KV pool of dtype have a scale of their own behind their elements."""
+    """Whether rows of a KV pool of dtype have a scale of their own."""
     return dtype in PEAKS
 
 
@@ -43,14 +43,36 @@ def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, T
 
 
 def pack_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
-    """x `[..., size]` → dtype `[..., size + SCALE_BYTES]`: what a KV pool of dtype holds of it."""
+    """x `[..., rows, size]` → dtype `[..., rows, size + SCALE_BYTES]`: a KV pool's form of it.
+
+    The elements of all rows, and behind them all scales (`split_rows`), so that every row of
+    elements is aligned as its size is.
+    """
+    *leading, rows, size = x.shape
+    packed = torch.empty(*leading, rows, size + SCALE_BYTES, dtype=torch.int8, device=x.device)
+    for part, of_part in zip(split_rows(packed), quantized_bytes(x, dtype), strict=True):
+        part.copy_(of_part)
+    return packed.view(dtype)
+
+
+def unpack_rows(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """The way back: `[..., rows, size + SCALE_BYTES]` → `[..., rows, size]` of dtype."""
+    elements, scales = split_rows(packed)
+    return elements.float().mul_(scales.contiguous().view(torch.float32)).to(dtype)
+
+
+def split_rows(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of packed rows: elements `[..., rows, size]`, scales `[..., rows, SCALE_BYTES]`."""
+    rows, width = packed.shape[-2:]
+    elements = rows * (width - SCALE_BYTES)
+    flat = packed.view(*packed.shape[:-2], -1)
+    return (
+        flat[..., :elements].unflatten(-1, (rows, -1)),
+        flat[..., elements:].unflatten(-1, (rows, -1)),
+    )
+
+
+def quantized_bytes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What `split_rows` gives of x's packed rows; int8, because few operations know fp8."""
     values, scales = quantize_rows(x, dtype)
-    # As bytes of int8: few operations know fp8.
-    rows = torch.cat([values.view(torch.int8), scales[..., None].view(torch.int8)], dim=-1)
-    return rows.view(dtype)
-
-
-def unpack_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The way back: int8 or fp8 `[..., size + SCALE_BYTES]` → `[..., size]` of dtype."""
-    scales = rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
-    return rows[..., :-SCALE_BYTES].float().mul_(scales).to(dtype)
+    return values.view(torch.int8), scales[..., None].view(torch.int8)

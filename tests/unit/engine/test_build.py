@@ -77,6 +77,7 @@ def test_workers_that_compute_otherwise_are_never_paired(directory):
     plain = found["bfloat16", "none", "auto"]
     assert (plain.dtype, plain.compute_dtype, plain.quantization) == ("bfloat16", "", "")
     small = found["bfloat16", "int8", "int8"]
+    assert (plain.layout_version, small.layout_version) == (1, 2)
     assert (small.dtype, small.compute_dtype, small.quantization) == ("int8", "bfloat16", "int8")
     assert small.head_size == plain.head_size == SMALL["head_dim"]
 

@@ -122,15 +122,15 @@ def test_a_product_is_the_formula(dtype, kind):
 @by_format
 @by_dtype
 @pytest.mark.parametrize("size", [6, 64, 125])
-def test_a_packed_row_is_its_elements_then_its_scale(size, dtype, kind):
+def test_packed_rows_are_the_elements_of_all_and_then_their_scales(size, dtype, kind):
     x = random(7, 3, size, dtype=dtype)
-    rows = pack_rows(x, kind)
-    assert (rows.shape, rows.dtype) == ((7, 3, size + SCALE_BYTES), kind)
+    packed = pack_rows(x, kind)
+    assert (packed.shape, packed.dtype) == ((7, 3, size + SCALE_BYTES), kind)
     values, scales = quantize_rows(x, kind)
-    row = rows[4, 1].view(torch.int8).numpy()
-    assert np.array_equal(row[:size], values[4, 1].view(torch.int8).numpy())
-    assert row[size:].tobytes() == scales[4, 1].numpy().tobytes()
-    back = unpack_rows(rows, dtype)
+    octets = packed[4].view(torch.int8).flatten().numpy()
+    assert np.array_equal(octets[: 3 * size], values[4].view(torch.int8).flatten().numpy())
+    assert octets[3 * size :].tobytes() == scales[4].numpy().tobytes()
+    back = unpack_rows(packed, dtype)
     assert (back.shape, back.dtype) == (x.shape, dtype)
     assert torch.equal(back, (values.float() * scales[..., None]).to(dtype))
 
@@ -149,10 +149,10 @@ def test_write_kv_writes_its_own_slots_only(dtype, kind):
     pool, plain = pool_of(kind, block_size=4), pool_of(dtype, block_size=4)
     k, v = (random(2, KV_HEADS, HEAD_SIZE, seed=seed, dtype=dtype) for seed in (1, 2))
     write_kv(pool, 2, torch.tensor([3 * 4 + 1, 0 * 4 + 3]), k, v)
-    expected = torch.zeros_like(pool)
-    for part, rows in enumerate((pack_rows(k, kind), pack_rows(v, kind))):
+    expected = torch.zeros(BLOCKS, LAYERS, 2, KV_HEADS, 4, HEAD_SIZE)
+    for part, rows in enumerate((k, v)):
         expected[3, 2, part, :, 1], expected[0, 2, part, :, 3] = rows
-    assert same_bytes(pool, expected)
+    assert same_bytes(pool, pack_rows(expected, kind))
     write_kv(plain, 2, torch.tensor([3 * 4 + 1, 0 * 4 + 3]), k, v)
     for part, rows in enumerate((k, v)):
         assert torch.equal(torch.stack([plain[3, 2, part, :, 1], plain[0, 2, part, :, 3]]), rows)

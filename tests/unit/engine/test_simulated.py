@@ -15,6 +15,7 @@ from baton.engine.sequence import Sequence
 from baton.engine.simulated import SimulatedRunner
 from baton.errors import ConfigError, InternalError
 from baton.sampling import SamplingParams
+from kvtransfer.pool import Digest, KvPool, Slots, copy_slots
 
 TINY = Path(__file__).parents[3] / "benchmarks" / "scenarios" / "tiny.json"
 VOCAB, BLOCK, EOS = 500, 4, 7
@@ -65,13 +66,15 @@ class TestKv:
         assert last == first
         assert torch.equal(whole.pool.view(torch.int16), parts.pool.view(torch.int16))
 
-    def test_blocks_from_elsewhere_are_read_in_full(self):
-        sender, receiver = runner(), runner()
-        compute(sender, sequence(12, [0, 1, 2]), 0, 12)
-        receiver.pool[[9, 8, 7]] = sender.pool[[0, 1, 2]]
-        moved = sequence(12, [9, 8, 7, 6])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+    def test_blocks_from_elsewhere_are_read_in_full(self, dtype):
+        sender, receiver = runner(dtype), runner(dtype)
+        compute(sender, sequence(11, [0, 1, 2]), 0, 11)
+        slots = Slots((0, 1, 2), 11), Slots((9, 8, 7), 11)
+        copy_slots(KvPool(sender.pool), slots[0], KvPool(receiver.pool), slots[1], Digest())
+        moved = sequence(11, [9, 8, 7])
         moved.tokens.append(42)
-        assert compute(receiver, moved, 12, 1) is not None
+        assert compute(receiver, moved, 11, 1) is not None
 
     @pytest.mark.parametrize("position", range(12))
     def test_one_wrong_slot_is_noticed(self, position):

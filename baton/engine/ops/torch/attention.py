@@ -1,7 +1,7 @@
 """Paged attention in plain torch: the reference that faster kernels are checked against.
 
 The KV pool is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`, K at 0
-and V at 1 of the third axis; or int8 or fp8 rows with their scale (`quantize.pack_rows`).
+and V at 1 of the third axis; or int8 or fp8 rows with their scales (`quantize.pack_rows`).
 
 In float32 on the CPU a query's result is the same to the bit whatever shares its batch or chunk:
 products run over at least `MIN_QUERIES` query rows and over a key count from a fixed ladder
@@ -19,7 +19,12 @@ from torch import Tensor
 
 from baton.engine.batch import StepBatch
 from baton.engine.ops.torch.linear import is_exact
-from baton.engine.weights.quantize import is_quantized, pack_rows, unpack_rows
+from baton.engine.weights.quantize import (
+    is_quantized,
+    quantized_bytes,
+    split_rows,
+    unpack_rows,
+)
 
 MIN_QUERIES = 8
 SHORT_KEYS, KEY_STEP = 128, 512
@@ -70,14 +75,18 @@ def padded_keys(keys: int) -> int:
 def write_kv(pool: Tensor, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Writes each row's k and v `[rows, kv_heads, head_size]` to its slot of a layer."""
     _, num_layers, _, kv_heads, block_size, row_size = pool.shape
-    vectors = _storage(pool).view(-1, row_size)
+    rows = _storage(pool).view(-1, block_size, row_size)
     blocks, offsets = slots // block_size, slots % block_size
     heads = torch.arange(kv_heads, device=pool.device)
     for part, values in enumerate((k, v)):
-        written = _storage(pack_rows(values, pool.dtype)) if is_quantized(pool.dtype) else values
         first_head = ((blocks * num_layers + layer) * 2 + part) * kv_heads
-        rows = (first_head[:, None] + heads) * block_size + offsets[:, None]
-        vectors.index_copy_(0, rows.view(-1), written.reshape(-1, row_size))
+        at = first_head[:, None] + heads, offsets[:, None]
+        if is_quantized(pool.dtype):
+            pieces = zip(split_rows(rows), quantized_bytes(values, pool.dtype), strict=True)
+        else:
+            pieces = zip((rows,), (values,), strict=True)
+        for places, written in pieces:
+            places[at] = written
 
 
 def _storage(rows: Tensor) -> Tensor:
@@ -173,12 +182,12 @@ def _gather(pool: Tensor, layer: int, block_tables: Tensor, q: Tensor) -> tuple[
     heads = torch.arange(kv_heads, device=pool.device)[:, None]
     rows = (block_tables[:, None] * num_layers + layer) * 2 * kv_heads + heads
     flat = _storage(pool).view(-1, block_size * row_size)
-    shape = (block_tables.shape[0], kv_heads, -1, row_size)
+    shape = (*rows.shape, block_size, row_size)
     k = flat.index_select(0, rows.view(-1)).view(shape)
     v = flat.index_select(0, (rows + kv_heads).view(-1)).view(shape)
     if is_quantized(pool.dtype):
         k, v = (unpack_rows(rows.view(pool.dtype), q.dtype) for rows in (k, v))
-    return k[:, :, :keys], v[:, :, :keys]
+    return k.flatten(2, 3)[:, :, :keys], v.flatten(2, 3)[:, :, :keys]
 
 
 def _visible(positions: Tensor, keys: int, window: int | None) -> Tensor:

@@ -216,8 +216,8 @@ def decode_kernel(
         # next to the memory, and one loop keeps loads under way from the first tile to the last.
         weighted, total, largest = attend_range(
             q.to(K_TYPE), weighted, total, largest, k_base, k_base + PART, block_table, begin, end,
-            least, end, None, None, scale, softcap, block_stride, BLOCK_SIZE, ROW_SIZE, HEAD_SIZE,
-            HEAD_PAD, QUANTIZED, V_TYPE, TILE, PARTLY=True, CAUSAL=False, WINDOWED=False,
+            least, end, None, None, scale, softcap, block_stride, BLOCK_SIZE, HEAD_SIZE, HEAD_PAD,
+            QUANTIZED, V_TYPE, TILE, PARTLY=True, CAUSAL=False, WINDOWED=False,
         )  # fmt: skip
 
         result = weighted / tl.where(total == 0, 1.0, total)[:, None]
@@ -397,7 +397,7 @@ def prefill_kernel(
         weighted, total, largest = attend_range(
             q, weighted, total, largest, k_base, k_base + PART, block_table, edges[part],
             edges[part + 1], begin, end, positions, window, scale, softcap, block_stride,
-            BLOCK_SIZE, ROW_SIZE, HEAD_SIZE, HEAD_PAD, QUANTIZED, V_TYPE, TILE, PARTLY=part != 1,
+            BLOCK_SIZE, HEAD_SIZE, HEAD_PAD, QUANTIZED, V_TYPE, TILE, PARTLY=part != 1,
             CAUSAL=part == 2, WINDOWED=WINDOWED and part != 1,
         )  # fmt: skip
 

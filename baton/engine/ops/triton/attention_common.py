@@ -1,8 +1,8 @@
 """What the attention kernels share: a sequence's keys, read through its block table.
 
 A pool is `[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]`, K at 0 and V at 1; rows
-are of the queries' type, or one byte an element with a float32 scale behind them
-(`baton.engine.weights.quantize`). Offsets into it pass 2**31 and are int64.
+are of the queries' type, or one byte an element with their float32 scales behind those of the whole
+block (`baton.engine.weights.quantize.split_rows`). Offsets into it pass 2**31 and are int64.
 
 Softmax is online (Milakov and Gimelshein 2018): a state of the largest score, the sum of weights
 and the weighted sum of V, all float32 and in powers of two, which are one instruction.
@@ -129,9 +129,12 @@ def load_rows(base, rows, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr):
 
 
 @triton.jit
-def load_scales(base, rows, HEAD_SIZE: tl.constexpr):
-    """Scales behind KV rows, float32 `[keys]`."""
-    return tl.load((base + rows + HEAD_SIZE).to(tl.pointer_type(tl.float32)))
+def load_scales(base, blocks, slots, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr):
+    """Scales of KV rows, float32 `[keys]`.
+
+    base: as `load_rows` takes it · blocks: int64 `[keys]`, elements from there · slots: `[keys]`.
+    """
+    return tl.load((base + blocks + BLOCK_SIZE * HEAD_SIZE).to(tl.pointer_type(tl.float32)) + slots)
 
 
 @triton.jit
@@ -162,9 +165,9 @@ def load_blocks(
 @triton.jit
 def attend_range(
     q, weighted, total, largest, k_base, v_base, block_table, begin, end, least, most, positions,
-    window, scale, softcap, block_stride, BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, V_TYPE: tl.constexpr,
-    TILE: tl.constexpr, PARTLY: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
+    window, scale, softcap, block_stride, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, V_TYPE: tl.constexpr, TILE: tl.constexpr,
+    PARTLY: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Adds a range of a sequence's keys to the softmax of the rows of q `[rows, HEAD_PAD]`.
 
@@ -188,19 +191,20 @@ def attend_range(
             # In place of a key that is not to be read, another one is: what lies there may be NaN,
             # which a weight of 0 would not take away, and a mask on every load takes half as many
             # registers again.
-            offsets = within(keys, least, most) % BLOCK_SIZE * ROW_SIZE
+            slots = within(keys, least, most) % BLOCK_SIZE
             visible = (keys < most)[None, :]
             if least is not None:
                 visible = visible & (keys >= least)[None, :]
         elif TILE % BLOCK_SIZE == 0:
-            offsets = key % BLOCK_SIZE * ROW_SIZE
+            slots = key % BLOCK_SIZE
         else:
-            offsets = keys % BLOCK_SIZE * ROW_SIZE
+            slots = keys % BLOCK_SIZE
         if CAUSAL:
             visible = visible & (keys[None, :] <= positions[:, None])
         if WINDOWED:
             visible = visible & (keys[None, :] > (positions - window)[:, None])
-        rows = blocks.to(tl.int64) * block_stride + offsets
+        begins = blocks.to(tl.int64) * block_stride
+        rows = begins + slots * HEAD_SIZE
 
         k = load_rows(k_base, rows, HEAD_SIZE, HEAD_PAD)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
@@ -209,7 +213,7 @@ def attend_range(
             # and one multiplication for a score instead of one for each element. On Blackwell
             # products of float32 with what was narrower are tf32 in spite of "ieee"
             # (triton#10176); they round less than eight-bit KV did.
-            scores *= load_scales(k_base, rows, HEAD_SIZE)[None, :]
+            scores *= load_scales(k_base, begins, slots, BLOCK_SIZE, HEAD_SIZE)[None, :]
         if softcap is not None:  # tanh(x) is 1 - 2 / (1 + exp(2 * x))
             scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * _LOG2_E / softcap))))
         if PARTLY:
@@ -223,7 +227,7 @@ def attend_range(
 
         v = load_rows(v_base, rows, HEAD_SIZE, HEAD_PAD)
         if QUANTIZED:
-            weights *= load_scales(v_base, rows, HEAD_SIZE)[None, :]
+            weights *= load_scales(v_base, begins, slots, BLOCK_SIZE, HEAD_SIZE)[None, :]
         weighted = tl.dot(
             weights.to(V_TYPE), v.to(V_TYPE), weighted * faded[:, None], input_precision="ieee"
         )

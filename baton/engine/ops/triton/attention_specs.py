@@ -18,7 +18,7 @@ from baton.engine.ops.triton.attention import (
 )
 from baton.engine.ops.triton.attention_common import attention_reference, pool_sizes
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
-from baton.engine.weights.quantize import SCALE_BYTES, is_quantized, pack_rows
+from baton.engine.weights.quantize import SCALE_BYTES, is_quantized, pack_rows, split_rows
 
 _DRAWN_AT_ONCE = 1 << 28  # elements, which are float32 while they are drawn
 
@@ -80,10 +80,10 @@ def _poison(pool: Tensor, block_tables: Tensor, seen: list[range]) -> None:
     if not is_quantized(pool.dtype):
         pool.permute(0, 4, 1, 2, 3, 5)[hidden] = torch.nan
         return
-    rows = pool.view(torch.int8).permute(0, 4, 1, 2, 3, 5)
-    rows[hidden] = 0x7F
-    nan = torch.tensor([torch.nan], device=rows.device).view(torch.int8)
-    rows[..., -SCALE_BYTES:][hidden] = nan
+    elements, scales = split_rows(pool.view(torch.int8))
+    elements.permute(0, 4, 1, 2, 3, 5)[hidden] = 0x7F
+    nan = torch.tensor([torch.nan], device=pool.device).view(torch.int8)
+    scales.permute(0, 4, 1, 2, 3, 5)[hidden] = nan
 
 
 def _ragged(shape: Key, count: int, most: int) -> list[int]:

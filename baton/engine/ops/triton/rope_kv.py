@@ -45,11 +45,13 @@ def _turned(
 
 @triton.jit
 def _put(
-    rows, columns, live, inside, first, second,
+    places, slot, columns, live, inside, first, second, BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr, QUANTIZED: tl.constexpr, FP8_POOL: tl.constexpr,
 ):  # fmt: skip
-    """Halves `[heads, HALF]` to rows of the pool (pointers `[heads]`), where live and inside."""
-    left = rows[:, None] + columns[None, :]
+    """Halves `[heads, HALF]` to a slot of heads of a block (pointers `[heads]`), where live and
+    inside.
+    """
+    left = (places + slot * HEAD_SIZE)[:, None] + columns[None, :]
     mask = live[:, None] & inside[None, :]
     if QUANTIZED:
         first = first.to(tl.float32)
@@ -57,8 +59,8 @@ def _put(
         largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)
         tl.store(left, bits_of(first, largest[:, None], FP8_POOL), mask=mask)
         tl.store(left + HEAD_SIZE // 2, bits_of(second, largest[:, None], FP8_POOL), mask=mask)
-        scales = (rows + HEAD_SIZE).to(tl.pointer_type(tl.float32))
-        tl.store(scales, scale_of(largest, FP8_POOL), mask=live)
+        scales = (places + BLOCK_SIZE * HEAD_SIZE).to(tl.pointer_type(tl.float32))
+        tl.store(scales + slot, scale_of(largest, FP8_POOL), mask=live)
     else:
         tl.store(left, first, mask=mask)
         tl.store(left + HEAD_SIZE // 2, second, mask=mask)
@@ -111,11 +113,17 @@ def _rope_and_write_kernel(
             v_second = tl.load(qkv + at + HEAD_SIZE // 2, mask=mask, other=0.0)
 
             block = slot // BLOCK_SIZE * num_layers + layer
-            head = block * (2 * NUM_KV_HEADS) + heads
-            rows = pool + (head * BLOCK_SIZE + slot % BLOCK_SIZE) * ROW_SIZE
-            _put(rows, columns, live, inside, k_first, k_second, HEAD_SIZE, QUANTIZED, FP8_POOL)
-            rows += NUM_KV_HEADS * BLOCK_SIZE * ROW_SIZE
-            _put(rows, columns, live, inside, v_first, v_second, HEAD_SIZE, QUANTIZED, FP8_POOL)
+            slot %= BLOCK_SIZE
+            places = pool + (block * (2 * NUM_KV_HEADS) + heads) * (BLOCK_SIZE * ROW_SIZE)
+            _put(
+                places, slot, columns, live, inside, k_first, k_second, BLOCK_SIZE, HEAD_SIZE,
+                QUANTIZED, FP8_POOL,
+            )  # fmt: skip
+            places += NUM_KV_HEADS * BLOCK_SIZE * ROW_SIZE
+            _put(
+                places, slot, columns, live, inside, v_first, v_second, BLOCK_SIZE, HEAD_SIZE,
+                QUANTIZED, FP8_POOL,
+            )  # fmt: skip
 
 
 def rope_and_write(

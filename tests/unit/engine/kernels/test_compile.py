@@ -10,6 +10,7 @@ from pathlib import Path
 
 PREFILL = re.compile(r"prefill_attention-tokens-70-.*ragged-0-")
 DECODE = re.compile(r"decode_attention-(programs|window)-.*-decode_kernel-")
+DECODE_FP8 = re.compile(r"decode_attention-.*kv-fp8-.*-decode_kernel-")
 
 BROKEN = """
 from types import SimpleNamespace
@@ -64,6 +65,10 @@ def test_all_kernels_compile_for_all_architectures(tmp_path: Path) -> None:
     assert decode
     for text in decode:  # 16 bytes at a time, which pass by the first-level cache
         assert "cp.async.cg.shared.global" in text and "cp.async.ca" not in text
+    (decode_fp8,) = (text for name, text in hopper.items() if DECODE_FP8.match(name))
+    widths = re.findall(r"cp\.async\.c[ag]\..*, 0x(\w+), ", decode_fp8)
+    # 16 or 8 bytes of elements at a time; 4 are a scale, of which there is one for a whole row.
+    assert widths.count("4") < min(widths.count("10"), widths.count("8"))
     bfloat16 = re.findall(
         r"^(?:pre|de)\S+_attention .* (\d+) +\d+  (?:programs|tokens|window)=.*", done.stdout, re.M
     )

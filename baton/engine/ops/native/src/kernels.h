@@ -102,14 +102,14 @@ void mix(Team& team, const Activation* outputs, int rows, int per_token, int siz
 constexpr int MAX_HEAD_SIZE = 256;
 constexpr int MAX_QUERIES = 128;  // query heads that share a KV head
 
-// The pool [blocks][layers][2][all_heads][block_size][row], K at 0 and V at 1, of which the heads
-// [first_head, first_head + kv_heads) are used. A row is head_size elements of the compute type, or
-// head_size int8 followed by their float scale.
+// The pool [blocks][layers][2][all_heads][head], K at 0 and V at 1, of which the heads
+// [first_head, first_head + kv_heads) are used. A block's head is [block_size][head_size] elements
+// of the compute type, or of int8 and behind them float scales [block_size].
 struct Pool {
     void* data;
     int32_t layers, all_heads, first_head, kv_heads;
     int32_t block_size, head_size;  // multiples of 16, the latter at most MAX_HEAD_SIZE
-    int32_t int8;                   // 1: rows are int8 with a scale
+    int32_t int8;                   // 1: rows are int8 and have scales
 };
 
 // Rows of one sequence: [first_row, first_row + count) of the batch, at positions
@@ -159,8 +159,8 @@ struct PagedRows {
     PagedRows(const Pool& pool, int layer, int kv_head, Part part, const int32_t* table)
         : table(table),
           block_size(pool.block_size),
-          stride(pool.int8 ? pool.head_size + sizeof(float) : pool.head_size * sizeof(Activation)) {
-        const size_t head_bytes = stride * block_size;
+          stride(pool.head_size * (pool.int8 ? sizeof(int8_t) : sizeof(Activation))) {
+        const size_t head_bytes = (stride + (pool.int8 ? sizeof(float) : 0)) * block_size;
         block_bytes = head_bytes * pool.all_heads * 2 * pool.layers;
         const size_t head =
             (size_t(layer) * 2 + part) * pool.all_heads + pool.first_head + kv_head;
@@ -168,9 +168,16 @@ struct PagedRows {
     }
 
     // The row of a position that the table has a block for.
-    char* at(int position) const {
-        const size_t block = table[position / block_size], offset = position % block_size;
-        return begin + block * block_bytes + offset * stride;
+    char* at(int position) const { return block_of(position) + position % block_size * stride; }
+
+    // Its scale, where rows are int8; those of its block's next positions follow.
+    float* scale_at(int position) const {
+        return (float*)(block_of(position) + block_size * stride) + position % block_size;
+    }
+
+   private:
+    char* block_of(int position) const {
+        return begin + size_t(table[position / block_size]) * block_bytes;
     }
 };
 

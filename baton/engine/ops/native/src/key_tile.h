@@ -181,7 +181,7 @@ class KeyTile {
         for (int i = 0; i < runs_; i++) {
             key_runs_[i] = rows.keys.at(first + i * RUN);
             value_runs_[i] = rows.values.at(first + i * RUN);
-            if (int8_) take_scales(key_runs_[i] + size_, value_runs_[i] + size_, i * RUN);
+            if (int8_) take_scales(rows, first + i * RUN, i * RUN);
         }
     }
 
@@ -221,8 +221,10 @@ class KeyTile {
         prefetcher.clear();
         const size_t bytes = RUN * next.keys.stride;
         for (const PagedRows* rows : {&next.keys, &next.values})  // in the order of their use
-            for (int key = first; key < std::min(next.end, first + TILE_KEYS); key += RUN)
+            for (int key = first; key < std::min(next.end, first + TILE_KEYS); key += RUN) {
                 prefetcher.add(rows->at(key), bytes);
+                if (int8_) __builtin_prefetch(rows->scale_at(key));  // a run's are a line
+            }
     }
 
     // Calls work with a value of the type that rows have.
@@ -234,11 +236,10 @@ class KeyTile {
             work(Activation{});
     }
 
-    void take_scales(const char* k, const char* v, int run) {
-        for (int i = 0; i < RUN; i++) {
-            key_scales[run + i] = load<float>(k + i * stride_) * scale_;
-            value_scales[run + i] = load<float>(v + i * stride_);
-        }
+    void take_scales(const HeadRows& rows, int first, int run) {
+        static_assert(RUN == LANES);
+        store(key_scales + run, load<f32x16>(rows.keys.scale_at(first)) * scale_);
+        store(value_scales + run, load<f32x16>(rows.values.scale_at(first)));
     }
 
     // Calls work(depth, factors) along the depth of WORDS keys.

@@ -40,12 +40,12 @@ void turn(Activation* head, const float* cos, const float* sin, int size) {
     }
 }
 
-// A head as int8, and behind it the float that one unit stands for.
-void quantise(const Activation* head, int size, char* row) {
+// A head as int8, and the float that one unit stands for.
+void quantise(const Activation* head, int size, char* row, float* scale) {
     const Units units(head, size);
     for (int i = 0; i < size; i += LANES)
         store(row + i, round_bytes(load_floats(head + i) * units.inverse, 0));
-    std::memcpy(row + size, &units.scale, sizeof units.scale);
+    *scale = units.scale;
 }
 
 // Queries or keys of a row, each head or all of them together, in place.
@@ -74,12 +74,12 @@ void rotate_row(Activation* heads, int position, const int32_t* table, const Att
     const Activation* kv[] = {heads + shape.heads * size, heads + turned * size};
     for (int i = 0; i < pool.kv_heads; i++)
         for (Part part : {KEYS, VALUES}) {
-            char* row = PagedRows(pool, shape.layer, i, part, table).at(position);
+            const PagedRows rows(pool, shape.layer, i, part, table);
             const Activation* head = kv[part] + i * size;
             if (pool.int8)
-                quantise(head, size, row);
+                quantise(head, size, rows.at(position), rows.scale_at(position));
             else
-                std::memcpy(row, head, size * sizeof(Activation));
+                std::memcpy(rows.at(position), head, size * sizeof(Activation));
         }
 }
 
