@@ -65,7 +65,8 @@ def test_rotation_equals_its_reference(head_size: int, normed: bool, dtype: torc
 def test_int8_rows_are_those_of_the_reference_to_the_bit(dtype: torch.dtype) -> None:
     rows = PagedRows(Heads(dtype=dtype, int8=True), SPANS)
     rows.qkv[3] = 0.0
-    rows.qkv[4] *= 1e-38  # of which 127 units would be infinitely many
+    # 127 units of it would be infinitely many; none is denormal, which bfloat16 instructions flush.
+    rows.qkv[4] = rows.qkv[4].sign() * (1 + rows.qkv[4].abs().clamp(max=1)) * 1e-37
     _, k, v = split(rows)
     pool = rows.pool.clone()
     write_kv(pool, LAYER, rows.placed()[1].slots, k, v)
