@@ -75,6 +75,8 @@ class Loaded:
             engine = OverlappedEngine(runner, planner, eos, most, publish)
         else:
             engine = Engine(runner, planner, eos, most, publish)
+        if (ranks := runner.ranks) is not None:
+            ranks.on_failure = partial(engine.submit, ranks.check)
         device = runner.pool.device
         if device.type == "cuda":  # CUDA keeps it for each thread: the engine's first work
             engine.submit(partial(torch.cuda.set_device, device))

@@ -53,7 +53,10 @@ class Inbox:
         return future
 
     def run_all(self, *, wait: bool = False) -> None:
-        """Runs what is there now; sleeps until there is something if it is to wait."""
+        """Runs what is there now; sleeps until there is something if it is to wait.
+
+        Raises RunnerFailed when work did.
+        """
         while True:
             try:
                 work, future = self._jobs.get(wait)
@@ -64,6 +67,8 @@ class Inbox:
                 future.set_result(work())
             except Exception as error:
                 future.set_exception(error)
+                if isinstance(error, RunnerFailed):
+                    raise
 
     def close(self, reason: str) -> None:
         """Takes no more work; what was not run fails with Unavailable."""

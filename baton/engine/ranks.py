@@ -203,6 +203,7 @@ class RankedModel:
         self._ranks = list[_Other]()
         self._stopped = threading.Event()
         self._failure = ""  # why no further step can run
+        self.on_failure: Callable[[], object] = lambda: None
         self._limit_s, self._due = RANK_TIMEOUT_S, math.inf
 
         here = count - len(elsewhere.ranks)
@@ -313,14 +314,18 @@ class RankedModel:
         """What joins the ranks, where each has a pool of its own."""
         return self._exchange if isinstance(self._exchange, GroupCollectives) else ALONE
 
+    def check(self) -> None:
+        """Raises RunnerFailed once no further step can run."""
+        if self._failure:
+            raise RunnerFailed(self._failure)
+
     @contextlib.contextmanager
     def together(self, command: str, *arguments: Any) -> Iterator[None]:
         """Around what this rank begins: has the others do the same, see `Rank`.
 
         Raises RunnerFailed when it cannot be done by all: they would no longer be in step.
         """
-        if self._failure:
-            raise RunnerFailed(self._failure)
+        self.check()
         try:
             for rank in self._ranks:
                 rank.connection.send((command, *arguments))
@@ -346,8 +351,7 @@ class RankedModel:
             yield
         finally:
             self._due = before
-            if self._failure:
-                raise RunnerFailed(self._failure)
+            self.check()
 
     def tell(self, command: str, *arguments: Any) -> None:
         """Has the others do what this rank does not."""
@@ -404,6 +408,7 @@ class RankedModel:
             self._words[_ABORTED] = 1
         elif isinstance(self._exchange, NcclCollectives):
             self._exchange.close()
+        self.on_failure()
 
 
 def _shareable(layout: KvLayout, device: torch.device) -> SharedMemoryArea | CudaArea:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,11 +31,17 @@ class SampledTokens(NamedTuple):
 class Ranks(Protocol):
     """Processes that compute each step together.
 
-    collective_s: what the first one's sums and gathers took so far; may be read by any thread.
+    collective_s: what the first one's sums and gathers took so far; may be read by any thread ·
+    on_failure: called, by another thread, once no further step can run.
     """
+
+    on_failure: Callable[[], object]
 
     @property
     def collective_s(self) -> float: ...
+
+    def check(self) -> None:
+        """Raises RunnerFailed once no further step can run."""
 
     def scrub(self, blocks: list[int]) -> None:
         """Zeroes blocks in pools that are not of this host."""

@@ -20,7 +20,7 @@ from baton.engine.runner import RunnerFailed
 from baton.engine.sequence import Sequence
 from baton.engine.shard import Shard
 from baton.engine.weights.weight import DenseWeight, Fp8BlockWeight, Int4Weight, Int8Weight
-from baton.errors import CheckpointError, ConfigError
+from baton.errors import CheckpointError, ConfigError, InternalError
 from baton.rendezvous import Rendezvous
 from baton.sampling import SamplingParams
 from tests.unit.engine.bench import WAIT_S, Bench
@@ -193,6 +193,17 @@ def test_a_rank_that_ends_or_hangs_fails_the_engine_in_time(tmp_path, monkeypatc
             monkeypatch.setattr(ranks, "_STOP_S", 0.5)
     assert took < 20
     assert all(process.wait(WAIT_S) is not None for process in others)
+
+
+def test_an_idle_worker_ends_with_a_rank(tmp_path):
+    make_checkpoint(tmp_path)
+    loaded = load(tmp_path, tp=2)
+    with (
+        pytest.raises(InternalError, match="a rank of this worker has ended, number 1"),
+        Bench(loaded.engine) as bench,
+    ):
+        loaded.runner.ranks._ranks[0].process.kill()
+        bench.engine.ended.result(WAIT_S)
 
 
 @pytest.mark.parametrize(("number", "reason"), [(None, "hangs"), (signal.SIGKILL, "has ended")])
