@@ -28,7 +28,7 @@ import uvloop
 
 from baton import object_connection, tls
 from baton.config import WorkerConfig, split_address
-from baton.errors import ConfigError, InternalError
+from baton.errors import ConfigError, InternalError, Unavailable
 from baton.object_connection import ObjectConnection
 from baton.registry import EtcdRegistry
 from baton.registry.backoff import Backoff
@@ -150,20 +150,26 @@ async def _run(config: WorkerConfig) -> int:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    registry, backoff = EtcdRegistry(config.registry), Backoff()
+    registry, backoff, began = EtcdRegistry(config.registry), Backoff(), False
     try:
         while not stop.is_set():
-            async with _ranks(config) as ranks:
-                host = RankHost(
-                    worker=config.name, role=config.role, node_rank=config.node_rank,
-                    addresses=[rank.address for rank in ranks], secret=ranks[0].secret,
-                )  # fmt: skip
-                async with registry.announce(host):
-                    name = config.name, config.node_rank
-                    log.info("%s: node %d has %d ranks ready", *name, len(ranks))
-                    await _until_one_ends(ranks, stop, config.drain_s)
+            name, reason = (config.name, config.node_rank), "a rank has ended"
+            try:
+                async with _ranks(config) as ranks:
+                    host = RankHost(
+                        worker=config.name, role=config.role, node_rank=config.node_rank,
+                        addresses=[rank.address for rank in ranks], secret=ranks[0].secret,
+                    )  # fmt: skip
+                    async with registry.announce(host):
+                        began = True
+                        log.info("%s: node %d has %d ranks ready", *name, len(ranks))
+                        await _until_one_ends(ranks, stop, config.drain_s)
+            except Unavailable as error:
+                if not began:
+                    raise
+                reason = str(error)
             if not stop.is_set():
-                log.warning("%s: node %d begins again: a rank has ended", *name)
+                log.warning("%s: node %d begins again: %s", *name, reason)
                 await backoff.wait()
     finally:
         await registry.close()
