@@ -26,7 +26,7 @@ from opentelemetry.trace import Tracer
 from baton import telemetry
 from baton.engine.loop import Engine, Progress, Reserved, StepReport
 from baton.engine.sequence import Sequence
-from baton.errors import BatonError, InvalidRequest, Overloaded, Stale
+from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Stale
 from baton.log_format import about
 from baton.prefix import token_digest
 from baton.structured_output import GrammarCompiler, GrammarMatcher
@@ -313,7 +313,11 @@ class Reservations:
             return
         reason = f"its {'deadline' if overdue else 'reservation lease'} has passed"
         log.warning("handoff %s: %s", entry.handoff_id, reason, extra=entry.about)
-        self._give_up(entry, reason)
+        if overdue:  # the request's: no fault of this worker, as an abort would be
+            self._end(entry, reason)
+            entry.router.failed(entry.handoff_id, DeadlineExceeded(reason))
+        else:
+            self._give_up(entry, reason)
 
     def _give_up(self, entry: Entry, reason: str) -> None:
         """Ends an entry of which its router does not know why."""
