@@ -301,11 +301,10 @@ class Reservations:
         if entry.timer is not None:
             entry.timer.cancel()
         loop = asyncio.get_running_loop()
-        entry.timer = loop.call_at(when, self._expire, entry) if when is not None else None
+        entry.timer = loop.call_at(when, self._expire, entry, when) if when is not None else None
 
-    def _expire(self, entry: Entry) -> None:
-        now = asyncio.get_running_loop().time()
-        overdue = entry.deadline is not None and now >= entry.deadline
+    def _expire(self, entry: Entry, when: float) -> None:
+        overdue = when == entry.deadline  # not by the clock: timers are early by up to 1 ms
         if not overdue and self.receiver.writing(entry.handoff_id):
             # A long prompt: no message comes between the grant and Commit. Its blocks could not be
             # reused anyway, and the end of the writer, or of the request, ends the entry.

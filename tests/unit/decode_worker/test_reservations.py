@@ -196,6 +196,12 @@ async def test_a_deadline_ends_a_request_in_any_state_and_is_no_fault_of_the_wor
     with pytest.raises(DeadlineExceeded):  # on a slow machine it may pass during the call
         await router.reserve(spec("reserved", prompt(20), time_left_ms=50))
         await router.event("reserved")
+    await router.reserve(spec("early", prompt(20), time_left_ms=5000))
+    reservations = decode.node._reservations
+    entry = reservations._entries["early"]
+    reservations._expire(entry, entry.deadline)  # as timers come, by up to a millisecond
+    with pytest.raises(DeadlineExceeded):
+        await router.event("early")
     await router.reserve(spec("runs", prompt(20), max_tokens=200, time_left_ms=700), local=20)
     gate = decode.hold_engine()  # at once: it would soon have generated all tokens
     try:
