@@ -26,7 +26,7 @@ from opentelemetry.trace import Tracer
 from baton import telemetry
 from baton.engine.loop import Engine, Progress, Reserved, StepReport
 from baton.engine.sequence import Sequence
-from baton.errors import BatonError, InvalidRequest, Overloaded, Stale
+from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Stale
 from baton.log_format import about
 from baton.prefix import token_digest
 from baton.structured_output import GrammarCompiler, GrammarMatcher
@@ -301,11 +301,10 @@ class Reservations:
         if entry.timer is not None:
             entry.timer.cancel()
         loop = asyncio.get_running_loop()
-        entry.timer = loop.call_at(when, self._expire, entry) if when is not None else None
+        entry.timer = loop.call_at(when, self._expire, entry, when) if when is not None else None
 
-    def _expire(self, entry: Entry) -> None:
-        now = asyncio.get_running_loop().time()
-        overdue = entry.deadline is not None and now >= entry.deadline
+    def _expire(self, entry: Entry, when: float) -> None:
+        overdue = when == entry.deadline  # not by the clock: timers are early by up to 1 ms
         if not overdue and self.receiver.writing(entry.handoff_id):
             # A long prompt: no message comes between the grant and Commit. Its blocks could not be
             # reused anyway, and the end of the writer, or of the request, ends the entry.
@@ -313,7 +312,11 @@ class Reservations:
             return
         reason = f"its {'deadline' if overdue else 'reservation lease'} has passed"
         log.warning("handoff %s: %s", entry.handoff_id, reason, extra=entry.about)
-        self._give_up(entry, reason)
+        if overdue:  # the request's: no fault of this worker, as an abort would be
+            self._end(entry, reason)
+            entry.router.failed(entry.handoff_id, DeadlineExceeded(reason))
+        else:
+            self._give_up(entry, reason)
 
     def _give_up(self, entry: Entry, reason: str) -> None:
         """Ends an entry of which its router does not know why."""

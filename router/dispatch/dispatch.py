@@ -184,6 +184,8 @@ class Dispatch:
                         lambda: self._place_once(state, attempt, pick, trace),
                         accepted=state.placed_at is not None,
                     )
+            except DeadlineExceeded:  # a TimeoutError, too
+                raise
             except TimeoutError:
                 raise Unavailable(missing, placement.RETRY_AFTER_S) from None
 

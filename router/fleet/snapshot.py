@@ -215,9 +215,10 @@ class Snapshot:
             for row, others in self.excluded_rows.items()
             for other in others
         )
-        contexts = [view.record.max_context for view in self.decode if view.ready]
-        # Longest sequence that every READY decode worker takes; 0 when there is none.
-        self.max_context: int = min(contexts, default=0)
+        views = (*self.prefill, *self.decode)
+        # Longest sequence that every READY worker takes, so that each can go on with it when
+        # another dies; 0 when there is none.
+        self.max_context: int = min((v.record.max_context for v in views if v.ready), default=0)
 
     @staticmethod
     def fits(prefill: Row, decode: Row) -> bool:

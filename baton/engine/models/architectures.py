@@ -35,8 +35,8 @@ class Architecture:
     `models` are the best known, for the documentation. `defaults` are of keys that config.json
     lacks; most of them are read of such architectures only. A bias is there, is not, or is as a key
     of config.json says. `windows` says which layers slide where config.json has no `layer_types`:
-    none, all, those from `max_window_layers` on, those without rotation (both if
-    `use_sliding_window` says so), or all but each n-th.
+    none, all, those from `max_window_layers` on, every other one before it, those without rotation,
+    or all but each n-th. An architecture with the key `use_sliding_window` has none without it.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Architecture:
     norm_rounds_once: bool = False  # after the weight, and not before it, too
     scaled_embedding: bool = False  # by the square root of the hidden size
     joined: tuple[str, ...] = ()  # fields that checkpoints have as one tensor
-    windows: Literal["none", "all", "from", "unrotated"] | int = "none"
+    windows: Literal["none", "all", "from", "alternate", "unrotated"] | int = "none"
     interleaved_rope: bool = False  # pairs are neighbours
     sinks: bool = False  # each head's softmax has one more score, with a value of 0
     experts: ExpertNames | None = None  # of a mixture of experts
@@ -77,7 +77,11 @@ _GEMMA_DEFAULTS = {
     "sliding_window": 4096,
 }
 _SPARSE = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
-_QWEN_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28}
+_QWEN_DEFAULTS = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 _OF_KEYS: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _ALL_OF_KEYS: dict[str, Any] = {**_OF_KEYS, "mlp_bias": "mlp_bias"}
 
@@ -104,7 +108,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma3ForCausalLM": Architecture(
         {
             **_GEMMA_DEFAULTS,
-            "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
             "rope_theta": 1e6,
             "rope_local_base_freq": 1e4,
@@ -115,7 +118,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         models="Gemma 3 (text)",
     ),
     "Phi3ForCausalLM": Architecture(
-        {"rms_norm_eps": 1e-5, "sliding_window": None, "partial_rotary_factor": 1.0},
+        {
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "partial_rotary_factor": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
         windows="all",
         joined=("qkv", "gate_up"),
         models="Phi-3, Phi-4",
@@ -135,6 +143,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {
             "rope_theta": 2e6,
             "tie_word_embeddings": True,
+            "use_sliding_window": False,
             "no_rope_layers": None,
             "no_rope_layer_interval": 4,
         },
@@ -158,7 +167,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         models="GLM-4",
     ),
     "MixtralForCausalLM": Architecture(
-        {"sliding_window": None, "norm_topk_prob": True, "num_experts_per_tok": 2},
+        {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 2,
+        },
         windows="all",
         experts=ExpertNames(
             "num_local_experts", "intermediate_size", "block_sparse_moe", ("w1", "w3"), "w2"
@@ -170,10 +185,11 @@ ARCHITECTURES: dict[str, Architecture] = {
             **_QWEN_DEFAULTS,
             **_SPARSE,
             "num_experts_per_tok": 4,
+            "qkv_bias": True,
             "shared_expert_intermediate_size": 0,
         },
-        qkv_bias=True,
-        windows="from",
+        qkv_bias="qkv_bias",
+        windows="alternate",
         experts=ExpertNames(),
         models="Qwen2-MoE",
     ),
@@ -181,7 +197,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {**_QWEN_DEFAULTS, **_SPARSE, "num_experts_per_tok": 8},
         **_OF_KEYS,
         qk_norm="head",
-        windows="from",
+        windows="all",
         experts=ExpertNames(),
         models="Qwen3-MoE",
     ),
@@ -197,7 +213,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "head_dim": 64,
             "rms_norm_eps": 1e-5,
             "rope_theta": 150000.0,
-            "rope_scaling": {
+            "rope_parameters": {
                 "rope_type": "yarn",
                 "factor": 32.0,
                 "truncate": False,

@@ -159,6 +159,7 @@ class ModelConfig:
         # What would change the computation and is followed nowhere.
         fields.read("pretraining_tp", one_of(1), 1)
         fields.read("use_bidirectional_attention", one_of(False), False)
+        fields.read("clip_qkv", Check(lambda value: value is None, "null"))
         act = "hidden_activation" if "hidden_activation" in differs.defaults else "hidden_act"
         num_heads = fields.read("num_attention_heads", COUNT)
         hidden_size = fields.read("hidden_size", COUNT)
@@ -369,10 +370,11 @@ def _ropes(fields: Fields, differs: Architecture, head_size: int) -> tuple[Rope,
     """Of layers that see all and of those that slide, and the longest context, in tokens.
 
     From `rope_parameters` (transformers 5), which may have both by name, or from `rope_theta` and
-    `rope_scaling` (before).
+    `rope_scaling` (before), which goes first: guides to longer contexts tell users to add it.
     """
-    key = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
-    inside = Fields(fields.file, fields.read(key, OBJECT, {}), f"{key}.")
+    key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    default = differs.defaults.get("rope_parameters", {})
+    inside = Fields(fields.file, fields.read(key, OBJECT, default), f"{key}.")
     theta = fields.read("rope_theta", NUMBER, 10000.0)
     if "rope_local_base_freq" not in differs.defaults:
         rope, context = _rope(fields, differs, inside, theta, head_size)
@@ -403,7 +405,7 @@ def _rope(
         return rope, context
     # Where the original context is not given, transformers takes the current one.
     key = "original_max_position_embeddings"
-    original = int(inside.read(key, TOKENS, fields.read(key, TOKENS, context)))
+    original = int(fields.read(key, TOKENS, inside.read(key, TOKENS, context)))
     stretched = context / original if kind == "longrope" else None
     factor = float(inside.read("factor", NUMBER, stretched))
     rope = replace(rope, scaling=kind, factor=factor, original_context=original)
@@ -489,9 +491,10 @@ def _windows(
 ) -> tuple[int | None, ...]:
     """Of each layer."""
     count, kind = len(rotated), differs.windows
-    is_off = kind in ("from", "unrotated") and not fields.read("use_sliding_window", BOOLEAN, False)
+    key = "use_sliding_window"
+    is_on = key not in differs.defaults or fields.read(key, BOOLEAN, False)
     window = None
-    if kind != "none" and not is_off and fields.values.get("sliding_window") is not None:
+    if kind != "none" and is_on and fields.values.get("sliding_window") is not None:
         window = fields.read("sliding_window", COUNT)
     kinds = fields.values.get("layer_types")
     if kinds is not None and kind not in ("none", "all"):
@@ -505,9 +508,11 @@ def _windows(
         slides = [(index + 1) % period != 0 for index in range(count)]
     elif kind == "unrotated":
         slides = [not turns for turns in rotated]
-    elif kind == "from":
+    elif kind in ("from", "alternate"):
         first = fields.read("max_window_layers", whole(0, MAX_SIZE))
         slides = [index >= first for index in range(count)]
+        if kind == "alternate":
+            slides = [index % 2 == 0 and not behind for index, behind in enumerate(slides)]
     else:
         slides = [True] * count
     return tuple(window if slide else None for slide in slides)

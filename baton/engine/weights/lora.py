@@ -44,6 +44,8 @@ _PLAIN: dict[str, tuple[object, ...]] = {
     "alora_invocation_tokens": ([],),
     "use_bdlora": ([],),
     "arrow_config": ([],),
+    # Others ("pissa", "olora", "corda", "loftq") are sums with another base than the checkpoint's.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
     "kasa_config": ([],),
 }
 

@@ -87,6 +87,10 @@ def one(module, half, *shape):
 WRONG = {
     "another method": ({"peft_type": "IA3"}, "peft_type is 'IA3'; supported: LORA"),
     "more than sums": ({"use_dora": True}, "use_dora is True; supported: False; merge it with"),
+    "another base": (
+        {"init_lora_weights": "pissa_niter_16"},
+        "init_lora_weights is 'pissa_niter_16'",
+    ),
     "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
     "no alpha": ({"lora_alpha": "x"}, "lora_alpha is"),
     "a pattern": ({"alpha_pattern": {"(": 2}}, "alpha_pattern is"),

@@ -1,5 +1,6 @@
 """The model gives what transformers gives: every architecture and variant, paged any way."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from baton.engine.models.decoder import Model
 from baton.engine.ops.native.model import NativeModel
 from baton.engine.weights.weights import load_weights
 from tests.unit.engine import small_models
-from tests.unit.engine.checkpoints import load_reference, make_checkpoint
+from tests.unit.engine.checkpoints import load_reference, make_checkpoint, make_model
 from tests.unit.engine.paged import PagedRun
 
 CPU = torch.device("cpu")
@@ -106,6 +107,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma3 cap of scores, which it has not": (
+        "Gemma3ForCausalLM",
+        {**GEMMA, "attn_logit_softcapping": 2.0},
+    ),
     "phi3": ("Phi3ForCausalLM", {"sliding_window": 24}),
     "phi3 partly turned": ("Phi3ForCausalLM", {"rope_parameters": PARTIAL}),
     "phi3 longrope": ("Phi3ForCausalLM", {"rope_parameters": LONG}),
@@ -132,6 +137,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2MoeForCausalLM",
         {**EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 80},
     ),
+    "qwen2 moe without biases": (
+        "Qwen2MoeForCausalLM",
+        {**EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 80, "qkv_bias": False},
+    ),
+    "qwen3 moe window": (
+        "Qwen3MoeForCausalLM",
+        {**EXPERTS, "num_experts": 6, "use_sliding_window": True, "sliding_window": 20},
+    ),
     "qwen3 moe": (
         "Qwen3MoeForCausalLM",
         {
@@ -151,6 +164,53 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "residual_multiplier": 0.22,
             "attention_multiplier": 0.1,
             "logits_scaling": 4.0,
+        },
+    ),
+}
+ABSENT = object()
+SHORT_GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+PHI_LONG = {key: value for key, value in LONG.items() if key != "rope_theta"}
+# What transformers reads in config.json and does not write itself: changes of what it wrote.
+EDITED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2 moe windows": (
+        "Qwen2MoeForCausalLM",
+        {
+            **EXPERTS,
+            "num_experts": 6,
+            "num_hidden_layers": 4,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "max_window_layers": 2,
+        },
+        {"layer_types": ABSENT},
+    ),
+    "mixtral defaults": (
+        "MixtralForCausalLM",
+        {"num_local_experts": 4},
+        {"rope_parameters": ABSENT, "rms_norm_eps": ABSENT},
+    ),
+    "gpt-oss without rope": (
+        "GptOssForCausalLM",
+        SHORT_GPT_OSS,
+        {"rope_parameters": ABSENT, "rope_scaling": None},
+    ),
+    "rope_scaling added": (
+        "Qwen3ForCausalLM",
+        {},
+        {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    ),
+    "original context of the model": (
+        "LlamaForCausalLM",
+        {},
+        {"rope_parameters": YARN, "original_max_position_embeddings": 300},
+    ),
+    "phi3 original context": (
+        "Phi3ForCausalLM",
+        {},
+        {
+            "rope_parameters": ABSENT,
+            "rope_scaling": PHI_LONG,
+            "original_max_position_embeddings": ABSENT,
         },
     ),
 }
@@ -187,6 +247,22 @@ def test_equals_transformers_however_the_prompt_is_fed(name, tmp_path, load):
         sequence = run.add(tokens)
         got = torch.cat([run.step((sequence, count))[0] for count in query_lens])
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_config_json_is_read_as_transformers_reads_it(name, tmp_path):
+    architecture, overrides, edits = EDITED[name]
+    make_model(architecture, **overrides).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    edited = {**json.loads(file.read_text()), **edits}
+    kept = {key: value for key, value in edited.items() if value is not ABSENT}
+    file.write_text(json.dumps(kept))
+    config = ModelConfig.load(tmp_path)
+    weights = load_weights(tmp_path, config, torch.float32, CPU)
+    run = PagedRun(small_models.make("torch", config, weights))
+    got = run.step((run.add(prompt()), 75))[0]
+    expected = expected_logits(load_reference(tmp_path), prompt())
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -328,8 +328,9 @@ class Cluster:
     def __init__(
         self, prefill=1, decode=1, *, tracer=None, liveness=None, max_context=64, **limits
     ):
-        self.decodes = [DecodeWorker(f"d{i}", max_context=max_context) for i in range(decode)]
-        self.prefills = [PrefillWorker(f"p{i}", self.decodes) for i in range(prefill)]
+        longest = {"max_context": max_context}
+        self.decodes = [DecodeWorker(f"d{i}", **longest) for i in range(decode)]
+        self.prefills = [PrefillWorker(f"p{i}", self.decodes, **longest) for i in range(prefill)]
         self.store = MemoryRegistry()
         self.tracer = tracer or trace.NoOpTracer()
         self.limits = RouterLimits(local_prefill_max_tokens=4, **limits)

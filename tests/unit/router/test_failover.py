@@ -223,7 +223,14 @@ async def loses_its_stream(cluster, decode, request):
     await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize("fault", [silent, leaves_registry, loses_its_stream])
+async def finds_the_deadline_passed(cluster, decode, request):
+    raise DeadlineExceeded("its deadline has passed")
+
+
+FAULTS = [silent, leaves_registry, loses_its_stream, finds_the_deadline_passed]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 async def test_a_failed_reserve_is_tried_elsewhere(cluster_of, monkeypatch, fault):
     timeout_s = 0.05 if fault is silent else 60.0  # only a silent worker is waited for
     monkeypatch.setattr(router.dispatch.dispatch, "RESERVE_TIMEOUT_S", timeout_s)
@@ -233,6 +240,8 @@ async def test_a_failed_reserve_is_tried_elsewhere(cluster_of, monkeypatch, faul
     state = await assert_goes_on(cluster)
     assert (state.failed_workers, state.final_route().decode) == ({"d0"}, "d1")
     assert decode.held == set()
+    if fault is finds_the_deadline_passed:
+        assert "its deadline has passed" in cluster.dispatch.stats.events[0].text
     if fault is silent:
         assert await received(decode.cancelled) == "r-1"
         assert "d0 did not answer" in cluster.dispatch.stats.events[0].text

@@ -92,7 +92,9 @@ def test_one_usable_pair_is_enough():
     assert usable_pairs(snapshot) == {("p0", "d0")} and snapshot.num_usable == 1
     assert pick(snapshot, needs()).names == ("p0", "d0")
     ready = fleet([], [worker("d0", max_context=32), worker("d1", "DRAINING", max_context=8)])
-    assert ready.max_context == 32, "what every ready decode worker takes"
+    assert ready.max_context == 32, "what every ready worker takes"
+    ready = fleet([worker("p0", max_context=24), worker("p1", SILENT, max_context=8)], decode[2:])
+    assert ready.max_context == 24, "also to go on behind the tokens of one that died"
 
 
 def test_thousands_of_workers_that_are_not_ready_cost_little():

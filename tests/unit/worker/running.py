@@ -250,8 +250,11 @@ class Router:
         )
 
     async def event(self, handoff_id):
-        """The sequence's next event."""
-        return await asyncio.wait_for(self._queue(handoff_id).get(), PATIENCE_S)
+        """The sequence's next event; raises its failure."""
+        event = await asyncio.wait_for(self._queue(handoff_id).get(), PATIENCE_S)
+        if isinstance(event, Exception):
+            raise event
+        return event
 
     async def tokens(self, handoff_id):
         """All tokens up to the last one."""
@@ -295,6 +298,8 @@ class Router:
             self._answers[handoff_id].set_result(answer)
         elif not self._answers[handoff_id].done():
             self._answers[handoff_id].set_exception(answer)
+        else:
+            self._queue(handoff_id).put_nowait(answer)
 
     def _queue(self, handoff_id):
         return self._queues.setdefault(handoff_id, asyncio.Queue())
