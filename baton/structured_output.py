@@ -104,7 +104,7 @@ class GrammarMatcher:
         if self._tracker:
             new = new[self._tracker.take(new) :]
         if new and self._matcher and not self.failure and not self._matcher.consume_tokens(new):
-            self._fail()
+            self._fail(self._matcher)
 
     def fill(self, words: Words, guesses: Sequence[int] = ()) -> None:
         """Writes which tokens may follow the output and then `guesses`, one at least.
@@ -124,15 +124,15 @@ class GrammarMatcher:
         if self._matcher is None:
             words.fill(-1)
             return
-        if guessed:
-            self._matcher.consume_tokens(guessed)
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if self._matcher.is_error():
-            self._fail()
+        matcher = self._matcher
+        if guessed:  # in a copy: behind a mask, llguidance's rollback leaves wrong later masks
+            matcher = matcher.deep_copy()
+            matcher.consume_tokens(guessed)
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.is_error():
+            self._fail(matcher)
             words.fill(-1)
             return
-        if guessed:
-            self._matcher.rollback(len(guessed))
         if tracker and tracker.may_begin and self._reasoning:
             _set_bit(words, self._reasoning.begin_token_id, True)
 
@@ -165,9 +165,8 @@ class GrammarMatcher:
             for token in self._eos_token_ids:
                 _set_bit(words, token, False)
 
-    def _fail(self) -> None:
-        assert self._matcher is not None
-        reason = _reason(self._matcher.get_error())
+    def _fail(self, matcher: LLMatcher) -> None:
+        reason = _reason(matcher.get_error())
         output = self._known - self._prompt_tokens
         self.failure = f"structured output: behind {output} tokens of output: {reason}"
 

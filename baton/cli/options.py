@@ -234,12 +234,10 @@ def calling(target: str, timeout_s: float | None) -> Iterator[None]:
     try:
         yield
     except Unavailable as error:
-        if hint := _http_hint(target):
-            raise Unavailable(hint) from error
-        if hint := _tls_hint(target):
-            raise Unavailable(hint) from error
         if not any(sign in str(error) for sign in _NO_ANSWER):
             raise
+        if hint := _http_hint(target) or _tls_hint(target):
+            raise Unavailable(hint) from error
         raise Unavailable(
             f"no router answers at {target}: start one with `baton up`, or name one with --target",
             error.retry_after_s,
@@ -258,6 +256,7 @@ def _tls_hint(target: str) -> str:
     context = ssl.create_default_context(cafile=ours.ca_file)
     if ours.ca_file is None:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])  # as gRPC does
     for address in target.split(","):
         with contextlib.suppress(ConfigError, OSError):
             host, port = split_address(address.strip())
@@ -265,8 +264,12 @@ def _tls_hint(target: str) -> str:
             try:
                 with (
                     socket.create_connection((host, port), _PROBE_S) as connection,
-                    context.wrap_socket(connection, server_hostname=ours.server_name or host),
+                    context.wrap_socket(
+                        connection, server_hostname=ours.server_name or host
+                    ) as encrypted,
                 ):
+                    if encrypted.selected_alpn_protocol() is None:
+                        return _speaks_http(address.strip(), host, port)
                     if ours.ca_file is None:
                         return f"{address.strip()} speaks TLS: name its authority with --tls-ca"
                     if ours.cert_file is None:
@@ -288,10 +291,14 @@ def _http_hint(target: str) -> str:
                 connection.getresponse()
         except (ConfigError, OSError, http.client.HTTPException):
             continue
-        behind = port - HTTP_PORT
-        likely = RouterConfig.port + (behind if 0 <= behind < HTTP_PORT - RouterConfig.port else 0)
-        return (
-            f"{address.strip()} speaks HTTP, and this command speaks gRPC: name the router's "
-            f"--port instead of its --http-port, by default --target {host}:{likely}"
-        )
+        return _speaks_http(address.strip(), host, port)
     return ""
+
+
+def _speaks_http(address: str, host: str, port: int) -> str:
+    behind = port - HTTP_PORT
+    likely = RouterConfig.port + (behind if 0 <= behind < HTTP_PORT - RouterConfig.port else 0)
+    return (
+        f"{address} speaks HTTP, and this command speaks gRPC: name the router's "
+        f"--port instead of its --http-port, by default --target {host}:{likely}"
+    )

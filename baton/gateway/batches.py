@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -45,9 +46,10 @@ from router.frontend import Caller, GenerationService
 
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it tells of clients' mistakes
 
-MAX_UPLOADS = 16  # at a time
+MAX_UPLOADS = 16  # of a tenant at a time
 _MAX_NAME_CHARS = 255
 _READ_BYTES = 256 << 10
+_CHECKED_BYTES = 8 << 20  # of an upload between two looks at the room: each takes milliseconds
 _RETRY_S = 1.0
 _CONTENT: tuple[Header, ...] = ((b"content-type", b"application/octet-stream"),)
 
@@ -62,7 +64,7 @@ class BatchApi:
     service: GenerationService
     config: ApiConfig
     endpoints: Mapping[str, Endpoint[Any]]  # that a batch may be for, by path
-    _uploads: int = 0
+    _uploads: Counter[str] = field(default_factory=Counter)  # that come, by tenant
     _runner: BatchRunner | None = None
 
     @contextlib.asynccontextmanager
@@ -104,20 +106,21 @@ class BatchApi:
             raise InvalidRequest(
                 "send multipart/form-data with the fields purpose and file", "file"
             )
-        _check_size(int(exchange.headers.get(b"content-length", b"0")))
-        if self._uploads >= MAX_UPLOADS:
-            raise Overloaded(f"{MAX_UPLOADS} files are being uploaded", _RETRY_S)
+        size = int(exchange.headers.get(b"content-length", b"0"))
+        _check_size(size)
+        if self._uploads[tenant.name] >= MAX_UPLOADS:
+            raise Overloaded(f"{MAX_UPLOADS} files of this tenant are being uploaded", _RETRY_S)
         tenant.charge_request()
-        self._uploads += 1
+        self._uploads[tenant.name] += 1
         try:
             with exchange.body_parts() as parts:
-                upload = await asyncio.to_thread(_Upload, store, options[b"boundary"])
+                upload = await asyncio.to_thread(_Upload, store, options[b"boundary"], size)
                 with contextlib.closing(upload):
                     async for part in parts:
                         await asyncio.to_thread(upload.write, part)
                     file = await asyncio.to_thread(upload.finish)
         finally:
-            self._uploads -= 1
+            self._uploads[tenant.name] -= 1
         self.answer(exchange, file)
 
     async def create_batch(self, exchange: HttpExchange) -> None:
@@ -250,7 +253,8 @@ ROUTES: Routes = {
 class _Upload:
     """A form with a file, which goes to the disk as it comes. On threads, one call at a time."""
 
-    def __init__(self, store: BatchStore, boundary: bytes) -> None:
+    def __init__(self, store: BatchStore, boundary: bytes, size: int) -> None:
+        """`size`, of the whole form, is 0 where it is not known."""
         try:
             self._parser = MultipartParser(
                 boundary,
@@ -264,7 +268,7 @@ class _Upload:
             )
         except FormParserError as error:
             raise InvalidRequest(f"content-type: {error}", "file") from error
-        store.check_room()
+        store.check_room(size)
         self._store = store
         self._file = store.part()
         self._filename = ""
@@ -275,13 +279,15 @@ class _Upload:
 
     def write(self, part: bytes) -> None:
         """Takes more of the form. Raises InvalidRequest, or HttpError 413."""
+        checked = self._size // _CHECKED_BYTES
         self._size += len(part)
         _check_size(self._size)
         try:
             self._parser.write(part)
         except FormParserError as error:
             raise InvalidRequest(f"this is no form: {error}", "file") from error
-        self._store.check_room()
+        if self._size // _CHECKED_BYTES > checked:
+            self._store.check_room()
 
     def finish(self) -> File:
         """The file, once the form has ended."""

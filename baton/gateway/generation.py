@@ -169,6 +169,8 @@ class Generation(ABC):
             last = self.last_event(failure_of(error))
         finally:
             self._keeping_alive.cancel()
+        if not self.exchange.started:  # no token made an event: the first may be reasoning's end
+            self.exchange.start(200, _STREAM_HEADERS)
         self.exchange.end(last)
 
     def _keep_alive(self) -> None:

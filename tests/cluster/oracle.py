@@ -147,7 +147,7 @@ async def decoding_process(cluster: LocalCluster, client: AsyncClient) -> str:
 
 @dataclass
 class Streams:
-    """Runs all cases at once; `midway` is set once half of them have ten tokens.
+    """Runs all cases at once; `midway` is set once a share of them, half, have ten tokens.
 
     `largest_gap_s` is the longest time between two messages of one stream so far, and
     `largest_lag_s` the longest delay of this process's own loop: the share of a busy machine.
@@ -157,6 +157,7 @@ class Streams:
     oracle: Oracle
     cases: Sequence[Case]
     timeout_s: float = 90.0
+    share: float = 0.5
     midway: asyncio.Event = field(default_factory=asyncio.Event)
     largest_gap_s: float = 0.0
     largest_lag_s: float = 0.0
@@ -170,7 +171,7 @@ class Streams:
         midway = asyncio.create_task(self.midway.wait())
         await asyncio.wait((task, midway), return_when=asyncio.FIRST_COMPLETED)
         midway.cancel()
-        assert not task.done(), task.exception() or "all streams ended before half were midway"
+        assert not task.done(), task.exception() or "all streams ended before enough were midway"
         return task
 
     async def run(self) -> list[Completion]:
@@ -205,7 +206,7 @@ class Streams:
                 latest_s, before = now_s, tokens
                 tokens += len(delta.token_ids)
                 self._underway += before < TOKENS_BEFORE_FAULT <= tokens
-                if self._underway >= len(self.cases) // 2:
+                if self._underway >= int(len(self.cases) * self.share):
                     self.midway.set()
         done = stream.completion
         assert done.token_ids == self.oracle.tokens(case), f"stream {number}, {case.sampling}"

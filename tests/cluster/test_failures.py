@@ -90,7 +90,8 @@ async def test_a_drained_worker_finishes_and_a_replacement_is_another_worker(
     """A drained worker's streams do not move. While etcd still lists a killed one, its successor
     serves at its address."""
     cluster, client = await clusters(**FOUR)
-    streams = Streams(client, simulated, simulated.mixed(8, new_tokens=250))
+    # All are placed: a request that is on its way to a worker which begins to drain is moved.
+    streams = Streams(client, simulated, simulated.mixed(8, new_tokens=250), share=1.0)
     running = await streams.start()
     cluster.kill(victim, signal.SIGTERM)
     assert {one.route.attempts for one in await running} == {1}

@@ -74,6 +74,8 @@ async def test_a_cluster_with_tls_and_tenants(
     await eventually(answers, lambda found: found == (0, 1), "the new key is not taken up", 30.0)
     ended = await baton("status", *target)
     assert ended.status == 1 and "speaks TLS: name its authority with --tls-ca" in ended.err
+    ended = await baton("status", "--target", cluster.http_addresses[0], "--tls-ca", ca)
+    assert ended.status == 1 and "speaks HTTP" in ended.err
     certs.write(tmp_path, [])
     ended = await baton("status", *target, "--tls-ca", str(tmp_path / "ca.pem"))
     assert ended.status == 1 and "--tls-ca does not vouch for" in ended.err
@@ -82,3 +84,8 @@ async def test_a_cluster_with_tls_and_tenants(
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             with pytest.raises(Unavailable), rpc.translated():
                 await stub.Drain(worker_pb2.DrainRequest(), timeout=5)
+    cluster.kill("prefill-0")
+    await eventually(
+        lambda: baton("generate", "def", *target, "--tls-ca", ca, "--timeout", "5"),
+        lambda ended: "no prefill worker is ready" in ended.err, "the router's reason", 30.0,
+    )  # fmt: skip

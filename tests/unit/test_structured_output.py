@@ -84,6 +84,19 @@ def test_a_mask_has_what_may_follow_and_guesses_leave_no_trace(grammars):
     matcher.advance([a], 1)
     assert allowed(matcher) == after_a
     assert allowed(matcher, [b]) == {EOS}
+    # Nor where what follows a wrong guess is as far in the grammar as the guess was.
+    any_object, prefix = schema({"type": "object"}), ids_of('{"a":')
+    matcher, other = (grammars.compile(any_object, prefix, 0).result(WAIT_S) for _ in "ab")
+    (wrong,), (right,) = ids_of(' {"'), ids_of(' ["')
+    allowed(matcher, [wrong])
+    for each in (matcher, other):
+        each.advance([*prefix, right], len(prefix) + 1)
+    assert allowed(matcher) == allowed(other)
+
+
+def test_an_output_that_leaves_its_grammar_has_failed(grammars):
+    matcher = grammars.compile(StructuredOutput(choice=("ab", "ac")), (), 0).result(WAIT_S)
+    (a,) = ids_of("a")
     matcher.advance([a, 99], 2)
     assert matcher.failure.startswith("structured output: behind 2 tokens of output: ")
 

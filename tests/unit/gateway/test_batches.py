@@ -316,7 +316,9 @@ async def test_files_can_be_listed_read_and_deleted(gateway):
     assert await listed() == ([id for id in sent[::-1] if id != files[0]["id"]], False)
 
 
-async def test_a_tenant_has_its_own_files_and_batches(gateway_of, api, tmp_path):
+async def test_a_tenant_has_its_own_files_batches_and_uploads(
+    gateway_of, api, tmp_path, monkeypatch
+):
     """Whatever its name."""
     (tmp_path / "ann").write_text("ann-key")
     (tmp_path / "bob").write_text("bob-key")
@@ -336,6 +338,15 @@ async def test_a_tenant_has_its_own_files_and_batches(gateway_of, api, tmp_path)
     assert seen["request_counts"]["completed"] == 1
     (request,) = gateway.cluster.prefills[0].requests
     assert request.sequence.cache_salt == "lock/"
+    monkeypatch.setattr(batches, "MAX_UPLOADS", 1)
+    slow = UPLOAD.replace(b"\r\n", b"\r\nauthorization: Bearer ann-key\r\n", 1) % 1000
+    async with sending(gateway, slow):
+        await eventually(
+            lambda: asyncio.sleep(0, list(api.batch_dir.glob("lock/*.part"))),
+            bool, "it has not begun",
+        )  # fmt: skip
+        assert (await upload(gateway, b"x", ann)).status_code == 429
+        assert (await upload(gateway, b"x", bob)).status_code == 200
 
 
 async def test_without_a_folder_there_are_neither_files_nor_batches(gateway_of, tmp_path):
@@ -395,10 +406,19 @@ async def test_a_tenants_share_of_the_disk_holds_for_uploads_and_results(gateway
     config = ApiConfig(batch_dir=tmp_path / "b", batch_disk=60_000)
     batch_store.prepare(config.batch_dir)
     gateway = await gateway_of(api=config)
-    assert (await upload(gateway, b"x" * 70_000)).status_code == 400
-    config.batch_dir.joinpath("default", "file").write_bytes(b"x" * 70_000)
-    assert (await upload(gateway, b"x" * (8 << 20))).status_code == 400
-    config.batch_dir.joinpath("default", "file").unlink()
+    async with sending(gateway, UPLOAD % 70_000) as (reader, _):  # before any of it is sent
+        assert b" 400 " in await asyncio.wait_for(reader.readline(), 5)
+
+    async def chunks(size):
+        yield PURPOSE + b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\n'
+        for _ in range(size >> 10):
+            yield b"x" * (1 << 10)
+        yield b"\r\n" + END
+
+    kind = {"content-type": "multipart/form-data; boundary=b"}
+    for size in (70 << 10, batches._CHECKED_BYTES * 2):
+        answer = await gateway.client.post("/v1/files", content=chunks(size), headers=kind)
+        assert (answer.status_code, "--batch-disk" in answer.text) == (400, True)
     assert not list(config.batch_dir.glob("default/*"))
     gateway.decode.runs = [gateway.decode.run_to_end] * 300
     lines = [line(number, {**BODY, "logprobs": 5}) for number in range(200)]

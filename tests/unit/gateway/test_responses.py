@@ -120,6 +120,15 @@ async def test_an_output_without_text_has_an_empty_message(says, client_of):
     assert shown(answer.output) == [ITEMS[0], ("message", None, "", "completed")]
 
 
+async def test_a_stream_without_output_is_an_answer(says, client_of):
+    """All that there was is the beginning of reasoning."""
+    gateway = await says("<think>", common_pb2.FINISH_REASON_LENGTH)
+    async with client_of(gateway) as client:
+        stream = await client.responses.create(model="tiny", input="Hi", stream=True)
+        kinds = [event.type async for event in stream]
+    assert kinds == ["response.created", "response.in_progress", "response.incomplete"]
+
+
 async def test_text_is_parsed_by_its_schema(says, client_of):
     class Person(pydantic.BaseModel):
         name: str
