@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from typing import Any
 
 from baton.errors import BatonError, TransferFailed
@@ -60,14 +61,18 @@ class RemotePool:
 
     def listen(self, transport: Transport) -> Listener:
         """The receiving end of one new link, there. Raises TransferFailed."""
-        end, endpoint = self._open(_LISTEN_S, "listen", transport.name, self._heads)
-        return _RemoteListener(end, endpoint)
+        end, endpoint = self._open(_LISTEN_S, "listen", transport.name, self._place)
+        return _RemoteListener(end, bytes.fromhex(endpoint))
 
     def connect(self, transport: Transport, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         """A link that sends from there. Raises TransferFailed."""
-        place = endpoint, pid, timeout_s
-        end, _ = self._open(timeout_s, "connect", transport.name, self._heads, *place)
+        place = endpoint.hex(), pid, timeout_s
+        end, _ = self._open(timeout_s, "connect", transport.name, self._place, *place)
         return _RemoteLink(end)
+
+    @property
+    def _place(self) -> list[int] | None:
+        return [self._heads.start, self._heads.stop] if self._heads is not None else None
 
     def _open(self, timeout_s: float, *call: Any) -> tuple[_RemoteEnd, Any]:
         """A new end, and what is answered to its first call. Raises TransferFailed."""
@@ -118,7 +123,8 @@ class _RemoteLink(Link):
 
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
         assert isinstance(digest, RemoteDigest)
-        digest.told(self._end.call(timeout_s, "put", digest.key, timeout_s, local, remote))
+        call = "put", digest.key, timeout_s, *astuple(local), *astuple(remote)
+        digest.told(self._end.call(timeout_s, *call))
 
 
 class _RemoteListener(Listener):
@@ -134,7 +140,7 @@ class _RemoteListener(Listener):
         self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
     ) -> None:
         assert isinstance(digest, RemoteDigest)
-        call = "receive", digest.key, timeout_s, slots
+        call = "receive", digest.key, timeout_s, *astuple(slots)
         digest.told(self._end.call(timeout_s, *call, posted=posted))
 
 
@@ -200,30 +206,32 @@ class _ServedEnd:
         except OSError:
             self.abort()  # the first process has ended
 
-    def _part(self, heads: range | None) -> KvPool:
-        return self._pool if heads is None else self._pool.part(heads)
+    def _part(self, heads: list[int] | None) -> KvPool:
+        return self._pool if heads is None else self._pool.part(range(*heads))
 
-    def _listen(self, transport: str, heads: range | None) -> bytes:
+    def _listen(self, transport: str, heads: list[int] | None) -> str:
         self._end = self._transports[transport].listen(self._part(heads))
         endpoint: bytes = self._end.endpoint
-        return endpoint
+        return endpoint.hex()
 
     def _connect(
-        self, transport: str, heads: range | None, endpoint: bytes, pid: int, timeout_s: float
+        self, transport: str, heads: list[int] | None, endpoint: str, pid: int, timeout_s: float
     ) -> None:
-        part = self._part(heads)
-        self._end = self._transports[transport].connect(part, endpoint, pid, timeout_s)
+        place = bytes.fromhex(endpoint), pid, timeout_s
+        self._end = self._transports[transport].connect(self._part(heads), *place)
 
     def _accept(self, timeout_s: float) -> None:
         self._end.accept(timeout_s)
 
-    def _put(self, key: int, timeout_s: float, local: Slots, remote: Slots) -> tuple[int, int]:
+    def _put(
+        self, key: int, timeout_s: float, ids: list[int], count: int, to: list[int], to_count: int
+    ) -> tuple[int, int]:
         digest = self._digest(key)
-        self._end.put(local, remote, digest, timeout_s)
+        self._end.put(Slots(tuple(ids), count), Slots(tuple(to), to_count), digest, timeout_s)
         return digest.num_bytes, digest.value
 
-    def _receive(self, key: int, timeout_s: float, slots: Slots) -> tuple[int, int]:
-        digest = self._digest(key)
+    def _receive(self, key: int, timeout_s: float, ids: list[int], count: int) -> tuple[int, int]:
+        digest, slots = self._digest(key), Slots(tuple(ids), count)
         self._end.receive(slots, digest, timeout_s, lambda: self._send(("posted", None)))
         return digest.num_bytes, digest.value
 

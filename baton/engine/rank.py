@@ -8,26 +8,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 
 import torch
 from torch import Tensor
 
 from baton.engine.backends.cpu import pin_thread
 from baton.engine.collectives import GroupCollectives
-from baton.engine.ranks import RankWork, mapped
+from baton.engine.ranks import Channel, RankWork, mapped
 from baton.engine.runner import RunnerFailed
 from baton.errors import BatonError
-from baton.object_connection import ObjectConnection
 
 log = logging.getLogger(__name__)
 
 
 def main() -> None:
     """Serves until the first rank ends, or says why it cannot begin."""
-    connection = ObjectConnection(socket.socket(fileno=int(sys.argv[1])))
+    connection = Connection(int(sys.argv[1]))
     ignore_signals()
     with serving():
         work: RankWork = connection.recv()
@@ -53,7 +52,7 @@ def serving() -> Iterator[None]:
 
 
 def serve(
-    connection: ObjectConnection,
+    connection: Channel,
     work: RankWork,
     allocated: Callable[[Tensor], None] = lambda pool: None,
 ) -> None:

@@ -16,12 +16,15 @@ import mmap
 import os
 import select
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -63,6 +66,11 @@ _STOP_S = 5.0
 
 BATCH = ("token_ids", "context_lens", "query_lens", "block_tables", "logit_rows")
 Exchange: TypeAlias = int | GroupCollectives  # the address of shared memory, or a group
+# Of other hosts' ranks what is sent is JSON and arrays; commands' arguments are no more than that.
+Channel: TypeAlias = Connection | ObjectConnection
+HOSTS_OWN = frozenset(
+    ("model", "random_weights", "lora", "device", "threads", "cpus", "nice", "gpu_memory")
+)
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,20 @@ class RankWork:
         store = self.exchange.connect(self.timeout_s)
         return kind(self.shard, store, self.host, self.timeout_s)
 
+    @property
+    def elsewhere(self) -> dict[str, Any]:
+        """What a rank on another host needs to know of it; the rest its host has."""
+        assert isinstance(self.exchange, Place)
+        settings = vars(self.backend.settings).items()
+        return {
+            "settings": {name: value for name, value in settings if name not in HOSTS_OWN},
+            "max_context": self.config.max_context,
+            "dtype": name_of(self.dtype),
+            "shard": [self.shard.rank, self.shard.count],
+            "store": [self.exchange.host, self.exchange.port, self.exchange.secret.hex()],
+            "timeout_s": self.timeout_s,
+        }
+
     def load(self, exchange: Exchange) -> Any:
         """This rank's part of the model. Raises ConfigError, CheckpointError."""
         return self.backend.shard_model(self.path, self.config, self.dtype, self.shard, exchange)
@@ -121,24 +143,26 @@ class Rank:
     pool: Tensor
     allocated: Callable[[Tensor], None]
 
-    def __init__(self, backend: Backend, model: Any, connection: ObjectConnection) -> None:
+    def __init__(self, backend: Backend, model: Any, connection: Channel) -> None:
         self.device, self.model, self.connection = backend.device, model, connection
 
-    def attach(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def attach(self, shape: tuple[int, ...], dtype_name: str) -> None:
         """Maps the pool that this rank writes to; what it is mapped by comes next."""
+        assert isinstance(self.connection, Connection)
+        dtype = dtype_named(dtype_name)
         if self.device.type == "cpu":
-            _, (descriptor,), _, _ = socket.recv_fds(self.connection.socket, 1, 1)
-            memory = mapped(descriptor)
+            memory = mapped(recv_handle(self.connection))
         else:
             driver, num_bytes = CudaDriver(), math.prod(shape) * dtype.itemsize
             memory = driver.view(driver.open(self.device, self.connection.recv()), num_bytes)
         self.pool = memory.view(dtype).view(shape)
         self.connection.send("ready")
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def allocate(self, shape: tuple[int, ...], dtype_name: str) -> None:
         """Makes a pool of its own, on a host where the first rank cannot."""
         try:
-            self.pool = torch.zeros(shape, dtype=dtype, device=self.device)
+            dtype = dtype_named(dtype_name)
+            self.pool = torch.zeros(*shape, dtype=dtype, device=self.device)
         except RuntimeError as error:
             self.connection.send(f"no memory for its KV: {error}")
             return
@@ -162,6 +186,17 @@ class Rank:
 
     def close(self) -> None:
         """Does nothing any more."""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """ "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The way back."""
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def mapped(descriptor: int) -> Tensor:
@@ -211,9 +246,7 @@ class RankedModel:
         self._backends = [backend, *others]  # of this host
 
         def work(number: int) -> RankWork:
-            # One of another host makes a backend of its own, of these settings.
-            at_first = Shard(0, here)
-            its_backend = self._backends[number] if number < here else backend.of_rank(at_first)
+            its_backend = self._backends[number if number < here else 0]
             return RankWork(
                 its_backend, path, config, dtype, Shard(number, count),
                 at, elsewhere.host, RANK_TIMEOUT_S, log.getEffectiveLevel(),
@@ -224,7 +257,7 @@ class RankedModel:
             self._ranks += (_Other.started(work(number)) for number in range(1, here))
             self._ranks += (_Other(n, one) for n, one in enumerate(elsewhere.ranks, here))
             for rank in self._ranks[here - 1 :]:
-                rank.connection.send(work(rank.number))
+                rank.connection.send(work(rank.number).elsewhere)
             self._load(work(0))
         except (RunnerFailed, OSError) as error:
             self.close()
@@ -250,7 +283,7 @@ class RankedModel:
         """How long a step, or a rank to take what it is told, may last before it counts as hung."""
         self._limit_s = limit_s
         for rank in self._ranks:
-            rank.connection.limit_sending(limit_s)
+            rank.limit_sending(limit_s)
 
     def pools(self, layout: KvLayout, allocate: Allocate | None) -> tuple[Tensor, ...]:
         """The KV pool that all ranks share, or that of each one's heads, of this host.
@@ -273,9 +306,10 @@ class RankedModel:
         for rank in self._ranks:
             at = rank.number % len(layouts)
             command = "attach" if rank.process else "allocate"
-            rank.connection.send((command, layouts[at].shape, layouts[at].dtype))
+            rank.connection.send((command, layouts[at].shape, name_of(layouts[at].dtype)))
             if rank.process and isinstance(areas[at], SharedMemoryArea):
-                socket.send_fds(rank.connection.socket, [b"."], [areas[at].fd])
+                assert isinstance(rank.connection, Connection)
+                send_handle(rank.connection, areas[at].fd, rank.process.pid)
             elif rank.process:
                 rank.connection.send(areas[at].handle)
             rank.expect("ready", LOAD_S)
@@ -423,7 +457,7 @@ class _Other:
     def __init__(
         self,
         number: int,
-        connection: ObjectConnection,
+        connection: Channel,
         process: subprocess.Popen[bytes] | None = None,
     ) -> None:
         self.number, self.connection, self.process = number, connection, process
@@ -431,16 +465,21 @@ class _Other:
     @classmethod
     def started(cls, work: RankWork) -> _Other:
         """One on this host."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = Pipe()
         with theirs:
             inherited = [theirs.fileno()]
             if isinstance(work.exchange, int):
                 inherited.append(work.exchange)
             command = [sys.executable, "-m", "baton.engine.rank", str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=inherited)
-        other = cls(work.shard.rank, ObjectConnection(ours), process)
-        other.connection.send(work)
-        return other
+        ours.send(work)
+        return cls(work.shard.rank, ours, process)
+
+    def limit_sending(self, limit_s: float) -> None:
+        """What is sent must not wait for one that is stopped, whose buffer is full."""
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
+            timeout = struct.pack("ll", int(limit_s), 0)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
     def answer(self, timeout_s: float) -> Any:
         """What the rank says next. Raises ConfigError when it says nothing."""

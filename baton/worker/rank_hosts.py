@@ -17,12 +17,12 @@ import contextlib
 import logging
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Pipe
 
 import uvloop
 
@@ -180,11 +180,11 @@ class _Rank:
     """A rank's process, as the one that started it sees it."""
 
     def __init__(self, config: WorkerConfig, number: int, secret: bytes) -> None:
-        ours, theirs = socket.socketpair()
+        self.connection, theirs = Pipe()
         with theirs:
             command = [sys.executable, "-m", "baton.worker.rank_server", str(theirs.fileno())]
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-        self.secret, self.connection = secret, ObjectConnection(ours)
+        self.secret = secret
         self.connection.send((config, number, secret))
 
     def wait_for_address(self) -> None:

@@ -12,17 +12,20 @@ import socket
 import sys
 import threading
 from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
 
 from torch import Tensor
 
 from baton import log_format, object_connection, tls
-from baton.config import EngineConfig, WorkerConfig, model_path
+from baton.config import WorkerConfig, model_path
 from baton.engine import build
+from baton.engine.models.config import ModelConfig
 from baton.engine.rank import ignore_signals, serve, serving
-from baton.engine.ranks import RankWork
+from baton.engine.ranks import RankWork, dtype_named
 from baton.engine.shard import Shard
 from baton.object_connection import ObjectConnection
-from baton.rendezvous import listening_socket
+from baton.rendezvous import Place, listening_socket
 from baton.worker.rank_hosts import DRAIN, KV, STEPS, own_address
 from kvtransfer import copier, transports
 from kvtransfer.pool import KvPool
@@ -36,7 +39,7 @@ _MOST_GREETINGS = 32  # at a time, of who has not proven anything yet
 
 def main() -> None:
     """Serves one first process, and ends with it or with who started this."""
-    starter = ObjectConnection(socket.socket(fileno=int(sys.argv[1])))
+    starter = Connection(int(sys.argv[1]))
     ignore_signals()
     with serving():
         config, number, secret = starter.recv()
@@ -52,19 +55,25 @@ def main() -> None:
         serve(connection, work, server.serve_pool)
 
 
-def of_this_host(work: RankWork, config: WorkerConfig, number: int) -> RankWork:
-    """The first process's work, with what this host's settings say of the host.
+def of_this_host(told: dict[str, Any], config: WorkerConfig, number: int) -> RankWork:
+    """What the first process told (`RankWork.elsewhere`), with this host's own settings.
 
-    number: of the rank among those of this host. Raises ConfigError.
+    number: of the rank among those of this host. Raises ConfigError, CheckpointError.
     """
-    own, ranks = config.engine, config.engine.tp // config.nnodes
-    settings: EngineConfig = replace(
-        work.backend.settings, model=own.model, random_weights=own.random_weights, lora=own.lora,
-        device=own.device, threads=own.threads, cpus=own.cpus, nice=own.nice,
-        gpu_memory=own.gpu_memory,
-    )  # fmt: skip
-    backend = build.backend_of(settings, ranks).of_rank(Shard(number, ranks))
-    return replace(work, backend=backend, path=model_path(own.model), host=own_address(config))
+    ranks, path = config.engine.tp // config.nnodes, model_path(config.engine.model)
+    settings = replace(config.engine, **told["settings"])
+    host, port, secret = told["store"]
+    return RankWork(
+        backend=build.backend_of(settings, ranks).of_rank(Shard(number, ranks)),
+        path=path,
+        config=replace(ModelConfig.load(path), max_context=told["max_context"]),
+        dtype=dtype_named(told["dtype"]),
+        shard=Shard(*told["shard"]),
+        exchange=Place(host, port, bytes.fromhex(secret)),
+        host=own_address(config),
+        timeout_s=told["timeout_s"],
+        log_level=log.getEffectiveLevel(),
+    )
 
 
 class _RankServer:
@@ -89,7 +98,7 @@ class _RankServer:
         copier.prepare(pool)
         self._pool = PoolServer(pool, transports.usable(pool, own_address(self._config)))
 
-    def follow(self, starter: ObjectConnection) -> None:
+    def follow(self, starter: Connection) -> None:
         """Has the worker drain when the process that started this one says so, and ends with it."""
         with serving():
             while True:

@@ -66,9 +66,7 @@ async def test_ranks_on_several_hosts(clusters: Clusters, oracle: Oracle) -> Non
         (rank,) = psutil.Process(decode[1].process.pid).children()
         os.kill(rank.pid, signal.SIGKILL)
         await running_streams
-        assert "a rank of this worker has ended, number 1" in "\n".join(
-            [await decode[0].says("a rank of this worker has ended")]
-        )
+        await decode[0].says("a rank of this worker has ended")
         assert await decode[0].process.wait() == 1
         await decode[1].says("begins again")
         await decode[1].says("1 ranks ready")

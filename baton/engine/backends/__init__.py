@@ -12,11 +12,10 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool
 from baton.engine.models.config import ModelConfig
-from baton.engine.ranks import Elsewhere, Exchange, Rank, RankedModel
+from baton.engine.ranks import Channel, Elsewhere, Exchange, Rank, RankedModel
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.shard import WHOLE, Shard
-from baton.object_connection import ObjectConnection
 
 MULTIPLE = 16  # of heads' and blocks' sizes
 MAX_HEAD_SIZE = 256
@@ -101,6 +100,6 @@ class Backend:
         """That of another rank's device, for its process; place: among the ranks of this host."""
         raise NotImplementedError
 
-    def rank(self, model: Any, connection: ObjectConnection) -> Rank:
+    def rank(self, model: Any, connection: Channel) -> Rank:
         """What serves the first rank here, in another's process."""
         return Rank(self, model, connection)

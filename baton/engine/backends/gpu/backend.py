@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,21 @@ from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.models.quantization import weight_format
-from baton.engine.ranks import LOAD_S, RANK_TIMEOUT_S, Exchange, Rank, RankedModel
+from baton.engine.ranks import (
+    LOAD_S,
+    RANK_TIMEOUT_S,
+    Channel,
+    Exchange,
+    Rank,
+    RankedModel,
+    dtype_named,
+    name_of,
+)
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights.weights import weights_of
 from baton.errors import ConfigError
-from baton.object_connection import ObjectConnection
 
 log = logging.getLogger(__name__)
 Capability = tuple[int, int]
@@ -105,7 +113,7 @@ class GpuBackend(Backend):
         rows = settings.chunk_tokens + settings.max_batch
         log.info("measuring a step of %d tokens; kernels that are new are compiled", rows)
         if isinstance(model, RankedModel):
-            model.tell("measure", block.shape, kv_dtype)
+            model.tell("measure", block.shape, name_of(kv_dtype))
         runner = self.runner(model, pool, sampler, most)
         with _waiting(model)():
             step = gpu.peak_of(lambda: warmup.largest_step(runner, settings, most))
@@ -115,7 +123,7 @@ class GpuBackend(Backend):
         usages = [(gpu.name, self.usage(max(step, decode), graphs))]
         if isinstance(model, RankedModel):
             model.tell("usage", graphs)
-            usages += model.answers()
+            usages += [(name, memory.Usage(*sizes)) for name, sizes in model.answers()]
         if asked is not None:
             asked = replace(self._within(asked, config), num_kv_heads=own.num_kv_heads)
         layouts = [memory.kv_layout(one, settings, own, kv_dtype, asked) for _, one in usages]
@@ -158,7 +166,7 @@ class GpuBackend(Backend):
     def of_rank(self, place: Shard) -> GpuBackend:
         return GpuBackend(place.settings(self.settings), self._gpu.of_rank(place.rank))
 
-    def rank(self, model: Any, connection: ObjectConnection) -> Rank:
+    def rank(self, model: Any, connection: Channel) -> Rank:
         return _GpuRank(self, self._gpu, model, connection)
 
 
@@ -173,23 +181,21 @@ class _GpuRank(Rank):
     Nothing waits for it here: its results are what the first rank waits for.
     """
 
-    def __init__(
-        self, backend: GpuBackend, gpu: Gpu, model: Any, connection: ObjectConnection
-    ) -> None:
+    def __init__(self, backend: GpuBackend, gpu: Gpu, model: Any, connection: Channel) -> None:
         super().__init__(backend, model, connection)
         self._backend, self._gpu = backend, gpu
         self._stream = new_stream(gpu.device)
         self._graphs: DecodeGraphs | None = None
 
-    def measure(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def measure(self, shape: tuple[int, ...], dtype_name: str) -> None:
         """Begins to measure what steps over such a pool take."""
-        self.pool = torch.zeros(shape, dtype=dtype, device=self.device)
+        self.pool = torch.zeros(*shape, dtype=dtype_named(dtype_name), device=self.device)
         self._before = self._gpu.reset_peak()
 
     def usage(self, graphs: int) -> None:
         """Answers with its GPU's name and what was measured."""
         peak = self._gpu.peak() - self._before
-        self.connection.send((self._gpu.name, self._backend.usage(peak, graphs)))
+        self.connection.send((self._gpu.name, astuple(self._backend.usage(peak, graphs))))
 
     def begin(self, max_context: int) -> None:
         """Prepares for decode steps over the pool that is here now."""
