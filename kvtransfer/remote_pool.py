@@ -7,6 +7,7 @@ aborted and freed, so nothing outlives the first process.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,8 @@ from baton.object_connection import ObjectConnection
 from kvtransfer.digest import Digest
 from kvtransfer.interface import Link, Listener, Transport
 from kvtransfer.pool import KvPool, Slots
+
+log = logging.getLogger(__name__)
 
 _ANSWER_S = 5.0  # beyond the time that a call itself may take
 _LISTEN_S = 10.0
@@ -186,7 +189,9 @@ class _ServedEnd:
         name, *arguments = call
         try:
             answer = "done", getattr(self, f"_{name}")(*arguments)
-        except (BatonError, OSError, RuntimeError) as error:
+        except Exception as error:
+            if not isinstance(error, (BatonError, OSError, RuntimeError)):
+                log.exception("a call of the first process failed")
             answer = "failed", str(error)
         self.answered.set()
         self._send(answer)

@@ -67,7 +67,9 @@ model is loaded and warmed up. SIGTERM drains: no new work, what runs ends, exit
 _WORKER_EXAMPLES = """\
   baton {name} --model /models/llama --etcd 10.0.0.5:2379 --host 0.0.0.0 \\
         --advertise 10.0.0.7:7710 --port 7710
-  baton {name} --cpus 0,1                 on two cores, with two threads"""
+  baton {name} --cpus 0,1                 on two cores, with two threads
+  baton {name} --tp 16 --nnodes 2 --node-rank 1 --name large --model /models/large ...
+                                          the second of two hosts with eight GPUs each"""
 
 
 def add_commands(commands: options.Commands) -> None:

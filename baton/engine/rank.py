@@ -62,7 +62,8 @@ def serve(
     """
     backend, settings = work.backend, work.backend.settings
     pin_thread(settings.cpus, settings.nice)
-    torch.set_num_threads(settings.threads)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     shared = mapped(work.exchange) if isinstance(work.exchange, int) else None
     try:
         exchange = work.join(shared)

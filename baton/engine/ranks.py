@@ -252,7 +252,8 @@ class RankedModel:
                 at, elsewhere.host, RANK_TIMEOUT_S, log.getEffectiveLevel(),
             )  # fmt: skip
 
-        torch.set_num_threads(Shard(0, here).settings(backend.settings).threads)
+        if threads := Shard(0, here).settings(backend.settings).threads:
+            torch.set_num_threads(threads)
         try:
             self._ranks += (_Other.started(work(number)) for number in range(1, here))
             self._ranks += (_Other(n, one) for n, one in enumerate(elsewhere.ranks, here))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import secrets
 import signal
@@ -32,6 +33,7 @@ from baton.errors import ConfigError, InternalError, Unavailable
 from baton.object_connection import ObjectConnection
 from baton.registry import EtcdRegistry
 from baton.registry.backoff import Backoff
+from baton.rendezvous import listening_socket
 from baton.v1.common_pb2 import RankHost
 
 log = logging.getLogger(__name__)
@@ -76,6 +78,23 @@ def own_address(config: WorkerConfig) -> str:
     return (config.kv_host or advertised).strip("[]")
 
 
+def check_address(config: WorkerConfig) -> None:
+    """Raises ConfigError where ranks cannot listen for other hosts, or strangers could."""
+    host = own_address(config)
+    try:
+        if ipaddress.ip_address(host).is_unspecified:
+            raise ConfigError(f"other hosts cannot reach {host}: give --advertise, too")
+    except ValueError:
+        pass  # a name
+    tls.current().check_exposed(host)
+    try:
+        listening_socket(host).close()
+    except OSError as error:
+        raise ConfigError(
+            f"{host}, by --kv-host, --advertise or --host, is no address of this machine: {error}"
+        ) from error
+
+
 async def find(config: WorkerConfig, registry: EtcdRegistry) -> list[RankAddress]:
     """The ranks of all other hosts, in their order, once they are there; none with one host.
 
@@ -111,6 +130,8 @@ async def connected(
 
     Raises as `find` does.
     """
+    if config.nnodes > 1:
+        check_address(config)
     backoff = Backoff()
     while True:
         addresses, connections = await find(config, registry), list[ObjectConnection]()
@@ -150,6 +171,7 @@ async def _run(config: WorkerConfig) -> int:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    check_address(config)
     registry, backoff, began = EtcdRegistry(config.registry), Backoff(), False
     try:
         while not stop.is_set():

@@ -24,6 +24,7 @@ from baton.engine.models.config import ModelConfig
 from baton.engine.rank import ignore_signals, serve, serving
 from baton.engine.ranks import RankWork, dtype_named
 from baton.engine.shard import Shard
+from baton.errors import BatonError
 from baton.object_connection import ObjectConnection
 from baton.rendezvous import Place, listening_socket
 from baton.worker.rank_hosts import DRAIN, KV, STEPS, own_address
@@ -51,8 +52,14 @@ def main() -> None:
         starter.send(server.address)
         threading.Thread(target=server.follow, args=(starter,), daemon=True).start()
         connection = server.steps.get()
-        work = of_this_host(connection.recv(), config, number)
-        serve(connection, work, server.serve_pool)
+        told = connection.recv()
+        try:
+            work = of_this_host(told, config, number)
+        except BatonError as error:
+            connection.send(str(error))
+        else:
+            serve(connection, work, server.serve_pool)
+    os._exit(0)  # at once: threads may wait for other ends of links
 
 
 def of_this_host(told: dict[str, Any], config: WorkerConfig, number: int) -> RankWork:
@@ -82,7 +89,6 @@ class _RankServer:
     def __init__(self, config: WorkerConfig, secret: bytes) -> None:
         self._config, self._secret = config, secret
         host = own_address(config)
-        tls.current().check_exposed(host)
         self._listening = listening_socket(host)
         self.address = f"{host}:{self._listening.getsockname()[1]}"
         self.steps = queue.Queue[ObjectConnection]()

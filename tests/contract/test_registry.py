@@ -18,7 +18,7 @@ from baton.local.etcd import EmbeddedEtcd
 from baton.registry import EtcdRegistry, etcd_client
 from baton.registry.etcd_client import EtcdClient
 from baton.v1 import etcd_pb2
-from baton.v1.common_pb2 import WorkerRecord, WorkerRole, WorkerState
+from baton.v1.common_pb2 import RankHost, WorkerRecord, WorkerRole, WorkerState
 from tests.memory_registry import MemoryRegistry
 from tests.proxy import Proxy
 from tests.waiting import eventually
@@ -357,3 +357,23 @@ async def test_leaving_during_an_outage_is_bounded(etcd, caplog):
         async with registry.register(worker("d1")):
             await etcd.stop()
     assert "left to its lease's end" in caplog.text
+
+
+async def test_hosts_of_one_workers_ranks_are_found_by_its_name_until_they_leave(etcd, caplog):
+    registry, other = await etcd.registry(), await etcd.registry()
+    hosts = [
+        RankHost(
+            worker="big", role="decode", node_rank=node, addresses=["h:1"], secret=bytes([node])
+        )
+        for node in (1, 2)
+    ]
+    bigger = RankHost(worker="bigger", role="decode", node_rank=3, addresses=["h:2"])
+    async with registry.announce(hosts[0]), registry.announce(bigger):
+        async with registry.announce(hosts[1]):
+            assert await other.rank_hosts("decode", "big") == {1: hosts[0], 2: hosts[1]}
+            assert await other.rank_hosts("prefill", "big") == {}
+        assert await other.rank_hosts("decode", "big") == {1: hosts[0]}
+        await etcd.stop()
+        assert await other.rank_hosts("decode", "big") == {}
+        assert "no ranks of other hosts are found" in caplog.text
+        await etcd.start()
