@@ -68,7 +68,7 @@ _WORKER_EXAMPLES = """\
   baton {name} --model /models/llama --etcd 10.0.0.5:2379 --host 0.0.0.0 \\
         --advertise 10.0.0.7:7710 --port 7710
   baton {name} --cpus 0,1                 on two cores, with two threads
-  baton {name} --tp 16 --nnodes 2 --node-rank 1 --name large --model /models/large ...
+  baton {name} --tp 16 --nnodes 2 --node-rank 1 --name large --model /models/large
                                           the second of two hosts with eight GPUs each"""
 
 

@@ -118,7 +118,7 @@ def flags_of(cls):
         "etcd-cert": "/c", "etcd-key": "/k", "slo": "batch:e2e=9", "kv-cache": "12345",
         "device": "cpu", "simulate": "5000,2", "ttft-target": "0.9", "gpu-memory": "0.5",
         "trace-sample": "0.25", "advertise": "h:8", "cpus": "4,5", "metrics-port": "9400",
-        "cors-origins": "https://a.example",
+        "cors-origins": "https://a.example", "node-rank": "7",
     }  # fmt: skip
     argv = []
     for key, one in options.declared(cls).items():
