@@ -31,7 +31,7 @@ from baton.engine.blocks import BlockPool
 from baton.engine.loop import Engine
 from baton.engine.planner import ChunkSize, Planner
 from baton.engine.runner import SampledTokens
-from baton.errors import KvCorrupted, Overloaded, Stale, Unavailable
+from baton.errors import DeadlineExceeded, KvCorrupted, Overloaded, Stale, Unavailable
 from baton.prefix import token_digest
 from baton.structured_output import GrammarCompiler
 from baton.v1 import common_pb2, decode_pb2
@@ -213,7 +213,10 @@ class Router:
         self.waiting.pop(answer["handoff_id"]).set_result(answer)
 
     def failed(self, handoff_id, error):
-        self.waiting.pop(handoff_id).set_exception(error)
+        if (waiting := self.waiting.pop(handoff_id, None)) is not None:
+            waiting.set_exception(error)
+        else:  # its deadline has ended what was reserved, or it was refused then already
+            assert isinstance(error, (DeadlineExceeded, Stale))
 
 
 class DecodeWorker(RuleBasedStateMachine):
@@ -370,7 +373,7 @@ class DecodeWorker(RuleBasedStateMachine):
                 answer = router.waiting[name] = self.loop.create_future()
                 self.reservations.reserve(router, request, spans)
                 reserved = await answer
-            except (Overloaded, Unavailable, Stale):
+            except (DeadlineExceeded, Overloaded, Unavailable, Stale):
                 return
             if reserved["started"]:
                 return

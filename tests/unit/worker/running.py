@@ -75,8 +75,8 @@ class Worker:
             if self._area is not None:
                 self._area.close()
 
-    def load(self):
-        loaded, pools = node._load(self.config)
+    def load(self, elsewhere):
+        loaded, pools = node._load(self.config, elsewhere)
         self._area = pools[0].area
         return loaded, pools
 

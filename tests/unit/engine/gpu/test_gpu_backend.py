@@ -205,6 +205,7 @@ def test_the_gpu_is_the_engine_threads_before_anything_else(checkpoint, monkeypa
     runner = SimpleNamespace(
         pool=SimpleNamespace(device=device),
         launches_ahead=False,
+        ranks=None,
         wait_for_writes=lambda blocks=None: None,
         close=lambda: None,
     )
