@@ -1,7 +1,7 @@
 """Where processes that build a process group find each other: a store that a stranger cannot join.
 
-Whoever reaches its port can list its keys, and write: values carry a MAC by a secret that those who
-belong there were told over another way, and each proves it again over the group itself.
+Its port is open: any process that reaches it can list keys, and write. So values carry a MAC by a
+secret that the group's processes are told in another way, and prove again over the group itself.
 """
 
 from __future__ import annotations

@@ -313,7 +313,7 @@ class RankedModel:
                 send_handle(rank.connection, areas[at].fd, rank.process.pid)
             elif rank.process:
                 rank.connection.send(areas[at].handle)
-            rank.expect("ready", LOAD_S)
+            rank.expect("ready", RANK_TIMEOUT_S if rank.process else LOAD_S)
         return tuple(
             area.tensor.view(one.dtype).view(one.shape)
             for area, one in zip(areas, layouts, strict=False)

@@ -67,8 +67,11 @@ class EtcdRegistry:
             log.warning("no ranks of other hosts are found: %s", error)
             return hosts
         for kv in found.kvs:
-            host = json_format.Parse(kv.value, RankHost(), ignore_unknown_fields=True)
-            hosts[host.node_rank] = host
+            try:
+                host = json_format.Parse(kv.value, RankHost(), ignore_unknown_fields=True)
+                hosts[host.node_rank] = host
+            except (json_format.ParseError, UnicodeDecodeError) as error:
+                log.warning("%r does not hold a host with ranks: %s", kv.key, error)
         return hosts
 
     @asynccontextmanager

@@ -146,7 +146,9 @@ class Node(WorkerServiceServicer, ABC):
             others = await self._unless_stopped(rank_hosts.connected(self.config, self._registry))
             if others is not None:
                 addresses, steps = others
-                elsewhere = Elsewhere(rank_hosts.own_address(self.config), steps)
+                elsewhere = Elsewhere()
+                if steps:
+                    elsewhere = Elsewhere(rank_hosts.own_address(self.config), steps)
                 loaded, pools = await asyncio.to_thread(load, elsewhere)
             if others is None or self._stop.is_set():
                 log.info("stopped while loading")

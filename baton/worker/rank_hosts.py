@@ -126,7 +126,7 @@ async def find(config: WorkerConfig, registry: EtcdRegistry) -> list[RankAddress
 async def connected(
     config: WorkerConfig, registry: EtcdRegistry
 ) -> tuple[list[RankAddress], list[ObjectConnection]]:
-    """All of them with the connections for their steps, which they have with nobody else.
+    """All of them with the connections for their steps; each takes one such connection only.
 
     Raises as `find` does.
     """

@@ -372,7 +372,10 @@ async def test_hosts_of_one_workers_ranks_are_found_by_its_name_until_they_leave
         async with registry.announce(hosts[1]):
             assert await other.rank_hosts("decode", "big") == {1: hosts[0], 2: hosts[1]}
             assert await other.rank_hosts("prefill", "big") == {}
+        lease, _ = await etcd.client.grant(5)
+        await etcd.client.put("/baton/v1/default/ranks/decode/big/7", b"rubbish", lease)
         assert await other.rank_hosts("decode", "big") == {1: hosts[0]}
+        assert "does not hold a host with ranks" in caplog.text
         await etcd.stop()
         assert await other.rank_hosts("decode", "big") == {}
         assert "no ranks of other hosts are found" in caplog.text

@@ -76,6 +76,7 @@ class Worker:
                 self._area.close()
 
     def load(self, elsewhere):
+        assert not elsewhere.ranks
         loaded, pools = node._load(self.config, elsewhere)
         self._area = pools[0].area
         return loaded, pools
