@@ -57,8 +57,8 @@ class ObjectConnection:
 
     def recv(self) -> Any:
         """Waits for the other end's next value. Raises EOFError where it has ended, or OSError."""
-        text_bytes, data_bytes = _LENGTHS.unpack(receive(self.socket, _LENGTHS.size))
-        text, data = receive(self.socket, text_bytes), receive(self.socket, data_bytes)
+        text_bytes, data_bytes = _LENGTHS.unpack(_receive(self.socket, _LENGTHS.size))
+        text, data = _receive(self.socket, text_bytes), _receive(self.socket, data_bytes)
         at = 0
 
         def array(item: dict[str, Any]) -> Any:
@@ -93,7 +93,7 @@ class ObjectConnection:
         return self.socket.fileno()
 
 
-def receive(connected: socket.socket, size: int) -> bytearray:
+def _receive(connected: socket.socket, size: int) -> bytearray:
     """So many bytes. Raises EOFError, OSError."""
     data = bytearray(size)
     view = memoryview(data)
@@ -138,14 +138,14 @@ def _proven(
             )
         nonce = os.urandom(_NONCE_BYTES)
         connected.sendall(nonce)
-        other = bytes(receive(connected, _NONCE_BYTES))
+        other = bytes(_receive(connected, _NONCE_BYTES))
 
         def mac(end: bytes, nonces: bytes) -> bytes:
             return hmac.digest(secret, end + nonces, "sha256")
 
         connected.sendall(mac(ours, nonce + other))
         expected = mac(theirs, other + nonce)
-        if not hmac.compare_digest(receive(connected, len(expected)), expected):
+        if not hmac.compare_digest(_receive(connected, len(expected)), expected):
             raise ConnectionRefusedError("the other end does not know this worker's secret")
         connected.settimeout(None)
         for option in _KEEPALIVE:

@@ -18,7 +18,7 @@ from typing import Any
 from baton.errors import BatonError, TransferFailed
 from baton.object_connection import ObjectConnection
 from kvtransfer.digest import Digest
-from kvtransfer.interface import Link, Listener, Transport
+from kvtransfer.interface import End, Link, Listener, Transport
 from kvtransfer.pool import KvPool, Slots
 
 log = logging.getLogger(__name__)
@@ -64,37 +64,40 @@ class RemotePool:
 
     def listen(self, transport: Transport) -> Listener:
         """The receiving end of one new link, there. Raises TransferFailed."""
-        end, endpoint = self._open(_LISTEN_S, "listen", transport.name, self._place)
-        return _RemoteListener(end, bytes.fromhex(endpoint))
+        end = _RemoteListener(self._connected())
+        end.endpoint = bytes.fromhex(end.begin(_LISTEN_S, "listen", transport.name, self._place))
+        return end
 
     def connect(self, transport: Transport, endpoint: bytes, pid: int, timeout_s: float) -> Link:
         """A link that sends from there. Raises TransferFailed."""
-        place = endpoint.hex(), pid, timeout_s
-        end, _ = self._open(timeout_s, "connect", transport.name, self._place, *place)
-        return _RemoteLink(end)
+        end, place = _RemoteLink(self._connected()), (endpoint.hex(), pid, timeout_s)
+        end.begin(timeout_s, "connect", transport.name, self._place, *place)
+        return end
 
     @property
     def _place(self) -> list[int] | None:
         return [self._heads.start, self._heads.stop] if self._heads is not None else None
 
-    def _open(self, timeout_s: float, *call: Any) -> tuple[_RemoteEnd, Any]:
-        """A new end, and what is answered to its first call. Raises TransferFailed."""
+    def _connected(self) -> ObjectConnection:
         try:
-            end = _RemoteEnd(self._connect())
+            return self._connect()
         except (OSError, EOFError) as error:
             raise TransferFailed(f"a rank's host cannot be reached: {error}") from error
-        try:
-            return end, end.call(timeout_s, *call)
-        except BaseException:
-            end.close()
-            raise
 
 
-class _RemoteEnd:
+class _RemoteEnd(End):
     """What the two kinds of ends have in common."""
 
     def __init__(self, connection: ObjectConnection) -> None:
         self._connection = connection
+
+    def begin(self, timeout_s: float, *call: Any) -> Any:
+        """The answer to the first call; where that fails, the end is closed."""
+        try:
+            return self.call(timeout_s, *call)
+        except BaseException:
+            self.close()
+            raise
 
     def call(self, timeout_s: float, *call: Any, posted: Callable[[], None] | None = None) -> Any:
         """The other process's answer to a call. Raises TransferFailed."""
@@ -119,32 +122,23 @@ class _RemoteEnd:
         self._connection.close()
 
 
-class _RemoteLink(Link):
-    def __init__(self, end: _RemoteEnd) -> None:
-        self._end = end
-        self.abort, self.close = end.abort, end.close  # type: ignore[method-assign]
-
+class _RemoteLink(_RemoteEnd, Link):
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
         assert isinstance(digest, RemoteDigest)
         call = "put", digest.key, timeout_s, *astuple(local), *astuple(remote)
-        digest.told(self._end.call(timeout_s, *call))
+        digest.told(self.call(timeout_s, *call))
 
 
-class _RemoteListener(Listener):
-    def __init__(self, end: _RemoteEnd, endpoint: bytes) -> None:
-        super().__init__(endpoint)
-        self._end = end
-        self.abort, self.close = end.abort, end.close  # type: ignore[method-assign]
-
+class _RemoteListener(_RemoteEnd, Listener):
     def accept(self, timeout_s: float) -> None:
-        self._end.call(timeout_s, "accept", timeout_s)
+        self.call(timeout_s, "accept", timeout_s)
 
     def receive(
         self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
     ) -> None:
         assert isinstance(digest, RemoteDigest)
         call = "receive", digest.key, timeout_s, *astuple(slots)
-        digest.told(self._end.call(timeout_s, *call, posted=posted))
+        digest.told(self.call(timeout_s, *call, posted=posted))
 
 
 class PoolServer:

@@ -149,7 +149,7 @@ async def connected(
 def watch_for_drain(addresses: list[RankAddress], drain: Callable[[], None]) -> None:
     """Calls it, from a thread, when the host of one of the ranks is to stop.
 
-    Raises OSError, EOFError.
+    Raises Unavailable.
     """
 
     def watch(connection: ObjectConnection) -> None:
@@ -158,7 +158,11 @@ def watch_for_drain(addresses: list[RankAddress], drain: Callable[[], None]) -> 
             drain()
 
     for address in addresses:
-        connection = address.connect(DRAIN)
+        try:
+            connection = address.connect(DRAIN)
+        except (OSError, EOFError) as error:
+            where = f"{address.host}:{address.port}"
+            raise Unavailable(f"the rank at {where} cannot be reached any more: {error}") from error
         threading.Thread(target=watch, args=(connection,), name="rank-host", daemon=True).start()
 
 

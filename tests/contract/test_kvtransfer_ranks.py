@@ -146,7 +146,7 @@ def test_a_call_that_fails_on_another_host_says_why_and_one_that_hangs_ends(monk
     source, target, link, listener = remote_ends()
     digest = RemoteDigest()
     with pytest.raises(TransferFailed, match="on another host: gloo: send failed"):
-        link.put(slots(4, 1), slots(4, 3), digest, 0.1)  # nobody receives
+        link.put(slots(4, 1), slots(4, 3), digest, 0.1)  # no receive is posted
     monkeypatch.setattr(remote_pool._ServedEnd, "_accept", lambda *_: time.sleep(0.5))
     with pytest.raises(TransferFailed, match="does not answer"):
         listener.accept(0.1)
