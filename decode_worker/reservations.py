@@ -103,11 +103,14 @@ class Entry:
     num_tokens: int  # known when it was reserved; the handoff covers all of them
     deadline: float | None  # loop time
     spans: DecodeSpans
+    stream_interval: int = 1  # tokens in an event, at least, but for the first and the last one
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     blocks: ReservedBlocks | None = None
     decoding: bool = False
     compiled: asyncio.Future[GrammarMatcher] | None = None  # its grammar, if there is one to come
     timer: asyncio.TimerHandle | None = None
+    told: bool = False  # its router got an event
+    untold: Progress | None = None  # what is kept for the next one
 
     @property
     def about(self) -> Mapping[str, str]:
@@ -154,7 +157,15 @@ class Reservations:
         except BatonError as error:
             self.refuse(router, spec.handoff_id, spans, error)
             return
-        entry = Entry(spec.handoff_id, router, sequence, sequence.num_tokens, deadline, spans)
+        entry = Entry(
+            spec.handoff_id,
+            router,
+            sequence,
+            sequence.num_tokens,
+            deadline,
+            spans,
+            request.stream_interval,
+        )
         self._entries[spec.handoff_id] = entry
         self._idle.clear()
         self._renew(entry)
@@ -231,7 +242,7 @@ class Reservations:
                 self._start_decoding(entry)
             entry.spans.step(report.started_ns, report.ended_ns, progress)
             if progress.token_ids or progress.abort_reason or progress.prompt_logprobs:
-                _add_event(entry.router.outgoing, progress)  # else its prompt is being computed
+                _tell(entry, progress)  # else its prompt is being computed
             if progress.finish_reason or progress.abort_reason:
                 self._forget(entry)
                 entry.spans.end(progress.finish_reason or "failed")
@@ -321,7 +332,7 @@ class Reservations:
     def _give_up(self, entry: Entry, reason: str) -> None:
         """Ends an entry of which its router does not know why."""
         self._end(entry, reason)
-        entry.router.outgoing.events.add(handoff_id=entry.handoff_id, abort_reason=reason)
+        _tell(entry, Progress(entry.handoff_id, 0, abort_reason=reason))
 
     def _end(self, entry: Entry, reason: str) -> asyncio.Task[None]:
         self._forget(entry)
@@ -359,6 +370,26 @@ async def _released(released: Future[list[int]]) -> None:
         await asyncio.wrap_future(released)
     except Exception as error:
         log.error("blocks were not freed: %s", error)
+
+
+def _tell(entry: Entry, progress: Progress) -> None:
+    """Adds to what its router gets, or keeps it until that makes `stream_interval` tokens."""
+    if (before := entry.untold) is not None:
+        entry.untold = None
+        if progress.abort_reason:  # its tokens are not those of the failed step
+            _add_event(entry.router.outgoing, before)
+        else:
+            progress = progress._replace(
+                token_ids=before.token_ids + progress.token_ids,
+                logprobs=before.logprobs + progress.logprobs,
+            )
+    is_last = progress.finish_reason or progress.abort_reason
+    enough = len(progress.token_ids) >= entry.stream_interval
+    if is_last or enough or progress.prompt_logprobs or not entry.told:
+        entry.told = True
+        _add_event(entry.router.outgoing, progress)
+    else:
+        entry.untold = progress
 
 
 def _add_event(message: WorkerMessage, progress: Progress) -> None:

@@ -120,13 +120,17 @@ class _Delivery:
         state: RequestState,
         text: TextStream,
         sink: Sink,
-        on_output: Callable[[int, float | None], None],
+        lease: AdmissionLease,
+        stats: RouterStats,
+        on_first: Callable[[], None],
     ) -> None:
-        """`on_output` gets the number of new tokens, and the seconds since the last ones."""
+        """`on_first` is called once, behind the first output; what is resumed has had it."""
         self._state = state
         self._text = text
         self._sink = sink
-        self._on_output = on_output
+        self._lease = lease
+        self._stats = stats
+        self._on_first = None if state.request.resumed else on_first
         self.scope = asyncio.timeout(state.request.time_left_s)  # around all that the request does
         self._error: Exception | None = None
         self.reason = common_pb2.FINISH_REASON_UNSPECIFIED
@@ -167,7 +171,13 @@ class _Delivery:
                 self._tell_prompt()
             gap_s = self._state.deliver(token_ids)
             self._sink.put(text, token_ids, logprobs, reason, self.stop, self._text.parsed)
-            self._on_output(len(token_ids), gap_s)
+            self._lease.delivered(len(token_ids))
+            # Tokens that are kept until there are some have no time of their own.
+            streams = self._state.request.stream_interval <= 1
+            self._stats.delivered(len(token_ids), gap_s if streams else None)
+            if on_first := self._on_first:
+                self._on_first = None
+                on_first()
             return stopped
         except Exception as error:
             self._error = error
@@ -410,17 +420,12 @@ class GenerationService:
         assert span is not None
         trace = telemetry.context_of(span)
 
-        stats = self.stats
-
-        def on_output(count: int, gap_s: float | None) -> None:
-            lease.delivered(count)
-            stats.delivered(count, gap_s)
-            if len(state.delivered) == count:  # a span as long as the time to first token
-                telemetry.record(self._tracer, "router.first_token", trace, state.started_ns)
-                stats.first_token(record)
+        def on_first() -> None:  # records a span as long as the time to first token
+            telemetry.record(self._tracer, "router.first_token", trace, state.started_ns)
+            self.stats.first_token(record)
 
         text = TextStream(self.admission.tokenizer, state.request)
-        delivery = _Delivery(state, text, sink, on_output)
+        delivery = _Delivery(state, text, sink, lease, self.stats, on_first)
         self._deliveries.add(delivery)
         try:
             async with delivery.scope:

@@ -11,6 +11,7 @@ import grpc
 from baton import rpc
 from baton.client.call import Attempts, BaseClient, BaseStream
 from baton.client.request import (
+    WHOLE_INTERVAL,
     Messages,
     Options,
     Prompt,
@@ -86,6 +87,7 @@ class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):
 
     async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole completion of a text, of token ids, or of chat messages; see `Options`."""
+        options.setdefault("stream_interval", WHOLE_INTERVAL)
         async with self.stream(prompt, **options) as stream:
             async for _ in stream:
                 pass

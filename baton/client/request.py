@@ -17,6 +17,8 @@ from baton.v1 import common_pb2, inference_pb2
 Messages = Sequence[Mapping[str, Any]]
 # Plain text, token ids, or chat messages.
 Prompt = str | Sequence[int] | Messages
+# Of output that nobody reads before its end.
+WHOLE_INTERVAL = 16
 _LONGEST_S = 1e9  # gRPC takes what is far beyond for no time at all
 _PROMPT = (
     'prompt must be text, token ids, or chat messages such as {"role": "user", "content": "Hi"}'
@@ -69,6 +71,9 @@ class Options(TypedDict, total=False):
     cache_salt: str | None  # shares the prefix cache
     priority: str | None  # "low", "normal", "high" next to others that wait; the tenant's own
     ttft_target: float | None  # refused at once unless it can begin in so many seconds; no target
+    # Tokens in a delta, at least, but for the first and the last; 1, and 16 where the completion is
+    # wanted as a whole. More cost the cluster less, and when a worker dies so many come later
+    stream_interval: int | None
     workers: Sequence[str] | None  # incarnations that alone may serve it, to test a pair; any
     timeout: float | None  # seconds for everything, retries included; the server's
 
@@ -76,7 +81,7 @@ class Options(TypedDict, total=False):
 _SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 _PLAIN = (
     *("model", "include_stop", "cache_salt", "workers", "suffix", "bad_words"),
-    *("add_special_tokens", "truncate_prompt_tokens", "show_special_tokens"),
+    *("add_special_tokens", "truncate_prompt_tokens", "show_special_tokens", "stream_interval"),
 )
 _PRIORITIES = {
     "low": common_pb2.PRIORITY_LOW,

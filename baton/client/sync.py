@@ -12,6 +12,7 @@ import grpc
 from baton import rpc
 from baton.client.call import Attempts, BaseClient, BaseStream, GenerateCall
 from baton.client.request import (
+    WHOLE_INTERVAL,
     Messages,
     Options,
     Prompt,
@@ -94,6 +95,7 @@ class Client(BaseClient, AbstractContextManager["Client"]):
 
         client.generate([{"role": "user", "content": "Hello"}], max_tokens=32, temperature=0.7)
         """
+        options.setdefault("stream_interval", WHOLE_INTERVAL)
         with self.stream(prompt, **options) as stream:
             for _ in stream:
                 pass

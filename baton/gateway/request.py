@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import UNSET
 
+from baton.client.request import WHOLE_INTERVAL
 from baton.errors import InvalidRequest
 from baton.gateway import api
 from baton.sampling import FILL_CONTEXT
@@ -296,6 +297,7 @@ def _base(
         truncate_prompt_tokens=body.truncate_prompt_tokens or 0,
         show_special_tokens=body.skip_special_tokens is False,
         bad_words=body.bad_words,
+        stream_interval=1 if body.stream else WHOLE_INTERVAL,
     )
     if body.add_special_tokens is not None:
         request.add_special_tokens = body.add_special_tokens

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\xbe\x01\n\x0eReserveRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12 \n\x18local_prefill_max_tokens\x18\x02 \x01(\r\x12\x32\n\x05trace\x18\x03 \x03(\x0b\x32#.baton.v1.ReserveRequest.TraceEntry\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"h\n\x0fReserveResponse\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x19\n\x11reservation_token\x18\x02 \x01(\t\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07started\x18\x04 \x01(\x08\"\xed\x01\n\rSequenceEvent\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x14\n\x0c\x61\x62ort_reason\x18\x05 \x01(\t\x12\x0f\n\x07invalid\x18\x06 \x01(\x08\x12\x31\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/decode.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\xd7\x01\n\x0eReserveRequest\x12(\n\x08sequence\x18\x01 \x01(\x0b\x32\x16.baton.v1.SequenceSpec\x12 \n\x18local_prefill_max_tokens\x18\x02 \x01(\r\x12\x32\n\x05trace\x18\x03 \x03(\x0b\x32#.baton.v1.ReserveRequest.TraceEntry\x12\x17\n\x0fstream_interval\x18\x04 \x01(\r\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"h\n\x0fReserveResponse\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x19\n\x11reservation_token\x18\x02 \x01(\t\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x0f\n\x07started\x18\x04 \x01(\x08\"\xed\x01\n\rSequenceEvent\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x14\n\x0c\x61\x62ort_reason\x18\x05 \x01(\t\x12\x0f\n\x07invalid\x18\x06 \x01(\x08\x12\x31\n\x0fprompt_logprobs\x18\x07 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,11 +35,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESERVEREQUEST_TRACEENTRY']._loaded_options = None
   _globals['_RESERVEREQUEST_TRACEENTRY']._serialized_options = b'8\001'
   _globals['_RESERVEREQUEST']._serialized_start=59
-  _globals['_RESERVEREQUEST']._serialized_end=249
-  _globals['_RESERVEREQUEST_TRACEENTRY']._serialized_start=205
-  _globals['_RESERVEREQUEST_TRACEENTRY']._serialized_end=249
-  _globals['_RESERVERESPONSE']._serialized_start=251
-  _globals['_RESERVERESPONSE']._serialized_end=355
-  _globals['_SEQUENCEEVENT']._serialized_start=358
-  _globals['_SEQUENCEEVENT']._serialized_end=595
+  _globals['_RESERVEREQUEST']._serialized_end=274
+  _globals['_RESERVEREQUEST_TRACEENTRY']._serialized_start=230
+  _globals['_RESERVEREQUEST_TRACEENTRY']._serialized_end=274
+  _globals['_RESERVERESPONSE']._serialized_start=276
+  _globals['_RESERVERESPONSE']._serialized_end=380
+  _globals['_SEQUENCEEVENT']._serialized_start=383
+  _globals['_SEQUENCEEVENT']._serialized_end=620
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("sequence", "local_prefill_max_tokens", "trace")
+    __slots__ = ("sequence", "local_prefill_max_tokens", "trace", "stream_interval")
     class TraceEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -19,10 +19,12 @@ class ReserveRequest(_message.Message):
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    STREAM_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     sequence: _common_pb2.SequenceSpec
     local_prefill_max_tokens: int
     trace: _containers.ScalarMap[str, str]
-    def __init__(self, sequence: _Optional[_Union[_common_pb2.SequenceSpec, _Mapping]] = ..., local_prefill_max_tokens: _Optional[int] = ..., trace: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    stream_interval: int
+    def __init__(self, sequence: _Optional[_Union[_common_pb2.SequenceSpec, _Mapping]] = ..., local_prefill_max_tokens: _Optional[int] = ..., trace: _Optional[_Mapping[str, str]] = ..., stream_interval: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("handoff_id", "reservation_token", "cached_tokens", "started")

@@ -80,7 +80,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "chat", "token_ids", "sampling", "stop", "include_stop", "cache_salt", "priority", "ttft_target_ms", "resumed_token_ids", "workers", "suffix", "add_special_tokens", "truncate_prompt_tokens", "show_special_tokens", "bad_words")
+    __slots__ = ("model", "text", "chat", "token_ids", "sampling", "stop", "include_stop", "cache_salt", "priority", "ttft_target_ms", "resumed_token_ids", "workers", "suffix", "add_special_tokens", "truncate_prompt_tokens", "show_special_tokens", "bad_words", "stream_interval")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,7 @@ class GenerateRequest(_message.Message):
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SHOW_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
+    STREAM_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     chat: Chat
@@ -115,7 +116,8 @@ class GenerateRequest(_message.Message):
     truncate_prompt_tokens: int
     show_special_tokens: bool
     bad_words: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: bool = ..., cache_salt: _Optional[str] = ..., priority: _Optional[_Union[_common_pb2.Priority, str]] = ..., ttft_target_ms: _Optional[int] = ..., resumed_token_ids: _Optional[_Iterable[int]] = ..., workers: _Optional[_Iterable[str]] = ..., suffix: _Optional[str] = ..., add_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., show_special_tokens: bool = ..., bad_words: _Optional[_Iterable[str]] = ...) -> None: ...
+    stream_interval: int
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: bool = ..., cache_salt: _Optional[str] = ..., priority: _Optional[_Union[_common_pb2.Priority, str]] = ..., ttft_target_ms: _Optional[int] = ..., resumed_token_ids: _Optional[_Iterable[int]] = ..., workers: _Optional[_Iterable[str]] = ..., suffix: _Optional[str] = ..., add_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., show_special_tokens: bool = ..., bad_words: _Optional[_Iterable[str]] = ..., stream_interval: _Optional[int] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("request_id", "trace_id", "prompt_tokens", "resumed_tokens")

@@ -34,6 +34,7 @@ from router.dispatch.request_state import TokenizedRequest
 MAX_CHARS_PER_TOKEN = 16  # of a whole prompt; longer texts are refused before they are tokenized
 # Of a prompt's tokens, with the alternatives at each, whose log-probabilities are told: 8 MiB.
 MAX_PROMPT_LOGPROBS = 1 << 20
+MAX_INTERVAL = 64  # of output tokens: so many may have to be computed again when a worker dies
 _TEXT_THREADS = 4
 _PRIORITIES = common_pb2.Priority.values()
 # Tokens a second before any worker has measured: only the order of virtual finish times matters
@@ -165,6 +166,7 @@ class Admission:
             resumed=resumed,
             workers=frozenset(request.workers),
             output_format=output_format,
+            stream_interval=1 if request.stop else min(request.stream_interval, MAX_INTERVAL),
         )
 
     def enter(

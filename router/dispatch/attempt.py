@@ -125,14 +125,8 @@ class Attempt:
             self.on_decode(event)
 
     def on_decode(self, event: Event) -> None:
-        if isinstance(event, decode_pb2.ReserveResponse):
-            if self._reserved is not None and not self._reserved.done():
-                self._reserved.set_result(event)
-        elif isinstance(event, BatonError):
-            self.suspects.clear()
-            self._decode_failed(event)
-        elif isinstance(event, prefill_pb2.PrefillResponse):
-            return  # no decode worker sends it
+        if not isinstance(event, decode_pb2.SequenceEvent):
+            self._on_answer(event)
         elif event.abort_reason:
             # Before Commit it is the handoff that failed: either end may be the reason.
             waits = self._prefill_over is not None and not self._handed_over
@@ -155,6 +149,15 @@ class Attempt:
             if reason := event.finish_reason:
                 self.finished_on_decode = True
             self._output(event.token_ids, event.logprobs, reason)
+
+    def _on_answer(self, event: Event) -> None:
+        if isinstance(event, BatonError):
+            self.suspects.clear()
+            self._decode_failed(event)
+        elif self._reserved is None or self._reserved.done():
+            return  # nothing else is expected of it
+        elif isinstance(event, decode_pb2.ReserveResponse):
+            self._reserved.set_result(event)
 
     def _decode_failed(self, error: Exception) -> None:
         if self._reserved is None or self._reserved.done():

@@ -242,6 +242,7 @@ class Dispatch:
             sequence=attempt.spec,
             local_prefill_max_tokens=pair.local_prefill_max_tokens,
             trace=dict(telemetry.inject(trace)),
+            stream_interval=state.request.stream_interval,
         )
         try:
             return await attempt.reserved(timeout_s)

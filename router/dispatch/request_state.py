@@ -60,6 +60,7 @@ class TokenizedRequest:
     pending: PendingPrompt = _FIRST
     workers: frozenset[str] = frozenset()  # that alone may serve it; empty: any
     output_format: OutputFormat | None = None  # None: all of it is content
+    stream_interval: int = 1  # tokens that come together, at least
 
     @property
     def time_left_s(self) -> float:

@@ -27,7 +27,10 @@ async def test_calls_arrive_with_their_input_key_and_deadline(connect, serve):
         await client.generate("text", max_tokens=5, stop="END", model="demo")
         await client.generate([1, 2, 3], timeout=3)
         await client.generate([{"role": "user", "content": "hi"}])
-    tokenize, text, ids, chat = router.requests
+        async for _ in client.stream("text"):
+            pass
+    tokenize, text, ids, chat, stream = router.requests
+    assert (text.stream_interval, chat.stream_interval, stream.stream_interval) == (16, 16, 0)
     assert tokenize.chat.messages[0].content == "hi"
     assert (text.text, text.sampling.max_tokens, list(text.stop)) == ("text", 5, ["END"])
     assert (text.model, list(ids.token_ids.ids)) == ("demo", [1, 2, 3])

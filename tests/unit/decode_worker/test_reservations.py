@@ -7,6 +7,7 @@ import contextlib
 import pytest
 
 from baton import connection, rpc
+from baton.engine.loop import Progress, StepReport
 from baton.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -83,6 +84,31 @@ async def test_a_step_is_one_message_for_all_of_a_routers_sequences(decode):
         assert max(len(message.events) for message in one.messages) >= 3
         assert {e.handoff_id for message in two.messages for e in message.events} == {"d"}
         assert await decode.clean()
+
+
+async def test_tokens_come_together_by_the_stream_interval(decode, router):
+    """All of them, each with its log-probabilities; the first one at once."""
+    sampling = common_pb2.SamplingParams(max_tokens=20, ignore_eos=True, logprobs=1)
+    await router.reserve(spec("each", prompt(9), sampling=sampling), local=9)
+    await router.reserve(spec("eight", prompt(9), sampling=sampling), local=9, interval=8)
+    each, events = await router.tokens("each"), []
+    while not events or not events[-1].finish_reason:
+        events.append(await router.event("eight"))
+    assert [len(event.token_ids) for event in events] == [1, 8, 8, 3]
+    assert [token for event in events for token in event.token_ids] == each
+    assert [p.chosen.token_id for event in events for p in event.logprobs] == each
+
+
+async def test_what_is_given_up_has_its_last_tokens_before_the_reason(decode, router):
+    await router.reserve(spec("a", prompt(20)), interval=8)
+    reservations = decode.node._reservations
+    for token in (5, 6, 7):
+        progress = [Progress("a", 1, (token,))]
+        reservations.on_step(StepReport(0, 0, 1, progress, decode.node.engine.load()))
+    reservations._give_up(reservations._entries["a"], "enough")
+    events = [await router.event("a") for _ in range(3)]
+    assert [list(event.token_ids) for event in events] == [[5], [6, 7], []]
+    assert [event.abort_reason for event in events] == ["", "", "enough"]
 
 
 SAMPLING = common_pb2.SamplingParams(max_tokens=4, temperature=-1)

@@ -38,6 +38,7 @@ async def test_a_completion_whole_and_streamed(gateway):
     assert (last["choices"], last["usage"]) == ([], answer["usage"])
     assert len({(e["id"], e["object"], e["model"], e["created"]) for e in events}) == 1
     assert all("usage" not in event for event in await gateway.events())
+    assert [reserve.stream_interval for reserve in gateway.decode.requests] == [16, 1, 1]
 
 
 async def test_an_answered_request_is_freed_without_a_garbage_collection(gateway):

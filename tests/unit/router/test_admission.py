@@ -80,7 +80,10 @@ def patch_slow_chats(monkeypatch, admission, work):
 
 async def test_a_request_becomes_tokens(admission, admission_of):
     more = {"stop": ["\n"], "include_stop": True, "cache_salt": "salt", "model": "tiny"}
-    admitted = await admit(admission, **more)
+    admitted = await admit(admission, **more, stream_interval=8)
+    assert admitted.stream_interval == 1, "a stop string may come with each token"
+    assert (await admit(admission, stream_interval=8)).stream_interval == 8
+    assert (await admit(admission, stream_interval=1000)).stream_interval == 64
     assert [*admitted.prompt] == admission.tokenizer.encode("Hi") and len(admitted.prompt) == 2
     assert (admitted.request_id, admitted.stop, admitted.include_stop) == ("r1", ("\n",), True)
     assert (admitted.tenant, admitted.cache_salt) == ("default", "salt")

@@ -226,14 +226,16 @@ class Router:
         self.connection.close()
         await asyncio.wait([self.ended], timeout=PATIENCE_S)
 
-    async def reserve(self, spec, local=0):
+    async def reserve(self, spec, local=0, interval=0):
         """Reserves; `local` is the most tokens decode computes by itself."""
-        return await asyncio.wait_for(self.reserving(spec, local), PATIENCE_S)
+        return await asyncio.wait_for(self.reserving(spec, local, interval), PATIENCE_S)
 
-    def reserving(self, spec, local=0):
+    def reserving(self, spec, local=0, interval=0):
         """The answer to come."""
         answer = self._answers[spec.handoff_id] = asyncio.get_running_loop().create_future()
-        self.connection.outgoing.reserve.add(sequence=spec, local_prefill_max_tokens=local)
+        self.connection.outgoing.reserve.add(
+            sequence=spec, local_prefill_max_tokens=local, stream_interval=interval
+        )
         return answer
 
     def prefill(self, spec, target):
