@@ -19,12 +19,11 @@ from baton.bench.stats import (
     percentile,
     spread_of,
     stats_of,
-    timeline_of,
 )
 from baton.bench.workload import Workload
 from baton.slo import Slo
 
-SCHEMA = "baton.bench.serve/2"
+SCHEMA = "baton.bench.serve/3"
 Report = dict[str, Any]
 
 _GOOD_SHARE = 0.9
@@ -44,7 +43,6 @@ class Stage:
             "label": self.workload.label,
             "value": self.value,
             "figures": stats_of(self.run.outcomes, self.run.seconds, slo),
-            "timeline": timeline_of(self.run.outcomes),
         }
 
 
@@ -108,23 +106,9 @@ def generator_stats(run: Run) -> dict[str, Any]:
     }
 
 
-def knee_of(stages: Iterable[tuple[float, Stats]]) -> dict[str, Any] | None:
-    """The stage beyond which a server should not be driven, where there is one.
-
-    With an SLO, the stage before the first that is not good. Else the point farthest below the line
-    from the first to the last (V. Satopaa et al., "Finding a 'Kneedle' in a Haystack", without its
-    smoothing).
-    """
-    stages = sorted(stages, key=lambda stage: stage[0])
-    if any(stats["goodput"] for _, stats in stages):
-        good = [bool(s["goodput"]) and s["goodput"]["share"] >= _GOOD_SHARE for _, s in stages]
-        first_bad = good.index(False) if False in good else 0
-        return {"value": stages[first_bad - 1][0], "by": "slo"} if first_bad else None
-    points = [(s["requests_per_s"], s["e2e_s"]["p95"], value) for value, s in stages if s["e2e_s"]]
-    if len(points) < 3:
-        return None
-    (x0, y0, _), (x1, y1, _) = points[0], points[-1]
-    if x1 <= x0 or y1 <= y0:
-        return None
-    depth, value = max(((x - x0) / (x1 - x0) - (y - y0) / (y1 - y0), v) for x, y, v in points)
-    return {"value": value, "by": "shape"} if depth > 0 else None
+def knee_of(stages: Sequence[tuple[float, Stats]]) -> float | None:
+    """The stage before the first that is not good, by an SLO: no server should be driven beyond."""
+    values = [value for value, _ in sorted(stages, key=lambda stage: stage[0])]
+    good = {value for value, s in stages if s["goodput"] and s["goodput"]["share"] >= _GOOD_SHARE}
+    first_bad = next((place for place, value in enumerate(values) if value not in good), 0)
+    return values[first_bad - 1] if first_bad else None

@@ -16,7 +16,6 @@ from baton.bench.generator import Run
 from baton.bench.report import Report
 from baton.bench.stats import FIGURES, INTERFERENCE_FIGURES, Figure, percentile
 
-_KNEES = {"slo": "the highest with 90 % good", "shape": "where latency bends upwards"}
 _SWEPT = (
     *("ttft_s.p95", "tpot_s.p95", "e2e_s.p95"),
     *("requests_per_s", "output_tokens_per_s", "goodput.share"),
@@ -101,9 +100,10 @@ def _sweep(report: Report) -> Iterator[RenderableType]:
     columns = {stage["label"]: [stage["figures"]] for stage in report["stages"]}
     yield Text()
     yield median_table("sweep", [one for one in FIGURES if one.path in _SWEPT], columns)
-    knee = report["knee"]
-    found = f"{knee['value']:g} ({_KNEES[knee['by']]})" if knee else "none in this sweep"
-    yield Text(f"  knee: {found}")
+    if report["slo"]:
+        knee = report["knee"]
+        found = "none in this sweep" if knee is None else f"{knee:g}, the highest with 90 % good"
+        yield Text(f"  knee: {found}")
 
 
 def _generator(stats: Mapping[str, Any]) -> Iterator[Text]:
