@@ -6,8 +6,8 @@ changes its meaning raises it. docs/benchmarking.md describes every field.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
@@ -69,38 +69,25 @@ def report_of(
         "stages": reports,
         "interference": interference,
         "knee": knee_of(swept),
-        "generator": generator_stats(joined([*(stage.run for stage in stages), *further])),
+        "generator": generator_stats([*(stage.run for stage in stages), *further]),
     }
 
 
-def joined(runs: Iterable[Run]) -> Run:
-    """Consecutive runs as one on one clock: each begins where the one before ended."""
-    whole = Run()
-    for run in runs:
-        whole.outcomes += [
-            replace(o, at_s=o.at_s + whole.seconds, sent_s=o.sent_s + whole.seconds)
-            for o in run.outcomes
-        ]
-        whole.loop_late_s += run.loop_late_s
-        whole.seconds += run.seconds
-        whole.cpu_s += run.cpu_s
-    return whole
-
-
-def generator_stats(run: Run) -> dict[str, Any]:
+def generator_stats(runs: Sequence[Run]) -> dict[str, Any]:
     """How late the generator itself was, and why it may have been the bottleneck."""
-    late_s = [outcome.sent_s - outcome.at_s for outcome in run.outcomes]
-    cpu_share = run.cpu_s / run.seconds if run.seconds else 0.0
+    late_s = [outcome.sent_s - outcome.at_s for run in runs for outcome in run.outcomes]
+    loop_late_s = [late for run in runs for late in run.loop_late_s]
+    cpu_share = sum(run.cpu_s for run in runs) / (sum(run.seconds for run in runs) or 1.0)
     complaints = []
     if (late_ms := percentile(late_s, 99) * 1e3) > _LATE_MS:
         complaints.append(f"requests were sent late (p99 {late_ms:.1f} ms)")
-    if (loop_ms := percentile(run.loop_late_s, 99) * 1e3) > _LATE_MS:
+    if (loop_ms := percentile(loop_late_s, 99) * 1e3) > _LATE_MS:
         complaints.append(f"its event loop was late (p99 {loop_ms:.1f} ms)")
     if cpu_share > _BUSY:
         complaints.append(f"it kept a core busy ({cpu_share:.0%})")
     return {
         "late_s": spread_of(late_s),
-        "loop_late_s": spread_of(run.loop_late_s),
+        "loop_late_s": spread_of(loop_late_s),
         "cpu_share": cpu_share,
         "complaints": complaints,
     }

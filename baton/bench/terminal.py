@@ -39,7 +39,7 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     if report["interference"]:
         yield Text()
         yield median_table("interference", INTERFERENCE_FIGURES, {"": [report["interference"]]})
-    if report["workload"]["sweep"]:
+    if len(report["stages"]) > 1:
         yield from _sweep(report)
     yield from _generator(report["generator"])
 
