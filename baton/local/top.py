@@ -96,9 +96,7 @@ class Moment(NamedTuple):
     unix_s: float
 
 
-async def once(
-    addresses: Sequence[str], interval_s: float, api_key: str | None, width: int | None
-) -> str:
+async def once(addresses: Sequence[str], interval_s: float, api_key: str | None) -> str:
     """One frame as text, with rates over one interval. Raises Unavailable when none answers."""
     answered = asyncio.Event()
     async with polling(addresses, interval_s, api_key, answered.set) as routers:
@@ -108,7 +106,7 @@ async def once(
     if not any(router.last for router in routers):
         why = "; ".join(f"{router.address}: {router.failure}" for router in routers)
         raise Unavailable(f"no router answers: {why}")
-    console = Console(width=width or _PLAIN_WIDTH, height=_PLAIN_HEIGHT, color_system=None)
+    console = Console(width=_PLAIN_WIDTH, height=_PLAIN_HEIGHT, color_system=None)
     moment = Moment(tuple(top_view.processes(routers)), time.monotonic(), time.time())
     with console.capture() as captured:
         console.print(frame(moment, View(keys=False), console.width, _PLAIN_HEIGHT))
