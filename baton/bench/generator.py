@@ -24,24 +24,22 @@ _CHECK_S = 0.01
 
 @dataclass
 class Run:
-    """The outcomes of one run, and how well the generator kept time.
-
-    The counts are of requests that have ended, for showing progress; results are made from
-    outcomes.
-    """
+    """The outcomes of one run, of requests that still run, too, and how well the generator kept
+    time."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     seconds: float = 0.0  # from its start to the end of the last request
     loop_late_s: list[float] = field(default_factory=list)  # of a timer every 10 ms
     cpu_s: float = 0.0
-    ok: int = 0
-    failed: int = 0
-    output_tokens: int = 0
 
-    def count(self, outcome: Outcome) -> None:
-        self.ok += outcome.ok
-        self.failed += not outcome.ok
-        self.output_tokens += outcome.output_tokens
+    @property
+    def ok(self) -> int:
+        """Requests that have ended well."""
+        return sum(outcome.ok for outcome in self.outcomes if outcome.ended_s)
+
+    @property
+    def failed(self) -> int:
+        return sum(not outcome.ok for outcome in self.outcomes if outcome.ended_s)
 
 
 def _prepared(
@@ -149,4 +147,3 @@ class Generator:
         finally:
             outcome.ended_s = time.monotonic() - began
             self._sending.discard(task)
-            self.run.count(outcome)

@@ -155,4 +155,4 @@ def _status(run: Run) -> str:
     recent = [o.ttft_s for o in run.outcomes[-_RECENT:] if o.ttft_s is not None]
     if recent:
         parts.append(f"TTFT p50 {percentile(recent, 50) * 1e3:.0f} ms")
-    return ", ".join([*parts, f"{run.output_tokens} tokens"])
+    return ", ".join([*parts, f"{sum(o.output_tokens for o in run.outcomes)} tokens"])
