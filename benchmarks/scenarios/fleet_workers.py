@@ -5,7 +5,8 @@
 What a router and etcd see of them is real: for each worker a port of its own for routers, a record
 under a lease of its own, load reports and heartbeats as often as workers send them, and a message
 for each step. A step is a timer (`--simulate`), KV is counted but not moved, and decode
-starts a sequence by the clock instead of a Commit. /metrics has the number of messages sent.
+starts a sequence by the clock instead of a Commit. A first token is the time at which it is sent:
+see `first_token_age_s`. /metrics has the number of messages sent.
 """
 
 from __future__ import annotations
@@ -16,18 +17,23 @@ import math
 import os
 import signal
 import sys
+import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import uvloop
+from prometheus_client import generate_latest
 
 from baton.cli import main
 from baton.config import SimulatedSpeed, WorkerConfig, host_id, model_path, new_incarnation
+from baton.metrics.recorder import Gaps
 from baton.metrics.server import serving
+from baton.metrics.table import of
 from baton.registry import EtcdRegistry
-from baton.server import EventLoop, settle
+from baton.server import EventLoop, measure_lag, settle
 from baton.text import text_fingerprint
 from baton.v1 import common_pb2, prefill_pb2, worker_pb2
 from baton.v1.decode_pb2 import ReserveRequest
@@ -42,17 +48,33 @@ _TOKEN_BYTES = 131072
 _HANDOFF_S = 0.003
 _FIRST_ID, _NUM_IDS = 1000, 1000
 _AT_A_TIME = 50  # registrations
+_MOST_MICROSECONDS = 1 << 30  # in a token id
 _UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
 _LENGTH = common_pb2.FINISH_REASON_LENGTH
 
 
-class Router(RouterConnection):
-    """A router, and the count of what all of them are sent."""
+def _microseconds() -> int:
+    return time.monotonic_ns() // 1000 % _MOST_MICROSECONDS
 
-    flushes = 0
+
+def first_token_age_s(token_id: int) -> float:
+    """Seconds since a worker of this machine sent it."""
+    return (_microseconds() - token_id) % _MOST_MICROSECONDS / 1e6
+
+
+SENT: Counter[str] = Counter()  # messages, by kind
+LAG = Gaps(of("router")["baton.event_loop.lag"])
+
+
+class Router(RouterConnection):
+    """A router, and the count of what it is sent."""
 
     def flush(self) -> None:
-        Router.flushes += 1
+        message = self.outgoing
+        kinds = {"step": message.events, "prefill message": message.prefill}
+        kind = next((kind for kind, of in kinds.items() if of), "")
+        kind = kind or ("load report" if message.HasField("report") else "")
+        SENT[kind or ("heartbeat" if not message.ByteSize() else "answer")] += 1
         super().flush()
 
 
@@ -142,7 +164,7 @@ class PrefillWorker(Worker):
             self.load.steps += 1
             started = prefill_pb2.PrefillStarted(queue_ms=waits_s * 1e3)
             router.outgoing.prefill.add(handoff_id=handoff_id, started=started)
-            token = prefill_pb2.PrefillFirstToken(token_id=_FIRST_ID)
+            token = prefill_pb2.PrefillFirstToken(token_id=_microseconds())
             router.outgoing.prefill.add(handoff_id=handoff_id, first_token=token)
             await asyncio.sleep(_HANDOFF_S)
             committed = prefill_pb2.PrefillCommitted(
@@ -251,11 +273,14 @@ async def _run(number: int, config: WorkerConfig) -> int:
         await worker.port.aclose()
 
     def page(accept: str) -> tuple[str, bytes]:
-        return "text/plain", f"sent_total {Router.flushes}\n".encode()
+        lines = [f'sent_total{{kind="{kind}"}} {count}\n' for kind, count in SENT.items()]
+        return "text/plain", "".join(lines).encode() + generate_latest(LAG)
 
     settle()
+    lagging = asyncio.create_task(measure_lag(LAG.record))
     async with serving(page, config.host, config.metrics_port or 0):
         await asyncio.gather(*map(serve, workers))
+    lagging.cancel()
     await registry.close()
     return 0
 

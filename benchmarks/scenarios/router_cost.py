@@ -6,13 +6,9 @@ and 32 tokens of output; over gRPC, over HTTP, and over HTTP as one whole answer
 latencies: the first output bounds a token's way from a worker to its caller. Many callers show the
 CPU time of each process for 1,000 requests and, for the router, for a token of output as well, in
 `json.dumps` of one chunk of OpenAI's stream: measured in the same run, that makes machines
-comparable. In the end requests wait for workers that are full: what each of them takes of the
-router's memory.
-
-With `--workers` it is instead one router in front of so many: records under leases, ports, load
-reports, heartbeats and step events are real (`fleet_workers.py`), engines are timers. The router
-starts while all workers are there; then it is left alone, which shows what heartbeats cost; then
-requests arrive, Poisson.
+comparable. Then workers that are timers send times as tokens: so long a first token takes from a
+worker to its chunk of a stream, with and without other callers. In the end requests wait for
+workers that are full: what each of them takes of the router's memory.
 """
 
 from __future__ import annotations
@@ -23,9 +19,8 @@ import json
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,9 +28,7 @@ from typing import Any
 import aiohttp
 import psutil
 
-from baton.bench import servers
 from baton.bench.generator import Generator, Run
-from baton.bench.request import RequestOptions
 from baton.bench.servers import Server
 from baton.bench.stats import Figure, percentile
 from baton.bench.terminal import median_table, table
@@ -46,15 +39,16 @@ from baton.local import ports
 from baton.local.cluster import LocalCluster
 from benchmarks.environment import console, cores, machine, rotated
 from benchmarks.scenarios import fleet_workers
+from benchmarks.scenarios.common import connected
 
 _WARM_UP = 64
 _CHAT_WORDS = 58  # of a prompt: 70 tokens with the template
 _DUMPS = 20_000
+_FIRST_CHUNKS = 220  # of which the first tenth warms up
 _WAITING_TOKENS = (64, 1024)  # of prompts that wait; in this order, as memory does not shrink
 _FULL_BLOCKS = 96  # of a worker that few of them fill
 _WAIT_S, _POLL_S = 120.0, 0.25
 _PATIENT_S = 1e5  # a deadline that such a queue is expected to miss would refuse requests
-_IDLE_S = 10.0
 _KIB = 1024
 
 # Over HTTP or gRPC, and options of the requests.
@@ -88,9 +82,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--router-processes", type=int, default=1, metavar="N", help=text)
     add("--waiting", type=int, default=2000, help="requests that wait: 2000; 0 leaves that out")
     add("--beside", type=Path, metavar="DIR", help="another checkout, in turns with this one")
-    add("--workers", type=int, default=0, metavar="N", help="one router in front of so many")
-    add("--rate", type=float, default=50.0, help="with --workers: requests a second: 50")
-    add("--seconds", type=float, default=120.0, help="with --workers: of requests: 120")
 
 
 async def main(args: argparse.Namespace) -> None:
@@ -98,9 +89,6 @@ async def main(args: argparse.Namespace) -> None:
         raise SystemExit(f"--waiting: {_FULL_BLOCKS} run at once; give more than that, or 0")
     here = machine(cores(), len(cores()))
     console.print(f"{here['processor']}, {len(cores())} cores, load before {here['load_before']}")
-    if args.workers:
-        await _fleet(args)
-        return
     checkouts = {"": None} if args.beside is None else {"": None, " beside": args.beside.resolve()}
     results: dict[str, list[dict[str, float]]] = {}
     # The demo model for its tokenizer: without one, streams over HTTP would carry empty texts.
@@ -124,16 +112,13 @@ async def main(args: argparse.Namespace) -> None:
             async with AsyncClient(cluster.address) as client:
                 counts = (await client.status())["router"]["counts"]
             console.print(f"requests{name}: {counts['served']}")
+    rows = [row for name, of in checkouts.items() for row in await _first_chunks(args, name, of)]
     columns = {kind + name: results[kind + name] for kind, name in cases}
     console.print("", median_table(f"{args.callers} callers", FIGURES, columns), sep="\n")
+    console.print("", table("a first token, to its chunk", ("p50, ms", "p99, ms"), rows), sep="\n")
     if args.waiting:
         rows = [row for name, of in checkouts.items() for row in await _waiting(args, name, of)]
         console.print("", table("requests that wait", ("number", "KiB of router each"), rows))
-
-
-def _connected(url: str, **options: Any) -> AbstractAsyncContextManager[Server]:
-    """A router as the generator sends to it."""
-    return servers.connected(url, RequestOptions(**options))
 
 
 @asynccontextmanager
@@ -141,15 +126,15 @@ async def _cluster(
     checkout: Path | None,
     engine: EngineConfig,
     programs: Mapping[str, Sequence[str]] | None = None,
-    max_queue: int = RouterLimits.max_queue,
-    **settings: Any,
+    router_processes: int = 1,
+    **limits: Any,
 ) -> AsyncIterator[LocalCluster]:
     config = ClusterConfig(
         engine=engine,
-        limits=RouterLimits(max_queue=max_queue),
+        limits=RouterLimits(**limits),
+        router_processes=router_processes,
         port=0,
         http_port=ports.free(),
-        **settings,
     )
     programs, env = {**(programs or {})}, {}
     if checkout is not None:
@@ -178,7 +163,7 @@ async def _measure(
         assert run.ok == count, next(o for o in run.outcomes if not o.ok).message
         return run
 
-    async with _connected(url, prompt_form="chat", **options) as server:
+    async with connected(url, prompt_form="chat", **options) as server:
         await send(server, 0, _WARM_UP, args.callers)
         alone = (await send(server, 1, args.requests // 4, 1)).outcomes
         before = _cpu_s(pids)
@@ -223,17 +208,61 @@ def _dumps_s() -> float:
     return (time.process_time() - began) / _DUMPS
 
 
+async def _first_chunks(
+    args: argparse.Namespace, name: str, checkout: Path | None
+) -> list[list[str]]:
+    """From a worker's write of a first token to this process's read of its chunk, over HTTP."""
+    body = {"prompt": [*range(2, 66)], "max_tokens": 2, "stream": True, "return_token_ids": True}
+    program = (sys.executable, fleet_workers.__file__, "1")
+    engine = EngineConfig(simulate="1e6,20")
+    rows, load = [], Workload(count=1 << 30, output_lengths=Lengths(args.tokens, args.tokens))
+    async with (
+        _cluster(checkout, engine, dict.fromkeys(("prefill", "decode"), program)) as cluster,
+        connected(cluster.address, prompt_form="chat") as server,
+        aiohttp.ClientSession(f"http://{cluster.http_addresses[0]}") as session,
+    ):
+
+        async def age_s() -> float:
+            async with session.post("/v1/completions", json=body) as response:
+                chunk = await response.content.readline()
+                (token,) = json.loads(chunk.removeprefix(b"data: "))["choices"][0]["token_ids"]
+                age_s = fleet_workers.first_token_age_s(token)
+                await response.read()
+                return age_s
+
+        for callers in (0, args.callers):
+            stop = asyncio.Event()
+            others = asyncio.create_task(
+                Generator(server, stop).closed_loop(load.demands(), callers)
+            )
+            ages_s = [await age_s() for _ in range(_FIRST_CHUNKS)][_FIRST_CHUNKS // 10 :]
+            stop.set()
+            await others
+            what = f"{callers} other callers{name}"
+            rows.append([what, *(f"{percentile(ages_s, p) * 1e3:.2f}" for p in (50, 99))])
+    return rows
+
+
 async def _waiting(args: argparse.Namespace, name: str, checkout: Path | None) -> list[list[str]]:
     """What requests in the queue take of the router's memory, by the length of their prompts."""
     engine = EngineConfig(simulate="1e9,1000", kv_blocks=_FULL_BLOCKS, prefix_cache=False)
     rows = []
     async with (
         _cluster(checkout, engine, max_queue=args.waiting) as cluster,
-        _connected(cluster.address, timeout_s=_PATIENT_S) as server,
+        connected(cluster.address, timeout_s=_PATIENT_S) as server,
         AsyncClient(cluster.address) as client,
     ):
         router = psutil.Process(cluster.processes["router"].pid)
-        queued = lambda status: int(status["router"]["queued"])  # noqa: E731
+
+        async def until(least: int, most: int) -> int:
+            """Returns how many wait, once they are as many as that."""
+            async with asyncio.timeout(_WAIT_S):
+                while True:
+                    queued = int((await client.status())["router"]["queued"])
+                    if least <= queued <= most:
+                        return queued
+                    await asyncio.sleep(_POLL_S)
+
         before = router.memory_info().rss
         for tokens in _WAITING_TOKENS:
             load = Workload(
@@ -246,78 +275,10 @@ async def _waiting(args: argparse.Namespace, name: str, checkout: Path | None) -
             sending = asyncio.create_task(
                 Generator(server, stop).closed_loop(load.demands(), args.waiting)
             )
-            number = await _until(client, queued, args.waiting - _FULL_BLOCKS, args.waiting)
+            number = await until(args.waiting - _FULL_BLOCKS, args.waiting)
             each = (router.memory_info().rss - before) / number / _KIB
             rows.append([f"prompts of {tokens} tokens{name}", str(number), f"{each:.1f}"])
             stop.set()
             await sending
-            await _until(client, queued, 0, 0)
+            await until(0, 0)
     return rows
-
-
-async def _until(client: AsyncClient, count: Callable[[Any], int], least: int, most: int) -> int:
-    """What is counted in a router's status, once it is within these bounds."""
-    async with asyncio.timeout(_WAIT_S):
-        while True:
-            if least <= (number := count(await client.status())) <= most:
-                return number
-            await asyncio.sleep(_POLL_S)
-
-
-async def _fleet(args: argparse.Namespace) -> None:
-    """One router in front of many workers: its start, its CPU time alone and under load, TTFT."""
-    program = (sys.executable, fleet_workers.__file__, str(args.workers // 2))
-    programs = dict.fromkeys(("prefill", "decode"), program)
-    load = Workload(
-        rate=args.rate,
-        duration_s=args.seconds,
-        prompt_lengths=Lengths(_CHAT_WORDS, _CHAT_WORDS),
-        output_lengths=Lengths(args.tokens, args.tokens),
-    )
-    ready = lambda status: sum(one["state"] == "READY" for one in status["workers"])  # noqa: E731
-    async with (
-        _cluster(None, EngineConfig(simulate="8000,20"), programs, metrics_port=0) as cluster,
-        AsyncClient(cluster.address) as client,
-        _connected(cluster.address, prompt_form="chat") as server,
-    ):
-        await cluster.restart("router")
-        await _until(client, ready, args.workers, args.workers)
-        started_s = cluster.processes["router"].age_s
-        console.print(f"all {args.workers} READY {started_s:.1f} s after the router's start")
-        idle = await _since(cluster, asyncio.sleep(_IDLE_S))
-        await Generator(server).closed_loop(replace(load, count=16).demands(), 4)  # warms up
-        generator = Generator(server)
-        busy = await _since(cluster, generator.open_loop(load.demands()))
-    rows = [[what, *(f"{one[what]:.1f}" for one in (idle, busy))] for what in idle]
-    console.print("", table("", ("without requests", f"{args.rate:g} requests/s"), rows), sep="\n")
-    run = generator.run
-    ended = Counter(o.status if o.ok else f"{o.status}: {o.message}" for o in run.outcomes)
-    ttft_s = [o.ttft_s for o in run.outcomes if o.ttft_s is not None]
-    p50, p99 = (1e3 * percentile(ttft_s, p) for p in (50, 99))
-    console.print(f"{run.ok / run.seconds:.1f} requests/s ended well; TTFT p50 {p50:.0f} ms, "
-                  f"p99 {p99:.0f}; {dict(ended)}")  # fmt: skip
-
-
-async def _since(cluster: LocalCluster, work: Awaitable[object]) -> dict[str, float]:
-    """CPU and memory while `work` is done, and the messages that workers sent."""
-
-    async def reading() -> tuple[float, dict[str, float], int]:
-        sent = 0
-        for name in ("prefill-0", "decode-0"):
-            async with aiohttp.request("GET", f"http://{cluster.metrics[name]}/metrics") as page:
-                sent += int((await page.text()).split()[1])
-        return time.monotonic(), _cpu_s(pids), sent
-
-    pids = {name: process.pid for name, process in cluster.processes.items()}
-    before_s, before, sent_before = await reading()
-    await work
-    after_s, after, sent_after = await reading()
-    seconds, sent = after_s - before_s, sent_after - sent_before
-    names = ("router", "prefill-0", "decode-0", "client")
-    spent = {name: after[name] - before[name] for name in names}
-    return {
-        **{f"CPU of {name}, %": 100 * cpu_s / seconds for name, cpu_s in spent.items()},
-        "router, MiB": psutil.Process(pids["router"]).memory_info().rss / _KIB**2,
-        "messages of workers/s": sent / seconds,
-        "router, CPU µs a message": 1e6 * spent["router"] / max(1, sent),
-    }
