@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": ("serve", "servers under load: interference and a mixed load"),
     "gpu": ("gpu.run", "kernels, engine and cluster on this machine's GPU"),
     "quality": ("scenarios.quality", "how well a model predicts text at low precision"),
+    "structured_output": ("scenarios.structured_output", "how much of JSON Schema is kept to"),
     "router_cost": ("scenarios.router_cost", "CPU seconds of a router for 1,000 requests"),
     "fleet": ("scenarios.fleet", "one router in front of a thousand workers"),
 }
