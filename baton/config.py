@@ -674,7 +674,7 @@ class ClusterConfig(WorkerServiceConfig):
         False, "--tls", "encrypt all ports but etcd's, with certificates made for this run"
     )
     keep_traces: int = option(
-        1000, "--keep-traces N", "last requests' traces to keep for `baton trace`; 0: none"
+        1000, "--keep-traces N", "last requests' traces to keep for `baton trace`, unless --otlp"
     )
     restart: bool = option(True, "--restart", "start a process that ended again, later each time")
     drain_s: float = option(5.0, "--drain-timeout SECONDS", DRAIN_TEXT, group="service")
