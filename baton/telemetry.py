@@ -31,7 +31,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from baton.errors import ConfigError, InvalidRequest
 
-TRACE_ID = re.compile("[0-9a-f]{32}")
+_TRACE_ID = re.compile("[0-9a-f]{32}")
 _PROPAGATOR = TraceContextTextMapPropagator()
 _NO_SPAN = contextlib.nullcontext(INVALID_SPAN)
 _MAX_STATUS_CHARS = 1000  # spans are held by the thousand, and an error may quote a whole request
@@ -51,7 +51,7 @@ class Telemetry:
 
         Raises InvalidRequest unless it is 32 hexadecimal digits.
         """
-        if not TRACE_ID.fullmatch(trace_id):
+        if not _TRACE_ID.fullmatch(trace_id):
             raise InvalidRequest(f"{trace_id!r} is no trace id", "trace_ids")
         if self._tail is not None:
             self._tail.keep(int(trace_id, 16))

@@ -53,10 +53,9 @@ def add_commands(commands: options.Commands) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from baton.local import trace_source, trace_tree
-    from baton.telemetry import TRACE_ID
 
     trace_id = (args.trace_id or "").strip().lower().replace("-", "")
-    if args.trace_id is not None and not TRACE_ID.fullmatch(trace_id):
+    if args.trace_id is not None and not trace_tree.is_trace_id(trace_id):
         text = f"{args.trace_id!r} is no trace id: it has 32 hexadecimal digits"
         raise InvalidRequest(text, "trace_id")
     key = options.api_key(args)

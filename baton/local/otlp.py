@@ -20,8 +20,9 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 
 from baton import rpc
-from baton.errors import DeadlineExceeded
+from baton.errors import DeadlineExceeded, InvalidRequest
 from baton.local.span_store import ROUTER, AttributeValue, Span, SpanStore, is_complete
+from baton.local.trace_tree import is_trace_id
 from baton.v1 import trace_pb2, trace_pb2_grpc
 
 _QUIET_S = 1.0  # exporters send several times a second: after this nothing more is on its way
@@ -73,6 +74,8 @@ class OtlpReceiver(
             for spans in self.store.traces():
                 yield _response(spans)
             return
+        if not is_trace_id(trace_id):
+            raise InvalidRequest("a trace id has 32 hexadecimal digits", "trace_id")
         now = time.monotonic()
         end = now + request.wait_ms / 1000
         if not 0 < self.store.arrived_at(trace_id) < now - _MAX_WAIT_S:

@@ -18,6 +18,7 @@ from baton.local.span_store import AttributeValue, Span, is_request
 
 # Spans that measure what others are made of; they are no work of their own.
 _MEASURES = frozenset({"router.first_token"})
+_HEX = frozenset("0123456789abcdef")
 
 _BAR_COLUMNS = 20
 _RIGHT_COLUMNS = len("  12345.7  12345.7 ms ||") + _BAR_COLUMNS + 1  # right of the names
@@ -52,6 +53,11 @@ class TraceSummary:
     input_tokens: int
     output_tokens: int
     attempts: int
+
+
+def is_trace_id(text: str) -> bool:
+    """Whether it could name a trace: 32 hexadecimal digits, lower case, not all of them 0."""
+    return len(text) == 32 and _HEX.issuperset(text) and text.strip("0") != ""
 
 
 def entry_of(spans: Iterable[Span]) -> Span | None:

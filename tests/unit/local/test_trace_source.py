@@ -8,6 +8,7 @@ import time
 import pytest
 
 from baton import cli
+from baton.errors import InvalidRequest
 from baton.local import ports
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore
@@ -106,7 +107,7 @@ async def test_an_error_says_why_there_is_no_trace(receiver, trace):
         for argv, why in (
             ([UNKNOWN], f"{receiver.address} has no trace {UNKNOWN}"),
             *(([text], f"'{text}' is no trace id: it has 32 hexadecimal digits")
-              for text in ("not-an-id", TRACE[:-1], TRACE + "0", "g" * 32)),
+              for text in ("not-an-id", TRACE[:-1], TRACE + "0", "g" * 32, "0" * 32)),
             ([TRACE, "--target", closed], f"no router answers at {closed}: start one with"),
             ([TRACE, "--target", silent], "the router at r:1 exports no traces"),
             *((argv, f"{receiver.address} keeps no trace of a request yet")
@@ -122,6 +123,8 @@ async def test_an_error_says_why_there_is_no_trace(receiver, trace):
             async with exporting(otlp) as elsewhere:
                 assert why in (await trace("--timeout", "0.8", "--target", elsewhere.address))[2]
     assert await trace("--json") == (0, '{"traces": []}\n', "")
+    with pytest.raises(InvalidRequest, match="32 hexadecimal"):
+        await asyncio.to_thread(read_traces, receiver.address, "xyz", None, TIMEOUT_S)
 
 
 @pytest.mark.parametrize("spans", [[below(), request()], [request(), below()]])
