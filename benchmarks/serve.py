@@ -62,22 +62,27 @@ Variants = Mapping[str, Callable[[], AbstractAsyncContextManager[Target]]]
 class Comparison:
     """Variants under the same loads, one at a time, in rounds whose order rotates.
 
-    Loads are runs of `baton bench serve`, by name. A variant that fails is left out from then on.
+    Loads are runs of `baton bench serve`, by name. A variant that fails is left out from then on;
+    what there is when ctrl-C comes is kept.
     """
 
     loads: Mapping[str, Settings]
     results: dict[str, dict[str, list[Stats]]] = field(default_factory=dict)  # by load, by variant
     absent: dict[str, str] = field(default_factory=dict)  # and why
+    is_partial: bool = False
 
     def run(self, variants: Variants, rounds: int) -> int:
         """Measures and prints a table for each load; the exit status."""
         self.results = {kind: {} for kind in self.loads}
-        asyncio.run(self._rounds(variants, rounds))
+        try:
+            asyncio.run(self._rounds(variants, rounds))
+        except KeyboardInterrupt:  # what was started has been stopped on its way
+            self.is_partial = True
         for kind, load in self.loads.items():
+            title = f"{kind}: median (min-max){', PARTIAL: ended early' * self.is_partial}"
             figures = INTERFERENCE_FIGURES if load.interference else FIGURES
-            found = median_table(f"{kind}: median (min-max)", figures, self.results[kind])
-            console.print("", found, sep="\n")
-        return int(bool(self.absent) and not any(self.results.values()))
+            console.print("", median_table(title, figures, self.results[kind]), sep="\n")
+        return 130 if self.is_partial else int(bool(self.absent) and not any(self.results.values()))
 
     async def _rounds(self, variants: Variants, rounds: int) -> None:
         for round_ in range(rounds):
@@ -233,7 +238,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measures what the command line asks for."""
+    """Measures what the command line asks for; what there is when it is interrupted, too."""
     os.sched_setaffinity(0, args.cpus)  # this process and all that it starts
     machine = environment.machine(args.cpus, len(args.cpus))
     console.print(
@@ -250,7 +255,7 @@ def main(args: argparse.Namespace) -> int:
     comparison = Comparison({kind: loads[kind] for kind in args.loads})
     variants = {name: partial(target, name, start) for name in args.servers}
     status = comparison.run(variants, args.rounds)
-    found = {"absent": comparison.absent, **comparison.results}
+    found = {"partial": comparison.is_partial, "absent": comparison.absent, **comparison.results}
     shape = SHAPES[args.shape].config()
     environment.write(args.json, {"schema": SCHEMA, "machine": machine, "shape": shape, **found})
     return status

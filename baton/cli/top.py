@@ -6,7 +6,7 @@ import argparse
 import asyncio
 
 from baton.cli import options
-from baton.cli.options import seconds
+from baton.cli.options import count, seconds
 
 _TEXT = """\
 Shows what routers and workers do now: requests and goodput a second, batches, KV blocks, tokens a
@@ -29,6 +29,7 @@ def add_commands(commands: options.Commands) -> None:
     options.add_key_option(parser)
     add("--interval", type=seconds, default=1.0, metavar="SECONDS", help="between two looks")
     add("--once", action="store_true", help="print one frame, with rates over one interval")
+    add("--width", type=count, metavar="COLUMNS", help="of --once's frame (default: 160)")
     parser.set_defaults(run=_run, extra="cli")
 
 
@@ -38,6 +39,6 @@ def _run(args: argparse.Namespace) -> int:
     addresses = [address for address in args.target.split(",") if address.strip()]
     polling = addresses, args.interval, options.api_key(args)
     if args.once:
-        print(asyncio.run(top.once(*polling)))
+        print(asyncio.run(top.once(*polling, args.width)))
         return 0
     return asyncio.run(top.watch(*polling))

@@ -58,10 +58,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.trace_id is not None and not trace_tree.is_trace_id(trace_id):
         text = f"{args.trace_id!r} is no trace id: it has 32 hexadecimal digits"
         raise InvalidRequest(text, "trace_id")
-    key = options.api_key(args)
     with options.calling(args.target, args.timeout):
-        kept_at = trace_source.kept_by(args.target, key, args.timeout)
-    traces = trace_source.read_traces(kept_at, trace_id, key, args.timeout)
+        source = trace_source.kept_by(args.target, options.api_key(args), args.timeout)
+    traces = source.traces(trace_id, args.timeout)
     if not trace_id:
         most = 1 if args.last else args.slowest or _MAX_LISTED
         found = trace_tree.summaries(traces, args.slowest is not None, most)
@@ -69,18 +68,18 @@ def _run(args: argparse.Namespace) -> int:
             print(json.dumps({"traces": [asdict(summary) for summary in found]}))
             return 0
         if not found:
-            raise Stale(f"{kept_at} keeps no trace of a request yet")
+            raise Stale(f"{source.name} keeps no trace of a request yet")
         if not args.last:
             failed = any(summary.error is not None for summary in found)
             columns = {key: title for key, title in _COLUMNS.items() if failed or key != "error"}
             print("\n".join(table(columns, [_row(summary) for summary in found])))
             return 0
         trace_id = found[0].trace_id
-        traces = trace_source.read_traces(kept_at, trace_id, key, args.timeout)
+        traces = source.traces(trace_id, args.timeout)
     spans = [span for trace in traces for span in trace]
     if not spans:
         raise Stale(
-            f"{kept_at} has no trace {trace_id}: it is older than those that are kept, was not "
+            f"{source.name} has no trace {trace_id}: it is older than those that are kept, was not "
             "sampled, or belongs to another cluster"
         )
     if args.json:

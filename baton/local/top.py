@@ -87,7 +87,9 @@ class Moment(NamedTuple):
     unix_s: float
 
 
-async def once(addresses: Sequence[str], interval_s: float, api_key: str | None) -> str:
+async def once(
+    addresses: Sequence[str], interval_s: float, api_key: str | None, width: int | None
+) -> str:
     """One frame as text, with rates over one interval. Raises Unavailable when none answers."""
     answered = asyncio.Event()
     async with polling(addresses, interval_s, api_key, answered.set) as routers:
@@ -97,7 +99,7 @@ async def once(addresses: Sequence[str], interval_s: float, api_key: str | None)
     if not any(router.last for router in routers):
         why = "; ".join(f"{router.address}: {router.failure}" for router in routers)
         raise Unavailable(f"no router answers: {why}")
-    console = Console(width=_PLAIN_WIDTH, color_system=None)
+    console = Console(width=width or _PLAIN_WIDTH, color_system=None)
     moment = Moment(tuple(top_view.processes(routers)), time.monotonic(), time.time())
     with console.capture() as captured:
         console.print(frame(moment, View(keys=False), console.width))

@@ -24,27 +24,34 @@ _FAILED = {
 }
 
 
-def read_traces(
-    address: str, trace_id: str, api_key: str | None, timeout_s: float
-) -> list[list[Span]]:
-    """All traces that are kept at HOST:PORT or a URL; or one, once it is whole, if it is known."""
-    wait_ms = int(min(_WAIT_S, timeout_s / 2) * 1000)
-    request = trace_pb2.ReadTracesRequest(trace_id=trace_id, wait_ms=wait_ms)
-    url = urllib.parse.urlsplit(address if "//" in address else f"//{address}")
-    with (
-        rpc.channel(url.netloc, grpc.ssl_channel_credentials(), grpc)
-        if url.scheme == "https"
-        else grpc.insecure_channel(url.netloc, options=rpc.OPTIONS)
-    ) as channel:
-        try:
-            answers = trace_pb2_grpc.TraceServiceStub(channel).ReadTraces(
-                request, timeout=timeout_s, metadata=rpc.bearer(api_key)
-            )
-            return [[_span_of(text) for text in answer.spans] for answer in answers]
-        except grpc.RpcError as error:
-            if why := _FAILED.get(error.code()):
-                raise Unavailable(why.format(address)) from error
-            raise rpc.error_of(error) from error
+class KeptTraces:
+    """The traces that `baton up` keeps, at the address its processes export to."""
+
+    def __init__(self, address: str, api_key: str | None = None) -> None:
+        """`address` is HOST:PORT or a URL."""
+        self._metadata = rpc.bearer(api_key)
+        self.name = address
+        url = urllib.parse.urlsplit(address if "//" in address else f"//{address}")
+        self._address, self._secure = url.netloc, url.scheme == "https"
+
+    def traces(self, trace_id: str, timeout_s: float) -> list[list[Span]]:
+        """All traces; or one, once it is whole, and none where it is not known."""
+        wait_ms = int(min(_WAIT_S, timeout_s / 2) * 1000)
+        request = trace_pb2.ReadTracesRequest(trace_id=trace_id, wait_ms=wait_ms)
+        with (
+            rpc.channel(self._address, grpc.ssl_channel_credentials(), grpc)
+            if self._secure
+            else grpc.insecure_channel(self._address, options=rpc.OPTIONS)
+        ) as channel:
+            try:
+                answers = trace_pb2_grpc.TraceServiceStub(channel).ReadTraces(
+                    request, timeout=timeout_s, metadata=self._metadata
+                )
+                return [[_span_of(text) for text in answer.spans] for answer in answers]
+            except grpc.RpcError as error:
+                if why := _FAILED.get(error.code()):
+                    raise Unavailable(why.format(self.name)) from error
+                raise rpc.error_of(error) from error
 
 
 def _span_of(text: str) -> Span:
@@ -53,8 +60,8 @@ def _span_of(text: str) -> Span:
     return Span(**{key: value for key, value in json.loads(text).items() if key in known})
 
 
-def kept_by(target: str, api_key: str | None, timeout_s: float) -> str:
-    """The address to which the cluster of the router at `target` sends spans. Raises Unavailable.
+def kept_by(target: str, api_key: str | None, timeout_s: float) -> KeptTraces:
+    """Where the cluster of the router at `target` sends its spans. Raises Unavailable.
 
     Of several addresses it is the first: `baton up` puts its own there.
     """
@@ -65,5 +72,4 @@ def kept_by(target: str, api_key: str | None, timeout_s: float) -> str:
             f"the router at {router['address']} exports no traces: "
             "`baton up` keeps them, and --otlp URL sends them to a collector"
         )
-    address: str = router["otlp"].split(",")[0]
-    return address
+    return KeptTraces(router["otlp"].split(",")[0], api_key)

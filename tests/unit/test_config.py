@@ -111,6 +111,11 @@ def test_processes_of_one_user_on_one_host_share_a_host_id():
     assert host_id().endswith(f"/{os.getuid()}")
 
 
+def test_prompts_do_not_starve_beside_a_busy_process():
+    """Each step of niceness is worth a quarter less of a core that is shared (sched(7))."""
+    assert 1 / (1 + 1.25**ClusterConfig.prefill_nice) > 1 / 3
+
+
 def test_slo_classes_and_that_all_their_targets_must_be_met():
     assert Slo.parse("ttft=0.5,tpot=0.05") == Slo("default", 0.5, 0.05, math.inf)
     assert Slo.parse("batch: ttft=10, e2e=60") == Slo("batch", 10, math.inf, 60)

@@ -12,7 +12,7 @@ from baton.errors import InvalidRequest
 from baton.local import ports
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore
-from baton.local.trace_source import read_traces
+from baton.local.trace_source import KeptTraces
 from baton.v1 import trace_pb2
 
 from .statuses import Router, status
@@ -124,14 +124,14 @@ async def test_an_error_says_why_there_is_no_trace(receiver, trace):
                 assert why in (await trace("--timeout", "0.8", "--target", elsewhere.address))[2]
     assert await trace("--json") == (0, '{"traces": []}\n', "")
     with pytest.raises(InvalidRequest, match="32 hexadecimal"):
-        await asyncio.to_thread(read_traces, receiver.address, "xyz", None, TIMEOUT_S)
+        await asyncio.to_thread(KeptTraces(receiver.address).traces, "xyz", TIMEOUT_S)
 
 
 @pytest.mark.parametrize("spans", [[below(), request()], [request(), below()]])
 async def test_a_trace_is_waited_for_until_it_is_whole_and_quiet(receiver, spans):
     """Its request has ended a moment ago: spans are on their way, named by others or not."""
     asking = asyncio.create_task(
-        asyncio.to_thread(read_traces, receiver.address, TRACE, None, TIMEOUT_S)
+        asyncio.to_thread(KeptTraces(receiver.address).traces, TRACE, TIMEOUT_S)
     )
     for span in spans:
         await asyncio.sleep(0.1)

@@ -12,7 +12,7 @@ import pytest
 from baton.config import ClusterConfig
 from baton.errors import Unavailable
 from baton.local import up
-from baton.local.trace_source import read_traces
+from baton.local.trace_source import KeptTraces
 from tests.waiting import eventually
 
 HERE = Path(__file__)
@@ -61,9 +61,10 @@ async def test_traces_are_kept_here(settings):
         assert config.otlp
         own, *others = config.otlp.split(",")
         assert others == [settings["otlp"]] if "otlp" in settings else not others
-        assert await asyncio.to_thread(read_traces, own, "", None, 30.0) == []
+        source = KeptTraces(own)
+        assert await asyncio.to_thread(source.traces, "", 30.0) == []
     with pytest.raises(Unavailable):
-        await asyncio.to_thread(read_traces, own, "", None, 30.0)
+        await asyncio.to_thread(source.traces, "", 30.0)
     config = ClusterConfig(keep_traces=0, otlp="http://o:1")  # kept elsewhere
     async with contextlib.AsyncExitStack() as stack:
         assert await up._with_receiver(config, stack) == config
