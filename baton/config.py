@@ -673,6 +673,7 @@ class ClusterConfig(WorkerServiceConfig):
     tls: bool = option(
         False, "--tls", "encrypt all ports but etcd's, with certificates made for this run"
     )
+    trace: bool = option(False, "--trace", "draw the trace of each request here")
     keep_traces: int = option(
         1000, "--keep-traces N", "last requests' traces to keep for `baton trace`, unless --otlp"
     )

@@ -41,7 +41,7 @@ restarts what crashes, and stops everything in order on ctrl-C. SIGHUP restarts 
 workers, one after the other, each when the one before serves again."""
 _UP_EXAMPLES = """\
   baton up                                       the built-in demo model, one worker of each role
-  baton up --prefill 2 --decode 2                two workers of each role
+  baton up --prefill 2 --decode 2 --trace        with the trace of every request
   baton up --routers 2                           routers at 7700 and 7701
   baton up --model /models/llama --device cuda --transport nccl
   baton up --config cluster.toml                 with the options that the file names"""

@@ -14,6 +14,7 @@ from baton.cli.status import table
 from baton.errors import InvalidRequest, Stale
 
 if TYPE_CHECKING:
+    from baton.local.trace_source import KeptTraces
     from baton.local.trace_tree import TraceSummary
 
 _TEXT = """\
@@ -45,6 +46,8 @@ def add_commands(commands: options.Commands) -> None:
     source = parser.add_argument_group("where the traces are")
     options.add_target_option(source)
     options.add_key_option(source)
+    text = "where `baton up` keeps traces (default: where the router exports to)"
+    source.add_argument("--from", dest="source", metavar="HOST:PORT", help=text)
     add = parser.add_argument
     add("--timeout", type=seconds, default=10.0, metavar="SECONDS", help="for the answer")
     add("--json", action="store_true", help="print one JSON object")
@@ -52,14 +55,13 @@ def add_commands(commands: options.Commands) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from baton.local import trace_source, trace_tree
+    from baton.local import trace_tree
 
     trace_id = (args.trace_id or "").strip().lower().replace("-", "")
     if args.trace_id is not None and not trace_tree.is_trace_id(trace_id):
         text = f"{args.trace_id!r} is no trace id: it has 32 hexadecimal digits"
         raise InvalidRequest(text, "trace_id")
-    with options.calling(args.target, args.timeout):
-        source = trace_source.kept_by(args.target, options.api_key(args), args.timeout)
+    source = _source(args)
     traces = source.traces(trace_id, args.timeout)
     if not trace_id:
         most = 1 if args.last else args.slowest or _MAX_LISTED
@@ -91,6 +93,16 @@ def _run(args: argparse.Namespace) -> int:
     else:
         print(trace_tree.render(spans, trace_tree.width(), with_coverage=True))
     return 0
+
+
+def _source(args: argparse.Namespace) -> KeptTraces:
+    from baton.local import trace_source
+
+    key = options.api_key(args)
+    if args.source:
+        return trace_source.KeptTraces(args.source, key)
+    with options.calling(args.target, args.timeout):
+        return trace_source.kept_by(args.target, key, args.timeout)
 
 
 def _row(summary: TraceSummary) -> dict[str, Any]:

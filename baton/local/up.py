@@ -1,4 +1,4 @@
-"""`baton up`: runs a local cluster until ctrl-C, says what happens, keeps requests' traces.
+"""`baton up`: runs a local cluster until ctrl-C, says what happens, draws each request's trace.
 
 SIGHUP restarts its processes one after the other.
 """
@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from contextlib import AsyncExitStack
 from functools import partial
 
 from baton.config import ClusterConfig
-from baton.local import supervisor
+from baton.local import supervisor, trace_tree
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore
 from baton.local.supervisor import echo, say
+from baton.local.trace_tree import entry_of
 from router.admission.tenants import Tenants
 from router.service import authorize
 
+_QUIET_S = 1.0  # exporters flush several times a second: a trace this quiet has all its spans
+_MIN_KEPT = 256  # to be drawn: requests may run side by side
 _SPANS_PER_TRACE = 24  # on average, at about 1 KiB a span
 
 
@@ -37,10 +41,14 @@ async def run(config: ClusterConfig) -> int:
 
 
 async def _with_receiver(config: ClusterConfig, stack: AsyncExitStack) -> ClusterConfig:
-    """`config`, sending its traces here, too, where `baton trace` reads them."""
-    if not (kept := config.keep_traces):
+    """`config`, sending its traces here, too: `baton trace` reads them, `--trace` draws them."""
+    if not (config.trace or config.keep_traces):
         return config
+    kept = max(config.keep_traces, _MIN_KEPT if config.trace else 0)
     store = SpanStore(kept, kept * _SPANS_PER_TRACE)
+    if config.trace:
+        drawing = asyncio.create_task(_draw_finished(store))
+        stack.callback(drawing.cancel)
     tenants = Tenants(config.limits.tenants_file)  # who may read traces, as at the routers
     reloading = asyncio.create_task(tenants.follow())
     stack.callback(reloading.cancel)
@@ -48,6 +56,21 @@ async def _with_receiver(config: ClusterConfig, stack: AsyncExitStack) -> Cluste
     await stack.enter_async_context(receiver)
     otlp = ",".join(filter(None, (receiver.address, config.otlp)))  # the first is `baton trace`'s
     return dataclasses.replace(config, otlp=otlp)
+
+
+async def _draw_finished(store: SpanStore) -> None:
+    """Draws each request's trace once, when it has ended and no new span has come for a while."""
+    drawn: set[str] = set()
+    while True:
+        await asyncio.sleep(_QUIET_S / 4)
+        quiet = time.monotonic() - _QUIET_S
+        traces = {spans[0].trace_id: spans for spans in store.traces()}
+        drawn &= traces.keys()
+        for trace_id, spans in traces.items():
+            is_new = trace_id not in drawn and store.arrived_at(trace_id) < quiet
+            if is_new and entry_of(spans):
+                drawn.add(trace_id)
+                say("\n" + trace_tree.render(spans, trace_tree.width()))
 
 
 def _ready_text(cluster: LocalCluster, keeps_traces: bool) -> str:

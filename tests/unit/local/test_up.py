@@ -1,4 +1,4 @@
-"""`baton up`: it ends with its terminal, and keeps traces."""
+"""`baton up`: it ends with its terminal, keeps traces and draws them."""
 
 import asyncio
 import contextlib
@@ -12,6 +12,7 @@ import pytest
 from baton.config import ClusterConfig
 from baton.errors import Unavailable
 from baton.local import up
+from baton.local.span_store import Span, SpanStore
 from baton.local.trace_source import KeptTraces
 from tests.waiting import eventually
 
@@ -54,7 +55,33 @@ async def test_a_closed_terminal_ends_it(tmp_path):
     assert os.listdir(tmp_path) == ["output"]  # noqa: PTH208
 
 
-@pytest.mark.parametrize("settings", [{}, {"otlp": "http://o:1"}])
+async def test_a_trace_is_drawn_once_the_router_has_ended_the_request(monkeypatch, capsys):
+    """The client's own span may be kept elsewhere, so a missing root is no reason to wait."""
+
+    def span(trace, number, service, is_entry):
+        return Span(trace, number, "elsewhere", "generate", service, 1, 2, is_entry=is_entry)
+
+    monkeypatch.setattr(up, "_QUIET_S", 0.1)
+    store, drawn = SpanStore(), ""
+    drawing = asyncio.create_task(up._draw_finished(store))
+    store.add([span("other", "a", "baton-router", False), span("other", "b", "baton-decode", True)])
+    store.add([span("ended", "a", "baton-router", True)])
+
+    async def look():
+        nonlocal drawn
+        drawn += capsys.readouterr().out
+        return drawn
+
+    await eventually(look, lambda text: "trace ended" in text, "not drawn")
+    store.add([span("ended", "b", "baton-prefill", True)])  # late
+    await asyncio.sleep(0.3)
+    assert (await look()).count("trace ") == 1
+    drawing.cancel()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"trace": True, "keep_traces": 0}, {"otlp": "http://o:1"}]
+)
 async def test_traces_are_kept_here(settings):
     async with contextlib.AsyncExitStack() as stack:
         config = await up._with_receiver(ClusterConfig(**settings), stack)
