@@ -145,9 +145,24 @@ def build(cls: type[C], values: Mapping[str, Any], **given: Any) -> C:
     return cls(**given)
 
 
+def values(settings: Any) -> Values:
+    """What differs from the defaults, by key."""
+    found: Values = {}
+    for field in dataclasses.fields(settings):
+        if "part" in field.metadata:
+            found |= values(getattr(settings, field.name))
+    for one in _own(type(settings)):
+        value = getattr(settings, one.field)
+        if value != one.default:
+            found[one.key] = str(value) if isinstance(value, Path) else value
+            if one.sets:
+                found[one.key] = found.pop(one.sets, getattr(settings, one.sets))
+    return found
+
+
 def to_json(settings: Any) -> str:
     """What differs from the defaults, as an object that `read` takes."""
-    return json.dumps(_values(settings))
+    return json.dumps(values(settings))
 
 
 def read(
@@ -227,17 +242,3 @@ def _own(cls: type[Any]) -> Iterator[Option]:
         if one := field.metadata.get("option"):
             owner: Any = next(base for base in cls.__mro__ if field.name in vars(base))
             yield replace(one, field=field.name, group=one.group or owner.GROUP)
-
-
-def _values(settings: Any) -> Values:
-    found: Values = {}
-    for field in dataclasses.fields(settings):
-        if "part" in field.metadata:
-            found |= _values(getattr(settings, field.name))
-    for one in _own(type(settings)):
-        value = getattr(settings, one.field)
-        if value != one.default:
-            found[one.key] = str(value) if isinstance(value, Path) else value
-            if one.sets:
-                found[one.key] = found.pop(one.sets, getattr(settings, one.sets))
-    return found

@@ -10,66 +10,50 @@ import asyncio
 import contextlib
 import gc
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 from baton.bench.request import INTERRUPTED, Demand, Outcome
 from baton.bench.servers import Server
 
 _AHEAD_TOKENS = 4_000_000  # of prompts made before the clock starts: some 20 MB
-_REFILL = 2  # bodies made after each one sent, while the next is not due
 _CHECK_S = 0.01
 
 
 @dataclass
 class Run:
-    """The outcomes of one run, and how well the generator kept time.
-
-    The counts are of requests that have ended, for showing progress; results are made from
-    outcomes.
-    """
+    """The outcomes of one run, of requests that still run, too, and how well the generator kept
+    time."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     seconds: float = 0.0  # from its start to the end of the last request
     loop_late_s: list[float] = field(default_factory=list)  # of a timer every 10 ms
     cpu_s: float = 0.0
-    ok: int = 0
-    failed: int = 0
-    output_tokens: int = 0
 
-    def count(self, outcome: Outcome) -> None:
-        self.ok += outcome.ok
-        self.failed += not outcome.ok
-        self.output_tokens += outcome.output_tokens
+    @property
+    def ok(self) -> int:
+        """Requests that have ended well."""
+        return sum(outcome.ok for outcome in self.outcomes if outcome.ended_s)
+
+    @property
+    def failed(self) -> int:
+        return sum(not outcome.ok for outcome in self.outcomes if outcome.ended_s)
 
 
-class _Prepared(Iterator[tuple[Demand, bytes]]):
-    """Requests with their bodies, made before they are due as far as memory allows."""
-
-    def __init__(self, demands: Iterable[Demand], server: Server) -> None:
-        self._demands, self._server = iter(demands), server
-        self._made: deque[tuple[Demand, bytes]] = deque()
-        self._tokens = 0
-
-    def fill(self, number: int | None) -> None:
-        """Makes at most so many more bodies, None: as many as there may be."""
-        for demand in islice(self._demands, number):
-            self._made.append((demand, self._server.body(demand)))
-            self._tokens += demand.prompt_tokens
-            if self._tokens >= _AHEAD_TOKENS:
-                break
-
-    def __next__(self) -> tuple[Demand, bytes]:
-        if not self._made:
-            self.fill(1)
-        if not self._made:
-            raise StopIteration
-        demand, body = self._made.popleft()
-        self._tokens -= demand.prompt_tokens
-        return demand, body
+def _prepared(
+    demands: Iterable[Demand], server: Server, most: int | None
+) -> Iterator[tuple[Demand, bytes]]:
+    """Requests with their bodies: the first ones are made now, each other when it comes next."""
+    made = ((demand, server.body(demand)) for demand in demands)
+    ahead, tokens = list[tuple[Demand, bytes]](), 0
+    for demand, body in islice(made, most):
+        ahead.append((demand, body))
+        tokens += demand.prompt_tokens
+        if tokens >= _AHEAD_TOKENS:
+            break
+    return chain(ahead, made)
 
 
 class Generator:
@@ -84,8 +68,7 @@ class Generator:
 
     async def open_loop(self, demands: Iterable[Demand]) -> Run:
         """Each request at its time, whatever became of those before."""
-        prepared = _Prepared(demands, self._server)
-        prepared.fill(None)
+        prepared = _prepared(demands, self._server, None)
         async with self._timed(), asyncio.TaskGroup() as sends:
             for demand, body in prepared:
                 if (left_s := demand.at_s - self._now_s()) > 0:
@@ -96,15 +79,13 @@ class Generator:
                     break
                 sends.create_task(self._send(demand, body, demand.at_s))
                 await asyncio.sleep(0)  # what is due goes out before more is made
-                prepared.fill(_REFILL)
         return self.run
 
     async def closed_loop(
         self, demands: Iterable[Demand], concurrency: int, limit_s: float = 0.0
     ) -> Run:
         """So many requests at a time; nothing is begun `limit_s` after the start, 0: no limit."""
-        prepared = _Prepared(demands, self._server)
-        prepared.fill(concurrency * 4)
+        prepared = _prepared(demands, self._server, concurrency * 4)
 
         async def loop() -> None:
             free_s = 0.0
@@ -113,7 +94,6 @@ class Generator:
                     break
                 await self._send(demand, body, free_s)
                 free_s = self._now_s()
-                prepared.fill(_REFILL)
 
         async with self._timed(), asyncio.TaskGroup() as loops:
             for _ in range(concurrency):
@@ -167,4 +147,3 @@ class Generator:
         finally:
             outcome.ended_s = time.monotonic() - began
             self._sending.discard(task)
-            self.run.count(outcome)

@@ -6,8 +6,8 @@ changes its meaning raises it. docs/benchmarking.md describes every field.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
@@ -19,12 +19,11 @@ from baton.bench.stats import (
     percentile,
     spread_of,
     stats_of,
-    timeline_of,
 )
 from baton.bench.workload import Workload
 from baton.slo import Slo
 
-SCHEMA = "baton.bench.serve/2"
+SCHEMA = "baton.bench.serve/3"
 Report = dict[str, Any]
 
 _GOOD_SHARE = 0.9
@@ -44,7 +43,6 @@ class Stage:
             "label": self.workload.label,
             "value": self.value,
             "figures": stats_of(self.run.outcomes, self.run.seconds, slo),
-            "timeline": timeline_of(self.run.outcomes),
         }
 
 
@@ -71,60 +69,33 @@ def report_of(
         "stages": reports,
         "interference": interference,
         "knee": knee_of(swept),
-        "generator": generator_stats(joined([*(stage.run for stage in stages), *further])),
+        "generator": generator_stats([*(stage.run for stage in stages), *further]),
     }
 
 
-def joined(runs: Iterable[Run]) -> Run:
-    """Consecutive runs as one on one clock: each begins where the one before ended."""
-    whole = Run()
-    for run in runs:
-        whole.outcomes += [
-            replace(o, at_s=o.at_s + whole.seconds, sent_s=o.sent_s + whole.seconds)
-            for o in run.outcomes
-        ]
-        whole.loop_late_s += run.loop_late_s
-        whole.seconds += run.seconds
-        whole.cpu_s += run.cpu_s
-    return whole
-
-
-def generator_stats(run: Run) -> dict[str, Any]:
+def generator_stats(runs: Sequence[Run]) -> dict[str, Any]:
     """How late the generator itself was, and why it may have been the bottleneck."""
-    late_s = [outcome.sent_s - outcome.at_s for outcome in run.outcomes]
-    cpu_share = run.cpu_s / run.seconds if run.seconds else 0.0
+    late_s = [outcome.sent_s - outcome.at_s for run in runs for outcome in run.outcomes]
+    loop_late_s = [late for run in runs for late in run.loop_late_s]
+    cpu_share = sum(run.cpu_s for run in runs) / (sum(run.seconds for run in runs) or 1.0)
     complaints = []
     if (late_ms := percentile(late_s, 99) * 1e3) > _LATE_MS:
         complaints.append(f"requests were sent late (p99 {late_ms:.1f} ms)")
-    if (loop_ms := percentile(run.loop_late_s, 99) * 1e3) > _LATE_MS:
+    if (loop_ms := percentile(loop_late_s, 99) * 1e3) > _LATE_MS:
         complaints.append(f"its event loop was late (p99 {loop_ms:.1f} ms)")
     if cpu_share > _BUSY:
         complaints.append(f"it kept a core busy ({cpu_share:.0%})")
     return {
         "late_s": spread_of(late_s),
-        "loop_late_s": spread_of(run.loop_late_s),
+        "loop_late_s": spread_of(loop_late_s),
         "cpu_share": cpu_share,
         "complaints": complaints,
     }
 
 
-def knee_of(stages: Iterable[tuple[float, Stats]]) -> dict[str, Any] | None:
-    """The stage beyond which a server should not be driven, where there is one.
-
-    With an SLO, the stage before the first that is not good. Else the point farthest below the line
-    from the first to the last (V. Satopaa et al., "Finding a 'Kneedle' in a Haystack", without its
-    smoothing).
-    """
-    stages = sorted(stages, key=lambda stage: stage[0])
-    if any(stats["goodput"] for _, stats in stages):
-        good = [bool(s["goodput"]) and s["goodput"]["share"] >= _GOOD_SHARE for _, s in stages]
-        first_bad = good.index(False) if False in good else 0
-        return {"value": stages[first_bad - 1][0], "by": "slo"} if first_bad else None
-    points = [(s["requests_per_s"], s["e2e_s"]["p95"], value) for value, s in stages if s["e2e_s"]]
-    if len(points) < 3:
-        return None
-    (x0, y0, _), (x1, y1, _) = points[0], points[-1]
-    if x1 <= x0 or y1 <= y0:
-        return None
-    depth, value = max(((x - x0) / (x1 - x0) - (y - y0) / (y1 - y0), v) for x, y, v in points)
-    return {"value": value, "by": "shape"} if depth > 0 else None
+def knee_of(stages: Sequence[tuple[float, Stats]]) -> float | None:
+    """The stage before the first that is not good, by an SLO: no server should be driven beyond."""
+    values = [value for value, _ in sorted(stages, key=lambda stage: stage[0])]
+    good = {value for value, s in stages if s["goodput"] and s["goodput"]["share"] >= _GOOD_SHARE}
+    first_bad = next((place for place, value in enumerate(values) if value not in good), 0)
+    return values[first_bad - 1] if first_bad else None

@@ -12,6 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from baton import options
 from baton.bench.generator import Generator, Run
 from baton.bench.interference import interference
 from baton.bench.report import Report, Stage, report_of
@@ -53,7 +54,7 @@ async def run(settings: Settings, progress: Progress) -> Report:
         else:
             await bench.measure()
     report = report_of(
-        _workload_info(settings),
+        _asked(settings),
         {"url": server.url, "protocol": server.protocol, "model": server.model},
         *(bench.stages, settings.slo, stop.is_set(), bench.interference, bench.further),
     )
@@ -166,28 +167,9 @@ def _stop_on_signals(progress: Progress) -> Iterator[asyncio.Event]:
         restore()
 
 
-def _workload_info(settings: Settings) -> dict[str, Any]:
-    """The load as it was asked for, None where it does not apply."""
-    workload, options = settings.workload, settings.target[1]
-    is_generated = workload.trace is None
-    is_open = is_generated and not workload.concurrency
-    return {
-        "rate": workload.rate if is_open and not settings.sweep else None,
-        "sweep": list(settings.sweep),
-        "concurrency": workload.concurrency or None,
-        "count": workload.count or None,
-        "duration_s": workload.duration_s or None,
-        "arrivals": workload.arrivals if is_open else None,
-        "burstiness": workload.burstiness if workload.arrivals == "bursty" else None,
-        "prompt_tokens": str(workload.prompt_lengths) if is_generated else None,
-        "output_tokens": str(workload.output_lengths) if is_generated else None,
-        "shared_prefix": workload.shared_prefix,
-        "prefixes": workload.prefixes if workload.shared_prefix else 0,
-        "trace": workload.trace.name if workload.trace else None,
-        "rate_scale": None if is_generated else workload.scale.rate,
-        "length_scale": None if is_generated else workload.scale.length,
-        "seed": workload.seed,
-        "prompt_form": options.prompt_form,
-        "ignore_eos": not options.stop_at_eos,
-        "timeout_s": options.timeout_s,
-    }
+def _asked(settings: Settings) -> dict[str, Any]:
+    """The options of the load and of its requests that are not at their defaults, and the seed."""
+    given = options.values(settings) | options.values(settings.target[1])
+    given = {key: value for key, value in given.items() if key not in ("slo", "output")}
+    found: dict[str, Any] = json.loads(json.dumps(given, default=str))
+    return {**found, "seed": settings.workload.seed}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +21,6 @@ Stats = dict[str, Any]
 
 LONG_GAP_S = 0.2  # what a reader of a stream notices
 _MOST_ERRORS = 10
-_MAX_SPANS = 60
-_WIDTHS_S = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 
 def spread_of(values: Iterable[float | None]) -> Spread | None:
@@ -42,12 +39,6 @@ def percentile(values: Iterable[float], percent: float) -> float:
     """Linear between the two nearest ranks (numpy's default); NaN of none."""
     known = list(values)
     return float(np.percentile(known, percent)) if known else math.nan
-
-
-def _quantiles(values: Iterable[float | None]) -> list[float]:
-    """101 values from the smallest to the largest, evenly spaced in rank; none of none."""
-    known = [value for value in values if value is not None]
-    return np.percentile(known, range(101)).tolist() if known else []
 
 
 class Figure(NamedTuple):
@@ -154,7 +145,6 @@ def stats_of(outcomes: Iterable[Outcome], seconds: float, slo: Slo | None = None
         # Where messages give a count: another one than the usage at the stream's end.
         "miscounted": sum(bool(o.finish) and sum(o.token_counts) != o.output_tokens for o in ok),
         "opened_connections": sum(o.opened_connection for o in every),
-        "quantiles": {name: _quantiles(values) for name, values in latencies.items()},
     }
 
 
@@ -224,52 +214,4 @@ def _phases(ok: Sequence[Outcome]) -> Stats | None:
         "transferred": sum(bool(t.transfer_bytes) for t in times),
         "prefilled_by_decode": sum(not route.prefill for route in routes),
         "failovers": sum(route.attempts > 1 for route in routes),
-    }
-
-
-def timeline_of(outcomes: Sequence[Outcome]) -> Stats:
-    """How a stage went over time, in spans of equal width; lists are as long as `begin_s`.
-
-    A first token, or a gap, counts in the span in which it came, or ended.
-    """
-    last_s = max((o.sent_s + o.ended_s for o in outcomes), default=0.0)
-    width_s = next((w for w in _WIDTHS_S if last_s / w <= _MAX_SPANS), _WIDTHS_S[-1])
-    number = math.floor(last_s / width_s) + 1 if outcomes else 0
-
-    def spans_of(times_s: Iterable[float]) -> Any:
-        return np.floor_divide(np.array([*times_s], float), width_s).astype(int)
-
-    def counts(times_s: Iterable[float], weights: Sequence[int] | None = None) -> Any:
-        return np.bincount(spans_of(times_s), weights, number).astype(int)
-
-    def percentiles(name: str, pairs: Sequence[tuple[float, float]]) -> Stats:
-        """Of values by when they came."""
-        spans, values = spans_of(at_s for at_s, _ in pairs), np.array([v for _, v in pairs])
-        known = [values[spans == span] for span in range(number)]
-        return {
-            f"{name}_p{p}_s": [percentile(k, p) if k.size else None for k in known]
-            for p in (50, 95)
-        }
-
-    ends_s = [o.sent_s + o.ended_s for o in outcomes]
-    failed = (not o.ok and o.status != INTERRUPTED for o in outcomes)
-    messages_s = [o.sent_s + at_s for o in outcomes for at_s in o.token_times_s]
-    tokens = [count for o in outcomes for count in o.token_counts]
-    firsts = [(o.sent_s + o.ttft_s, o.ttft_s) for o in outcomes if o.ttft_s is not None]
-    gaps = [
-        (o.sent_s + at_s, gap_s)
-        for o in outcomes
-        for at_s, gap_s in zip(o.token_times_s[1:], o.gaps_s, strict=True)
-    ]
-    sent = counts(o.sent_s for o in outcomes)
-    return {
-        "width_s": width_s,
-        "begin_s": [i * width_s for i in range(number)],
-        "sent": sent.tolist(),
-        "ended_ok": counts(compress(ends_s, (o.ok for o in outcomes))).tolist(),
-        "failed": counts(compress(ends_s, failed)).tolist(),
-        "running": np.cumsum(sent - counts(ends_s)).tolist(),
-        "output_tokens": counts(messages_s, tokens).tolist(),
-        **percentiles("ttft", firsts),
-        **percentiles("itl", gaps),
     }

@@ -16,7 +16,6 @@ from baton.bench.generator import Run
 from baton.bench.report import Report
 from baton.bench.stats import FIGURES, INTERFERENCE_FIGURES, Figure, percentile
 
-_KNEES = {"slo": "the highest with 90 % good", "shape": "where latency bends upwards"}
 _SWEPT = (
     *("ttft_s.p95", "tpot_s.p95", "e2e_s.p95"),
     *("requests_per_s", "output_tokens_per_s", "goodput.share"),
@@ -40,7 +39,7 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     if report["interference"]:
         yield Text()
         yield median_table("interference", INTERFERENCE_FIGURES, {"": [report["interference"]]})
-    if report["workload"]["sweep"]:
+    if len(report["stages"]) > 1:
         yield from _sweep(report)
     yield from _generator(report["generator"])
 
@@ -101,9 +100,10 @@ def _sweep(report: Report) -> Iterator[RenderableType]:
     columns = {stage["label"]: [stage["figures"]] for stage in report["stages"]}
     yield Text()
     yield median_table("sweep", [one for one in FIGURES if one.path in _SWEPT], columns)
-    knee = report["knee"]
-    found = f"{knee['value']:g} ({_KNEES[knee['by']]})" if knee else "none in this sweep"
-    yield Text(f"  knee: {found}")
+    if report["slo"]:
+        knee = report["knee"]
+        found = "none in this sweep" if knee is None else f"{knee:g}, the highest with 90 % good"
+        yield Text(f"  knee: {found}")
 
 
 def _generator(stats: Mapping[str, Any]) -> Iterator[Text]:
@@ -155,4 +155,4 @@ def _status(run: Run) -> str:
     recent = [o.ttft_s for o in run.outcomes[-_RECENT:] if o.ttft_s is not None]
     if recent:
         parts.append(f"TTFT p50 {percentile(recent, 50) * 1e3:.0f} ms")
-    return ", ".join([*parts, f"{run.output_tokens} tokens"])
+    return ", ".join([*parts, f"{sum(o.output_tokens for o in run.outcomes)} tokens"])

@@ -9,7 +9,6 @@ Source: P. Patel et al., "Splitwise: Efficient Generative LLM Inference Using Ph
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,15 +37,11 @@ class Scale:
     length: float = option(
         1.0, "--length-scale X", "times as long prompts and outputs", least=1e-6, most=1e6
     )
-    skip: int = option(0, "--skip N", "leave out so many rows first (default: none)")
     max_prompt: int = option(
         0, "--max-prompt TOKENS", "cut prompts to that (default: not cut)", least=1
     )
     max_output: int = option(
         0, "--max-output TOKENS", "cut outputs to that (default: not cut)", least=1
-    )
-    spread_ties: bool = option(
-        False, "--spread-ties", "spread requests of one time up to the next: clocks may be coarse"
     )
 
     def __post_init__(self) -> None:
@@ -64,20 +59,17 @@ def demands(path: Path, scale: Scale) -> list[Demand]:
     """The trace's requests in order of time, the first at 0 s; raises ConfigError."""
     try:
         with path.open(newline="") as file:
-            rows = sorted(_read(path, file), key=lambda row: row.at_s)[scale.skip :]
+            rows = sorted(_read(path, file), key=lambda row: row.at_s)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--trace {path} cannot be read: {error}") from error
     if not rows:
-        raise ConfigError(f"{path} has no requests (after --skip {scale.skip})")
-    times_s = [row.at_s - rows[0].at_s for row in rows]
-    if scale.spread_ties:
-        times_s = _spread(times_s)
+        raise ConfigError(f"{path} has no requests")
     found = []
-    for i, (row, at_s) in enumerate(zip(rows, times_s, strict=True)):
+    for i, row in enumerate(rows):
         prompt = _length(row.prompt_tokens, scale.length, scale.max_prompt)
         new_tokens = _length(row.new_tokens, scale.length, scale.max_output)
         parts = _parts(row.hash_ids, prompt, scale.length, _OWN_SEED + i)
-        found.append(Demand(at_s / scale.rate, parts, new_tokens))
+        found.append(Demand((row.at_s - rows[0].at_s) / scale.rate, parts, new_tokens))
     return found
 
 
@@ -114,18 +106,6 @@ def _mooncake(line: str) -> _Row:
 def _azure(line: dict[str, str]) -> _Row:
     at, prompt, new = (line[name] for name in _AZURE_COLUMNS)
     return _Row(datetime.fromisoformat(at).timestamp(), int(prompt), int(new))
-
-
-def _spread(times_s: list[float]) -> list[float]:
-    """Times of which many are equal, those moved on in even steps up to the next time."""
-    groups = [(time_s, len(list(group))) for time_s, group in itertools.groupby(times_s)]
-    spread: list[float] = []
-    step_s = 0.0
-    for place, (time_s, count) in enumerate(groups):
-        if place + 1 < len(groups):
-            step_s = groups[place + 1][0] - time_s
-        spread += [time_s + step_s * i / count for i in range(count)]
-    return spread
 
 
 def _length(tokens: int, factor: float, most: int) -> int:

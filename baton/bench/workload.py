@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,15 +23,6 @@ from baton.slo import Slo
 _FORMS = "512, 100-200, lognormal:MEDIAN,SIGMA or lognormal:MEDIAN,SIGMA,MOST"
 _SALT_SHIFT = 128  # above the seeds of parts
 _PREFIX_SEED, _PROMPT_SEED = 1 << 80, 1 << 96  # apart from those of prompts' own parts
-
-
-# How long until the next request: of a rate, a burstiness and random numbers.
-_GAPS: dict[str, Callable[[float, float, random.Random], float]] = {
-    "poisson": lambda rate, _, rng: rng.expovariate(rate),
-    # Gamma-distributed of shape `burstiness`: the variance is 1/burstiness of a Poisson process's.
-    "bursty": lambda rate, shape, rng: rng.gammavariate(shape, 1 / (rate * shape)),
-    "constant": lambda rate, *_: 1 / rate,
-}
 
 
 @dataclass(frozen=True)
@@ -87,10 +78,11 @@ class Workload:
     concurrency: int = option(
         0, "--concurrency N", "requests at a time, without a rate (default: an open loop)", least=1
     )
-    arrivals: str = option("poisson", "--arrivals", "how requests follow", choices=tuple(_GAPS))
+    # Gaps are gamma-distributed of this shape: their variance is 1/shape of a Poisson process's.
     burstiness: float = option(
-        0.25, "--burstiness B", "of bursty arrivals: 1 is Poisson, less is burstier", least=1e-3
-    )
+        1.0, "--burstiness B", "of arrivals: 1 is Poisson, less is burstier, more is steadier",
+        least=1e-3, most=1e6,
+    )  # fmt: skip
     duration_s: float = option(
         0.0,
         "--duration S",
@@ -160,7 +152,8 @@ class Workload:
         arrivals, sizes = random.Random(self.seed), random.Random(self.seed + 1)  # noqa: S311
         times: Iterator[float] = itertools.repeat(0.0)
         if not self.concurrency:
-            gap_s = partial(_GAPS[self.arrivals], self.rate, self.burstiness, arrivals)
+            shape = self.burstiness
+            gap_s = partial(arrivals.gammavariate, shape, 1 / (self.rate * shape))
             times = itertools.accumulate(iter(gap_s, None))
         for at_s in times:
             parts = [(sizes.getrandbits(60), self.prompt_lengths.sample(sizes))]

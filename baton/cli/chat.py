@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baton.cli import options
@@ -30,9 +28,6 @@ _COMMANDS = """\
 /set NAME VALUE   a sampling option, as temperature 0.2; its default without VALUE
 /retry            answer the last message again
 /clear            begin anew, with the same system text and options
-/save FILE        write the conversation as JSON: OpenAI's messages
-/load FILE        go on with one that was saved
-/stats            tokens and times of the last answer, and of all
 /quit             leave, as ctrl-D
 \"\"\" begins and ends a message of several lines; with a space before it, / begins one, too."""
 _QUOTES = '"""'
@@ -134,16 +129,12 @@ class Chat:
         self._system = system
         self._interactive = interactive
         self._messages: list[Message] = []  # without the system text
-        self._answers: list[Completion] = []
         self._commands: dict[str, Callable[[str], None]] = {
             "help": lambda rest: print(_COMMANDS),
             "system": self._set_system,
             "set": self._set,
             "retry": self._retry,
             "clear": lambda rest: self._messages.clear(),
-            "save": self._save,
-            "load": self._load,
-            "stats": self._show_stats,
         }
 
     def take(self, text: str) -> bool:
@@ -175,7 +166,6 @@ class Chat:
                 for delta in stream:
                     parts.append(delta.text)
                     print(delta.text.translate(_CONTROLS), end="", flush=True)
-                self._answers.append(stream.completion)
             end = _told(stream.completion)
         except KeyboardInterrupt:
             if not self._interactive:
@@ -214,41 +204,6 @@ class Chat:
         except ValueError as error:
             kind = "a whole number" if SAMPLING[name] is int else "a number"
             raise InvalidRequest(f"{name} must be {kind}, not {value!r}") from error
-
-    def _save(self, name: str) -> None:
-        system = [{"role": "system", "content": self._system}] if self._system else []
-        text = json.dumps([*system, *self._messages], ensure_ascii=False, indent=1)
-        try:
-            Path(name).write_text(text + "\n", encoding="utf-8")
-        except (OSError, ValueError) as error:  # or a name, or a text, that no file can have
-            reason = getattr(error, "strerror", error)
-            raise InvalidRequest(f"{name or '/save'} cannot be written: {reason}") from error
-
-    def _load(self, name: str) -> None:
-        try:
-            messages = json.loads(Path(name).read_text(encoding="utf-8"))
-            read = [{key: str(one[key]) for key in ("role", "content")} for one in messages]
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise InvalidRequest(
-                f"{name or '/load'} cannot be read as a list of messages: {error}"
-            ) from error
-        self._system = read.pop(0)["content"] if read and read[0]["role"] == "system" else ""
-        self._messages = read
-
-    def _show_stats(self, rest: str) -> None:
-        if not self._answers:
-            print("no answer yet")
-            return
-        usages = [answer.usage for answer in self._answers]
-        prompt, cached = (
-            sum(getattr(usage, name) for usage in usages)
-            for name in ("prompt_tokens", "cached_tokens")
-        )
-        print(f"last: {_told(self._answers[-1])}")
-        print(
-            f"all: {len(usages)} answers, {sum(usage.completion_tokens for usage in usages)} "
-            f"tokens, {prompt} of prompts, {cached} of these cached"
-        )
 
 
 def _told(answer: Completion) -> str:

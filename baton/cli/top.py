@@ -11,8 +11,8 @@ from baton.cli.options import count, seconds
 _TEXT = """\
 Shows what routers and workers do now: requests and goodput a second, batches, KV blocks, tokens a
 second, transfers, and what went wrong lately. Goodput counts requests that ended well and, where
-they had a target for their first token, met it. Keys: q quits, p pauses, r shows one role's
-workers, s sorts them."""
+they had a target for their first token, met it. Keys: q quits, r shows one role's workers, s
+sorts them."""
 _EXAMPLES = """\
   baton top
   baton top --target 10.0.0.9:7700,10.0.0.10:7700 --interval 0.5

@@ -1,14 +1,13 @@
 """`baton top` on a terminal: one moment drawn with rich, again at each answer and each key.
 
-On a narrow terminal the columns that matter least are left out, on a low one rows are. Whatever
-ends it, the terminal is restored as it was.
+On a narrow terminal the columns that matter least are left out; a low one shows the first lines.
+Whatever ends it, the terminal is restored as it was.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import os
 import re
 import signal
@@ -18,7 +17,7 @@ import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -32,8 +31,7 @@ from baton.local.top_view import PolledRouter, Status, WorkerLine, polling
 from baton.local.trace_tree import bytes_text
 from baton.v1 import fleet_pb2
 
-_PLAIN_WIDTH = 160  # where there is no terminal; nothing is left out for want of height
-_PLAIN_HEIGHT = 10_000
+_PLAIN_WIDTH = 160  # where there is no terminal
 _SEQUENCE = re.compile(rb"\x1b(\[[0-9;]*[A-Za-z~]|O.)?")  # of arrows and their like
 _DRAW_S = 0.05  # at least between two frames: routers answer at about the same time
 
@@ -57,13 +55,9 @@ _EVENT_NAMES = {
 # What a block is, how it is drawn, and in which colour; in the bar's order.
 _BLOCKS = (("held", "█", "cyan"), ("cached", "▓", "blue"), ("quarantined", "▒", "red"))
 _FREE = "░"
-_MAX_EVENTS = 6
+_MAX_LINES = 6  # of a kind of what went wrong
 _MIN_TRACE_WIDTH = 100  # columns: on less the text needs them all
-_OTHER_LINES = 9  # the title, three heads of tables, what blocks mean, lines between
 _GAP = 2  # between columns
-_MIN_ROWS = 3  # of a table that is cut
-
-Line = TypeVar("Line")
 
 
 @dataclass
@@ -72,15 +66,12 @@ class View:
 
     role: str = ROLES[0]
     sort: str = "name"
-    paused: bool = False
     keys: bool = True  # whether to list them
     left: bool = False
 
     def press(self, key: str) -> None:
         if key in ("q", "Q", "\x04"):
             self.left = True
-        elif key in ("p", " "):
-            self.paused = not self.paused
         elif key == "r":
             self.role = ROLES[(ROLES.index(self.role) + 1) % len(ROLES)]
         elif key == "s":
@@ -108,10 +99,10 @@ async def once(
     if not any(router.last for router in routers):
         why = "; ".join(f"{router.address}: {router.failure}" for router in routers)
         raise Unavailable(f"no router answers: {why}")
-    console = Console(width=width or _PLAIN_WIDTH, height=_PLAIN_HEIGHT, color_system=None)
+    console = Console(width=width or _PLAIN_WIDTH, color_system=None)
     moment = Moment(tuple(top_view.processes(routers)), time.monotonic(), time.time())
     with console.capture() as captured:
-        console.print(frame(moment, View(keys=False), console.width, _PLAIN_HEIGHT))
+        console.print(frame(moment, View(keys=False), console.width))
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
@@ -120,14 +111,12 @@ async def watch(addresses: Sequence[str], interval_s: float, api_key: str | None
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("`baton top` draws on a terminal: --once prints one frame anywhere")
     view, changed, console = View(), asyncio.Event(), Console()
-    frozen: Moment | None = None
     async with polling(addresses, interval_s, api_key, changed.set) as routers:
         with _keys(view, changed), Live(console=console, screen=True, auto_refresh=False) as live:
             while not view.left:
                 changed.clear()
                 moment = Moment(tuple(top_view.processes(routers)), time.monotonic(), time.time())
-                frozen = frozen or copy.deepcopy(moment) if view.paused else None
-                live.update(frame(frozen or moment, view, *console.size), refresh=True)
+                live.update(frame(moment, view, console.width), refresh=True)
                 with contextlib.suppress(TimeoutError):  # the clock goes on, and so does a silence
                     await asyncio.wait_for(changed.wait(), interval_s)
                 await asyncio.sleep(_DRAW_S)
@@ -172,33 +161,27 @@ def _keys(view: View, changed: asyncio.Event) -> Iterator[None]:
             termios.tcsetattr(stdin, termios.TCSADRAIN, before)
 
 
-def frame(moment: Moment, view: View, width: int, height: int) -> Group:
-    """One picture of at most `width` columns and, if it can be, `height` lines."""
+def frame(moment: Moment, view: View, width: int) -> Group:
+    """One picture of at most `width` columns: what went wrong comes before what may be long."""
     routers = moment.routers
-    every_pair = top_view.pairs(routers)
+    pairs, events = top_view.pairs(routers), top_view.events(routers)[:_MAX_LINES]
     workers = [w for w in top_view.workers(routers) if view.role in (ROLES[0], w.role)]
     if measure := SORTS[view.sort]:
         workers.sort(key=measure, reverse=True)
-    problems, events = list(_problems(moment)), top_view.events(routers)[:_MAX_EVENTS]
-    fixed = len(routers) + len(problems) + len(events) + sum(bool(w.reason) for w in workers)
-    room = max(height - fixed - _OTHER_LINES, 2 * _MIN_ROWS)
-    pairs = _first(every_pair, max(_MIN_ROWS, room - len(workers)))
-    shown = _first(workers, max(_MIN_ROWS, room - len(pairs)))
+    several, failing = len(routers) > 1, [worker for worker in workers if worker.reason]
     signs = [part for name, sign, style in _BLOCKS for part in ((sign, style), f" {name} ")]
     parts: list[RenderableType] = [
         _title(moment, view),
         _table(_ROUTER_COLUMNS, [router for router in routers if router.last], width),
-        *problems,
+        *_problems(moment),
+        *(Text(f"  {w.name}: {w.reason}", "red") for w in failing[:_MAX_LINES]),
+        *(_event(at if several else "", one, width) for at, one in events),
         Text(),
-        *_section(_worker_columns(width), shown, width, len(workers), "workers"),
+        _table(_worker_columns(width), workers, width) if workers else Text("no workers", "yellow"),
         Text.assemble("KV blocks: ", *signs, f"{_FREE} free", style=_QUIET),
-        *(Text(f"  {w.name}: {w.reason}", "red") for w in shown if w.reason),
     ]
     if pairs:
-        parts += [Text(), *_section(_PAIR_COLUMNS, pairs, width, len(every_pair), "pairs")]
-    if events:
-        several = len(routers) > 1
-        parts += [Text(), *(_event(at if several else "", one, width) for at, one in events)]
+        parts += [Text(), _table(_PAIR_COLUMNS, pairs, width)]
     for part in parts:
         if isinstance(part, Text):
             part.no_wrap, part.overflow = True, "ellipsis"
@@ -211,9 +194,8 @@ def _title(moment: Moment, view: View) -> Text:
         ("baton top", "bold"),
         f"  cluster {last.router.cluster}, model {last.router.model}" if last else "",
         (f"  {_clock(moment.unix_s)}", _QUIET),
-        ("  PAUSED" if view.paused else "", "reverse"),
         (
-            f"  q quit  p pause  r role: {view.role}  s sort: {view.sort}" if view.keys else "",
+            f"  q quit  r role: {view.role}  s sort: {view.sort}" if view.keys else "",
             _QUIET,
         ),
     )
@@ -261,18 +243,6 @@ class Column(NamedTuple):
     left: bool = False
 
 
-def _section(
-    columns: Sequence[Column], lines: Sequence[Any], width: int, count: int, what: str
-) -> Iterator[RenderableType]:
-    """A table, and how many rows did not find room."""
-    if not count:
-        yield Text(f"no {what}", "yellow")
-        return
-    yield _table(columns, lines, width)
-    if len(lines) < count:
-        yield Text(f"… and {count - len(lines)} more {what}", _QUIET)
-
-
 def _table(columns: Sequence[Column], lines: Sequence[Any], width: int) -> Table:
     """The columns that fit, all of which are as wide as their cells."""
     shown = []
@@ -300,10 +270,6 @@ def _text(cell: str | Text | float | None) -> Text:
 def _rate(value: float) -> str:
     digits = 0 if value == 0 else 2 if value < 1 else 1 if value < 100 else 0
     return f"{value:,.{digits}f}"
-
-
-def _first(lines: Sequence[Line], most: int) -> Sequence[Line]:
-    return lines if len(lines) <= most else lines[: most - 1]  # a line counts the others
 
 
 def blocks_bar(worker: WorkerLine, columns: int) -> Text | None:

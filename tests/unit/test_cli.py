@@ -56,12 +56,9 @@ WRONG = [
     ("up --device gpu", 2, "argument --device: 'gpu' is no device: write auto, cpu, cuda or"),
     ("up --gpu-memory 80GiB", 2, "argument --gpu-memory: invalid float value: '80GiB'"),
     ("up --max-batch many", 2, "argument --max-batch: invalid int value: 'many'"),
-    ("up --dtype int3", 2, "argument --dtype: --dtype must be one of"),
-    ("up --ttft-target 500", 2, "0 and 60, not 500.0 (field ttft_target_s): it is in seconds"),
     ("up --model /nowhere", 1, "model '/nowhere' not found"),
     ("up --decode 0", 2, "argument --decode: --decode must be at least 1, not 0: a cluster"),
     ("up --http-port 65535 --routers 2", 1, "--http-port 65535 leaves no ports for all routers"),
-    ("router --http-port 65536", 2, "--http-port must be between 0 and 65535, not 65536"),
     ("router --config {", 1, "--config is no JSON object"),
     ("decode-worker --name a/b", 1, "--name 'a/b': use up to 63 letters"),
     ("doctor --target 127.0.0.1:1 --timeout 5", 1, "no router answers at 127.0.0.1:1"),
@@ -199,7 +196,6 @@ def test_flags_override_the_environment_which_overrides_the_file(tmp_path, monke
         ("max-bach = 1", "", "baton.toml: there is no option 'max-bach'; do you mean 'max-batch'?"),
         ("[router]", "", "there is no option 'router'; do you mean 'routers'?"),
         ("max-batch = 0", "", "--max-batch must be at least 1, not 0"),
-        ("max-batch = 'many'", "", "baton.toml: max-batch: invalid int value"),
         ("kv-cache = '1XB'", "", "baton.toml: kv-cache: '1XB' is no size: write 512MiB, 2GiB or"),
         ("graphs = 2", "", "baton.toml: graphs: '2' is neither true nor false"),
         ("dtype = 'int3'", "", "--dtype must be one of auto, float32, bfloat16"),
@@ -385,20 +381,18 @@ def chat(client, monkeypatch, lines, *argv, terminal=False, template=True):
     )
 
 
-def test_a_chat_goes_on_from_its_history_and_can_be_saved(client, monkeypatch, tmp_path, capsys):
-    file = tmp_path / "chat.json"
+def test_a_chat_goes_on_from_its_history(client, monkeypatch, capsys):
     lines = [
-        *("Hi", '"""', "/two", 'lines"""', "/retry", "/set temperature 0.5", f"/save {file}"),
-        *("/clear", "/system T", "x", f"/load {file}", "/set temperature", "/retry", "/quit", "y"),
+        *("Hi", '"""', "/two", 'lines"""', "/retry", "/set temperature 0.5"),
+        *("/clear", "/system T", "x", "/set temperature", "/retry", "/quit", "y"),
     ]
     status, sent, asked = chat(client, monkeypatch, lines, "--system", "S", "--max-tokens", "9")
     start = [("s", "S"), ("u", "Hi")]
     both = [*start, ("a", " def"), ("u", "/two\nlines")]
-    assert (status, sent) == (0, [start, both, both, [("s", "T"), ("u", "x")], both])
+    assert (status, sent) == (0, [start, both, both, *[[("s", "T"), ("u", "x")]] * 2])
     assert [(one["max_tokens"], one.get("temperature")) for one in asked] == [
         *[(9, None)] * 3, (9, 0.5), (9, None),
     ]  # fmt: skip
-    assert json.loads(file.read_text())[-1] == {"role": "assistant", "content": " def"}
     assert capsys.readouterr() == (" def\n" * 5, "")
 
 
@@ -406,9 +400,7 @@ def test_a_chat_goes_on_from_its_history_and_can_be_saved(client, monkeypatch, t
     ("line", "error"),
     [
         ("/nope", "there is no /nope: /help lists"), ("/set top_k 1.5", "top_k must be a whole"),
-        ("/set x 1", "set one of max_tokens, temp"), ("/load /no/file", "/no/file cannot be read"),
-        ("/save /no/file", "cannot be written: No such"), ("/save \0", "cannot be written: embed"),
-        ("/retry", "no message to answer"),
+        ("/set x 1", "set one of max_tokens, temp"), ("/retry", "no message to answer"),
         ('"""x', "the message has no end"),
     ],
 )  # fmt: skip

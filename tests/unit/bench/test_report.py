@@ -61,14 +61,13 @@ def test_every_field_of_a_report_is_documented_and_shown():
     found = json.loads(json.dumps(report(), allow_nan=False))  # JSON knows no infinite numbers
     one, other, _ = found["stages"]
     assert (one["figures"]["requests"]["sent"], one["figures"]["seconds"]) == (4, 2.0)
-    assert sum(one["timeline"]["sent"]) == 4
     assert other["figures"]["ttft_s"]["p50"] == pytest.approx(0.2)
 
     docs = DOCS.read_text()
     shown = re.findall(r"`[^`]+`", re.sub(r"```.*?```", "", docs, flags=re.S))
     documented = {name for code in shown for name in re.findall(r"\w+", code)}
     names = set(names_in(found, ("statuses", "slo", "met")))
-    assert not names - documented and len(names) > 60
+    assert not names - documented and len(names) > 50
     assert found["schema"] == SCHEMA and f"`{SCHEMA}`" in docs
 
     text = text_of(found)

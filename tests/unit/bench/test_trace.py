@@ -30,12 +30,14 @@ def mooncake(tmp_path):
     ("scale", "expected"),
     [
         ({}, [(0, 1000, 80), (3, 1100, 80), (3, 600, 8), (9, 5, 1)]),
-        ({"spread_ties": True}, [(0, 1000, 80), (3, 1100, 80), (6, 600, 8), (9, 5, 1)]),
         (
             {"rate": 4, "length": 0.125},
             [(0, 125, 10), (0.75, 138, 10), (0.75, 75, 1), (2.25, 1, 1)],
         ),
-        ({"skip": 1, "max_prompt": 520, "max_output": 20}, [(0, 520, 20), (0, 520, 8), (6, 5, 1)]),
+        (
+            {"max_prompt": 520, "max_output": 20},
+            [(0, 520, 20), (3, 520, 20), (3, 520, 8), (9, 5, 1)],
+        ),
     ],
 )
 def test_times_and_lengths_are_scaled(mooncake, scale, expected):

@@ -15,17 +15,14 @@ IDS = range(100, 4000)
 LOAD = Workload(rate=9, count=30, prompt_lengths=Lengths(5, 99))
 
 
-@pytest.mark.parametrize(
-    ("kind", "burstiness", "variation"),
-    [("constant", 1.0, 0.0), ("poisson", 1.0, 1.0), ("bursty", 0.25, 2.0)],
-)
-def test_arrivals_have_the_rate_and_the_burstiness(kind, burstiness, variation):
-    """Gaps' standard deviation over their mean: 0, 1, and 1 / sqrt(burstiness)."""
-    load = Workload(rate=8, arrivals=kind, burstiness=burstiness, seed=7, count=20_000)
+@pytest.mark.parametrize(("burstiness", "variation"), [(1e6, 0.0), (1.0, 1.0), (0.25, 2.0)])
+def test_arrivals_have_the_rate_and_the_burstiness(burstiness, variation):
+    """Gaps' standard deviation over their mean: 1 / sqrt(burstiness)."""
+    load = Workload(rate=8, burstiness=burstiness, seed=7, count=20_000)
     gaps = [later.at_s - earlier.at_s for earlier, later in pairwise(load.demands())]
     mean = statistics.mean(gaps)
     assert mean == pytest.approx(1 / 8, rel=0.06)
-    assert statistics.stdev(gaps) / mean == pytest.approx(variation, rel=0.08, abs=1e-6)
+    assert statistics.stdev(gaps) / mean == pytest.approx(variation, rel=0.08, abs=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,11 @@
-"""The port that a scraper asks: what it answers, its limits, and that nothing of it stays."""
+"""The port that a scraper asks, and what it answers."""
 
 import asyncio
 
 import pytest
 
-from baton import http_server
 from baton.errors import ConfigError
-from baton.local import ports
-from baton.metrics import server
 from baton.metrics.server import serving
-from tests.waiting import eventually
 
 GET = "GET /metrics?x=1 HTTP/1.1\r\nHost: h\r\naccept: text/a;q=1\r\n\r\n"
 
@@ -53,29 +49,6 @@ async def test_only_the_page_is_served(caplog):
         assert (await ask(address, GET))[0] == "500"
         assert "no page" in caplog.text
         assert (await ask(address, "GET /x HTTP/1.1\r\n\r\n"))[0] == "404"
-
-
-async def test_connections_are_bounded_in_number_and_time(monkeypatch):
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
-    monkeypatch.setattr(http_server, "HEADERS_TIMEOUT_S", 0.5)
-    async with serving(page, "127.0.0.1", 0) as address:
-        host, port = parts(address)
-        silent = [await asyncio.open_connection(host, port) for _ in range(2)]
-        assert (await ask(address, GET))[0] == "503"
-        for reader, writer in silent:
-            async with asyncio.timeout(30):
-                assert await reader.read() == b""  # cut after its silence
-            writer.close()
-        await eventually(
-            lambda: ask(address, GET), lambda answer: answer[0] == "200", "not let go", 30.0
-        )
-        monkeypatch.setattr(http_server, "HEADERS_TIMEOUT_S", 1e6)
-        reader, writer = await asyncio.open_connection(host, port)
-        await asyncio.sleep(0.1)
-    async with asyncio.timeout(30):  # the end waits for no connection, and closes it
-        assert await reader.read() == b""
-    writer.close()
-    ports.check_free(host, port)
 
 
 async def test_a_taken_port_is_named():
