@@ -453,6 +453,7 @@ class Engine:
                 f"the sequence needs {needed} KV blocks and the pool has {self._blocks.num_blocks}"
             )
         self._sequences[sequence.seq_id] = sequence
+        sequence.priority -= self._planner.late_s
 
     def _find(self, seq_id: str) -> Sequence:
         sequence = self._sequences.get(seq_id)

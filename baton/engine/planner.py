@@ -165,6 +165,7 @@ class Planner:
         self.holding = SequenceQueue()  # have all their blocks, and several tokens to compute
         self.waiting = SequenceQueue()  # need blocks
         self.preemptions = 0
+        self.late_s = 0.0  # by which the clock is ahead of the virtual time of prompts
         self._proposer = proposer
         self._arrivals = itertools.count(1)
 
@@ -247,8 +248,16 @@ class Planner:
             self._proposer.learn(sequence, sampled)
 
     def ran(self, plan: Plan, seconds: float) -> None:
-        """A step took so long."""
+        """A step took so long.
+
+        While prompts are computed, virtual time advances with each one that is done, as it does in
+        the router's fair queueing, by what that counts for it. By the clock a long prompt's virtual
+        finish time would pass before it is computed, and no short one could overtake it any more.
+        """
         self.chunk.took(plan, seconds)
+        prompts = [item for item in plan.work if not item.sequence.new_tokens]
+        if prompts and all(item.sequence.prompt_s for item in prompts):
+            self.late_s += seconds - sum(i.sequence.prompt_s for i in prompts if i.samples)
         if self._proposer is not None:
             proposed = plan.num_proposed
             self._proposer.took(plan.num_tokens - proposed, proposed, seconds)

@@ -89,6 +89,7 @@ class Sequence:
     params: SamplingParams
     cache_salt: str = ""
     priority: float = 0.0  # smaller goes first: time.monotonic() of its virtual finish time
+    prompt_s: float = 0.0  # by how much its prompt advances virtual time; 0: not known
     arrival: int = 0  # set by the planner; decides between equal priorities
     park_after: int | None = None  # leave the batch, keep the blocks, after this many new tokens
     awaits_kv: bool = False  # blocks are held and may be written from outside, unverified

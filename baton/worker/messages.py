@@ -77,6 +77,7 @@ def sequence_of(
         params=params,
         cache_salt=spec.cache_salt,
         priority=time.monotonic() + spec.virtual_finish_ms / 1000,
+        prompt_s=spec.prompt_us / 1e6,
         park_after=park_after,
         block_hashes=hash_chain(tokens, limits.block_size, spec.cache_salt),
     )

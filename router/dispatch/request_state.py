@@ -23,7 +23,7 @@ from router.admission.wait_queue import QueueEntry
 from router.placement.cost_model import PlacementRequest
 
 WAYS = ("handed_over", "local", "cached", "prefill_only")
-_MOST_TIME_MS = (1 << 32) - 1  # what SequenceSpec holds: 49 days
+_MOST_TIME = (1 << 32) - 1  # what SequenceSpec holds: 49 days in ms, 71 minutes in µs
 # Added by every router: workers need the order, also of times that have passed.
 _VIRTUAL_FINISH_OFFSET_S = 60.0
 
@@ -117,8 +117,9 @@ class RequestState:
     def set_times(self, spec: common_pb2.SequenceSpec) -> None:
         """Those of a spec that is sent now."""
         virtual_finish_s = self.request.pending.fair_s + _VIRTUAL_FINISH_OFFSET_S
-        spec.time_left_ms = min(_MOST_TIME_MS, max(1, int(self.request.time_left_s * 1000)))
-        spec.virtual_finish_ms = min(_MOST_TIME_MS, max(0, int(virtual_finish_s * 1000)))
+        spec.time_left_ms = min(_MOST_TIME, max(1, int(self.request.time_left_s * 1000)))
+        spec.virtual_finish_ms = min(_MOST_TIME, max(0, int(virtual_finish_s * 1000)))
+        spec.prompt_us = min(_MOST_TIME, max(0, int(self.request.pending.seconds * 1e6)))
 
     def placement_request(
         self, local_prefill_max_tokens: int, max_itl_s: float

@@ -28,7 +28,7 @@ _UNKNOWN = b"\xfa\x7c\x05newer"
 _OPTIONAL = {
     "WorkerRecord": ("hardware",),
     "Load": ("step_age_ms", "tokens_computed", "tokens_generated", "preemptions"),
-    "SequenceSpec": ("virtual_finish_ms",),
+    "SequenceSpec": ("virtual_finish_ms", "prompt_us"),
     "ReserveRequest": ("local_prefill_max_tokens",),
     "OfferRequest": ("reachable_gpus",),
     "PrefillStarted": ("queue_ms",),

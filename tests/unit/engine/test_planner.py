@@ -1,5 +1,6 @@
 """The planner: chunks, decode first, cache hits, priorities, preemption, resume, speculation."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -111,6 +112,21 @@ def test_a_batch_above_the_chunk_budget_starves_nobody():
         assert {name for name, _, count in shape(plan) if count == 1} == {f"s{i}" for i in range(8)}
         assert shape(plan)[-1] == ("prompt", 4 * step, 4)
         run(planner, plan)
+
+
+@pytest.mark.parametrize(("prompt_s", "late_s"), [(2.0, [5, 10, 13, 13]), (0.0, [0, 0, 0, 0])])
+def test_virtual_time_advances_with_prompts_that_are_done_by_what_they_count(prompt_s, late_s):
+    planner, found = make_planner(), []
+    sequence = make_sequence("a", 18)
+    sequence.prompt_s = prompt_s
+    planner.add(sequence)
+    for step in range(4):
+        plan = planner.plan()
+        sequence.new_tokens = int(step > 2)  # decodes
+        planner.ran(plan, 5.0)
+        found.append(planner.late_s)
+        run(planner, plan)
+    assert found == late_s
 
 
 def test_a_second_prompt_skips_what_the_first_left_in_the_cache():

@@ -195,6 +195,23 @@ async def test_a_prompt_that_is_due_earlier_overtakes_between_chunks(pair):
         await pair.router.tokens(name)
 
 
+async def test_a_short_prompt_overtakes_one_that_takes_longer_than_its_virtual_finish_time(pair):
+    slow = spec("slow", prompt(100), virtual_finish_ms=60_200, prompt_us=200_000)
+    short = spec("short", prompt(40, start=50), virtual_finish_ms=60_100, prompt_us=80_000)
+    queued = asked(pair.prefill, "add", 2)
+    paced, late = await start_paced(pair, slow)
+    await asyncio.sleep(0.4)
+    early = await pair.start(short)
+    await asyncio.wait_for(queued.wait(), PATIENCE_S)
+    paced.allow.release(3)
+    assert len(await messages(early)) == 3
+    assert pair.prefill.node.load().queue_tokens == 100 - 32 - 24
+    paced.allow.release(9)
+    assert len(await messages(late)) == 3
+    for name in ("short", "slow"):
+        await pair.router.tokens(name)
+
+
 async def test_a_reservation_cancelled_on_the_way_fails_the_prompt(pair):
     paced, call = await start_paced(pair, spec("a", prompt(100)))
     await pair.router.cancel("a")

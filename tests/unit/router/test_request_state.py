@@ -33,6 +33,7 @@ def test_workers_get_the_virtual_finish_as_a_time_from_now_in_order_also_once_it
     finishes = [(9.0, 2.0), (9.0, 0.0), (9.0, -2.0), (9.0, -100.0)]
     specs = [request_state(pending=pending(*one)).spec("r") for one in finishes]
     assert [spec.virtual_finish_ms for spec in specs] == [62_000, 60_000, 58_000, 0]
+    assert specs[0].prompt_us == 2_000_000
 
 
 @pytest.mark.parametrize(
