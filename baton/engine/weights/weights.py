@@ -26,7 +26,7 @@ from baton.config import EngineConfig
 from baton.engine.models.config import EMBEDDING, FINAL_NORM, LM_HEAD, ModelConfig, check_tensors
 from baton.engine.models.quantization import Shapes, weight_format
 from baton.engine.shard import WHOLE, Shard
-from baton.engine.weights.checkpoint import ELEMENT_BYTES, StoredTensor, stored_tensors
+from baton.engine.weights.checkpoint import ELEMENT_BYTES, FLOATS, StoredTensor, stored_tensors
 from baton.engine.weights.lora import LoraAdapter
 from baton.engine.weights.quantized_checkpoint import read_quantized, read_stacked
 from baton.engine.weights.weight import DenseWeight, Weight
@@ -146,7 +146,11 @@ def load_weights(
     expected = config.checkpoint_tensors
     adapter = None
     if lora is not None:
-        sizes = {name: one.shape for name, one in expected.items() if len(one.shape) == 2}
+        sizes = {
+            name: one.shape
+            for name, one in expected.items()
+            if len(one.shape) == 2 and one.dtypes == FLOATS
+        }
         adapter = LoraAdapter.load(lora, sizes)
     unread = stored.keys() & expected.keys()
     total, done = sum(_num_bytes(stored[name]) for name in unread), 0
