@@ -497,7 +497,7 @@ def _windows(
     if kind != "none" and is_on and fields.values.get("sliding_window") is not None:
         window = fields.read("sliding_window", COUNT)
     kinds = fields.values.get("layer_types")
-    if kinds is not None and kind not in ("none", "all"):
+    if kinds is not None and kind not in ("none", "always"):
         known = (FULL, SLIDING) if window else (FULL,)
         is_list = isinstance(kinds, list) and len(kinds) == count
         if not is_list or not all(name in known for name in kinds):
