@@ -138,7 +138,7 @@ def _differences(one: Architecture) -> Iterator[str]:
         yield f"norms of queries and keys ({'each head' if one.qk_norm == 'head' else 'all heads'})"
     if one.attention_norm:
         yield f"norms {'around' if one.input_norm else 'behind'} attention and MLP"
-    if one.windows in ("all", "from"):
+    if one.windows in ("all", "always", "from"):
         yield "sliding windows"
     elif isinstance(one.windows, int):
         yield f"sliding windows but in each {one.windows}th layer".replace("2th", "2nd")

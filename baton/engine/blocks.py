@@ -29,10 +29,12 @@ class _CacheEntry(NamedTuple):
 
 @dataclass
 class CacheChanges:
-    """Hashes that appeared in or left the prefix cache since they were last taken."""
+    """What became of the prefix cache since they were last taken: these hashes left it, and then
+    those appeared, whatever came and went in between.
+    """
 
-    stored: list[int] = field(default_factory=list)
-    evicted: list[int] = field(default_factory=list)
+    stored: set[int] = field(default_factory=set)
+    evicted: set[int] = field(default_factory=set)
 
 
 class BlockPool:
@@ -118,7 +120,7 @@ class BlockPool:
             return
         self._by_hash[block_hash_] = block
         self._entries[block] = _CacheEntry(block_hash_, parent, tuple(tokens))
-        self._changes.stored.append(block_hash_)
+        self._changes.stored.add(block_hash_)
 
     def release(self, blocks: Iterable[int]) -> None:
         """One holder of each block is gone. Deeper blocks of a prefix become evictable first."""
@@ -170,5 +172,8 @@ class BlockPool:
         block, _ = self._evictable.popitem(last=False)
         evicted = self._entries.pop(block).hash
         del self._by_hash[evicted]
-        self._changes.evicted.append(evicted)
+        if evicted in self._changes.stored:
+            self._changes.stored.remove(evicted)
+        else:
+            self._changes.evicted.add(evicted)
         return block

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baton.checkpoint_files import MAX_JSON_BYTES, parse_json_value, read_bytes
 from baton.engine.planner import Work
-from baton.errors import CheckpointError
+from baton.errors import CheckpointError, quoted
 
 Vector = npt.NDArray[np.float32]
 _MODULES, _POOLING = "modules.json", "config.json"
@@ -44,11 +44,11 @@ class Pooling:
         pooling = _read(path / kinds.get("Pooling", "") / _POOLING) if "Pooling" in kinds else {}
         if not isinstance(pooling, dict):
             raise CheckpointError(f"{file}: names a pooling without its {_POOLING}")
-        modes = {name for name, on in pooling.items() if name.startswith("pooling_mode_") and on}
-        mean, last = ({f"pooling_mode_{name}"} for name in ("mean_tokens", "lasttoken"))
-        if modes not in (mean, last, set()):
-            raise CheckpointError(f"{file}: {', '.join(sorted(modes))} is not supported")
-        return cls(modes == mean, "Normalize" in kinds)
+        modes = _modes(pooling) if "Pooling" in kinds else ["lasttoken"]
+        if modes not in (["mean"], ["lasttoken"]):
+            found = ", ".join(map(str, modes))
+            raise CheckpointError(f"{file}: its pooling of {quoted(found)} is not supported")
+        return cls(modes == ["mean"], "Normalize" in kinds)
 
     def finish(self, summed: Vector, num_tokens: int) -> Vector:
         """The embedding of a prompt, from what `pooled` found in its steps, added up."""
@@ -72,6 +72,19 @@ def pooled(work: Sequence[Work], hidden: Tensor) -> dict[str, Vector]:
             found[item.sequence.seq_id] = hidden[at:end].float().sum(0).cpu().numpy()
         at = end
     return found
+
+
+def _modes(pooling: dict[str, Any]) -> list[Any]:
+    """What a Pooling module's configuration takes of all tokens; the mean where it says nothing.
+
+    sentence-transformers names the modes in `pooling_mode`; older versions have a key for each,
+    which is true or false.
+    """
+    named = pooling.get("pooling_mode")
+    if named is None:
+        keys = (key for key, on in pooling.items() if key.startswith("pooling_mode_") and on)
+        named = [key.removeprefix("pooling_mode_").removesuffix("_tokens") for key in keys]
+    return named if isinstance(named, list) and named else [named or "mean"]
 
 
 def _read(file: Path) -> Any:

@@ -74,8 +74,8 @@ class CacheWatcher:
         self._watchers.discard(self)
 
     def add(self, changes: CacheChanges) -> None:
-        """Adds one step's changes; within a step blocks are evicted before others are stored."""
-        evicted, stored = set(changes.evicted), set(changes.stored)
+        """Adds one step's changes."""
+        evicted, stored = changes.evicted, changes.stored
         self._evicted |= evicted - self._stored
         self._stored -= evicted
         self._stored |= stored - self._evicted

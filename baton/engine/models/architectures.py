@@ -35,8 +35,9 @@ class Architecture:
     `models` are the best known, for the documentation. `defaults` are of keys that config.json
     lacks; most of them are read of such architectures only. A bias is there, is not, or is as a key
     of config.json says. `windows` says which layers slide where config.json has no `layer_types`:
-    none, all, those from `max_window_layers` on, every other one before it, those without rotation,
-    or all but each n-th. An architecture with the key `use_sliding_window` has none without it.
+    all, those from `max_window_layers` on, every other one before it, those without rotation, or
+    all but each n-th. "none" and "always" do not read that key. An architecture with the key
+    `use_sliding_window` has none without it.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class Architecture:
     norm_rounds_once: bool = False  # after the weight, and not before it, too
     scaled_embedding: bool = False  # by the square root of the hidden size
     joined: tuple[str, ...] = ()  # fields that checkpoints have as one tensor
-    windows: Literal["none", "all", "from", "alternate", "unrotated"] | int = "none"
+    windows: Literal["none", "always", "all", "from", "alternate", "unrotated"] | int = "none"
     interleaved_rope: bool = False  # pairs are neighbours
     sinks: bool = False  # each head's softmax has one more score, with a value of 0
     experts: ExpertNames | None = None  # of a mixture of experts
@@ -124,7 +125,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "partial_rotary_factor": 1.0,
             "original_max_position_embeddings": 4096,
         },
-        windows="all",
+        windows="always",
         joined=("qkv", "gate_up"),
         models="Phi-3, Phi-4",
     ),
@@ -174,7 +175,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "norm_topk_prob": True,
             "num_experts_per_tok": 2,
         },
-        windows="all",
+        windows="always",
         experts=ExpertNames(
             "num_local_experts", "intermediate_size", "block_sparse_moe", ("w1", "w3"), "w2"
         ),
@@ -197,7 +198,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {**_QWEN_DEFAULTS, **_SPARSE, "num_experts_per_tok": 8},
         **_OF_KEYS,
         qk_norm="head",
-        windows="all",
+        windows="always",
         experts=ExpertNames(),
         models="Qwen3-MoE",
     ),

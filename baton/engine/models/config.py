@@ -159,6 +159,7 @@ class ModelConfig:
         # What would change the computation and is followed nowhere.
         fields.read("pretraining_tp", one_of(1), 1)
         fields.read("use_bidirectional_attention", one_of(False), False)
+        fields.read("is_causal", one_of(True), True)  # false in models made for embeddings
         fields.read("clip_qkv", Check(lambda value: value is None, "null"))
         act = "hidden_activation" if "hidden_activation" in differs.defaults else "hidden_act"
         num_heads = fields.read("num_attention_heads", COUNT)
@@ -497,7 +498,7 @@ def _windows(
     if kind != "none" and is_on and fields.values.get("sliding_window") is not None:
         window = fields.read("sliding_window", COUNT)
     kinds = fields.values.get("layer_types")
-    if kinds is not None and kind not in ("none", "all"):
+    if kinds is not None and kind not in ("none", "always"):
         known = (FULL, SLIDING) if window else (FULL,)
         is_list = isinstance(kinds, list) and len(kinds) == count
         if not is_list or not all(name in known for name in kinds):

@@ -12,9 +12,9 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from baton.config import EngineConfig
 from baton.engine.models.config import EMBEDDING, FINAL_NORM, LM_HEAD, ModelConfig, check_tensors
 from baton.engine.models.quantization import Shapes, weight_format
 from baton.engine.shard import WHOLE, Shard
-from baton.engine.weights.checkpoint import ELEMENT_BYTES, StoredTensor, stored_tensors
+from baton.engine.weights.checkpoint import ELEMENT_BYTES, FLOATS, StoredTensor, stored_tensors
 from baton.engine.weights.lora import LoraAdapter
 from baton.engine.weights.quantized_checkpoint import read_quantized, read_stacked
 from baton.engine.weights.weight import DenseWeight, Weight
@@ -142,11 +142,21 @@ def load_weights(
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a model directory: it has no weights to load")
     stored = stored_tensors(path)
+    if config.tie_embeddings and _has_own_head(stored):
+        log.warning(
+            "%s has an lm_head.weight of its own, which is used: tie_word_embeddings in "
+            "config.json should be false", path,
+        )  # fmt: skip
+        config = replace(config, tie_embeddings=False)
     check_tensors(path, config, stored)
     expected = config.checkpoint_tensors
     adapter = None
     if lora is not None:
-        sizes = {name: one.shape for name, one in expected.items() if len(one.shape) == 2}
+        sizes = {
+            name: one.shape
+            for name, one in expected.items()
+            if len(one.shape) == 2 and one.dtypes == FLOATS
+        }
         adapter = LoraAdapter.load(lora, sizes)
     unread = stored.keys() & expected.keys()
     total, done = sum(_num_bytes(stored[name]) for name in unread), 0
@@ -205,6 +215,22 @@ def load_weights(
                 )  # fmt: skip
 
         return _assemble(config, make, make_weight, prepare, shard)
+
+
+def _has_own_head(stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether a tied model's output layer is another matrix than its embedding, not a copy.
+
+    transformers does not tie them then; of another shape it is no matrix of this model.
+    """
+    embedding, head = stored.get(EMBEDDING), stored.get(LM_HEAD)
+    if embedding is None or head is None or head.shape != embedding.shape:
+        return False
+    with ExitStack() as stack:
+        values, others = (
+            stack.enter_context(safe_open(one.file, framework="pt")).get_tensor(one.name)
+            for one in (embedding, head)
+        )
+        return not torch.equal(values, others.to(values.dtype))
 
 
 def random_weights(

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from baton.engine.blocks import BlockPool
+from baton.engine.blocks import BlockPool, CacheChanges
 from baton.prefix import block_hash, hash_chain, root_hash
 
 SIZE = 4
@@ -61,6 +61,21 @@ def test_the_deepest_blocks_of_the_oldest_prefix_go_first_and_changes_are_report
     pool.check()
 
 
+def test_what_came_and_went_between_two_reports_is_in_neither_list():
+    pool, tokens = BlockPool(2, SIZE), list(range(4))
+    (name,) = hash_chain(tokens, SIZE)
+    pool.release(filled(pool, tokens))
+    pool.release(pool.allocate(2) or [])
+    assert pool.take_changes() == CacheChanges()
+    pool.release(filled(pool, tokens))
+    assert pool.take_changes() == CacheChanges(stored={name})
+    for _ in range(2):
+        pool.release(pool.allocate(2) or [])
+        pool.release(filled(pool, tokens))
+    pool.allocate(2)
+    assert pool.take_changes() == CacheChanges(evicted={name})
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Sequences come, share prefixes, publish, go and are quarantined, in any order."""
 
@@ -69,6 +84,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(12, SIZE)
         self.held: list[tuple[list[int], list[int]]] = []
         self.quarantined: list[list[int]] = []
+        self.told: set[int] = set()  # hashes that a router takes for cached
 
     @rule(kind=st.integers(0, 2), length=st.integers(1, 20))
     def admit(self, kind, length):
@@ -104,6 +120,12 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def readmit(self):
         self.pool.readmit(self.quarantined.pop())
+
+    @rule()
+    def tell(self):
+        changes = self.pool.take_changes()
+        self.told = (self.told - changes.evicted) | changes.stored
+        assert self.told == self.pool._by_hash.keys()
 
     @invariant()
     def books_balance(self):

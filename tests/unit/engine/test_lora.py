@@ -119,11 +119,16 @@ def test_what_is_no_plain_adapter_of_this_model_is_refused_by_name(tmp_path, opt
     assert message in str(caught.value)
 
 
-def test_quantised_matrices_and_made_up_ones_take_no_adapter(tmp_path):
-    model = make_quantized(tmp_path / "base", FORMATS["awq 32"], "LlamaForCausalLM")
+@pytest.mark.parametrize("name", ["awq 32", "fp8"])
+def test_quantised_matrices_take_no_adapter(tmp_path, name):
+    model = make_quantized(tmp_path / "base", FORMATS[name])
     make_adapter(tmp_path / "adapter", model)
     with pytest.raises(CheckpointError, match="no dense matrix of this model; merge it"):
         load(tmp_path)
+
+
+def test_made_up_weights_take_no_adapter_and_one_without_a_config_is_refused(tmp_path):
+    make_checkpoint(tmp_path / "base")
     with pytest.raises(ConfigError, match="--lora adapts the weights of a checkpoint"):
         build.load(EngineConfig(random_weights=True, lora=tmp_path))
     with pytest.raises(CheckpointError, match=r"adapter_config\.json is missing"):

@@ -230,6 +230,8 @@ REFUSED_FORMATS: list[Any] = [
         *(({"quantization_config": config}, named) for config, named in REFUSED_FORMATS),
         ({"pretraining_tp": 2}, ["pretraining_tp", "2"]),
         ({"clip_qkv": 8.0}, ["clip_qkv", "8.0", "null"]),
+        ({"is_causal": False}, ["is_causal", "False", "supported: True"]),
+        ({"use_bidirectional_attention": True}, ["use_bidirectional_attention", "True"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
         ({"rope_scaling": {"rope_type": "ntk"}}, ["rope_scaling.rope_type", "ntk", "yarn"]),

@@ -184,6 +184,17 @@ EDITED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"layer_types": ABSENT},
     ),
+    # transformers takes it for a Ministral then.
+    "mistral layer types": (
+        "MistralForCausalLM",
+        {"sliding_window": 20},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+    ),
+    "mixtral layer types, which it does not read": (
+        "MixtralForCausalLM",
+        {"num_local_experts": 4, "sliding_window": 20},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "mixtral defaults": (
         "MixtralForCausalLM",
         {"num_local_experts": 4},

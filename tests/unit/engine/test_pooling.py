@@ -77,7 +77,17 @@ def test_a_checkpoint_says_how_it_is_pooled(tmp_path):
     vector = np.array([3.0, 4.0], np.float32)
     assert Pooling.read(tmp_path).finish(vector, 2).tolist() == [1.5, 2.0]
     assert Pooling(mean=True).finish(vector, 2) == pytest.approx([0.6, 0.8])
+    for named, is_mean in (("mean", True), (["mean"], True), ("lasttoken", False)):
+        write(tmp_path, {"embedding_dimension": 64, "pooling_mode": named}, base, pool)
+        assert Pooling.read(tmp_path) == Pooling(mean=is_mean, normalized=False)
+    for nothing in ({}, {"pooling_mode_mean_tokens": False}):  # sentence-transformers' default
+        write(tmp_path, nothing, base, pool)
+        assert Pooling.read(tmp_path).mean
+    write(tmp_path, None, base)
+    assert not Pooling.read(tmp_path).mean
     for pooling, *modules in (
+        ({"pooling_mode": "weightedmean"}, base, pool),
+        ({"pooling_mode": ["mean", "max"]}, base, pool),
         ({"pooling_mode_cls_token": True}, base, pool),
         ({**mean, "pooling_mode_lasttoken": True}, base, pool),
         (mean, base, pool, ("Dense", "2_Dense")),

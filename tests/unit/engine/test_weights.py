@@ -20,7 +20,7 @@ from baton.engine.weights.checkpoint import INDEX_FILE, SINGLE_FILE
 from baton.engine.weights.weight import DenseWeight, Int8Weight
 from baton.engine.weights.weights import load_weights, random_seed, random_weights
 from baton.errors import CheckpointError
-from tests.unit.engine.checkpoints import make_checkpoint
+from tests.unit.engine.checkpoints import load_reference, make_checkpoint
 
 CPU = torch.device("cpu")
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -90,6 +90,21 @@ def test_tied_copies_and_old_rotary_tables_are_ignored(tmp_path):
     rewrite(
         tmp_path, lambda t: t.update({"lm_head.weight": torch.zeros(3), rotary: torch.zeros(8)})
     )
+    weights = load(tmp_path)
+    assert weights.lm_head.tensor is weights.embedding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tied_model_with_another_output_layer_has_the_logits_of_transformers(
+    tmp_path, caplog, dtype
+):
+    make_checkpoint(tmp_path, tie_word_embeddings=True)
+    head = torch.randn(320, 64, generator=torch.Generator().manual_seed(5)).to(dtype)
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": head}))
+    assert torch.equal(load_reference(tmp_path).lm_head.weight, head.float())
+    assert torch.equal(load(tmp_path).lm_head.tensor, head.float())
+    assert "has an lm_head.weight of its own" in caplog.text
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 0}))
     weights = load(tmp_path)
     assert weights.lm_head.tensor is weights.embedding
 

@@ -175,7 +175,7 @@ def test_a_worker_of_several_ranks_has_the_time_of_their_collectives_on_the_page
 
 
 def cache_step(stored=(), evicted=(), tokens=0, ms=0):
-    changes = CacheChanges(list(stored), list(evicted))
+    changes = CacheChanges(set(stored), set(evicted))
     return StepReport(0, ms * 1_000_000, tokens, [], LOAD, changes)
 
 
