@@ -135,6 +135,19 @@ def test_a_rank_that_cannot_load_says_why_and_none_is_left(tmp_path, monkeypatch
     assert started[0].poll() is not None
 
 
+def test_a_rank_whose_end_takes_for_ever_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(ranks, "_STOP_S", 0.1)
+    ours, theirs = ranks.Pipe()
+    theirs.close()
+    with ranks.subprocess.Popen(["sleep", "30"]) as process:
+        with pytest.raises(ConfigError, match="its connection ended, but it did not"):
+            ranks._Other(1, ours, process).answer(WAIT_S)
+        process.kill()
+    with pytest.raises(ConfigError, match="it ended with status -9"):
+        ranks._Other(1, ours, process).answer(WAIT_S)
+    ours.close()
+
+
 def test_pools_of_ranks_hold_what_was_asked_for_and_are_zeroed_together(tmp_path):
     make_checkpoint(tmp_path, num_key_value_heads=2)
     budget = {"kv_blocks": 0, "kv_cache_bytes": 1 << 20}
