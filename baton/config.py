@@ -244,7 +244,11 @@ class EngineConfig(CacheConfig):
         0, "--threads N", "CPU threads (default: as many as its --cpus, else torch's choice)"
     )
     cpus: tuple[int, ...] = option(
-        (), "--cpus 0,1", "pin compute threads to these cores (default: not pinned)", numbers
+        (),
+        "--cpus 0,1",
+        "pin compute threads to these cores (default: not pinned, but for ranks of --tp on CPUs "
+        "whose --threads fill all cores)",
+        numbers,
     )
     tp: int = option(
         1,

@@ -15,7 +15,7 @@ import torch
 
 from baton.config import EngineConfig, model_path
 from baton.engine.backends import Backend
-from baton.engine.backends.cpu import CpuBackend
+from baton.engine.backends.cpu import CpuBackend, pin_thread
 from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import GpuBackend
 from baton.engine.backends.gpu.device import Gpu
@@ -77,8 +77,10 @@ class Loaded:
             engine = Engine(runner, planner, eos, most, publish)
         if (ranks := runner.ranks) is not None:
             ranks.on_failure = partial(engine.submit, ranks.check)
+        # The engine's first work: both belong to its thread.
+        engine.submit(partial(pin_thread, settings.cpus, settings.nice))
         device = runner.pool.device
-        if device.type == "cuda":  # CUDA keeps it for each thread: the engine's first work
+        if device.type == "cuda":
             engine.submit(partial(torch.cuda.set_device, device))
         return engine
 
@@ -103,7 +105,7 @@ def load(
     config = ModelConfig.load(path)
     backend = backend or backend_of(settings, ranks_here)
     backend.elsewhere = elsewhere
-    settings = Shard(0, ranks_here).settings(settings)
+    settings = Shard(0, ranks_here).settings(backend.settings)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     dtype = choose_dtype(settings.dtype, config.dtype, backend.device)

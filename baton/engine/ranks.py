@@ -489,8 +489,16 @@ class _Other:
                 return self.connection.recv()
             found = f"nothing came from it in {timeout_s:.0f} s"
         except (EOFError, OSError) as error:
-            found = f"it ended with status {self.process.wait()}" if self.process else str(error)
+            found = self._status() if self.process else str(error)
         raise ConfigError(f"rank {self.number} cannot begin: {found}")
+
+    def _status(self) -> str:
+        """Of a process whose connection has ended."""
+        assert self.process is not None
+        try:
+            return f"it ended with status {self.process.wait(_STOP_S)}"
+        except subprocess.TimeoutExpired:
+            return "its connection ended, but it did not"
 
     def expect(self, answer: str, timeout_s: float) -> None:
         """Waits for it. Raises ConfigError with what the rank says instead."""

@@ -32,7 +32,9 @@ class Shard:
         """With a rank's share of the worker's threads and cores."""
         if self.count == 1:
             return settings
-        cpus = tuple(settings.cpus[at] for at in self._part(len(settings.cpus)))
+        cpus = settings.cpus
+        if len(cpus) >= self.count:
+            cpus = tuple(cpus[at] for at in self._part(len(cpus)))
         threads = (settings.threads or len(settings.cpus) or torch.get_num_threads()) // self.count
         return replace(settings, cpus=cpus, threads=max(1, threads))
 

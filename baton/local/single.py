@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from baton.client import Completion, Route, Timing, TokenLogprobs, Usage
 from baton.client.results import prompt_logprobs_of
@@ -45,8 +44,6 @@ class SingleProcess:
 
     def __enter__(self) -> SingleProcess:
         self._engine.start()
-        settings = self._loaded.settings
-        self._engine.submit(partial(cpu.pin_thread, settings.cpus, settings.nice)).result()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -172,9 +172,6 @@ class Node(WorkerServiceServicer, ABC):
                 ending.push_async_callback(asyncio.to_thread, self.engine.stop)
                 ending.push_async_callback(server.stop, STOP_GRACE_S)
                 ending.push_async_callback(self._leave)
-                settings = loaded.settings
-                place = partial(cpu.pin_thread, settings.cpus, settings.nice)
-                await asyncio.wrap_future(self.engine.submit(place))
                 await self._describe(loaded, usable, len(pools) + len(remote))
                 await self._serve(server, registration)
 

@@ -46,6 +46,7 @@ class Entry:
 _INT8 = {"dtype": "bfloat16", "quantization": "int8"}
 ENTRIES = {
     "baton-bf16": Entry("baton", {"dtype": "bfloat16"}),
+    "baton-bf16-tp2": Entry("baton", {"dtype": "bfloat16", "tp": 2}),
     "baton-int8": Entry("baton", _INT8),
     "baton-int4": Entry("baton", {"dtype": "bfloat16", "quantization": "int4"}),
     "baton-int8-kv8": Entry("baton", {**_INT8, "kv_dtype": "int8"}),
@@ -57,7 +58,7 @@ ENTRIES = {
     "llama.cpp-q8_0": Entry("llama_cpp", {"type": "q8_0"}, is_ours=False),
     "llama.cpp-q4_k_m": Entry("llama_cpp", {"type": "q4_k_m"}, is_ours=False),
 }
-_NOT_BY_DEFAULT = ("baton-int4", "baton-int8-kv8", "llama.cpp-q4_k_m")
+_NOT_BY_DEFAULT = ("baton-bf16-tp2", "baton-int4", "baton-int8-kv8", "llama.cpp-q4_k_m")
 DEFAULT = tuple(name for name in ENTRIES if name not in _NOT_BY_DEFAULT)
 
 # Whose ratio to whom is printed: the same precision on both sides.
@@ -68,6 +69,7 @@ PAIRS = (
     ("baton-bf16", "llama.cpp-bf16"),
     ("baton-int8", "llama.cpp-q8_0"),
     ("baton-int8-kv8", "llama.cpp-q8_0"),
+    ("baton-bf16-tp2", "baton-bf16"),
     ("baton-int8", "baton-bf16"),
     ("baton-int4", "baton-bf16"),
     ("baton-int4", "llama.cpp-q4_k_m"),

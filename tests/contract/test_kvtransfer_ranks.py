@@ -70,13 +70,14 @@ async def test_other_bytes_in_any_rank_are_found_at_commit(join, name):
     assert decode.held.committed_tokens == {"h": 7}
 
 
+@pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize(("name", "see"), [("shm", None), ("gloo", None), ("gloo", across_hosts)])
-async def test_a_link_of_one_rank_that_fails_has_all_sent_again(join, name, see):
+async def test_a_link_of_one_rank_that_fails_has_all_sent_again(join, name, see, failing):
     prefill, decode = await joined(join, name, (2, 1), see=see)
     before = decode.pool.tensor.clone()
     await prefill.hand_over(decode.reserve("first", 4, 0), "first", slots(4, 0))
     (link,) = prefill.links._links.values()
-    link._link._ends[1].abort()
+    link._link._ends[failing].abort()
     stats = await prefill.hand_over(decode.reserve("h", 8, 9, 4), "h", slots(8, 1, 2))
     assert stats.resends == 1
     assert decode.held.committed_tokens == {"first": 7, "h": 7}

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,12 @@ class CpuBackend(Backend):
                     f"--{option.replace('_', '-')} fp8 computes on a GPU only: use int8, or add "
                     "--device cuda"
                 )
+        if settings.tp > 1 and not (settings.cpus or settings.simulate):
+            # Ranks that fill the cores keep to a part each: woken beside another that computes, one
+            # waits for a core while a core is idle, and the other waits for it.
+            cores = tuple(sorted(os.sched_getaffinity(0)))
+            if (settings.threads or torch.get_num_threads()) >= len(cores):
+                settings = replace(settings, cpus=cores)
         super().__init__(settings)
         self.shares_pool = settings.tp_backend == "shm"
 

@@ -14,6 +14,7 @@ from torch import distributed
 from baton.config import EngineConfig
 from baton.cuda import NCCL_ENVIRONMENT
 from baton.engine import build, collectives, ranks
+from baton.engine.backends.cpu import CpuBackend
 from baton.engine.collectives import GlooCollectives
 from baton.engine.planner import Plan, Work
 from baton.engine.runner import RunnerFailed
@@ -134,6 +135,19 @@ def test_a_rank_that_cannot_load_says_why_and_none_is_left(tmp_path, monkeypatch
     assert started[0].poll() is not None
 
 
+def test_a_rank_whose_end_takes_for_ever_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(ranks, "_STOP_S", 0.1)
+    ours, theirs = ranks.Pipe()
+    theirs.close()
+    with ranks.subprocess.Popen(["sleep", "30"]) as process:
+        with pytest.raises(ConfigError, match="its connection ended, but it did not"):
+            ranks._Other(1, ours, process).answer(WAIT_S)
+        process.kill()
+    with pytest.raises(ConfigError, match="it ended with status -9"):
+        ranks._Other(1, ours, process).answer(WAIT_S)
+    ours.close()
+
+
 def test_pools_of_ranks_hold_what_was_asked_for_and_are_zeroed_together(tmp_path):
     make_checkpoint(tmp_path, num_key_value_heads=2)
     budget = {"kv_blocks": 0, "kv_cache_bytes": 1 << 20}
@@ -159,6 +173,34 @@ def test_a_step_without_logits_ends_when_every_rank_has_written_its_keys(tmp_pat
     # The embedding, two sums of each layer but the last, and one more meeting.
     assert int(model._words[rounds]) == 1 + 2 * (loaded.model_config.num_layers - 1) + 1
     loaded.runner.close()
+
+
+def test_ranks_that_fill_the_cores_keep_to_a_part_each(tmp_path):
+    """One woken beside another that computes would wait for a core while a core is idle."""
+    make_checkpoint(tmp_path)
+    cores = os.sched_getaffinity(0)
+    loaded = load(tmp_path, tp=2, threads=len(cores))
+    with Bench(loaded.engine) as bench:
+        place = bench.engine.submit(lambda: os.sched_getaffinity(0)).result(WAIT_S)
+        other = os.sched_getaffinity(loaded.runner.ranks._ranks[0].process.pid)
+    assert place | other == cores
+    assert len(cores) == 1 or not place & other
+    assert os.sched_getaffinity(0) == cores, "none but computing threads is pinned"
+
+
+def test_shares_of_threads_and_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {4, 5, 6, 7})
+    for settings, shares in (
+        ({"threads": 4}, [(4, 5), (6, 7)]),
+        ({"threads": 2}, [(), ()]),  # others may have the rest
+        ({"threads": 4, "simulate": "1,1"}, [(), ()]),
+        ({"threads": 2, "cpus": (6, 4)}, [(6,), (4,)]),
+        ({"threads": 2, "cpus": (6,)}, [(6,), (6,)]),
+    ):
+        backend = CpuBackend(EngineConfig(tp=2, **settings))
+        found = [backend.of_rank(Shard(number, 2)).settings for number in range(2)]
+        assert [one.cpus for one in found] == shares, settings
+        assert [one.threads for one in found] == [settings["threads"] // 2] * 2
 
 
 def test_a_rank_that_reads_another_checkpoint_is_refused(tmp_path, monkeypatch):

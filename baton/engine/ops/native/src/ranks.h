@@ -66,16 +66,19 @@ class Exchanges {
         const uint64_t began = now_ns();
         for (int row = 0; row < rows; row += most) {
             const int piece = std::min(most, rows - row);
-            float* to = (float*)place(ranks_.rank);
-            if (team_.thread == 0)
-                std::memcpy(to, part + row * mine, piece * mine * sizeof(float));
+            const float* own = part + row * mine;
+            if (ranks_.rank > 0)
+                team_.share(piece, [&](int i) {
+                    std::memcpy((float*)place(ranks_.rank) + i * mine, own + i * mine,
+                                mine * sizeof(float));
+                });
             meet();
             if (ranks_.rank == 0)
                 team_.share(piece, [&](int i) {
                     for (int rank = 0; rank < ranks_.count; rank++) {
                         const size_t size = first(rank + 1) - first(rank);
-                        std::memcpy(whole + size_t(row + i) * columns + first(rank),
-                                    (const float*)place(rank) + i * size,
+                        const float* from = rank == 0 ? own : (const float*)place(rank);
+                        std::memcpy(whole + size_t(row + i) * columns + first(rank), from + i * size,
                                     size * sizeof(float));
                     }
                 });
