@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -193,7 +194,7 @@ def test_where_no_gpu_is_it_says_so(
     assert "cpu is no cuda:N; --smoke is a dry run" in capsys.readouterr().err
 
 
-# All that a machine with a GPU need have beside Python: torch with what it requires, and three more.
+# All that a machine with a GPU need have beside Python: torch, what that requires, and three more.
 # `sitecustomize` is imported by each process before all else.
 PRESENT = {
     "torch", "torchgen", "filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx",
@@ -251,3 +252,20 @@ def test_bytes_arrive_and_a_cluster_of_two_gives_the_tokens_of_one_process() -> 
     assert (handoff["cells"]["requests"], handoff["cells"]["other tokens"]) == (2, 0)
     assert handoff["cells"]["bookkeeping p50 ms"] > 0
     assert (ranks["cells"]["requests"], ranks["cells"]["other tokens"]) == (2, 0)
+
+
+def test_figures_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, kept = tmp_path / "figures.json", []
+
+    def found(*_: object) -> Iterator[dict[str, Any]]:
+        for name in ("one", "two"):
+            yield {"table": "rows", "name": name, "cells": {"us": 1.0}}
+            kept.append(len(json.loads(file.read_text())["tables"]["rows"]))
+
+    monkeypatch.setattr(run, "run", found)
+    parser = argparse.ArgumentParser()
+    run.add_options(parser)
+    for variable in ("NCCL_MULTI_RANK_GPU_ENABLE", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(variable, "1")  # restored afterwards
+    assert run.main(parser.parse_args(["--smoke", "--json", str(file)])) == 0
+    assert kept == [1, 2]
