@@ -24,6 +24,7 @@ LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _LAZY_ENABLE_PEER_ACCESS = 0x1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _POINTER_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 # What usually helps, by CUresult; shown beside the driver's own text.
 _HINTS = {
@@ -75,6 +76,12 @@ def reachable_gpus(device: torch.device) -> tuple[str, ...]:
 
 
 @cache
+def has_nvlink(one: torch.device, other: torch.device) -> bool:
+    """Whether two GPUs reach each other by NVLink; by PCIe, if at all. Raises OSError."""
+    return CudaDriver().has_native_atomics(one, other)
+
+
+@cache
 def nccl_version() -> tuple[int, ...]:
     """NCCL's, (2, 27, 5); empty where torch has none."""
     return tuple(torch.cuda.nccl.version()) if distributed.is_nccl_available() else ()
@@ -107,6 +114,7 @@ _DEVICE = ctypes.c_int  # CUdevice
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (ctypes.c_uint,),
     "cuDeviceGet": (ctypes.POINTER(_DEVICE), ctypes.c_int),
+    "cuDeviceGetP2PAttribute": (ctypes.POINTER(ctypes.c_int), ctypes.c_int, _DEVICE, _DEVICE),
     "cuDevicePrimaryCtxRetain": (ctypes.POINTER(_CONTEXT), _DEVICE),
     "cuCtxPushCurrent_v2": (_CONTEXT,),
     "cuCtxPopCurrent_v2": (ctypes.POINTER(_CONTEXT),),
@@ -195,14 +203,24 @@ class CudaDriver:
         assert tensor.data_ptr() == address, "torch made a copy instead of a view"
         return tensor
 
+    def has_native_atomics(self, one: torch.device, other: torch.device) -> bool:
+        """Whether atomics of `one` on `other`'s memory are as on its own: NVLink's are."""
+        value, pair = ctypes.c_int(), (self._device(one), self._device(other))
+        self._call("cuDeviceGetP2PAttribute", ctypes.byref(value), _NATIVE_ATOMICS, *pair)
+        return bool(value.value)
+
+    def _device(self, device: torch.device) -> ctypes.c_int:
+        ordinal = _DEVICE()
+        self._call("cuDeviceGet", ctypes.byref(ordinal), device.index)
+        return ordinal
+
     @contextmanager
     def _current(self, device: torch.device) -> Iterator[None]:
         """Makes the GPU's primary context the calling thread's: retained once, as torch does."""
         assert device.index is not None, "which GPU?"
         with self._guard:
             if device.index not in self._contexts:
-                ordinal, context = _DEVICE(), _CONTEXT()
-                self._call("cuDeviceGet", ctypes.byref(ordinal), device.index)
+                ordinal, context = self._device(device), _CONTEXT()
                 self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
                 self._contexts[device.index] = context
         self._call("cuCtxPushCurrent_v2", self._contexts[device.index])

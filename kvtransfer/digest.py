@@ -9,14 +9,18 @@ from __future__ import annotations
 import torch
 import xxhash
 
-_MASK = (1 << 64) - 1
-# Steele, Lea, Flood: "Fast splittable pseudorandom number generators" (2014), the finalizer.
-STEP, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK, _WORD = (1 << 64) - 1, (1 << 32) - 1
+# Of `word_sum`: 2**64 over the golden ratio; the first factor of splitmix64's finalizer (Steele,
+# Lea, Flood 2014); and two factors of murmur3's (Appleby 2011), made even.
+STEP, FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
+KEY_STEP, MULTIPLIER_STEP = 0x85EBCA6A, 0xC2B2AE34
 _WORDS_AT_ONCE = 1 << 20  # a mixed word takes 8 bytes, and the formula a few of them
 
 
 class Digest:
-    """xxh3-64, streamed: for pools in the host's memory."""
+    """xxh3-64, streamed: for pools in the host's memory. `version`: both ends must compute one."""
+
+    version = 0
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_64()
@@ -39,8 +43,12 @@ class WordDigest(Digest):
     """A sum, modulo 2**64, over all 32-bit words, each mixed with its place: for pools on a GPU.
 
     The sum can be taken in any order, so that every core of a GPU takes a part of it. Another word
-    at a place always changes it, and so do, but for one chance in 2**64, words that changed places.
+    at a place always changes it. Two words that changed places do but for one chance in 2**31 where
+    they differ in one bit, and several others, as rows that are stale, for far less. It finds
+    faults, and is no defence against forged bytes.
     """
+
+    version = 2
 
     def __init__(self) -> None:
         self.num_bytes = self._sum = 0  # it needs no xxhash
@@ -70,24 +78,28 @@ class WordDigest(Digest):
 def word_sum(data: torch.Tensor, first_word: int) -> torch.Tensor:
     """The sum over contiguous uint8 `data`, which begins at place `first_word`; int64 `[]`.
 
-    A word w at place i counts as mix(w + i * STEP); all is modulo 2**64, which is how int64 wraps.
+    Four words have one t, the hash of their number, and each has a key and an odd multiplier of its
+    own, made of t's halves: a word w counts as (w ^ key) * multiplier, a product of 64 bits that is
+    another for every w. Multiples of a number in place of a hash would let rows of one value change
+    places unseen. Int64 wraps as the sum does.
     """
     words = data.view(torch.int32)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for start in range(0, words.numel(), _WORDS_AT_ONCE):
-        x = words[start : start + _WORDS_AT_ONCE].to(torch.int64) & 0xFFFFFFFF
-        first = first_word + start
-        x += torch.arange(first, first + x.numel(), device=data.device) * _signed(STEP)
-        x = (x ^ _shifted(x, 30)) * _signed(MIX_1)
-        x = (x ^ _shifted(x, 27)) * _signed(MIX_2)
-        total += (x ^ _shifted(x, 31)).sum()
+        some, first = words[start : start + _WORDS_AT_ONCE].to(torch.int64), first_word + start
+        place = torch.arange(first, first + some.numel(), device=data.device)
+        t, which = (place >> 2) * _signed(STEP), place & 3
+        t = (t ^ _upper(t)) * _signed(FACTOR)
+        key = t ^ _upper(t) ^ which * KEY_STEP
+        multiplier = (_upper(t) | 1) ^ (which * MULTIPLIER_STEP & _WORD)
+        total += (((some ^ key) & _WORD) * multiplier).sum()
     return total
 
 
-def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Zeroes come in from the left: torch has no unsigned shift."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+def _upper(x: torch.Tensor) -> torch.Tensor:
+    """The upper half: torch has no unsigned shift."""
+    return x >> 32 & _WORD
 
 
 def _signed(constant: int) -> int:
-    return constant - (1 << 64) if constant >> 63 else constant
+    return constant - (1 << 64)

@@ -87,8 +87,11 @@ class KvPool:
         self.token_bytes = layers * 2 * len(self.heads) * self.row_slot_bytes
         self.block_bytes = self.token_bytes * self.block_size
         self.on_gpu = self.device.type != "cpu" or (area is not None and area.on_gpu)
-        if self.on_gpu and self.row_slot_bytes % 4:
-            raise ValueError(f"a slot of a row must be whole words on a GPU: {self.row_slot_bytes}")
+        if self.on_gpu and (self.row_slot_bytes % 4 or self.block_bytes % 16):
+            sizes = f"{self.row_slot_bytes} and {self.block_bytes}"
+            raise ValueError(
+                f"on a GPU a slot of a row and a block are multiples of 4 and 16 bytes, not {sizes}"
+            )
         octets = tensor.view(torch.uint8).view(self.num_blocks, layers * 2, num_heads, -1)
         # [num_blocks, layers * 2, heads, bytes of a row]
         self.rows = octets[:, :, self.heads.start : self.heads.stop]

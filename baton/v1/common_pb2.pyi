@@ -196,7 +196,7 @@ class SequenceSpec(_message.Message):
     def __init__(self, handoff_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., virtual_finish_ms: _Optional[int] = ..., prompt_us: _Optional[int] = ...) -> None: ...
 
 class KvDescriptor(_message.Message):
-    __slots__ = ("model_fingerprint", "dtype", "num_layers", "num_kv_heads", "head_size", "block_size", "layout_version", "tensor_parallel", "compute_dtype", "quantization")
+    __slots__ = ("model_fingerprint", "dtype", "num_layers", "num_kv_heads", "head_size", "block_size", "layout_version", "tensor_parallel", "compute_dtype", "quantization", "checksum_version")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +207,7 @@ class KvDescriptor(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_VERSION_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     dtype: str
     num_layers: int
@@ -217,7 +218,8 @@ class KvDescriptor(_message.Message):
     tensor_parallel: int
     compute_dtype: str
     quantization: str
-    def __init__(self, model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., block_size: _Optional[int] = ..., layout_version: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., compute_dtype: _Optional[str] = ..., quantization: _Optional[str] = ...) -> None: ...
+    checksum_version: int
+    def __init__(self, model_fingerprint: _Optional[str] = ..., dtype: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., block_size: _Optional[int] = ..., layout_version: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., compute_dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., checksum_version: _Optional[int] = ...) -> None: ...
 
 class Gpu(_message.Message):
     __slots__ = ("uuid", "name", "capability", "memory_bytes")

@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -172,7 +172,7 @@ class Node(WorkerServiceServicer, ABC):
                 ending.push_async_callback(asyncio.to_thread, self.engine.stop)
                 ending.push_async_callback(server.stop, STOP_GRACE_S)
                 ending.push_async_callback(self._leave)
-                await self._describe(loaded, usable, len(pools) + len(remote))
+                await self._describe(loaded, usable, [*pools, *remote])
                 await self._serve(server, registration)
 
     def load(self) -> worker_pb2.Load:
@@ -228,12 +228,15 @@ class Node(WorkerServiceServicer, ABC):
         running.cancel()
         return None
 
-    async def _describe(self, loaded: Loaded, usable: list[Transport], num_pools: int) -> None:
+    async def _describe(
+        self, loaded: Loaded, usable: list[Transport], pools: Sequence[RankPool]
+    ) -> None:
         record, device = self.record, loaded.runner.pool.device
         record.hardware.CopyFrom(await asyncio.to_thread(hardware.describe, device))
         record.text_fingerprint = text_fingerprint(loaded.path)
         record.kv.CopyFrom(loaded.descriptor)
-        record.kv_pools = num_pools
+        record.kv.checksum_version = pools[0].new_digest().version
+        record.kv_pools = len(pools)
         record.transports.extend(transport.kind for transport in usable)
         record.blocks_total = loaded.layout.num_blocks
         record.max_context = loaded.max_context

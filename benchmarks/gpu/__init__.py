@@ -1,9 +1,9 @@
 """What the GPU path computes, and how fast: kernels, engine and cluster on this machine's GPU.
 
 Only the cluster needs more than Python, torch, triton, numpy and safetensors. The engine's and the
-transports' modules name protobuf's messages and xxhash, which kernels, steps and copies between
-GPUs do not use: where those cannot be imported, a module whose names are only names takes their
-place.
+transports' modules name protobuf's messages, grammars of structured output and xxhash, which
+kernels, steps and copies between GPUs do not use: where those cannot be imported, a module whose
+names are only names takes their place.
 """
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ def stand_in(name: str) -> None:
         sys.modules[name] = _Absent(name)
 
 
-for _name in ("baton.v1.common_pb2", "xxhash"):
+for _name in ("baton.v1.common_pb2", "baton.structured_output", "xxhash"):
     stand_in(_name)

@@ -114,14 +114,17 @@ def main(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {
         "schema": SCHEMA, "date": date, "smoke": args.smoke, "parts": parts,
         "shapes": list(args.shape), "seconds": 0.0, "tables": {}, "notes": [], "failed": [],
+        "targets": [],
     }  # fmt: skip
+    kept = not args.smoke or args.json != DEFAULT_FILE
     for message in run(parts, settings, 60 * args.minutes):
         add(report, message)
-    report["seconds"] = round(time.monotonic() - began, 1)
-    report["targets"] = [] if args.smoke else verdicts(report["tables"])
+        report["seconds"] = round(time.monotonic() - began, 1)
+        report["targets"] = [] if args.smoke else verdicts(report["tables"])
+        if kept and report["tables"]:  # now: a time limit of others may end this process
+            args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print("\n".join(text_of(report)))
-    if report["tables"] and (not args.smoke or args.json != DEFAULT_FILE):
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if kept and report["tables"]:
         print(f"all figures: {args.json}")
     return int(bool(report["failed"]))
 

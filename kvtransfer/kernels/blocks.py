@@ -2,7 +2,8 @@
 
 A work item is a tile of one block's words. A fixed, small number of programs share all items: a
 copy over a slow link must not fill the GPU with programs that wait for it, while the engine
-computes on the rest. The sizes are starting values that no measurement has confirmed yet.
+computes on the rest. What is copied costs about four instructions a byte of each thread (SASS for
+sm_90), so that memory and links bound it, and not the checksum.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import random
 import sys
 from collections.abc import Mapping
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,43 +21,71 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtransfer.digest import MIX_1, MIX_2, STEP
+from baton.cuda import has_nvlink
+from kvtransfer.digest import FACTOR, KEY_STEP, MULTIPLIER_STEP, STEP
 from kvtransfer.kernels import reference
 from kvtransfer.pool import KvPool, Slots
 
 TILE = 4096  # words of an item: 16 KiB
+TAIL_TILE = 1024  # of a partly filled block, whose words are found one by one
 WARPS = 8
-LINK_PROGRAMS = 32  # between pools: what a link to a neighbour is likely to need
-LOCAL_PROGRAMS = 64  # within one GPU's memory
+# Programs with 32 KiB on their way each, and a microsecond until it is there: by NVLink to another
+# GPU (up to 900 GB/s), and by PCIe (64 GB/s). Within one GPU each multiprocessor has one.
+NVLINK_PROGRAMS, PCIE_PROGRAMS = 32, 4
 
-_STEP, _MIX_1, _MIX_2 = tl.constexpr(STEP), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
-
-
-@triton.jit
-def _mixed(words, places):
-    """What 32-bit words count for at their places, uint64; see `kvtransfer.digest`."""
-    x = words.to(tl.uint32, bitcast=True).to(tl.uint64) + places.to(tl.uint64) * _STEP
-    x = (x ^ (x >> 30)) * _MIX_1
-    x = (x ^ (x >> 27)) * _MIX_2
-    return x ^ (x >> 31)
+_STEP, _FACTOR = tl.constexpr(STEP), tl.constexpr(FACTOR)
+_KEY_STEP, _MULTIPLIER_STEP = tl.constexpr(KEY_STEP), tl.constexpr(MULTIPLIER_STEP)
 
 
 @triton.jit
-def _move_tile(source, target, inside, places, total, WRITES: tl.constexpr):
-    """Copies a tile between pointers; returns `total` with what it counts for."""
-    words = tl.load(source, mask=inside, other=0)
-    if WRITES:
-        tl.store(target, words, mask=inside)
-    return total + tl.where(inside, _mixed(words, places), 0)
+def _mixed(words, t, which):
+    """What words `which` of their fours count for, uint64; t: the four's number * STEP.
+
+    See `kvtransfer.digest.word_sum`; t may be `[fours, 1]`, and is then hashed once for each.
+    """
+    t = (t ^ (t >> 32)) * _FACTOR
+    upper = (t >> 32).to(tl.uint32)
+    key = (t.to(tl.uint32) ^ upper) ^ which * _KEY_STEP
+    multiplier = (upper | 1) ^ which * _MULTIPLIER_STEP
+    mixed = words.to(tl.uint32, bitcast=True) ^ key
+    return mixed.to(tl.uint64) * multiplier.to(tl.uint64)
 
 
 @triton.jit
 def _place(words, RUN_WORDS: tl.constexpr, SIDE_WORDS: tl.constexpr):
     """Where words of a block in canonical order lie in a pool: see `move_blocks`."""
     places = words
-    if SIDE_WORDS != RUN_WORDS:
+    if SIDE_WORDS and SIDE_WORDS != RUN_WORDS:
         places = words + (words // RUN_WORDS) * (SIDE_WORDS - RUN_WORDS)
     return places
+
+
+@triton.jit
+def _block(ids, index, exists, BLOCK_WORDS: tl.constexpr, SIDES: tl.constexpr, SIDE: tl.constexpr):
+    """Where a block begins in a pool of SIDE words a side; where that is 0, in staging memory."""
+    if SIDE:
+        return tl.load(ids + index, mask=exists, other=0).to(tl.int64) * (SIDES * SIDE)
+    return tl.cast(index, tl.int64) * BLOCK_WORDS
+
+
+@triton.jit
+def _lanes(TILE: tl.constexpr):
+    """Numbers from 0 in fours, which a thread loads at once: `[TILE / 4, 4]`."""
+    return 4 * tl.arange(0, TILE // 4)[:, None] + tl.arange(0, 4)[None, :]
+
+
+@triton.jit
+def _load_tile(
+    source, ids, item, num_items, TILE: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    RUN_WORDS: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """An item's words; zeros behind the last item and behind the end of a block."""
+    TILES: tl.constexpr = (BLOCK_WORDS + TILE - 1) // TILE
+    SIDES: tl.constexpr = BLOCK_WORDS // RUN_WORDS
+    exists, word = item < num_items, (item % TILES) * TILE + _lanes(TILE)
+    begin = source + _block(ids, item // TILES, exists, BLOCK_WORDS, SIDES, SIDE)
+    inside = exists & (word < BLOCK_WORDS)
+    return tl.load(begin + _place(word, RUN_WORDS, SIDE), mask=inside, other=0)
 
 
 @triton.jit(do_not_specialize=["first_word", "num_blocks", "tail_tokens"])
@@ -63,7 +93,7 @@ def move_blocks(
     source, target, source_ids, target_ids, sums, first_word, num_blocks, tail_tokens,
     ROWS: tl.constexpr, ROW_WORDS: tl.constexpr, SLOT_WORDS: tl.constexpr,
     SCALE_WORDS: tl.constexpr, RUN_WORDS: tl.constexpr, FROM_SIDE: tl.constexpr,
-    TO_SIDE: tl.constexpr, WRITES: tl.constexpr, TILE: tl.constexpr,
+    TO_SIDE: tl.constexpr, WRITES: tl.constexpr, TILE: tl.constexpr, TAIL_TILE: tl.constexpr,
 ):  # fmt: skip
     """Moves `num_blocks` blocks, of the last one only `tail_tokens` slots unless that is 0.
 
@@ -71,72 +101,91 @@ def move_blocks(
     `[blocks, ROWS * ROW_WORDS / RUN_WORDS, FROM_SIDE or TO_SIDE]`, of which the first RUN_WORDS of
     each last axis are meant, or, where that is 0, of staging memory in canonical order ·
     source_ids, target_ids: int32 `[num_blocks]`, read for pools only · sums: int64 `[1]`, added to
-    · first_word: place of the first word · WRITES: without it only the sum is taken, and `target`
-    is not used.
+    · first_word: place of the first word, which begins a four, as each block does · WRITES: without
+    it only the sum is taken, and `target` is not used.
     """
     BLOCK_WORDS: tl.constexpr = ROWS * ROW_WORDS
     SIDES: tl.constexpr = BLOCK_WORDS // RUN_WORDS
     TILES: tl.constexpr = (BLOCK_WORDS + TILE - 1) // TILE
-    total = tl.zeros([TILE], dtype=tl.uint64)
-    for item in range(tl.program_id(0), num_blocks * TILES, tl.num_programs(0)):
-        index = item // TILES
-        word = (item % TILES) * TILE + tl.arange(0, TILE)
-        staged = index.to(tl.int64) * BLOCK_WORDS
-        read, write = staged, staged
-        if FROM_SIDE:
-            read = tl.load(source_ids + index).to(tl.int64) * (SIDES * FROM_SIDE)
-        if TO_SIDE:
-            write = tl.load(target_ids + index).to(tl.int64) * (SIDES * TO_SIDE)
-        places = first_word + staged + word
-        if (tail_tokens > 0) & (index == num_blocks - 1):
-            # The filled slots of a row come first in it; rows without them follow in the pool.
-            width = tail_tokens * (SLOT_WORDS - SCALE_WORDS)
-            strewn = (word // width) * ROW_WORDS + word % width
-            inside = word < ROWS * tail_tokens * SLOT_WORDS
-            if SCALE_WORDS:  # behind a row's elements, and here behind those of all rows
-                SCALES: tl.constexpr = ROW_WORDS - ROW_WORDS // SLOT_WORDS * SCALE_WORDS
-                scale = word - ROWS * width
-                width = tail_tokens * SCALE_WORDS
-                behind = (scale // width) * ROW_WORDS + SCALES + scale % width
-                strewn = tl.where(scale < 0, strewn, behind)
-            from_ = source + read + (_place(strewn, RUN_WORDS, FROM_SIDE) if FROM_SIDE else word)
+    full = num_blocks - (tail_tokens > 0).to(tl.int32)
+    first, step, num_items = tl.program_id(0), tl.num_programs(0), full * TILES
+    lanes = _lanes(TILE)
+    fours, which = tl.arange(0, TILE // 4)[:, None], tl.arange(0, 4)[None, :].to(tl.uint32)
+    steps = fours.to(tl.uint64) * _STEP
+    total = tl.zeros([TILE // 4, 4], dtype=tl.uint64)
+    words = _load_tile(
+        source, source_ids, first, num_items, TILE, BLOCK_WORDS, RUN_WORDS, FROM_SIDE
+    )
+    for item in range(first, num_items, step):
+        # On their way while those before them are written and mixed.
+        ahead = _load_tile(
+            source, source_ids, item + step, num_items, TILE, BLOCK_WORDS, RUN_WORDS, FROM_SIDE
+        )
+        index, begin = item // TILES, (item % TILES) * TILE
+        inside = begin + lanes < BLOCK_WORDS
+        if WRITES:
+            write = _block(target_ids, index, True, BLOCK_WORDS, SIDES, TO_SIDE)
+            to = target + write + _place(begin + lanes, RUN_WORDS, TO_SIDE)
+            tl.store(to, words, mask=inside)
+        place = first_word + tl.cast(index, tl.int64) * BLOCK_WORDS + begin
+        t = (place >> 2).to(tl.uint64) * _STEP + steps
+        total += tl.where(inside, _mixed(words, t, which), 0)
+        words = ahead
+    # The filled slots of a row come first in it; rows without them follow in the pool.
+    rest = tl.zeros([TAIL_TILE], dtype=tl.uint64)
+    width = tail_tokens * (SLOT_WORDS - SCALE_WORDS)
+    size, place = (
+        ROWS * tail_tokens * SLOT_WORDS,
+        first_word + tl.cast(full, tl.int64) * BLOCK_WORDS,
+    )
+    for start in range(first * TAIL_TILE, size, step * TAIL_TILE):
+        word = start + tl.arange(0, TAIL_TILE)
+        strewn = (word // width) * ROW_WORDS + word % width
+        if SCALE_WORDS:  # behind a row's elements, and here behind those of all rows
+            SCALES: tl.constexpr = ROW_WORDS - ROW_WORDS // SLOT_WORDS * SCALE_WORDS
+            scale, scales = word - ROWS * width, tail_tokens * SCALE_WORDS
+            behind = (scale // scales) * ROW_WORDS + SCALES + scale % scales
+            strewn = tl.where(scale < 0, strewn, behind)
+        read = _block(source_ids, full, True, BLOCK_WORDS, SIDES, FROM_SIDE)
+        from_ = source + read + (_place(strewn, RUN_WORDS, FROM_SIDE) if FROM_SIDE else word)
+        tail = tl.load(from_, mask=word < size, other=0)
+        if WRITES:
+            write = _block(target_ids, full, True, BLOCK_WORDS, SIDES, TO_SIDE)
             to = target + write + (_place(strewn, RUN_WORDS, TO_SIDE) if TO_SIDE else word)
-            total = _move_tile(from_, to, inside, places, total, WRITES)
-        else:
-            from_ = source + read + (_place(word, RUN_WORDS, FROM_SIDE) if FROM_SIDE else word)
-            to = target + write + (_place(word, RUN_WORDS, TO_SIDE) if TO_SIDE else word)
-            total = _move_tile(from_, to, word < BLOCK_WORDS, places, total, WRITES)
-    tl.atomic_add(sums, tl.sum(total, axis=0).to(tl.int64, bitcast=True))
+            tl.store(to, tail, mask=word < size)
+        t = ((place + word) >> 2).to(tl.uint64) * _STEP
+        rest += tl.where(word < size, _mixed(tail, t, (word & 3).to(tl.uint32)), 0)
+    found = tl.sum(tl.sum(total, axis=1), axis=0) + tl.sum(rest, axis=0)
+    tl.atomic_add(sums, found.to(tl.int64, bitcast=True))
 
 
 def gather(pool: KvPool, slots: Slots, out: Tensor, sums: Tensor, first_word: int) -> Tensor:
     """As `reference.gather`."""
     data = out[: pool.nbytes(slots)]
-    _launch(pool, slots, pool, data, sums, first_word, (slots, None), LOCAL_PROGRAMS)
+    _launch(pool, slots, pool, data, sums, first_word, (slots, None))
     return data
 
 
 def scatter(data: Tensor, pool: KvPool, slots: Slots, sums: Tensor, first_word: int) -> None:
     """As `reference.scatter`."""
-    _launch(pool, slots, data, pool, sums, first_word, (None, slots), LOCAL_PROGRAMS)
+    _launch(pool, slots, data, pool, sums, first_word, (None, slots))
 
 
 def copy(
     source: KvPool, local: Slots, target: KvPool, remote: Slots, sums: Tensor, first_word: int
 ) -> None:
     """As `reference.copy`; `target` may lie on another GPU that this one can write to."""
-    ids = (local, remote)
-    _launch(source, local, source, target, sums, first_word, ids, LINK_PROGRAMS)
+    _launch(source, local, source, target, sums, first_word, (local, remote))
 
 
 def checksum(pool: KvPool, slots: Slots, sums: Tensor, first_word: int) -> None:
     """As `reference.checksum`; `pool` may lie on another GPU that this one can read."""
-    _launch(pool, slots, pool, None, sums, first_word, (slots, None), LOCAL_PROGRAMS)
+    _launch(pool, slots, pool, None, sums, first_word, (slots, None))
 
 
 def _launch(
     pool: KvPool, slots: Slots, source: KvPool | Tensor, target: KvPool | Tensor | None,
-    sums: Tensor, first_word: int, ids: tuple[Slots | None, Slots | None], programs: int,
+    sums: Tensor, first_word: int, ids: tuple[Slots | None, Slots | None],
 ) -> None:  # fmt: skip
     """`ids`: which blocks of a pool are read and written; None where staging memory is."""
     num_blocks = len(slots.block_ids)
@@ -144,15 +193,28 @@ def _launch(
     sides, heads, row_bytes = pool.rows.shape[1:]
     source_words, from_side = _words(source)
     target_words, to_side = (source_words, 0) if target is None else _words(target)
+    assert first_word % 4 == 0, "only the last block may be partly filled"
     tile = min(TILE, triton.next_power_of_2(pool.block_bytes // 4))
+    programs = min(_programs(sums.device, one.device) for one in (source_words, target_words))
     move_blocks[(min(programs, num_blocks * -(-pool.block_bytes // (4 * tile))),)](
         source_words, target_words,
         sums if read is None else read, sums if written is None else written,
         sums, first_word, num_blocks, slots.num_tokens % pool.block_size,
         ROWS=sides * heads, ROW_WORDS=row_bytes // 4, SLOT_WORDS=pool.row_slot_bytes // 4,
         SCALE_WORDS=pool.scale_bytes // 4, RUN_WORDS=heads * row_bytes // 4, FROM_SIDE=from_side,
-        TO_SIDE=to_side, WRITES=target is not None, TILE=tile, num_warps=WARPS,
+        TO_SIDE=to_side, WRITES=target is not None, TILE=tile, TAIL_TILE=min(TAIL_TILE, tile),
+        num_warps=WARPS,
     )  # fmt: skip
+
+
+@cache
+def _programs(own: torch.device, memory: torch.device) -> int:
+    """How many are to move what lies there. Raises OSError where the driver does not say."""
+    if own.type != "cuda":
+        return 2  # interpreted, one after the other
+    if memory != own:
+        return NVLINK_PROGRAMS if has_nvlink(own, memory) else PCIE_PROGRAMS
+    return torch.cuda.get_device_properties(own).multi_processor_count
 
 
 def _words(memory: KvPool | Tensor) -> tuple[Tensor, int]:

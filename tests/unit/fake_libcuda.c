@@ -1,4 +1,4 @@
-/* A libcuda for the test of `kvtransfer.cuda_driver`: the real signatures over malloc, one GPU. */
+/* A libcuda for the test of `baton.cuda`: the real signatures over malloc, two GPUs. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -33,6 +33,11 @@ CUresult cuInit(unsigned flags) { initialized = 1; return result("cuInit", flags
 CUresult cuDeviceGet(CUdevice *device, int ordinal) {
     if (ordinal > 1) return INVALID_DEVICE;
     *device = ordinal;
+    return SUCCESS;
+}
+CUresult cuDeviceGetP2PAttribute(int *value, int attribute, CUdevice from, CUdevice to) {
+    if (attribute != 3 || from == to) return INVALID_VALUE;
+    *value = from < to; /* as no machine is: to tell them apart */
     return SUCCESS;
 }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {

@@ -82,6 +82,15 @@ def test_memory_is_zeroed_exported_opened_and_given_back(library, fake, monkeypa
     assert (fake.closed, fake.freed, fake.retained) == (1, 1, 1)
 
 
+def test_a_link_of_native_atomics_is_nvlink(library, fake, monkeypatch):
+    monkeypatch.setattr(cuda.CudaDriver.__init__, "__defaults__", (str(library),))
+    other = torch.device("cuda", 0)
+    assert cuda.has_nvlink.__wrapped__(other, GPU)
+    assert not cuda.has_nvlink.__wrapped__(GPU, other)
+    with pytest.raises(CudaError, match="cuDeviceGetP2PAttribute"):
+        cuda.has_nvlink.__wrapped__(GPU, GPU)
+
+
 def test_a_failed_call_is_named_with_its_text_and_a_hint(library, fake, tmp_path):
     driver = CudaDriver(str(library))
     fake.fail("cuMemAlloc_v2", 2)

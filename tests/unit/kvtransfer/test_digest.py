@@ -3,9 +3,17 @@
 import pytest
 import torch
 
-from kvtransfer.digest import MIX_1, MIX_2, STEP, Digest, WordDigest, word_sum
+from kvtransfer.digest import (
+    FACTOR,
+    KEY_STEP,
+    MULTIPLIER_STEP,
+    STEP,
+    Digest,
+    WordDigest,
+    word_sum,
+)
 
-MASK = (1 << 64) - 1
+MASK, WORD = (1 << 64) - 1, (1 << 32) - 1
 
 kinds = pytest.mark.parametrize("kind", [Digest, WordDigest])
 
@@ -14,10 +22,12 @@ def by_hand(data, first=0):
     total = 0
     for place in range(len(data) // 4):
         word = int.from_bytes(data[4 * place : 4 * place + 4], "little")
-        x = (word + (first + place) * STEP) & MASK
-        x = ((x ^ (x >> 30)) * MIX_1) & MASK
-        x = ((x ^ (x >> 27)) * MIX_2) & MASK
-        total += x ^ (x >> 31)
+        four, which = divmod(first + place, 4)
+        t = four * STEP & MASK
+        t = (t ^ t >> 32) * FACTOR & MASK
+        key = t ^ t >> 32 ^ which * KEY_STEP
+        multiplier = (t >> 32 | 1) ^ (which * MULTIPLIER_STEP & WORD)
+        total += ((word ^ key) & WORD) * multiplier
     return total & MASK
 
 

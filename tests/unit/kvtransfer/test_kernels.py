@@ -1,6 +1,7 @@
 """The Triton kernel beside its torch reference, run in Triton's interpreter."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,8 +29,7 @@ SLOTS = {
 def pools(request, monkeypatch):
     """A pool with content and an empty one; tiles are smaller than a block, programs few."""
     monkeypatch.setattr(blocks, "TILE", 64)
-    monkeypatch.setattr(blocks, "LOCAL_PROGRAMS", 3)
-    monkeypatch.setattr(blocks, "LINK_PROGRAMS", 2)
+    monkeypatch.setattr(blocks, "TAIL_TILE", 16)
     shape, dtype, *heads = request.param
     torch.manual_seed(3)
     full = torch.zeros(shape, dtype=dtype)
@@ -47,7 +47,7 @@ def slots(request, pools):
     return Slots(ids, (len(ids) - 1) * size + (tail % size or size))
 
 
-FIRST = (1 << 33) + 5  # a place beyond 32 bits
+FIRST = (1 << 33) + 8  # a place beyond 32 bits
 
 
 def bytes_of(pool):
@@ -106,3 +106,11 @@ def test_blocks_beyond_what_32_bits_can_count():
     assert torch.equal(pool.tensor[last - 1], pool.tensor[last])
     assert int(sums) == int(2 * word_sum(out, 0))
     area.close()
+
+
+def test_a_copy_has_as_many_programs_as_its_link_needs(monkeypatch):
+    gpus = [torch.device("cuda", n) for n in range(3)]
+    monkeypatch.setattr(blocks, "has_nvlink", lambda own, other: other == gpus[1])
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert [blocks._programs.__wrapped__(gpus[0], one) for one in gpus] == [132, 32, 4]

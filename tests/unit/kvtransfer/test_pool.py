@@ -123,7 +123,7 @@ def test_a_tensor_that_is_no_pool_is_refused():
     for tensor, area, why in (
         (torch.zeros(SHAPE).transpose(3, 4), None, "contiguous"),
         (torch.zeros(6, 2, 2, 3), None, "num_blocks"),
-        (gpu.tensor, gpu, "whole words"),
+        (gpu.tensor, gpu, "multiples of 4 and 16 bytes"),
         (torch.zeros(SHAPE), gpu, "where its shared memory begins"),
     ):
         with pytest.raises(ValueError, match=why):
