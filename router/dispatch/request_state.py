@@ -318,7 +318,10 @@ class _OutputParser:
         """How many of an output's next tokens are reasoning, whose text `parse` returns."""
         self._reasoning = ""
         tracker = self.tracker
-        if tracker is None or not (count := tracker.take(token_ids)):
+        if tracker is None:
+            return 0
+        count = tracker.take(token_ids)
+        if not (count or (last and tracker.inside)):
             return 0
         tokens = [token for token in token_ids[:count] if token != self._begin]
         ends = not tracker.inside
