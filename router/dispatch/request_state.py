@@ -56,10 +56,16 @@ class TokenizedRequest:
     ttft_target_s: float = 0.0  # 0: none
     show_special_tokens: bool = False  # in the text
     resumed: tuple[int, ...] = ()  # output tokens that another stream has delivered
+    further_choice: bool = False  # of a prompt whose first one has begun
     # Its place in the fair queue; before it enters that, the first one.
     pending: PendingPrompt = _FIRST
     workers: frozenset[str] = frozenset()  # that alone may serve it; empty: any
     output_format: OutputFormat | None = None  # None: all of it is content
+
+    @property
+    def accepted(self) -> bool:
+        """Whether that was decided before it came, so that it is not refused for want of room."""
+        return self.further_choice or bool(self.resumed)
 
     @property
     def time_left_s(self) -> float:

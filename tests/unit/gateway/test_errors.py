@@ -307,6 +307,52 @@ async def test_one_failed_choice_ends_all(gateway_of):
     await gateway.cluster.all_freed()
 
 
+async def begun_with_three_choices(gateway):
+    """A body under way, of whose choices one has entered, and what lets that have its token."""
+    prefill, go_on = gateway.cluster.prefills[0], asyncio.Event()
+
+    async def slow(request):
+        await go_on.wait()
+        async for message in prefill.good(request):
+            yield message
+
+    prefill.scripts = [slow]
+    call = asyncio.create_task(gateway.complete({"x-request-timeout": "2"}, n=3))
+    await seen(lambda: not prefill.scripts)
+    return call, go_on
+
+
+async def test_a_tenants_places_are_taken_for_all_choices_with_the_first(gateway_of, tmp_path):
+    limits = "[default]\nmax_running = 4\ntokens_per_minute = 100"
+    gateway = await gateway_of(tenants=tenants(tmp_path, limits))
+    tenant = gateway.service.admission.tenants.of(None)
+    call, go_on = await begun_with_three_choices(gateway)
+    # It would have kept one of the three from running, and the other way round.
+    error_of(await gateway.complete(n=2), 429)
+    tenant.charge_tokens(200)
+    go_on.set()
+    assert len((await call).json()["choices"]) == 3
+    assert tenant._usage.running == 0
+    tenant.charge_tokens(-300)
+    call, _ = await begun_with_three_choices(gateway)
+    assert tenant._usage.running == 3
+    error_of(await call, 504)  # two of them have never entered
+    assert tenant._usage.running == 0
+
+
+@pytest.mark.parametrize("why", ["drain", "queue"])
+async def test_what_has_begun_is_not_refused_its_further_choices(gateway, monkeypatch, why):
+    call, go_on = await begun_with_three_choices(gateway)
+    service = gateway.service
+    if why == "drain":
+        service.draining = True
+    else:
+        monkeypatch.setattr(service.wait_queue, "_capacity", 0)
+    go_on.set()
+    assert len((await call).json()["choices"]) == 3
+    error_of(await gateway.complete(), {"drain": 503, "queue": 429}[why])
+
+
 async def test_a_draining_router_finishes_streams_and_takes_nothing_new(gateway):
     paused = []
     gateway.decode.runs = [lambda *run: paused.append(run)] * 2
