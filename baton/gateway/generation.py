@@ -292,6 +292,7 @@ class CompletionGeneration(Generation):
         if parsed.echoes:
             prompt: str | Sequence[int] = parsed.echoes[index]
             echo = prompt if isinstance(prompt, str) else self.service.tokenizer.decode(prompt)
+            self.unread.allow(parsed.n * len(msgspec.json.encode(echo)))
         return PromptOutput(
             echo, parsed.logprobs if parsed.echoes else None, parsed.options.prompt_logprobs
         )

@@ -17,6 +17,7 @@ from baton.http_errors import failure_of
 from router import frontend
 from router.admission.tenants import Tenants
 from tests.unit.router.scripted_workers import TIMEOUT_S, seen
+from tests.unit.router.small_tokenizers import byte_tokenizer
 
 from .conftest import PROMPT, events_of
 
@@ -369,6 +370,22 @@ async def test_a_draining_router_finishes_streams_and_takes_nothing_new(gateway)
         *_, last = await events_of(second)
     assert "".join(event["choices"][0]["text"] for event in events) == "abcde"
     assert last["error"]["code"] == "unavailable"
+
+
+@pytest.mark.parametrize("path", ["completions", "responses"])
+async def test_what_is_echoed_at_once_may_be_longer_than_what_may_be_left_unread(
+    gateway_of, tmp_path, monkeypatch, path
+):
+    monkeypatch.setattr(frontend, "MAX_UNREAD_BYTES", 500)
+    tokenizer = byte_tokenizer(tmp_path, max_position_embeddings=1000)
+    gateway = await gateway_of(tokenizer=tokenizer, cluster={"max_context": 1000})
+    text = "\n" * 300  # twice as long in JSON
+    asked = {"prompt": text, "max_tokens": 5, "echo": True, "n": 2}
+    if path == "responses":
+        asked = {"instructions": text, "input": "Hi", "max_output_tokens": 5}
+    response = await gateway.post(f"/v1/{path}", asked, stream=True)
+    assert response.text.count('"error":{') == 0
+    assert response.text.count(json.dumps(text)[:-1]) == {"completions": 2, "responses": 3}[path]
 
 
 @pytest.mark.parametrize("n", [1, 3])
