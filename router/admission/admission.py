@@ -107,7 +107,8 @@ class Admission:
         `max_context` is what workers take, 0 where none is known yet. Nothing is charged to the
         tenant before `enter`, but Overloaded is raised while none of its requests may enter.
         """
-        tenant.check(choices.charged(number))
+        if charged := choices.charged(number):
+            tenant.check(charged)
         timeout_s = self.default_timeout_s if time_left_s is None else time_left_s
         if timeout_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
@@ -179,19 +180,17 @@ class Admission:
     ) -> AdmissionLease:
         """Charges the request to its tenant and gives it its place; `with lease:` ends that.
 
-        Its further choices are charged their output alone, and not refused: they were admitted with
-        the first. Raises Overloaded at one of the tenant's limits, InvalidRequest where it could
-        never fit.
+        Its further choices are charged their output alone. Raises Overloaded at one of the tenant's
+        limits, InvalidRequest where it could never fit.
         """
-        charged = choices.charged(number)
+        charged, places = choices.charged(number), choices.places
+        prompt_tokens = 0 if number else len(request.prompt)
+        max_tokens = request.params.max_tokens - len(request.resumed)
+        work_s, before = self._work_s(request), places.tokens
         lease = tenant.enter(
-            0 if number else len(request.prompt),
-            request.params.max_tokens - len(request.resumed),
-            self._work_s(request),
-            priority,
-            choices=charged,
+            prompt_tokens, max_tokens, work_s, priority, choices=charged, before=before
         )
-        choices.places.entered(tenant, charged)
+        places.entered(tenant, charged, prompt_tokens + max_tokens * charged)
         request.pending = lease.prompt
         return lease
 

@@ -150,25 +150,27 @@ class Tenant:
         priority: common_pb2.Priority = common_pb2.PRIORITY_UNSPECIFIED,
         *,
         choices: int = 1,
+        before: int = 0,
     ) -> AdmissionLease:
         """Charges a request and gives it its virtual finish; leaving the lease's block ends it.
 
         With several choices it is the first of so many, all of which run from now on; 0 is a
-        further one, which costs no request, and is not refused unless it brings a prompt. Raises
+        further one, which costs no request and has the tokens of those `before` it, all outputs
+        included. It does not wait for what is used up: the first would have run for nothing. Raises
         Overloaded, with the time until it fits, at a limit; InvalidRequest where it never fits.
         """
-        total = prompt_tokens + max_tokens * max(1, choices)
+        total = before + prompt_tokens + max_tokens * choices
         if total > self._tokens.size:
             raise InvalidRequest(
                 f"prompt and output may take {total} tokens and this tenant gets "
                 f"{self._tokens.size:.0f} at once: ask for fewer",
-                "sampling.max_tokens",
+                "sampling.max_tokens" if max_tokens * choices else "input",
             )
         reserved = min(max_tokens, _RESERVED_OUTPUT)
         requests = min(1, choices)
         with self._usage.lock:
-            if choices or prompt_tokens:
-                self._check(choices, prompt_tokens + reserved * max(1, choices))
+            if choices:
+                self._check(choices, prompt_tokens + reserved * choices)
             self._charge(requests, prompt_tokens + reserved)
             self._usage.add_running(choices)
         prompt = self.fair_queue.add(self.flow, seconds_of_work, priority)
@@ -211,9 +213,9 @@ class Tenant:
             raise InvalidRequest(
                 f"{choices} choices run at once and this tenant may run {most}: ask for fewer", "n"
             )
-        if choices and running + choices > most:
+        if running + choices > most:
             raise Overloaded(f"{running} requests of this tenant run already", _BUSY_RETRY_S)
-        if choices and (wait_s := self._requests.wait_s(1)) > 0:
+        if (wait_s := self._requests.wait_s(1)) > 0:
             raise Overloaded("this tenant's requests a minute are used up", wait_s)
         if tokens is not None and (wait_s := self._tokens.wait_s(tokens)) > 0:
             raise Overloaded("this tenant's tokens a minute are used up", wait_s)
@@ -266,13 +268,15 @@ class AdmissionLease:
 class Places:
     """Of the choices of one body that run, for their tenant, and have not entered yet."""
 
+    tokens: int = 0  # of what has entered, with the outputs of all
     _tenant: Tenant | None = None
     _count: int = 0
 
-    def entered(self, tenant: Tenant, choices: int) -> None:
+    def entered(self, tenant: Tenant, choices: int, tokens: int) -> None:
         """One has, which as the first stands for all `choices`; see `Tenant.enter`."""
         self._tenant = tenant
         self._count += choices - 1
+        self.tokens += tokens
 
     def free(self) -> None:
         """No more of them are going to enter."""

@@ -308,6 +308,21 @@ async def test_one_failed_choice_ends_all(gateway_of):
     await gateway.cluster.all_freed()
 
 
+async def test_prompts_of_one_body_fit_together_or_are_refused_for_good(gateway_of, tmp_path):
+    limits = "[default]\ntokens_per_minute = 100"
+    gateway = await gateway_of(tenants=tenants(tmp_path, limits))
+    tenant = gateway.service.admission.tenants.of(None)
+    tenant.charge_tokens(40)  # 60 are left: for the first of them, not for all
+    asked = {"prompt": ["a" * 20] * 4, "max_tokens": 5}
+    assert len((await gateway.complete(**asked)).json()["choices"]) == 4
+    assert tenant._tokens.level == pytest.approx(100 - 40 - 4 * 25, abs=5)
+    tenant.charge_tokens(-200)
+    asked = {"prompt": ["a" * 20] * 5, "max_tokens": 5}
+    error = error_of(await gateway.complete(**asked), 400)
+    assert (error["param"], "take 105 tokens" in error["message"]) == ("prompt", True)
+    assert tenant._usage.running == 0
+
+
 async def begun_with_three_choices(gateway):
     """A body under way, of whose choices one has entered, and what lets that have its token."""
     prefill, go_on = gateway.cluster.prefills[0], asyncio.Event()
