@@ -329,6 +329,7 @@ class Connection(asyncio.Protocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._expected = "request"  # what comes next, or headers or body
+        self._body_head = b""  # what a body follows that the parser will not see as one
         self._timed = ""  # what the timer is for
         self._timer: asyncio.TimerHandle | None = None
         self._bytes_left, self._headers_left = MAX_HEADER_BYTES, MAX_HEADERS
@@ -358,11 +359,9 @@ class Connection(asyncio.Protocol):
             return
         try:
             self._bytes_left -= len(data)
-            self._parser.feed_data(data)
+            self._parse(data)
             if self._bytes_left < 0:
                 raise _OverLimit("bytes")
-        except httptools.HttpParserUpgrade:
-            pass  # to nothing: it is answered as any other
         except (httptools.HttpParserError, _OverLimit) as error:
             if not self._ends:
                 self._refuse(_parse_error(error))
@@ -370,6 +369,20 @@ class Connection(asyncio.Protocol):
         expected = "" if self._expected == "request" and self._exchanges else self._expected
         if expected != self._timed:
             self._expect(expected, BODY_TIMEOUT_S if expected == "body" else HEADERS_TIMEOUT_S)
+
+    def _parse(self, data: bytes) -> None:
+        """Nothing is upgraded: a request that asks for that is answered as any other.
+
+        Java's client asks for HTTP/2 with every request. The parser takes one as ended behind its
+        headers; what tells it of a body is given to it again, alone.
+        """
+        while data:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as ended:
+                data = self._body_head + data[ended.args[0] :]
+                self._body_head = b""
 
     def pause_writing(self) -> None:
         """The client leaves what it was sent unread."""
@@ -381,6 +394,8 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
+        if self._expected == "body":  # whose headers were taken already
+            return
         self._url, self._headers = b"", {}
         self._expected = "headers"
         self._bytes_left, self._headers_left = MAX_HEADER_BYTES, MAX_HEADERS
@@ -399,12 +414,16 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """The request can be answered, or waits for those before it."""
+        if self._expected == "body":
+            return
         if len(self._exchanges) > MAX_PIPELINED:
             raise _OverLimit("pipelined requests")
         self._expect("", 0.0)
-        self._expected = "body"
         is_1_1 = self._parser.get_http_version() == "1.1"
         url = httptools.parse_url(self._url)
+        if self._parser.should_upgrade():
+            self._body_head = _body_head(self._headers)
+        self._expected = "body"
         exchange = HttpExchange(
             self.transport,
             self._parser.get_method().decode(),
@@ -430,6 +449,8 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """All of a request has come."""
+        if self._body_head:  # only its headers have
+            return
         self._expected, self._bytes_left = "request", MAX_HEADER_BYTES
         if self._exchanges:
             self._exchanges[-1].feed_end()
@@ -514,6 +535,14 @@ class Connection(asyncio.Protocol):
         self._ends = True
         self.transport.close()
         self._expect("close", linger_s)
+
+
+def _body_head(headers: Mapping[bytes, bytes]) -> bytes:
+    """The head of a request with the same body, and nothing else; empty where there is none."""
+    framing = b"transfer-encoding" if b"transfer-encoding" in headers else b"content-length"
+    if not headers.get(framing, b"0").strip(b"0"):
+        return b""
+    return b"POST / HTTP/1.1\r\n%b: %b\r\n\r\n" % (framing, headers[framing])
 
 
 class _OverLimit(Exception):

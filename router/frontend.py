@@ -380,9 +380,10 @@ class GenerationService:
         choices: Choices,
         number: int,
     ) -> tuple[RequestState, AdmissionLease]:
-        if self.draining:
+        # A further choice was accepted with the first one, wherever that could be.
+        if self.draining and not number:
             raise Unavailable("the router is draining: try another one", RETRY_AFTER_S)
-        if not request.resumed_token_ids:  # that one was admitted before
+        if not (number or request.resumed_token_ids):
             self.wait_queue.check_room()
         tenant = self.tenant_of(caller)
         record.tenant = tenant.name
@@ -396,7 +397,7 @@ class GenerationService:
             number,
         )
         # No request enters while none could be served; those admitted wait for workers.
-        if why_not := self.fleet.snapshot().why_not_ready:
+        if not number and (why_not := self.fleet.snapshot().why_not_ready):
             raise Unavailable(why_not, RETRY_AFTER_S)
         lease = self.admission.enter(admitted, tenant, request.priority, choices, number)
         state = RequestState(admitted, record.arrived, record.arrived_ns)

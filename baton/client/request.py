@@ -233,6 +233,8 @@ def _set_input(request: Any, prompt: Any) -> None:
             request.chat.messages.append(_checked("prompt", _message, message))
     else:
         try:
+            if isinstance(prompt, (bytes, bytearray)):
+                raise TypeError("its bytes would be taken for token ids")
             ids = [operator.index(token_id) for token_id in prompt]
         except TypeError as error:
             raise InvalidRequest(f"{_PROMPT}, not {quoted(prompt)}", "prompt") from error

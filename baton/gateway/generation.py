@@ -29,6 +29,7 @@ from baton.http_server import HttpExchange
 from baton.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import inference_pb2
 from router.admission.admission import MAX_PROMPT_LOGPROBS, Choices
+from router.admission.tenants import Places
 from router.frontend import Caller, GenerationService, Sink, Unread
 
 log = logging.getLogger(__name__)
@@ -291,6 +292,7 @@ class CompletionGeneration(Generation):
         if parsed.echoes:
             prompt: str | Sequence[int] = parsed.echoes[index]
             echo = prompt if isinstance(prompt, str) else self.service.tokenizer.decode(prompt)
+            self.unread.allow(parsed.n * len(msgspec.json.encode(echo)))
         return PromptOutput(
             echo, parsed.logprobs if parsed.echoes else None, parsed.options.prompt_logprobs
         )
@@ -315,7 +317,7 @@ async def run_choices(
     They enter one after another: the first is charged as a request to the tenant, and a hundred
     choices of a long prompt must not hold the event loop. Choices of one prompt begin when the
     first of them has its first token: by then its prompt is cached, so that it is computed once.
-    If one fails, all end.
+    If one fails, all end: the others that have not entered do not.
     """
     requests, n = parsed.requests, parsed.n
     total = len(requests) * n
@@ -329,7 +331,10 @@ async def run_choices(
     )
     deadline = loop.time() + left_s  # one for all, also for those that begin later
     computed = [asyncio.Event() for _ in requests]
-    shared = [Choices(total, first=i == 0, cut_output=cut) for i in range(len(requests))]
+    places = Places()
+    shared = [
+        Choices(total, first=i == 0, cut_output=cut, places=places) for i in range(len(requests))
+    ]
     entrance = asyncio.Semaphore()
 
     async def one(choice: int) -> None:
@@ -342,11 +347,8 @@ async def run_choices(
                 request.sampling.ClearField("prompt_logprobs")
         await entrance.acquire()
         sink = _Choice(sinks[choice], entrance.release, prompt.set)
-        try:
-            left = replace(caller, time_left_s=deadline - loop.time())
-            await service.generate(request, left, sink, shared[index], number)
-        finally:
-            sink.leave()
+        left = replace(caller, time_left_s=deadline - loop.time())
+        await service.generate(request, left, sink, shared[index], number)
         prompt.set()
 
     try:
@@ -355,6 +357,8 @@ async def run_choices(
                 group.create_task(one(choice))
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
+    finally:
+        places.free()
 
 
 class _Choice:
@@ -364,19 +368,13 @@ class _Choice:
         self, sink: Sink, leave: Callable[[], None], on_output: Callable[[], None]
     ) -> None:
         self._sink = sink
-        self._leave: Callable[[], None] | None = leave
+        self._leave = leave
         self._on_output = on_output
         self.finish = sink.finish
         self.prompt = sink.prompt
 
-    def leave(self) -> None:
-        """The next choice may enter."""
-        if leave := self._leave:
-            self._leave = None
-            leave()
-
     def start(self, started: inference_pb2.Started) -> None:
-        self.leave()
+        self._leave()
         self._sink.start(started)
 
     def put(self, *output: Any) -> None:

@@ -193,7 +193,10 @@ class ResponseGeneration(Generation):
         return self._event("response.failed", response=response)
 
     def _emit(self, kind: str, **members: Any) -> None:
-        self.send(self._events(kind, **members))
+        events = self._events(kind, **members)
+        if "delta" not in members:  # it repeats texts as long as what was asked and answered
+            self.unread.allow(len(events))
+        self.send(events)
 
     def _events(self, kind: str, **members: Any) -> bytes:
         """An event, and before the first one those that begin a response."""

@@ -139,7 +139,7 @@ class ToolParser:
         while (at := self._text.find("{")) < 0 and not self._ended:
             self._text = ""
             yield
-        self._take(max(at, 0))
+        self._take(at if at >= 0 else len(self._text))
         yield from self.arguments()
         return True
 

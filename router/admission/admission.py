@@ -28,7 +28,7 @@ from baton.text import MAX_CHARS_AT_ONCE, Detokenizer, Tokenizer, check_stop_str
 from baton.text.stop_strings import MAX_STOP_CHARS
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.chat import ChatFormats, check_messages
-from router.admission.tenants import AdmissionLease, Tenant, Tenants
+from router.admission.tenants import AdmissionLease, Places, Tenant, Tenants
 from router.dispatch.request_state import TokenizedRequest
 
 MAX_CHARS_PER_TOKEN = 16  # of a whole prompt; longer texts are refused before they are tokenized
@@ -53,6 +53,7 @@ class Choices:
     first: bool = True  # of these prompts: the one that is charged as a request
     cut_output: bool = False  # max_tokens is a default: cut to what the context leaves
     prompt: Sequence[int] | None = None  # once its first choice was admitted
+    places: Places = field(default_factory=Places)  # of all the prompts' choices
 
     def charged(self, number: int) -> int:
         """As `Tenant.enter` takes it: all choices for the first one, 0 for a further one."""
@@ -107,7 +108,8 @@ class Admission:
         `max_context` is what workers take, 0 where none is known yet. Nothing is charged to the
         tenant before `enter`, but Overloaded is raised while none of its requests may enter.
         """
-        tenant.check(choices.charged(number))
+        if charged := choices.charged(number):
+            tenant.check(charged)
         timeout_s = self.default_timeout_s if time_left_s is None else time_left_s
         if timeout_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
@@ -164,6 +166,7 @@ class Admission:
             tenant=tenant.name,
             ttft_target_s=request.ttft_target_ms / 1000 or self.ttft_target_s,
             resumed=resumed,
+            further_choice=bool(number),
             workers=frozenset(request.workers),
             output_format=output_format,
             stream_interval=1 if request.stop else min(request.stream_interval, MAX_INTERVAL),
@@ -182,13 +185,14 @@ class Admission:
         Its further choices are charged their output alone. Raises Overloaded at one of the tenant's
         limits, InvalidRequest where it could never fit.
         """
+        charged, places = choices.charged(number), choices.places
+        prompt_tokens = 0 if number else len(request.prompt)
+        max_tokens = request.params.max_tokens - len(request.resumed)
+        work_s, before = self._work_s(request), places.tokens
         lease = tenant.enter(
-            0 if number else len(request.prompt),
-            request.params.max_tokens - len(request.resumed),
-            self._work_s(request),
-            priority,
-            choices=choices.charged(number),
+            prompt_tokens, max_tokens, work_s, priority, choices=charged, before=before
         )
+        places.entered(tenant, charged, prompt_tokens + max_tokens * charged)
         request.pending = lease.prompt
         return lease
 
@@ -226,21 +230,21 @@ class Admission:
             raise InvalidRequest("give text, chat or token_ids", "input")
         if kind == "token_ids":
             return list(request.token_ids.ids)  # type: ignore[union-attr]
+        # That of a prompt which is cut holds for what is left.
+        most = 0 if getattr(request, "truncate_prompt_tokens", 0) else limit
         if kind == "text":
             text, suffix = request.text, getattr(request, "suffix", "")
             num_chars = len(text) + len(suffix)
             _check_chars(num_chars, limit)
-            if getattr(request, "truncate_prompt_tokens", 0):
-                limit = 0  # of what is left
-            work = partial(self.tokenizer.encode, text, limit, special)
+            work = partial(self.tokenizer.encode, text, most, special)
             if suffix:
-                work = partial(self.tokenizer.encode_between, text, suffix, limit)
+                work = partial(self.tokenizer.encode_between, text, suffix, most)
             if num_chars <= MAX_CHARS_AT_ONCE:
                 return work()
         else:
             check_messages(request.chat.messages)
             _check_chars(sum(map(_num_chars, request.chat.messages)), limit)
-            work = partial(self.chat_formats.encode, request.chat, limit, special)
+            work = partial(self.chat_formats.encode, request.chat, most, special)
             if request.chat.ByteSize() <= MAX_CHARS_AT_ONCE:
                 with contextlib.suppress(TimeoutError):
                     return work(at_once=True)

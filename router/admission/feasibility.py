@@ -31,7 +31,7 @@ def check(
 
     Raises Overloaded, with the time by which it is expected to fit, if it cannot make it: if its
     own first token would be late, or if its tenant has requests waiting already and it would make
-    an admitted one of them late. One that resumes another stream ends by its deadline alone.
+    an admitted one of them late. One that was accepted before ends by its deadline alone.
     `now` is time.monotonic().
     """
     limit_s = min(request.deadline - now, request.ttft_target_s or math.inf)
@@ -47,7 +47,7 @@ def check(
     idle = any(row.ready and not row.queued_tokens for row in snapshot.prefill_rows)
     safety = SAFETY / DOUBT if queue.depth == 0 and idle else SAFETY
     needed_s = max(expected_s, fair_s) * safety
-    if request.resumed:  # its first token has come, and its stream was accepted
+    if request.accepted:
         return expected_s
     slack_s = queue.slack_s(request.pending, rate, SAFETY)
     late_s = max(needed_s - limit_s, own_s * SAFETY - slack_s)

@@ -150,26 +150,29 @@ class Tenant:
         priority: common_pb2.Priority = common_pb2.PRIORITY_UNSPECIFIED,
         *,
         choices: int = 1,
+        before: int = 0,
     ) -> AdmissionLease:
         """Charges a request and gives it its virtual finish; leaving the lease's block ends it.
 
-        With several choices it is the first of so many; 0 is a further one, which costs no request.
-        Raises Overloaded, with the time until it fits, at a limit; InvalidRequest where it never
-        fits.
+        With several choices it is the first of so many, all of which run from now on; 0 is a
+        further one, which costs no request and has the tokens of those `before` it, all outputs
+        included. It does not wait for what is used up: the first would have run for nothing. Raises
+        Overloaded, with the time until it fits, at a limit; InvalidRequest where it never fits.
         """
-        total = prompt_tokens + max_tokens * max(1, choices)
+        total = before + prompt_tokens + max_tokens * choices
         if total > self._tokens.size:
             raise InvalidRequest(
                 f"prompt and output may take {total} tokens and this tenant gets "
                 f"{self._tokens.size:.0f} at once: ask for fewer",
-                "sampling.max_tokens",
+                "sampling.max_tokens" if max_tokens * choices else "input",
             )
         reserved = min(max_tokens, _RESERVED_OUTPUT)
         requests = min(1, choices)
         with self._usage.lock:
-            self._check(choices, prompt_tokens + reserved * max(1, choices))
+            if choices:
+                self._check(choices, prompt_tokens + reserved * choices)
             self._charge(requests, prompt_tokens + reserved)
-            self._usage.add_running(1)
+            self._usage.add_running(choices)
         prompt = self.fair_queue.add(self.flow, seconds_of_work, priority)
         return AdmissionLease(self, prompt, requests, prompt_tokens, reserved)
 
@@ -194,10 +197,15 @@ class Tenant:
                 self._charge(0, tokens)
 
     def leave(self, requests: int, tokens: int) -> None:
-        """A request has ended; so many requests and tokens are given back."""
+        """A choice has ended; so many requests and tokens are given back."""
         with self._usage.lock:
             self._usage.add_running(-1)
             self._charge(-requests, -tokens)
+
+    def free(self, choices: int) -> None:
+        """So many choices of a request are not going to enter."""
+        with self._usage.lock:
+            self._usage.add_running(-choices)
 
     def _check(self, choices: int, tokens: int | None) -> None:
         most, running = self.config.max_running, self._usage.running
@@ -205,9 +213,9 @@ class Tenant:
             raise InvalidRequest(
                 f"{choices} choices run at once and this tenant may run {most}: ask for fewer", "n"
             )
-        if running + max(1, choices) > most:
+        if running + choices > most:
             raise Overloaded(f"{running} requests of this tenant run already", _BUSY_RETRY_S)
-        if choices and (wait_s := self._requests.wait_s(1)) > 0:
+        if (wait_s := self._requests.wait_s(1)) > 0:
             raise Overloaded("this tenant's requests a minute are used up", wait_s)
         if tokens is not None and (wait_s := self._tokens.wait_s(tokens)) > 0:
             raise Overloaded("this tenant's tokens a minute are used up", wait_s)
@@ -254,6 +262,27 @@ class AdmissionLease:
         tenant.fair_queue.remove(self.prompt)
         refused = isinstance(error, RetryableError) and not self._began
         tenant.leave(self._requests * refused, self._reserved + self._prompt_tokens * refused)
+
+
+@dataclass
+class Places:
+    """Of the choices of one body that run, for their tenant, and have not entered yet."""
+
+    tokens: int = 0  # of what has entered, with the outputs of all
+    _tenant: Tenant | None = None
+    _count: int = 0
+
+    def entered(self, tenant: Tenant, choices: int, tokens: int) -> None:
+        """One has, which as the first stands for all `choices`; see `Tenant.enter`."""
+        self._tenant = tenant
+        self._count += choices - 1
+        self.tokens += tokens
+
+    def free(self) -> None:
+        """No more of them are going to enter."""
+        if self._tenant is not None:
+            self._tenant.free(self._count)
+            self._count = 0
 
 
 class Tenants:

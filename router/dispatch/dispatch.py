@@ -182,7 +182,7 @@ class Dispatch:
                     return await self._wait_queue.place(
                         state.queue_entry(),
                         lambda: self._place_once(state, attempt, pick, trace),
-                        accepted=state.placed_at is not None,
+                        accepted=state.request.accepted or state.placed_at is not None,
                     )
             except DeadlineExceeded:  # a TimeoutError, too
                 raise

@@ -56,11 +56,17 @@ class TokenizedRequest:
     ttft_target_s: float = 0.0  # 0: none
     show_special_tokens: bool = False  # in the text
     resumed: tuple[int, ...] = ()  # output tokens that another stream has delivered
+    further_choice: bool = False  # of a prompt whose first one has begun
     # Its place in the fair queue; before it enters that, the first one.
     pending: PendingPrompt = _FIRST
     workers: frozenset[str] = frozenset()  # that alone may serve it; empty: any
     output_format: OutputFormat | None = None  # None: all of it is content
     stream_interval: int = 1  # tokens that come together, at least
+
+    @property
+    def accepted(self) -> bool:
+        """Whether that was decided before it came, so that it is not refused for want of room."""
+        return self.further_choice or bool(self.resumed)
 
     @property
     def time_left_s(self) -> float:
@@ -320,7 +326,10 @@ class _OutputParser:
         """How many of an output's next tokens are reasoning, whose text `parse` returns."""
         self._reasoning = ""
         tracker = self.tracker
-        if tracker is None or not (count := tracker.take(token_ids)):
+        if tracker is None:
+            return 0
+        count = tracker.take(token_ids)
+        if not (count or (last and tracker.inside)):
             return 0
         tokens = [token for token in token_ids[:count] if token != self._begin]
         ends = not tracker.inside

@@ -108,7 +108,7 @@ def test_a_chat_with_tools_arrives():
 
 
 BAD_PROMPTS = [
-    "\ud800", [], [1.5], 5, {1, 2.5}, [-1], ["a"], None,
+    "\ud800", b"def f(", bytearray(b"x"), [], [1.5], 5, {1, 2.5}, [-1], ["a"], None,
     {"role": "user", "content": "hi"},
     [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
     [{"role": "user", "content": ["hi"]}],
@@ -139,7 +139,7 @@ def test_what_no_message_can_hold_is_refused_by_name(prompt, field, value):
     with pytest.raises(InvalidRequest) as raised:
         generate_request(prompt, options)
     assert raised.value.field == field
-    if prompt in (5, None, ["a"]):
+    if prompt in (5, None, ["a"], b"def f("):
         assert "must be text, token ids, or chat messages" in str(raised.value)
 
 

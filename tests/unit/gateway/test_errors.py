@@ -17,6 +17,7 @@ from baton.http_errors import failure_of
 from router import frontend
 from router.admission.tenants import Tenants
 from tests.unit.router.scripted_workers import TIMEOUT_S, seen
+from tests.unit.router.small_tokenizers import byte_tokenizer
 
 from .conftest import PROMPT, events_of
 
@@ -307,6 +308,67 @@ async def test_one_failed_choice_ends_all(gateway_of):
     await gateway.cluster.all_freed()
 
 
+async def test_prompts_of_one_body_fit_together_or_are_refused_for_good(gateway_of, tmp_path):
+    limits = "[default]\ntokens_per_minute = 100"
+    gateway = await gateway_of(tenants=tenants(tmp_path, limits))
+    tenant = gateway.service.admission.tenants.of(None)
+    tenant.charge_tokens(40)  # 60 are left: for the first of them, not for all
+    asked = {"prompt": ["a" * 20] * 4, "max_tokens": 5}
+    assert len((await gateway.complete(**asked)).json()["choices"]) == 4
+    assert tenant._tokens.level == pytest.approx(100 - 40 - 4 * 25, abs=5)
+    tenant.charge_tokens(-200)
+    asked = {"prompt": ["a" * 20] * 5, "max_tokens": 5}
+    error = error_of(await gateway.complete(**asked), 400)
+    assert (error["param"], "take 105 tokens" in error["message"]) == ("prompt", True)
+    assert tenant._usage.running == 0
+
+
+async def begun_with_three_choices(gateway):
+    """A body under way, of whose choices one has entered, and what lets that have its token."""
+    prefill, go_on = gateway.cluster.prefills[0], asyncio.Event()
+
+    async def slow(request):
+        await go_on.wait()
+        async for message in prefill.good(request):
+            yield message
+
+    prefill.scripts = [slow]
+    call = asyncio.create_task(gateway.complete({"x-request-timeout": "2"}, n=3))
+    await seen(lambda: not prefill.scripts)
+    return call, go_on
+
+
+async def test_a_tenants_places_are_taken_for_all_choices_with_the_first(gateway_of, tmp_path):
+    limits = "[default]\nmax_running = 4\ntokens_per_minute = 100"
+    gateway = await gateway_of(tenants=tenants(tmp_path, limits))
+    tenant = gateway.service.admission.tenants.of(None)
+    call, go_on = await begun_with_three_choices(gateway)
+    # It would have kept one of the three from running, and the other way round.
+    error_of(await gateway.complete(n=2), 429)
+    tenant.charge_tokens(200)
+    go_on.set()
+    assert len((await call).json()["choices"]) == 3
+    assert tenant._usage.running == 0
+    tenant.charge_tokens(-300)
+    call, _ = await begun_with_three_choices(gateway)
+    assert tenant._usage.running == 3
+    error_of(await call, 504)  # two of them have never entered
+    assert tenant._usage.running == 0
+
+
+@pytest.mark.parametrize("why", ["drain", "queue"])
+async def test_what_has_begun_is_not_refused_its_further_choices(gateway, monkeypatch, why):
+    call, go_on = await begun_with_three_choices(gateway)
+    service = gateway.service
+    if why == "drain":
+        service.draining = True
+    else:
+        monkeypatch.setattr(service.wait_queue, "_capacity", 0)
+    go_on.set()
+    assert len((await call).json()["choices"]) == 3
+    error_of(await gateway.complete(), {"drain": 503, "queue": 429}[why])
+
+
 async def test_a_draining_router_finishes_streams_and_takes_nothing_new(gateway):
     paused = []
     gateway.decode.runs = [lambda *run: paused.append(run)] * 2
@@ -323,6 +385,22 @@ async def test_a_draining_router_finishes_streams_and_takes_nothing_new(gateway)
         *_, last = await events_of(second)
     assert "".join(event["choices"][0]["text"] for event in events) == "abcde"
     assert last["error"]["code"] == "unavailable"
+
+
+@pytest.mark.parametrize("path", ["completions", "responses"])
+async def test_what_is_echoed_at_once_may_be_longer_than_what_may_be_left_unread(
+    gateway_of, tmp_path, monkeypatch, path
+):
+    monkeypatch.setattr(frontend, "MAX_UNREAD_BYTES", 500)
+    tokenizer = byte_tokenizer(tmp_path, max_position_embeddings=1000)
+    gateway = await gateway_of(tokenizer=tokenizer, cluster={"max_context": 1000})
+    text = "\n" * 300  # twice as long in JSON
+    asked = {"prompt": text, "max_tokens": 5, "echo": True, "n": 2}
+    if path == "responses":
+        asked = {"instructions": text, "input": "Hi", "max_output_tokens": 5}
+    response = await gateway.post(f"/v1/{path}", asked, stream=True)
+    assert response.text.count('"error":{') == 0
+    assert response.text.count(json.dumps(text)[:-1]) == {"completions": 2, "responses": 3}[path]
 
 
 @pytest.mark.parametrize("n", [1, 3])

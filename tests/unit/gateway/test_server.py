@@ -295,6 +295,36 @@ async def test_requests_that_come_together_are_answered_in_order(gateway):
     assert heard.index(b'"ok"') < heard.index(b"[DONE]") < heard.rindex(b'"ok"')
 
 
+UPGRADE = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+CLOSE = GET + b"connection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("framing", ["content-length", "chunks", "nothing"])
+@pytest.mark.parametrize("together", [True, False])
+async def test_requests_for_another_protocol_are_answered_with_their_bodies(
+    gateway, framing, together
+):
+    """As Java's client sends them: it would like HTTP/2."""
+    sent = {
+        "content-length": [POST + UPGRADE + b"content-length: %d\r\n\r\n" % len(BODY), BODY],
+        "chunks": [
+            POST + UPGRADE + b"transfer-encoding: chunked\r\n\r\n",
+            b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY),
+        ],
+        "nothing": [GET + UPGRADE + b"\r\n"],
+    }[framing]
+    sent = [*sent, *sent, CLOSE]
+    heard = await said(gateway, *([b"".join(sent)] if together else sent))
+    assert re.findall(rb"HTTP/1.1 (\d+)", heard) == [b"200"] * 3
+    assert heard.count(b"[DONE]") == 2 * (framing != "nothing")
+
+
+@pytest.mark.parametrize("target", [b"CONNECT a.example:80", b"GET a.example"])
+async def test_a_request_for_what_is_no_path_is_refused(gateway, target):
+    heard = await said(gateway, target + b" HTTP/1.1\r\n\r\n")
+    assert heard.startswith(b"HTTP/1.1 400 ")
+
+
 async def test_a_body_is_asked_for_when_it_is_wanted(gateway):
     asked = request(b"expect: 100-continue", b"connection: close")
     heard = await said(gateway, asked.removesuffix(BODY), BODY)

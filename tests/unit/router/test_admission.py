@@ -272,6 +272,15 @@ async def test_a_short_chat_that_its_template_makes_long_or_slow_holds_no_event_
     assert lengths == [7, 8891, 228_891]
 
 
+async def test_a_prompt_of_which_the_end_is_kept_may_be_longer_than_the_context(admission_of):
+    admission, text = admission_of(max_context=8192), "x" * 100_000
+    for given in ({"text": text}, {"chat": [("user", text)]}):
+        with pytest.raises(InvalidRequest, match="the context holds 8192"):
+            await admit(admission, **given)
+        admitted = await admit(admission, **given, truncate_prompt_tokens=100)
+        assert len(admitted.prompt) == 100
+
+
 async def test_choices_of_a_prompt_share_its_tokens_and_have_seeds_of_their_own(
     admission, monkeypatch
 ):

@@ -171,6 +171,20 @@ def test_an_output_is_parted_the_same_however_it_comes(tmp_path, text, given, ex
         assert all(part.endswith(more) for part, more in zip(whole[:3], rest[:3], strict=True))
 
 
+@pytest.mark.parametrize("cuts", [(), (1,), (2,), (1, 2)])
+def test_half_a_character_at_the_end_of_reasoning_is_no_answer(tmp_path, cuts):
+    tokenizer = byte_tokenizer(tmp_path, added=TOKENS)
+    reasoning = Reasoning(*map(tokenizer.added_token, TOKENS[:2]), begun=True)
+    output = OutputFormat(tokenizer.pieces, reasoning)
+    stream = TextStream(tokenizer, tokenized(output_format=output))
+    tokens = [*tokenizer.encode("aé")[:2], 0]
+    content = thought = ""
+    for start, end in zip((0, *cuts), (*cuts, 3), strict=True):
+        content += stream.advance(tokens[start:end], "stop" if end == 3 else None)[0]
+        thought += stream.parsed.reasoning
+    assert (content, thought, stream.reasoning_tokens) == ("", "a\ufffd", 2)
+
+
 def test_markers_of_tool_calls_that_are_special_tokens_are_read_and_not_shown(tmp_path):
     tokenizer = byte_tokenizer(tmp_path, added=TOKENS)
     text = "So.[TOOL_CALLS]f[ARGS]{}"

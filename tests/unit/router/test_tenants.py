@@ -341,10 +341,12 @@ def test_further_choices_cost_their_output_and_no_request(tenant_with):
     tenant = tenant_with("tokens_per_minute = 6000\nrequests_per_minute = 60\nmax_running = 100")
     with tenant.enter(100, 10, 0.0, choices=100) as first:
         first.delivered(10)
+        with pytest.raises(Overloaded):  # all of them run from now on
+            tenant.enter(1, 1, 0.0)
         for _ in range(99):
             with tenant.enter(0, 10, 0.0, choices=0) as further:
                 further.delivered(10)
-        with pytest.raises(Overloaded):  # all of them must be able to run
+        with pytest.raises(Overloaded):
             tenant.enter(1, 1, 0.0, choices=100)
     assert level(tenant) == pytest.approx((6000 - 100 - 1000, 59))
 

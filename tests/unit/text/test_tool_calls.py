@@ -46,6 +46,7 @@ OUTPUTS = [
     (MISTRAL_ARGS, 'Well.[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]0a1b2c3d4[ARGS]{}',
      "Well.", [("f", '{"a": 1}'), ("g", "{}")]),
     (MISTRAL_ARGS, '[TOOL_CALLS]f{"a": 1}', "", [("f", '{"a": 1}')]),
+    (MISTRAL_ARGS, "[TOOL_CALLS]f[CALL_ID]0a1b2c3d4", "", [("f", "")]),  # cut by its length
     (MISTRAL_ARGS, "[TOOL_CALLS], he said", "[TOOL_CALLS], he said", []),
     (MISTRAL_ARGS, f"[TOOL_CALLS]{'f' * 129}{{}}", f"[TOOL_CALLS]{'f' * 129}{{}}", []),
 ]  # fmt: skip
@@ -54,7 +55,8 @@ OUTPUTS = [
 def parsed(form, parts, **options):
     """Content and calls; every first piece of a call has its id and name alone."""
     parser, content, calls, ids = ToolParser(form, **options), "", [], set()
-    pieces = [parser.push(part) for part in parts] + [parser.push("", last=True)]
+    *parts, last = parts
+    pieces = [*map(parser.push, parts), parser.push(last, last=True)]
     for text, deltas in pieces:
         content += text
         for delta in deltas:
@@ -72,7 +74,7 @@ def parsed(form, parts, **options):
 @pytest.mark.parametrize(("form", "text", "content", "calls"), OUTPUTS)
 def test_an_output_is_parsed_the_same_however_it_is_cut(form, text, content, calls):
     assert parsed(form, [text]) == (content, calls)
-    assert parsed(form, text) == (content, calls)
+    assert parsed(form, [*text, ""]) == (content, calls)
     for i in range(len(text)):
         for j in range(i, len(text)):
             assert parsed(form, [text[:i], text[i:j], text[j:]]) == (content, calls)
