@@ -172,7 +172,8 @@ class Handoff:
         else:
             tried = self.links.abort(link, request, self._metadata)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(tried.wait(), self.abort_wait_s)
+                async with asyncio.timeout(self.abort_wait_s):
+                    await tried.wait()
 
     async def _run(self) -> TransferStats:
         try:

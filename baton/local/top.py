@@ -117,8 +117,10 @@ async def watch(addresses: Sequence[str], interval_s: float, api_key: str | None
                 changed.clear()
                 moment = Moment(tuple(top_view.processes(routers)), time.monotonic(), time.time())
                 live.update(frame(moment, view, console.width), refresh=True)
-                with contextlib.suppress(TimeoutError):  # the clock goes on, and so does a silence
-                    await asyncio.wait_for(changed.wait(), interval_s)
+                # The clock goes on, and so does a silence.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(interval_s):
+                        await changed.wait()
                 await asyncio.sleep(_DRAW_S)
     return 0
 

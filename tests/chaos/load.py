@@ -90,6 +90,7 @@ class ChaosRequest:
     cancel_after: int = NEVER
     timeout_s: float = LONG_TIMEOUT_S
     http: bool = False
+    interval: int = 1  # tokens that come together; over the SDK alone
 
     @property
     def options(self) -> dict[str, Any]:
@@ -119,7 +120,8 @@ def next_request(dice: random.Random, runs: Sequence[Run]) -> ChaosRequest:
         made = replace(made, max_tokens=most, stop=text[start : start + dice.randint(2, 6)])
     else:
         made = replace(made, logprobs=dice.random() < 0.3)
-    return replace(made, http=not made.logprobs and dice.random() < HTTP_SHARE)
+    made = replace(made, http=not made.logprobs and dice.random() < HTTP_SHARE)
+    return made if made.http else replace(made, interval=dice.choice((1, 1, 8)))
 
 
 @dataclass
@@ -197,7 +199,9 @@ async def _sdk(
     client: AsyncClient, request: ChaosRequest, outcome: Outcome
 ) -> AsyncGenerator[Sequence[int], None]:
     """The tokens of each message."""
-    options = {**request.options, "timeout": request.timeout_s}
+    options = {
+        **request.options, "timeout": request.timeout_s, "stream_interval": request.interval,
+    }  # fmt: skip
     async with client.stream(request.run.prompt, **options) as stream:
         async for delta in stream:
             yield delta.token_ids
