@@ -92,7 +92,7 @@ TABLE: tuple[Instrument, ...] = (
         "Mean time between a request's output tokens after its first, of requests that ended OK.",
         ("gen_ai.request.model", "gen_ai.operation.name"), BETWEEN_TOKENS_S),
     Instrument("baton.request.inter_token_latency", HISTOGRAM, "s", (ROUTER,),
-        "Every single gap between two outputs of a request, pauses of a failover included.",
+        "Every single gap between two outputs of a stream, pauses of a failover included.",
         (), BETWEEN_TOKENS_S),
     Instrument("gen_ai.client.token.usage", HISTOGRAM, "{token}", (ROUTER,),
         "Tokens of a request that ended OK: of its prompt, and of its output.",
