@@ -17,7 +17,7 @@ from baton.v1 import common_pb2, inference_pb2
 Messages = Sequence[Mapping[str, Any]]
 # Plain text, token ids, or chat messages.
 Prompt = str | Sequence[int] | Messages
-# Of output that nobody reads before its end.
+# The stream interval of output that is read as a whole.
 WHOLE_INTERVAL = 16
 _LONGEST_S = 1e9  # gRPC takes what is far beyond for no time at all
 _PROMPT = (
