@@ -194,11 +194,12 @@ async def test_cancel_frees_in_any_state_but_nothing_of_another_router(decode, r
         await router.reserve(spec(name, prompt(20)))
     await router.reserve(spec("runs", prompt(20), max_tokens=200), local=20)
     await router.event("runs")
+    await router.cancel("runs")  # at once: it would soon need more blocks than there are
     async with Router(decode, "other") as other:
         other.connection.outgoing.cancel.extend("cd")
         await other.reserve(spec("mine", prompt(20)))  # it has been read
         await other.cancel("mine")
-    await router.cancel("unknown", "a", "a", "b", "runs")
+    await router.cancel("unknown", "a", "a", "b")
     load = await decode.blocks()
     assert (load.running, load.blocks_held) == (0, 4)
     await router.cancel("c", "d")
