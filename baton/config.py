@@ -258,6 +258,12 @@ class EngineConfig(CacheConfig):
         least=1,
         most=MAX_TP,
     )
+    expert_parallel: bool = option(
+        False,
+        "--expert-parallel",
+        "of a mixture of experts each rank of --tp holds some whole, and not a part of every one: "
+        "where experts cannot be cut evenly, or parts of them would be too small",
+    )
     tp_backend: str = option(
         "shm",
         "--tp-backend",

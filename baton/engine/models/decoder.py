@@ -61,6 +61,7 @@ class Model:
         tables_dtype: of cosines and sines, if it is another · ranks: what they compute together.
         """
         self._tokens, self.collectives = shard.tokens(config), ranks
+        self._own_experts = shard.experts(config)
         self.config = config = shard.config(config)
         self.dtype = dtype
         self._weights = weights
@@ -174,10 +175,16 @@ class Model:
         return mixed
 
     def _mix(self, x: Tensor, shares: Tensor, taken: Tensor, experts: ExpertWeights) -> Tensor:
-        """The outputs of experts `taken` `[rows, per_token]` times shares, in a row's own order."""
-        outputs = x.new_empty(*taken.shape, x.shape[1])
-        for number in taken.unique().tolist():
-            expert, (rows, places) = experts.experts[number], torch.where(taken == number)
+        """The outputs of experts `taken` `[rows, per_token]` times shares, in a row's own order.
+
+        Those that other ranks have add nothing here.
+        """
+        outputs, own = x.new_zeros(*taken.shape, x.shape[1]), self._own_experts
+        for number in set(taken.unique().tolist()).intersection(own):
+            expert, (rows, places) = (
+                experts.experts[number - own.start],
+                torch.where(taken == number),
+            )
             inner = self._act_mul(expert.gate_up.apply(x[rows], expert.gate_up_bias))
             outputs[rows, places] = expert.down.apply(inner, expert.down_bias)
         mixed = (outputs[:, 0] * shares[:, :1]).to(x.dtype)

@@ -60,6 +60,8 @@ def convert(directory: Path, shape: Shape, kind: str, file: Path) -> None:
     import gguf
     from safetensors.torch import load_file
 
+    if shape.experts:
+        raise SystemExit(f"shape {shape.name} has experts, which are not written as GGUF here")
     writer = gguf.GGUFWriter(file, "qwen2" if shape.biased else "llama")
     config = shape.config()
     for field, value in {

@@ -106,10 +106,16 @@ class GpuModel(Model):
 
     def _mix(self, x: Tensor, shares: Tensor, taken: Tensor, experts: ExpertWeights) -> Tensor:
         assert isinstance(experts, _GroupedExperts)
-        slots = sort_slots(taken, len(experts.experts))
+        own, elsewhere = self._own_experts, None
+        if len(own) < experts.router.shape[0]:  # other ranks' come behind, and are not computed
+            elsewhere = (taken < own.start) | (taken >= own.stop)
+            taken = (taken - own.start).masked_fill(elsewhere, len(own))
+        slots = sort_slots(taken, len(own))
         inner = self._act_mul(experts.gate_up.apply(x, slots))
-        weighed = experts.down.apply(inner, slots, shares.flatten())
-        return weighed.view(*taken.shape, -1).sum(dim=1)
+        weighed = experts.down.apply(inner, slots, shares.flatten()).view(*taken.shape, -1)
+        if elsewhere is not None:
+            weighed.masked_fill_(elsewhere[..., None], 0)
+        return weighed.sum(dim=1)
 
     def _wanted(self, rows: _Rows, taken: Tensor) -> Tensor:
         return (rows.placed.lengths > 0).to(taken.dtype)
