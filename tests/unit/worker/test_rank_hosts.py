@@ -28,11 +28,15 @@ def test_a_rank_takes_its_hosts_settings_and_all_others_from_the_first_process()
     config = replace(ModelConfig.load(DEMO_MODEL), max_context=99)
     place = Place("127.0.0.1", 5, b"secret")
     work = RankWork(
-        CpuBackend(first), Path("/elsewhere"), config, torch.bfloat16, Shard(3, 4), place,
+        CpuBackend(first), Path("/elsewhere"), config, torch.bfloat16, Shard(3, 4, expert_parallel=True), place,
         "10.0.0.1", 2.5, 10,
     )  # fmt: skip
     found = of_this_host(work.elsewhere, CONFIG, 1)
-    assert (found.config, found.dtype, found.shard) == (config, torch.bfloat16, Shard(3, 4))
+    assert (found.config, found.dtype, found.shard) == (
+        config,
+        torch.bfloat16,
+        Shard(3, 4, expert_parallel=True),
+    )
     assert (found.exchange, found.timeout_s) == (place, 2.5)
     assert (found.host, found.path) == ("127.0.0.1", DEMO_MODEL)
     settings = found.backend.settings
