@@ -67,10 +67,6 @@ class Shard:
                 f"--tp {ranks} neither divides the model's {config.num_kv_heads} KV heads nor is a "
                 "multiple of them"
             )
-        if config.differs.qk_norm == "row" and ranks > 1:
-            raise ConfigError(
-                f"{config.architecture} norms all heads of a token together: leave --tp out"
-            )
 
     def kv_heads(self, config: ModelConfig) -> range:
         """The KV heads that this rank's queries read."""
@@ -101,11 +97,16 @@ class Shard:
 
     def tensor(self, config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
         """This rank's part of a norm or a bias; one that all would add is added by the first."""
-        if self.count == 1 or field.endswith("norm"):
+        is_of_heads = field == "sinks" or (
+            field in ("q_norm", "k_norm") and config.differs.qk_norm == "row"
+        )
+        if self.count == 1 or (field.endswith("norm") and not is_of_heads):
             return tensor
-        if field == "sinks":
-            heads = self._part(config.num_heads)
-            return tensor[heads.start : heads.stop].contiguous()
+        if is_of_heads:
+            keys = field == "k_norm"
+            heads = self.kv_heads(config) if keys else self._part(config.num_heads)
+            by_head = tensor.view(config.num_kv_heads if keys else config.num_heads, -1)
+            return by_head[heads.start : heads.stop].flatten()
         name = field.removesuffix("_bias")
         if name in BY_INPUTS:
             return tensor if self.rank == 0 else torch.zeros_like(tensor)

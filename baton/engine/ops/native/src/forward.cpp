@@ -69,7 +69,7 @@ struct Workspace {
 struct Buffers {
     Activation *hidden, *normed, *branch, *qkv, *mixed, *gate_up, *inner;
     Activation *gathered, *outputs;  // of experts
-    float *scores, *shared_gate;
+    float *squares, *scores, *shared_gate;
     Routing routing;
     void* scratch;
 
@@ -80,6 +80,7 @@ struct Buffers {
         branch = space.take<Activation>(rows * model.hidden);
         qkv = space.take<Activation>(rows * (q_size + 2 * size_t(model.kv_heads) * model.head_size));
         mixed = space.take<Activation>(rows * q_size);
+        squares = space.take<float>(2 * rows);
         size_t scratch_size = linear_scratch(model.lm_head, int(rows)), inner_size = 0;
         const auto fit = [&](const Linear& weights) {
             scratch_size = std::max(scratch_size, linear_scratch(weights, int(rows)));
@@ -203,7 +204,13 @@ struct Forward {
         const Layer& layer = model.layers[index];
         const Activation* x = norm(index ? at.branch : nullptr, layer.input_norm, step.rows);
         product(x, step.rows, layer.qkv, at.qkv);
-        rotate_and_store(team, at.qkv, spans.data(), int(spans.size()), layer.attention, step.pool);
+        const AttentionShape& shape = layer.attention;
+        float* squares = model.ranks.exchange && shape.row_norms ? at.squares : nullptr;
+        if (squares) {
+            mean_squares(team, at.qkv, step.rows, shape, step.pool, model.ranks.count, squares);
+            exchanges.sum(squares, size_t(step.rows) * 2);
+        }
+        rotate_and_store(team, at.qkv, spans.data(), int(spans.size()), shape, step.pool, squares);
     }
 
     // The rest of the layer: attention and MLP. What they add last is left in `branch`.

@@ -135,10 +135,15 @@ struct AttentionShape {
     const float* sinks;      // [heads], a further score of each softmax with a value of 0; or null
 };
 
-// qkv [rows][(heads + 2 * kv_heads) * head_size]: normalises and turns q in place, and writes k
-// (normalised, turned) and v to the pool.
+// qkv [rows][(heads + 2 * kv_heads) * head_size] -> out [rows][2], q's and k's mean squares by
+// `ranks`: added up over so many ranks, those of all heads.
+void mean_squares(Team& team, const Activation* qkv, int rows, const AttentionShape& shape,
+                  const Pool& pool, int ranks, float* out);
+
+// qkv as above: normalises and turns q in place, and writes k (normalised, turned) and v to the pool.
+// mean_squares [rows][2]: of q and k where they are normed with other ranks' heads; else null.
 void rotate_and_store(Team& team, Activation* qkv, const Span* spans, int num_spans,
-                      const AttentionShape& shape, const Pool& pool);
+                      const AttentionShape& shape, const Pool& pool, const float* mean_squares);
 
 // Attention of each row over its sequence's KV in the pool -> out [rows][heads * head_size]. A row's
 // bits depend on its own query and its sequence's KV alone, not on what shares its span or batch.
