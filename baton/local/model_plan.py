@@ -140,7 +140,8 @@ def weight_bytes(
     settings: EngineConfig, config: ModelConfig, dtype: torch.dtype, on_gpu: bool
 ) -> int:
     """What a worker's weights take; a router's of experts is counted as that of one."""
-    if config.quantization is not None:  # which are read as they are
+    is_mxfp4 = config.experts is not None and config.experts.mxfp4
+    if config.quantization is not None or is_mxfp4:  # which are read as they are
         stored = stored_tensors(model_path(settings.model)).values()
         return sum(math.prod(one.shape) * ELEMENT_BYTES[one.dtype] for one in stored)
     if on_gpu:

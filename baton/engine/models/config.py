@@ -80,7 +80,7 @@ class ExpertsConfig:
     count: experts, of which each token takes `per_token` · size: of an expert's inner layer ·
     normed: the taken ones' weights add up to 1 · layers: which have experts, others an MLP ·
     shared_size: of the inner layer of an expert that all tokens take besides; 0: there is none ·
-    mxfp4: the checkpoint has them in MXFP4, of which they are read into the model's type.
+    mxfp4: the checkpoint has them in MXFP4.
     """
 
     count: int

@@ -14,14 +14,18 @@ from torch import Tensor
 
 from baton.engine.models.quantization import BLOCK, QuantizationConfig, Shapes
 from baton.engine.models.stacked_experts import StackedPart
-from baton.engine.weights.weight import Fp8BlockWeight, Fp8Weight, Int4Weight, Int8Weight, Weight
+from baton.engine.weights.weight import (
+    Fp8BlockWeight,
+    Fp8Weight,
+    Int4Weight,
+    Int8Weight,
+    Mxfp4Weight,
+    Weight,
+)
 from baton.errors import CheckpointError
 
 # A word's eight values, the lowest bits first, are those of outputs 0 2 4 6 1 3 5 7. The way back:
 _OF_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
-
-# MXFP4's numbers of 4 bits, whose highest is the sign, and whose scale is a power of two.
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 Get = Callable[[str], Tensor | None]
 """A tensor of the checkpoint by its name, or None where it has none of that name."""
@@ -70,20 +74,27 @@ def read_quantized(config: QuantizationConfig, parts: Shapes, get: Get) -> Weigh
     )
 
 
-def read_stacked(part: StackedPart, is_mxfp4: bool, get: Callable[[str], Tensor]) -> Tensor:
+def read_stacked(part: StackedPart, get: Callable[[str], Tensor]) -> Tensor:
     """An expert's matrix `[out, in]` or bias `[out]`, out of what the checkpoint has of all."""
-
-    def own(kind: str) -> Tensor:
-        return get(f"{part.tensor}{kind}")[part.expert]
-
     if part.is_bias:
-        return own("_bias")[part.outputs]
-    if not is_mxfp4:
-        return own("")[:, part.outputs].T
-    blocks, scales = own("_blocks")[part.outputs], own("_scales")[part.outputs]
-    numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    table = torch.tensor((*_E2M1, *(-x for x in _E2M1)), device=blocks.device)
-    return torch.ldexp(table[numbers.int()], scales[..., None].int() - 127).flatten(1)
+        return get(f"{part.tensor}_bias")[part.expert, part.outputs]
+    return get(part.tensor)[part.expert, :, part.outputs].T
+
+
+def read_mxfp4(
+    parts: Iterable[StackedPart], get: Callable[[str], Tensor], device: torch.device
+) -> Mxfp4Weight:
+    """Matrices of an expert, their outputs one behind the other."""
+
+    def joined(kind: str) -> Tensor:
+        return _joined(
+            get(f"{part.tensor}_{kind}")[part.expert, part.outputs].to(device) for part in parts
+        )
+
+    scales = joined("scales")
+    ones = torch.ones(scales.shape, device=device)
+    # Half of it: `Mxfp4Weight` has numbers twice as large.
+    return Mxfp4Weight(joined("blocks").flatten(1), torch.ldexp(ones, scales.int() - 128))
 
 
 def _of_groups(blocks: Tensor, outputs: int, inputs: int) -> Tensor:

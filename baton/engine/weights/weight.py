@@ -206,13 +206,42 @@ class Fp8BlockWeight(GroupScaledWeight):
         return self.values[rows].float()
 
 
-@dataclass(frozen=True)
-class Int4Weight(GroupScaledWeight):
-    """W4A16: `(values - zeros) * scales`.
+class FourBitWeight(GroupScaledWeight):
+    """W4A16. values: uint8 `[out, in / 2]`, two numbers of 4 bits a byte, the lower bits first."""
 
-    values: uint8 `[out, in / 2]`, two numbers of 0 to 15 a byte, the lower bits first · zeros:
-    uint8 `[out, groups]` of 0 to 16, or None where all are 8 · order: int64 `[in]`, the input of
-    each column (act-order), or None where they are in order.
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, pairs = self.values.shape
+        return outputs, 2 * pairs
+
+    def nibbles(self, rows: slice = slice(None)) -> Tensor:
+        """Rows of values, one in a byte: uint8 `[rows, in]`."""
+        pairs = self.values[rows]
+        return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+
+
+class Mxfp4Weight(FourBitWeight):
+    """MXFP4 (OCP Microscaling Formats 1.0), as checkpoints have it.
+
+    A value is twice a number of E2M1, whose highest bit is the sign, so that it is a whole one;
+    scales are half of the powers of two that groups share.
+    """
+
+    NAME = "MXFP4"
+    GROUP: ClassVar[int] = 32
+    NUMBERS: ClassVar[tuple[int, ...]] = (0, 1, 2, 3, 4, 6, 8, 12)
+
+    def numbers(self, rows: slice = slice(None)) -> Tensor:
+        table = torch.tensor((*self.NUMBERS, *(-x for x in self.NUMBERS)), dtype=torch.float32)
+        return table.to(self.values.device)[self.nibbles(rows).int()]
+
+
+@dataclass(frozen=True)
+class Int4Weight(FourBitWeight):
+    """`(values - zeros) * scales`, of values from 0 to 15.
+
+    zeros: uint8 `[out, groups]` of 0 to 16, or None where all are 8 · order: int64 `[in]`, the
+    input of each column (act-order), or None where they are in order.
     """
 
     zeros: Tensor | None = None
@@ -248,11 +277,6 @@ class Int4Weight(GroupScaledWeight):
         """Of values uint8 `[out, in]`, one in a byte."""
         return cls(_pairs(values), scales, zeros, order)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        outputs, pairs = self.values.shape
-        return outputs, 2 * pairs
-
     def take_outputs(self, rows: Tensor) -> Self:
         taken = super().take_outputs(rows)
         return (
@@ -278,11 +302,6 @@ class Int4Weight(GroupScaledWeight):
         groups: Tensor = self.nibbles(rows).unflatten(1, (-1, self.group)).float()
         groups -= self.MIDDLE if self.zeros is None else self.zeros[rows, :, None].float()
         return groups.flatten(1)
-
-    def nibbles(self, rows: slice = slice(None)) -> Tensor:
-        """Rows of values, one in a byte: uint8 `[rows, in]`."""
-        pairs = self.values[rows]
-        return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
 
 
 def _pairs(numbers: Tensor) -> Tensor:

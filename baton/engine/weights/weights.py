@@ -29,7 +29,7 @@ from baton.engine.models.quantization import Shapes, weight_format
 from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights.checkpoint import ELEMENT_BYTES, FLOATS, StoredTensor, stored_tensors
 from baton.engine.weights.lora import LoraAdapter
-from baton.engine.weights.quantized_checkpoint import read_quantized, read_stacked
+from baton.engine.weights.quantized_checkpoint import read_mxfp4, read_quantized, read_stacked
 from baton.engine.weights.weight import DenseWeight, Weight
 from baton.errors import CheckpointError
 
@@ -186,16 +186,18 @@ def load_weights(
             whole = torch.empty(_joined(shapes), dtype=dtype, device=device)
             parts = whole.split([shape[0] for shape in shapes.values()])
             for name, target in zip(shapes, parts, strict=True):
-                if (part := config.stacked_part(name)) is None:
-                    tensor = read(name)
-                else:
-                    assert config.experts is not None
-                    tensor = read_stacked(part, config.experts.mxfp4, read)
+                part = config.stacked_part(name)
+                tensor = read_stacked(part, read) if part else read(name)
                 target.copy_(adapter.adapted(name, tensor.to(device)) if adapter else tensor)
             report()
             return whole
 
         def make_weight(shapes: Shapes) -> Weight:
+            parts = [part for name in shapes if (part := config.stacked_part(name))]
+            if parts and config.experts and config.experts.mxfp4:
+                held = read_mxfp4(parts, read, device)
+                report()
+                return held
             if config.quantization is None or not config.is_quantized(shapes):
                 return DenseWeight(make(shapes))
             for bias in (f"{name.removesuffix('weight')}bias" for name in shapes):

@@ -19,7 +19,8 @@ class Linear(Structure):
     """A packed weight and its bias."""
 
     _fields_ = _fields(
-        ("packed scales offsets zeros order bias", c_void_p), ("inputs outputs group fp8", c_int32)
+        ("packed scales offsets zeros order bias", c_void_p),
+        ("inputs outputs group numbers", c_int32),
     )
 
 

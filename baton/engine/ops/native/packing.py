@@ -3,7 +3,7 @@
 A product takes the outputs in panels of 64 columns. Along the depth, as many neighbours as fit
 into 32 bits form a group, and a panel stores group after group:
 `[panels][groups][64][group]`, depth and columns padded with zeros. Mirrors `src/kernels.h`; where a
-word has its eight values of int4 or four of fp8, `src/grouped.cpp` tells.
+word has its eight values of 4 bits or four of fp8, `src/grouped.cpp` tells.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from baton.engine.ops.native import library
 from baton.engine.ops.native.interface import Linear
 from baton.engine.weights.weight import (
     DenseWeight,
+    FourBitWeight,
     Fp8BlockWeight,
     Int4Weight,
     Int8Weight,
+    Mxfp4Weight,
     Weight,
 )
 
 PANEL = 64
+NUMBERS = ("int4", "fp8", "mxfp4")  # of groups that share a scale, in the order of `Numbers` there
 ACTIVATION_OFFSET = 128  # added to int8 activations, which the product takes as unsigned bytes
 
 # A large weight is packed so many panels at a time, so that no second copy of it comes into being.
@@ -36,9 +39,9 @@ class PackedWeight(Weight):
     """A matrix `[out, in]` as native products read it.
 
     int8 ones have a float32 scale for each output, and what the activations' offset adds to each
-    output's sum, int32 `[out]`, for the product to take off. Those with a group, int4 and fp8, have
-    float32 scales `[panels][in / group][64]`; int4 ones also 8 less the zero points unless all are
-    8, in the same order, and int32 `order` `[in]`.
+    output's sum, int32 `[out]`, for the product to take off. Those with a group, whose `numbers`
+    are one of `NUMBERS`, have float32 scales `[panels][in / group][64]`; int4 ones also 8 less the
+    zero points unless all are 8, in the same order, and int32 `order` `[in]`.
     """
 
     packed: Tensor
@@ -49,7 +52,7 @@ class PackedWeight(Weight):
     zeros: Tensor | None = None
     order: Tensor | None = None
     group: int = 0
-    fp8: bool = False
+    numbers: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -67,11 +70,16 @@ class PackedWeight(Weight):
                 offsets = values.sum(1, dtype=torch.int32) * ACTIVATION_OFFSET
                 return cls(pack(values), *weight.shape, scales, offsets)
             case Fp8BlockWeight(values, scales):
+                numbers = NUMBERS.index("fp8")
                 packed = pack_fp8(values)
-                return cls(packed, *weight.shape, pack(scales), group=weight.group, fp8=True)
+                return cls(packed, *weight.shape, pack(scales), group=weight.group, numbers=numbers)
+            case Mxfp4Weight(_, scales):
+                numbers = NUMBERS.index("mxfp4")
+                packed = pack_4_bits(weight)
+                return cls(packed, *weight.shape, pack(scales), group=weight.group, numbers=numbers)
             case Int4Weight(_, scales, zeros, order):
                 return cls(
-                    pack_int4(weight),
+                    pack_4_bits(weight),
                     *weight.shape,
                     pack(scales),
                     zeros=None if zeros is None else pack(Int4Weight.MIDDLE - zeros.float()),
@@ -89,7 +97,8 @@ class PackedWeight(Weight):
     @cached_property
     def _without_bias(self) -> Linear:
         tensors = (self.packed, self.scales, self.offsets, self.zeros, self.order, None)
-        return Linear(*map(address, tensors), self.inputs, self.outputs, self.group, self.fp8)
+        sizes = (self.inputs, self.outputs, self.group, self.numbers)
+        return Linear(*map(address, tensors), *sizes)
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         native, weights, rows = library.load(x.dtype), self.linear(bias), len(x)
@@ -126,7 +135,7 @@ def pack(weight: Tensor) -> Tensor:
     return packed
 
 
-def pack_int4(weight: Int4Weight) -> Tensor:
+def pack_4_bits(weight: FourBitWeight) -> Tensor:
     """Values `[out, in]` → int32 `[panels, in / 8, 64, 1]`."""
     (outputs, depth), device = weight.shape, weight.values.device
     words = torch.zeros(

@@ -1,4 +1,4 @@
-"""Products with int4 and fp8 weights of which groups of inputs share a scale (W4A16, W8A16).
+"""Products with weights of which groups of inputs share a scale: int4, MXFP4 (W4A16), fp8 (W8A16).
 
 Activations stay as they are, values are unpacked in place. A group's products are summed up with
 `value - zero point` or the fp8 number, which every floating type holds exactly, and the sum is
@@ -17,7 +17,13 @@ from baton.engine.ops.triton.int8_matmul import MOST_ROWS, tile_rows
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
 from baton.engine.ops.triton.tuning import choose
 from baton.engine.weights.quantize import FP8
-from baton.engine.weights.weight import Fp8BlockWeight, GroupScaledWeight, Int4Weight
+from baton.engine.weights.weight import (
+    Fp8BlockWeight,
+    GroupScaledWeight,
+    Int4Weight,
+    Mxfp4Weight,
+    Weight,
+)
 
 NAME = "group_matmul"
 
@@ -33,13 +39,22 @@ def _of_fp8(bits):
 
 
 @triton.jit
+def _of_mxfp4(bits):
+    """Twice a number of E2M1, as int8."""
+    size = (bits & 7).to(tl.int8)
+    large = ((size & 1) + 2) << (tl.maximum(size >> 1, 1) - 1)
+    number = tl.where(size < 2, size, large)
+    return tl.where(bits > 7, -number, number).to(tl.int8)
+
+
+@triton.jit
 def group_sums(
     left, values, scales, zeros, outputs, has_row, has_output, depth, GROUP: tl.constexpr,
-    FP8: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    NUMBERS: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """Rows, which begin at pointers left, times some outputs of a weight: float32."""
     left = left[:, None] + tl.arange(0, GROUP)[None, :]
-    STEP: tl.constexpr = GROUP if FP8 else GROUP // 2  # bytes
+    STEP: tl.constexpr = GROUP if NUMBERS == "fp8" else GROUP // 2  # bytes
     right = values + outputs.to(tl.int64)[:, None] * (depth * STEP // GROUP)
     right += tl.arange(0, STEP)[None, :]
     groups = outputs.to(tl.int64) * (depth // GROUP)
@@ -47,8 +62,10 @@ def group_sums(
     for group in range(depth // GROUP):
         a = tl.load(left + group * GROUP, mask=has_row[:, None], other=0.0)
         held = tl.load(right + group * STEP, mask=has_output[:, None], other=0)
-        if FP8:
+        if NUMBERS == "fp8":
             numbers = _of_fp8(held)
+        elif NUMBERS == "mxfp4":
+            numbers = tl.interleave(_of_mxfp4(held & 15), _of_mxfp4(held >> 4))
         else:
             numbers = tl.interleave((held & 15).to(tl.int8), (held >> 4).to(tl.int8))
             if zeros is None:
@@ -65,7 +82,7 @@ def group_sums(
 @triton.jit(do_not_specialize=["num_rows"])
 def _group_matmul(
     x, values, scales, zeros, bias, out, num_rows, num_outputs, depth, GROUP: tl.constexpr,
-    FP8: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    NUMBERS: tl.constexpr, TYPE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -73,12 +90,19 @@ def _group_matmul(
     has_row = rows < num_rows
     sums = group_sums(
         x + rows.to(tl.int64) * depth, values, scales, zeros, outputs, has_row, has_output, depth,
-        GROUP, FP8, TYPE, ROWS, OUTPUTS,
+        GROUP, NUMBERS, TYPE, ROWS, OUTPUTS,
     )  # fmt: skip
     if bias is not None:
         sums += tl.load(bias + outputs, mask=has_output, other=0.0).to(tl.float32)[None, :]
     to = out + rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
     tl.store(to, sums.to(out.dtype.element_ty), mask=has_row[:, None] & has_output[None, :])
+
+
+def numbers_of(weight: Weight) -> str:
+    """What `group_sums` unpacks of a weight with groups."""
+    if isinstance(weight, Mxfp4Weight):
+        return "mxfp4"
+    return "fp8" if isinstance(weight, Fp8BlockWeight) else "int4"
 
 
 def group_matmul(
@@ -99,7 +123,7 @@ def group_matmul(
     zeros = weight.zeros if isinstance(weight, Int4Weight) else None
     _group_matmul[grid](
         x, weight.values.view(torch.uint8), weight.scales, zeros, bias, out, num_rows, num_outputs,
-        depth, GROUP=weight.group, FP8=weight.values.dtype == FP8,
+        depth, GROUP=weight.group, NUMBERS=numbers_of(weight),
         TYPE=tl.float32 if interpreted else TRITON_TYPES[x.dtype], ROWS=rows, **config,
     )  # fmt: skip
     return out

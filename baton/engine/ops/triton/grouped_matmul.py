@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.ops.triton.attention import Tiles, plan_tiles
-from baton.engine.ops.triton.group_matmul import group_sums
+from baton.engine.ops.triton.group_matmul import group_sums, numbers_of
 from baton.engine.ops.triton.rows import quantize_rows
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
 from baton.engine.ops.triton.tuning import choose
@@ -30,6 +30,7 @@ from baton.engine.weights.weight import (
     GroupScaledWeight,
     Int4Weight,
     Int8Weight,
+    Mxfp4Weight,
     RowScaledWeight,
     Weight,
 )
@@ -126,7 +127,7 @@ class GroupedWeight:
             x, row_scales, self.values, self.scales, self.zeros, self.bias, slots.order,
             slots.counts, tiles.places, shares, out, num_outputs, depth, PER_ROW=slots.per_row,
             STORED=tl.uint8 if group else _POINTED[self.dtype], GROUP=group,
-            FP8=isinstance(first, Fp8BlockWeight), BIAS=_POINTED[out.dtype], TYPE=factors,
+            NUMBERS=numbers_of(first), BIAS=_POINTED[out.dtype], TYPE=factors,
             SUMS=tl.int32 if is_int8 else tl.float32, WHOLE=depth % config["DEPTH"] == 0,
             ROWS=tiles.rows, **config,
         )  # fmt: skip
@@ -170,7 +171,7 @@ def _expert_row(addresses, expert, columns, wanted, TYPE: tl.constexpr):
 @triton.jit
 def _grouped_matmul(
     x, row_scales, values, scales, zeros, biases, order, counts, places, shares, out, num_outputs,
-    depth, PER_ROW: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr, FP8: tl.constexpr,
+    depth, PER_ROW: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr, NUMBERS: tl.constexpr,
     BIAS: tl.constexpr, TYPE: tl.constexpr, SUMS: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -198,8 +199,8 @@ def _grouped_matmul(
         if zeros is not None:
             zero = tl.load(zeros + expert).to(tl.pointer_type(tl.uint8))
         found = group_sums(
-            left, matrix, scale, zero, outputs, has_row, has_output, depth, GROUP, FP8, TYPE, ROWS,
-            OUTPUTS,
+            left, matrix, scale, zero, outputs, has_row, has_output, depth, GROUP, NUMBERS, TYPE,
+            ROWS, OUTPUTS,
         )  # fmt: skip
     else:
         right = matrix + outputs.to(tl.int64)[None, :] * depth
@@ -242,6 +243,10 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         "int8": Int8Weight.of, "fp8": Fp8Weight.of, "int4": Int4Weight.of,
         "fp8_block": lambda dense: Fp8BlockWeight(
             dense.to(FP8), torch.rand(outputs, depth // 64, device=device) / 8
+        ),
+        "mxfp4": lambda dense: Mxfp4Weight(
+            torch.randint(0, 256, (outputs, depth // 2), dtype=torch.uint8, device=device),
+            torch.rand(outputs, depth // Mxfp4Weight.GROUP, device=device) / 8,
         ),
     }  # fmt: skip
     held: Callable[[Tensor], Weight] = formats.get(str(shape.get("weight")), DenseWeight)
@@ -301,6 +306,7 @@ _CASES: tuple[Key, ...] = (
     {"weight": "int4", "bias": 1},
     {"weight": "int4", "rows": 600, "per_row": 4, "down": 1},
     {"weight": "fp8_block", "bias": 1},
+    {"weight": "mxfp4", "bias": 1},
 )
 
 

@@ -69,7 +69,7 @@ def test_it_is_little_code() -> None:
 
     With attention's softmax inlined for every number of rows it was nearly twice as much.
     """
-    assert library._built(TARGET, torch.bfloat16).stat().st_size < 300_000
+    assert library._built(TARGET, torch.bfloat16).stat().st_size < 350_000
 
 
 def test_a_builder_that_was_stopped_is_not_waited_for_for_ever(

@@ -19,6 +19,7 @@ from baton.engine.weights.weight import (
     GroupScaledWeight,
     Int4Weight,
     Int8Weight,
+    Mxfp4Weight,
     Weight,
 )
 from tests.unit.engine.native.paged_rows import random_tensor
@@ -79,9 +80,9 @@ def check(
         terms = ((weight.nibbles().double() - 8).abs() + (zeros - 8).abs()) * scales.abs()
         magnitude = ordered.abs() @ terms.T + added.abs()
     else:
-        assert isinstance(weight, DenseWeight | Fp8BlockWeight)
-        is_fp8 = isinstance(weight, Fp8BlockWeight)
-        full = weight.dequantized(torch.float64) if is_fp8 else weight.tensor.double()
+        assert isinstance(weight, DenseWeight | GroupScaledWeight)
+        is_dense = isinstance(weight, DenseWeight)
+        full = weight.tensor.double() if is_dense else weight.dequantized(torch.float64)
         exact = x.double() @ full.T + added
         magnitude = x.double().abs() @ full.abs().T + added.abs()
     tolerance = 1e-6 * magnitude
@@ -100,13 +101,16 @@ def int8_product(x: Tensor, weight: Int8Weight) -> Tensor:
 def grouped_weight(
     outputs: int, inputs: int, group: int, seed: int, form: str
 ) -> GroupScaledWeight:
-    """Random numbers; form: of which tensors there are, of int4, or fp8 with all its numbers."""
+    """Random numbers; form: fp8 or MXFP4 with all their numbers, or which tensors int4 has."""
     generator = torch.Generator().manual_seed(seed)
     scales = random(outputs, inputs // group, seed=seed)
     if form == "fp8":
         held = torch.randint(0, 256, (outputs, inputs), generator=generator).to(torch.uint8)
         held[held & 127 == 127] = 0  # NaN
         return Fp8BlockWeight(held.view(FP8), scales)
+    if form == "mxfp4":
+        pairs = torch.randint(0, 256, (outputs, inputs // 2), generator=generator)
+        return Mxfp4Weight(pairs.to(torch.uint8), scales)
     values = torch.randint(0, 16, (outputs, inputs), generator=generator).to(torch.uint8)
     zeros = torch.randint(0, 17, (outputs, inputs // group), generator=generator).to(torch.uint8)
     return Int4Weight.packed(
@@ -141,7 +145,7 @@ def test_products_are_exact_but_for_rounding(
 
 
 @by_kind
-@pytest.mark.parametrize("form", ["symmetric", "zeros", "order", "zeros and order", "fp8"])
+@pytest.mark.parametrize("form", ["symmetric", "zeros", "order", "zeros and order", "fp8", "mxfp4"])
 @settings(max_examples=25, deadline=None)
 @given(
     rows=st.sampled_from([0, 1, 2, 3, 6, 7, 13, 48, 101]), group=st.sampled_from([32, 64, 128]),
@@ -185,7 +189,8 @@ def test_a_row_has_the_same_bits_in_every_batch(kind: Kind) -> None:
         if inputs % 128 == 0:
             weights = [grouped_weight(outputs, inputs, 64, 2, "symmetric"),
                        grouped_weight(outputs, inputs, 128, 2, "zeros and order"),
-                       grouped_weight(outputs, inputs, 128, 2, "fp8")]  # fmt: skip
+                       grouped_weight(outputs, inputs, 128, 2, "fp8"),
+                       grouped_weight(outputs, inputs, 32, 2, "mxfp4")]  # fmt: skip
         for weight in weights:
             check(kind, x, weight, bias, threads=2)
             together = linear(kind, x, weight, bias)

@@ -1,4 +1,5 @@
-// Products with weights of which groups of inputs share a scale: int4 (W4A16) and fp8 (W8A16).
+// Products with weights of which groups of inputs share a scale: int4 and MXFP4 (W4A16), and fp8
+// (W8A16).
 //
 // Of every row and output they are, in this order, group after group: scale * (zero * sum of x + sum of
 // x * value), where a zero is 8 less the zero point. Values are numbers that bf16 and float hold
@@ -19,6 +20,11 @@ typedef float Wide;
 // Eight values of 4 bits, 0 to 15, each of them 8 too large: that of input i at bit
 // 4 * (i / 2) + 16 * (i % 2), so that a shift leaves neighbours where a pair of bf16 has them.
 struct Int4 {
+    uint32_t word;
+};
+
+// Eight values of twice a number of E2M1, in the same places.
+struct Mxfp4 {
     uint32_t word;
 };
 
@@ -47,25 +53,57 @@ struct PackedLanes : Lanes<Wide> {
 template <>
 struct Product<Int4> : PackedProduct<8> {};
 template <>
+struct Product<Mxfp4> : PackedProduct<8> {};
+template <>
 struct Product<Fp8> : PackedProduct<4> {};
+
+#if defined(__AVX512BF16__) && defined(BATON_BF16)
+// A pair of eight values, looked up in 16 numbers of bf16, which the table has twice: the fifth bit of
+// an index is the next value's.
+inline Words looked_up(const void* from, int p, const uint16_t (&table)[32]) {
+    const __m512i values = (__m512i)(load<Words>(from) >> 4 * p);
+    return (Words)_mm512_permutexvar_epi16(values, _mm512_load_si512(table));
+}
+#endif
 
 template <>
 struct Lanes<Int4> : PackedLanes<8> {
 #if defined(__AVX512BF16__) && defined(BATON_BF16)
     static Words right(const Int4* from, int p) {
-        // -8 to 7 in bf16, twice: the fifth bit of an index is the next value's.
-        alignas(64) static constexpr uint16_t TABLE[32] = {
+        alignas(64) static constexpr uint16_t TABLE[32] = {  // -8 to 7
             0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0,      0x3f80, 0x4000,
             0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
             0xc000, 0xbf80, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-        const __m512i values = (__m512i)(load<Words>(from) >> 4 * p);
-        return (Words)_mm512_permutexvar_epi16(values, _mm512_load_si512(TABLE));
+        return looked_up(from, p, TABLE);
     }
 #else
     static Floats right(const Int4* from, int p) {
         // Behind the exponent of 2^23 bits count ones, so that no conversion is needed.
         const Words bits = load<Words>(from) >> (p / 2 * 4 + p % 2 * 16) & 15;
         return (Floats)(bits | 0x4b000000u) - (8388608.0f + 8.0f);
+    }
+#endif
+};
+
+template <>
+struct Lanes<Mxfp4> : PackedLanes<8> {
+#if defined(__AVX512BF16__) && defined(BATON_BF16)
+    static Words right(const Mxfp4* from, int p) {
+        alignas(64) static constexpr uint16_t TABLE[32] = {  // 0, 1, 2, 3, 4, 6, 8, 12, and negative
+            0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140, 0x8000, 0xbf80, 0xc000,
+            0xc040, 0xc080, 0xc0c0, 0xc100, 0xc140, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0,
+            0x4100, 0x4140, 0x8000, 0xbf80, 0xc000, 0xc040, 0xc080, 0xc0c0, 0xc100, 0xc140};
+        return looked_up(from, p, TABLE);
+    }
+#else
+    static Floats right(const Mxfp4* from, int p) {
+        // The exponent is moved to its place and grows by the difference of biases. Without one, a
+        // value is less than its leading digit of 2 makes it.
+        const Words bits = load<Words>(from) >> (p / 2 * 4 + p % 2 * 16), size = bits & 7;
+        const Words small = (Words)(size < 2);
+        const Floats value = (Floats)(((size | (small & 2)) << 22) + (127u << 23));
+        const Floats exact = value - (Floats)(small & (128u << 23));
+        return (Floats)((Words)exact | (bits & 8) << 28);
     }
 #endif
 };
@@ -257,10 +295,11 @@ void grouped_linear(Team& team, const Activation* x, int rows, const Linear& wei
             }
         });
     const Wide* left = copied ? copied : (const Wide*)x;
-    if (weights.fp8)
-        product<Fp8>(team, left, sums, rows, weights, y);
-    else
-        product<Int4>(team, left, sums, rows, weights, y);
+    switch (weights.numbers) {
+        case INT4: return product<Int4>(team, left, sums, rows, weights, y);
+        case FP8: return product<Fp8>(team, left, sums, rows, weights, y);
+        case MXFP4: return product<Mxfp4>(team, left, sums, rows, weights, y);
+    }
 }
 
 }  // namespace baton

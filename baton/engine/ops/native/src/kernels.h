@@ -10,17 +10,20 @@
 
 namespace baton {
 
+// In the order of `packing.py`.
+enum Numbers : int32_t { INT4, FP8, MXFP4 };
+
 // y = x @ weight.T + bias.
 struct Linear {
     const void* packed;      // [panels][groups][PANEL][GROUP]; depth and columns padded with zeros
-    const float* scales;     // int8: [out], of each output; int4 and fp8: as `zeros`; otherwise null
+    const float* scales;     // int8: [out], of each output; with a group: as `zeros`; otherwise null
     const int32_t* offsets;  // int8 weights: [out], 128 times the sum of an output's weights
     const float* zeros;      // int4 weights: [panels][in / group][PANEL], 8 less zero points, or null
     const int32_t* order;    // int4 weights: [in], the input of each place in the depth, or null
     const Activation* bias;  // [out], or null
     int32_t in, out;
-    int32_t group;  // int4 and fp8 weights: inputs that share a scale, a multiple of 32; otherwise 0
-    int32_t fp8;    // 1: of a group's weights
+    int32_t group;    // inputs that share a scale, a multiple of 32; 0: all, or there is none
+    Numbers numbers;  // of weights with a group
 };
 
 constexpr int PANEL = 64;  // columns packed side by side
