@@ -3,6 +3,7 @@ ends frees its blocks and informs its router."""
 
 import asyncio
 import contextlib
+import threading
 
 import pytest
 
@@ -229,10 +230,12 @@ async def test_a_deadline_ends_a_request_in_any_state_and_is_no_fault_of_the_wor
     reservations._expire(entry, entry.deadline)  # as timers come, by up to a millisecond
     with pytest.raises(DeadlineExceeded):
         await router.event("early")
-    await router.reserve(spec("runs", prompt(20), max_tokens=200, time_left_ms=700), local=20)
-    gate = decode.hold_engine()  # at once: it would soon have generated all tokens
+    gate = threading.Event()
     try:
         with pytest.raises(DeadlineExceeded):
+            runs = spec("runs", prompt(20), max_tokens=200, time_left_ms=700)
+            await router.reserve(runs, local=20)
+            gate = decode.hold_engine()  # at once: it would soon have generated all tokens
             while event := await router.event("runs"):
                 assert not event.finish_reason
     finally:
