@@ -125,6 +125,10 @@ class RankListener(_Ends, Listener):
         for listener in self._ends:  # the sender connects them in this order
             listener.accept(_left_s(deadline))
 
+    def sender_pidfd(self) -> int | None:
+        found: int | None = self._ends[0].sender_pidfd()  # one process sends for all ranks
+        return found
+
     def receive(
         self, slots: Slots, digest: Any, timeout_s: float, posted: Callable[[], None]
     ) -> None:
@@ -174,7 +178,7 @@ def listen(
 
 def connect(
     transport: Transport, pools: Sequence[RankPool], receivers: int, num_kv_heads: int,
-    endpoint: bytes, pid: int, timeout_s: float,
+    endpoint: bytes, timeout_s: float,
 ) -> RankLink:  # fmt: skip
     """The sending end, to a worker of so many pools. Raises TransferFailed."""
     deadline = time.monotonic() + timeout_s
@@ -191,7 +195,7 @@ def connect(
     ends = list[Link]()
     try:
         for part, one in zip(parts, endpoints, strict=True):
-            place = one, pid, _left_s(deadline)
+            place = one, _left_s(deadline)
             if isinstance(part, RemotePool):
                 ends.append(part.connect(transport, *place))
             else:

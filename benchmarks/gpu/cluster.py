@@ -128,7 +128,7 @@ def transfer(part: Part, sending: End, receiving: End) -> Cells:
     try:
         with tempfile.NamedTemporaryFile() as log, Child(argv, Path(log.name)) as peer:
             endpoint = bytes.fromhex(peer.answer(_START_S)["endpoint"])
-            link = transport.connect(pool, endpoint, peer.pid, _TIMEOUT_S)
+            link = transport.connect(pool, endpoint, _TIMEOUT_S)
             try:
                 assert peer.answer(_TIMEOUT_S)["accepted"]
                 for number, digest in enumerate(digests):

@@ -98,7 +98,7 @@ async def test_a_sender_that_goes_on_later_writes_into_quarantined_blocks_alone(
         to = target_at(decode, reserved).SerializeToString().hex()
         record = decode.node.record.SerializeToString().hex()
         async with peer("stop", where, str(NUM_TOKENS), to, record) as (process, line):
-            decode.knows_prefill("stopped", process.pid)
+            decode.knows_prefill("stopped")
             state = lambda: asyncio.to_thread(state_of, process.pid)  # noqa: E731
             await eventually(state, "T".__eq__, "did not stop", 60.0)
             await router.cancel("h")
