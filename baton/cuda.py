@@ -223,14 +223,18 @@ class CudaDriver:
                 return self._map(device, memory, size)
 
     def close(self, device: torch.device, address: int, size: int) -> None:
-        """Unmaps memory once this GPU's work is done, for which unmapping alone would not wait.
+        """Unmaps memory that no work uses any more, for unmapping waits for none.
 
         The memory is freed with its last mapping and descriptor, in whichever process.
         """
         with self._current(device):
-            self._call("cuCtxSynchronize")
             self._call("cuMemUnmap", address, size)
             self._call("cuMemAddressFree", address, size)
+
+    def synchronize(self, device: torch.device) -> None:
+        """Returns when all work of this process on `device` is done."""
+        with self._current(device):
+            self._call("cuCtxSynchronize")
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """That memory as a uint8 tensor on its GPU, which does not own it."""
@@ -344,4 +348,5 @@ class CudaArea:
         address, self._address = self._address, 0
         if address:
             os.close(self.fd)
+            self.driver.synchronize(self.device)
             self.driver.close(self.device, address, self.nbytes)

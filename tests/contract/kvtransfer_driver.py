@@ -44,6 +44,9 @@ class StandIn(CudaDriver):
     def close(self, device, address, size):
         super().close(_gpu(device), address, size)
 
+    def synchronize(self, device):
+        super().synchronize(_gpu(device))
+
     def view(self, address, num_bytes):
         return torch.frombuffer(
             (ctypes.c_ubyte * num_bytes).from_address(address), dtype=torch.uint8

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import threading
+import time
 
 import pytest
 
@@ -222,6 +223,21 @@ async def test_a_link_that_fails_after_its_waiters_were_cancelled_is_not_reporte
     del opening, waits
     gc.collect()
     assert reported == []
+
+
+async def test_a_sender_that_offers_and_does_not_come_holds_up_nothing():
+    async with Decode(TRANSPORTS["shm"]()) as decode:
+        register("p")
+        offer = pb.OfferRequest(
+            incarnation="p", target_incarnation="d", kv=DESCRIPTOR,
+            transports=[common_pb2.TRANSPORT_SHM],
+        )  # fmt: skip
+        endpoints = [(await answer(decode.receiver, "Offer", offer)).endpoint for _ in range(2)]
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 2.0
+    for endpoint in endpoints:
+        with pytest.raises(errors.TransferFailed, match="no such receiver"):
+            TRANSPORTS["shm"]().connect(decode.pool, endpoint, 1.0)
 
 
 async def test_shm_is_not_chosen_between_hosts(join):

@@ -7,6 +7,7 @@ import torch
 
 from baton.errors import ConfigError, KvMismatch
 from baton.v1 import common_pb2
+from kvtransfer import transports
 from kvtransfer.pairing import Ends, apart, choose, differences, fallback
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import usable
@@ -46,6 +47,19 @@ def test_what_a_pool_can_use_depends_on_where_it_lies(where, first):
         usable(pool, "127.0.0.1", "auto", "192.0.2.1")
     if pool.area is not None:
         pool.area.close()
+
+
+@pytest.mark.parametrize(("where", "first"), [("host", "shm"), ("gpu", "cuda_ipc")])
+def test_what_needs_a_folder_to_meet_in_is_not_offered_without_it(
+    where, first, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setattr(transports, "SHARED_FOLDER", tmp_path / "none")
+    pool = make_pool(1, where)
+    assert [one.name for one in usable(pool, "127.0.0.1")] == ["gloo"]
+    assert "other processes cannot write KV here" in caplog.text
+    with pytest.raises(ConfigError, match=f"{first} cannot be used here; usable: gloo"):
+        usable(pool, "127.0.0.1", first)
+    pool.area.close()
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import pytest
 from baton.errors import TransferFailed
 from kvtransfer import shared_pool
 from kvtransfer.shared_pool import SharedPoolListener, received
+from tests.namespaces import OWN_PIDS_AND_NETWORK, needs_namespaces
 
 ROOT = Path(__file__).parents[3]
 # A receiver in a process of its own: prints its endpoint, and whose memory it gave when it did.
@@ -38,7 +39,6 @@ if sys.argv[2:] != ["waits"]:
     print(os.fstat(listener.sender_pidfd()).st_ino, flush=True)
 sys.stdin.read()
 """
-IN_OTHER_NAMESPACES = ("unshare", "--pid", "--net", "--fork", "--kill-child")
 
 
 @pytest.fixture(autouse=True)
@@ -123,11 +123,13 @@ def test_a_sender_is_given_the_memory_and_each_end_sees_the_others_process(memor
         no_such_receiver(listener.endpoint, "")
 
 
-@pytest.mark.parametrize("first", [(), IN_OTHER_NAMESPACES], ids=["same", "other"])
+@pytest.mark.parametrize(
+    "first",
+    [(), pytest.param(OWN_PIDS_AND_NETWORK, marks=needs_namespaces)],
+    ids=["same", "other"],
+)
 def test_a_process_in_other_namespaces_is_given_it_and_its_end_is_seen(first):
     """Where pids mean nothing to each other, and no network is shared."""
-    if first and subprocess.run([*first, "true"], check=False, capture_output=True).returncode:
-        pytest.skip("this machine does not let us make namespaces")
     with (
         running(first=first) as (process, endpoint),
         received("test", endpoint, 10.0) as (place, fd, receiver),
