@@ -16,6 +16,7 @@ def _can_make_them():
         return False
 
 
+HAS_NAMESPACES = _can_make_them()
 needs_namespaces = pytest.mark.skipif(
-    not _can_make_them(), reason="this machine does not let us make namespaces"
+    not HAS_NAMESPACES, reason="this machine does not let us make namespaces"
 )

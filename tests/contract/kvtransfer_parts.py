@@ -164,7 +164,7 @@ class Pair:
         digest = self.source.new_digest()
         if self.transport.one_sided:
             self.link.put(local, remote, digest, 5.0)
-            return digest, copier.digest(self.target, remote)
+            return digest, copier.copier(self.target).digest(remote)
         receive, arrived = self.post(remote)
         self.link.put(local, remote, digest, 5.0)
         receive.result(5)

@@ -1,6 +1,7 @@
 """Calls of CUDA's driver, against a library with its signatures and structures over memfds."""
 
 import ctypes
+import gc
 import mmap
 import os
 from pathlib import Path
@@ -21,6 +22,7 @@ UNIT = 1 << 16  # the library's granularity
 def driver():
     """One that leaves no context, no memory and no descriptor behind."""
     driver = StandIn()
+    gc.collect()
     left, descriptors = driver.left, open_files()
     yield driver
     assert driver.counted("pushed") == 0, "a context was left behind"

@@ -46,6 +46,7 @@ def folder(monkeypatch):
     """The test's own. Descriptors are what they were before, and no file is left."""
     with tempfile.TemporaryDirectory() as folder:  # a socket's path is short
         monkeypatch.setattr(shared_pool, "SHARED_FOLDER", Path(folder))
+        gc.collect()
         before = open_files()
         yield
         gc.collect()
