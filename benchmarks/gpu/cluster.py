@@ -4,6 +4,7 @@ decode worker: its tokens, and what its handoffs cost. The transports need neith
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import statistics
@@ -19,6 +20,7 @@ from pathlib import Path
 import torch
 
 from baton.cuda import CudaArea
+from baton.engine.backends.gpu.device import Work, new_stream
 from baton.shared_memory import SharedMemoryArea
 from benchmarks.child import Child, messages
 from benchmarks.gpu.part import Case, Cells, Part, failure, summary
@@ -110,8 +112,8 @@ def _transfers(part: Part) -> Iterator[Case]:
     here = str(part.device)
 
     def case(name: str, transport: str, there: str = here, first: Sequence[str] = ()) -> Case:
-        ends = (End(transport, device, *size) for device in (here, there))
-        return name, partial(transfer, part, *ends, first)
+        sending, receiving = (End(transport, device, *size) for device in (here, there))
+        return name, partial(transfer, part, sending, receiving, first)
 
     nearest = "cuda_ipc" if part.cuda else "shm"
     yield case(nearest, nearest)
@@ -163,15 +165,45 @@ def transfer(part: Part, sending: End, receiving: End, first: Sequence[str] = ()
                         peer.send(100 + number)
                     arrived = peer.answer(_TIMEOUT_S)["digest"]
                     assert arrived == digest.value, "other bytes arrived"
+                seconds, moved = statistics.median(times[1:]), pool.nbytes(slots)
+                cells = {"MB": moved / 1e6, "ms": seconds * 1e3, **part.of_copy(2 * moved, seconds)}
+                cells |= {"GB/s": moved / seconds / 1e9}  # of what travels, each byte once
+                cells |= {"open ms": open_s * 1e3}
+                if transport.one_sided:
+                    last = slots, receiving.slots(0), pool.new_digest(), _TIMEOUT_S
+                    cells |= beside_products(pool.device, partial(link.put, *last), seconds)
+                return cells
             finally:
                 link.close()
     finally:
         if pool.area is not None:
             pool.area.close()
-    seconds, moved = statistics.median(times[1:]), pool.nbytes(slots)
-    cells = {"MB": moved / 1e6, "ms": seconds * 1e3, **part.of_copy(2 * moved, seconds)}
-    cells["open ms"] = open_s * 1e3
-    return cells | {"GB/s": moved / seconds / 1e9}  # of what travels, each byte once
+
+
+def beside_products(device: torch.device, put: Work, put_s: float) -> Cells:
+    """A put while an engine's stream computes products, as of a prompt, for three times as long:
+    what it takes then, and how much longer they do."""
+    stream, size = new_stream(device), 8192 if device.type == "cuda" else 64
+    factor = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+    product = torch.empty_like(factor)
+    multiply = partial(torch.mm, factor, factor, out=product)
+
+    def timed(count: int, beside: Work = lambda: None) -> tuple[float, float]:
+        """Seconds of `beside` and of all."""
+        began = time.perf_counter()
+        for _ in range(count):
+            stream.put(multiply)
+        end, queued = stream.record_event(), time.perf_counter()
+        beside()
+        beside_s = time.perf_counter() - queued
+        end.synchronize()
+        return beside_s, time.perf_counter() - began
+
+    timed(3)  # what is loaded and allocated is there now
+    count = max(1, math.ceil(3 * put_s / timed(1)[1]))
+    _, alone_s = timed(count)
+    beside_s, both_s = timed(count, put)
+    return {"ms beside products": beside_s * 1e3, "products slower by": both_s / alone_s - 1}
 
 
 def main() -> None:

@@ -155,6 +155,16 @@ def test_gpus_by_driver_and_torch(cards, in_torch, found, monkeypatch):
     assert "NCCL_IB_DISABLE" not in shown
 
 
+def test_the_folder_where_workers_meet_is_there_and_writable(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "SHM", tmp_path)
+    monkeypatch.setattr(doctor, "MIN_SHM_BYTES", 1)
+    assert doctor.shared_memory().level == "ok"
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: path != tmp_path)
+    assert doctor.shared_memory().text == "not writable: KV goes by NCCL alone"
+    monkeypatch.setattr(doctor, "SHM", tmp_path / "none")
+    assert doctor.shared_memory().fix == "ipc: host, or shm_size"
+
+
 def finding(level, subject, text, fix=""):
     return {"level": level, "subject": subject, "text": text, "fix": fix}
 

@@ -254,6 +254,7 @@ def test_bytes_arrive_and_a_cluster_of_two_gives_the_tokens_of_one_process() -> 
     assert [one["name"] for one in (shm, gloo)] == ["shm", "gloo"]
     moved = [shm, between, gloo] if HAS_NAMESPACES else [shm, gloo]
     assert all(one["cells"]["GB/s"] > 0 and one["cells"]["open ms"] > 0 for one in moved)
+    assert shm["cells"]["ms beside products"] > 0 and "products slower by" in shm["cells"]
     assert "between pid namespaces" in between["name" if HAS_NAMESPACES else "note"]
     assert (handoff["cells"]["requests"], handoff["cells"]["other tokens"]) == (2, 0)
     assert handoff["cells"]["bookkeeping p50 ms"] > 0
