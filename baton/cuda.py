@@ -205,6 +205,7 @@ class CudaDriver:
                 export = ctypes.byref(fd), memory, _FILE_DESCRIPTOR, 0
                 self._call("cuMemExportToShareableHandle", *export)
                 failed.callback(os.close, fd.value)
+                os.set_inheritable(fd.value, False)
                 address = self._map(device, memory, size)
                 failed.callback(self.close, device, address, size)
             self._call("cuMemsetD8_v2", address, 0, size)

@@ -158,7 +158,7 @@ CUresult cuMemExportToShareableHandle(void *fd, CUmemGenericAllocationHandle han
     CUresult code = result("cuMemExportToShareableHandle", SUCCESS);
     if (code) return code;
     if (type != 1 || flags || file_of(handle) < 0) return INVALID_VALUE;
-    *(int *)fd = fcntl(file_of(handle), F_DUPFD_CLOEXEC, 3);
+    *(int *)fd = dup(file_of(handle)); /* which children inherit, if nothing is done about it */
     return SUCCESS;
 }
 CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *fd, int type) {
