@@ -69,6 +69,8 @@ class GpuCopier:
     def __init__(self, pool: KvPool, ops: BlockOps | None = None) -> None:
         self._pool, self._ops = pool, ops or block_ops(pool.device)
         self._stream: torch.cuda.Stream | None = None  # on a CPU all is done at once
+        # Ahead of the engine's kernels, whose priority is 0. NCCL's streams, which may wait for a
+        # peer, have the highest: of another of torch's pools, so that none of them is this one.
         if cuda := pool.device.type == "cuda":
             self._stream = torch.cuda.Stream(pool.device, priority=-1)
         self._digest = WordDigest()
