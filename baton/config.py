@@ -29,6 +29,8 @@ CPU_KV_CACHE_BYTES = 512 << 20  # on a CPU, without --kv-cache or --kv-blocks
 MAX_TTFT_TARGET_S = 60  # who writes more means milliseconds
 HTTP_PORT = 7780
 _EACH_ROLE = "a cluster serves with a worker of each role"
+# Where processes that write into each other's memory meet; containers share it with `ipc: host`.
+SHARED_FOLDER = Path("/dev/shm")  # noqa: S108 (names in it cannot be guessed, nor taken by others)
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 TTFT_HINT = "it is in seconds, 0.5 for 500 ms"
 # Helps of options that two processes declare.
@@ -81,10 +83,14 @@ def split_address(address: str, flag: str = "address") -> tuple[str, int]:
 
 
 def host_id() -> str:
-    """Equal for two processes exactly when one can open the other's memory through /proc."""
+    """Equal for two processes exactly when one can have the other's memory: they are on one
+    machine, share its `SHARED_FOLDER`, and run as one user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespace = Path("/proc/self/ns/pid").readlink()
-    return f"{boot}/{namespace}/{os.getuid()}"
+    folder = "none"  # and then no transport is offered that needs it
+    if SHARED_FOLDER.is_dir():
+        found = SHARED_FOLDER.stat()
+        folder = f"shm:{found.st_dev}:{found.st_ino}"
+    return f"{boot}/{folder}/{os.getuid()}"
 
 
 def kv_heads_of(rank: int, ranks: int, num_kv_heads: int) -> range:

@@ -1,17 +1,19 @@
 """GPUs as this process sees them, and GPU memory that other processes can open.
 
 torch cannot export memory of its own allocator when segments can grow. So a KV pool's memory is
-allocated from the CUDA driver, in the GPU's primary context, which is the one that torch uses.
-Signatures: CUDA Driver API, "Memory Management" and "Unified Addressing".
+allocated from the CUDA driver and mapped for the GPU's primary context, which is the one that torch
+uses. Other processes map it by a file descriptor, in whatever namespaces they are; the handles of
+cuIpcGetMemHandle end at a process namespace. Signatures: CUDA Driver API, "Virtual Memory
+Management" and "Unified Addressing"; structures: cuda.h of CUDA 12.9 and 13.5.
 """
 
 from __future__ import annotations
 
 import ctypes
-import secrets
+import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -21,20 +23,26 @@ from torch import distributed
 
 LIBRARY = "libcuda.so.1"
 
-HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
-_LAZY_ENABLE_PEER_ACCESS = 0x1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _POINTER_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+_ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+_MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
+
+# What memory to share needs of a GPU and its driver, by CU_DEVICE_ATTRIBUTE_….
+_NEEDED = {
+    102: "virtual memory management",  # VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+    103: "file descriptors of memory",  # HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+}
 
 # What usually helps, by CUresult; shown beside the driver's own text.
 _HINTS = {
     2: "lower --gpu-memory, or end what else runs on this GPU",
     100: "no GPU is visible: give the container its GPUs",
     101: "show every GPU of the machine to every worker",
-    201: "run the workers in one pid namespace, pid: host; CUDA opens no handle across them",
-    205: "show every GPU of the machine to every worker and run them with ipc: host",
     217: "the two GPUs have no peer access: use --transport nccl",
-    400: "show every GPU of the machine to every worker and run them with ipc: host",
     801: "this driver or container cannot share GPU memory: use --transport nccl",
 }
 
@@ -47,10 +55,28 @@ class CudaError(OSError):
         super().__init__(f"{call} failed with CUDA error {code}, {text}{hint}")
 
 
-class _Handle(ctypes.Structure):
-    """CUipcMemHandle; passed by value."""
+class _Location(ctypes.Structure):
+    """CUmemLocation."""
 
-    _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _Properties(ctypes.Structure):
+    """CUmemAllocationProp; what is not named is zero."""
+
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("requested_handle_types", ctypes.c_int),
+        ("location", _Location),
+        ("win32_handle_meta_data", ctypes.c_void_p),
+        ("alloc_flags", ctypes.c_ubyte * 8),
+    ]
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
 
 
 @cache
@@ -107,6 +133,8 @@ NCCL_ENVIRONMENT = {
 }
 
 _ADDRESS = ctypes.c_uint64  # CUdeviceptr
+_ALLOCATION = ctypes.c_uint64  # CUmemGenericAllocationHandle
+_FLAGS = ctypes.c_uint64  # unsigned long long
 _CONTEXT = ctypes.c_void_p  # CUcontext
 _DEVICE = ctypes.c_int  # CUdevice
 
@@ -114,22 +142,35 @@ _DEVICE = ctypes.c_int  # CUdevice
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (ctypes.c_uint,),
     "cuDeviceGet": (ctypes.POINTER(_DEVICE), ctypes.c_int),
+    "cuDeviceGetAttribute": (ctypes.POINTER(ctypes.c_int), ctypes.c_int, _DEVICE),
     "cuDeviceGetP2PAttribute": (ctypes.POINTER(ctypes.c_int), ctypes.c_int, _DEVICE, _DEVICE),
     "cuDevicePrimaryCtxRetain": (ctypes.POINTER(_CONTEXT), _DEVICE),
     "cuCtxPushCurrent_v2": (_CONTEXT,),
     "cuCtxPopCurrent_v2": (ctypes.POINTER(_CONTEXT),),
     "cuCtxSynchronize": (),
-    "cuMemAlloc_v2": (ctypes.POINTER(_ADDRESS), ctypes.c_size_t),
     "cuMemsetD8_v2": (_ADDRESS, ctypes.c_ubyte, ctypes.c_size_t),
-    "cuMemFree_v2": (_ADDRESS,),
-    "cuMemcpyDtoH_v2": (ctypes.c_void_p, _ADDRESS, ctypes.c_size_t),
-    "cuIpcGetMemHandle": (ctypes.POINTER(_Handle), _ADDRESS),
-    "cuIpcOpenMemHandle_v2": (ctypes.POINTER(_ADDRESS), _Handle, ctypes.c_uint),
-    "cuIpcCloseMemHandle": (_ADDRESS,),
+    "cuMemGetAllocationGranularity": (
+        ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(_Properties), ctypes.c_int
+    ),
+    "cuMemCreate": (
+        ctypes.POINTER(_ALLOCATION), ctypes.c_size_t, ctypes.POINTER(_Properties), _FLAGS
+    ),
+    "cuMemRelease": (_ALLOCATION,),
+    "cuMemExportToShareableHandle": (ctypes.c_void_p, _ALLOCATION, ctypes.c_int, _FLAGS),
+    "cuMemImportFromShareableHandle": (
+        ctypes.POINTER(_ALLOCATION), ctypes.c_void_p, ctypes.c_int
+    ),
+    "cuMemAddressReserve": (
+        ctypes.POINTER(_ADDRESS), ctypes.c_size_t, ctypes.c_size_t, _ADDRESS, _FLAGS
+    ),
+    "cuMemAddressFree": (_ADDRESS, ctypes.c_size_t),
+    "cuMemMap": (_ADDRESS, ctypes.c_size_t, ctypes.c_size_t, _ALLOCATION, _FLAGS),
+    "cuMemUnmap": (_ADDRESS, ctypes.c_size_t),
+    "cuMemSetAccess": (_ADDRESS, ctypes.c_size_t, ctypes.POINTER(_Access), ctypes.c_size_t),
     "cuPointerGetAttribute": (ctypes.c_void_p, ctypes.c_int, _ADDRESS),
     "cuGetErrorName": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
     "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
-}
+}  # fmt: skip
 
 
 class CudaDriver:
@@ -150,47 +191,51 @@ class CudaDriver:
         self._contexts: dict[int, Any] = {}
         self._call("cuInit", 0)
 
-    def allocate(self, device: torch.device, num_bytes: int) -> int:
-        """Zeroed memory; returns its address."""
-        address = _ADDRESS()
+    def allocate(self, device: torch.device, num_bytes: int) -> tuple[int, int, int]:
+        """At least so much zeroed memory: its address, its size, and the descriptor by which
+        another process can `open` it. The caller closes both."""
+        self._check_can_share(device)
+        unit, memory, fd = ctypes.c_size_t(), _ALLOCATION(), ctypes.c_int(-1)
+        wanted = ctypes.byref(_Properties(_PINNED, _FILE_DESCRIPTOR, _on(device)))
+        with self._current(device), ExitStack() as failed:
+            self._call("cuMemGetAllocationGranularity", ctypes.byref(unit), wanted, _MINIMUM)
+            size = -(-num_bytes // unit.value) * unit.value
+            self._call("cuMemCreate", ctypes.byref(memory), size, wanted, 0)
+            with self._releasing(memory):
+                export = ctypes.byref(fd), memory, _FILE_DESCRIPTOR, 0
+                self._call("cuMemExportToShareableHandle", *export)
+                failed.callback(os.close, fd.value)
+                os.set_inheritable(fd.value, False)
+                address = self._map(device, memory, size)
+                failed.callback(self.close, device, address, size)
+            self._call("cuMemsetD8_v2", address, 0, size)
+            # The driver's stream is not ordered with torch's.
+            self._call("cuCtxSynchronize")
+            failed.pop_all()
+        return address, size, fd.value
+
+    def open(self, device: torch.device, fd: int, size: int) -> int:
+        """Maps another process's memory for kernels on `device`; `fd` is not needed any more."""
+        memory = _ALLOCATION()
         with self._current(device):
-            self._call("cuMemAlloc_v2", ctypes.byref(address), num_bytes)
-            try:
-                self._call("cuMemsetD8_v2", address, 0, num_bytes)
-                # The driver's stream is not ordered with torch's.
-                self._call("cuCtxSynchronize")
-            except CudaError:
-                self._call("cuMemFree_v2", address)
-                raise
-        return address.value
+            found = ctypes.byref(memory), fd, _FILE_DESCRIPTOR
+            self._call("cuMemImportFromShareableHandle", *found)
+            with self._releasing(memory):
+                return self._map(device, memory, size)
 
-    def free(self, device: torch.device, address: int) -> None:
-        """Frees `allocate`d memory; waits for what still uses it."""
-        self._call_on(device, "cuMemFree_v2", address)
+    def close(self, device: torch.device, address: int, size: int) -> None:
+        """Unmaps memory that no work uses any more, for unmapping waits for none.
 
-    def export(self, device: torch.device, address: int) -> bytes:
-        """What `open` of another process needs, `HANDLE_BYTES` long."""
-        handle = _Handle()
-        self._call_on(device, "cuIpcGetMemHandle", ctypes.byref(handle), address)
-        return bytes(handle.reserved)
+        The memory is freed with its last mapping and descriptor, in whichever process.
+        """
+        with self._current(device):
+            self._call("cuMemUnmap", address, size)
+            self._call("cuMemAddressFree", address, size)
 
-    def open(self, device: torch.device, handle: bytes) -> int:
-        """Maps another process's memory for kernels on `device`. Also raises ValueError."""
-        if len(handle) != HANDLE_BYTES:
-            raise ValueError(f"a handle has {HANDLE_BYTES} bytes, not {len(handle)}")
-        address, opened = _ADDRESS(), _Handle.from_buffer_copy(handle)
-        arguments = ctypes.byref(address), opened, _LAZY_ENABLE_PEER_ACCESS
-        self._call_on(device, "cuIpcOpenMemHandle_v2", *arguments)
-        return address.value
-
-    def close(self, device: torch.device, address: int) -> None:
-        self._call_on(device, "cuIpcCloseMemHandle", address)
-
-    def read(self, device: torch.device, address: int, num_bytes: int) -> bytes:
-        """What lies there now, as `device` sees it."""
-        found = ctypes.create_string_buffer(num_bytes)
-        self._call_on(device, "cuMemcpyDtoH_v2", found, address, num_bytes)
-        return found.raw
+    def synchronize(self, device: torch.device) -> None:
+        """Returns when all work of this process on `device` is done."""
+        with self._current(device):
+            self._call("cuCtxSynchronize")
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """That memory as a uint8 tensor on its GPU, which does not own it."""
@@ -208,6 +253,36 @@ class CudaDriver:
         value, pair = ctypes.c_int(), (self._device(one), self._device(other))
         self._call("cuDeviceGetP2PAttribute", ctypes.byref(value), _NATIVE_ATOMICS, *pair)
         return bool(value.value)
+
+    def _check_can_share(self, device: torch.device) -> None:
+        """Raises OSError unless `device` has what memory to share needs."""
+        value = ctypes.c_int()
+        for attribute, what in _NEEDED.items():
+            self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, self._device(device))
+            if not value.value:
+                raise OSError(
+                    f"{device} cannot share memory with other processes: its driver offers no "
+                    f"{what}; update the driver, or use --transport nccl"
+                )
+
+    def _map(self, device: torch.device, memory: ctypes.c_uint64, size: int) -> int:
+        address, access = _ADDRESS(), _Access(_on(device), _READ_WRITE)
+        with ExitStack() as failed:
+            self._call("cuMemAddressReserve", ctypes.byref(address), size, 0, 0, 0)
+            failed.callback(self._call, "cuMemAddressFree", address, size)
+            self._call("cuMemMap", address, size, 0, memory, 0)
+            failed.callback(self._call, "cuMemUnmap", address, size)
+            self._call("cuMemSetAccess", address, size, ctypes.byref(access), 1)
+            failed.pop_all()
+        return address.value
+
+    @contextmanager
+    def _releasing(self, memory: ctypes.c_uint64) -> Iterator[None]:
+        """Gives up the handle of an allocation, which its mappings and descriptors keep."""
+        try:
+            yield
+        finally:
+            self._call("cuMemRelease", memory)
 
     def _device(self, device: torch.device) -> ctypes.c_int:
         ordinal = _DEVICE()
@@ -229,10 +304,6 @@ class CudaDriver:
         finally:
             self._call("cuCtxPopCurrent_v2", ctypes.byref(_CONTEXT()))
 
-    def _call_on(self, device: torch.device, name: str, *arguments: Any) -> None:
-        with self._current(device):
-            self._call(name, *arguments)
-
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, name)(*arguments)
         if code:
@@ -247,17 +318,15 @@ class CudaDriver:
         return ": ".join(texts) or "no text from the driver"
 
 
-# The driver shares whole pages of this size, including what lies beside the area in one.
-PAGE_BYTES = 2 << 20
-NONCE_BYTES = 16
+def _on(device: torch.device) -> _Location:
+    return _Location(_ON_DEVICE, device.index)
 
 
 class CudaArea:
     """`num_bytes` of `device`'s memory, for a KV pool that other processes of the machine write to.
 
-    `tensor` is all of them, uint8, zero at first. Behind them lies a nonce: a process that opened
-    `handle` and reads the same nonce there has mapped the right memory. Raises OSError when there
-    is too little memory or no driver.
+    `tensor` is all of them, uint8, zero at first; `nbytes`, a few more, are what another process
+    maps by `fd`. Raises OSError when there is too little memory or no driver that can share it.
     """
 
     on_gpu = True
@@ -267,25 +336,18 @@ class CudaArea:
     ) -> None:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        self.driver = driver or CudaDriver()
-        self.device, self.nbytes = device, num_bytes
-        self.whole_bytes = -(-(num_bytes + NONCE_BYTES) // PAGE_BYTES) * PAGE_BYTES
-        self.nonce = secrets.token_bytes(NONCE_BYTES)
-        self._address = self.driver.allocate(device, self.whole_bytes)
+        self.driver, self.device = driver or CudaDriver(), device
+        self._address, self.nbytes, self.fd = self.driver.allocate(device, num_bytes)
         try:
-            self.handle = self.driver.export(device, self._address)
-            whole = self.driver.view(self._address, self.whole_bytes)
-            self.tensor = whole[:num_bytes]
-            whole[num_bytes : num_bytes + NONCE_BYTES].copy_(
-                torch.frombuffer(bytearray(self.nonce), dtype=torch.uint8)
-            )
+            self.tensor = self.driver.view(self._address, num_bytes)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Frees the memory, which nothing may use any more: freeing what another process has open
-        is undefined. The end of this process is not; the driver keeps it until they let go."""
+        """This process uses the memory no more; others that have mapped it may go on."""
         address, self._address = self._address, 0
         if address:
-            self.driver.free(self.device, address)
+            os.close(self.fd)
+            self.driver.synchronize(self.device)
+            self.driver.close(self.device, address, self.nbytes)

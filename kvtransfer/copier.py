@@ -53,6 +53,10 @@ class HostCopier:
     def finish(self) -> None:
         """Returns when all of this transfer is done and in the digest."""
 
+    def digest(self, slots: Slots) -> Digest:
+        """The digest of what the slots hold now, computed where they lie. Raises TransferFailed."""
+        return self._pool.digest(slots)
+
 
 class GpuCopier:
     """As `HostCopier`, in order on a stream of its own: copies fill gaps between engine kernels.
@@ -65,6 +69,8 @@ class GpuCopier:
     def __init__(self, pool: KvPool, ops: BlockOps | None = None) -> None:
         self._pool, self._ops = pool, ops or block_ops(pool.device)
         self._stream: torch.cuda.Stream | None = None  # on a CPU all is done at once
+        # Ahead of the engine's kernels, whose priority is 0. NCCL's streams, which may wait for a
+        # peer, have the highest: of another of torch's pools, so that none of them is this one.
         if cuda := pool.device.type == "cuda":
             self._stream = torch.cuda.Stream(pool.device, priority=-1)
         self._digest = WordDigest()
@@ -117,6 +123,16 @@ class GpuCopier:
         self._digest.include(int(self._host_sums), self._num_bytes)
         self._num_bytes = 0
 
+    def digest(self, slots: Slots) -> Digest:
+        found = self._pool.new_digest()
+        try:
+            with self.transfer(found):
+                self.checksum(slots)
+                self.finish()
+        except RuntimeError as error:
+            raise TransferFailed(f"the blocks cannot be read back: {error}") from error
+        return found
+
     def record(self) -> torch.cuda.Event | None:
         """An event behind all that was queued so far."""
         if self._stream is None:
@@ -147,22 +163,9 @@ Copier: TypeAlias = HostCopier | GpuCopier
 
 
 def copier(pool: KvPool) -> Copier:
-    """A copier for the calling thread."""
+    """A copier, for one thread at a time. One on a GPU takes a stream, of which torch has 32 for
+    all of a process: keep it as long as its link."""
     return GpuCopier(pool) if pool.on_gpu else HostCopier(pool)
-
-
-def digest(pool: KvPool, slots: Slots) -> Digest:
-    """The digest of what the slots hold now, computed where they lie. Raises TransferFailed."""
-    if not pool.on_gpu:
-        return pool.digest(slots)
-    try:
-        found, reader = pool.new_digest(), GpuCopier(pool)
-        with reader.transfer(found):
-            reader.checksum(slots)
-            reader.finish()
-    except RuntimeError as error:
-        raise TransferFailed(f"the blocks cannot be read back: {error}") from error
-    return found
 
 
 def prepare(pool: KvPool) -> None:

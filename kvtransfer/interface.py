@@ -9,13 +9,10 @@ thread may call, and `close`.
 
 from __future__ import annotations
 
-import os
-import select
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
-from baton.errors import TransferFailed
 from baton.v1 import common_pb2
 from kvtransfer.digest import Digest
 from kvtransfer.pairing import Kind
@@ -48,13 +45,17 @@ class Link(End, ABC):
 
 
 class Listener(End):
-    """The receiver's end. As it is here, a one-sided one: it only says where it is."""
+    """The receiver's end. As it is here, it only says where it is."""
 
     def __init__(self, endpoint: bytes) -> None:
         self.endpoint = endpoint  # what `Transport.connect` of the peer needs
 
     def accept(self, timeout_s: float) -> None:
         """Returns when the peer has connected. Raises TransferFailed."""
+
+    def sender_pidfd(self) -> int | None:
+        """Of the process that has connected, where it writes by itself; closed with this."""
+        return None
 
     def receive(
         self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
@@ -79,40 +80,8 @@ class Transport(ABC):
         """The receiving end of `pool` for one new link. Raises OSError, RuntimeError."""
 
     @abstractmethod
-    def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
+    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
         """A link that sends from `pool` to the process that made `endpoint`.
 
-        `pid` is that process by its record; a transport of one host opens no other's memory.
         Raises TransferFailed.
         """
-
-
-class ReceiverProcess(End):
-    """The process whose memory a one-sided link writes into, checked before and after every put.
-
-    Mapped memory outlives its owner: without this, bytes would be lost unnoticed. Raises OSError
-    when there is no such process.
-    """
-
-    def __init__(self, transport: str, pid: int) -> None:
-        self._transport, self._pidfd = transport, os.pidfd_open(pid)
-        self._aborted = False
-        self._exited = select.poll()
-        self._exited.register(self._pidfd, select.POLLIN)
-
-    def check(self) -> None:
-        """Raises TransferFailed when the link was aborted or closed, or the process has ended."""
-        if self._aborted:
-            raise TransferFailed(f"{self._transport}: the link was aborted")
-        if self._exited.poll(0):
-            raise TransferFailed(f"{self._transport}: the receiver is gone")
-
-    def abort(self) -> None:
-        """From now on every check fails."""
-        self._aborted = True
-
-    def close(self) -> None:
-        """As `abort`, and frees its descriptor; may be called twice."""
-        self._aborted, pidfd, self._pidfd = True, self._pidfd, -1
-        if pidfd >= 0:
-            os.close(pidfd)

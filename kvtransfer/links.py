@@ -327,7 +327,7 @@ class LinkPool:
                 if transport is None:
                     raise KvMismatch(f"decode {peer} chose a transport we did not offer")
                 ranks = self.pools, decode.kv_pools or 1, self.record.kv.num_kv_heads
-                place = offer.endpoint, decode.pid, _CONNECT_S
+                place = offer.endpoint, _CONNECT_S
                 try:
                     link = await run(thread, rank_links.connect, transport, *ranks, *place)
                     break

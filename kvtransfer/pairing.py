@@ -27,7 +27,7 @@ FASTEST_FIRST: tuple[Kind, ...] = (
 ONE_HOST = (common_pb2.TRANSPORT_CUDA_IPC, common_pb2.TRANSPORT_SHM)
 _APART = (  # by the part of a host id that differs
     "they are on different machines",
-    "their process namespaces differ",
+    "they share no /dev/shm",
     "they run as different users",
 )
 
@@ -36,9 +36,9 @@ _APART = (  # by the part of a host id that differs
 class Ends:
     """Where the two ends of a pair are.
 
-    apart: why they cannot open each other's memory through /proc, empty when they can · gpu: the
-    receiver's, empty on a CPU · reachable: the GPUs the sender's can write to, its own first ·
-    nccl: the receiver's version.
+    apart: why they cannot have each other's memory, empty when they can · gpu: the receiver's,
+    empty on a CPU · reachable: the GPUs the sender's can write to, its own first · nccl: the
+    receiver's version.
     """
 
     apart: str
@@ -54,8 +54,6 @@ class Ends:
     def forbids(self, kind: Kind) -> str:
         """Why this transport cannot work between the two; empty when it can."""
         if kind in ONE_HOST and self.apart:
-            # For cuda_ipc too: CUDA opens no handle of another process namespace. UCX and vLLM saw
-            # it as "invalid device context" between two containers of one machine.
             return self.apart
         if kind == common_pb2.TRANSPORT_CUDA_IPC and self.gpu and self.gpu not in self.reachable:
             return f"the sender's GPU cannot write to {self.gpu}"
@@ -137,7 +135,7 @@ def rank_pairs(senders: int, receivers: int, num_kv_heads: int) -> list[RankPair
 
 
 def apart(one: str, other: str) -> str:
-    """What keeps two processes with these host ids (`baton.config.host_id`) from mapping each
+    """What keeps two processes with these host ids (`baton.config.host_id`) from having each
     other's memory; empty when nothing does."""
     if one == other:
         return ""

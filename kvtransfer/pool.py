@@ -163,7 +163,7 @@ class KvPool:
             piece.copy_(data[start:end].view(piece.shape))
 
     def digest(self, slots: Slots) -> Digest:
-        """The digest of what the slots hold now; on a GPU, `copier.digest` computes it faster."""
+        """The digest of what the slots hold now; on a GPU, a copier computes it faster."""
         digest, full = self.new_digest(), slots.num_tokens // self.block_size
         if self.whole or self.on_gpu:
             for _, _, piece in self.pieces(slots):

@@ -118,12 +118,21 @@ class RankLink(_Ends, Link):
 
 
 class RankListener(_Ends, Listener):
-    """The receiver's end."""
+    """The receiver's end. Raises RuntimeError."""
+
+    def __init__(self, pools: Sequence[RankPool], ends: Sequence[Any], at_once: bool) -> None:
+        super().__init__(pools, ends, at_once)
+        # What no one-sided sender writes is on another host.
+        self._readers = [copier.copier(pool) for pool in pools if isinstance(pool, KvPool)]
 
     def accept(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         for listener in self._ends:  # the sender connects them in this order
             listener.accept(_left_s(deadline))
+
+    def sender_pidfd(self) -> int | None:
+        found: int | None = self._ends[0].sender_pidfd()  # one process sends for all ranks
+        return found
 
     def receive(
         self, slots: Slots, digest: Any, timeout_s: float, posted: Callable[[], None]
@@ -138,13 +147,12 @@ class RankListener(_Ends, Listener):
 
     def digest(self, slots: Slots) -> PairDigest:
         """Of what the slots hold now. Raises TransferFailed."""
-        found = list[Digest | None]([None] * len(self._pools))
+        found = list[Digest | None]([None] * len(self._readers))
 
-        def compute(at: int, pool: RankPool) -> None:
-            assert isinstance(pool, KvPool), "what is on another host, no one-sided sender writes"
-            found[at] = copier.digest(pool, slots)
+        def compute(at: int) -> None:
+            found[at] = self._readers[at].digest(slots)
 
-        self.each(compute, range(len(found)), self._pools)
+        self.each(compute, range(len(found)))
         return PairDigest([one for one in found if one is not None])
 
 
@@ -161,11 +169,11 @@ def listen(
                 ends.append(part.listen(transport))
             else:
                 ends.append(transport.listen(part))
+        listener = RankListener(parts, ends, transport.one_sided)
     except BaseException:
         for end in ends:
             end.close()
         raise
-    listener = RankListener(parts, ends, transport.one_sided)
     endpoints = [end.endpoint for end in ends]
     several = json.dumps([one.decode("latin-1") for one in endpoints]).encode()
     listener.endpoint = several if len(pairs) > 1 else endpoints[0]
@@ -174,7 +182,7 @@ def listen(
 
 def connect(
     transport: Transport, pools: Sequence[RankPool], receivers: int, num_kv_heads: int,
-    endpoint: bytes, pid: int, timeout_s: float,
+    endpoint: bytes, timeout_s: float,
 ) -> RankLink:  # fmt: skip
     """The sending end, to a worker of so many pools. Raises TransferFailed."""
     deadline = time.monotonic() + timeout_s
@@ -191,7 +199,7 @@ def connect(
     ends = list[Link]()
     try:
         for part, one in zip(parts, endpoints, strict=True):
-            place = one, pid, _left_s(deadline)
+            place = one, _left_s(deadline)
             if isinstance(part, RemotePool):
                 ends.append(part.connect(transport, *place))
             else:

@@ -38,7 +38,6 @@ from kvtransfer.rank_links import PairDigest, RankListener, RankPool, own_pool
 
 log = logging.getLogger(__name__)
 
-_MAX_PID = 1 << 22  # of Linux
 _MAX_LINKS = 64
 
 
@@ -157,7 +156,9 @@ class Peer:
     accepted: asyncio.Future[None]
 
     async def free(self) -> None:
-        """Frees the link when its thread has ended its work."""
+        """Frees the link when its thread has ended its work; waits for no sender."""
+        if not self.accepted.done():
+            self.listener.abort()
         await asyncio.get_running_loop().run_in_executor(self.thread, self.listener.close)
         self.thread.shutdown()
 
@@ -167,9 +168,9 @@ class HandoffReceiver(HandoffServiceServicer):
     """Serves HandoffService for one worker. All methods run on the event loop.
 
     `pools` are those of its ranks, each with some heads of the same blocks. It keeps one link for
-    each prefill process, at most `_MAX_LINKS`, and watches the processes of its host: one that has
-    ended writes no more, and nothing less proves that. `record` is this worker's, complete before
-    the first Offer; `transports` are usable ones; `timeout_s` bounds each receive and each
+    each prefill process, at most `_MAX_LINKS`, and watches those that write into its memory: one
+    that has ended writes no more, and nothing less proves that. `record` is this worker's, complete
+    before the first Offer; `transports` are usable ones; `timeout_s` bounds each receive and each
     connection.
     """
 
@@ -186,7 +187,7 @@ class HandoffReceiver(HandoffServiceServicer):
         self._incoming: dict[str, _Incoming] = {}
         self._epochs = itertools.count(1)  # of all peers: an epoch is never used twice
         self._peers: dict[str, Peer] = {}  # the one offered first comes first
-        self._watches: dict[str, int] = {}  # pidfds of prefill processes on this host
+        self._watches: dict[str, int] = {}  # pidfds of prefill processes that write by themselves
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def Offer(self, request: pb.OfferRequest, context: Any) -> pb.OfferResponse:
@@ -209,15 +210,10 @@ class HandoffReceiver(HandoffServiceServicer):
         )
         transports = {transport.kind: transport for transport in self.transports}
         transport = transports[pairing.choose(request.transports, transports, ends)]
-        pid = 0 if ends.apart else sender.pid
-        if not 0 <= pid <= _MAX_PID:
-            raise InvalidRequest(f"pid must be from 1 to {_MAX_PID}, not {pid}", "pid")
         self._make_room(transport)
         peer = await self._listen(theirs, transport, sender.kv_pools or 1)
         self._drop(theirs)
         self._peers[theirs] = peer
-        if pid and theirs not in self._watches:
-            self._watch(theirs, pid)
         peer.accepted.add_done_callback(lambda done: self._accepted(peer, done))
         endpoint = peer.listener.endpoint
         return pb.OfferResponse(transport=transport.kind, epoch=peer.epoch, endpoint=endpoint)
@@ -429,19 +425,16 @@ class HandoffReceiver(HandoffServiceServicer):
         accepted = run(thread, listener.accept, self.timeout_s)
         return Peer(incarnation, epoch, transport, listener, thread, accepted)
 
-    def _watch(self, incarnation: str, pid: int) -> None:
+    def _watch(self, incarnation: str, pidfd: int | None) -> None:
         def ended() -> None:
-            log.warning("prefill process %d (%s) has ended", pid, incarnation)
+            log.warning("prefill process %s has ended", incarnation)
             self._unwatch(incarnation)
             in_background(self._tasks, self.peer_gone(incarnation))
 
-        loop = asyncio.get_running_loop()
-        try:
-            self._watches[incarnation] = os.pidfd_open(pid)
-        except ProcessLookupError:
-            loop.call_soon(ended)
-        else:  # a pidfd is readable after the exit
-            loop.add_reader(self._watches[incarnation], ended)
+        if pidfd is not None and incarnation not in self._watches:
+            self._watches[incarnation] = os.dup(pidfd)
+            # It is readable after the exit.
+            asyncio.get_running_loop().add_reader(self._watches[incarnation], ended)
 
     def _unwatch(self, incarnation: str) -> None:
         if (pidfd := self._watches.pop(incarnation, -1)) >= 0:
@@ -449,9 +442,13 @@ class HandoffReceiver(HandoffServiceServicer):
             os.close(pidfd)
 
     def _accepted(self, peer: Peer, done: asyncio.Future[None]) -> None:
-        if not done.cancelled() and (error := done.exception()) is not None:
+        if done.cancelled():
+            return
+        if (error := done.exception()) is not None:
             log.warning("link of prefill %s did not open: %s", peer.incarnation, error)
             self._drop(peer.incarnation, peer)
+        elif self._peers.get(peer.incarnation) is peer:  # else its descriptors may be closed
+            self._watch(peer.incarnation, peer.listener.sender_pidfd())
 
     def _peer(self, request: pb.ReadyRequest | pb.CommitRequest) -> Peer:
         """The request's link. Raises Unavailable when it is not in service any more."""

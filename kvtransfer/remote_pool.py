@@ -68,9 +68,9 @@ class RemotePool:
         end.endpoint = bytes.fromhex(end.begin(_LISTEN_S, "listen", transport.name, self._place))
         return end
 
-    def connect(self, transport: Transport, endpoint: bytes, pid: int, timeout_s: float) -> Link:
+    def connect(self, transport: Transport, endpoint: bytes, timeout_s: float) -> Link:
         """A link that sends from there. Raises TransferFailed."""
-        end, place = _RemoteLink(self._connected()), (endpoint.hex(), pid, timeout_s)
+        end, place = _RemoteLink(self._connected()), (endpoint.hex(), timeout_s)
         end.begin(timeout_s, "connect", transport.name, self._place, *place)
         return end
 
@@ -214,10 +214,10 @@ class _ServedEnd:
         return endpoint.hex()
 
     def _connect(
-        self, transport: str, heads: list[int] | None, endpoint: str, pid: int, timeout_s: float
+        self, transport: str, heads: list[int] | None, endpoint: str, timeout_s: float
     ) -> None:
-        place = bytes.fromhex(endpoint), pid, timeout_s
-        self._end = self._transports[transport].connect(self._part(heads), *place)
+        to = self._transports[transport]
+        self._end = to.connect(self._part(heads), bytes.fromhex(endpoint), timeout_s)
 
     def _accept(self, timeout_s: float) -> None:
         self._end.accept(timeout_s)

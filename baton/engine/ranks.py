@@ -146,15 +146,16 @@ class Rank:
     def __init__(self, backend: Backend, model: Any, connection: Channel) -> None:
         self.device, self.model, self.connection = backend.device, model, connection
 
-    def attach(self, shape: tuple[int, ...], dtype_name: str) -> None:
-        """Maps the pool that this rank writes to; what it is mapped by comes next."""
+    def attach(self, shape: tuple[int, ...], dtype_name: str, size: int) -> None:
+        """Maps the pool that this rank writes to, of that many bytes; its descriptor comes next."""
         assert isinstance(self.connection, Connection)
-        dtype = dtype_named(dtype_name)
+        dtype, fd = dtype_named(dtype_name), recv_handle(self.connection)
         if self.device.type == "cpu":
-            memory = mapped(recv_handle(self.connection))
+            memory = mapped(fd)
         else:
             driver, num_bytes = CudaDriver(), math.prod(shape) * dtype.itemsize
-            memory = driver.view(driver.open(self.device, self.connection.recv()), num_bytes)
+            memory = driver.view(driver.open(self.device, fd, size), num_bytes)
+            os.close(fd)
         self.pool = memory.view(dtype).view(shape)
         self.connection.send("ready")
 
@@ -307,13 +308,13 @@ class RankedModel:
             areas.append(area)
         for rank in self._ranks:
             at = rank.number % len(layouts)
-            command = "attach" if rank.process else "allocate"
-            rank.connection.send((command, layouts[at].shape, name_of(layouts[at].dtype)))
-            if rank.process and isinstance(areas[at], SharedMemoryArea):
+            kind = layouts[at].shape, name_of(layouts[at].dtype)
+            if rank.process:
                 assert isinstance(rank.connection, Connection)
+                rank.connection.send(("attach", *kind, areas[at].nbytes))
                 send_handle(rank.connection, areas[at].fd, rank.process.pid)
-            elif rank.process:
-                rank.connection.send(areas[at].handle)
+            else:
+                rank.connection.send(("allocate", *kind))
             rank.expect("ready", RANK_TIMEOUT_S if rank.process else LOAD_S)
         return tuple(
             area.tensor.view(one.dtype).view(one.shape)

@@ -30,7 +30,7 @@ MIN_SHM_BYTES = 1 << 30
 BUILT_KERNELS = Path(config.__file__).parent / "engine" / "ops" / "native" / "built"
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
-SHM = Path("/dev/shm")  # noqa: S108
+SHM = config.SHARED_FOLDER
 INFINIBAND = Path("/sys/class/infiniband")
 _TIMEOUT_S = 5.0  # of a program that is run
 _PORTS = ((config.RouterConfig.port, "--port"), (config.HTTP_PORT, "--http-port"))
@@ -226,11 +226,14 @@ def rdma(needed: bool) -> Finding:
 
 
 def shared_memory() -> Finding:
-    """NCCL moves bytes between processes of a machine through /dev/shm where GPUs are no peers."""
+    """Workers of a machine meet in /dev/shm to give each other their GPUs' memory, and NCCL moves
+    bytes through it where GPUs are no peers."""
     try:
         space = os.statvfs(SHM)
     except OSError as error:
         return warn(str(SHM), str(error), "ipc: host, or shm_size")
+    if not os.access(SHM, os.W_OK | os.X_OK):
+        return warn(str(SHM), "not writable: KV goes by NCCL alone", "mount it writable")
     size = space.f_frsize * space.f_blocks
     text = f"{size / 2**30:.1f} GiB"
     if size < MIN_SHM_BYTES:

@@ -246,8 +246,8 @@ def _problems(
         kind, why = expected
         yield (
             f"KV travels over the network within one machine, not by {name_of(kind)}: {why}",
-            "start both with --transport auto, as one user in one process namespace (in containers "
-            "pid: host), or leave it: gloo works",
+            "start both with --transport auto, as one user with one /dev/shm (in containers ipc: "
+            "host), or leave it: gloo works",
         )
 
 
@@ -270,13 +270,13 @@ def _nccl_problems(prefill: WorkerRecord, decode: WorkerRecord) -> Iterator[Prob
             "they are on one machine and do not see each other's GPU: NCCL can use neither NVLink "
             "nor PCIe between them and falls to the host's memory or to sockets",
             "show every GPU to every worker and choose with --device cuda:N; in containers also "
-            "ipc: host, pid: host and one NCCL_HOSTID for the machine",
+            "ipc: host and one NCCL_HOSTID for the machine",
         )
     elif prefill.host_id != decode.host_id and theirs.gpu.uuid in ours.peer_gpus:
         why = pairing.apart(prefill.host_id, decode.host_id)
         yield (
             f"NCCL moves KV that one GPU could write straight into the other: {why}",
-            "run both as one user in one process namespace (in containers pid: host)",
+            "run both as one user with one /dev/shm (in containers ipc: host)",
         )
     if ours.nccl_version and theirs.nccl_version and ours.nccl_version != theirs.nccl_version:
         yield (

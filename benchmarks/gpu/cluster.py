@@ -4,12 +4,15 @@ decode worker: its tokens, and what its handoffs cost. The transports need neith
 from __future__ import annotations
 
 import json
+import math
 import random
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +20,7 @@ from pathlib import Path
 import torch
 
 from baton.cuda import CudaArea
+from baton.engine.backends.gpu.device import Work, new_stream
 from baton.shared_memory import SharedMemoryArea
 from benchmarks.child import Child, messages
 from benchmarks.gpu.part import Case, Cells, Part, failure, summary
@@ -53,6 +57,14 @@ def _nccl_shares_a_gpu() -> bool:
     if not torch.distributed.is_nccl_available():
         return False
     return tuple(torch.cuda.nccl.version()[:2]) >= (2, 30)
+
+
+def _own_pids() -> list[str]:
+    """What starts a process in a pid namespace, as a container's; empty where that is refused."""
+    command = [shutil.which("unshare") or "", "--pid", "--mount-proc", "--fork", "--kill-child"]
+    if not command[0] or subprocess.run([*command, "true"], check=False).returncode:
+        return []
+    return command
 
 
 @dataclass(frozen=True)
@@ -99,14 +111,19 @@ def _transfers(part: Part) -> Iterator[Case]:
     size = (count, shape.layers, shape.kv_heads, shape.head_size)
     here = str(part.device)
 
-    def case(name: str, transport: str, there: str = here) -> Case:
-        ends = (End(transport, device, *size) for device in (here, there))
-        return name, partial(transfer, part, *ends)
+    def case(name: str, transport: str, there: str = here, first: Sequence[str] = ()) -> Case:
+        sending, receiving = (End(transport, device, *size) for device in (here, there))
+        return name, partial(transfer, part, sending, receiving, first)
 
+    nearest = "cuda_ipc" if part.cuda else "shm"
+    yield case(nearest, nearest)
+    if own_pids := _own_pids():
+        yield case(f"{nearest}, between pid namespaces", nearest, first=own_pids)
+    else:
+        part.note("transfer", "between pid namespaces: this machine does not let us make one")
     if not part.cuda:
-        yield from (case(name, name) for name in ("shm", "gloo"))
+        yield case("gloo", "gloo")
         return
-    yield case("cuda_ipc", "cuda_ipc")
     others = [n for n in range(torch.cuda.device_count()) if n != part.device.index]
     for other in others[:1]:
         for name in ("cuda_ipc", "nccl"):
@@ -117,18 +134,23 @@ def _transfers(part: Part) -> Iterator[Case]:
         part.note("transfer", _ALONE)
 
 
-def transfer(part: Part, sending: End, receiving: End) -> Cells:
-    """Median of some puts, each checked by its checksum at both ends. Raises AssertionError."""
+def transfer(part: Part, sending: End, receiving: End, first: Sequence[str] = ()) -> Cells:
+    """Median of some puts, each checked by its checksum at both ends. Raises AssertionError.
+
+    first: what starts the receiving process.
+    """
     pool, transport = sending.opened()
     pool.tensor.normal_()
     if part.cuda:
         torch.cuda.synchronize(pool.device)
     times, digests = [], [pool.new_digest() for _ in range(1 + part.sized(5, 1))]
-    argv = [sys.executable, "-m", "benchmarks.gpu.cluster", json.dumps(asdict(receiving))]
+    argv = [*first, sys.executable, "-m", "benchmarks.gpu.cluster", json.dumps(asdict(receiving))]
     try:
         with tempfile.NamedTemporaryFile() as log, Child(argv, Path(log.name)) as peer:
             endpoint = bytes.fromhex(peer.answer(_START_S)["endpoint"])
-            link = transport.connect(pool, endpoint, peer.pid, _TIMEOUT_S)
+            began = time.perf_counter()
+            link = transport.connect(pool, endpoint, _TIMEOUT_S)
+            open_s = time.perf_counter() - began
             try:
                 assert peer.answer(_TIMEOUT_S)["accepted"]
                 for number, digest in enumerate(digests):
@@ -143,14 +165,45 @@ def transfer(part: Part, sending: End, receiving: End) -> Cells:
                         peer.send(100 + number)
                     arrived = peer.answer(_TIMEOUT_S)["digest"]
                     assert arrived == digest.value, "other bytes arrived"
+                seconds, moved = statistics.median(times[1:]), pool.nbytes(slots)
+                cells = {"MB": moved / 1e6, "ms": seconds * 1e3, **part.of_copy(2 * moved, seconds)}
+                cells |= {"GB/s": moved / seconds / 1e9}  # of what travels, each byte once
+                cells |= {"open ms": open_s * 1e3}
+                if transport.one_sided:
+                    last = slots, receiving.slots(0), pool.new_digest(), _TIMEOUT_S
+                    cells |= beside_products(pool.device, partial(link.put, *last), seconds)
+                return cells
             finally:
                 link.close()
     finally:
         if pool.area is not None:
             pool.area.close()
-    seconds, moved = statistics.median(times[1:]), pool.nbytes(slots)
-    cells = {"MB": moved / 1e6, "ms": seconds * 1e3, **part.of_copy(2 * moved, seconds)}
-    return cells | {"GB/s": moved / seconds / 1e9}  # of what travels, each byte once
+
+
+def beside_products(device: torch.device, put: Work, put_s: float) -> Cells:
+    """A put while an engine's stream computes products, as of a prompt, for three times as long:
+    what it takes then, and how much longer they do."""
+    stream, size = new_stream(device), 8192 if device.type == "cuda" else 64
+    factor = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+    product = torch.empty_like(factor)
+    multiply = partial(torch.mm, factor, factor, out=product)
+
+    def timed(count: int, beside: Work = lambda: None) -> tuple[float, float]:
+        """Seconds of `beside` and of all."""
+        began = time.perf_counter()
+        for _ in range(count):
+            stream.put(multiply)
+        end, queued = stream.record_event(), time.perf_counter()
+        beside()
+        beside_s = time.perf_counter() - queued
+        end.synchronize()
+        return beside_s, time.perf_counter() - began
+
+    timed(3)  # what is loaded and allocated is there now
+    count = max(1, math.ceil(3 * put_s / timed(1)[1]))
+    _, alone_s = timed(count)
+    beside_s, both_s = timed(count, put)
+    return {"ms beside products": beside_s * 1e3, "products slower by": both_s / alone_s - 1}
 
 
 def main() -> None:
@@ -161,13 +214,14 @@ def main() -> None:
             torch.cuda.set_device(end.device)
         pool, transport = end.opened()
         listener = transport.listen(pool)
+        reader = copier.copier(pool)
         send({"endpoint": listener.endpoint.hex()})
         listener.accept(_TIMEOUT_S)
         send({"accepted": True})
         for line in sys.stdin:
             slots = end.slots(json.loads(line))
             if transport.one_sided:
-                digest = copier.digest(pool, slots)
+                digest = reader.digest(slots)
             else:
                 digest = pool.new_digest()
                 listener.receive(slots, digest, _TIMEOUT_S, partial(send, {"posted": True}))

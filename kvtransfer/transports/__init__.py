@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
+
 from torch import distributed
 
+from baton.config import SHARED_FOLDER
 from baton.cuda import CudaArea
 from baton.errors import ConfigError
 from baton.rendezvous import listening_socket
@@ -13,6 +17,8 @@ from kvtransfer.pool import KvPool
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.process_group import GlooTransport, NcclTransport
 from kvtransfer.transports.shm import ShmTransport
+
+log = logging.getLogger(__name__)
 
 
 def usable(pool: KvPool, host: str, choice: str = "auto", kv_host: str = "") -> list[Transport]:
@@ -31,9 +37,11 @@ def usable(pool: KvPool, host: str, choice: str = "auto", kv_host: str = "") -> 
             ) from error
         host = kv_host
     transports: list[Transport] = []
-    if isinstance(pool.area, CudaArea):
+    if pool.area is not None and not os.access(SHARED_FOLDER, os.W_OK | os.X_OK):
+        log.warning("other processes cannot write KV here: %s is not writable", SHARED_FOLDER)
+    elif isinstance(pool.area, CudaArea):
         transports.append(CudaIpcTransport(pool.area.driver))
-    if isinstance(pool.area, SharedMemoryArea):
+    elif isinstance(pool.area, SharedMemoryArea):
         transports.append(ShmTransport())
     if pool.device.type == "cpu":
         transports.append(GlooTransport(host))

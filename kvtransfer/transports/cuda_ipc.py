@@ -1,13 +1,11 @@
 """The transport between GPUs of one machine: the receiver's pool, mapped for the sender's GPU.
 
-The pool lies in a `CudaArea`, which a process of the same machine and pid namespace opens through
-the driver and writes into over NVLink or PCIe.
+The pool lies in a `CudaArea`, which a process of the same machine and user opens through the driver
+and writes into over NVLink or PCIe.
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import logging
 import time
 from collections import deque
@@ -15,13 +13,14 @@ from typing import Any
 
 import torch
 
-from baton.cuda import NONCE_BYTES, CudaArea, CudaDriver, gpu_uuid
+from baton.cuda import CudaArea, CudaDriver, gpu_uuid
 from baton.errors import TransferFailed
 from baton.v1 import common_pb2
 from kvtransfer.copier import GpuCopier
 from kvtransfer.digest import Digest
-from kvtransfer.interface import Link, Listener, ReceiverProcess, Transport
+from kvtransfer.interface import Link, Listener, Transport
 from kvtransfer.pool import KvPool, Slots, check_fit
+from kvtransfer.shared_pool import ReceiverProcess, SharedPoolListener, received
 
 log = logging.getLogger(__name__)
 
@@ -44,57 +43,35 @@ class CudaIpcTransport(Transport):
     def listen(self, pool: KvPool) -> Listener:
         area = pool.area
         assert isinstance(area, CudaArea), "the pool does not lie in a CudaArea"
-        place = {
-            "handle": base64.b64encode(area.handle).decode(),
-            "nonce": area.nonce.hex(),
-            "bytes": area.nbytes,
-            "whole_bytes": area.whole_bytes,
-            **pool.place,
-            "gpu": gpu_uuid(pool.device),
-        }
-        return Listener(json.dumps(place).encode())
+        place = {"bytes": area.nbytes, **pool.place, "gpu": gpu_uuid(pool.device)}
+        return SharedPoolListener(self.name, area.fd, place)
 
-    def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
-        try:
-            place = dict(json.loads(endpoint))
-            receiver = ReceiverProcess(self.name, pid)
-        except (OSError, ValueError, TypeError) as error:
-            raise TransferFailed(f"cuda_ipc: no such receiver: {error}") from error
-        try:
-            return _CudaIpcLink(self._driver, pool, place, receiver)
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-            receiver.close()
-            where = place.get("gpu") or "no GPU"
-            raise TransferFailed(
-                f"cuda_ipc: cannot open the receiver's memory on {where}: {error}"
-            ) from error
+    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
+        with received(self.name, endpoint, timeout_s) as (place, fd, receiver):
+            return _CudaIpcLink(self._driver, pool, place, fd, receiver)
 
 
 class _CudaIpcLink(Link):
     def __init__(
-        self, driver: CudaDriver, pool: KvPool, place: dict[str, Any], receiver: ReceiverProcess
+        self,
+        driver: CudaDriver,
+        pool: KvPool,
+        place: dict[str, Any],
+        fd: int,
+        receiver: ReceiverProcess,
     ) -> None:
         self._driver, self._pool, self._receiver = driver, pool, receiver
-        used, whole, num_bytes = (
-            int(place["bytes"]),
-            int(place["whole_bytes"]),
-            pool.bytes_at(place),
-        )
-        if num_bytes > used or used + NONCE_BYTES > whole:
-            raise ValueError(f"{place['blocks']} blocks do not lie in {used} of {whole} bytes")
-        handle = base64.b64decode(str(place["handle"]), validate=True)
-        self._address = driver.open(pool.device, handle)
+        self._size, num_bytes = int(place["bytes"]), pool.bytes_at(place)
+        if num_bytes > self._size:
+            raise ValueError(f"{place['blocks']} blocks do not lie in {self._size} bytes")
+        self._address = driver.open(pool.device, fd, self._size)
         try:
-            # Not through torch, which would create a context on the other GPU.
-            nonce = driver.read(pool.device, self._address + used, NONCE_BYTES)
-            if nonce.hex() != place["nonce"]:
-                raise ValueError("other memory lies there")
             octets = driver.view(self._address, num_bytes)
             self._remote: KvPool | None = pool.counterpart(octets, place)
             self._copier = GpuCopier(pool)
             self._copier.check_access(self._remote)  # else the first put would fail
         except BaseException:
-            driver.close(pool.device, self._address)
+            driver.close(pool.device, self._address, self._size)
             raise
 
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
@@ -128,7 +105,7 @@ class _CudaIpcLink(Link):
         if self._remote is not None:
             self._remote = None
             try:
-                self._driver.close(self._pool.device, self._address)
+                self._driver.close(self._pool.device, self._address, self._size)
             except OSError as error:
                 log.warning("cuda_ipc: the receiver's memory stays open: %s", error)
             self._receiver.close()

@@ -83,7 +83,7 @@ class ProcessGroupTransport(Transport):
         endpoint = json.dumps({**at, "message_bytes": self.message_bytes}).encode()
         return _End(self, pool, _RECEIVER, meeting, self.message_bytes, endpoint)
 
-    def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
+    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
         try:
             at = json.loads(endpoint)
             place = Place(str(at["host"]), int(at["port"]), bytes.fromhex(at["secret"]))

@@ -1,30 +1,27 @@
 """The transport between two processes of one host: the receiver's pool, mapped by the sender.
 
-The pool lies in a memfd, which a process of the same user and pid namespace opens through /proc.
-Only that memfd is written to: one of the process that the registry names, with its secret name, of
-the pool's size, and sealed, so that it keeps its size. A first write into a page costs many times
-what copying it does, so both ends map theirs before.
+The pool lies in a memfd, which a process of the same machine and user is given. It is mapped only
+if it has the pool's size and is sealed, so that it keeps it. A first write into a page costs many
+times what copying it does, so both ends map theirs before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import mmap
 import os
 import threading
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from baton.errors import TransferFailed
 from baton.shared_memory import MADV_POPULATE_READ, SEALS, SharedMemoryArea, populate
 from baton.v1 import common_pb2
 from kvtransfer.digest import Digest
-from kvtransfer.interface import Link, Listener, ReceiverProcess, Transport
+from kvtransfer.interface import Link, Listener, Transport
 from kvtransfer.pool import KvPool, Slots, copy_slots
+from kvtransfer.shared_pool import ReceiverProcess, SharedPoolListener, received
 
 
 class ShmTransport(Transport):
@@ -37,37 +34,25 @@ class ShmTransport(Transport):
     def listen(self, pool: KvPool) -> Listener:
         area = pool.area
         assert isinstance(area, SharedMemoryArea), "the pool does not lie in shared memory"
-        place = {"fd": area.fd, "name": area.name, "touched": area.touched}
-        return Listener(json.dumps({**place, **pool.place}).encode())
+        place = {"touched": area.touched, **pool.place}
+        return SharedPoolListener(self.name, area.fd, place)
 
-    def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
-        try:
-            place = json.loads(endpoint)
-            link = _ShmLink(pool, pid, place)
-            if place["touched"]:
-                threading.Thread(target=link.map_pages, name="kv-map", daemon=True).start()
-            return link
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise TransferFailed(f"shm: cannot map the receiver's pool: {error}") from error
+    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
+        with received(self.name, endpoint, timeout_s) as (place, fd, receiver):
+            link = _ShmLink(pool, place, fd, receiver)
+        if place.get("touched"):
+            threading.Thread(target=link.map_pages, name="kv-map", daemon=True).start()
+        return link
 
 
 class _ShmLink(Link):
-    def __init__(self, pool: KvPool, pid: int, place: dict[str, Any]) -> None:
-        path, name = Path(f"/proc/{pid}/fd/{int(place['fd'])}"), place["name"]
+    def __init__(
+        self, pool: KvPool, place: dict[str, Any], fd: int, receiver: ReceiverProcess
+    ) -> None:
         num_bytes = pool.bytes_at(place)
-        _check_name(path, name)  # opening something else may have effects of its own
-        self._pool, self._receiver = pool, ReceiverProcess("shm", pid)
-        try:
-            remote_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                _check_name(Path(f"/proc/self/fd/{remote_fd}"), name)
-                _check_memory(remote_fd, num_bytes)
-                mapped = mmap.mmap(remote_fd, num_bytes)
-            finally:
-                os.close(remote_fd)
-        except BaseException:
-            self._receiver.close()
-            raise
+        _check_memory(fd, num_bytes)
+        self._pool, self._receiver = pool, receiver
+        mapped = mmap.mmap(fd, num_bytes)
         area = torch.frombuffer(mapped, dtype=torch.uint8)
         self._map: mmap.mmap | None = mapped
         self._remote: KvPool | None = pool.counterpart(area, place)
@@ -93,12 +78,6 @@ class _ShmLink(Link):
         # Both hold the mapping, and an exception's frames may hold the link for long.
         self._remote = self._map = None
         self._closed.set()
-
-
-def _check_name(path: Path, name: str) -> None:
-    """Raises ValueError unless an open file is the memfd of that name: a pid can be reused."""
-    if str(path.readlink()) != f"/memfd:{name} (deleted)":
-        raise ValueError(f"{path} is not {name}")
 
 
 def _check_memory(fd: int, nbytes: int) -> None:

@@ -62,9 +62,9 @@ class FaultyTransport(Transport):
     def listen(self, pool: KvPool) -> Listener:
         return self._inner.listen(pool)
 
-    def connect(self, pool: KvPool, endpoint: bytes, pid: int, timeout_s: float) -> Link:
+    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
         sent = KvPool(torch.empty_like(pool.tensor), heads=pool.heads)
-        link = self._inner.connect(sent, endpoint, pid, timeout_s)
+        link = self._inner.connect(sent, endpoint, timeout_s)
         return _FaultyLink(link, pool, sent, self._control)
 
 

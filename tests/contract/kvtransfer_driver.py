@@ -1,84 +1,74 @@
-"""A twin of CUDA's driver: "GPU memory" that lies in memfds, with tensors on the CPU.
-
-What `cuda_ipc` does with the driver and a stream runs over it, between threads and processes.
+"""CUDA's driver where there is no GPU: `baton.cuda.CudaDriver` over a library whose "GPU memory"
+lies in memfds, with tensors on the CPU. What `cuda_ipc` asks of it, and passes on, is real.
 """
 
-import mmap
-import os
-import struct
-import threading
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch
 
-from baton.cuda import HANDLE_BYTES, CudaError
+from baton.cuda import CudaDriver
 
-INVALID_VALUE, INVALID_HANDLE = 1, 400
+SOURCE = Path(__file__).parents[1] / "unit" / "fake_libcuda.c"
 CPU = torch.device("cpu")
+_FOLDER = tempfile.TemporaryDirectory(prefix="baton-libcuda-")
 
 
-class MemfdDriver:
-    """`baton.cuda.CudaDriver`. `mapped` are the addresses that are allocated or
-    open."""
+@cache
+def library():
+    """The path of the library, built for this process."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    assert compiler, "the native kernels need a C compiler, and so does this test"
+    path = Path(_FOLDER.name) / "libcuda.so.1"
+    command = [compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-o", path, SOURCE]
+    subprocess.run(command, check=True, timeout=60)
+    return str(path)
+
+
+class StandIn(CudaDriver):
+    """Its devices are CPUs, which are taken for the first GPU."""
 
     def __init__(self):
-        self._guard = threading.Lock()
-        self.mapped = {}  # address -> (map, fd or None when it is another's)
+        super().__init__(library())
 
     def allocate(self, device, num_bytes):
-        fd = os.memfd_create("twin", os.MFD_CLOEXEC)
-        os.ftruncate(fd, num_bytes)
-        return self._keep(mmap.mmap(fd, num_bytes), fd)
+        return super().allocate(_gpu(device), num_bytes)
 
-    def free(self, device, address):
-        _, fd = self._forget("cuMemFree_v2", address)
-        os.close(fd)
+    def open(self, device, fd, size):
+        return super().open(_gpu(device), fd, size)
 
-    def export(self, device, address):
-        _, fd = self._find("cuIpcGetMemHandle", address)
-        packed = struct.pack("<iiQ", os.getpid(), fd, os.fstat(fd).st_ino)
-        return packed.ljust(HANDLE_BYTES, b"\0")
+    def close(self, device, address, size):
+        super().close(_gpu(device), address, size)
 
-    def open(self, device, handle):
-        pid, fd, inode = struct.unpack_from("<iiQ", handle)
-        try:
-            own = os.open(Path(f"/proc/{pid}/fd/{fd}"), os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise CudaError("cuIpcOpenMemHandle_v2", INVALID_HANDLE, str(error)) from error
-        try:
-            if os.fstat(own).st_ino != inode:
-                raise CudaError("cuIpcOpenMemHandle_v2", INVALID_HANDLE, "another file")
-            return self._keep(mmap.mmap(own, 0), None)
-        finally:
-            os.close(own)
-
-    def close(self, device, address):
-        self._forget("cuIpcCloseMemHandle", address)
-
-    def read(self, device, address, num_bytes):
-        base = max(start for start in self.mapped if start <= address)
-        mapped, _ = self._find("cuMemcpyDtoH_v2", base)
-        return mapped[address - base : address - base + num_bytes]
+    def synchronize(self, device):
+        super().synchronize(_gpu(device))
 
     def view(self, address, num_bytes):
-        mapped, _ = self._find("cuPointerGetAttribute", address)
-        return torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes)
+        return torch.frombuffer(
+            (ctypes.c_ubyte * num_bytes).from_address(address), dtype=torch.uint8
+        )
 
-    def _keep(self, mapped, fd):
-        address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
-        with self._guard:
-            self.mapped[address] = (mapped, fd)
-        return address
+    def counted(self, name):
+        """One of the library's counters, of all drivers in this process."""
+        return ctypes.c_int.in_dll(self._library, name).value
 
-    def _find(self, call, address):
-        if address not in self.mapped:
-            raise CudaError(call, INVALID_VALUE, "no such address")
-        return self.mapped[address]
+    @property
+    def left(self):
+        """Handles, address ranges and mappings that have not been given up."""
+        return [self.counted(name) for name in ("handles", "reserved", "mapped")]
 
-    def _forget(self, call, address):
-        with self._guard:
-            self._find(call, address)
-            return self.mapped.pop(address)
+    def fail(self, call, code):
+        """Lets the next call of that name fail."""
+        (ctypes.c_char * 64).in_dll(self._library, "failing").value = call.encode()
+        ctypes.c_int.in_dll(self._library, "failure").value = code
 
 
-DRIVER = MemfdDriver()
+def _gpu(device):
+    return torch.device("cuda", 0) if device.type == "cpu" else device
+
+
+DRIVER = StandIn()

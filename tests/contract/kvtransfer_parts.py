@@ -51,7 +51,7 @@ class MemoryTransport(Transport):
         listener.close = lambda: self.pools.pop(listener.endpoint, None)
         return listener
 
-    def connect(self, pool, endpoint, pid, timeout_s):
+    def connect(self, pool, endpoint, timeout_s):
         return MemoryLink(self.pools, pool, endpoint)
 
 
@@ -149,7 +149,7 @@ class Pair:
         self.thread = ThreadPoolExecutor(1)
         self.listener = transport.listen(self.target)
         accepted = self.thread.submit(self.listener.accept, 5.0)
-        self.link = transport.connect(self.source, self.listener.endpoint, os.getpid(), 5.0)
+        self.link = transport.connect(self.source, self.listener.endpoint, 5.0)
         accepted.result(5)
 
     def post(self, remote, timeout_s=5.0, digest=None):
@@ -164,7 +164,7 @@ class Pair:
         digest = self.source.new_digest()
         if self.transport.one_sided:
             self.link.put(local, remote, digest, 5.0)
-            return digest, copier.digest(self.target, remote)
+            return digest, copier.copier(self.target).digest(remote)
         receive, arrived = self.post(remote)
         self.link.put(local, remote, digest, 5.0)
         receive.result(5)

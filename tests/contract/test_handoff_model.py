@@ -150,7 +150,7 @@ class Writer:
             transports=[common_pb2.TRANSPORT_MEMORY],
         )  # fmt: skip
         response = await answer(receiver, "Offer", request)
-        self.link = receiver.transports[0].connect(self.pool, response.endpoint, 0, 1.0)
+        self.link = receiver.transports[0].connect(self.pool, response.endpoint, 1.0)
         self.epochs.append(response.epoch)
 
     def put(self, handoff, kind):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import threading
+import time
 
 import pytest
 
@@ -17,7 +18,7 @@ from kvtransfer.receiver import ReservedBlocks
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from tests.waiting import eventually
 
-from .kvtransfer_driver import MemfdDriver
+from .kvtransfer_driver import StandIn
 from .kvtransfer_parts import (
     DESCRIPTOR,
     TOKEN_BYTES,
@@ -224,18 +225,19 @@ async def test_a_link_that_fails_after_its_waiters_were_cancelled_is_not_reporte
     assert reported == []
 
 
-async def test_a_number_that_no_process_has_is_refused_and_leaves_no_link():
+async def test_a_sender_that_offers_and_does_not_come_holds_up_nothing():
     async with Decode(TRANSPORTS["shm"]()) as decode:
-        register("p", pid=(1 << 32) - 1)
+        register("p")
         offer = pb.OfferRequest(
             incarnation="p", target_incarnation="d", kv=DESCRIPTOR,
             transports=[common_pb2.TRANSPORT_SHM],
         )  # fmt: skip
-        with pytest.raises(errors.InvalidRequest, match="pid") as refused:
-            await answer(decode.receiver, "Offer", offer)
-        assert refused.value.field == "pid"
-        with pytest.raises(errors.Unavailable, match="is gone"):
-            await answer(decode.receiver, "Ready", pb.ReadyRequest(incarnation="p", epoch=1))
+        endpoints = [(await answer(decode.receiver, "Offer", offer)).endpoint for _ in range(2)]
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 2.0
+    for endpoint in endpoints:
+        with pytest.raises(errors.TransferFailed, match="no such receiver"):
+            TRANSPORTS["shm"]().connect(decode.pool, endpoint, 1.0)
 
 
 async def test_shm_is_not_chosen_between_hosts(join):
@@ -244,11 +246,11 @@ async def test_shm_is_not_chosen_between_hosts(join):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
 
 
-class Sightless(MemfdDriver):
+class Sightless(StandIn):
     """In a container that does not see the receiver's GPU."""
 
-    def open(self, device, handle):
-        raise CudaError("cuIpcOpenMemHandle_v2", 101, "invalid device ordinal")
+    def open(self, device, fd, size):
+        raise CudaError("cuMemImportFromShareableHandle", 101, "invalid device ordinal")
 
 
 @contextlib.asynccontextmanager
@@ -268,9 +270,9 @@ async def test_memory_that_cannot_be_opened_is_left_out_and_the_pair_uses_the_ne
         assert (stats.transport, stats.resends) == ("gloo", 0)
         [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
         fallback = (
-            "not cuda_ipc: cuda_ipc: cannot open the receiver's memory on no GPU:"
-            " cuIpcOpenMemHandle_v2 failed with CUDA error 101, invalid device ordinal (show every"
-            " GPU of the machine to every worker)"
+            "not cuda_ipc: cuda_ipc: cannot open the receiver's memory:"
+            " cuMemImportFromShareableHandle failed with CUDA error 101, invalid device ordinal"
+            " (show every GPU of the machine to every worker)"
         )
         assert warning.getMessage() == f"link to decode d uses gloo, {fallback}"
         prefill.links.remove(prefill.links._links["d"], quarantine=False)

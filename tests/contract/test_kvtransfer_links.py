@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import socket
 import threading
 import time
@@ -152,7 +151,7 @@ def test_a_stranger_that_reaches_the_port_cannot_join_and_a_new_link_opens(gloo_
             place = json.loads(listener.endpoint)
             if secret:
                 guessed = json.dumps({**place, "secret": secret}).encode()
-                connect = partial(transport.connect, gloo_pair.source, guessed, os.getpid(), 2.0)
+                connect = partial(transport.connect, gloo_pair.source, guessed, 2.0)
                 fails_in_time(connect, within_s=2.0)
             else:
                 store = stranger_with(listener.endpoint)
@@ -188,7 +187,7 @@ def test_who_has_the_connection_but_not_the_secret_is_found_out_by_its_hello(
     listener = transport.listen(gloo_pair.target)
     with ThreadPoolExecutor(1) as thread:
         accepted = thread.submit(listener.accept, 2.0)
-        connect = partial(transport.connect, gloo_pair.source, listener.endpoint, os.getpid(), 2.0)
+        connect = partial(transport.connect, gloo_pair.source, listener.endpoint, 2.0)
         found = {"receiver": fails_in_time(connect, within_s=2.0)}
         if stranger == "sender":
             found["sender"] = fails_in_time(partial(accepted.result, 5), within_s=2.0)

@@ -12,11 +12,13 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from baton.errors import Overloaded, TransferFailed, Unavailable
 from kvtransfer.deadline import Deadline
 from tests.memory_registry import MemoryRegistry
+from tests.namespaces import OWN_PIDS, needs_namespaces
 from tests.unit.worker.running import Router, Worker, directory, prompt, spec
 from tests.unit.worker.running import target as target_at
 from tests.waiting import eventually
@@ -30,10 +32,10 @@ NUM_TOKENS = 40  # of the sender that stops: two and a half blocks
 
 
 @contextlib.asynccontextmanager
-async def peer(*arguments):
+async def peer(*arguments, first=()):
     """A process of `kvtransfer_peer` and a way to read its lines."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.contract.kvtransfer_peer", *arguments),
+        *(*first, sys.executable, "-m", "tests.contract.kvtransfer_peer", *arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
@@ -51,16 +53,24 @@ async def peer(*arguments):
         process._transport.close()
 
 
+@pytest.mark.parametrize(
+    "first", [(), pytest.param(OWN_PIDS, marks=needs_namespaces)], ids=["", "own pids"]
+)
 @pytest.mark.parametrize("name", ["shm", "gloo", "cuda_ipc"])
-async def test_handoff_to_another_process_that_is_killed_then(name):
+async def test_handoff_to_another_process_that_is_killed_then(name, first):
     """The next handoff, and a put into its memory, fail at once."""
-    async with peer("decode", name) as (process, line), Prefill(TRANSPORTS[name]()) as prefill:
-        register("d", int(await line()), process.pid)
+    async with (
+        peer("decode", name, first=first) as (process, line),
+        Prefill(TRANSPORTS[name]()) as prefill,
+    ):
+        port = int(await line())
+        (pid,) = [one.pid for one in psutil.Process(process.pid).children()] or [process.pid]
+        register("d", port, pid)
         to = target("d", "h")
         stats = await prefill.hand_over(to, "h", slots(8, 1, 2), slots(10, 3, 8, 7))
         assert stats.transport == name
         link = await prefill.links.acquire(to, Deadline(5.0))
-        process.kill()
+        os.kill(pid, signal.SIGKILL)
         await process.wait()
         if link.transport.one_sided:
             with pytest.raises(TransferFailed, match="gone"):
@@ -98,7 +108,7 @@ async def test_a_sender_that_goes_on_later_writes_into_quarantined_blocks_alone(
         to = target_at(decode, reserved).SerializeToString().hex()
         record = decode.node.record.SerializeToString().hex()
         async with peer("stop", where, str(NUM_TOKENS), to, record) as (process, line):
-            decode.knows_prefill("stopped", process.pid)
+            decode.knows_prefill("stopped")
             state = lambda: asyncio.to_thread(state_of, process.pid)  # noqa: E731
             await eventually(state, "T".__eq__, "did not stop", 60.0)
             await router.cancel("h")

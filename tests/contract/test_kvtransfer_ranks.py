@@ -116,7 +116,7 @@ def remote_ends():
     listener = receiver.listen(transport)
     with ThreadPoolExecutor(1) as thread:
         accepted = thread.submit(listener.accept, 5.0)
-        link = sender.connect(transport, listener.endpoint, 0, 5.0)
+        link = sender.connect(transport, listener.endpoint, 5.0)
         accepted.result()
     return source, target, link, listener
 

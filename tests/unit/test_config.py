@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from baton import config
 from baton.config import (
     DEMO_MODEL,
     ClusterConfig,
@@ -26,6 +27,7 @@ from baton.config import (
 )
 from baton.errors import ConfigError
 from baton.slo import Slo, parse_all
+from tests.namespaces import OWN_PIDS_AND_NETWORK, needs_namespaces
 
 NAN = float("nan")
 WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
@@ -109,6 +111,21 @@ def test_processes_of_one_user_on_one_host_share_a_host_id():
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == host_id()
     assert host_id().endswith(f"/{os.getuid()}")
+
+
+@needs_namespaces
+def test_processes_in_other_namespaces_share_it_if_they_share_a_folder():
+    code = "import baton.config; print(baton.config.host_id())"
+    argv = [*OWN_PIDS_AND_NETWORK, sys.executable, "-c", code]
+    other = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == host_id()
+
+
+def test_a_process_without_the_folder_shares_none(monkeypatch, tmp_path):
+    own = host_id()
+    for folder in (tmp_path, tmp_path / "none"):
+        monkeypatch.setattr(config, "SHARED_FOLDER", folder)
+        assert host_id() != own
 
 
 def test_prompts_do_not_starve_beside_a_busy_process():

@@ -1,8 +1,9 @@
-"""Calls of CUDA's driver, against a library with its signatures; memory to share, over a twin."""
+"""Calls of CUDA's driver, against a library with its signatures and structures over memfds."""
 
 import ctypes
-import shutil
-import subprocess
+import gc
+import mmap
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,80 +11,71 @@ import pytest
 import torch
 
 from baton import cuda
-from baton.cuda import (
-    HANDLE_BYTES,
-    NONCE_BYTES,
-    PAGE_BYTES,
-    CudaArea,
-    CudaDriver,
-    CudaError,
-)
-from tests.contract.kvtransfer_driver import CPU, MemfdDriver
+from baton.cuda import CudaArea, CudaDriver, CudaError
+from tests.contract.kvtransfer_driver import CPU, StandIn, library
 
 GPU = torch.device("cuda", 1)
-SOURCE = Path(__file__).with_name("fake_libcuda.c")
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    assert compiler, "the native kernels need a C compiler, and so does this test"
-    path = tmp_path_factory.mktemp("libcuda") / "libcuda.so.1"
-    command = [compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", path, SOURCE]
-    subprocess.run(command, check=True, timeout=60)
-    return path
-
-
-class Fake:
-    """The library's counters, and a way to let a call fail."""
-
-    def __init__(self, path):
-        self._library = ctypes.CDLL(str(path))
-        for name in ("retained", "synchronized", "freed", "closed"):
-            ctypes.c_int.in_dll(self._library, name).value = 0
-
-    def __getattr__(self, name):
-        return ctypes.c_int.in_dll(self._library, name).value
-
-    def fail(self, call, code):
-        (ctypes.c_char * 64).in_dll(self._library, "failing").value = call.encode()
-        ctypes.c_int.in_dll(self._library, "failure").value = code
+UNIT = 1 << 16  # the library's granularity
 
 
 @pytest.fixture
-def fake(library):
-    fake = Fake(library)
-    yield fake
-    assert fake.depth == 0, "a context was left behind"
+def driver():
+    """One that leaves no context, no memory and no descriptor behind."""
+    driver = StandIn()
+    gc.collect()
+    left, descriptors = driver.left, open_files()
+    yield driver
+    assert driver.counted("pushed") == 0, "a context was left behind"
+    assert driver.left == left
+    assert open_files() == descriptors
 
 
-def test_memory_is_zeroed_exported_opened_and_given_back(library, fake, monkeypatch):
+def open_files():
+    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+
+
+def test_structures_are_laid_out_as_in_cuda_h():
+    fields = cuda._Properties.location, cuda._Properties.win32_handle_meta_data
+    assert [field.offset for field in (*fields, cuda._Properties.alloc_flags)] == [8, 16, 24]
+    assert [ctypes.sizeof(one) for one in (cuda._Properties, cuda._Access)] == [32, 12]
+
+
+def test_memory_is_zeroed_opened_by_its_descriptor_and_given_back(driver):
+    synchronized = driver.counted("synchronized")
+    address, size, fd = driver.allocate(GPU, UNIT + 1)
+    assert size == 2 * UNIT
+    assert ctypes.string_at(address, size) == bytes(size)
+    assert driver.counted("synchronized") == synchronized + 1
+    assert not os.get_inheritable(fd)
+    other = driver.open(torch.device("cuda", 0), fd, size)
+    assert other != address
+    ctypes.memmove(address + 7, b"what", 4)
+    assert ctypes.string_at(other + 6, 6) == b"\0what\0"
+    driver.close(GPU, address, size)  # its owner lets go
+    assert ctypes.string_at(other + 6, 6) == b"\0what\0"
+    with mmap.mmap(fd, size) as by_descriptor:
+        assert by_descriptor[6:12] == b"\0what\0"
+    driver.close(torch.device("cuda", 0), other, size)
+    with pytest.raises(CudaError, match="cuMemUnmap failed with CUDA error 1,"):
+        driver.close(torch.device("cuda", 0), other, size)
+    os.close(fd)
+
+
+def test_memory_is_seen_by_torch_where_it_lies(monkeypatch):
     seen = {}
 
     def as_tensor(array, device):
         seen.update(array.__cuda_array_interface__, device=device)
-        shown = ctypes.c_ubyte * seen["shape"][0]
-        return torch.frombuffer(shown.from_address(seen["data"][0]), dtype=torch.uint8)
+        return SimpleNamespace(data_ptr=lambda: seen["data"][0])
 
     monkeypatch.setattr(cuda.torch, "as_tensor", as_tensor)
-    driver = CudaDriver(str(library))
-    address = driver.allocate(GPU, 100)
-    assert ctypes.string_at(address, 100) == bytes(100)
-    assert fake.synchronized == 1
-    ctypes.memmove(address + 7, b"what", 4)
-    assert driver.read(GPU, address + 6, 6) == b"\0what\0"
-    handle = driver.export(GPU, address)
-    assert len(handle) == HANDLE_BYTES
-    assert driver.open(GPU, handle) == address
-    assert driver.view(address, 60).shape == (60,)
-    assert (seen["typestr"], seen["data"], seen["device"]) == ("|u1", (address, False), GPU)
-    driver.close(GPU, address)
-    driver.free(GPU, address)
-    assert (fake.closed, fake.freed, fake.retained) == (1, 1, 1)
+    CudaDriver(library()).view(4096, 60)
+    assert (seen["typestr"], seen["data"], seen["device"]) == ("|u1", (4096, False), GPU)
+    assert seen["shape"] == (60,)
 
 
-def test_a_link_of_native_atomics_is_nvlink(library, fake, monkeypatch):
-    monkeypatch.setattr(cuda.CudaDriver.__init__, "__defaults__", (str(library),))
+def test_a_link_of_native_atomics_is_nvlink(driver, monkeypatch):
+    monkeypatch.setattr(cuda.CudaDriver.__init__, "__defaults__", (library(),))
     other = torch.device("cuda", 0)
     assert cuda.has_nvlink.__wrapped__(other, GPU)
     assert not cuda.has_nvlink.__wrapped__(GPU, other)
@@ -91,53 +83,71 @@ def test_a_link_of_native_atomics_is_nvlink(library, fake, monkeypatch):
         cuda.has_nvlink.__wrapped__(GPU, GPU)
 
 
-def test_a_failed_call_is_named_with_its_text_and_a_hint(library, fake, tmp_path):
-    driver = CudaDriver(str(library))
-    fake.fail("cuMemAlloc_v2", 2)
+def test_a_failed_call_is_named_with_its_text_and_a_hint(driver, tmp_path):
+    driver.fail("cuMemCreate", 2)
     with pytest.raises(CudaError) as failed:
         driver.allocate(GPU, 100)
     assert str(failed.value) == (
-        "cuMemAlloc_v2 failed with CUDA error 2, CUDA_ERROR_OUT_OF_MEMORY: out of memory"
+        "cuMemCreate failed with CUDA error 2, CUDA_ERROR_OUT_OF_MEMORY: out of memory"
         " (lower --gpu-memory, or end what else runs on this GPU)"
     )
     with pytest.raises(CudaError, match=r"cuDeviceGet failed with CUDA error 101, .*every GPU"):
         driver.allocate(torch.device("cuda", 7), 100)
-    fake.fail("cuIpcGetMemHandle", 12345)
+    driver.fail("cuMemCreate", 12345)
     with pytest.raises(CudaError, match=r"12345, no text from the driver$"):
-        driver.export(GPU, 64)
-    fake.fail("cuMemsetD8_v2", 1)
-    with pytest.raises(CudaError, match="cuMemsetD8_v2"):
         driver.allocate(GPU, 100)
-    assert fake.freed == 1  # what could not be zeroed
-    with pytest.raises(ValueError, match="64 bytes"):
-        driver.open(GPU, bytes(63))
     with pytest.raises(OSError, match="CUDA's driver cannot be loaded"):
         CudaDriver(str(tmp_path / "libcuda.so.1"))
 
 
-def test_an_area_is_zeroed_padded_to_pages_and_closed_once():
-    driver = MemfdDriver()
-    area = CudaArea(PAGE_BYTES - 8, CPU, driver)
-    assert area.tensor.shape == (area.nbytes,)
+@pytest.mark.parametrize(
+    "call",
+    ["cuMemExportToShareableHandle", "cuMemMap", "cuMemSetAccess", "cuMemsetD8_v2", "cuInit"],
+)
+def test_memory_that_cannot_be_had_leaves_nothing(driver, call):
+    driver.fail(call, 801)
+    with pytest.raises(OSError, match=rf"{call} failed .* cannot share GPU memory: use --transpo"):
+        CudaArea(100, CPU, StandIn() if call == "cuInit" else driver)
+
+
+@pytest.mark.parametrize("call", ["cuMemImportFromShareableHandle", "cuMemMap", "cuMemSetAccess"])
+def test_memory_that_cannot_be_opened_leaves_nothing(driver, call):
+    area = CudaArea(100, CPU, driver)
+    driver.fail(call, 217)
+    with pytest.raises(CudaError, match=rf"{call} .* no peer access: use --transport nccl"):
+        driver.open(GPU, area.fd, area.nbytes)
+    with pytest.raises(CudaError, match="cuMemMap failed with CUDA error 1,"):
+        driver.open(GPU, area.fd, 2 * area.nbytes)
+    area.close()
+
+
+def test_a_driver_that_exports_no_descriptors_is_refused_before_memory_is_taken(driver):
+    can_share = ctypes.c_int.in_dll(driver._library, "can_share")
+    can_share.value = 0
+    try:
+        with pytest.raises(
+            OSError, match=r"cuda:1 cannot share .* no file descr.* update the driv"
+        ):
+            driver.allocate(GPU, 100)
+    finally:
+        can_share.value = 1
+
+
+def test_an_area_is_zeroed_padded_and_closed_once(driver):
+    area = CudaArea(UNIT + 8, CPU, driver)
+    assert area.tensor.shape == (UNIT + 8,)
     assert not area.tensor.any()
-    assert area.whole_bytes == 2 * PAGE_BYTES  # the nonce lies behind
-    whole = driver.view(area._address, area.whole_bytes)
-    nonce = whole[area.nbytes : area.nbytes + NONCE_BYTES]
-    assert bytes(nonce.numpy()) == area.nonce
+    assert area.nbytes == 2 * UNIT
+    synchronized = driver.counted("synchronized")
     area.close()
     area.close()
-    assert not driver.mapped
+    assert driver.counted("synchronized") == synchronized + 1  # unmapping would not wait
 
 
-def test_an_area_that_cannot_be_exported_leaves_nothing():
-    class Refusing(MemfdDriver):
-        def export(self, device, address):
-            raise CudaError("cuIpcGetMemHandle", 801, "operation not supported")
-
-    driver = Refusing()
-    with pytest.raises(OSError, match="cannot share GPU memory: use --transport nccl"):
+def test_an_area_that_torch_cannot_see_leaves_nothing(driver, monkeypatch):
+    monkeypatch.setattr(driver, "view", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         CudaArea(100, CPU, driver)
-    assert not driver.mapped
 
 
 def test_gpus_are_named_as_the_driver_names_them(monkeypatch):

@@ -155,6 +155,16 @@ def test_gpus_by_driver_and_torch(cards, in_torch, found, monkeypatch):
     assert "NCCL_IB_DISABLE" not in shown
 
 
+def test_the_folder_where_workers_meet_is_there_and_writable(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "SHM", tmp_path)
+    monkeypatch.setattr(doctor, "MIN_SHM_BYTES", 1)
+    assert doctor.shared_memory().level == "ok"
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: path != tmp_path)
+    assert doctor.shared_memory().text == "not writable: KV goes by NCCL alone"
+    monkeypatch.setattr(doctor, "SHM", tmp_path / "none")
+    assert doctor.shared_memory().fix == "ipc: host, or shm_size"
+
+
 def finding(level, subject, text, fix=""):
     return {"level": level, "subject": subject, "text": text, "fix": fix}
 
@@ -207,10 +217,10 @@ def test_a_report_is_shown_and_only_failures_exit_with_1(worst, exit_status, mon
 
 CUDA_IPC, NCCL = common_pb2.TRANSPORT_CUDA_IPC, common_pb2.TRANSPORT_NCCL
 SHM, GLOO = common_pb2.TRANSPORT_SHM, common_pb2.TRANSPORT_GLOO
-HOST = "boot-a/pid:[1]/1000"
-CONTAINER = "boot-a/pid:[2]/1000"
-OTHER_USER = "boot-a/pid:[1]/1001"
-ELSEWHERE = "boot-b/pid:[1]/1000"
+HOST = "boot-a/shm:1:1/1000"
+CONTAINER = "boot-a/shm:2:1/1000"
+OTHER_USER = "boot-a/shm:1:1/1001"
+ELSEWHERE = "boot-b/shm:1:1/1000"
 ROLES = {"p": common_pb2.WORKER_ROLE_PREFILL, "d": common_pb2.WORKER_ROLE_DECODE}
 
 
@@ -268,16 +278,16 @@ UNKNOWN: dict[str, Any] = {
         (gpu("p", "A", **LATE_NCCL), gpu("d", "A", **LATE_NCCL), "nccl", ""),
         # Containers that see one GPU each fall to sockets.
         (gpu("p", "A"), gpu("d", "B", host=CONTAINER), "nccl",
-         "do not see each other's GPU … sockets → show every GPU to every worker … pid: host"),
-        # Containers that see both lack one process namespace.
+         "do not see each other's GPU … sockets → show every GPU to every worker … ipc: host"),
+        # Containers that see both share no memory.
         (gpu("p", "A", "B"), gpu("d", "B", "A", host=CONTAINER), "nccl",
-         "process namespaces differ → … pid: host"),
+         "they share no /dev/shm → … ipc: host"),
         # One machine or both have no RDMA.
         *((gpu("p", "A", rdma=rdma), gpu("d", "B", host=ELSEWHERE), "nccl",
            "NCCL will use TCP sockets … → … /dev/infiniband") for rdma in ((), ("mlx5_0",))),
         # CPUs of one machine that use the network.
         (cpu("p"), cpu("d", CONTAINER), "gloo",
-         "within one machine, not by shm: their process namespaces differ → … as one user"),
+         "within one machine, not by shm: they share no /dev/shm → … as one user"),
         (cpu("p"), cpu("d", OTHER_USER), "gloo",
          "within one machine, not by shm: they run as different users → … as one user"),
         (cpu("p", transports=[GLOO]), cpu("d"), "gloo",
@@ -327,7 +337,7 @@ def test_links_and_obstacles_of_pairs_are_reported():
     pairs, _ = check(prefill, gpu("d1", "B", "AC"), gpu("d2", "C", "AB"), gpu("d3", "D"))
     assert [pair["link"] for pair in pairs] == ["NV18", "SYS", None]
     apart, _ = check(gpu("p", "A"), gpu("d", "B", host=CONTAINER))
-    assert apart[0]["not_possible"] == {"cuda_ipc": "their process namespaces differ"}
+    assert apart[0]["not_possible"] == {"cuda_ipc": "they share no /dev/shm"}
     no_peers, _ = check(gpu("p", "A", "B", peers=""), gpu("d", "B", "A", peers=""))
     assert "cannot write" in no_peers[0]["not_possible"]["cuda_ipc"]
     shared, _ = check(gpu("p", "A", **ONE_NCCL), gpu("d", "A", **ONE_NCCL))

@@ -19,6 +19,7 @@ from benchmarks.gpu import cluster, engine, kernels, run
 from benchmarks.gpu.part import Part
 from benchmarks.gpu.run import TARGETS
 from benchmarks.shapes import GPU_SHAPES
+from tests.namespaces import HAS_NAMESPACES
 
 EIGHT, ONE = GPU_SHAPES["8B"], GPU_SHAPES["1B"]
 MACHINE = {"device_name": "cpu", "shapes": ["1B"], "smoke": True}
@@ -230,7 +231,9 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     assert run.DRY in done.stdout and file.exists(), done.stdout + done.stderr
     found = json.loads(file.read_text())
     # On a CPU transfers are summed by xxhash: theirs are the only failures.
-    assert done.returncode == 1 and "failed: 2" in done.stdout.splitlines(), done.stdout
+    transfers = 2 + HAS_NAMESPACES
+    assert done.returncode == 1, done.stdout
+    assert f"failed: {transfers}" in done.stdout.splitlines(), done.stdout
     assert all("xxhash" in one["error"] for one in found["failed"]), found["failed"]
     assert {one["table"] for one in found["failed"]} == {"transfer"}
     assert set(found["tables"]) == {
@@ -238,17 +241,21 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
         "engine against its reference", "decode", "prefill",
     }  # fmt: skip
     assert found["smoke"] is True and found["targets"] == []
-    (rival, cluster_note) = (note["text"] for note in found["notes"])
+    rival, *between, cluster_note = (note["text"] for note in found["notes"])
     assert "no transformers" in rival and cluster_note.startswith("no cluster is started: ")
+    assert len(between) == 1 - HAS_NAMESPACES
 
 
 @pytest.mark.timeout(120)
 def test_bytes_arrive_and_a_cluster_of_two_gives_the_tokens_of_one_process() -> None:
     part, messages = part_of(smoke=True)
     cluster.run(part)
-    shm, gloo, handoff, ranks = messages
+    shm, between, gloo, handoff, ranks = messages
     assert [one["name"] for one in (shm, gloo)] == ["shm", "gloo"]
-    assert all(one["cells"]["GB/s"] > 0 for one in (shm, gloo))
+    moved = [shm, between, gloo] if HAS_NAMESPACES else [shm, gloo]
+    assert all(one["cells"]["GB/s"] > 0 and one["cells"]["open ms"] > 0 for one in moved)
+    assert shm["cells"]["ms beside products"] > 0 and "products slower by" in shm["cells"]
+    assert "between pid namespaces" in between["name" if HAS_NAMESPACES else "note"]
     assert (handoff["cells"]["requests"], handoff["cells"]["other tokens"]) == (2, 0)
     assert handoff["cells"]["bookkeeping p50 ms"] > 0
     assert (ranks["cells"]["requests"], ranks["cells"]["other tokens"]) == (2, 0)

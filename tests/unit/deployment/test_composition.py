@@ -129,7 +129,7 @@ def test_gpu_workers_share_memory_and_take_a_gpu_each():
     for settings in workers.values():
         (asked,) = settings["deploy"]["resources"]["reservations"]["devices"]
         assert asked["count"] == "all" and asked["capabilities"] == ["gpu"]
-        assert (settings["pid"], settings["ipc"]) == ("host", "host")
+        assert settings["ipc"] == "host" and "pid" not in settings
         assert settings["ulimits"]["memlock"] == -1
         environment = settings["environment"]
         assert "CUDA_VISIBLE_DEVICES" not in environment and environment["NCCL_HOSTID"]

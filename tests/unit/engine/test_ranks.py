@@ -1,10 +1,13 @@
 """Tensor parallelism on a CPU: the tokens of one process, and a worker that ends as one."""
 
+import gc
 import os
 import signal
 import threading
 import time
 from dataclasses import replace
+from multiprocessing import Pipe
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +15,11 @@ import torch
 from torch import distributed
 
 from baton.config import EngineConfig
-from baton.cuda import NCCL_ENVIRONMENT
+from baton.cuda import NCCL_ENVIRONMENT, CudaArea
 from baton.engine import build, collectives, ranks
 from baton.engine.backends.cpu import CpuBackend
 from baton.engine.collectives import GlooCollectives
+from baton.engine.kv_cache import KvLayout
 from baton.engine.planner import Plan, Work
 from baton.engine.runner import RunnerFailed
 from baton.engine.sequence import Sequence
@@ -24,6 +28,7 @@ from baton.engine.weights.weight import DenseWeight, Fp8BlockWeight, Int4Weight,
 from baton.errors import CheckpointError, ConfigError, InternalError
 from baton.rendezvous import Rendezvous
 from baton.sampling import SamplingParams
+from tests.contract.kvtransfer_driver import DRIVER, StandIn
 from tests.unit.engine.bench import WAIT_S, Bench
 from tests.unit.engine.checkpoints import make_checkpoint
 
@@ -182,6 +187,42 @@ def test_pools_of_ranks_hold_what_was_asked_for_and_are_zeroed_together(tmp_path
         loaded.runner.scrub([3, 5])
         assert all(not pool[[3, 5]].any() and pool[4].isnan().all() for pool in pools)
         loaded.runner.close()
+
+
+def test_a_rank_maps_the_gpu_memory_that_the_first_one_allocated(monkeypatch):
+    """By its descriptor, which it keeps no longer than that."""
+    gc.collect()
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(ranks, "CudaDriver", StandIn)
+    layout, areas = KvLayout(4, 1, 2, 4, 2, torch.float32), []
+    config = SimpleNamespace(num_kv_heads=2, num_attention_heads=2)
+    ours, theirs = Pipe()
+    rank = ranks.Rank(SimpleNamespace(device=torch.device("cuda", 1)), None, theirs)
+    first = SimpleNamespace(
+        _shared=None, _count=2, _config=config, _backends=[rank, rank],
+        _ranks=[ranks._Other(1, ours, SimpleNamespace(pid=os.getpid()))],
+    )  # fmt: skip
+
+    def allocate(num_bytes, device):
+        areas.append(CudaArea(num_bytes, device, DRIVER))
+        return areas[-1]
+
+    def obey():
+        command, *arguments = theirs.recv()
+        getattr(rank, command)(*arguments)
+
+    obeying = threading.Thread(target=obey)
+    obeying.start()
+    _, pool = ranks.RankedModel.pools(first, layout, allocate)
+    obeying.join(5)
+    rank.pool[3] = 7
+    assert rank.pool.shape == pool.shape == (4, 1, 2, 1, 4, 2)
+    assert torch.equal(rank.pool, pool) and pool.count_nonzero() == pool[3].numel()
+    for area in areas:
+        area.close()
+    for end in (ours, theirs):
+        end.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
 def test_a_step_without_logits_ends_when_every_rank_has_written_its_keys(tmp_path):

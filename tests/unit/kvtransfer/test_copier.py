@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from baton.errors import TransferFailed
-from kvtransfer import copier
+from kvtransfer import copier, rank_links
 from kvtransfer.copier import GpuCopier
 from kvtransfer.kernels import blocks, reference
 from kvtransfer.pool import Slots
-from tests.contract.kvtransfer_parts import make_pool, slots
+from tests.contract.kvtransfer_parts import MemoryTransport, make_pool, slots
 
 
 @pytest.fixture
@@ -60,4 +60,17 @@ def test_blocks_that_cannot_be_read_back_fail_the_transfer(pools, monkeypatch):
 
     monkeypatch.setattr(reference, "checksum", broken)
     with pytest.raises(TransferFailed, match="cannot be read back: CUDA error"):
-        copier.digest(pools[0], slots(4, 1))
+        copier.copier(pools[0]).digest(slots(4, 1))
+
+
+def test_a_links_digests_take_one_stream(pools, monkeypatch):
+    """Of torch's 32 a stream for each Commit would soon be one that another link waits on."""
+    made, original = [], GpuCopier.__init__
+    monkeypatch.setattr(
+        GpuCopier, "__init__", lambda one, pool: made.append(pool) or original(one, pool)
+    )
+    listener = rank_links.listen(MemoryTransport(), pools[:1], 1, 2)
+    for _ in range(3):
+        assert listener.digest(slots(8, 3, 1)).value == pools[0].digest(slots(8, 3, 1)).value
+    listener.close()
+    assert made == [pools[0]]

@@ -1,9 +1,8 @@
 """Whose memory a cuda_ipc link opens, when it stops, and what it leaves behind."""
 
-import base64
 import json
-import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,45 +13,51 @@ from kvtransfer.kernels import reference
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.transports import cuda_ipc
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
-from tests.contract.kvtransfer_driver import CPU, MemfdDriver
+from tests.contract.kvtransfer_driver import CPU, StandIn
 
 SHAPE = (6, 1, 2, 1, 4, 2)  # 64 bytes a block
 
 
 @pytest.fixture
 def driver():
-    return MemfdDriver()
+    return StandIn()
 
 
 @pytest.fixture
 def pools(driver):
     """(sender's, receiver's)"""
+    left = driver.left
     areas = [CudaArea(6 * 64, CPU, driver) for _ in range(2)]
     both = [KvPool(area.tensor.view(torch.float32).view(SHAPE), area) for area in areas]
     both[0].tensor.copy_(torch.randn(SHAPE))
     yield both
     for area in areas:
         area.close()
-    assert not driver.mapped
+    assert driver.left == left
 
 
 @pytest.fixture
 def connect(driver, pools):
-    """Connects to the receiver's endpoint with some fields changed, or to another endpoint."""
+    """Connects to the receiver's endpoint with some fields changed."""
     transport = CudaIpcTransport(driver)
-    place = json.loads(transport.listen(pools[1]).endpoint)
 
-    def connected(change, pid=None):
-        raw = isinstance(change, bytes)
-        endpoint = change if raw else json.dumps({**place, **change}).encode()
-        return transport.connect(pools[0], endpoint, pid or os.getpid(), 1.0)
+    def connected(**change):
+        listener = transport.listen(pools[1])
+        endpoint = json.dumps(json.loads(listener.endpoint) | change).encode()
+        with ThreadPoolExecutor(1) as thread:
+            accepted = thread.submit(listener.accept, 5.0)
+            try:
+                return transport.connect(pools[0], endpoint, 5.0)
+            finally:
+                accepted.result()
+                listener.close()
 
     return connected
 
 
 @pytest.fixture
 def link(connect):
-    link = connect({})
+    link = connect()
     yield link
     link.close()
 
@@ -60,25 +65,18 @@ def link(connect):
 @pytest.mark.parametrize(
     "change, why",
     [
-        ({"nonce": "00" * 16}, "other memory"),
-        ({"handle": base64.b64encode(bytes(64)).decode()}, "cuIpcOpenMemHandle_v2.*ipc: host"),
-        ({"handle": "?"}, "cannot open"),
-        ({"blocks": 7}, "7 blocks do not lie"),
-        ({"bytes": 1 << 40}, "do not lie"),
-        ({"gpu": "GPU-1", "nonce": ""}, "memory on GPU-1"),
-        (b"", "no such receiver"),
-        (b"{}", "cannot open"),
-        (b"\xff", "no such receiver"),
-        (b"3", "no such receiver"),
+        ({"bytes": 1 << 40}, "memory: cuMemMap failed with CUDA error 1,"),
+        ({"bytes": 128 << 10}, "memory: cuMemMap failed with CUDA error 1,"),
+        ({"bytes": 64}, "memory: 6 blocks do not lie in 64 bytes"),
+        ({"bytes": None, "gpu": "GPU-1"}, "memory on GPU-1: "),
+        ({"blocks": 99999}, "memory: 99999 blocks do not lie"),
     ],
 )
-def test_memory_of_another_process_is_not_written(driver, connect, change, why):
-    mapped = len(driver.mapped)
-    with pytest.raises(TransferFailed, match=why):
-        connect(change)
-    with pytest.raises(TransferFailed, match="no such receiver"):
-        connect({}, pid=2**22)
-    assert len(driver.mapped) == mapped
+def test_memory_that_is_not_as_the_receiver_says_is_not_written(driver, connect, change, why):
+    left = driver.left
+    with pytest.raises(TransferFailed, match=f"cuda_ipc: cannot open the receiver's {why}"):
+        connect(**change)
+    assert driver.left == left
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError])
@@ -87,10 +85,10 @@ def test_memory_that_kernels_cannot_reach_is_no_link(driver, connect, monkeypatc
         raise error("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
 
     monkeypatch.setattr(reference, "checksum", checksum)
-    mapped = len(driver.mapped)
+    left = driver.left
     with pytest.raises(TransferFailed, match=r"cannot open .* cannot be accessed from Triton"):
-        connect({})
-    assert len(driver.mapped) == mapped
+        connect()
+    assert driver.left == left
 
 
 def test_a_put_in_pieces_is_one_and_writes_no_other_block(link, pools, monkeypatch):
@@ -135,14 +133,17 @@ def test_a_put_stops_between_pieces(link, pools, monkeypatch, stop):
 def test_a_link_that_cannot_unmap_is_logged_and_closed_all_the_same(
     driver, pools, connect, caplog, monkeypatch
 ):
-    def close(device, address):
-        driver.mapped.pop(address)
-        raise CudaError("cuIpcCloseMemHandle", 719, "unspecified launch failure")
+    close = driver.close
 
-    monkeypatch.setattr(driver, "close", close)
-    link = connect({})
+    def closed(*memory):
+        close(*memory)
+        raise CudaError("cuMemUnmap", 719, "unspecified launch failure")
+
+    link = connect()
+    monkeypatch.setattr(driver, "close", closed)
     link.close()
     link.close()
-    assert "stays open: cuIpcCloseMemHandle failed with CUDA error 719" in caplog.text
+    monkeypatch.undo()
+    assert "stays open: cuMemUnmap failed with CUDA error 719" in caplog.text
     with pytest.raises(TransferFailed):
         link.put(Slots((1,), 4), Slots((2,), 4), pools[0].new_digest(), 1.0)

@@ -7,6 +7,7 @@ import torch
 
 from baton.errors import ConfigError, KvMismatch
 from baton.v1 import common_pb2
+from kvtransfer import transports
 from kvtransfer.pairing import Ends, apart, choose, differences, fallback
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import usable
@@ -15,7 +16,7 @@ from tests.contract.kvtransfer_parts import make_pool
 SHM, GLOO = common_pb2.TRANSPORT_SHM, common_pb2.TRANSPORT_GLOO
 NCCL, CUDA_IPC = common_pb2.TRANSPORT_NCCL, common_pb2.TRANSPORT_CUDA_IPC
 ON_GPUS = [CUDA_IPC, NCCL]
-MACHINE, NAMESPACE = apart("a/1/0", "b/1/0"), apart("a/1/0", "a/2/0")
+MACHINE, SEPARATE = apart("a/1/0", "b/1/0"), apart("a/1/0", "a/2/0")
 ONE_HOST, APART = Ends(apart("a/1/0", "a/1/0")), Ends(MACHINE)
 NEIGHBOURS = Ends("", gpu="GPU-b", reachable=("GPU-a", "GPU-b"), nccl=(2, 27, 5))
 SHARED = {"reachable": ("GPU-b", "GPU-a")}  # both compute on one GPU
@@ -25,7 +26,7 @@ def ends(**changes):
     return dataclasses.replace(NEIGHBOURS, **changes)
 
 
-OTHER_MACHINE, OTHER_HOST = ends(apart=MACHINE), ends(apart=NAMESPACE)
+OTHER_MACHINE, OTHER_HOST = ends(apart=MACHINE), ends(apart=SEPARATE)
 NO_PEERS = ends(reachable=("GPU-a",))
 
 
@@ -48,6 +49,19 @@ def test_what_a_pool_can_use_depends_on_where_it_lies(where, first):
         pool.area.close()
 
 
+@pytest.mark.parametrize(("where", "first"), [("host", "shm"), ("gpu", "cuda_ipc")])
+def test_what_needs_a_folder_to_meet_in_is_not_offered_without_it(
+    where, first, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setattr(transports, "SHARED_FOLDER", tmp_path / "none")
+    pool = make_pool(1, where)
+    assert [one.name for one in usable(pool, "127.0.0.1")] == ["gloo"]
+    assert "other processes cannot write KV here" in caplog.text
+    with pytest.raises(ConfigError, match=f"{first} cannot be used here; usable: gloo"):
+        usable(pool, "127.0.0.1", first)
+    pool.area.close()
+
+
 @pytest.mark.parametrize(
     "offered, mine, where, chosen",
     [
@@ -62,7 +76,7 @@ def test_what_a_pool_can_use_depends_on_where_it_lies(where, first):
         (ON_GPUS, ON_GPUS, OTHER_HOST, NCCL),
         (ON_GPUS, ON_GPUS, NO_PEERS, NCCL),
         ([CUDA_IPC], ON_GPUS, OTHER_MACHINE, "not cuda_ipc: they are on different machines"),
-        ([CUDA_IPC], ON_GPUS, OTHER_HOST, "their process namespaces differ"),
+        ([CUDA_IPC], ON_GPUS, OTHER_HOST, "they share no /dev/shm"),
         ([CUDA_IPC], ON_GPUS, NO_PEERS, "the sender's GPU cannot write to GPU-b"),
         (ON_GPUS, ON_GPUS, ends(**SHARED), CUDA_IPC),
         ([NCCL], ON_GPUS, ends(**SHARED), r"both are on GPU-b, .* from 2\.30 on.*2\.27"),
@@ -95,14 +109,14 @@ BLIND = worker(ON_GPUS, gpu="GPU-a")
         (GLOO, worker(ON_CPU), worker([GLOO]), (SHM, "the decode worker does not offer it")),
         (GLOO, worker([GLOO]), worker(ON_CPU), (SHM, "the prefill worker does not offer it")),
         (GLOO, worker([GLOO]), worker([GLOO]), None),  # as both were told
-        (GLOO, worker(ON_CPU), worker(ON_CPU, CONTAINER), (SHM, NAMESPACE)),
+        (GLOO, worker(ON_CPU), worker(ON_CPU, CONTAINER), (SHM, SEPARATE)),
         (GLOO, worker(ON_CPU), worker(ON_CPU, ELSEWHERE), None),
         (CUDA_IPC, GPU_A, GPU_B, None),
         (NCCL, BLIND, GPU_B, (CUDA_IPC, "the sender's GPU cannot write to GPU-b")),
         (NCCL, worker([NCCL], gpu="GPU-a"), worker([NCCL], gpu="GPU-b"),
          (CUDA_IPC, "the sender's GPU cannot write to GPU-b")),
         (NCCL, worker([NCCL], gpu="GPU-a", peers=["GPU-b"]), worker([NCCL], gpu="GPU-b"), None),
-        (NCCL, GPU_A, worker(ON_GPUS, CONTAINER, "GPU-b"), (CUDA_IPC, NAMESPACE)),
+        (NCCL, GPU_A, worker(ON_GPUS, CONTAINER, "GPU-b"), (CUDA_IPC, SEPARATE)),
         (NCCL, BLIND, worker(ON_GPUS, ELSEWHERE, "GPU-b"), None),
     ],
 )  # fmt: skip

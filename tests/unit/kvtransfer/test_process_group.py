@@ -87,7 +87,7 @@ def link(nccl, pool, monkeypatch):
     """A sender's link, connected; its group's journal is empty."""
     monkeypatch.setattr(rendezvous, "TCPStore", lambda *place, **options: HashStore())
     endpoint = b'{"host": "h", "port": 1, "secret": "00", "message_bytes": 2048}'
-    link = nccl.connect(pool, endpoint, 0, 5.0)
+    link = nccl.connect(pool, endpoint, 5.0)
     assert link._group.journal == [("send", 32), "wait", ("recv", 32), "wait"]
     link._group.journal.clear()
     yield link

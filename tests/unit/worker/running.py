@@ -1,7 +1,9 @@
 """A whole worker in this process: real engine, real gRPC, real transfers, registry in memory."""
 
 import asyncio
+import json
 import os
+import socket
 import threading
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, wor
 from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
 from baton.worker import node
 from decode_worker.worker import DecodeWorker
+from kvtransfer import shared_pool
 from prefill_worker.worker import PrefillWorker
 from tests.memory_registry import MemoryRegistry
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -61,11 +64,11 @@ class Worker:
         self.node = ROLES[role](self.config, store, trace)
         self._area = None
 
-    def knows_prefill(self, incarnation, pid=0):
+    def knows_prefill(self, incarnation):
         """Another process of this host is registered as a prefill worker."""
-        place = {"host_id": host_id(), "pid": pid or os.getpid()}
         role = common_pb2.WORKER_ROLE_PREFILL
-        self.store.put(common_pb2.WorkerRecord(incarnation=incarnation, role=role, **place))
+        record = common_pb2.WorkerRecord(incarnation=incarnation, role=role, host_id=host_id())
+        self.store.put(record)
 
     async def run(self):
         """The node's whole life."""
@@ -363,15 +366,27 @@ def offer_of(decode, incarnation):
     )
 
 
+def join(endpoint, pid):
+    """That process is given the memory of a link's receiver, as it would ask for it itself."""
+    secret = bytes.fromhex(json.loads(endpoint)["secret"])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(str(shared_pool._path(secret)))
+        pidfd = os.pidfd_open(pid)
+        socket.send_fds(connection, [secret], [pidfd])
+        for descriptor in (pidfd, *socket.recv_fds(connection, 1, 2)[1]):
+            os.close(descriptor)
+
+
 async def granted(decode, router, name="a", pid=0):
     """Reserves, and a prefill process "writer" (`pid`; 0: this one) gets the grant, and sends no
     KV; returns what its messages name."""
     reserved = await router.reserve(spec(name, prompt(20)))
     names = {"handoff_id": name, "reservation_token": reserved.reservation_token}
     names["incarnation"] = "writer"
-    decode.knows_prefill("writer", pid)
-    epoch = (await decode.handoff.Offer(offer_of(decode, "writer"), timeout=PATIENCE_S)).epoch
-    ready = handoff_pb2.ReadyRequest(**names, epoch=epoch, num_tokens=20)
+    decode.knows_prefill("writer")
+    offer = await decode.handoff.Offer(offer_of(decode, "writer"), timeout=PATIENCE_S)
+    await asyncio.to_thread(join, offer.endpoint, pid or os.getpid())
+    ready = handoff_pb2.ReadyRequest(**names, epoch=offer.epoch, num_tokens=20)
     await decode.handoff.Ready(ready, timeout=PATIENCE_S)
     return names
 

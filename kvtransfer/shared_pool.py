@@ -1,0 +1,248 @@
+"""How the sender of a one-sided link gets the receiver's pool: its memory's file descriptor.
+
+It is passed over a Unix socket (SCM_RIGHTS) in /dev/shm, which the processes of a machine share,
+and containers with `ipc: host`. Nothing else needs to be common to them but the user: a process id,
+and what is opened through /proc, mean nothing in another process namespace, and an abstract socket
+ends at the network namespace. So each end gives the other a pidfd of itself, too, which tells the
+other of its end wherever the two are.
+
+A socket is for one link. Its path and its secret are told with the answer to the Offer, over the
+control channel; only the receiver's user can connect, and who does not know the secret gets
+nothing. The file exists while the link opens. One that is left by a process that was killed then is
+removed by the next listener.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from baton.config import SHARED_FOLDER
+from baton.errors import TransferFailed
+from kvtransfer.interface import End, Listener
+
+_PREFIX = "baton-link-"
+_SECRET_BYTES = 32
+_HELLO_S = 1.0  # for a process that has connected to say its secret
+_BINDING_S = 10.0  # between a file and its `listen`, at most
+
+
+class SharedPoolListener(Listener):
+    """The receiver's end: gives `fd` to the sender. `place` is what it needs to know of the pool.
+
+    Raises OSError where there can be no such socket.
+    """
+
+    def __init__(self, transport: str, fd: int, place: Mapping[str, Any]) -> None:
+        _remove_abandoned()
+        self._secret = secrets.token_bytes(_SECRET_BYTES)
+        super().__init__(json.dumps({**place, "secret": self._secret.hex()}).encode())
+        self._transport, self._path = transport, _path(self._secret)
+        self._sender: int | None = None
+        self._aborted = False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._fd = os.dup(fd)  # whatever becomes of the pool meanwhile
+        try:
+            os.fchmod(self._socket.fileno(), 0o600)  # so `bind` makes the file with that mode
+            self._socket.bind(str(self._path))
+            self._socket.listen()
+        except BaseException:
+            self.close()
+            raise
+
+    def accept(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        try:
+            while self._sender is None and not self._aborted:
+                self._socket.settimeout(_left_s(deadline))
+                connection, _ = self._socket.accept()
+                with connection:
+                    connection.settimeout(min(_left_s(deadline), _HELLO_S))
+                    self._give(connection)
+        except OSError as error:
+            raise TransferFailed(f"{self._transport}: the sender did not come: {error}") from error
+        finally:
+            self._stop_listening()
+        if self._sender is None:
+            raise TransferFailed(f"{self._transport}: the link was aborted")
+
+    def sender_pidfd(self) -> int | None:
+        return self._sender
+
+    def abort(self) -> None:
+        self._aborted = True
+        with contextlib.suppress(OSError):  # it does not wait
+            _connect(self._path, 0.0).close()
+
+    def close(self) -> None:
+        self._stop_listening()
+        if self._sender is not None:
+            os.close(self._sender)
+            self._sender = None
+
+    def _give(self, connection: socket.socket) -> None:
+        """Gives the memory to a process of this user that knows the secret."""
+        fds = list[int]()
+        with contextlib.suppress(OSError):  # of a process that has gone again
+            secret, fds = _receive(connection, _SECRET_BYTES + 1, 1)
+            if fds and _is_ours(connection) and hmac.compare_digest(secret, self._secret):
+                with _own_pidfd() as pidfd:
+                    socket.send_fds(connection, [b"\0"], [self._fd, pidfd])
+                self._sender = fds.pop()
+        for fd in fds:
+            os.close(fd)
+
+    def _stop_listening(self) -> None:
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class ReceiverProcess(End):
+    """The process whose memory a one-sided link writes into, checked before and after every put.
+
+    Mapped memory outlives its owner: without this, bytes would be lost unnoticed. `pidfd` is closed
+    with it.
+    """
+
+    def __init__(self, transport: str, pidfd: int) -> None:
+        self._transport, self._pidfd = transport, pidfd
+        self._aborted = False
+        self._exited = select.poll()
+        self._exited.register(self._pidfd, select.POLLIN)
+
+    def check(self) -> None:
+        """Raises TransferFailed when the link was aborted or closed, or the process has ended."""
+        if self._aborted:
+            raise TransferFailed(f"{self._transport}: the link was aborted")
+        if self._exited.poll(0):
+            raise TransferFailed(f"{self._transport}: the receiver is gone")
+
+    def abort(self) -> None:
+        """From now on every check fails."""
+        self._aborted = True
+
+    def close(self) -> None:
+        """As `abort`, and frees its descriptor; may be called twice."""
+        self._aborted, pidfd, self._pidfd = True, self._pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
+
+
+@contextlib.contextmanager
+def received(
+    transport: str, endpoint: bytes, timeout_s: float
+) -> Iterator[tuple[dict[str, Any], int, ReceiverProcess]]:
+    """The sender's end: the receiver's place, a descriptor of its memory, and its process.
+
+    The descriptor is closed when this is left, the process is to be closed by what is made within.
+    What fails there is raised as TransferFailed, as is a receiver that does not answer in time.
+    """
+    try:
+        place = dict(json.loads(endpoint))
+        fd, pidfd = _ask(bytes.fromhex(place["secret"]), time.monotonic() + timeout_s)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TransferFailed(f"{transport}: no such receiver: {error}") from error
+    process = ReceiverProcess(transport, pidfd)
+    try:
+        yield place, fd, process
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+        process.close()
+        where = f" on {place['gpu']}" if place.get("gpu") else ""
+        raise TransferFailed(
+            f"{transport}: cannot open the receiver's memory{where}: {error}"
+        ) from error
+    finally:
+        os.close(fd)
+
+
+def _ask(secret: bytes, deadline: float) -> tuple[int, int]:
+    """The memory and the pidfd of the receiver that made the secret."""
+    with _connect(_path(secret), _left_s(deadline)) as connection:
+        if not _is_ours(connection):
+            raise PermissionError("it belongs to another user")
+        with _own_pidfd() as pidfd:
+            socket.send_fds(connection, [secret], [pidfd])
+        connection.settimeout(_left_s(deadline))
+        _, fds = _receive(connection, 1, 2)
+    if len(fds) != 2:
+        for fd in fds:
+            os.close(fd)
+        raise ConnectionError("it did not give its memory")
+    return fds[0], fds[1]
+
+
+def _path(secret: bytes) -> Path:
+    """Which does not tell the secret."""
+    return SHARED_FOLDER / (_PREFIX + hashlib.sha256(secret).hexdigest()[:32])
+
+
+def _connect(path: Path, timeout_s: float) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(str(path))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _receive(connection: socket.socket, max_bytes: int, max_fds: int) -> tuple[bytes, list[int]]:
+    """As `socket.recv_fds`, which in Python 3.11 drops its flags: no child inherits these."""
+    fds = array.array("i")
+    room = socket.CMSG_LEN(max_fds * fds.itemsize)
+    data, found, _, _ = connection.recvmsg(max_bytes, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in found:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) // fds.itemsize * fds.itemsize])
+    return data, list(fds)
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether the process at the other end is of this user."""
+    size = struct.calcsize("iII")
+    _, uid, _ = struct.unpack(
+        "iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
+    return bool(uid == os.geteuid())
+
+
+@contextlib.contextmanager
+def _own_pidfd() -> Iterator[int]:
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)
+
+
+def _remove_abandoned() -> None:
+    """Removes the sockets of this user's processes that were killed while a link opened."""
+    for path in SHARED_FOLDER.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _BINDING_S:
+                try:
+                    _connect(path, 0.0).close()
+                except ConnectionRefusedError:  # no process listens
+                    path.unlink()
+
+
+def _left_s(deadline: float) -> float:
+    if (left_s := deadline - time.monotonic()) <= 0:
+        raise TimeoutError("timed out")
+    return left_s
