@@ -108,7 +108,7 @@ def main(args: argparse.Namespace) -> int:
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # NCCL 2.30: both ends of a pair on one GPU
     os.environ.pop("TRITON_INTERPRET", None)
     if args.smoke:
-        os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     device = "cpu" if args.smoke else args.device
     settings = {"device_name": device, "shapes": args.shape, "smoke": args.smoke}
     report: dict[str, Any] = {
@@ -121,8 +121,10 @@ def main(args: argparse.Namespace) -> int:
         add(report, message)
         report["seconds"] = round(time.monotonic() - began, 1)
         report["targets"] = [] if args.smoke else verdicts(report["tables"])
-        if kept and report["tables"]:  # now: a time limit of others may end this process
-            args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if kept and report["tables"]:  # now, and whole: a time limit of others may end this process
+            partial = args.json.with_name(f"{args.json.name}.partial")
+            partial.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            partial.replace(args.json)
     print("\n".join(text_of(report)))
     if kept and report["tables"]:
         print(f"all figures: {args.json}")

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks import child
 from benchmarks.gpu import cluster, engine, kernels, run
 from benchmarks.gpu.part import Part
 from benchmarks.gpu.run import TARGETS
@@ -44,9 +48,15 @@ def fail(part: Part) -> None:
     raise RuntimeError("no\nmore")
 
 
+def stay(part: Part) -> None:
+    threading.Thread(target=time.sleep, args=(100.0,)).start()
+
+
 def test_a_part_ends_in_time_and_its_failures_are_reported_once_with_their_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(child, "_ENDING_S", 1.0)
+
     def messages_of(function: str) -> list[dict[str, Any]]:
         settings = {**MACHINE, "seconds": 60.0}
         return list(run.run_part("speed", f"{__name__}:{function}", settings, grace_s=1.0))
@@ -61,6 +71,11 @@ def test_a_part_ends_in_time_and_its_failures_are_reported_once_with_their_place
     assert bad["trace"][0].startswith("Traceback")
     assert good["cells"] == {"x": 1}, "others are measured all the same"
     assert (whole["table"], whole["error"]) == ("speed", "RuntimeError: no")
+
+    began = time.monotonic()
+    (failed,) = messages_of("stay")
+    assert failed["error"] == f"it ended with status {-signal.SIGKILL}"
+    assert time.monotonic() - began < 30, "what hangs at its end does not hold up the next part"
 
     monkeypatch.setattr(run.Child, "read", mock.Mock(side_effect=TimeoutError))
     (failed,) = messages_of("fail")
@@ -199,7 +214,7 @@ def test_where_no_gpu_is_it_says_so(
 PRESENT = {
     "torch", "torchgen", "filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx",
     "setuptools", "pkg_resources", "sympy", "typing_extensions", "numpy", "safetensors", "triton",
-    "baton", "benchmarks", "decode_worker", "kvtransfer", "prefill_worker", "router",
+    "baton", "benchmarks", "decode_worker", "kvtransfer", "prefill_worker", "router", "tests",
 }  # fmt: skip
 LACKING = f"""
 import sys
@@ -268,4 +283,4 @@ def test_figures_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Mo
     for variable in ("NCCL_MULTI_RANK_GPU_ENABLE", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(variable, "1")  # restored afterwards
     assert run.main(parser.parse_args(["--smoke", "--json", str(file)])) == 0
-    assert kept == [1, 2]
+    assert kept == [1, 2] and [*tmp_path.iterdir()] == [file]
