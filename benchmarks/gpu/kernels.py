@@ -78,7 +78,7 @@ def _driver() -> str:
     try:
         return subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=20, check=True,
+            capture_output=True, text=True, timeout=10, check=True,
         ).stdout.split("\n")[0].strip()  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return "unknown"

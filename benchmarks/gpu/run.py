@@ -146,13 +146,15 @@ def run(parts: Sequence[str], settings: dict[str, Any], seconds: float) -> Itera
                    "error": "no time is left: give more --minutes"}  # fmt: skip
             continue
         say(f"{part}: up to {left:.0f} s")
+        late = False
         for message in run_part(part, PARTS[part][1], {**settings, "seconds": left}):
             say(_line(message))
+            late |= "late" in message
             if message["table"] == "ceilings" and (cells := message.get("cells")):
                 copy, matmul = cells["copy GB/s"] * 1e9, cells["matmul TFLOP/s"] * 1e12
                 settings = {**settings, "copy_bytes_per_s": copy, "matmul_flops": matmul}
             yield message
-        if part == "machine" and "copy_bytes_per_s" not in settings:
+        if part == "machine" and "copy_bytes_per_s" not in settings and not late:
             return  # what failed has been reported, and would fail everywhere
 
 
@@ -161,7 +163,8 @@ def run_part(
 ) -> Iterator[Message]:
     """A part's messages; how it ended badly, if it did, is the last."""
     argv = [sys.executable, "-m", "benchmarks.gpu.part", function, json.dumps(settings)]
-    place, failed, error, end = "", False, "", time.monotonic() + settings["seconds"] + grace_s
+    place, failed, bad = "", False, dict[str, Any]()
+    end = time.monotonic() + settings["seconds"] + grace_s
     with tempfile.NamedTemporaryFile() as log, Child(argv, Path(log.name)) as child:
         try:
             while True:
@@ -173,12 +176,13 @@ def run_part(
                 yield {**message, "table": message["table"] or part}
         except EOFError:
             if (status := child.wait()) and not failed:
-                error = f"it ended with status {status}{place}"
+                bad = {"error": f"it ended with status {status}{place}"}
         except TimeoutError:
             error = f"not done {grace_s:.0f} s after its time was over{place}"
-        if error:
+            bad = {"error": error, "late": True}
+        if bad:
             trace = Path(log.name).read_text(errors="replace").splitlines()[-30:]
-            yield {"table": part, "name": "the whole part", "error": error, "trace": trace}
+            yield {"table": part, "name": "the whole part", **bad, "trace": trace}
 
 
 def add(report: dict[str, Any], message: Message) -> None:

@@ -90,7 +90,7 @@ def test_what_hangs_is_not_waited_for_in_the_middle_of_an_answer_or_at_its_end(
     with start(tmp_path, half) as one:
         assert one.read(30) == [1]
         os.kill(one.pid, signal.SIGSTOP)
-        with pytest.raises(Failed, match="no answer within 0.2 s"):
+        with pytest.raises(Failed, match="no answer within"):
             one.answer(0.2)
     with start(tmp_path, "import os, time\nos.close(1)\ntime.sleep(60)\n") as one:
         with pytest.raises(EOFError):
