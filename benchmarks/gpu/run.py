@@ -54,8 +54,8 @@ class Target(NamedTuple):
 
 TARGETS = (
     Target("decode attention", "bf16, batch 64, context 4096", "of copy rate", 0.80),
-    Target("prefill attention", "2048 tokens", "of SDPA", 0.8),
-    Target("prefill attention", "8192 tokens", "of SDPA", 0.8),
+    Target("prefill attention", "2048 tokens", "of flash", 0.8),
+    Target("prefill attention", "8192 tokens", "of flash", 0.8),
     Target("decode", "8B bf16, batch 1", "of floor", 0.80),
     Target("decode", "8B bf16, batch 64", "of floor", 0.65),
     Target("decode", "8B bf16, batch 64", "x transformers", 3.0),

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -203,6 +204,25 @@ def test_every_target_names_a_row_that_a_full_run_has() -> None:
     sizes += [("prefill", f"{tokens} tokens") for tokens in engine.PROMPTS]
     rows |= {(table, engine.title_of(EIGHT, engine.BF16, size)) for table, size in sizes}
     assert {(target.table, target.row) for target in TARGETS} <= rows
+
+
+def test_attention_is_compared_with_each_of_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with what torch takes: since 2.11 that is cuDNN's on an H100, and others' elsewhere."""
+
+    def took(*_: object) -> float:
+        flash, cudnn = (
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
+        )
+        assert flash != cudnn and not torch.backends.cuda.math_sdp_enabled()
+        return 0.6 if flash else 0.3
+
+    monkeypatch.setattr(kernels, "seconds", took)
+    shape = {"batch": 1, "context": 0, "tokens": 8, "head_size": 16, "group": 1}
+    part, _ = part_of()
+    compared = partial(kernels._torch_attention, part, 1.0)
+    assert compared(shape) == {"of flash": 0.6, "of cuDNN": 0.3}
+    assert compared({**shape, "context": 8}) == {"of flash": 0.6, "of cuDNN": None}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
