@@ -140,6 +140,9 @@ def test_ours_is_measured_with_transformers_in_turn_or_without_where_it_fails(wh
     cells, calls, sent = measure(None)
     assert cells["x transformers"] == pytest.approx(3.0) and cells["its cache"] == "static"
     assert calls == 3 and not sent
+    if what == "decode":  # 512 tokens of context, and the warm-up and half the steps behind them
+        kv = 64 * (512 + 8 + 64 // 2) * (128 << 10)
+        assert cells["floor ms"] == pytest.approx(1e3 * (engine.weight_bytes(EIGHT) + kv) / 3e12)
     cells, calls, (note,) = measure(TypeError("no such argument"))
     assert next(iter(cells.values())) == 10.0 and "x transformers" not in cells
     assert calls == 1 and note["note"].endswith("no transformers: TypeError: no such argument")
