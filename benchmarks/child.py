@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +16,7 @@ from typing import Any, Self
 from baton.local.child import tied
 
 ROOT = Path(__file__).parents[1]
+_ENDING_S = 10.0  # what a killed process has for it, and one that closed its output by itself
 
 
 class Failed(Exception):
@@ -33,7 +35,7 @@ class Child:
     def __init__(
         self, argv: Sequence[str], log: Path, env: Mapping[str, str] | None = None
     ) -> None:
-        self._log = log
+        self._log, self._unread = log, b""
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
                 tied(argv), cwd=ROOT, env={**os.environ, **(env or {})}, bufsize=0,
@@ -51,11 +53,15 @@ class Child:
     def read(self, timeout_s: float) -> Any:
         """The next message. Raises EOFError where it ended, TimeoutError where it is silent."""
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], max(0.0, timeout_s))[0]:
-            raise TimeoutError(f"no answer within {timeout_s:g} s")
-        if line := self._process.stdout.readline():
-            return json.loads(line)
-        raise EOFError
+        end, out = time.monotonic() + timeout_s, self._process.stdout.fileno()
+        while b"\n" not in self._unread:  # a part of a line is silence, too
+            if not select.select([out], [], [], max(0.0, end - time.monotonic()))[0]:
+                raise TimeoutError(f"no answer within {timeout_s:g} s")
+            if not (more := os.read(out, 1 << 16)):
+                raise EOFError
+            self._unread += more
+        line, _, self._unread = self._unread.partition(b"\n")
+        return json.loads(line)
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
         """The next message. Raises Failed where it is an error, late or none: a late one ends."""
@@ -71,18 +77,25 @@ class Child:
         return message
 
     def wait(self) -> int:
-        """Its exit status, once it has ended."""
-        return self._process.wait()
+        """Its exit status, once its output has ended; it is killed if it does not end in time."""
+        try:
+            return self._process.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return -signal.SIGKILL
 
     def kill(self) -> None:
-        """Ends it and what it started."""
+        """Ends it and what it started. A driver can hold a process beyond that: it is left."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ENDING_S)
 
     def close(self) -> None:
-        with self._process:  # which closes its pipes
-            self.kill()
+        self.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
 
     def __enter__(self) -> Self:
         return self

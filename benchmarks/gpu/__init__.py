@@ -16,12 +16,16 @@ from typing import NoReturn
 
 
 class _Absent(ModuleType):
+    def __init__(self, name: str, reason: Exception) -> None:
+        super().__init__(name)
+        self._reason = reason
+
     def __getattr__(self, name: str) -> Callable[..., NoReturn]:
         if name.startswith("__"):
             raise AttributeError(name)
 
         def absent(*_: object, **__: object) -> NoReturn:
-            raise ImportError(f"{self.__name__}.{name} is not installed")
+            raise ImportError(f"no {self.__name__}.{name}: {self._reason}") from self._reason
 
         return absent
 
@@ -30,8 +34,8 @@ def stand_in(name: str) -> None:
     """Puts a module of names where an import fails."""
     try:
         importlib.import_module(name)
-    except Exception:  # protobuf refuses messages of a newer one with errors of its own
-        sys.modules[name] = _Absent(name)
+    except Exception as error:  # protobuf refuses messages of a newer one with errors of its own
+        sys.modules[name] = _Absent(name, error)
 
 
 for _name in ("baton.v1.common_pb2", "baton.structured_output", "xxhash"):

@@ -255,9 +255,9 @@ class Measuring:
         step_s, rival = self._in_turn("decode", batch, ours, theirs, steps)
         cells: Cells = {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
         if part.copy_bytes_per_s:
-            seen = batch * (self.context + self.steps // 2)  # in the middle of what was counted
+            middle = self.context + self.warm_up + self.steps // 2  # of what was counted
             moved = weight_bytes(self.shape, self.formats)
-            moved += seen * self.formats.layout(self.shape).bytes_per_token
+            moved += batch * middle * self.formats.layout(self.shape).bytes_per_token
             floor = moved / part.copy_bytes_per_s
             cells |= {"floor ms": floor * 1e3, "of floor": floor / step_s}
         return cells | rival

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 import triton
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from baton.engine.ops.triton.spec import Key, error_of, small, specs_in, text_of
@@ -25,7 +25,10 @@ TABLE = "kernels against their references"
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 4096, 16384)
 PROMPTS = ((512, 0), (2048, 0), (8192, 0), (2048, 8192))  # tokens, tokens before them
 _GROWING = ("rows", "batch", "context", "tokens", "blocks")  # sizes that vary from check to check
-_OF_MEMORY = 0.3  # of what is free: for a pool, and as much for SDPA's K and V
+_OF_MEMORY = 0.3  # of what is free: for a pool, and as much for torch's K and V
+TORCH_ATTENTION = {
+    "of flash": SDPBackend.FLASH_ATTENTION, "of cuDNN": SDPBackend.CUDNN_ATTENTION
+}  # fmt: skip
 _MOVED = 512 << 20  # bytes of blocks
 KernelCase: TypeAlias = tuple[str, str, Key]  # a row, its kernel, and the shape
 
@@ -78,7 +81,7 @@ def _driver() -> str:
     try:
         return subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=20, check=True,
+            capture_output=True, text=True, timeout=10, check=True,
         ).stdout.split("\n")[0].strip()  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return "unknown"
@@ -208,7 +211,7 @@ def _heads(part: Part) -> dict[str, int | str]:
 
 
 def _measured(part: Part, kernel: str, shape: Key) -> Cells:
-    """A launch's rate; of attention in bfloat16 beside SDPA's."""
+    """A launch's rate; of attention in bfloat16 beside torch's."""
     trial = specs()[kernel].trial(shape, part.device)
     took = seconds(partial(trial.run, None), part.device)
     cells: Cells = {"us": took * 1e6}
@@ -219,17 +222,20 @@ def _measured(part: Part, kernel: str, shape: Key) -> Cells:
     else:
         cells |= part.of_copy(trial.moved_bytes, took)
     is_compared = kernel.endswith("attention") and shape.get("kv") != "fp8"
-    return cells | _sdpa(part, took, shape) if is_compared else cells
+    return cells | _torch_attention(part, took, shape) if is_compared else cells
 
 
-def _sdpa(part: Part, ours_s: float, shape: Key) -> Cells:
-    """Its share on contiguous inputs, and its kernel; None where it cannot, or not in the memory.
+def _torch_attention(part: Part, ours_s: float, shape: Key) -> Cells:
+    """What torch's attention takes of our time by each of its kernels, on contiguous inputs; None
+    for one that cannot, or not in the memory. (Which one torch takes itself depends on its version
+    and on the GPU.)
 
     For prompts it has K and V of every query head, which its fastest kernels want behind a prefix.
     """
     tokens = int(shape.get("tokens", 0))
     rows, total, heads = tokens or 1, int(shape["context"]) + tokens, 8 * int(shape["group"])
     kv_heads = heads if tokens else 8
+    cells: Cells = dict.fromkeys(TORCH_ATTENTION)
     try:
         q, k, v = (
             torch.randn(
@@ -238,15 +244,16 @@ def _sdpa(part: Part, ours_s: float, shape: Key) -> Cells:
             )
             for count, length in ((heads, rows), (kv_heads, total), (kv_heads, total))
         )  # fmt: skip
-        kind, options = None, dict[str, Any]()  # with a mask it chooses for itself
-        if 1 < rows < total:
-            options["attn_mask"] = causal_lower_right(rows, total)
-        else:
-            options |= {"is_causal": rows == total, "enable_gqa": heads != kv_heads}
-            kind = SDPBackend(torch._fused_sdp_choice(q, k, v, **options)).name.lower()
+        options: dict[str, Any] = {"is_causal": rows == total, "enable_gqa": heads != kv_heads}
+        kernels = TORCH_ATTENTION
+        if 1 < rows < total:  # cuDNN's would be given the mask as a tensor
+            options = {"attn_mask": causal_lower_right(rows, total)}
+            kernels = {"of flash": SDPBackend.FLASH_ATTENTION}
         attend = partial(F.scaled_dot_product_attention, q, k, v, **options)
-        return {"of SDPA": seconds(attend, part.device) / ours_s, "SDPA by": kind}
+        for name, kernel in kernels.items():
+            with sdpa_kernel(kernel):
+                cells[name] = seconds(attend, part.device) / ours_s
     except Exception as error:  # whatever version of it is there
         if is_fatal(error):
             raise
-        return {"of SDPA": None, "SDPA by": None}
+    return cells

@@ -7,6 +7,7 @@ its traceback; and what it is `doing`, in case it ends there.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import pkgutil
 import sys
@@ -156,10 +157,12 @@ def failure(error: Exception) -> dict[str, Any]:
 
 def main() -> None:
     """A part's process: the function "module:name" of the command line, with its settings."""
-    function, settings = sys.argv[1:]
+    function, settings = sys.argv[1], json.loads(sys.argv[2])
     send = messages()
     try:
-        pkgutil.resolve_name(function)(Part(send, **json.loads(settings)))
+        if settings["smoke"]:  # kernels are interpreted, as in tests
+            importlib.import_module("tests.interpreted")
+        pkgutil.resolve_name(function)(Part(send, **settings))
     except Exception as error:
         send({"table": "", "name": "the whole part", **failure(error)})
 

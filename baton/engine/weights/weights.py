@@ -263,12 +263,12 @@ def random_weights(
     shifts = itertools.count()
 
     def make(shapes: Shapes) -> Tensor:
-        whole = torch.empty(_joined(shapes), dtype=dtype, device=device)
+        shape = _joined(shapes)
         if next(iter(shapes)).endswith("norm.weight"):
-            return whole.fill_(1)
-        if device.type == "cpu":
-            return whole.normal_(std=RANDOM_STD, generator=generator)
-        shifted = noise.roll(next(shifts))
+            return torch.ones(shape, dtype=dtype, device=device)
+        if device.type == "cpu":  # rounded here: torch 2.11 has other numbers for each type
+            return torch.empty(shape).normal_(std=RANDOM_STD, generator=generator).to(dtype)
+        whole, shifted = torch.empty(shape, dtype=dtype, device=device), noise.roll(next(shifts))
         for piece in whole.view(-1).split(_NOISE):
             piece.copy_(shifted[: len(piece)])
         return whole

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -15,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks import child
 from benchmarks.gpu import cluster, engine, kernels, run
 from benchmarks.gpu.part import Part
 from benchmarks.gpu.run import TARGETS
@@ -45,9 +50,15 @@ def fail(part: Part) -> None:
     raise RuntimeError("no\nmore")
 
 
+def stay(part: Part) -> None:
+    threading.Thread(target=time.sleep, args=(100.0,)).start()
+
+
 def test_a_part_ends_in_time_and_its_failures_are_reported_once_with_their_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(child, "_ENDING_S", 1.0)
+
     def messages_of(function: str) -> list[dict[str, Any]]:
         settings = {**MACHINE, "seconds": 60.0}
         return list(run.run_part("speed", f"{__name__}:{function}", settings, grace_s=1.0))
@@ -63,9 +74,25 @@ def test_a_part_ends_in_time_and_its_failures_are_reported_once_with_their_place
     assert good["cells"] == {"x": 1}, "others are measured all the same"
     assert (whole["table"], whole["error"]) == ("speed", "RuntimeError: no")
 
+    began = time.monotonic()
+    (failed,) = messages_of("stay")
+    assert failed["error"] == f"it ended with status {-signal.SIGKILL}"
+    assert time.monotonic() - began < 30, "what hangs at its end does not hold up the next part"
+
     monkeypatch.setattr(run.Child, "read", mock.Mock(side_effect=TimeoutError))
     (failed,) = messages_of("fail")
     assert failed["error"] == "not done 1 s after its time was over"
+
+
+@pytest.mark.parametrize(("late", "parts"), [({}, ["machine"]), ({"late": True}, [*run.PARTS])])
+def test_a_machine_that_is_late_costs_the_ceilings_only(
+    late: dict[str, bool], parts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(part: str, *_: object) -> Iterator[dict[str, Any]]:
+        yield {"table": part, "name": "the whole part", "error": "no", "trace": [], **late}
+
+    monkeypatch.setattr(run, "run_part", failing)
+    assert [message["table"] for message in run.run([*run.PARTS], MACHINE, 480.0)] == parts
 
 
 @pytest.mark.parametrize(
@@ -114,6 +141,9 @@ def test_ours_is_measured_with_transformers_in_turn_or_without_where_it_fails(wh
     cells, calls, sent = measure(None)
     assert cells["x transformers"] == pytest.approx(3.0) and cells["its cache"] == "static"
     assert calls == 3 and not sent
+    if what == "decode":  # 512 tokens of context, and the warm-up and half the steps behind them
+        kv = 64 * (512 + 8 + 64 // 2) * (128 << 10)
+        assert cells["floor ms"] == pytest.approx(1e3 * (engine.weight_bytes(EIGHT) + kv) / 3e12)
     cells, calls, (note,) = measure(TypeError("no such argument"))
     assert next(iter(cells.values())) == 10.0 and "x transformers" not in cells
     assert calls == 1 and note["note"].endswith("no transformers: TypeError: no such argument")
@@ -180,6 +210,25 @@ def test_every_target_names_a_row_that_a_full_run_has() -> None:
     assert {(target.table, target.row) for target in TARGETS} <= rows
 
 
+def test_attention_is_compared_with_each_of_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with what torch takes: since 2.11 that is cuDNN's on an H100, and others' elsewhere."""
+
+    def took(*_: object) -> float:
+        flash, cudnn = (
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
+        )
+        assert flash != cudnn and not torch.backends.cuda.math_sdp_enabled()
+        return 0.6 if flash else 0.3
+
+    monkeypatch.setattr(kernels, "seconds", took)
+    shape = {"batch": 1, "context": 0, "tokens": 8, "head_size": 16, "group": 1}
+    part, _ = part_of()
+    compared = partial(kernels._torch_attention, part, 1.0)
+    assert compared(shape) == {"of flash": 0.6, "of cuDNN": 0.3}
+    assert compared({**shape, "context": 8}) == {"of flash": 0.6, "of cuDNN": None}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_where_no_gpu_is_it_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -200,7 +249,7 @@ def test_where_no_gpu_is_it_says_so(
 PRESENT = {
     "torch", "torchgen", "filelock", "fsspec", "jinja2", "markupsafe", "mpmath", "networkx",
     "setuptools", "pkg_resources", "sympy", "typing_extensions", "numpy", "safetensors", "triton",
-    "baton", "benchmarks", "decode_worker", "kvtransfer", "prefill_worker", "router",
+    "baton", "benchmarks", "decode_worker", "kvtransfer", "prefill_worker", "router", "tests",
 }  # fmt: skip
 LACKING = f"""
 import sys
@@ -234,7 +283,8 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     transfers = 2 + HAS_NAMESPACES
     assert done.returncode == 1, done.stdout
     assert f"failed: {transfers}" in done.stdout.splitlines(), done.stdout
-    assert all("xxhash" in one["error"] for one in found["failed"]), found["failed"]
+    missing = "ImportError: no xxhash.xxh3_64: No module named 'xxhash'"
+    assert all(one["error"] == missing for one in found["failed"]), found["failed"]
     assert {one["table"] for one in found["failed"]} == {"transfer"}
     assert set(found["tables"]) == {
         "machine", "ceilings", "decode attention", "prefill attention", "rows", "blocks",
@@ -275,4 +325,4 @@ def test_figures_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.Mo
     for variable in ("NCCL_MULTI_RANK_GPU_ENABLE", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(variable, "1")  # restored afterwards
     assert run.main(parser.parse_args(["--smoke", "--json", str(file)])) == 0
-    assert kept == [1, 2]
+    assert kept == [1, 2] and [*tmp_path.iterdir()] == [file]

@@ -3,11 +3,15 @@
 import argparse
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import asdict
 
 import pytest
 
+from benchmarks import child
 from benchmarks.child import ROOT, Child, Failed
 from benchmarks.engine import compare
 from benchmarks.engine.adapters.protocol import Setup
@@ -76,6 +80,35 @@ def test_an_adapter_that_does_not_start_is_missing_or_failed(tmp_path, body, err
             compare.ready(one, 0.5 if "sleep" in body else 30)
         with pytest.raises(Failed, match="it ended with status"):
             compare.run(one, Work("", {"prefill": [50]}, 1))
+
+
+def test_what_hangs_is_not_waited_for_in_the_middle_of_an_answer_or_at_its_end(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(child, "_ENDING_S", 0.5)
+    half = "import os, time\nos.write(1, b'[1]\\n{')\ntime.sleep(60)\n"
+    with start(tmp_path, half) as one:
+        assert one.read(30) == [1]
+        os.kill(one.pid, signal.SIGSTOP)
+        with pytest.raises(Failed, match="no answer within"):
+            one.answer(0.2)
+    with start(tmp_path, "import os, time\nos.close(1)\ntime.sleep(60)\n") as one:
+        with pytest.raises(EOFError):
+            one.read(30)
+        assert one.wait() == -signal.SIGKILL
+    # As a driver does: it holds on to a process that was killed.
+    with start(tmp_path, "import time\ntime.sleep(60)\n") as one:
+        held = one._process
+        monkeypatch.setattr(held, "wait", lambda timeout=None: over(held, timeout))
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    monkeypatch.undo()
+    assert held.wait() == -signal.SIGKILL
+
+
+def over(process, timeout):
+    assert timeout is not None, "it would be waited for without end"
+    raise subprocess.TimeoutExpired(process.args, timeout)
 
 
 def test_prompts_differ_by_seed_and_lie_in_the_vocabulary():

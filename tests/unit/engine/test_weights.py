@@ -207,6 +207,9 @@ def test_a_bare_config_has_no_weights_but_random_ones_that_follow_the_seed(tmp_p
     for a, b in zip(tensors_of(first), tensors_of(same), strict=True):
         assert torch.equal(a, b)
     assert not torch.equal(first.layers[0].qkv.tensor, other.layers[0].qkv.tensor)
+    whole = random_weights(config, torch.float32, CPU, 1)
+    for rounded, full in zip(tensors_of(first), tensors_of(whole), strict=True):
+        assert torch.equal(rounded, full.bfloat16()), "the same numbers in every type"
     # Another device's never lie on the host: tried with one that keeps shapes only.
     meta = torch.device("meta")
     for weights in (

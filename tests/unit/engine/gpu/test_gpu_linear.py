@@ -55,7 +55,12 @@ def test_fp8_products_are_those_of_the_reference(rows, biased, dtype):
     bias = random(48, seed=2, dtype=dtype) if biased else None
     weight = gpu.GpuFp8Weight.of(full)
     values, scales = quantize_rows(x, FP8)
-    got = weight.product(values, scales, bias, dtype)
+    try:
+        got = weight.product(values, scales, bias, dtype)
+    except RuntimeError as error:
+        if "per-tensor scaling for CPU" not in str(error):
+            raise
+        pytest.skip("torch 2.11 has this product on GPUs only")
     assert (got.shape, got.dtype) == ((rows, 48), dtype)
     expected = Fp8Weight(weight.values, weight.scales).apply(x, bias)
     torch.testing.assert_close(got, expected, rtol=1e-5 + torch.finfo(dtype).eps, atol=1e-3)

@@ -66,9 +66,10 @@ def test_all_kernels_compile_for_all_architectures(tmp_path: Path) -> None:
     for text in decode:  # 16 bytes at a time, which pass by the first-level cache
         assert "cp.async.cg.shared.global" in text and "cp.async.ca" not in text
     (decode_fp8,) = (text for name, text in hopper.items() if DECODE_FP8.match(name))
-    widths = re.findall(r"cp\.async\.c[ag]\..*, 0x(\w+), ", decode_fp8)
+    widths = [int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\..*, 0x(\w+), ", decode_fp8)]
     # 16 or 8 bytes of elements at a time; 4 are a scale, of which there is one for a whole row.
-    assert widths.count("4") < min(widths.count("10"), widths.count("8"))
+    scales, keys, values = (size * widths.count(size) for size in (4, 8, 16))
+    assert scales < min(keys, values)
     bfloat16 = re.findall(
         r"^(?:pre|de)\S+_attention .* (\d+) +\d+  (?:programs|tokens|window)=.*", done.stdout, re.M
     )
