@@ -27,7 +27,10 @@ from baton.engine.ops.triton.attention_common import (
     LOWEST,
     NO_WINDOW,
     attend_range,
+    elements,
     first_state,
+    halves,
+    joined,
     pool_sizes,
     scored,
 )
@@ -106,6 +109,7 @@ def decode_attention(
     # Tensor cores take tiles of 16 rows at least.
     group_pad = max(16, int(triton.next_power_of_2(heads // kv_heads)))
     launch = {name: config[name] for name in ("num_warps", "num_stages", "TILE")}
+    pool = elements(pool)
     decode_kernel[programs, kv_heads](
         q, pool, block_tables, out, *places, plan.firsts, rows, layer, block_tables.stride(0),
         pool.stride(0), *scored(scoring), window or NO_WINDOW, WINDOWED=window is not None,
@@ -163,8 +167,8 @@ def decode_kernel(
     q_rows, pool, block_tables, out, parts, seq_lens, ends, firsts, rows, layer, table_stride,
     block_stride, scale, softcap, sinks, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, K_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
-    WINDOWED: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr,
+    HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, FP8: tl.constexpr, K_TYPE: tl.constexpr,
+    V_TYPE: tl.constexpr, WINDOWED: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One share of one KV head: the results of whole rows, and parts of those that others share.
 
@@ -208,19 +212,20 @@ def decode_kernel(
         q = tl.load(q_rows + heads[:, None] * HEAD_SIZE + dims[None, :], mask=wanted, other=0.0)
         block_table = block_tables + row.to(tl.int64) * table_stride
 
-        weighted = tl.zeros([GROUP_PAD, HEAD_PAD], dtype=tl.float32)
+        q, q_odd = halves(q.to(K_TYPE), QUANTIZED)
+        weighted, odd = halves(tl.zeros([GROUP_PAD, HEAD_PAD], dtype=tl.float32), QUANTIZED)
         total, largest = first_state(sinks, kv_head * GROUP + head, head < GROUP)
         if sinks is not None and at > row_begin:  # only a row's beginning has it
             total, largest = first_state(None, head, head < GROUP)
         # Only the first and the last tile can have keys to leave out, but looking costs no time
         # next to the memory, and one loop keeps loads under way from the first tile to the last.
-        weighted, total, largest = attend_range(
-            q.to(K_TYPE), weighted, total, largest, k_base, k_base + PART, block_table, begin, end,
+        weighted, odd, total, largest = attend_range(
+            q, q_odd, weighted, odd, total, largest, k_base, k_base + PART, block_table, begin, end,
             least, end, None, None, scale, softcap, block_stride, BLOCK_SIZE, HEAD_SIZE, HEAD_PAD,
-            QUANTIZED, V_TYPE, TILE, PARTLY=True, CAUSAL=False, WINDOWED=False,
+            QUANTIZED, FP8, V_TYPE, TILE, PARTLY=True, CAUSAL=False, WINDOWED=False,
         )  # fmt: skip
 
-        result = weighted / tl.where(total == 0, 1.0, total)[:, None]
+        result = joined(weighted, odd, QUANTIZED) / tl.where(total == 0, 1.0, total)[:, None]
         if place >= 0:
             part = place * HEADS + kv_head * GROUP + head
             tl.store(parts + part[:, None] * HEAD_SIZE + dims[None, :], result, mask=wanted)
@@ -332,6 +337,7 @@ def prefill_attention(
     sizes, key = pool_sizes(q, pool)
     config = config or choose("prefill_attention", {**key, "rows": tiles.rows}, q.device)
     out = torch.empty_like(q)
+    pool = elements(pool)
     prefill_kernel[sizes["KV_HEADS"], len(tiles.places)](
         q, pool, block_tables, context_lens, query_lens, tiles.places, out, layer,
         block_tables.stride(0), pool.stride(0), *scored(scoring), scoring.window or NO_WINDOW,
@@ -349,8 +355,9 @@ def prefill_kernel(
     q_rows, pool, block_tables, context_lens, query_lens, places, out, layer, table_stride,
     block_stride, scale, softcap, sinks, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, K_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr, TILE: tl.constexpr,
+    HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, FP8: tl.constexpr, K_TYPE: tl.constexpr,
+    V_TYPE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows of one KV head, over all keys that any of them sees.
 
@@ -379,7 +386,8 @@ def prefill_kernel(
     k_base = pool + layer.to(tl.int64) * (2 * PART) + kv_head * (BLOCK_SIZE * ROW_SIZE)
     block_table = block_tables + sequence.to(tl.int64) * table_stride
 
-    weighted = tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32)
+    q, q_odd = halves(q, QUANTIZED)
+    weighted, odd = halves(tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32), QUANTIZED)
     total, largest = first_state(sinks, kv_head * GROUP + row % GROUP, token < tokens)
 
     #  begin .............. | whole ................. | diagonal ............. | end
@@ -394,12 +402,12 @@ def prefill_kernel(
         whole = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), TILE) * TILE, diagonal)
         edges = (begin // TILE * TILE, whole, diagonal, end)
     for part in tl.static_range(0 if WINDOWED else 1, 3):
-        weighted, total, largest = attend_range(
-            q, weighted, total, largest, k_base, k_base + PART, block_table, edges[part],
-            edges[part + 1], begin, end, positions, window, scale, softcap, block_stride,
-            BLOCK_SIZE, HEAD_SIZE, HEAD_PAD, QUANTIZED, V_TYPE, TILE, PARTLY=part != 1,
-            CAUSAL=part == 2, WINDOWED=WINDOWED and part != 1,
+        weighted, odd, total, largest = attend_range(
+            q, q_odd, weighted, odd, total, largest, k_base, k_base + PART, block_table,
+            edges[part], edges[part + 1], begin, end, positions, window, scale, softcap,
+            block_stride, BLOCK_SIZE, HEAD_SIZE, HEAD_PAD, QUANTIZED, FP8, V_TYPE, TILE,
+            PARTLY=part != 1, CAUSAL=part == 2, WINDOWED=WINDOWED and part != 1,
         )  # fmt: skip
 
-    result = weighted / tl.where(total == 0, 1.0, total)[:, None]
+    result = joined(weighted, odd, QUANTIZED) / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=wanted)

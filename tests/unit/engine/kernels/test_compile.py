@@ -67,8 +67,9 @@ def test_all_kernels_compile_for_all_architectures(tmp_path: Path) -> None:
         assert "cp.async.cg.shared.global" in text and "cp.async.ca" not in text
     (decode_fp8,) = (text for name, text in hopper.items() if DECODE_FP8.match(name))
     widths = re.findall(r"cp\.async\.c[ag]\..*, 0x(\w+), ", decode_fp8)
-    # 16 or 8 bytes of elements at a time; 4 are a scale, of which there is one for a whole row.
-    assert widths.count("4") < min(widths.count("10"), widths.count("8"))
+    # 16 bytes of elements at a time; 4 are a scale, of which there is one for a whole row.
+    assert {*widths} == {"10", "4"} and widths.count("4") < widths.count("10")
+    assert "ldmatrix" in decode_fp8 and "fma.rn.bf16x2" in decode_fp8, "pairs of elements"
     bfloat16 = re.findall(
         r"^(?:pre|de)\S+_attention .* (\d+) +\d+  (?:programs|tokens|window)=.*", done.stdout, re.M
     )
