@@ -86,21 +86,22 @@ def plan_decode(
 
 
 def decode_attention(
-    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, plan: DecodePlan, scoring: Scoring
-) -> Tensor:
-    """Attention of each row of q over its own sequence, whose KV is in the pool already.
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, plan: DecodePlan, scoring: Scoring,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """Writes the attention of each row of q over its own sequence, whose KV is in the pool already.
 
     q: `[rows, heads, head_size]`, contiguous · block_tables: int32 `[rows, width]`, the blocks of
     each sequence; what lies behind those of its tokens is not read · plan: for these rows and the
-    window of scoring. Result like q, zeros for padding rows. Waits for nothing on the device.
+    window of scoring · out: like q; zeros for padding rows. Waits for nothing on the device.
     """
     window, config, programs = plan.window, plan.config, len(plan.firsts)
     rows, heads, head_size = q.shape
     assert window == scoring.window and len(plan.ends) == rows
     assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
+    assert out.is_contiguous() and out.shape == q.shape and out.dtype == q.dtype
     sizes, _ = pool_sizes(q, pool)
     kv_heads = sizes["KV_HEADS"]
-    out = torch.empty_like(q)
     # The weighted sums of parts of rows, and behind all of them their log-sum-exps. A program has
     # two at most: the end of a row that others began, and the beginning of one that others end.
     size = 2 * programs * heads * (head_size + 1)
@@ -119,7 +120,6 @@ def decode_attention(
         out, *places, rows, programs, window or NO_WINDOW, HEAD_SIZE=head_size,
         HEAD_PAD=sizes["HEAD_PAD"], TILE=config["TILE"], PARTS=16,
     )  # fmt: skip
-    return out
 
 
 @cache
@@ -325,18 +325,18 @@ def plan_tiles(query_lens: Tensor, num_rows: int, group: int) -> Tiles:
 
 def prefill_attention(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
-    query_lens: Tensor, tiles: Tiles, scoring: Scoring, config: Config | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention of every row over its sequence up to itself, whose KV is in the pool already.
+    query_lens: Tensor, tiles: Tiles, scoring: Scoring, out: Tensor, config: Config | None = None,
+) -> None:  # fmt: skip
+    """Writes the attention of every row over its sequence up to itself, whose KV is in the pool.
 
     As `decode_attention`, but q has one sequence's rows after the other's · block_tables: of each
     sequence · context_lens: int32 `[sequences]`, tokens before a sequence's first row · query_lens:
     int32 `[sequences]`, its rows · tiles: `plan_tiles` of these query_lens.
     """
     assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
+    assert out.is_contiguous() and out.shape == q.shape and out.dtype == q.dtype
     sizes, key = pool_sizes(q, pool)
     config = config or choose("prefill_attention", {**key, "rows": tiles.rows}, q.device)
-    out = torch.empty_like(q)
     pool = elements(pool)
     prefill_kernel[sizes["KV_HEADS"], len(tiles.places)](
         q, pool, block_tables, context_lens, query_lens, tiles.places, out, layer,
@@ -344,7 +344,6 @@ def prefill_attention(
         **sizes, TOKENS=tiles.tokens, ROWS=tiles.rows, WINDOWED=scoring.window is not None,
         **config,
     )  # fmt: skip
-    return out
 
 
 @triton.jit(

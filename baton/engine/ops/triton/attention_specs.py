@@ -135,8 +135,9 @@ def _trial(
         seq_lens = context_lens + 1
 
         def run(config: Config | None) -> tuple[Tensor]:
-            plan = plan_decode(q, pool, seq_lens, window, programs, config)
-            return (decode_attention(*first, plan, scoring),)
+            plan, out = plan_decode(q, pool, seq_lens, window, programs, config), torch.empty_like(q)
+            decode_attention(*first, plan, scoring, out)
+            return (out,)
 
         return Trial(
             key,
@@ -146,11 +147,15 @@ def _trial(
         )
     tiles = plan_tiles(query_lens, len(q), q.shape[1] // pool.shape[3])
     pairs = sum(b * a + b * (b + 1) / 2 for a, b in zip(before, tokens, strict=True))
+
+    def run_prefill(config: Config | None) -> tuple[Tensor]:
+        out = torch.empty_like(q)
+        prefill_attention(*first, context_lens, query_lens, tiles, scoring, out, config)
+        return (out,)
+
     return Trial(
         {**key, "rows": tiles.rows},
-        lambda config: (
-            prefill_attention(*first, context_lens, query_lens, tiles, scoring, config),
-        ),
+        run_prefill,
         reference,
         flops=4.0 * q.shape[1] * q.shape[2] * pairs,
     )

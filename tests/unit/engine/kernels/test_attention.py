@@ -54,13 +54,16 @@ class Inputs:
         return cls(*drawn, lengths, Scoring(0.3, **scoring))
 
     def run(self, programs: int = 2) -> Tensor:
+        out = torch.empty_like(self.q)
         arguments = (self.q, self.pool, 1, self.tables)
         if len(self.lens) == 1:
             plan = plan_decode(self.q, self.pool, *self.lens, self.scoring.window, programs)
-            return decode_attention(*arguments, plan, self.scoring)
+            decode_attention(*arguments, plan, self.scoring, out)
+            return out
         group = self.q.shape[1] // self.pool.shape[3]
         tiles = plan_tiles(self.lens[1], len(self.q), group)
-        return prefill_attention(*arguments, *self.lens, tiles, self.scoring)
+        prefill_attention(*arguments, *self.lens, tiles, self.scoring, out)
+        return out
 
 
 @pytest.mark.parametrize("trial", [decode_trial, prefill_trial])
@@ -141,8 +144,9 @@ def test_reaches_blocks_beyond_2_to_the_31_elements() -> None:
     tables = torch.tensor([[num_blocks - 1]], dtype=torch.int32)
     lengths = torch.tensor([16], dtype=torch.int32)
     plan = plan_decode(q, pool, lengths, None)
-    out = decode_attention(q, pool, 0, tables, plan, Scoring(0.3))
-    near = decode_attention(q, pool[-1:].clone(), 0, tables * 0, plan, Scoring(0.3))
+    out, near = torch.empty_like(q), torch.empty_like(q)
+    decode_attention(q, pool, 0, tables, plan, Scoring(0.3), out)
+    decode_attention(q, pool[-1:].clone(), 0, tables * 0, plan, Scoring(0.3), near)
     assert torch.equal(out, near)
 
 
