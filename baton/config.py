@@ -36,6 +36,7 @@ LOG_LEVEL_TEXT = "of log lines on stderr"
 DRAIN_TEXT = "for running requests to end after SIGTERM"
 ROUTER_PROCESSES_TEXT = "processes of each router, at the same ports: one for each core it may use"
 MAX_ROUTER_PROCESSES = 64
+MAX_STREAM_INTERVAL = 64  # so many may have to be computed again when a worker dies
 MAX_TP = 64
 NAME_TEXT = (
     "of this process in status, traces and logs, which append an id of its run to it "
@@ -257,6 +258,12 @@ class EngineConfig(CacheConfig):
         "its GPUs from --device on, one each; --threads and --cpus are divided among them",
         least=1,
         most=MAX_TP,
+    )
+    expert_parallel: bool = option(
+        False,
+        "--expert-parallel",
+        "of a mixture of experts each rank of --tp holds some whole, and not a part of every one: "
+        "where experts cannot be cut evenly, or parts of them would be too small",
     )
     tp_backend: str = option(
         "shm",
@@ -492,6 +499,14 @@ class RouterLimits:
         "refuse at once what cannot have its first token in this time (default: no target)",
         most=MAX_TTFT_TARGET_S,
         hint=TTFT_HINT,
+    )
+    stream_interval: int = option(
+        1,
+        "--stream-interval TOKENS",
+        "of a stream come together, at least, but for the first and the last, unless a request or "
+        "its stop strings ask for others; the more, the less a stream costs router and workers",
+        least=1,
+        most=MAX_STREAM_INTERVAL,
     )
     max_prompt_tokens: int = option(
         0, "--max-prompt-tokens TOKENS", "of a prompt (default: what the context holds)"

@@ -13,7 +13,8 @@ from typing import Any
 class Shape:
     """Sizes of a Llama-like model; `biased` gives q, k and v a bias.
 
-    `tied`: the embedding is also what gives the scores. `max_context`: tokens.
+    `tied`: the embedding is also what gives the scores. `max_context`: tokens. `experts`: each as
+    large as `intermediate`, of which a token takes `per_token`, in place of one MLP; 0: none.
     """
 
     name: str
@@ -27,6 +28,8 @@ class Shape:
     tied: bool = True
     rope_theta: float = 100000.0
     max_context: int = 8192
+    experts: int = 0
+    per_token: int = 0
 
     @property
     def head_size(self) -> int:
@@ -37,7 +40,8 @@ class Shape:
     def num_parameters(self) -> int:
         """Weights, each counted once."""
         biases = (self.hidden + 2 * self.kv_heads * self.head_size) * self.biased
-        layer = self.layer_matrices + biases + 2 * self.hidden
+        head_norms = 2 * self.head_size if self.experts else 0
+        layer = self.layer_matrices + biases + 2 * self.hidden + head_norms
         embeddings = self.vocab * (1 if self.tied else 2)
         return self.layers * layer + (embeddings + 1) * self.hidden
 
@@ -45,13 +49,26 @@ class Shape:
     def layer_matrices(self) -> int:
         """Elements of one layer's matrices."""
         attention = 2 * self.hidden * (self.hidden + self.kv_heads * self.head_size)
-        return attention + 3 * self.hidden * self.intermediate
+        mlp = 3 * self.hidden * self.intermediate
+        return attention + (self.experts * (mlp + self.hidden) if self.experts else mlp)
 
     def config(self) -> dict[str, Any]:
         """Its config.json, as Hugging Face transformers writes one."""
+        kind, experts = ("Qwen2", "qwen2") if self.biased else ("Llama", "llama"), {}
+        if self.experts:
+            kind, experts = (
+                ("Qwen3Moe", "qwen3_moe"),
+                {
+                    "num_experts": self.experts,
+                    "num_experts_per_tok": self.per_token,
+                    "moe_intermediate_size": self.intermediate,
+                    "norm_topk_prob": True,
+                },
+            )
         return {
-            "architectures": ["Qwen2ForCausalLM" if self.biased else "LlamaForCausalLM"],
-            "model_type": "qwen2" if self.biased else "llama",
+            "architectures": [f"{kind[0]}ForCausalLM"],
+            "model_type": kind[1],
+            **experts,
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
@@ -76,6 +93,8 @@ SHAPES = {
     "tiny": Shape("tiny", 128, 2, 4, 2, 256, 512),  # for tests
     "M": Shape("M", 576, 30, 9, 3, 1536, 49152),  # SmolLM2-135M
     "L": Shape("L", 896, 24, 14, 2, 4864, 151936, biased=True),  # Qwen2.5-0.5B
+    # granite-3.0-1b-a400m, with norms of queries and keys
+    "E": Shape("E", 1024, 24, 16, 8, 512, 49152, experts=32, per_token=8),
 }
 
 # What `python -m benchmarks gpu` runs: too large for the others' cores. `smoke` is for its dry run.

@@ -86,6 +86,7 @@ async def _run(
             config.default_timeout_s,
             ttft_target_s=config.ttft_target_s,
             max_prompt_tokens=config.max_prompt_tokens,
+            stream_interval=config.stream_interval,
             prefill_rate=lambda: fleet.snapshot().prefill_rate,
             tenants=tenants,
             aliases=config.model_aliases,

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
@@ -117,7 +117,7 @@ class RankWork:
             "settings": {name: value for name, value in settings if name not in HOSTS_OWN},
             "max_context": self.config.max_context,
             "dtype": name_of(self.dtype),
-            "shard": [self.shard.rank, self.shard.count],
+            "shard": list(astuple(self.shard)),
             "store": [self.exchange.host, self.exchange.port, self.exchange.secret.hex()],
             "timeout_s": self.timeout_s,
         }
@@ -219,7 +219,8 @@ class RankedModel:
         """
         elsewhere = backend.elsewhere
         self._count = count = backend.settings.tp
-        Shard(0, count).check(config)
+        shards = [Shard(number, count, backend.settings.expert_parallel) for number in range(count)]
+        shards[0].check(config)
         if elsewhere.ranks and backend.shares_pool:
             raise ConfigError("ranks on several hosts share no memory: add --tp-backend gloo")
         self._config = config
@@ -248,8 +249,8 @@ class RankedModel:
         def work(number: int) -> RankWork:
             its_backend = self._backends[number if number < here else 0]
             return RankWork(
-                its_backend, path, config, dtype, Shard(number, count),
-                at, elsewhere.host, RANK_TIMEOUT_S, log.getEffectiveLevel(),
+                its_backend, path, config, dtype, shards[number], at, elsewhere.host,
+                RANK_TIMEOUT_S, log.getEffectiveLevel(),
             )  # fmt: skip
 
         if threads := Shard(0, here).settings(backend.settings).threads:

@@ -2,7 +2,9 @@
 
 Query, key, value, gate and up projections, embedding and output layer are cut by outputs; what
 takes their results in, by inputs, so that the ranks' results add up (Shoeybi et al., "Megatron-LM",
-2019). Norms are on every rank, and so is a KV head that several ranks' queries read.
+2019). Norms are on every rank, and so is a KV head that several ranks' queries read. Of a mixture's
+experts each rank has a part of every one, or, with expert parallelism, some whole ones: all ranks
+route all rows, and what a rank's experts make of them is added up with the rest.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ BY_INPUTS = ("o", "down")
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` ranks."""
+    """One of `count` ranks. expert_parallel: it has whole experts."""
 
     rank: int = 0
     count: int = 1
+    expert_parallel: bool = False
 
     def settings(self, settings: EngineConfig) -> EngineConfig:
         """With a rank's share of the worker's threads and cores."""
@@ -44,21 +47,25 @@ class Shard:
         sizes = {"num_attention_heads": config.num_heads}
         if experts is None or not all(experts.layers):
             sizes["intermediate_size"] = config.intermediate_size
+        if experts is None and self.expert_parallel:
+            raise ConfigError("--expert-parallel: the model has no experts")
         if experts is not None:
-            sizes["moe_intermediate_size"] = experts.size
+            if not self.expert_parallel:
+                sizes["moe_intermediate_size"] = experts.size
+            elif ranks > experts.count:
+                raise ConfigError(f"--tp {ranks} is more than the model's {experts.count} experts")
             if experts.shared_size:
                 sizes["shared_expert_intermediate_size"] = experts.shared_size
         for name, size in sizes.items():
             if size % ranks:
-                raise ConfigError(f"--tp {ranks} does not divide the model's {name}, {size}")
+                remedy = ": add --expert-parallel" if name == "moe_intermediate_size" else ""
+                raise ConfigError(
+                    f"--tp {ranks} does not divide the model's {name}, {size}{remedy}"
+                )
         if config.num_kv_heads % ranks and ranks % config.num_kv_heads:
             raise ConfigError(
                 f"--tp {ranks} neither divides the model's {config.num_kv_heads} KV heads nor is a "
                 "multiple of them"
-            )
-        if config.differs.qk_norm == "row" and ranks > 1:
-            raise ConfigError(
-                f"{config.architecture} norms all heads of a token together: leave --tp out"
             )
 
     def kv_heads(self, config: ModelConfig) -> range:
@@ -68,6 +75,11 @@ class Shard:
     def tokens(self, config: ModelConfig) -> range:
         """The part of the vocabulary whose embeddings and scores are here."""
         return self._part(config.vocab_size)
+
+    def experts(self, config: ModelConfig) -> range:
+        """The experts of each layer that are here, whole or in part."""
+        count = config.experts.count if config.experts else 0
+        return self._part(count) if self.expert_parallel else range(count)
 
     def config(self, config: ModelConfig) -> ModelConfig:
         """What a rank computes, as a model: its heads; the vocabulary and other sizes are whole."""
@@ -85,11 +97,16 @@ class Shard:
 
     def tensor(self, config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
         """This rank's part of a norm or a bias; one that all would add is added by the first."""
-        if self.count == 1 or field.endswith("norm"):
+        is_of_heads = field == "sinks" or (
+            field in ("q_norm", "k_norm") and config.differs.qk_norm == "row"
+        )
+        if self.count == 1 or (field.endswith("norm") and not is_of_heads):
             return tensor
-        if field == "sinks":
-            heads = self._part(config.num_heads)
-            return tensor[heads.start : heads.stop].contiguous()
+        if is_of_heads:
+            keys = field == "k_norm"
+            heads = self.kv_heads(config) if keys else self._part(config.num_heads)
+            by_head = tensor.view(config.num_kv_heads if keys else config.num_heads, -1)
+            return by_head[heads.start : heads.stop].flatten()
         name = field.removesuffix("_bias")
         if name in BY_INPUTS:
             return tensor if self.rank == 0 else torch.zeros_like(tensor)

@@ -297,7 +297,7 @@ def _base(
         truncate_prompt_tokens=body.truncate_prompt_tokens or 0,
         show_special_tokens=body.skip_special_tokens is False,
         bad_words=body.bad_words,
-        stream_interval=1 if body.stream else WHOLE_INTERVAL,
+        stream_interval=0 if body.stream else WHOLE_INTERVAL,
     )
     if body.add_special_tokens is not None:
         request.add_special_tokens = body.add_special_tokens

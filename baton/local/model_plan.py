@@ -78,7 +78,7 @@ def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Ite
     held = weight_format(settings, config.quantization)
     weights = weight_bytes(settings, config, dtype, gpu is not None)
     form = str(dtype).removeprefix("torch.") if held == "none" else held
-    own, ranks = Shard(0, settings.tp), settings.tp
+    own, ranks = Shard(0, settings.tp, settings.tp > 1 and settings.expert_parallel), settings.tp
     own.check(config)
     divided = f", divided among {ranks} ranks" if ranks > 1 else ""
     yield ok("weights", f"{weights / _GIB:.2f} GiB in {form}{divided}")

@@ -47,6 +47,9 @@ _INT8 = {"dtype": "bfloat16", "quantization": "int8"}
 ENTRIES = {
     "baton-bf16": Entry("baton", {"dtype": "bfloat16"}),
     "baton-bf16-tp2": Entry("baton", {"dtype": "bfloat16", "tp": 2}),
+    "baton-bf16-tp2-experts": Entry(
+        "baton", {"dtype": "bfloat16", "tp": 2, "expert_parallel": True}
+    ),
     "baton-int8": Entry("baton", _INT8),
     "baton-int4": Entry("baton", {"dtype": "bfloat16", "quantization": "int4"}),
     "baton-int8-kv8": Entry("baton", {**_INT8, "kv_dtype": "int8"}),
@@ -58,7 +61,10 @@ ENTRIES = {
     "llama.cpp-q8_0": Entry("llama_cpp", {"type": "q8_0"}, is_ours=False),
     "llama.cpp-q4_k_m": Entry("llama_cpp", {"type": "q4_k_m"}, is_ours=False),
 }
-_NOT_BY_DEFAULT = ("baton-bf16-tp2", "baton-int4", "baton-int8-kv8", "llama.cpp-q4_k_m")
+_NOT_BY_DEFAULT = (
+    *("baton-bf16-tp2", "baton-bf16-tp2-experts"),
+    *("baton-int4", "baton-int8-kv8", "llama.cpp-q4_k_m"),
+)
 DEFAULT = tuple(name for name in ENTRIES if name not in _NOT_BY_DEFAULT)
 
 # Whose ratio to whom is printed: the same precision on both sides.
@@ -70,6 +76,7 @@ PAIRS = (
     ("baton-int8", "llama.cpp-q8_0"),
     ("baton-int8-kv8", "llama.cpp-q8_0"),
     ("baton-bf16-tp2", "baton-bf16"),
+    ("baton-bf16-tp2-experts", "baton-bf16-tp2"),
     ("baton-int8", "baton-bf16"),
     ("baton-int4", "baton-bf16"),
     ("baton-int4", "llama.cpp-q4_k_m"),

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
+from baton.config import MAX_STREAM_INTERVAL
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, quoted
 from baton.sampling import (
     FILL_CONTEXT,
@@ -34,7 +35,6 @@ from router.dispatch.request_state import TokenizedRequest
 MAX_CHARS_PER_TOKEN = 16  # of a whole prompt; longer texts are refused before they are tokenized
 # Of a prompt's tokens, with the alternatives at each, whose log-probabilities are told: 8 MiB.
 MAX_PROMPT_LOGPROBS = 1 << 20
-MAX_INTERVAL = 64  # of output tokens: so many may have to be computed again when a worker dies
 _TEXT_THREADS = 4
 _PRIORITIES = common_pb2.Priority.values()
 # Tokens a second before any worker has measured: only the order of virtual finish times matters
@@ -69,6 +69,7 @@ class Admission:
     default_timeout_s: float
     ttft_target_s: float = 0.0  # 0: none; a request's own goes first
     max_prompt_tokens: int = 0  # 0: what the context holds
+    stream_interval: int = 1  # of requests that ask for none
     prefill_rate: Callable[[], float] = lambda: 0.0  # the fleet's, tokens a second; 0: not known
     tenants: Tenants = field(default_factory=Tenants)
     aliases: Sequence[str] = ()  # more names of the model
@@ -154,6 +155,7 @@ class Admission:
         _check_prompt_logprobs(params, len(prompt))
         most = max(tenant.most_output(len(prompt), choices.total), len(resumed) + 1)
         cut = choices.cut_output or not request.sampling.HasField("max_tokens")
+        interval = request.stream_interval or self.stream_interval
         return TokenizedRequest(
             request_id=request_id,
             prompt=prompt,
@@ -169,7 +171,7 @@ class Admission:
             further_choice=bool(number),
             workers=frozenset(request.workers),
             output_format=output_format,
-            stream_interval=1 if request.stop else min(request.stream_interval, MAX_INTERVAL),
+            stream_interval=1 if request.stop else min(interval, MAX_STREAM_INTERVAL),
         )
 
     def enter(

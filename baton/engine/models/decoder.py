@@ -6,6 +6,7 @@ Follows Hugging Face transformers' modeling files, which the tests compare it wi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,13 +31,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, mean_square: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """x `[..., size]` scaled to unit mean square, in float32, times weight `[size]`.
 
     It is rounded to x's type before it meets a weight of that type; after that, with a float32 one.
+    mean_square: `[..., 1]`, where x is a part of what is normed.
     """
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if mean_square is None:
+        mean_square = wide.pow(2).mean(-1, keepdim=True)
+    wide = wide * torch.rsqrt(mean_square + eps)
     return (weight * wide.to(weight.dtype)).to(x.dtype)
 
 
@@ -61,6 +67,7 @@ class Model:
         tables_dtype: of cosines and sines, if it is another · ranks: what they compute together.
         """
         self._tokens, self.collectives = shard.tokens(config), ranks
+        self._own_experts, self._num_ranks = shard.experts(config), shard.count
         self.config = config = shard.config(config)
         self.dtype = dtype
         self._weights = weights
@@ -174,10 +181,16 @@ class Model:
         return mixed
 
     def _mix(self, x: Tensor, shares: Tensor, taken: Tensor, experts: ExpertWeights) -> Tensor:
-        """The outputs of experts `taken` `[rows, per_token]` times shares, in a row's own order."""
-        outputs = x.new_empty(*taken.shape, x.shape[1])
-        for number in taken.unique().tolist():
-            expert, (rows, places) = experts.experts[number], torch.where(taken == number)
+        """The outputs of experts `taken` `[rows, per_token]` times shares, in a row's own order.
+
+        Those that other ranks have add nothing here.
+        """
+        outputs, own = x.new_zeros(*taken.shape, x.shape[1]), self._own_experts
+        for number in set(taken.unique().tolist()).intersection(own):
+            expert, (rows, places) = (
+                experts.experts[number - own.start],
+                torch.where(taken == number),
+            )
             inner = self._act_mul(expert.gate_up.apply(x[rows], expert.gate_up_bias))
             outputs[rows, places] = expert.down.apply(inner, expert.down_bias)
         mixed = (outputs[:, 0] * shares[:, :1]).to(x.dtype)
@@ -228,10 +241,13 @@ class Model:
         self, qkv: Tensor, rows: Any, index: int, layer: LayerWeights, pool: Tensor
     ) -> Tensor:
         """Queries `[rows, heads, head_size]`, normed and turned; K and V go to the pool."""
-        (attention, tables), config = rows, self.config
-        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        q, k, v = qkv.split([count * config.head_size for count in heads], dim=1)
-        q, k = self._head_norm(q, layer.q_norm), self._head_norm(k, layer.k_norm)
+        attention, tables = rows
+        q, k, v = self._split(qkv)
+        q_norm, k_norm = layer.q_norm, layer.k_norm
+        if self.config.differs.qk_norm == "row":
+            q, k = self._rows_normed(q, k, layer)
+            q_norm = k_norm = None
+        q, k = self._head_norm(q, q_norm), self._head_norm(k, k_norm)
         cos, sin = tables[self._table_of[index]]
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         write_kv(pool, index, attention.slots, k, self._by_head(v))
@@ -240,13 +256,26 @@ class Model:
     def _by_head(self, x: Tensor) -> Tensor:
         return x.reshape(len(x), -1, self.config.head_size)
 
+    def _split(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, each `[rows, heads * head_size]`."""
+        config = self.config
+        q, kv = (heads * config.head_size for heads in (config.num_heads, config.num_kv_heads))
+        return torch.split(qkv, [q, kv, kv], dim=1)
+
     def _head_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Queries or keys `[rows, heads, head_size]`, each head or all together normed."""
-        if weight is None:
-            return self._by_head(x)
-        if len(weight) == self.config.head_size:
-            x = self._by_head(x)
-        return self._by_head(rms_norm(x, weight, self.config.rms_eps))
+        """Queries or keys `[rows, heads, head_size]`, each head normed."""
+        heads = self._by_head(x)
+        return heads if weight is None else rms_norm(heads, weight, self.config.rms_eps)
+
+    def _rows_normed(self, q: Tensor, k: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor]:
+        """Queries and keys with all heads of a row, those of other ranks too, normed together."""
+        assert layer.q_norm is not None and layer.k_norm is not None
+        squares: Sequence[Tensor | None] = (None, None)
+        if self._num_ranks > 1:
+            own = torch.cat([x.float().pow(2).mean(-1, keepdim=True) for x in (q, k)], dim=1)
+            squares = (self.collectives.sum(own) / self._num_ranks).split(1, dim=1)
+        eps, (of_q, of_k) = self.config.rms_eps, squares
+        return rms_norm(q, layer.q_norm, eps, of_q), rms_norm(k, layer.k_norm, eps, of_k)
 
     def _attend(self, q: Tensor, rows: Any, index: int, pool: Tensor) -> Tensor:
         """Attention of all rows: `[rows, heads * head_size]`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 RANDOM_STD = 0.02
 _NOISE = (1 << 24) - 3  # numbers; prime, so that a matrix's rows differ
 _GIB = float(1 << 30)
+_OF_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 Prepare = Callable[[Weight, bool], Weight]
 """What is done to each weight as soon as it is read, told whether it is the output layer's.
@@ -57,7 +59,7 @@ class Expert:
 @dataclass(frozen=True)
 class ExpertWeights:
     """A mixture of experts: `router` `[experts, in]` scores them, `shared_gate` `[1, in]` weighs
-    the one that all tokens take.
+    the one that all tokens take. `experts` are those that are here.
     """
 
     router: Weight
@@ -158,7 +160,8 @@ def load_weights(
             if len(one.shape) == 2 and one.dtypes == FLOATS
         }
         adapter = LoraAdapter.load(lora, sizes)
-    unread = stored.keys() & expected.keys()
+    own = shard.experts(config)
+    unread = {name for name in stored.keys() & expected.keys() if _is_here(name, own)}
     total, done = sum(_num_bytes(stored[name]) for name in unread), 0
     began = logged = time.monotonic()
     with ExitStack() as stack:
@@ -214,7 +217,13 @@ def load_weights(
                     done / _GIB, total / _GIB, rate / _GIB, (total - done) / rate,
                 )  # fmt: skip
 
-        return _assemble(config, make, make_weight, prepare, shard)
+        return _assemble(config, make, make_weight, lambda shapes: None, prepare, shard)
+
+
+def _is_here(name: str, experts: range) -> bool:
+    """Whether a tensor belongs to one of these experts, or to none."""
+    found = _OF_EXPERT.search(name)
+    return found is None or int(found[1]) in experts
 
 
 def _has_own_head(stored: Mapping[str, StoredTensor]) -> bool:
@@ -262,19 +271,22 @@ def random_weights(
             piece.copy_(shifted[: len(piece)])
         return whole
 
-    return _assemble(config, make, lambda shapes: DenseWeight(make(shapes)), prepare, shard)
+    # Also what other ranks have is made: the numbers behind it must be the same on all.
+    return _assemble(config, make, lambda shapes: DenseWeight(make(shapes)), make, prepare, shard)
 
 
 def _assemble(
     config: ModelConfig,
     make: Make,
     make_weight: Callable[[Shapes], Weight],
+    skip: Callable[[Shapes], object],
     prepare: Prepare,
     shard: Shard,
 ) -> Weights:
-    sizes = (config.vocab_size, config.hidden_size)
+    """skip: is called instead for an expert's tensors that another rank has."""
+    sizes, own_experts = (config.vocab_size, config.hidden_size), shard.experts(config)
 
-    def part(field: str, parts: Shapes) -> Any:
+    def part(field: str, parts: Shapes, shard: Shard) -> Any:
         if any(len(shape) != 2 for shape in parts.values()):
             return shard.tensor(config, field, _arranged(config, field, make(parts)))
         weight = make_weight(parts)
@@ -284,16 +296,20 @@ def _assemble(
         weight = shard.weight(config, field, weight)
         return weight if field in ("router", "shared_gate") else prepare(weight, False)
 
-    def parts_of(tensors: dict[str, Shapes]) -> dict[str, Any]:
-        return {field: part(field, parts) for field, parts in tensors.items()}
+    def parts_of(tensors: dict[str, Shapes], shard: Shard = shard) -> dict[str, Any]:
+        return {field: part(field, parts, shard) for field, parts in tensors.items()}
 
     def layer(index: int) -> LayerWeights:
         once, each = config.expert_tensors(index)
-        experts = None
-        fields = parts_of(config.layer_tensors(index))
+        fields, experts, own = parts_of(config.layer_tensors(index)), None, list[Expert]()
+        for number, tensors in enumerate(each):
+            if number in own_experts:
+                own.append(Expert(**parts_of(tensors, WHOLE if shard.expert_parallel else shard)))
+            else:
+                for parts in tensors.values():
+                    skip(parts)
         if each:
-            every = tuple(Expert(**parts_of(tensors)) for tensors in each)
-            experts = ExpertWeights(experts=every, **parts_of(once))
+            experts = ExpertWeights(experts=tuple(own), **parts_of(once))
         return LayerWeights(**fields, experts=experts)
 
     embedding = shard.tensor(config, "embedding", make({EMBEDDING: sizes}))

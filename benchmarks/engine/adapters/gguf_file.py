@@ -12,9 +12,11 @@ either.
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks.checkpoint import word
 from benchmarks.shapes import SHAPES, Shape
@@ -58,10 +60,12 @@ def quantize(source: Path, file: Path) -> None:
 def convert(directory: Path, shape: Shape, kind: str, file: Path) -> None:
     """The weights as they are, or in q8_0."""
     import gguf
+    import torch
     from safetensors.torch import load_file
 
-    writer = gguf.GGUFWriter(file, "qwen2" if shape.biased else "llama")
     config = shape.config()
+    kind_of_model = config["model_type"].replace("_", "")
+    writer = gguf.GGUFWriter(file, kind_of_model)
     for field, value in {
         "name": shape.name,
         "context_length": config["max_position_embeddings"],
@@ -83,15 +87,23 @@ def convert(directory: Path, shape: Shape, kind: str, file: Path) -> None:
         "bos_token_id": config["bos_token_id"],
         "eos_token_id": config["eos_token_id"],
         "add_bos_token": False,
+        "expert_count": shape.experts,
+        "expert_used_count": shape.per_token,
+        "expert_feed_forward_length": shape.intermediate,
     }.items():
-        getattr(writer, f"add_{field}")(value)
+        if shape.experts or not field.startswith("expert_"):
+            getattr(writer, f"add_{field}")(value)
     wanted = {"bf16": gguf.GGMLQuantizationType.BF16, "q8_0": gguf.GGMLQuantizationType.Q8_0}[kind]
-    arch = gguf.MODEL_ARCH.QWEN2 if shape.biased else gguf.MODEL_ARCH.LLAMA
+    arch = getattr(gguf.MODEL_ARCH, kind_of_model.upper())
     names = gguf.get_tensor_name_map(arch, shape.layers)
-    for name, tensor in load_file(directory / "model.safetensors").items():
-        theirs, values = names.get_name(name, (".weight", ".bias")), tensor.float().numpy()
+    tensors: dict[str, list[Any]] = {}  # experts of a layer together
+    for name, tensor in sorted(load_file(directory / "model.safetensors").items()):
+        tensors.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.", name), []).append(tensor)
+    for name, parts in tensors.items():
+        theirs, tensor = names.get_name(name, (".weight", ".bias")), torch.stack(parts)
         assert theirs is not None, name
-        if values.ndim == 1:
+        values = (tensor if ".experts." in name else tensor[0]).float().numpy()
+        if values.ndim == 1 or name.endswith(".gate.weight"):  # a router stays as it is
             writer.add_tensor(theirs, values)
         else:
             writer.add_tensor(theirs, gguf.quantize(values, wanted), raw_dtype=wanted)

@@ -50,13 +50,25 @@ def generated(loaded):
         ("Qwen3ForCausalLM", {"tie_word_embeddings": True, "vocab_size": 321}, {"tp": 2}),
         ("Qwen2MoeForCausalLM", {"num_experts": 4, "shared_expert_intermediate_size": 64},
          {"tp": 2, "kv_dtype": "int8"}),
+        ("Qwen2MoeForCausalLM", {"num_experts": 5, "shared_expert_intermediate_size": 64},
+         {"tp": 2, "expert_parallel": True}),
+        ("GptOssForCausalLM", {"num_local_experts": 4, "intermediate_size": 49},
+         {"tp": 4, "expert_parallel": True, "tp_backend": "gloo"}),
+        ("Olmo2ForCausalLM", {"num_key_value_heads": 2}, {"tp": 4}),
+        ("Olmo2ForCausalLM", {"num_key_value_heads": 2}, {"tp": 2, "tp_backend": "gloo"}),
+        ("OlmoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2},
+         {"tp": 2, "expert_parallel": True, "tp_backend": "gloo", "kernels": "torch"}),
         ("Gemma2ForCausalLM", {"intermediate_size": 128}, {"tp": 2, "quantization": "int8"}),
         ("LlamaForCausalLM", {"num_key_value_heads": 2, "attention_bias": True, "vocab_size": 321},
          {"tp": 4, "tp_backend": "gloo"}),
         ("Qwen2MoeForCausalLM", {"num_experts": 4, "shared_expert_intermediate_size": 64},
          {"tp": 2, "tp_backend": "gloo", "kernels": "torch"}),
     ],
-    ids=["shared KV head, biases", "tied, odd vocabulary", "experts", "int8", "gloo", "gloo torch"],
+    ids=[
+        "shared KV head, biases", "tied, odd vocabulary", "experts", "whole experts, not as many",
+        "whole experts, of an odd size", "rows normed", "rows normed, gloo",
+        "rows normed, whole experts", "int8", "gloo", "gloo torch",
+    ],
 )  # fmt: skip
 def test_ranks_give_the_tokens_of_one_process(tmp_path, architecture, options, settings):
     make_checkpoint(tmp_path, architecture, **options)
@@ -102,11 +114,20 @@ def test_parts_of_a_weight_give_its_outputs_or_add_up_to_them(make):
 
 def test_what_cannot_be_cut_is_refused_by_name(tmp_path):
     make_checkpoint(tmp_path / "a", num_key_value_heads=2)
-    make_checkpoint(tmp_path / "b", "Olmo2ForCausalLM")
+    make_checkpoint(
+        tmp_path / "c",
+        "Qwen3MoeForCausalLM",
+        num_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=49,
+    )
+    whole = {"expert_parallel": True}
     for path, settings, message in (
         ("a", {"tp": 3}, "--tp 3 does not divide the model's num_attention_heads, 4"),
-        ("b", {"tp": 2}, "Olmo2ForCausalLM norms all heads of a token together"),
         ("a", {"tp": 2, "kernels": "torch"}, "--tp on a CPU needs native kernels"),
+        ("a", {"tp": 2, **whole}, "--expert-parallel: the model has no experts"),
+        ("c", {"tp": 2}, "moe_intermediate_size, 49: add --expert-parallel"),
+        ("c", {"tp": 4, **whole}, "--tp 4 is more than the model's 3 experts"),
     ):
         with pytest.raises(ConfigError, match=message):
             load(tmp_path / path, **settings)

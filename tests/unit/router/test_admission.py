@@ -84,6 +84,10 @@ async def test_a_request_becomes_tokens(admission, admission_of):
     assert admitted.stream_interval == 1, "a stop string may come with each token"
     assert (await admit(admission, stream_interval=8)).stream_interval == 8
     assert (await admit(admission, stream_interval=1000)).stream_interval == 64
+    together = admission_of(stream_interval=4)
+    assert (await admit(together)).stream_interval == 4, "the router's own"
+    assert (await admit(together, stream_interval=1)).stream_interval == 1
+    assert (await admit(together, stop=["\n"])).stream_interval == 1
     assert [*admitted.prompt] == admission.tokenizer.encode("Hi") and len(admitted.prompt) == 2
     assert (admitted.request_id, admitted.stop, admitted.include_stop) == ("r1", ("\n",), True)
     assert (admitted.tenant, admitted.cache_salt) == ("default", "salt")

@@ -27,12 +27,17 @@ def test_a_rank_takes_its_hosts_settings_and_all_others_from_the_first_process()
     first = EngineConfig(tp=4, tp_backend="gloo", model="/elsewhere", threads=7, block_size=32)
     config = replace(ModelConfig.load(DEMO_MODEL), max_context=99)
     place = Place("127.0.0.1", 5, b"secret")
+    shard = Shard(3, 4, expert_parallel=True)
     work = RankWork(
-        CpuBackend(first), Path("/elsewhere"), config, torch.bfloat16, Shard(3, 4), place,
-        "10.0.0.1", 2.5, 10,
+        CpuBackend(first), Path("/elsewhere"), config, torch.bfloat16, shard, place, "10.0.0.1",
+        2.5, 10,
     )  # fmt: skip
     found = of_this_host(work.elsewhere, CONFIG, 1)
-    assert (found.config, found.dtype, found.shard) == (config, torch.bfloat16, Shard(3, 4))
+    assert (found.config, found.dtype, found.shard) == (
+        config,
+        torch.bfloat16,
+        Shard(3, 4, expert_parallel=True),
+    )
     assert (found.exchange, found.timeout_s) == (place, 2.5)
     assert (found.host, found.path) == ("127.0.0.1", DEMO_MODEL)
     settings = found.backend.settings

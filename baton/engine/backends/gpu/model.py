@@ -106,10 +106,16 @@ class GpuModel(Model):
 
     def _mix(self, x: Tensor, shares: Tensor, taken: Tensor, experts: ExpertWeights) -> Tensor:
         assert isinstance(experts, _GroupedExperts)
-        slots = sort_slots(taken, len(experts.experts))
+        own, elsewhere = self._own_experts, None
+        if len(own) < experts.router.shape[0]:  # other ranks' come behind, and are not computed
+            elsewhere = (taken < own.start) | (taken >= own.stop)
+            taken = (taken - own.start).masked_fill(elsewhere, len(own))
+        slots = sort_slots(taken, len(own))
         inner = self._act_mul(experts.gate_up.apply(x, slots))
-        weighed = experts.down.apply(inner, slots, shares.flatten())
-        return weighed.view(*taken.shape, -1).sum(dim=1)
+        weighed = experts.down.apply(inner, slots, shares.flatten()).view(*taken.shape, -1)
+        if elsewhere is not None:
+            weighed.masked_fill_(elsewhere[..., None], 0)
+        return weighed.sum(dim=1)
 
     def _wanted(self, rows: _Rows, taken: Tensor) -> Tensor:
         return (rows.placed.lengths > 0).to(taken.dtype)
@@ -144,21 +150,23 @@ class GpuModel(Model):
         cos, sin = self._tables[self._table_of[index]]
         norms = (layer.q_norm, layer.k_norm)
         if config.differs.qk_norm == "row":  # the kernel norms heads
-            qkv, norms = self._rows_normed(qkv, *norms), (None, None)
+            q, k, v = self._split(qkv)
+            qkv = torch.cat([*self._rows_normed(q, k, layer), v], dim=1)
+            norms = (None, None)
         return rope_and_write(
             qkv, placed.positions, placed.slots, cos, sin, pool, index, config.num_heads,
             config.num_kv_heads, *norms, config.rms_eps,
         )  # fmt: skip
 
-    def _rows_normed(self, qkv: Tensor, *norms: Tensor | None) -> Tensor:
-        """Queries and keys with all heads of a row normed together."""
-        size, parts = self.config.head_size, []
-        counts = (self.config.num_heads, self.config.num_kv_heads, self.config.num_kv_heads)
-        for x, norm in zip(
-            qkv.split([size * n for n in counts], dim=1), (*norms, None), strict=True
-        ):
-            parts.append(x if norm is None else add_rms_norm(x, None, norm, self.config.rms_eps)[0])
-        return torch.cat(parts, dim=1)
+    def _rows_normed(self, q: Tensor, k: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor]:
+        if self._num_ranks > 1:
+            return super()._rows_normed(q, k, layer)
+        assert layer.q_norm is not None and layer.k_norm is not None
+        (q, _), (k, _) = (
+            add_rms_norm(x, None, norm, self.config.rms_eps)
+            for x, norm in ((q, layer.q_norm), (k, layer.k_norm))
+        )
+        return q, k
 
     def _attend(self, q: Tensor, rows: _Rows, index: int, pool: Tensor) -> Tensor:
         own, scoring, out = rows.num_decodes, self._scoring[index], torch.empty_like(q)

@@ -97,7 +97,7 @@ class WholeModel(Structure):
         ("lm_head", Linear),
         ("ranks", Ranks),
         ("vocab_size num_layers hidden heads kv_heads head_size", c_int32),
-        ("num_experts per_token normed activation", c_int32),
+        ("num_experts first_expert own_experts per_token normed activation", c_int32),
         ("eps logit_scale logit_cap embedding_scale residual_scale", c_float),
     )
 

@@ -88,7 +88,7 @@ class NativeModel(NativeOps):
         return self._scores[:wanted]
 
     def _whole(self, weights: Weights) -> WholeModel:
-        config, experts = self.config, self.config.experts
+        config, experts, own = self.config, self.config.experts, self._own_experts
         assert all(tensor.is_contiguous() for tensor in (weights.embedding, self._tables))
         counted = iter(() if self.expert_tokens is None else self.expert_tokens)
         tokens = (next(counted) if layer.experts else None for layer in weights.layers)
@@ -106,7 +106,8 @@ class NativeModel(NativeOps):
                 config.num_kv_heads,
             ),
             config.head_size,
-            *((experts.count, experts.per_token, experts.normed) if experts else (0, 0, 0)),
+            *(experts.count if experts else 0, own.start, len(own)),
+            *((experts.per_token, experts.normed) if experts else (0, 0)),
             ACTIVATIONS.index(config.activation),
             *(config.rms_eps, config.logit_scale, config.logit_softcap),
             *(self._embedding_scale, config.residual_scale),

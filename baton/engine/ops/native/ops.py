@@ -46,6 +46,8 @@ class NativeOps(Model):
         config = self.config
         self._native = library.require(dtype)
         self._attends = attends
+        # With other ranks' heads, which the native step alone exchanges with them.
+        self._norms_apart = config.differs.qk_norm == "row" and ranks is not ALONE
         self._kv_heads = range(config.num_kv_heads)  # that are used of the pool's
         self._shapes = list(map(self._shape, range(config.num_layers), weights.layers))
 
@@ -87,6 +89,10 @@ class NativeOps(Model):
         """`qkv` itself, with its queries normed and turned."""
         if not self._attends:
             return super()._rope_and_write(qkv, rows, index, layer, pool)
+        if self._norms_apart:
+            q, k, _ = self._split(qkv)
+            for x, normed in zip((q, k), self._rows_normed(q, k, layer), strict=True):
+                x.copy_(normed)
         spans, paged = rows
         shape, threads = self._shapes[index], torch.get_num_threads()
         self._native.baton_rotate(threads, qkv.data_ptr(), spans, len(spans), shape, paged)
@@ -107,10 +113,11 @@ class NativeOps(Model):
         """Of a layer."""
         config = self.config
         cos, sin = self._tables[self._table_of[index]]
+        norms = (None, None) if self._norms_apart else (layer.q_norm, layer.k_norm)
         return AttentionShape(
             *(config.num_heads, index, config.windows[index] or 0),
             *(config.score_scale, config.attention_softcap, config.rms_eps),
-            *(cos.data_ptr(), sin.data_ptr(), self._norm(layer.q_norm), self._norm(layer.k_norm)),
+            *(cos.data_ptr(), sin.data_ptr(), *map(self._norm, norms)),
             config.differs.qk_norm == "row",
             None if layer.sinks is None else layer.sinks.data_ptr(),
         )

@@ -58,7 +58,10 @@ class Slots:
 
 
 def sort_slots(taken: Tensor, experts: int) -> Slots:
-    """taken: experts `[rows, per_row]`, of so many. Waits for nothing on the device."""
+    """taken: experts `[rows, per_row]`, of so many; higher numbers are in none of the tiles.
+
+    Waits for nothing on the device.
+    """
     ranked, order = taken.flatten().to(torch.int32).sort(stable=True)
     numbers = torch.arange(-1, experts, dtype=torch.int32, device=taken.device)
     counts = torch.searchsorted(ranked, numbers, right=True, out_int32=True).diff()

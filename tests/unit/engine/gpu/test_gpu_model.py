@@ -13,11 +13,13 @@ from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.batch import StepBatch
 from baton.engine.models.architectures import ARCHITECTURES
 from baton.engine.models.config import ModelConfig
+from baton.engine.models.decoder import Model
 from baton.engine.ops.triton.grouped_matmul import GroupedWeight
+from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights import weight
 from baton.engine.weights.quantize import FP8, unpack_rows
 from baton.engine.weights.weight import DenseWeight, Int4Weight
-from baton.engine.weights.weights import load_weights
+from baton.engine.weights.weights import load_weights, random_weights
 from baton.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.gpu.models import CONFIGS, EXPERTS, TINY, both, tokens
@@ -122,6 +124,33 @@ def test_int4_experts():
     model, gpu = both(config, quantization="int4")
     assert isinstance(gpu._weights.layers[0].experts.experts[0].down, Int4Weight)
     assert_near(PagedRun(gpu), PagedRun(model), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Model, GpuModel])
+def test_ranks_with_whole_experts_add_up_to_all(kind, monkeypatch):
+    config = replace(CONFIGS["gpt-oss"], experts=replace(EXPERTS, count=5))
+    x = torch.randn(7, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    taken = torch.tensor(
+        [[0, 1, 4], [2, 3, 4], [1, 0, 2], [4, 3, 2], [0, 4, 2], [1, 0, 4], [0, 1, 0]]
+    )
+    shares = torch.linspace(0.1, 0.9, 21).view(7, 3)
+
+    def mixed(shard):
+        prepare = partial(linear.prepare, quantization="none")
+        weights = random_weights(config, torch.float32, CPU, 3, prepare, shard)
+        model = kind(config, weights, torch.float32, CPU, shard=shard)
+        return model._mix(x, shares, taken, model._weights.layers[0].experts)
+
+    whole = mixed(WHOLE)
+    # New memory holds NaN then: what no rank computes must not be read.
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        parts = [mixed(Shard(rank, 2, expert_parallel=True)) for rank in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(part.abs().max() > 0 for part in parts)
+    torch.testing.assert_close(sum(parts), whole)
 
 
 def test_experts_that_are_not_multiplied_together_are_refused():

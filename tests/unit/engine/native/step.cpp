@@ -111,7 +111,8 @@ void run(Form form, bool int8_kv, float cap, bool experts) {
     model.final_norm = norm(HIDDEN), model.layers = layers;
     model.lm_head = weight(HIDDEN, VOCAB, form), model.num_layers = LAYERS, model.hidden = HIDDEN;
     model.heads = HEADS, model.kv_heads = KV_HEADS, model.head_size = HEAD;
-    model.num_experts = experts ? EXPERTS : 0, model.per_token = 2, model.normed = 1;
+    model.num_experts = experts ? EXPERTS : 0, model.own_experts = model.num_experts;
+    model.per_token = 2, model.normed = 1;
     model.activation = cap != 0 ? GELU_TANH : SILU, model.eps = 1e-6f;
     model.logit_scale = model.embedding_scale = model.residual_scale = 1;
 

@@ -43,9 +43,11 @@ void route(Team& team, const float* scores, int rows, int experts, int per_token
 void gather(Team& team, const Activation* x, int rows, int per_token, int size,
             const Routing& routing, Activation* to) {
     team.share(rows, [&](int row) {
-        for (int i = 0; i < per_token; i++)
-            std::copy_n(x + size_t(row) * size, size,
-                        to + size_t(routing.place[size_t(row) * per_token + i]) * size);
+        for (int i = 0; i < per_token; i++) {
+            const int place = routing.place[size_t(row) * per_token + i];
+            if (routing.is_own(place))
+                std::copy_n(x + size_t(row) * size, size, to + size_t(place) * size);
+        }
     });
 }
 
@@ -59,7 +61,8 @@ void mix(Team& team, const Activation* outputs, int rows, int per_token, int siz
         for (int i = 0; i < size; i += LANES) {
             f32x16 sum = gate ? load_floats(to + i, size - i) * open : f32x16{};
             for (int j = 0; j < per_token; j++)
-                sum += load_floats(outputs + size_t(places[j]) * size + i, size - i) * shares[j];
+                if (routing.is_own(places[j]))
+                    sum += load_floats(outputs + size_t(places[j]) * size + i, size - i) * shares[j];
             store_floats(to + i, sum, size - i);
         }
     });

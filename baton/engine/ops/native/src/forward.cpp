@@ -17,7 +17,8 @@ struct Layer {
     Norm input_norm, mlp_norm, attention_norm, output_norm;  // the latter of what is added
     Linear qkv, o, gate_up, down, router, shared_gate;
     int64_t* expert_tokens;  // [num_experts], which rows are added to that take them
-    const Expert* experts;   // or null; then gate_up and down are of one that all rows take, or null
+    const Expert* experts;   // this rank's, or null; with them gate_up and down are of one that all
+                             // rows take, or null
     AttentionShape attention;
 };
 
@@ -28,7 +29,8 @@ struct Model {
     Linear lm_head;  // with several ranks, a part of the tokens
     Ranks ranks;
     int32_t vocab_size, num_layers, hidden, heads, kv_heads, head_size;
-    int32_t num_experts, per_token, normed;  // the taken ones' shares add up to 1
+    int32_t num_experts, first_expert, own_experts;  // of which layers have some
+    int32_t per_token, normed;                       // the taken ones' shares add up to 1
     Gate activation;
     float eps, logit_scale, logit_cap, embedding_scale, residual_scale;
 };
@@ -67,7 +69,7 @@ struct Workspace {
 struct Buffers {
     Activation *hidden, *normed, *branch, *qkv, *mixed, *gate_up, *inner;
     Activation *gathered, *outputs;  // of experts
-    float *scores, *shared_gate;
+    float *squares, *scores, *shared_gate;
     Routing routing;
     void* scratch;
 
@@ -78,6 +80,7 @@ struct Buffers {
         branch = space.take<Activation>(rows * model.hidden);
         qkv = space.take<Activation>(rows * (q_size + 2 * size_t(model.kv_heads) * model.head_size));
         mixed = space.take<Activation>(rows * q_size);
+        squares = space.take<float>(2 * rows);
         size_t scratch_size = linear_scratch(model.lm_head, int(rows)), inner_size = 0;
         const auto fit = [&](const Linear& weights) {
             scratch_size = std::max(scratch_size, linear_scratch(weights, int(rows)));
@@ -90,7 +93,7 @@ struct Buffers {
             const Layer& layer = model.layers[i];
             fit(layer.qkv), fit(layer.o), fit(layer.router), fit(layer.shared_gate);
             fit_mlp(layer.gate_up, layer.down);
-            for (int j = 0; layer.experts && j < model.num_experts; j++)
+            for (int j = 0; layer.experts && j < model.own_experts; j++)
                 fit_mlp(layer.experts[j].gate_up, layer.experts[j].down);
         }
         gate_up = space.take<Activation>(rows * 2 * inner_size);
@@ -102,7 +105,8 @@ struct Buffers {
         scores = space.take<float>(rows * model.num_experts);
         shared_gate = space.take<float>(rows);
         routing = {space.take<float>(slots), space.take<int32_t>(slots), space.take<int32_t>(slots),
-                   space.take<int32_t>(model.num_experts + 1)};
+                   space.take<int32_t>(model.num_experts + 1), model.first_expert,
+                   model.first_expert + model.own_experts};
     }
 };
 
@@ -179,12 +183,12 @@ struct Forward {
             for (int i = 0; i < model.num_experts; i++)
                 layer.expert_tokens[i] += routing.first[i + 1] - routing.first[i];
         gather(team, x, rows, model.per_token, model.hidden, routing, at.gathered);
-        for (int i = 0; i < model.num_experts; i++) {
+        for (int i = routing.own_begin; i < routing.own_end; i++) {
             const int first = routing.first[i], count = routing.first[i + 1] - first;
             const size_t begin = size_t(first) * model.hidden;
+            const Expert& expert = layer.experts[i - routing.own_begin];
             if (count)
-                mlp(at.gathered + begin, count, layer.experts[i].gate_up, layer.experts[i].down,
-                    at.outputs + begin);
+                mlp(at.gathered + begin, count, expert.gate_up, expert.down, at.outputs + begin);
         }
         const bool shared = layer.shared_gate.packed;
         if (shared) {
@@ -200,7 +204,13 @@ struct Forward {
         const Layer& layer = model.layers[index];
         const Activation* x = norm(index ? at.branch : nullptr, layer.input_norm, step.rows);
         product(x, step.rows, layer.qkv, at.qkv);
-        rotate_and_store(team, at.qkv, spans.data(), int(spans.size()), layer.attention, step.pool);
+        const AttentionShape& shape = layer.attention;
+        float* squares = model.ranks.exchange && shape.row_norms ? at.squares : nullptr;
+        if (squares) {
+            mean_squares(team, at.qkv, step.rows, shape, step.pool, model.ranks.count, squares);
+            exchanges.sum(squares, size_t(step.rows) * 2);
+        }
+        rotate_and_store(team, at.qkv, spans.data(), int(spans.size()), shape, step.pool, squares);
     }
 
     // The rest of the layer: attention and MLP. What they add last is left in `branch`.

@@ -79,10 +79,13 @@ void scale_logits(Team& team, float* logits, int rows, int size, float scale, fl
 
 // What rows take of a mixture of experts. A slot is one of the experts of one row.
 struct Routing {
-    float* shares;   // [rows][per_token]
-    int32_t* taken;  // [rows][per_token], experts
-    int32_t* place;  // [rows][per_token], of the slot among all, which lie by expert
-    int32_t* first;  // [experts + 1], each one's first place
+    float* shares;               // [rows][per_token]
+    int32_t* taken;              // [rows][per_token], experts
+    int32_t* place;              // [rows][per_token], of the slot among all, which lie by expert
+    int32_t* first;              // [experts + 1], each one's first place
+    int32_t own_begin, own_end;  // the experts that this rank has
+
+    bool is_own(int at) const { return at >= first[own_begin] && at < first[own_end]; }
 };
 
 // The `per_token` experts with the best scores [rows][experts], and their shares by softmax over
@@ -90,12 +93,13 @@ struct Routing {
 void route(Team& team, const float* scores, int rows, int experts, int per_token, bool normed,
            const Routing& to);
 
-// x [rows][size] -> to [places][size].
+// x [rows][size] -> to [places][size], of own experts.
 void gather(Team& team, const Activation* x, int rows, int per_token, int size,
             const Routing& routing, Activation* to);
 
-// out [rows][size] = the outputs [places][size] of each row's slots times their shares; plus, where
-// there is a gate [rows], what is in out times its sigmoid. Added up in the row's own order.
+// out [rows][size] = the outputs [places][size] of each row's slots, those of own experts, times
+// their shares; plus, where there is a gate [rows], what is in out times its sigmoid. Added up in the
+// row's own order.
 void mix(Team& team, const Activation* outputs, int rows, int per_token, int size,
          const Routing& routing, const float* gate, Activation* out);
 
@@ -131,10 +135,15 @@ struct AttentionShape {
     const float* sinks;      // [heads], a further score of each softmax with a value of 0; or null
 };
 
-// qkv [rows][(heads + 2 * kv_heads) * head_size]: normalises and turns q in place, and writes k
-// (normalised, turned) and v to the pool.
+// qkv [rows][(heads + 2 * kv_heads) * head_size] -> out [rows][2], q's and k's mean squares by
+// `ranks`: added up over so many ranks, those of all heads.
+void mean_squares(Team& team, const Activation* qkv, int rows, const AttentionShape& shape,
+                  const Pool& pool, int ranks, float* out);
+
+// qkv as above: normalises and turns q in place, and writes k (normalised, turned) and v to the pool.
+// mean_squares [rows][2]: of q and k where they are normed with other ranks' heads; else null.
 void rotate_and_store(Team& team, Activation* qkv, const Span* spans, int num_spans,
-                      const AttentionShape& shape, const Pool& pool);
+                      const AttentionShape& shape, const Pool& pool, const float* mean_squares);
 
 // Attention of each row over its sequence's KV in the pool -> out [rows][heads * head_size]. A row's
 // bits depend on its own query and its sequence's KV alone, not on what shares its span or batch.

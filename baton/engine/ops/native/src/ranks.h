@@ -40,10 +40,11 @@ class Exchanges {
           turn_(ranks.exchange ? ranks.exchange->round.load(std::memory_order_acquire) : 0) {}
 
     // x [count] of every rank added up in the order of ranks, on all of them: the same bits.
-    void sum(Activation* x, size_t count) {
+    template <class Element>
+    void sum(Element* x, size_t count) {
         if (!ranks_.exchange) return;
         const uint64_t began = now_ns();
-        const size_t most = EXCHANGE_BYTES / sizeof(Activation);
+        const size_t most = EXCHANGE_BYTES / sizeof(Element);
         for (size_t first = 0; first < count; first += most)
             sum_piece(x + first, std::min(most, count - first));
         took(began);
@@ -100,12 +101,13 @@ class Exchanges {
 
     static constexpr int CHUNK = 4096;  // elements that a thread adds up at a time
 
-    void sum_piece(Activation* x, size_t count) {
-        Activation* mine = (Activation*)place(ranks_.rank);
+    template <class Element>
+    void sum_piece(Element* x, size_t count) {
+        Element* mine = (Element*)place(ranks_.rank);
         const int chunks = int((count + CHUNK - 1) / CHUNK);
         team_.share(chunks, [&](int i) {
             const size_t first = size_t(i) * CHUNK, size = std::min<size_t>(CHUNK, count - first);
-            std::memcpy(mine + first, x + first, size * sizeof(Activation));
+            std::memcpy(mine + first, x + first, size * sizeof(Element));
         });
         meet();
         team_.share(chunks, [&](int i) {
@@ -114,7 +116,7 @@ class Exchanges {
                 const int valid = int(std::min<size_t>(LANES, end - at));
                 f32x16 total{};
                 for (int rank = 0; rank < ranks_.count; rank++)
-                    total += load_floats((const Activation*)place(rank) + at, valid);
+                    total += load_floats((const Element*)place(rank) + at, valid);
                 store_floats(x + at, total, valid);
             }
         });

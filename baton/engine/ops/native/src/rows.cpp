@@ -48,28 +48,37 @@ void quantise(const Activation* head, int size, char* row, float* scale) {
     *scale = units.scale;
 }
 
-// Queries or keys of a row, each head or all of them together, in place.
-void norm_heads(Activation* heads, int count, int size, Norm norm, const AttentionShape& shape) {
+f32x16 squares_of(const Activation* x, int size) {
+    f32x16 squares{};
+    for (int i = 0; i < size; i += LANES) {
+        const f32x16 value = load_floats(x + i);
+        squares += value * value;
+    }
+    return squares;
+}
+
+// Queries or keys of a row, each head or all of them together, in place. mean_square: of all ranks'
+// heads, or null.
+void norm_heads(Activation* heads, int count, int size, Norm norm, const AttentionShape& shape,
+                const float* mean_square) {
     if (!norm.weight) return;
     const int width = shape.row_norms ? count * size : size;
     for (Activation* part = heads; part < heads + count * size; part += width) {
-        f32x16 squares{};
-        for (int i = 0; i < width; i += LANES) {
-            const f32x16 value = load_floats(part + i);
-            squares += value * value;
-        }
+        const f32x16 squares =
+            mean_square ? splat(*mean_square * float(width) / LANES) : squares_of(part, width);
         normalise(part, squares, norm, shape.eps, width, part);
     }
 }
 
 // One row of the batch: `heads` [q of all heads, k, v], at a position of the sequence of `table`.
 void rotate_row(Activation* heads, int position, const int32_t* table, const AttentionShape& shape,
-                const Pool& pool) {
+                const Pool& pool, const float* mean_squares) {
     const int size = pool.head_size, turned = shape.heads + pool.kv_heads;
     const float* cos = shape.cos + size_t(position) * size;
     const float* sin = shape.sin + size_t(position) * size;
-    norm_heads(heads, shape.heads, size, shape.q_norm, shape);
-    norm_heads(heads + shape.heads * size, pool.kv_heads, size, shape.k_norm, shape);
+    norm_heads(heads, shape.heads, size, shape.q_norm, shape, mean_squares);
+    norm_heads(heads + shape.heads * size, pool.kv_heads, size, shape.k_norm, shape,
+               mean_squares ? mean_squares + 1 : nullptr);
     for (int i = 0; i < turned; i++) turn(heads + i * size, cos, sin, size);
     const Activation* kv[] = {heads + shape.heads * size, heads + turned * size};
     for (int i = 0; i < pool.kv_heads; i++)
@@ -157,16 +166,28 @@ void scale_logits(Team& team, float* logits, int rows, int size, float scale, fl
     });
 }
 
+void mean_squares(Team& team, const Activation* qkv, int rows, const AttentionShape& shape,
+                  const Pool& pool, int ranks, float* out) {
+    const int sizes[] = {shape.heads * pool.head_size, pool.kv_heads * pool.head_size};
+    team.share(rows, [&](int row) {
+        const Activation* x = qkv + size_t(row) * (sizes[0] + 2 * sizes[1]);
+        out[2 * row] = sum(squares_of(x, sizes[0])) / float(sizes[0] * ranks);
+        out[2 * row + 1] = sum(squares_of(x + sizes[0], sizes[1])) / float(sizes[1] * ranks);
+    });
+}
+
 void rotate_and_store(Team& team, Activation* qkv, const Span* spans, int num_spans,
-                      const AttentionShape& shape, const Pool& pool) {
+                      const AttentionShape& shape, const Pool& pool, const float* mean_squares) {
     const size_t stride = size_t(shape.heads + 2 * pool.kv_heads) * pool.head_size;
     Pieces pieces(spans, num_spans, ROWS_AT_ONCE, 1, 1);
     team.share(pieces.count(), [&](int i) {
         const Piece piece = pieces.at(i);
         const Span& span = *piece.span;
-        for (int row = piece.first; row < piece.first + piece.count; row++)
-            rotate_row(qkv + (span.first_row + row) * stride, span.context + row, span.table, shape,
-                       pool);
+        for (int i = piece.first; i < piece.first + piece.count; i++) {
+            const int row = span.first_row + i;
+            rotate_row(qkv + row * stride, span.context + i, span.table, shape, pool,
+                       mean_squares ? mean_squares + 2 * row : nullptr);
+        }
     });
 }
 
@@ -185,8 +206,9 @@ void baton_act_mul(int threads, const Activation* gate_up, int rows, int size, G
 
 void baton_rotate(int threads, Activation* qkv, const Span* spans, int num_spans,
                   const AttentionShape* shape, const Pool* pool) {
-    with_team(threads,
-              [&](Team& team) { rotate_and_store(team, qkv, spans, num_spans, *shape, *pool); });
+    with_team(threads, [&](Team& team) {
+        rotate_and_store(team, qkv, spans, num_spans, *shape, *pool, nullptr);
+    });
 }
 }
 
