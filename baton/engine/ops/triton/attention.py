@@ -288,7 +288,7 @@ class Tiles:
     """Which rows each program takes.
 
     places: int32 `[tiles, 3]`, a tile's sequence, its first token in the sequence's chunk and that
-    token's row in the batch; the sequence is -1 where there is no tile · tokens: of a tile, at most
+    token's row in the batch; where there is no tile, -1 and anything · tokens: of a tile, at most
     · rows: query rows of a tile, tokens times heads of a group, padded to a power of two.
     """
 
@@ -312,15 +312,48 @@ def plan_tiles(query_lens: Tensor, num_rows: int, group: int) -> Tiles:
     # Each sequence has one tile at most that is not full.
     most = min(num_rows, num_rows // tokens + sequences)
 
-    in_sequence = (query_lens + (tokens - 1)) // tokens
-    ends = in_sequence.cumsum(0)
-    tile = torch.arange(most, dtype=ends.dtype, device=query_lens.device)
-    sequence = torch.searchsorted(ends, tile, right=True)
-    known = sequence.clamp_max(max(sequences - 1, 0))
-    first = (ends[known] - 1 - tile) * tokens
-    row = (query_lens.cumsum(0) - query_lens)[known] + first
-    places = torch.stack([torch.where(sequence < sequences, sequence, -1), first, row], dim=1)
-    return Tiles(places.to(torch.int32), tokens, rows)
+    places = torch.empty((most, 3), dtype=torch.int32, device=query_lens.device)
+    tiles_kernel[(triton.cdiv(most, 16),)](
+        query_lens, places, sequences, most, tokens, TILES=16, SEQUENCES=128
+    )
+    return Tiles(places, tokens, rows)
+
+
+@triton.jit(
+    do_not_specialize=["sequences", "most", "tokens"],
+    do_not_specialize_on_alignment=["query_lens"],
+)
+def tiles_kernel(
+    query_lens, places, sequences, most, tokens, TILES: tl.constexpr, SEQUENCES: tl.constexpr
+):
+    """TILES of the places that `Tiles` holds, with SEQUENCES at a time. Grid `[most / TILES]`.
+
+    Compiled once: chunks of a step are of any number and length.
+    """
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    of = tl.full([TILES], -1, tl.int32)
+    token = tl.zeros([TILES], tl.int32)
+    row = tl.zeros([TILES], tl.int32)
+    tiles_before = tl.full([], 0, tl.int32)
+    rows_before = tl.full([], 0, tl.int32)
+    for begin in range(0, sequences, SEQUENCES):
+        sequence = begin + tl.arange(0, SEQUENCES)
+        rows = tl.load(query_lens + sequence, mask=sequence < sequences, other=0).to(tl.int32)
+        count = (rows + (tokens - 1)) // tokens
+        end = tiles_before + tl.cumsum(count, 0)
+        first_row = rows_before + tl.cumsum(rows, 0) - rows
+        # Each tile is one sequence's, or none's: sums over all are what that one adds.
+        own = ((end - count)[None, :] <= tile[:, None]) & (tile[:, None] < end[None, :])
+        of += tl.sum(tl.where(own, sequence[None, :] + 1, 0), 1)
+        first = (end[None, :] - 1 - tile[:, None]) * tokens
+        token += tl.sum(tl.where(own, first, 0), 1)
+        row += tl.sum(tl.where(own, first_row[None, :] + first, 0), 1)
+        tiles_before += tl.sum(count, 0)
+        rows_before += tl.sum(rows, 0)
+    place = places + tile * 3
+    tl.store(place, of, mask=tile < most)
+    tl.store(place + 1, token, mask=tile < most)
+    tl.store(place + 2, row, mask=tile < most)
 
 
 def prefill_attention(

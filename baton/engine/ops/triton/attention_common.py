@@ -248,9 +248,10 @@ def attend_range(
     """Adds a range of a sequence's keys to the softmax of rows of queries.
 
     q, q_odd: `halves` of queries `[rows, HEAD_PAD]` · weighted and weighted_odd, such halves in
-    float32, total and largest, float32 `[rows]`: the state, returned as it is then · k_base, v_base: of one layer and head in block 0 · block_table: int32, the
-    sequence's · begin, end: the range; begin is a multiple of TILE · positions: int32 `[rows]`, of
-    the queries · scale: of scores, for powers of two, and softcap, or None.
+    float32, total and largest, float32 `[rows]`: the state, returned as it is then · k_base,
+    v_base: of one layer and head in block 0 · block_table: int32, the sequence's · begin, end: the
+    range; begin is a multiple of TILE · positions: int32 `[rows]`, of the queries · scale: of
+    scores, for powers of two, and softcap, or None.
 
     PARTLY: keys before `least`, unless that is None, and from `most` on are neither read nor seen;
     else all of the range's tiles are · CAUSAL: a row sees no key behind its position · WINDOWED:

@@ -135,7 +135,8 @@ def _trial(
         seq_lens = context_lens + 1
 
         def run(config: Config | None) -> tuple[Tensor]:
-            plan, out = plan_decode(q, pool, seq_lens, window, programs, config), torch.empty_like(q)
+            plan = plan_decode(q, pool, seq_lens, window, programs, config)
+            out = torch.empty_like(q)
             decode_attention(*first, plan, scoring, out)
             return (out,)
 

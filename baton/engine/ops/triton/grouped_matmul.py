@@ -47,8 +47,9 @@ Held = DenseWeight | RowScaledWeight | GroupScaledWeight
 class Slots:
     """The experts that rows take, by expert.
 
-    order: int32 `[slots]`, the slot at each place, row * per_row + which of the row's experts ·
-    counts: int32 `[experts]`, slots of each · tiles: of an expert's places, as attention's.
+    order: int32 `[slots]`, the slot at each place, row * per_row + which of the row's experts;
+    behind those of all experts anything · counts: int32 `[experts]`, slots of each · tiles: of an
+    expert's places, as attention's.
     """
 
     order: Tensor
@@ -62,10 +63,37 @@ def sort_slots(taken: Tensor, experts: int) -> Slots:
 
     Waits for nothing on the device.
     """
-    ranked, order = taken.flatten().to(torch.int32).sort(stable=True)
-    numbers = torch.arange(-1, experts, dtype=torch.int32, device=taken.device)
-    counts = torch.searchsorted(ranked, numbers, right=True, out_int32=True).diff()
-    return Slots(order.to(torch.int32), counts, plan_tiles(counts, len(order), 1), taken.shape[1])
+    assert taken.is_contiguous()
+    order, counts = (
+        torch.empty(size, dtype=torch.int32, device=taken.device)
+        for size in (taken.numel(), experts)
+    )
+    _sort_slots[(experts,)](taken, order, counts, len(order), BLOCK=1024, num_warps=4)
+    return Slots(order, counts, plan_tiles(counts, len(order), 1), taken.shape[1])
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def _sort_slots(taken, order, counts, num_slots, BLOCK: tl.constexpr):
+    """The slots of one expert, in their order, behind those of lower ones. Grid `[experts]`.
+
+    Sorting, counting and their conversions in torch are eight launches, each longer than this.
+    """
+    expert = tl.program_id(0)
+    lower = tl.zeros([BLOCK], dtype=tl.int32)
+    own = tl.zeros([BLOCK], dtype=tl.int32)
+    for first in range(0, num_slots, BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        number = tl.load(taken + slot, mask=slot < num_slots, other=0x7FFFFFFF)
+        lower += (number < expert).to(tl.int32)
+        own += (number == expert).to(tl.int32)
+    tl.store(counts + expert, tl.sum(own, 0))
+    place = tl.sum(lower, 0)
+    for first in range(0, num_slots, BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        number = tl.load(taken + slot, mask=slot < num_slots, other=0x7FFFFFFF)
+        here = (number == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(here, 0) - 1, slot, mask=here > 0)
+        place += tl.sum(here, 0)
 
 
 @dataclass(frozen=True)
@@ -263,11 +291,11 @@ def _trial(shape: Key, device: torch.device) -> Trial:
 
     def reference() -> tuple[Tensor]:
         out = torch.empty(rows * per_row, outputs, dtype=dtype, device=device)
-        at = 0
-        for number, count in enumerate(slots.counts.tolist()):
+        at, order = 0, taken.flatten().argsort(stable=True)
+        for number, count in enumerate(taken.flatten().bincount(minlength=experts).tolist()):
             places = torch.arange(at, at + count, device=device)
             at += count
-            own = slots.order[places].long()
+            own = order[places]
             bias = biases[number].float() if with_bias else None
             one = weight.weights[number]
             if isinstance(one, DenseWeight):

@@ -152,7 +152,8 @@ def test_reaches_blocks_beyond_2_to_the_31_elements() -> None:
 
 @pytest.mark.parametrize(
     ("counts", "group"),
-    [([1], 1), ([5, 0, 3], 4), ([300], 1), ([1, 200, 33], 4), ([19, 18, 37], 7), ([9] * 5, 128)],
+    [([1], 1), ([5, 0, 3], 4), ([300], 1), ([1, 200, 33], 4), ([19, 18, 37], 7), ([9] * 5, 128),
+     ([40, 0, 1] * 50, 4)],
 )  # fmt: skip
 def test_tiles_cover_every_row_once_and_late_ones_first(counts: list[int], group: int) -> None:
     tiles = plan_tiles(torch.tensor(counts, dtype=torch.int32), sum(counts), group)
