@@ -94,7 +94,7 @@ class GpuModel(Model):
     def decode(
         self, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, pool: Tensor
     ) -> Tensor:
-        """One row of each sequence: logits, float32 `[rows, vocab_size]`.
+        """One row of each sequence: logits `[rows, vocab_size]`, of the model's type.
 
         token_ids: int32 `[rows]`, valid also where rows are padding · context_lens: int32 `[rows]`,
         tokens before the row; -1 is padding, which touches no block and whose logits mean nothing ·
