@@ -297,6 +297,12 @@ class Tiles:
     rows: int
 
 
+def tile_rows(num_rows: int, sequences: int, group: int) -> int:
+    """Query rows of a tile of chunks that have so many rows together, times heads of a group."""
+    average = -(-num_rows // max(sequences, 1)) * group
+    return min(max(LEAST_ROWS, int(triton.next_power_of_2(average))), MOST_ROWS)
+
+
 def plan_tiles(query_lens: Tensor, num_rows: int, group: int) -> Tiles:
     """Cuts the chunks of a step into tiles, without waiting for the device.
 
@@ -306,8 +312,7 @@ def plan_tiles(query_lens: Tensor, num_rows: int, group: int) -> Tiles:
     """
     assert group <= MOST_ROWS, "the backend takes no other models"
     sequences = len(query_lens)
-    average = -(-num_rows // max(sequences, 1)) * group
-    rows = min(max(LEAST_ROWS, int(triton.next_power_of_2(average))), MOST_ROWS)
+    rows = tile_rows(num_rows, sequences, group)
     tokens = rows // group
     # Each sequence has one tile at most that is not full.
     most = min(num_rows, num_rows // tokens + sequences)

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.triton.attention import Tiles, plan_tiles
+from baton.engine.ops.triton.attention import Tiles, plan_tiles, tile_rows
 from baton.engine.ops.triton.group_matmul import group_sums
 from baton.engine.ops.triton.rows import quantize_rows
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
@@ -140,7 +141,7 @@ class GroupedWeight:
         """
         (num_outputs, depth), tiles = self.weights[0].shape, slots.tiles
         out = torch.empty((len(slots.order), num_outputs), dtype=x.dtype, device=x.device)
-        config = config or choose(NAME, _key(self, tiles), x.device)
+        config = config or choose(NAME, _key(self, tiles.rows), x.device)
         first, row_scales = self.weights[0], None
         group = first.group if isinstance(first, GroupScaledWeight) else 0
         if isinstance(first, RowScaledWeight):
@@ -255,10 +256,10 @@ def _grouped_matmul(
     tl.store(target, found.to(out.dtype.element_ty), mask=has_row[:, None] & has_output[None, :])
 
 
-def _key(weight: GroupedWeight, tiles: Tiles) -> Key:
+def _key(weight: GroupedWeight, rows: int) -> Key:
     outputs, depth = weight.weights[0].shape
     bits = 4 if weight.dtype == torch.uint8 else 8 * weight.dtype.itemsize
-    return {"rows": tiles.rows, "outputs": outputs, "depth": depth, "bits": bits}
+    return {"rows": rows, "outputs": outputs, "depth": depth, "bits": bits}
 
 
 def _trial(shape: Key, device: torch.device) -> Trial:
@@ -285,7 +286,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     scores = torch.rand(rows, experts, device=device)
     scores[:, 0] = 0  # an expert that no row takes
     taken = scores.topk(per_row).indices
-    slots = sort_slots(taken, experts)
+    slots = cache(partial(sort_slots, taken, experts))
     x = torch.randn(rows * per_row if is_down else rows, depth, device=device).to(dtype)
     shares = torch.rand(rows * per_row, device=device) if is_down else None
 
@@ -306,8 +307,8 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         return (out,)
 
     return Trial(
-        _key(weight, slots.tiles),
-        lambda config: (weight.apply(x, slots, shares, config),),
+        _key(weight, tile_rows(taken.numel(), experts, 1)),
+        lambda config: (weight.apply(x, slots(), shares, config),),
         reference,
         moved_bytes=sum(one.num_bytes for one in weight.weights),
         flops=2.0 * rows * per_row * outputs * depth,
