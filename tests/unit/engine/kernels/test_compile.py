@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-PREFILL = re.compile(r"prefill_attention-tokens-70-.*ragged-0-")
+PREFILL = re.compile(r"prefill_attention-tokens-70-.*ragged-0-prefill_kernel-")
 DECODE = re.compile(r"decode_attention-(programs|window)-.*-decode_kernel-")
+DECODE_SIZES = re.compile(r"^decode_attention +decode_kernel +sm_(\d+) +\d+ +(\d+)", re.MULTILINE)
+PROCESSOR_BYTES = {"80": 164 << 10, "90": 228 << 10, "100": 228 << 10}  # shared memory
 DECODE_FP8 = re.compile(r"decode_attention-.*kv-fp8-.*-decode_kernel-")
 
 BROKEN = """
@@ -70,6 +72,8 @@ def test_all_kernels_compile_for_all_architectures(tmp_path: Path) -> None:
     # 16 bytes of elements at a time; 4 are a scale, of which there is one for a whole row.
     assert {*widths} == {"10", "4"} and widths.count("4") < widths.count("10")
     assert "ldmatrix" in decode_fp8 and "fma.rn.bf16x2" in decode_fp8, "pairs of elements"
+    for architecture, shared in DECODE_SIZES.findall(done.stdout):  # as all configurations ask for
+        assert 2 * (int(shared) + 1024) <= PROCESSOR_BYTES[architecture], "two fit a multiprocessor"
     bfloat16 = re.findall(
         r"^(?:pre|de)\S+_attention .* (\d+) +\d+  (?:programs|tokens|window)=.*", done.stdout, re.M
     )
