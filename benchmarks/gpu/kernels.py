@@ -18,8 +18,11 @@ import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from baton.engine.backends.gpu.linear import eight_bits, prepare
+from baton.engine.ops.triton.rows import EightBitRows, quantize_rows
 from baton.engine.ops.triton.spec import Key, error_of, small, specs_in, text_of
-from benchmarks.gpu.part import Cells, Part, is_fatal
+from baton.engine.weights.weight import DenseWeight, Weight
+from benchmarks.gpu.part import Case, Cells, Part, is_fatal
 
 TABLE = "kernels against their references"
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 4096, 16384)
@@ -156,6 +159,30 @@ def speed(part: Part) -> None:
                 if part.has_fp8 or "fp8" not in shape.values()
             ),
         )
+    part.measure("products", _products(part))
+
+
+def _products(part: Part) -> Iterator[Case]:
+    """The product before the gate, a layer's largest, in each format, of a decode step's rows.
+
+    If fewer rows than 16 take longer than 16, it pays to pad them.
+    """
+    shape = part.sized((28672, 4096), (32, 32))
+    dense = DenseWeight(torch.randn(shape, dtype=torch.bfloat16, device=part.device))
+    for kind in ("none", "int8", "int4", *(["fp8"] if part.has_fp8 else [])):
+        weight = prepare(dense, False, kind)
+        for rows in part.sized((1, 2, 4, 8, 16, 64), (2,)):
+            name = "bf16" if kind == "none" else kind
+            yield f"{name}, {rows} rows", partial(_product, part, weight, rows)
+
+
+def _product(part: Part, weight: Weight, rows: int) -> Cells:
+    """Its rate, on rows of eight bits where it takes those."""
+    x: Any = torch.randn(rows, weight.shape[1], dtype=torch.bfloat16, device=part.device)
+    if dtype := eight_bits(weight):
+        x = EightBitRows(*quantize_rows(x, dtype), x.dtype)
+    took = seconds(partial(weight.apply, x), part.device)
+    return {"us": took * 1e6, **part.of_copy(weight.num_bytes, took)}
 
 
 def decode_name(kv: str, batch: int, context: int) -> str:

@@ -97,7 +97,7 @@ class Model:
         normed = self._normed(hidden, residual)
         if batch.wants_hidden:
             self.hidden = normed
-        return self._logits(normed)
+        return self._logits(normed).float()
 
     def close(self) -> None:
         """Nothing runs elsewhere."""
@@ -206,12 +206,12 @@ class Model:
         return mixed if scale == 1 else mixed * scale
 
     def _logits(self, normed: Tensor) -> Tensor:
-        """Next-token scores, float32 `[rows, vocab_size]`."""
+        """Next-token scores `[rows, vocab_size]`, of the model's type."""
         own = self._weights.lm_head.apply(normed)
         logits = self.collectives.gather(own, self.config.vocab_size)
         if self.config.logit_scale != 1:
             logits = logits * self.config.logit_scale
-        return softcapped(logits, self.config.logit_softcap).float()
+        return softcapped(logits, self.config.logit_softcap)
 
     def _normed(self, hidden: Tensor, residual: Tensor) -> Tensor:
         """What the output layer multiplies."""

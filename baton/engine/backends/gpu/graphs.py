@@ -126,7 +126,7 @@ class DecodeGraphs:
             model.collectives.broadcast(self.inputs(size, width).all)
             captured = self._captured.get((size, width))
             if captured is None:
-                return self._run(size, width)
+                return self._run(size, width).float()
             captured()
             assert self._logits is not None, "a graph leaves its logits there"
             return self._logits[:size]
@@ -154,7 +154,7 @@ class DecodeGraphs:
             self.inputs(size, width).context_lens.fill_(PADDING)
             logits = self._run(size, width)
             if self._logits is None:
-                self._logits = torch.empty_like(logits)
+                self._logits = torch.empty_like(logits, dtype=torch.float32)
 
         def step() -> None:
             assert self._logits is not None, "the first run made it"

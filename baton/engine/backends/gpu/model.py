@@ -94,7 +94,7 @@ class GpuModel(Model):
     def decode(
         self, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, pool: Tensor
     ) -> Tensor:
-        """One row of each sequence: logits, float32 `[rows, vocab_size]`.
+        """One row of each sequence: logits `[rows, vocab_size]`, of the model's type.
 
         token_ids: int32 `[rows]`, valid also where rows are padding · context_lens: int32 `[rows]`,
         tokens before the row; -1 is padding, which touches no block and whose logits mean nothing ·
@@ -169,16 +169,17 @@ class GpuModel(Model):
         return q, k
 
     def _attend(self, q: Tensor, rows: _Rows, index: int, pool: Tensor) -> Tensor:
-        own, scoring, parts = rows.num_decodes, self._scoring[index], list[Tensor]()
+        own, scoring, out = rows.num_decodes, self._scoring[index], torch.empty_like(q)
         if own:
             own_q, window, tables = q[:own], scoring.window, rows.block_tables[:own]
             if window not in rows.plans:
                 lengths = rows.placed.lengths[:own]
                 rows.plans[window] = plan_decode(own_q, pool, lengths, window)
-            parts.append(decode_attention(own_q, pool, index, tables, rows.plans[window], scoring))
+            plan = rows.plans[window]
+            decode_attention(own_q, pool, index, tables, plan, scoring, out[:own])
         if rows.tiles is not None:
             assert rows.query_lens is not None, "chunks have lengths"
             tables, context_lens = rows.block_tables[own:], rows.context_lens[own:]
-            chunks = (tables, context_lens, rows.query_lens, rows.tiles, scoring)
-            parts.append(prefill_attention(q[own:], pool, index, *chunks))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(len(q), -1)
+            chunks = (tables, context_lens, rows.query_lens, rows.tiles, scoring, out[own:])
+            prefill_attention(q[own:], pool, index, *chunks)
+        return out.view(len(q), -1)

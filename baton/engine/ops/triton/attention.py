@@ -27,7 +27,10 @@ from baton.engine.ops.triton.attention_common import (
     LOWEST,
     NO_WINDOW,
     attend_range,
+    elements,
     first_state,
+    halves,
+    joined,
     pool_sizes,
     scored,
 )
@@ -83,21 +86,22 @@ def plan_decode(
 
 
 def decode_attention(
-    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, plan: DecodePlan, scoring: Scoring
-) -> Tensor:
-    """Attention of each row of q over its own sequence, whose KV is in the pool already.
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, plan: DecodePlan, scoring: Scoring,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """Writes the attention of each row of q over its own sequence, whose KV is in the pool already.
 
     q: `[rows, heads, head_size]`, contiguous · block_tables: int32 `[rows, width]`, the blocks of
     each sequence; what lies behind those of its tokens is not read · plan: for these rows and the
-    window of scoring. Result like q, zeros for padding rows. Waits for nothing on the device.
+    window of scoring · out: like q; zeros for padding rows. Waits for nothing on the device.
     """
     window, config, programs = plan.window, plan.config, len(plan.firsts)
     rows, heads, head_size = q.shape
     assert window == scoring.window and len(plan.ends) == rows
     assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
+    assert out.is_contiguous() and out.shape == q.shape and out.dtype == q.dtype
     sizes, _ = pool_sizes(q, pool)
     kv_heads = sizes["KV_HEADS"]
-    out = torch.empty_like(q)
     # The weighted sums of parts of rows, and behind all of them their log-sum-exps. A program has
     # two at most: the end of a row that others began, and the beginning of one that others end.
     size = 2 * programs * heads * (head_size + 1)
@@ -106,6 +110,7 @@ def decode_attention(
     # Tensor cores take tiles of 16 rows at least.
     group_pad = max(16, int(triton.next_power_of_2(heads // kv_heads)))
     launch = {name: config[name] for name in ("num_warps", "num_stages", "TILE")}
+    pool = elements(pool)
     decode_kernel[programs, kv_heads](
         q, pool, block_tables, out, *places, plan.firsts, rows, layer, block_tables.stride(0),
         pool.stride(0), *scored(scoring), window or NO_WINDOW, WINDOWED=window is not None,
@@ -115,7 +120,6 @@ def decode_attention(
         out, *places, rows, programs, window or NO_WINDOW, HEAD_SIZE=head_size,
         HEAD_PAD=sizes["HEAD_PAD"], TILE=config["TILE"], PARTS=16,
     )  # fmt: skip
-    return out
 
 
 @cache
@@ -163,8 +167,8 @@ def decode_kernel(
     q_rows, pool, block_tables, out, parts, seq_lens, ends, firsts, rows, layer, table_stride,
     block_stride, scale, softcap, sinks, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, K_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
-    WINDOWED: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr,
+    HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, FP8: tl.constexpr, K_TYPE: tl.constexpr,
+    V_TYPE: tl.constexpr, WINDOWED: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One share of one KV head: the results of whole rows, and parts of those that others share.
 
@@ -208,19 +212,20 @@ def decode_kernel(
         q = tl.load(q_rows + heads[:, None] * HEAD_SIZE + dims[None, :], mask=wanted, other=0.0)
         block_table = block_tables + row.to(tl.int64) * table_stride
 
-        weighted = tl.zeros([GROUP_PAD, HEAD_PAD], dtype=tl.float32)
+        q, q_odd = halves(q.to(K_TYPE), QUANTIZED)
+        weighted, odd = halves(tl.zeros([GROUP_PAD, HEAD_PAD], dtype=tl.float32), QUANTIZED)
         total, largest = first_state(sinks, kv_head * GROUP + head, head < GROUP)
         if sinks is not None and at > row_begin:  # only a row's beginning has it
             total, largest = first_state(None, head, head < GROUP)
         # Only the first and the last tile can have keys to leave out, but looking costs no time
         # next to the memory, and one loop keeps loads under way from the first tile to the last.
-        weighted, total, largest = attend_range(
-            q.to(K_TYPE), weighted, total, largest, k_base, k_base + PART, block_table, begin, end,
+        weighted, odd, total, largest = attend_range(
+            q, q_odd, weighted, odd, total, largest, k_base, k_base + PART, block_table, begin, end,
             least, end, None, None, scale, softcap, block_stride, BLOCK_SIZE, HEAD_SIZE, HEAD_PAD,
-            QUANTIZED, V_TYPE, TILE, PARTLY=True, CAUSAL=False, WINDOWED=False,
+            QUANTIZED, FP8, V_TYPE, TILE, PARTLY=True, CAUSAL=False, WINDOWED=False,
         )  # fmt: skip
 
-        result = weighted / tl.where(total == 0, 1.0, total)[:, None]
+        result = joined(weighted, odd, QUANTIZED) / tl.where(total == 0, 1.0, total)[:, None]
         if place >= 0:
             part = place * HEADS + kv_head * GROUP + head
             tl.store(parts + part[:, None] * HEAD_SIZE + dims[None, :], result, mask=wanted)
@@ -283,13 +288,19 @@ class Tiles:
     """Which rows each program takes.
 
     places: int32 `[tiles, 3]`, a tile's sequence, its first token in the sequence's chunk and that
-    token's row in the batch; the sequence is -1 where there is no tile · tokens: of a tile, at most
+    token's row in the batch; where there is no tile, -1 and anything · tokens: of a tile, at most
     · rows: query rows of a tile, tokens times heads of a group, padded to a power of two.
     """
 
     places: Tensor
     tokens: int
     rows: int
+
+
+def tile_rows(num_rows: int, sequences: int, group: int) -> int:
+    """Query rows of a tile of chunks that have so many rows together, times heads of a group."""
+    average = -(-num_rows // max(sequences, 1)) * group
+    return min(max(LEAST_ROWS, int(triton.next_power_of_2(average))), MOST_ROWS)
 
 
 def plan_tiles(query_lens: Tensor, num_rows: int, group: int) -> Tiles:
@@ -301,44 +312,76 @@ def plan_tiles(query_lens: Tensor, num_rows: int, group: int) -> Tiles:
     """
     assert group <= MOST_ROWS, "the backend takes no other models"
     sequences = len(query_lens)
-    average = -(-num_rows // max(sequences, 1)) * group
-    rows = min(max(LEAST_ROWS, int(triton.next_power_of_2(average))), MOST_ROWS)
+    rows = tile_rows(num_rows, sequences, group)
     tokens = rows // group
     # Each sequence has one tile at most that is not full.
     most = min(num_rows, num_rows // tokens + sequences)
 
-    in_sequence = (query_lens + (tokens - 1)) // tokens
-    ends = in_sequence.cumsum(0)
-    tile = torch.arange(most, dtype=ends.dtype, device=query_lens.device)
-    sequence = torch.searchsorted(ends, tile, right=True)
-    known = sequence.clamp_max(max(sequences - 1, 0))
-    first = (ends[known] - 1 - tile) * tokens
-    row = (query_lens.cumsum(0) - query_lens)[known] + first
-    places = torch.stack([torch.where(sequence < sequences, sequence, -1), first, row], dim=1)
-    return Tiles(places.to(torch.int32), tokens, rows)
+    places = torch.empty((most, 3), dtype=torch.int32, device=query_lens.device)
+    tiles_kernel[(triton.cdiv(most, 16),)](
+        query_lens, places, sequences, most, tokens, TILES=16, SEQUENCES=128
+    )
+    return Tiles(places, tokens, rows)
+
+
+@triton.jit(
+    do_not_specialize=["sequences", "most", "tokens"],
+    do_not_specialize_on_alignment=["query_lens"],
+)
+def tiles_kernel(
+    query_lens, places, sequences, most, tokens, TILES: tl.constexpr, SEQUENCES: tl.constexpr
+):
+    """TILES of the places that `Tiles` holds, with SEQUENCES at a time. Grid `[most / TILES]`.
+
+    Compiled once: chunks of a step are of any number and length.
+    """
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    of = tl.full([TILES], -1, tl.int32)
+    token = tl.zeros([TILES], tl.int32)
+    row = tl.zeros([TILES], tl.int32)
+    tiles_before = tl.full([], 0, tl.int32)
+    rows_before = tl.full([], 0, tl.int32)
+    for begin in range(0, sequences, SEQUENCES):
+        sequence = begin + tl.arange(0, SEQUENCES)
+        rows = tl.load(query_lens + sequence, mask=sequence < sequences, other=0).to(tl.int32)
+        count = (rows + (tokens - 1)) // tokens
+        end = tiles_before + tl.cumsum(count, 0)
+        first_row = rows_before + tl.cumsum(rows, 0) - rows
+        # Each tile is one sequence's, or none's: sums over all are what that one adds.
+        own = ((end - count)[None, :] <= tile[:, None]) & (tile[:, None] < end[None, :])
+        of += tl.sum(tl.where(own, sequence[None, :] + 1, 0), 1)
+        first = (end[None, :] - 1 - tile[:, None]) * tokens
+        token += tl.sum(tl.where(own, first, 0), 1)
+        row += tl.sum(tl.where(own, first_row[None, :] + first, 0), 1)
+        tiles_before += tl.sum(count, 0)
+        rows_before += tl.sum(rows, 0)
+    place = places + tile * 3
+    tl.store(place, of, mask=tile < most)
+    tl.store(place + 1, token, mask=tile < most)
+    tl.store(place + 2, row, mask=tile < most)
 
 
 def prefill_attention(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
-    query_lens: Tensor, tiles: Tiles, scoring: Scoring, config: Config | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention of every row over its sequence up to itself, whose KV is in the pool already.
+    query_lens: Tensor, tiles: Tiles, scoring: Scoring, out: Tensor, config: Config | None = None,
+) -> None:  # fmt: skip
+    """Writes the attention of every row over its sequence up to itself, whose KV is in the pool.
 
     As `decode_attention`, but q has one sequence's rows after the other's · block_tables: of each
     sequence · context_lens: int32 `[sequences]`, tokens before a sequence's first row · query_lens:
     int32 `[sequences]`, its rows · tiles: `plan_tiles` of these query_lens.
     """
     assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
+    assert out.is_contiguous() and out.shape == q.shape and out.dtype == q.dtype
     sizes, key = pool_sizes(q, pool)
     config = config or choose("prefill_attention", {**key, "rows": tiles.rows}, q.device)
-    out = torch.empty_like(q)
+    pool = elements(pool)
     prefill_kernel[sizes["KV_HEADS"], len(tiles.places)](
         q, pool, block_tables, context_lens, query_lens, tiles.places, out, layer,
         block_tables.stride(0), pool.stride(0), *scored(scoring), scoring.window or NO_WINDOW,
         **sizes, TOKENS=tiles.tokens, ROWS=tiles.rows, WINDOWED=scoring.window is not None,
         **config,
     )  # fmt: skip
-    return out
 
 
 @triton.jit(
@@ -349,8 +392,9 @@ def prefill_kernel(
     q_rows, pool, block_tables, context_lens, query_lens, places, out, layer, table_stride,
     block_stride, scale, softcap, sinks, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, K_TYPE: tl.constexpr, V_TYPE: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr, TILE: tl.constexpr,
+    HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, FP8: tl.constexpr, K_TYPE: tl.constexpr,
+    V_TYPE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows of one KV head, over all keys that any of them sees.
 
@@ -379,7 +423,8 @@ def prefill_kernel(
     k_base = pool + layer.to(tl.int64) * (2 * PART) + kv_head * (BLOCK_SIZE * ROW_SIZE)
     block_table = block_tables + sequence.to(tl.int64) * table_stride
 
-    weighted = tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32)
+    q, q_odd = halves(q, QUANTIZED)
+    weighted, odd = halves(tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32), QUANTIZED)
     total, largest = first_state(sinks, kv_head * GROUP + row % GROUP, token < tokens)
 
     #  begin .............. | whole ................. | diagonal ............. | end
@@ -394,12 +439,12 @@ def prefill_kernel(
         whole = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), TILE) * TILE, diagonal)
         edges = (begin // TILE * TILE, whole, diagonal, end)
     for part in tl.static_range(0 if WINDOWED else 1, 3):
-        weighted, total, largest = attend_range(
-            q, weighted, total, largest, k_base, k_base + PART, block_table, edges[part],
-            edges[part + 1], begin, end, positions, window, scale, softcap, block_stride,
-            BLOCK_SIZE, HEAD_SIZE, HEAD_PAD, QUANTIZED, V_TYPE, TILE, PARTLY=part != 1,
-            CAUSAL=part == 2, WINDOWED=WINDOWED and part != 1,
+        weighted, odd, total, largest = attend_range(
+            q, q_odd, weighted, odd, total, largest, k_base, k_base + PART, block_table,
+            edges[part], edges[part + 1], begin, end, positions, window, scale, softcap,
+            block_stride, BLOCK_SIZE, HEAD_SIZE, HEAD_PAD, QUANTIZED, FP8, V_TYPE, TILE,
+            PARTLY=part != 1, CAUSAL=part == 2, WINDOWED=WINDOWED and part != 1,
         )  # fmt: skip
 
-    result = weighted / tl.where(total == 0, 1.0, total)[:, None]
+    result = joined(weighted, odd, QUANTIZED) / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 import triton
@@ -15,6 +16,7 @@ from baton.engine.ops.triton.attention import (
     plan_decode,
     plan_tiles,
     prefill_attention,
+    tile_rows,
 )
 from baton.engine.ops.triton.attention_common import attention_reference, pool_sizes
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
@@ -136,7 +138,9 @@ def _trial(
 
         def run(config: Config | None) -> tuple[Tensor]:
             plan = plan_decode(q, pool, seq_lens, window, programs, config)
-            return (decode_attention(*first, plan, scoring),)
+            out = torch.empty_like(q)
+            decode_attention(*first, plan, scoring, out)
+            return (out,)
 
         return Trial(
             key,
@@ -144,13 +148,18 @@ def _trial(
             reference,
             moved_bytes=sum(map(len, seen)) * pool[0, 0].nbytes // pool.shape[4],
         )
-    tiles = plan_tiles(query_lens, len(q), q.shape[1] // pool.shape[3])
+    group = q.shape[1] // pool.shape[3]
+    tiles = cache(partial(plan_tiles, query_lens, len(q), group))
     pairs = sum(b * a + b * (b + 1) / 2 for a, b in zip(before, tokens, strict=True))
+
+    def run_prefill(config: Config | None) -> tuple[Tensor]:
+        out = torch.empty_like(q)
+        prefill_attention(*first, context_lens, query_lens, tiles(), scoring, out, config)
+        return (out,)
+
     return Trial(
-        {**key, "rows": tiles.rows},
-        lambda config: (
-            prefill_attention(*first, context_lens, query_lens, tiles, scoring, config),
-        ),
+        {**key, "rows": tile_rows(len(q), len(query_lens), group)},
+        run_prefill,
         reference,
         flops=4.0 * q.shape[1] * q.shape[2] * pairs,
     )

@@ -177,12 +177,14 @@ def test_bfloat16_is_as_near_to_float32_as_torch_is():
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses operations that would make the host wait for a GPU."""
+    """Refuses operations that would make the host wait for a GPU, and those that kernels spare."""
 
     WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique", "item")
+    SPARED = ("cat", "sort", "searchsorted")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert not any(name in func.name() for name in self.WAITING), f"{func.name()} waits"
+        assert func.overloadpacket.__name__ not in self.SPARED, f"{func.name()} is launched"
         return func(*args, **(kwargs or {}))
 
 

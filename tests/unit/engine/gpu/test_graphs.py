@@ -2,11 +2,13 @@
 
 import logging
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.config import EngineConfig
 from baton.engine.backends.gpu.device import Stream
@@ -20,6 +22,7 @@ from baton.engine.backends.gpu.graphs import (
 from baton.engine.backends.gpu.runner import BlockTables
 from baton.engine.backends.gpu.warmup import step_shapes, warm_up
 from baton.engine.batch import StepBatch
+from baton.engine.collectives import ALONE
 from baton.engine.ops.torch.attention import place
 from baton.engine.ops.triton.attention import plan_tiles
 from baton.engine.ops.triton.placement import place_rows
@@ -131,6 +134,41 @@ def test_captured_shapes_are_replayed_give_the_same_and_leave_the_pool_alone(cap
             assert torch.equal(got[:rows], expected[:rows])
             assert torch.equal(pool, mine)
     assert stream.replayed == 5
+
+
+class Bf16Model:
+    collectives = ALONE
+    logits = torch.linspace(-3, 3, 14, dtype=torch.bfloat16).view(2, 7)
+
+    def together(self, *_):
+        return nullcontext()
+
+    def decode(self, token_ids, *_):
+        return self.logits[: len(token_ids)]
+
+
+class Passes(TorchDispatchMode):
+    """Operations that go over all logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ != "slice":
+            self.seen.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_logits_become_float32_where_they_are_kept():
+    graphs = DecodeGraphs(Bf16Model(), new_pool(2), CountingStream(), 2, 4)
+    assert torch.equal(graphs.decode(2, 4), Bf16Model.logits.float()), "without a graph"
+    graphs.capture()
+    with Passes() as passes:
+        logits = graphs.decode(2, 4)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, Bf16Model.logits.float())
+    assert passes.seen == ["copy_"], "one pass writes them"
 
 
 def test_steps_that_cannot_be_captured_are_an_error_with_the_option_that_helps():

@@ -21,6 +21,7 @@ from baton.engine.ops.triton.attention import (
     plan_tiles,
     prefill_attention,
 )
+from baton.engine.ops.triton.attention_common import FP8_TO_BF16, INT8_TO_BF16
 from baton.engine.ops.triton.attention_specs import decode_trial, draw, prefill_trial
 from baton.engine.ops.triton.spec import Key, Trial, relative_error
 
@@ -53,13 +54,16 @@ class Inputs:
         return cls(*drawn, lengths, Scoring(0.3, **scoring))
 
     def run(self, programs: int = 2) -> Tensor:
+        out = torch.empty_like(self.q)
         arguments = (self.q, self.pool, 1, self.tables)
         if len(self.lens) == 1:
             plan = plan_decode(self.q, self.pool, *self.lens, self.scoring.window, programs)
-            return decode_attention(*arguments, plan, self.scoring)
+            decode_attention(*arguments, plan, self.scoring, out)
+            return out
         group = self.q.shape[1] // self.pool.shape[3]
         tiles = plan_tiles(self.lens[1], len(self.q), group)
-        return prefill_attention(*arguments, *self.lens, tiles, self.scoring)
+        prefill_attention(*arguments, *self.lens, tiles, self.scoring, out)
+        return out
 
 
 @pytest.mark.parametrize("trial", [decode_trial, prefill_trial])
@@ -140,14 +144,16 @@ def test_reaches_blocks_beyond_2_to_the_31_elements() -> None:
     tables = torch.tensor([[num_blocks - 1]], dtype=torch.int32)
     lengths = torch.tensor([16], dtype=torch.int32)
     plan = plan_decode(q, pool, lengths, None)
-    out = decode_attention(q, pool, 0, tables, plan, Scoring(0.3))
-    near = decode_attention(q, pool[-1:].clone(), 0, tables * 0, plan, Scoring(0.3))
+    out, near = torch.empty_like(q), torch.empty_like(q)
+    decode_attention(q, pool, 0, tables, plan, Scoring(0.3), out)
+    decode_attention(q, pool[-1:].clone(), 0, tables * 0, plan, Scoring(0.3), near)
     assert torch.equal(out, near)
 
 
 @pytest.mark.parametrize(
     ("counts", "group"),
-    [([1], 1), ([5, 0, 3], 4), ([300], 1), ([1, 200, 33], 4), ([19, 18, 37], 7), ([9] * 5, 128)],
+    [([1], 1), ([5, 0, 3], 4), ([300], 1), ([1, 200, 33], 4), ([19, 18, 37], 7), ([9] * 5, 128),
+     ([40, 0, 1] * 50, 4)],
 )  # fmt: skip
 def test_tiles_cover_every_row_once_and_late_ones_first(counts: list[int], group: int) -> None:
     tiles = plan_tiles(torch.tensor(counts, dtype=torch.int32), sum(counts), group)
@@ -168,3 +174,56 @@ def test_tiles_cover_every_row_once_and_late_ones_first(counts: list[int], group
     short = torch.full((8,), 4, dtype=torch.int32)  # tiles are as small as chunks are
     assert plan_tiles(short, 32, 4).rows == LEAST_ROWS
     assert plan_tiles(short * 5, 160, 4).rows == MOST_ROWS
+
+
+def _run_ptx(text: str, word: Tensor) -> list[Tensor]:
+    """$0 and $1 after a few instructions on $2, all int32; rounding where there should be none
+    fails.
+    """
+    held = {"$2": word}
+
+    def value(name: str) -> Tensor:
+        return held[name] if name in held else torch.tensor(int(name, 0)).to(torch.int32)
+
+    def halves(name: str) -> Tensor:
+        return value(name).expand(word.shape).contiguous().view(torch.bfloat16).double()
+
+    for line in text.strip("{} \n").split(";")[:-1]:
+        operation, _, names = line.strip().partition(" ")
+        to, *given = names.replace(",", "").split()
+        if operation == "mov.b32":
+            held[to] = value(*given)
+        elif operation == "shl.b32":
+            held[to] = value(given[0]) << int(given[1])
+        elif operation == "shr.b32":
+            held[to] = (
+                (value(given[0]).long() & 0xFFFFFFFF).bitwise_right_shift(int(given[1])).int()
+            )
+        elif operation == "and.b32":
+            held[to] = value(given[0]) & value(given[1])
+        elif operation == "lop3.b32":
+            assert given[3] == "0xea", "a & b | c"
+            held[to] = value(given[0]) & value(given[1]) | value(given[2])
+        elif operation == "fma.rn.bf16x2":
+            a, b, c = map(halves, given)
+            result = (a * b + c).to(torch.bfloat16)
+            assert torch.equal(result.double(), a * b + c)
+            held[to] = result.view(torch.int32)
+        else:
+            assert operation == ".reg"
+    return [held["$0"], held["$1"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"), [(INT8_TO_BF16, torch.int8), (FP8_TO_BF16, torch.float8_e4m3fn)]
+)
+def test_eight_bits_to_bfloat16(text: str, dtype: torch.dtype) -> None:
+    """Every pair of elements, beside another one, by what PTX's manual says of the instructions."""
+    pairs = torch.arange(1 << 16).to(torch.int16)
+    pairs = torch.stack([pairs, pairs.flip(0)], 1).contiguous()
+    even, odd = (x.view(torch.bfloat16) for x in _run_ptx(text, pairs.view(torch.int32)))
+    wanted = pairs.view(torch.int8).view(dtype).to(torch.bfloat16).view(-1, 2)
+    for found, by in ((even.flatten(), wanted[:, 0]), (odd.flatten(), wanted[:, 1])):
+        known = ~by.isnan()
+        assert known.sum() > 60000
+        assert torch.equal(found.view(torch.int16)[known], by.view(torch.int16)[known])

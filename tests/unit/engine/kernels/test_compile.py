@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-PREFILL = re.compile(r"prefill_attention-tokens-70-.*ragged-0-")
+PREFILL = re.compile(r"prefill_attention-tokens-70-.*ragged-0-prefill_kernel-")
 DECODE = re.compile(r"decode_attention-(programs|window)-.*-decode_kernel-")
+DECODE_SIZES = re.compile(r"^decode_attention +decode_kernel +sm_(\d+) +\d+ +(\d+)", re.MULTILINE)
+PROCESSOR_BYTES = {"80": 164 << 10, "90": 228 << 10, "100": 228 << 10}  # shared memory
 DECODE_FP8 = re.compile(r"decode_attention-.*kv-fp8-.*-decode_kernel-")
 
 BROKEN = """
@@ -67,9 +69,11 @@ def test_all_kernels_compile_for_all_architectures(tmp_path: Path) -> None:
         assert "cp.async.cg.shared.global" in text and "cp.async.ca" not in text
     (decode_fp8,) = (text for name, text in hopper.items() if DECODE_FP8.match(name))
     widths = [int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\..*, 0x(\w+), ", decode_fp8)]
-    # 16 or 8 bytes of elements at a time; 4 are a scale, of which there is one for a whole row.
-    scales, keys, values = (size * widths.count(size) for size in (4, 8, 16))
-    assert scales < min(keys, values)
+    # 16 bytes of elements at a time; 4 are a scale, of which there is one for a whole row.
+    assert {*widths} == {16, 4} and 4 * widths.count(4) < 16 * widths.count(16)
+    assert "ldmatrix" in decode_fp8 and "fma.rn.bf16x2" in decode_fp8, "pairs of elements"
+    for architecture, shared in DECODE_SIZES.findall(done.stdout):  # as all configurations ask for
+        assert 2 * (int(shared) + 1024) <= PROCESSOR_BYTES[architecture], "two fit a multiprocessor"
     bfloat16 = re.findall(
         r"^(?:pre|de)\S+_attention .* (\d+) +\d+  (?:programs|tokens|window)=.*", done.stdout, re.M
     )
