@@ -98,7 +98,7 @@ SHAPES = {
 }
 
 # What `python -m benchmarks gpu` runs: too large for the others' cores. `smoke` is for its dry run.
-_LLAMA3: dict[str, Any] = {"rope_theta": 500000.0, "max_context": 16384}
+_LLAMA3: dict[str, Any] = {"rope_theta": 500000.0, "max_context": 65536}
 GPU_SHAPES = {
     "1B": Shape("1B", 2048, 16, 32, 8, 8192, 128256, **_LLAMA3),  # Llama-3.2-1B
     "8B": Shape("8B", 4096, 32, 32, 8, 14336, 128256, tied=False, **_LLAMA3),  # Llama-3.1-8B

@@ -6,7 +6,9 @@ import itertools
 import queue
 import random
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from typing import Any
 
 from baton.engine.build import Loaded
 from baton.engine.loop import StepReport
@@ -34,21 +36,32 @@ class Driver:
         self._engine.stop()
 
     def decode(
-        self, batch: int, context: int, warm_up: int, steps: int, **sampling: float
+        self,
+        contexts: Items[int],
+        warm_up: int,
+        steps: int,
+        first: Mapping[str, Any] | None = None,
+        **sampling: Any,
     ) -> float:
-        """Seconds of a step in which `batch` sequences of that context get a token each.
+        """Seconds of a step in which sequences of those contexts get a token each.
 
-        No prompt is computed: each sequence begins as if its KV had come from elsewhere.
+        No prompt is computed: each sequence begins as if its KV had come from elsewhere. first:
+        what the first one's settings have beside `sampling`, which is all others'.
         """
-        run = warm_up + steps + 1
-        params = SamplingParams(seed=1, ignore_eos=True, max_tokens=run + 1, **sampling)  # type: ignore[arg-type]
-        sequences = [self._sequence(self._prompt(context), params) for _ in range(batch)]
+        run, batch = warm_up + steps + 1, len(contexts)
+        settings = {"seed": 1, "ignore_eos": True, "max_tokens": run + 1, **sampling}
+        params = [SamplingParams(**{**settings, **(first or {})})]
+        params += [SamplingParams(**settings)] * (batch - 1)
+        sequences = [
+            self._sequence(self._prompt(context), one)
+            for context, one in zip(contexts, params, strict=True)
+        ]
         for sequence in sequences:
             self._engine.reserve(sequence).result()
 
         def start() -> None:
             for sequence in sequences:
-                self._engine.resume(sequence.seq_id, context, 7)
+                self._engine.resume(sequence.seq_id, sequence.num_tokens, 7)
 
         self._engine.submit(start).result()
         ends: list[float] = []

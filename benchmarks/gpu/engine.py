@@ -11,6 +11,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 
 from baton.config import EngineConfig
+from baton.engine.backends.gpu.device import new_stream
+from baton.engine.backends.gpu.device_sampling import DeviceSampler
 from baton.engine.backends.gpu.linear import prepare
 from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.backends.gpu.runner import GpuRunner
@@ -29,17 +32,28 @@ from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.ops.triton.attention_specs import random_pool
 from baton.engine.runner import Runner, StepRunner
-from baton.engine.sampling.sampler import Sampler
+from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.engine.weights.weights import random_weights
+from baton.sampling import SamplingParams
 from benchmarks.engine.adapters.protocol import Setup, Timed
 from benchmarks.engine.adapters.transformers_model import Transformers
 from benchmarks.engine.driver import Driver
+from benchmarks.gpu.kernels import seconds
 from benchmarks.gpu.part import Case, Cells, Part, is_fatal, summary
 from benchmarks.shapes import Shape
 
 BATCHES, CONTEXT, STEPS = (1, 8, 64, 256), 512, 64
 PROMPTS, CHUNK = (512, 2048, 8192), 2048
 RIVAL_MOST, _RIVAL_STEPS = 64, 8  # sequences of transformers; its steps
+# What a step of a batch is compared with greedy sampling for: all rows' settings, the first row's.
+_SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "top-p": ({"temperature": 0.8, "top_p": 0.95}, {}),
+    "one row with logprobs": ({}, {"logprobs": 5}),
+    "one row with penalties": (
+        {}, {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+    ),
+}  # fmt: skip
+_SKEWED = (32768,) + 63 * (1024,)  # contexts of a batch
 _SPARE = 6 << 30  # bytes for activations, graphs, and what torch keeps
 
 BLOCK_SIZE = EngineConfig.block_size
@@ -176,6 +190,8 @@ class Measuring:
         self.rival: Transformers | None = None
         self.context, self.prompts = part.sized(CONTEXT, 15), part.sized(PROMPTS, (5,))
         self.warm_up, self.steps = part.sized((8, STEPS), (1, 1))
+        compares = formats == BF16 and shape == part.models[0]
+        self.skewed = part.sized(_SKEWED, (40, 5)) if compares else ()  # contexts
 
     def run(self) -> None:
         """All of it."""
@@ -211,6 +227,10 @@ class Measuring:
             cases = [(self._title(f"{n} tokens"), partial(self.prefill, driver, n))
                      for n in self.prompts]  # fmt: skip
             part.measure("prefill", cases)
+        if self.skewed and max(batches) >= len(self.skewed):
+            limits = (len(self.skewed), max(self.skewed) + 2 * STEPS, CHUNK)
+            with closing(ours.driver(*limits, graphs=True)) as driver:
+                part.measure("decode compared", self._compared_cases(driver))
         return None
 
     def _title(self, size: str = "") -> str:
@@ -218,8 +238,10 @@ class Measuring:
 
     def _blocks(self, batch: int) -> int:
         """For decoding, or for the longest prompt if that takes more."""
-        decoding = (batch + 2) * -(-(self.context + 12 + self.steps) // BLOCK_SIZE)
-        return max(decoding, -(-(max(self.prompts) + 32) // BLOCK_SIZE)) + 8
+        grown = 12 + self.steps
+        decoding = (batch + 2) * -(-(self.context + grown) // BLOCK_SIZE)
+        skewed = sum(-(-(context + grown) // BLOCK_SIZE) for context in self.skewed[:batch])
+        return max(decoding, skewed, -(-(max(self.prompts) + 32) // BLOCK_SIZE)) + 8
 
     def _fitting(self, beside: bool) -> list[int]:
         """Batch sizes whose KV fits beside the weights, and transformers' beside that."""
@@ -235,23 +257,16 @@ class Measuring:
         return [batch for batch in wanted if self._blocks(batch) * block <= room]
 
     def _decode_cases(self, driver: Driver, batches: list[int]) -> Iterator[Case]:
-        """One for each batch, then with sampling instead of the likeliest token."""
+        """One for each batch."""
         for batch in batches:
             yield self._title(f"batch {batch}"), partial(self.decode, driver, batch)
-        if self.formats == BF16:
-            batch = min(64, max(batches))
-            sampled = partial(self.decode, driver, batch, temperature=0.8, top_p=0.95)
-            yield self._title(f"batch {batch}, top-p"), sampled
 
-    def decode(self, driver: Driver, batch: int, **sampling: float) -> Cells:
-        """Steps of one batch size; ours and, where both are greedy, theirs in turn."""
+    def decode(self, driver: Driver, batch: int) -> Cells:
+        """Steps of one batch size; ours and, where they have room, theirs in turn."""
         part, steps, theirs = self.part, self.part.sized(_RIVAL_STEPS, 2), None
-        if self.rival and batch <= RIVAL_MOST and not sampling:
+        if self.rival and batch <= RIVAL_MOST:
             theirs = partial(self.rival.decode, batch, self.context, steps)
-
-        def ours() -> float:
-            return driver.decode(batch, self.context, self.warm_up, self.steps, **sampling)
-
+        ours = partial(driver.decode, [self.context] * batch, self.warm_up, self.steps)
         step_s, rival = self._in_turn("decode", batch, ours, theirs, steps)
         cells: Cells = {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
         if part.copy_bytes_per_s:
@@ -261,6 +276,50 @@ class Measuring:
             floor = moved / part.copy_bytes_per_s
             cells |= {"floor ms": floor * 1e3, "of floor": floor / step_s}
         return cells | rival
+
+    def _compared_cases(self, driver: Driver) -> Iterator[Case]:
+        """Batches whose lengths or settings differ from row to row, beside others of one kind."""
+        batch, (longest, others, *_) = len(self.skewed), self.skewed
+        even = [sum(self.skewed) // batch] * batch
+        yield (
+            self._title(f"one context of {longest} among {batch - 1} of {others}"),
+            partial(self._beside, driver, "evenly spread", even, self.skewed),
+        )
+        for name, (sampling, first) in _SAMPLING.items():
+            compared = partial(self._beside_greedy, driver, batch, first, sampling)
+            yield self._title(f"batch {batch}, {name}"), compared
+
+    def _beside(
+        self, driver: Driver, other: str, others: Items[int], contexts: Items[int], **settings: Any
+    ) -> Cells:
+        """Steps of a batch of those contexts and settings, in turn with greedy ones of others."""
+        sizes = self.warm_up, self.steps
+        rounds = [
+            (driver.decode(contexts, *sizes, **settings), driver.decode(others, *sizes))
+            for _ in range(self.part.sized(3, 1))
+        ]
+        step_s, other_s = (statistics.median(each) for each in zip(*rounds, strict=True))
+        return {
+            "ms a step": step_s * 1e3, "beside": other, "its ms": other_s * 1e3,
+            "us more": (step_s - other_s) * 1e6, "ratio": step_s / other_s,
+        }  # fmt: skip
+
+    def _beside_greedy(
+        self, driver: Driver, batch: int, first: dict[str, Any], sampling: dict[str, Any]
+    ) -> Cells:
+        """As `_beside`; then the sampler alone, on logits that are there."""
+        contexts, device = [self.context] * batch, self.part.device
+        cells = self._beside(driver, "greedy", contexts, contexts, first=first, **sampling)
+        vocab, tokens = self.shape.vocab, [token % self.shape.vocab for token in range(batch)]
+        params = [SamplingParams(**{**sampling, **first})]
+        params += [SamplingParams(**sampling)] * (batch - 1)
+        sampler = DeviceSampler(new_stream(device), Sampler(frozenset(), vocab), batch)
+        sampler.prepare([SampleRow(one, tokens, len(tokens)) for one in params])
+        logits = torch.randn(batch, vocab, device=device)
+        sampler_s = seconds(partial(sampler.sample, logits), device)
+        step_ms = cells["ms a step"]
+        assert isinstance(step_ms, float)
+        return cells | {"sampler us": sampler_s * 1e6, "of step": sampler_s * 1e3 / step_ms}
 
     def prefill(self, driver: Driver, tokens: int) -> Cells:
         """One prompt in chunks, to its first token."""

@@ -288,7 +288,7 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     assert {one["table"] for one in found["failed"]} == {"transfer"}
     assert set(found["tables"]) == {
         "machine", "ceilings", "decode attention", "prefill attention", "rows", "blocks",
-        "products", "engine against its reference", "decode", "prefill",
+        "products", "engine against its reference", "decode", "prefill", "decode compared",
     }  # fmt: skip
     assert found["smoke"] is True and found["targets"] == []
     rival, *between, cluster_note = (note["text"] for note in found["notes"])
