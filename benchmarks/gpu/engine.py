@@ -40,10 +40,11 @@ from benchmarks.engine.adapters.transformers_model import Transformers
 from benchmarks.engine.driver import Driver
 from benchmarks.gpu.kernels import seconds
 from benchmarks.gpu.part import Case, Cells, Part, is_fatal, summary
-from benchmarks.shapes import Shape
+from benchmarks.shapes import GPU_SHAPES, Shape
 
 BATCHES, CONTEXT, STEPS = (1, 8, 64, 256), 512, 64
 PROMPTS, CHUNK = (512, 2048, 8192), 2048
+_EXPERTS_BATCHES, _EXPERTS_PROMPTS = (1, 64), (2048,)
 RIVAL_MOST, _RIVAL_STEPS = 64, 8  # sequences of transformers; its steps
 # What a step of a batch is compared with greedy sampling for: all rows' settings, the first row's.
 _SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -132,15 +133,18 @@ class OurEngine:
         return Driver(Loaded(*about, prepare=lambda: None))
 
 
-def weight_bytes(shape: Shape, formats: Formats = BF16) -> int:
-    """What a decode step reads of the weights: every matrix once, of the embedding a few rows."""
-    matrices = shape.layers * shape.layer_matrices + shape.vocab * shape.hidden
-    return matrices * formats.weight_bytes
+def weight_bytes(shape: Shape, formats: Formats = BF16, tokens: int = 1) -> int:
+    """What a step of so many tokens reads of the weights: every matrix once, of the embedding a few
+    rows, and of experts those that are taken."""
+    idle = (shape.experts - shape.experts_taken(tokens)) * shape.mlp_matrices
+    matrices = shape.layers * (shape.layer_matrices - idle) + shape.vocab * shape.hidden
+    return round(matrices * formats.weight_bytes)
 
 
 def prefill_flops(shape: Shape, tokens: int) -> float:
     """A whole prompt: matrices, causal attention, and the scores of the last token alone."""
-    matrices = 2.0 * tokens * shape.layers * shape.layer_matrices
+    idle = (shape.experts - shape.per_token) * shape.mlp_matrices
+    matrices = 2.0 * tokens * shape.layers * (shape.layer_matrices - idle)
     attention = 4.0 * shape.layers * shape.heads * shape.head_size * tokens * (tokens + 1) / 2
     return matrices + attention + 2.0 * shape.vocab * shape.hidden
 
@@ -151,17 +155,13 @@ def title_of(shape: Shape, formats: Formats, size: str = "") -> str:
 
 
 def run(part: Part) -> None:
-    """Equality, then each shape in bf16 beside transformers, then in fp8."""
+    """Equality, then each shape in bf16 beside transformers, one with experts, and all in fp8."""
     part.measure("engine against its reference", [("float32, greedy", partial(equality, part))])
+    experts = GPU_SHAPES[part.sized("A3B", "smoke experts")]
+    measured = [(shape, BF16) for shape in (*part.models, experts)]
+    measured += [(shape, FP8) for shape in part.models]
     # Made one after the other: what one measured with is freed before the next.
-    part.measure(
-        "decode",
-        (
-            (title_of(shape, formats), Measuring(part, shape, formats).run)
-            for formats in (BF16, FP8)
-            for shape in part.models
-        ),
-    )
+    part.measure("decode", ((title_of(*one), Measuring(part, *one).run) for one in measured))
 
 
 def equality(part: Part) -> Cells:
@@ -188,7 +188,11 @@ class Measuring:
     def __init__(self, part: Part, shape: Shape, formats: Formats) -> None:
         self.part, self.shape, self.formats = part, shape, formats
         self.rival: Transformers | None = None
-        self.context, self.prompts = part.sized(CONTEXT, 15), part.sized(PROMPTS, (5,))
+        batches, prompts = BATCHES, PROMPTS
+        if shape.experts:
+            batches, prompts = _EXPERTS_BATCHES, _EXPERTS_PROMPTS
+        self.context, self.batches = part.sized(CONTEXT, 15), part.sized(batches, (2,))
+        self.prompts = part.sized(prompts, (5,))
         self.warm_up, self.steps = part.sized((8, STEPS), (1, 1))
         compares = formats == BF16 and shape == part.models[0]
         self.skewed = part.sized(_SKEWED, (40, 5)) if compares else ()  # contexts
@@ -199,7 +203,7 @@ class Measuring:
         part.free()
         if self.formats == FP8 and not part.has_fp8:
             return part.note("decode", f"{title} is left out: this GPU has no fp8")
-        beside = self.formats == BF16
+        beside = self.formats == BF16 and not self.shape.experts
         batches = self._fitting(beside)
         if beside and not batches:
             batches, beside = self._fitting(False), False
@@ -245,7 +249,7 @@ class Measuring:
 
     def _fitting(self, beside: bool) -> list[int]:
         """Batch sizes whose KV fits beside the weights, and transformers' beside that."""
-        wanted, shape = list(self.part.sized(BATCHES, (2,))), self.shape
+        wanted, shape = list(self.batches), self.shape
         if not self.part.cuda:
             return wanted
         room = torch.cuda.mem_get_info(self.part.device)[0] - _SPARE
@@ -271,7 +275,7 @@ class Measuring:
         cells: Cells = {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
         if part.copy_bytes_per_s:
             middle = self.context + self.warm_up + self.steps // 2  # of what was counted
-            moved = weight_bytes(self.shape, self.formats)
+            moved = weight_bytes(self.shape, self.formats, batch)
             moved += batch * middle * self.formats.layout(self.shape).bytes_per_token
             floor = moved / part.copy_bytes_per_s
             cells |= {"floor ms": floor * 1e3, "of floor": floor / step_s}
@@ -329,8 +333,11 @@ class Measuring:
         ours_s, rival = self._in_turn("prefill", tokens, partial(driver.prefill, tokens), theirs)
         cells: Cells = {"ms": ours_s * 1e3, "tokens/s": tokens / ours_s}
         if rate := self.part.matmul_flops:
-            floor = prefill_flops(self.shape, tokens) / rate
-            cells |= {"floor ms": floor * 1e3, "of matmul rate": floor / ours_s}
+            computed_s = prefill_flops(self.shape, tokens) / rate
+            read_s = weight_bytes(self.shape, self.formats, tokens) / self.part.copy_bytes_per_s
+            floor = max(computed_s, read_s)
+            cells |= {"floor ms": floor * 1e3, "of floor": floor / ours_s}
+            cells |= {"of matmul rate": computed_s / ours_s}
         return cells | rival
 
     def _in_turn(

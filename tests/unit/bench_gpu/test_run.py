@@ -19,11 +19,12 @@ from unittest import mock
 import pytest
 import torch
 
+from baton.engine.models.config import ModelConfig
 from benchmarks import child
 from benchmarks.gpu import cluster, engine, kernels, run
 from benchmarks.gpu.part import Part
 from benchmarks.gpu.run import TARGETS
-from benchmarks.shapes import GPU_SHAPES
+from benchmarks.shapes import GPU_SHAPES, Shape
 from tests.namespaces import HAS_NAMESPACES
 
 EIGHT, ONE = GPU_SHAPES["8B"], GPU_SHAPES["1B"]
@@ -151,7 +152,13 @@ def test_ours_is_measured_with_transformers_in_turn_or_without_where_it_fails(wh
         measure(RuntimeError(ILLEGAL))
 
 
-def test_floors() -> None:
+def config_of(shape: Shape, folder: Path) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(shape.config()))
+    return file
+
+
+def test_floors(tmp_path: Path) -> None:
     assert (EIGHT.num_parameters, ONE.num_parameters) == (8_030_261_248, 1_235_814_400)
     embedding, norms = 128256 * 4096, (2 * 32 + 1) * 4096
     # A step reads all weights but the embedding, unless that is also the output layer.
@@ -162,6 +169,16 @@ def test_floors() -> None:
     matrices = 2 * 10 * (EIGHT.num_parameters - 2 * embedding - norms)
     attention = 32 * 4 * 32 * 128 * (10 * 11 / 2)
     assert engine.prefill_flops(EIGHT, 10) == matrices + attention + 2 * embedding
+
+    experts = GPU_SHAPES["A3B"]
+    assert experts.num_parameters == ModelConfig.load(config_of(experts, tmp_path)).num_parameters
+    assert [round(experts.experts_taken(n), 1) for n in (0, 1, 64, 2048)] == [0, 8, 125.9, 128]
+    expert, others = 3 * 2048 * 768, 2 * 2048 * 2560 + 128 * 2048
+    head = 151936 * 2048
+    assert engine.weight_bytes(experts) == 2 * (8 * (others + 8 * expert) + head)
+    assert engine.weight_bytes(experts, tokens=4096) == 2 * (8 * (others + 128 * expert) + head)
+    products = 2 * (8 * (others + 8 * expert) + head)
+    assert engine.prefill_flops(experts, 1) == products + 8 * 4 * 2048
 
 
 def test_the_report_has_tables_then_failures_then_targets() -> None:
