@@ -54,6 +54,7 @@ _SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {}, {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
     ),
 }  # fmt: skip
+_SOAKED = (1, 16, 17, 60, 100, 150, 200, 250, 300, 400, 500, 700)  # tokens of prompts
 _SKEWED = (32768,) + 63 * (1024,)  # contexts of a batch
 _SPARE = 6 << 30  # bytes for activations, graphs, and what torch keeps
 
@@ -110,14 +111,15 @@ class OurEngine:
         assert tuple(self._pool.shape) == self._layout.shape
 
     def driver(
-        self, batch: int, context: int, chunk: int, *, graphs: bool = False, reference: bool = False
-    ) -> Driver:
+        self, batch: int, context: int, chunk: int, *, graphs: bool = False,
+        reference: bool = False, prefix_cache: bool = False,
+    ) -> Driver:  # fmt: skip
         """An engine as a worker runs it: steps are launched ahead, decode steps are graphs.
 
         reference: the model in plain torch, step after step.
         """
         settings = EngineConfig(
-            max_batch=batch, chunk_ms=1e6, chunk_tokens=chunk, prefix_cache=False
+            max_batch=batch, chunk_ms=1e6, chunk_tokens=chunk, prefix_cache=prefix_cache
         )
         runner: StepRunner
         if reference:
@@ -156,7 +158,10 @@ def title_of(shape: Shape, formats: Formats, size: str = "") -> str:
 
 def run(part: Part) -> None:
     """Equality, then each shape in bf16 beside transformers, one with experts, and all in fp8."""
-    part.measure("engine against its reference", [("float32, greedy", partial(equality, part))])
+    part.measure(
+        "engine against its reference",
+        [("float32, greedy", partial(equality, part)), ("float32, soak", partial(soak, part))],
+    )
     experts = GPU_SHAPES[part.sized("A3B", "smoke experts")]
     measured = [(shape, BF16) for shape in (*part.models, experts)]
     measured += [(shape, FP8) for shape in part.models]
@@ -169,10 +174,7 @@ def equality(part: Part) -> Cells:
     shape = part.sized(SMALL, part.models[-1])
     lengths, new_tokens = part.sized(((1, 15, 16, 17, 300, 700), 32), ((17,), 2))
     ours = OurEngine(shape, FLOAT32, part.device, part.sized(512, 40))
-    prompts = [
-        torch.randint(shape.vocab, (n,), generator=torch.Generator().manual_seed(n)).tolist()
-        for n in lengths
-    ]
+    prompts = [random_prompt(shape, length) for length in lengths]
     limits = (8, 1024, 256)
     with closing(ours.driver(*limits, graphs=not part.smoke)) as driver:
         found = driver.generate(prompts, new_tokens)
@@ -180,6 +182,42 @@ def equality(part: Part) -> Cells:
         wanted = driver.generate(prompts, new_tokens)
     assert found == wanted, f"other tokens: {found} instead of {wanted}"
     return {"prompts": len(prompts), "tokens": len(prompts) * new_tokens, "other tokens": 0}
+
+
+def soak(part: Part) -> Cells:
+    """Sequences that come, are cancelled and are preempted at random, in a pool too small for all.
+
+    Those that end have the tokens of quiet steps: one prompt at a time, without graphs. Raises
+    AssertionError.
+    """
+    shape = part.sized(SMALL, part.models[-1])
+    lengths, new_tokens = part.sized((_SOAKED, 48), ((14, 15), 6))
+    most, blocks, seconds = part.sized((24, 160, 12.0), (4, 5, 1.0))
+    prompts = [random_prompt(shape, length) for length in lengths]
+    ours, limits = OurEngine(shape, FLOAT32, part.device, blocks), (most, 1024, 256)
+    with closing(ours.driver(*limits)) as driver:
+        quiet = [driver.generate([prompt], new_tokens)[0] for prompt in prompts]
+    with closing(ours.driver(*limits, graphs=not part.smoke, prefix_cache=True)) as driver:
+        found = driver.soak(prompts, new_tokens, most, seconds)
+    other = [
+        f"prompt of {lengths[which]}: {tokens} instead of {quiet[which][: len(tokens)]}"
+        for which, tokens in found.survivors
+        if tokens != quiet[which][: len(tokens)]
+    ]
+    assert not other, f"other tokens of {len(other)} of {len(found.survivors)}: {other[0]}"
+    assert found.survivors and (found.preemptions or part.smoke), f"it tried too little: {found}"
+    tokens = sum(len(tokens) for _, tokens in found.survivors)
+    return {
+        "prompts": len(found.survivors), "tokens": tokens, "other tokens": 0,
+        "cancelled": found.cancelled, "preemptions": found.preemptions,
+    }  # fmt: skip
+
+
+def random_prompt(shape: Shape, length: int) -> list[int]:
+    """The same tokens each time."""
+    generator = torch.Generator().manual_seed(length)
+    tokens: list[int] = torch.randint(shape.vocab, (length,), generator=generator).tolist()
+    return tokens
 
 
 class Measuring:
