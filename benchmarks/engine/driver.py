@@ -64,7 +64,7 @@ class Driver:
         params = [SamplingParams(**{**settings, **(first or {})})]
         params += [SamplingParams(**settings)] * (batch - 1)
         sequences = [
-            self._sequence(self._prompt(context), one)
+            self._sequence(self.prompt(context), one)
             for context, one in zip(contexts, params, strict=True)
         ]
         for sequence in sequences:
@@ -85,7 +85,7 @@ class Driver:
 
     def prefill(self, tokens: int) -> float:
         """Seconds from a prompt's submission to its first token."""
-        sequence = self._sequence(self._prompt(tokens), SamplingParams(max_tokens=1))
+        sequence = self._sequence(self.prompt(tokens), SamplingParams(max_tokens=1))
         began = time.perf_counter()
         self._engine.add(sequence).result()
         while True:
@@ -106,6 +106,10 @@ class Driver:
             for progress in self._next()[1].progress:
                 found[progress.seq_id] += progress.token_ids
         return [found[sequence.seq_id] for sequence in sequences]
+
+    def prompt(self, tokens: int) -> list[int]:
+        """Another one each time."""
+        return [self._dice.randrange(self._vocab) for _ in range(tokens)]
 
     def soak(self, prompts: Items[list[int]], new_tokens: int, most: int, seconds: float) -> Soaked:
         """Adds and cancels sequences at random for so long, up to `most` at a time.
@@ -140,9 +144,6 @@ class Driver:
 
     def _sequence(self, tokens: list[int], params: SamplingParams) -> Sequence:
         return Sequence(next(self._names), tokens, len(tokens), params)
-
-    def _prompt(self, tokens: int) -> list[int]:
-        return [self._dice.randrange(self._vocab) for _ in range(tokens)]
 
     def _next(self) -> tuple[float, StepReport]:
         """The next step that computed something. Raises RuntimeError for one that failed."""

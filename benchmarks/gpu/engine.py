@@ -47,7 +47,7 @@ PROMPTS, CHUNK = (512, 2048, 8192), 2048
 _EXPERTS_BATCHES, _EXPERTS_PROMPTS = (1, 64), (2048,)
 RIVAL_MOST, _RIVAL_STEPS = 64, 8  # sequences of transformers; its steps
 # What a step of a batch is compared with greedy sampling for: all rows' settings, the first row's.
-_SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "top-p": ({"temperature": 0.8, "top_p": 0.95}, {}),
     "one row with logprobs": ({}, {"logprobs": 5}),
     "one row with penalties": (
@@ -327,7 +327,7 @@ class Measuring:
             self._title(f"one context of {longest} among {batch - 1} of {others}"),
             partial(self._beside, driver, "evenly spread", even, self.skewed),
         )
-        for name, (sampling, first) in _SAMPLING.items():
+        for name, (sampling, first) in SAMPLING.items():
             compared = partial(self._beside_greedy, driver, batch, first, sampling)
             yield self._title(f"batch {batch}, {name}"), compared
 
