@@ -44,7 +44,7 @@ from benchmarks.shapes import GPU_SHAPES, Shape
 
 BATCHES, CONTEXT, STEPS = (1, 8, 64, 256), 512, 64
 PROMPTS, CHUNK = (512, 2048, 8192), 2048
-_EXPERTS_BATCHES, _EXPERTS_PROMPTS = (1, 64), (2048,)
+_OF_EXPERTS = (1, 64), (2048,)  # batches and prompts
 RIVAL_MOST, _RIVAL_STEPS = 64, 8  # sequences of transformers; its steps
 # What a step of a batch is compared with greedy sampling for: all rows' settings, the first row's.
 SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -226,9 +226,7 @@ class Measuring:
     def __init__(self, part: Part, shape: Shape, formats: Formats) -> None:
         self.part, self.shape, self.formats = part, shape, formats
         self.rival: Transformers | None = None
-        batches, prompts = BATCHES, PROMPTS
-        if shape.experts:
-            batches, prompts = _EXPERTS_BATCHES, _EXPERTS_PROMPTS
+        batches, prompts = _OF_EXPERTS if shape.experts else (BATCHES, PROMPTS)
         self.context, self.batches = part.sized(CONTEXT, 15), part.sized(batches, (2,))
         self.prompts = part.sized(prompts, (5,))
         self.warm_up, self.steps = part.sized((8, STEPS), (1, 1))
