@@ -49,8 +49,19 @@ class Shape:
     def layer_matrices(self) -> int:
         """Elements of one layer's matrices."""
         attention = 2 * self.hidden * (self.hidden + self.kv_heads * self.head_size)
-        mlp = 3 * self.hidden * self.intermediate
-        return attention + (self.experts * (mlp + self.hidden) if self.experts else mlp)
+        router = self.experts * self.hidden
+        return attention + router + (self.experts or 1) * self.mlp_matrices
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Elements of one MLP's matrices, or of one expert's."""
+        return 3 * self.hidden * self.intermediate
+
+    def experts_taken(self, tokens: int) -> float:
+        """How many experts of a layer so many tokens take, if each is as likely; 0: it has none."""
+        if not self.experts:
+            return 0.0
+        return self.experts * (1 - (1 - self.per_token / self.experts) ** tokens)
 
     def config(self) -> dict[str, Any]:
         """Its config.json, as Hugging Face transformers writes one."""
@@ -98,9 +109,14 @@ SHAPES = {
 }
 
 # What `python -m benchmarks gpu` runs: too large for the others' cores. `smoke` is for its dry run.
-_LLAMA3: dict[str, Any] = {"rope_theta": 500000.0, "max_context": 16384}
+_LLAMA3: dict[str, Any] = {"rope_theta": 500000.0, "max_context": 65536}
 GPU_SHAPES = {
     "1B": Shape("1B", 2048, 16, 32, 8, 8192, 128256, **_LLAMA3),  # Llama-3.2-1B
     "8B": Shape("8B", 4096, 32, 32, 8, 14336, 128256, tied=False, **_LLAMA3),  # Llama-3.1-8B
+    # Qwen3-30B-A3B, with 8 of its 48 layers and half as many heads
+    "A3B": Shape("A3B", 2048, 8, 16, 4, 768, 151936, tied=False, experts=128, per_token=8),
     "smoke": Shape("smoke", 64, 1, 4, 2, 64, 96, tied=False, max_context=512),
+    "smoke experts": Shape(
+        "smoke experts", 64, 1, 4, 2, 64, 96, tied=False, max_context=512, experts=4, per_token=2
+    ),
 }

@@ -6,7 +6,10 @@ import itertools
 import queue
 import random
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Any
 
 from baton.engine.build import Loaded
 from baton.engine.loop import StepReport
@@ -14,6 +17,16 @@ from baton.engine.sequence import Sequence
 from baton.sampling import SamplingParams
 
 _STEP_S = 120.0  # longer than any step takes
+_CANCELLED = 0.1  # of soaked sequences a step
+
+
+@dataclass
+class Soaked:
+    """What `Driver.soak` did; survivors: which prompt each had, and its tokens."""
+
+    survivors: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    cancelled: int = 0
+    preemptions: int = 0
 
 
 class Driver:
@@ -34,21 +47,32 @@ class Driver:
         self._engine.stop()
 
     def decode(
-        self, batch: int, context: int, warm_up: int, steps: int, **sampling: float
+        self,
+        contexts: Items[int],
+        warm_up: int,
+        steps: int,
+        first: Mapping[str, Any] | None = None,
+        **sampling: Any,
     ) -> float:
-        """Seconds of a step in which `batch` sequences of that context get a token each.
+        """Seconds of a step in which sequences of those contexts get a token each.
 
-        No prompt is computed: each sequence begins as if its KV had come from elsewhere.
+        No prompt is computed: each sequence begins as if its KV had come from elsewhere. first:
+        what the first one's settings have beside `sampling`, which is all others'.
         """
-        run = warm_up + steps + 1
-        params = SamplingParams(seed=1, ignore_eos=True, max_tokens=run + 1, **sampling)  # type: ignore[arg-type]
-        sequences = [self._sequence(self._prompt(context), params) for _ in range(batch)]
+        run, batch = warm_up + steps + 1, len(contexts)
+        settings = {"seed": 1, "ignore_eos": True, "max_tokens": run + 1, **sampling}
+        params = [SamplingParams(**{**settings, **(first or {})})]
+        params += [SamplingParams(**settings)] * (batch - 1)
+        sequences = [
+            self._sequence(self.prompt(context), one)
+            for context, one in zip(contexts, params, strict=True)
+        ]
         for sequence in sequences:
             self._engine.reserve(sequence).result()
 
         def start() -> None:
             for sequence in sequences:
-                self._engine.resume(sequence.seq_id, context, 7)
+                self._engine.resume(sequence.seq_id, sequence.num_tokens, 7)
 
         self._engine.submit(start).result()
         ends: list[float] = []
@@ -61,7 +85,7 @@ class Driver:
 
     def prefill(self, tokens: int) -> float:
         """Seconds from a prompt's submission to its first token."""
-        sequence = self._sequence(self._prompt(tokens), SamplingParams(max_tokens=1))
+        sequence = self._sequence(self.prompt(tokens), SamplingParams(max_tokens=1))
         began = time.perf_counter()
         self._engine.add(sequence).result()
         while True:
@@ -69,9 +93,11 @@ class Driver:
             if any(progress.token_ids for progress in report.progress):
                 return ended - began
 
-    def generate(self, prompts: Items[list[int]], new_tokens: int) -> list[tuple[int, ...]]:
-        """Greedy tokens for each prompt, all of them at once."""
-        params = SamplingParams(ignore_eos=True, max_tokens=new_tokens)
+    def generate(
+        self, prompts: Items[list[int]], new_tokens: int, **sampling: Any
+    ) -> list[tuple[int, ...]]:
+        """Tokens for each prompt, all of them at once; greedy ones if not told otherwise."""
+        params = SamplingParams(ignore_eos=True, max_tokens=new_tokens, **sampling)
         sequences = [self._sequence(list(prompt), params) for prompt in prompts]
         for sequence in sequences:
             self._engine.add(sequence).result()
@@ -81,11 +107,43 @@ class Driver:
                 found[progress.seq_id] += progress.token_ids
         return [found[sequence.seq_id] for sequence in sequences]
 
+    def prompt(self, tokens: int) -> list[int]:
+        """Another one each time."""
+        return [self._dice.randrange(self._vocab) for _ in range(tokens)]
+
+    def soak(self, prompts: Items[list[int]], new_tokens: int, most: int, seconds: float) -> Soaked:
+        """Adds and cancels sequences at random for so long, up to `most` at a time.
+
+        Each has one of the prompts and gets up to `new_tokens` greedy tokens. The last ones end.
+        """
+        dice, found, ends = self._dice, Soaked(), time.monotonic() + seconds
+        running: dict[str, tuple[int, tuple[int, ...]]] = {}
+        while (more := time.monotonic() < ends) or running:
+            while more and (not running or (len(running) < most and dice.random() < 0.8)):
+                which, count = dice.randrange(len(prompts)), dice.randint(1, new_tokens)
+                params = SamplingParams(ignore_eos=True, max_tokens=count)
+                sequence = self._sequence(list(prompts[which]), params)
+                running[sequence.seq_id] = which, ()
+                self._engine.add(sequence).result()
+            _, report = self._next()
+            found.preemptions = report.load.preemptions
+            for one in report.progress:
+                if one.seq_id not in running:  # it was cancelled
+                    continue
+                which, tokens = running.pop(one.seq_id)
+                if one.finish_reason:
+                    found.survivors.append((which, tokens + one.token_ids))
+                else:
+                    running[one.seq_id] = which, tokens + one.token_ids
+            if more and running and dice.random() < _CANCELLED:
+                seq_id = dice.choice(list(running))
+                del running[seq_id]
+                self._engine.release(seq_id).result()
+                found.cancelled += 1
+        return found
+
     def _sequence(self, tokens: list[int], params: SamplingParams) -> Sequence:
         return Sequence(next(self._names), tokens, len(tokens), params)
-
-    def _prompt(self, tokens: int) -> list[int]:
-        return [self._dice.randrange(self._vocab) for _ in range(tokens)]
 
     def _next(self) -> tuple[float, StepReport]:
         """The next step that computed something. Raises RuntimeError for one that failed."""

@@ -11,6 +11,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 
 from baton.config import EngineConfig
+from baton.engine.backends.gpu.device import new_stream
+from baton.engine.backends.gpu.device_sampling import DeviceSampler
 from baton.engine.backends.gpu.linear import prepare
 from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.backends.gpu.runner import GpuRunner
@@ -29,17 +32,30 @@ from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.ops.triton.attention_specs import random_pool
 from baton.engine.runner import Runner, StepRunner
-from baton.engine.sampling.sampler import Sampler
+from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.engine.weights.weights import random_weights
+from baton.sampling import SamplingParams
 from benchmarks.engine.adapters.protocol import Setup, Timed
 from benchmarks.engine.adapters.transformers_model import Transformers
 from benchmarks.engine.driver import Driver
+from benchmarks.gpu.kernels import seconds
 from benchmarks.gpu.part import Case, Cells, Part, is_fatal, summary
-from benchmarks.shapes import Shape
+from benchmarks.shapes import GPU_SHAPES, Shape
 
 BATCHES, CONTEXT, STEPS = (1, 8, 64, 256), 512, 64
 PROMPTS, CHUNK = (512, 2048, 8192), 2048
+_OF_EXPERTS = (1, 64), (2048,)  # batches and prompts
 RIVAL_MOST, _RIVAL_STEPS = 64, 8  # sequences of transformers; its steps
+# What a step of a batch is compared with greedy sampling for: all rows' settings, the first row's.
+SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "top-p": ({"temperature": 0.8, "top_p": 0.95}, {}),
+    "one row with logprobs": ({}, {"logprobs": 5}),
+    "one row with penalties": (
+        {}, {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+    ),
+}  # fmt: skip
+_SOAKED = (1, 16, 17, 60, 100, 150, 200, 250, 300, 400, 500, 700)  # tokens of prompts
+_SKEWED = (32768,) + 63 * (1024,)  # contexts of a batch
 _SPARE = 6 << 30  # bytes for activations, graphs, and what torch keeps
 
 BLOCK_SIZE = EngineConfig.block_size
@@ -95,14 +111,15 @@ class OurEngine:
         assert tuple(self._pool.shape) == self._layout.shape
 
     def driver(
-        self, batch: int, context: int, chunk: int, *, graphs: bool = False, reference: bool = False
-    ) -> Driver:
+        self, batch: int, context: int, chunk: int, *, graphs: bool = False,
+        reference: bool = False, prefix_cache: bool = False,
+    ) -> Driver:  # fmt: skip
         """An engine as a worker runs it: steps are launched ahead, decode steps are graphs.
 
         reference: the model in plain torch, step after step.
         """
         settings = EngineConfig(
-            max_batch=batch, chunk_ms=1e6, chunk_tokens=chunk, prefix_cache=False
+            max_batch=batch, chunk_ms=1e6, chunk_tokens=chunk, prefix_cache=prefix_cache
         )
         runner: StepRunner
         if reference:
@@ -118,15 +135,18 @@ class OurEngine:
         return Driver(Loaded(*about, prepare=lambda: None))
 
 
-def weight_bytes(shape: Shape, formats: Formats = BF16) -> int:
-    """What a decode step reads of the weights: every matrix once, of the embedding a few rows."""
-    matrices = shape.layers * shape.layer_matrices + shape.vocab * shape.hidden
-    return matrices * formats.weight_bytes
+def weight_bytes(shape: Shape, formats: Formats = BF16, tokens: int = 1) -> int:
+    """What a step of so many tokens reads of the weights: every matrix once, of the embedding a few
+    rows, and of experts those that are taken."""
+    idle = (shape.experts - shape.experts_taken(tokens)) * shape.mlp_matrices
+    matrices = shape.layers * (shape.layer_matrices - idle) + shape.vocab * shape.hidden
+    return round(matrices * formats.weight_bytes)
 
 
 def prefill_flops(shape: Shape, tokens: int) -> float:
     """A whole prompt: matrices, causal attention, and the scores of the last token alone."""
-    matrices = 2.0 * tokens * shape.layers * shape.layer_matrices
+    idle = (shape.experts - shape.per_token) * shape.mlp_matrices
+    matrices = 2.0 * tokens * shape.layers * (shape.layer_matrices - idle)
     attention = 4.0 * shape.layers * shape.heads * shape.head_size * tokens * (tokens + 1) / 2
     return matrices + attention + 2.0 * shape.vocab * shape.hidden
 
@@ -137,17 +157,16 @@ def title_of(shape: Shape, formats: Formats, size: str = "") -> str:
 
 
 def run(part: Part) -> None:
-    """Equality, then each shape in bf16 beside transformers, then in fp8."""
-    part.measure("engine against its reference", [("float32, greedy", partial(equality, part))])
-    # Made one after the other: what one measured with is freed before the next.
+    """Equality, then each shape in bf16 beside transformers, one with experts, and all in fp8."""
     part.measure(
-        "decode",
-        (
-            (title_of(shape, formats), Measuring(part, shape, formats).run)
-            for formats in (BF16, FP8)
-            for shape in part.models
-        ),
+        "engine against its reference",
+        [("float32, greedy", partial(equality, part)), ("float32, soak", partial(soak, part))],
     )
+    experts = GPU_SHAPES[part.sized("A3B", "smoke experts")]
+    measured = [(shape, BF16) for shape in (*part.models, experts)]
+    measured += [(shape, FP8) for shape in part.models]
+    # Made one after the other: what one measured with is freed before the next.
+    part.measure("decode", ((title_of(*one), Measuring(part, *one).run) for one in measured))
 
 
 def equality(part: Part) -> Cells:
@@ -155,10 +174,7 @@ def equality(part: Part) -> Cells:
     shape = part.sized(SMALL, part.models[-1])
     lengths, new_tokens = part.sized(((1, 15, 16, 17, 300, 700), 32), ((17,), 2))
     ours = OurEngine(shape, FLOAT32, part.device, part.sized(512, 40))
-    prompts = [
-        torch.randint(shape.vocab, (n,), generator=torch.Generator().manual_seed(n)).tolist()
-        for n in lengths
-    ]
+    prompts = [random_prompt(shape, length) for length in lengths]
     limits = (8, 1024, 256)
     with closing(ours.driver(*limits, graphs=not part.smoke)) as driver:
         found = driver.generate(prompts, new_tokens)
@@ -168,14 +184,54 @@ def equality(part: Part) -> Cells:
     return {"prompts": len(prompts), "tokens": len(prompts) * new_tokens, "other tokens": 0}
 
 
+def soak(part: Part) -> Cells:
+    """Sequences that come, are cancelled and are preempted at random, in a pool too small for all.
+
+    Those that end have the tokens of quiet steps: one prompt at a time, without graphs. Raises
+    AssertionError.
+    """
+    shape = part.sized(SMALL, part.models[-1])
+    lengths, new_tokens = part.sized((_SOAKED, 48), ((14, 15), 6))
+    most, blocks, seconds = part.sized((24, 160, 12.0), (4, 5, 1.0))
+    prompts = [random_prompt(shape, length) for length in lengths]
+    ours, limits = OurEngine(shape, FLOAT32, part.device, blocks), (most, 1024, 256)
+    with closing(ours.driver(*limits)) as driver:
+        quiet = [driver.generate([prompt], new_tokens)[0] for prompt in prompts]
+    with closing(ours.driver(*limits, graphs=not part.smoke, prefix_cache=True)) as driver:
+        found = driver.soak(prompts, new_tokens, most, seconds)
+    other = [
+        f"prompt of {lengths[which]}: {tokens} instead of {quiet[which][: len(tokens)]}"
+        for which, tokens in found.survivors
+        if tokens != quiet[which][: len(tokens)]
+    ]
+    assert not other, f"other tokens of {len(other)} of {len(found.survivors)}: {other[0]}"
+    assert found.survivors and (found.preemptions or part.smoke), f"it tried too little: {found}"
+    tokens = sum(len(tokens) for _, tokens in found.survivors)
+    return {
+        "prompts": len(found.survivors), "tokens": tokens, "other tokens": 0,
+        "cancelled": found.cancelled, "preemptions": found.preemptions,
+    }  # fmt: skip
+
+
+def random_prompt(shape: Shape, length: int) -> list[int]:
+    """The same tokens each time."""
+    generator = torch.Generator().manual_seed(length)
+    tokens: list[int] = torch.randint(shape.vocab, (length,), generator=generator).tolist()
+    return tokens
+
+
 class Measuring:
     """One shape in one format, and transformers beside it where there is room for it."""
 
     def __init__(self, part: Part, shape: Shape, formats: Formats) -> None:
         self.part, self.shape, self.formats = part, shape, formats
         self.rival: Transformers | None = None
-        self.context, self.prompts = part.sized(CONTEXT, 15), part.sized(PROMPTS, (5,))
+        batches, prompts = _OF_EXPERTS if shape.experts else (BATCHES, PROMPTS)
+        self.context, self.batches = part.sized(CONTEXT, 15), part.sized(batches, (2,))
+        self.prompts = part.sized(prompts, (5,))
         self.warm_up, self.steps = part.sized((8, STEPS), (1, 1))
+        compares = formats == BF16 and shape == part.models[0]
+        self.skewed = part.sized(_SKEWED, (40, 5)) if compares else ()  # contexts
 
     def run(self) -> None:
         """All of it."""
@@ -183,7 +239,7 @@ class Measuring:
         part.free()
         if self.formats == FP8 and not part.has_fp8:
             return part.note("decode", f"{title} is left out: this GPU has no fp8")
-        beside = self.formats == BF16
+        beside = self.formats == BF16 and not self.shape.experts
         batches = self._fitting(beside)
         if beside and not batches:
             batches, beside = self._fitting(False), False
@@ -211,6 +267,10 @@ class Measuring:
             cases = [(self._title(f"{n} tokens"), partial(self.prefill, driver, n))
                      for n in self.prompts]  # fmt: skip
             part.measure("prefill", cases)
+        if self.skewed and max(batches) >= len(self.skewed):
+            limits = (len(self.skewed), max(self.skewed) + 2 * STEPS, CHUNK)
+            with closing(ours.driver(*limits, graphs=True)) as driver:
+                part.measure("decode compared", self._compared_cases(driver))
         return None
 
     def _title(self, size: str = "") -> str:
@@ -218,12 +278,14 @@ class Measuring:
 
     def _blocks(self, batch: int) -> int:
         """For decoding, or for the longest prompt if that takes more."""
-        decoding = (batch + 2) * -(-(self.context + 12 + self.steps) // BLOCK_SIZE)
-        return max(decoding, -(-(max(self.prompts) + 32) // BLOCK_SIZE)) + 8
+        grown = 12 + self.steps
+        decoding = (batch + 2) * -(-(self.context + grown) // BLOCK_SIZE)
+        skewed = sum(-(-(context + grown) // BLOCK_SIZE) for context in self.skewed[:batch])
+        return max(decoding, skewed, -(-(max(self.prompts) + 32) // BLOCK_SIZE)) + 8
 
     def _fitting(self, beside: bool) -> list[int]:
         """Batch sizes whose KV fits beside the weights, and transformers' beside that."""
-        wanted, shape = list(self.part.sized(BATCHES, (2,))), self.shape
+        wanted, shape = list(self.batches), self.shape
         if not self.part.cuda:
             return wanted
         room = torch.cuda.mem_get_info(self.part.device)[0] - _SPARE
@@ -235,32 +297,69 @@ class Measuring:
         return [batch for batch in wanted if self._blocks(batch) * block <= room]
 
     def _decode_cases(self, driver: Driver, batches: list[int]) -> Iterator[Case]:
-        """One for each batch, then with sampling instead of the likeliest token."""
+        """One for each batch."""
         for batch in batches:
             yield self._title(f"batch {batch}"), partial(self.decode, driver, batch)
-        if self.formats == BF16:
-            batch = min(64, max(batches))
-            sampled = partial(self.decode, driver, batch, temperature=0.8, top_p=0.95)
-            yield self._title(f"batch {batch}, top-p"), sampled
 
-    def decode(self, driver: Driver, batch: int, **sampling: float) -> Cells:
-        """Steps of one batch size; ours and, where both are greedy, theirs in turn."""
+    def decode(self, driver: Driver, batch: int) -> Cells:
+        """Steps of one batch size; ours and, where they have room, theirs in turn."""
         part, steps, theirs = self.part, self.part.sized(_RIVAL_STEPS, 2), None
-        if self.rival and batch <= RIVAL_MOST and not sampling:
+        if self.rival and batch <= RIVAL_MOST:
             theirs = partial(self.rival.decode, batch, self.context, steps)
-
-        def ours() -> float:
-            return driver.decode(batch, self.context, self.warm_up, self.steps, **sampling)
-
+        ours = partial(driver.decode, [self.context] * batch, self.warm_up, self.steps)
         step_s, rival = self._in_turn("decode", batch, ours, theirs, steps)
         cells: Cells = {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
         if part.copy_bytes_per_s:
             middle = self.context + self.warm_up + self.steps // 2  # of what was counted
-            moved = weight_bytes(self.shape, self.formats)
+            moved = weight_bytes(self.shape, self.formats, batch)
             moved += batch * middle * self.formats.layout(self.shape).bytes_per_token
             floor = moved / part.copy_bytes_per_s
             cells |= {"floor ms": floor * 1e3, "of floor": floor / step_s}
         return cells | rival
+
+    def _compared_cases(self, driver: Driver) -> Iterator[Case]:
+        """Batches whose lengths or settings differ from row to row, beside others of one kind."""
+        batch, (longest, others, *_) = len(self.skewed), self.skewed
+        even = [sum(self.skewed) // batch] * batch
+        yield (
+            self._title(f"one context of {longest} among {batch - 1} of {others}"),
+            partial(self._beside, driver, "evenly spread", even, self.skewed),
+        )
+        for name, (sampling, first) in SAMPLING.items():
+            compared = partial(self._beside_greedy, driver, batch, first, sampling)
+            yield self._title(f"batch {batch}, {name}"), compared
+
+    def _beside(
+        self, driver: Driver, other: str, others: Items[int], contexts: Items[int], **settings: Any
+    ) -> Cells:
+        """Steps of a batch of those contexts and settings, in turn with greedy ones of others."""
+        sizes = self.warm_up, self.steps
+        rounds = [
+            (driver.decode(contexts, *sizes, **settings), driver.decode(others, *sizes))
+            for _ in range(self.part.sized(3, 1))
+        ]
+        step_s, other_s = (statistics.median(each) for each in zip(*rounds, strict=True))
+        return {
+            "ms a step": step_s * 1e3, "beside": other, "its ms": other_s * 1e3,
+            "us more": (step_s - other_s) * 1e6, "ratio": step_s / other_s,
+        }  # fmt: skip
+
+    def _beside_greedy(
+        self, driver: Driver, batch: int, first: dict[str, Any], sampling: dict[str, Any]
+    ) -> Cells:
+        """As `_beside`; then the sampler alone, on logits that are there."""
+        contexts, device = [self.context] * batch, self.part.device
+        cells = self._beside(driver, "greedy", contexts, contexts, first=first, **sampling)
+        vocab, tokens = self.shape.vocab, [token % self.shape.vocab for token in range(batch)]
+        params = [SamplingParams(**{**sampling, **first})]
+        params += [SamplingParams(**sampling)] * (batch - 1)
+        sampler = DeviceSampler(new_stream(device), Sampler(frozenset(), vocab), batch)
+        sampler.prepare([SampleRow(one, tokens, len(tokens)) for one in params])
+        logits = torch.randn(batch, vocab, device=device)
+        sampler_s = seconds(partial(sampler.sample, logits), device)
+        step_ms = cells["ms a step"]
+        assert isinstance(step_ms, float)
+        return cells | {"sampler us": sampler_s * 1e6, "of step": sampler_s * 1e3 / step_ms}
 
     def prefill(self, driver: Driver, tokens: int) -> Cells:
         """One prompt in chunks, to its first token."""
@@ -270,8 +369,11 @@ class Measuring:
         ours_s, rival = self._in_turn("prefill", tokens, partial(driver.prefill, tokens), theirs)
         cells: Cells = {"ms": ours_s * 1e3, "tokens/s": tokens / ours_s}
         if rate := self.part.matmul_flops:
-            floor = prefill_flops(self.shape, tokens) / rate
-            cells |= {"floor ms": floor * 1e3, "of matmul rate": floor / ours_s}
+            computed_s = prefill_flops(self.shape, tokens) / rate
+            read_s = weight_bytes(self.shape, self.formats, tokens) / self.part.copy_bytes_per_s
+            floor = max(computed_s, read_s)
+            cells |= {"floor ms": floor * 1e3, "of floor": floor / ours_s}
+            cells |= {"of matmul rate": computed_s / ours_s}
         return cells | rival
 
     def _in_turn(

@@ -27,6 +27,7 @@ PARTS = {
     "kernels": (0.20, "benchmarks.gpu.kernels:correctness"),
     "speed": (0.22, "benchmarks.gpu.kernels:speed"),
     "engine": (0.36, "benchmarks.gpu.engine:run"),
+    "worker": (0.08, "benchmarks.gpu.worker:run"),
     "cluster": (0.16, "benchmarks.gpu.cluster:run"),
 }
 GRACE_S = 30.0  # for what a part began just before its time was over

@@ -42,7 +42,7 @@ class Baton(Adapter):
         }
 
     def decode(self, batch: int, context: int, steps: int) -> Timed:
-        return steps * self._driver.decode(batch, context, _WARM_UP, steps), ""
+        return steps * self._driver.decode([context] * batch, _WARM_UP, steps), ""
 
     def prefill(self, tokens: int) -> Timed:
         return self._driver.prefill(tokens), ""

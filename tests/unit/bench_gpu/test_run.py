@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,17 +14,21 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
+import triton
 
+from baton.engine.models.config import ModelConfig
 from benchmarks import child
-from benchmarks.gpu import cluster, engine, kernels, run
+from benchmarks.engine.driver import Driver, Soaked
+from benchmarks.gpu import cluster, engine, kernels, run, worker
 from benchmarks.gpu.part import Part
 from benchmarks.gpu.run import TARGETS
-from benchmarks.shapes import GPU_SHAPES
+from benchmarks.shapes import GPU_SHAPES, Shape
 from tests.namespaces import HAS_NAMESPACES
 
 EIGHT, ONE = GPU_SHAPES["8B"], GPU_SHAPES["1B"]
@@ -151,7 +156,13 @@ def test_ours_is_measured_with_transformers_in_turn_or_without_where_it_fails(wh
         measure(RuntimeError(ILLEGAL))
 
 
-def test_floors() -> None:
+def config_of(shape: Shape, folder: Path) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(shape.config()))
+    return file
+
+
+def test_floors(tmp_path: Path) -> None:
     assert (EIGHT.num_parameters, ONE.num_parameters) == (8_030_261_248, 1_235_814_400)
     embedding, norms = 128256 * 4096, (2 * 32 + 1) * 4096
     # A step reads all weights but the embedding, unless that is also the output layer.
@@ -162,6 +173,63 @@ def test_floors() -> None:
     matrices = 2 * 10 * (EIGHT.num_parameters - 2 * embedding - norms)
     attention = 32 * 4 * 32 * 128 * (10 * 11 / 2)
     assert engine.prefill_flops(EIGHT, 10) == matrices + attention + 2 * embedding
+
+    experts = GPU_SHAPES["A3B"]
+    assert experts.num_parameters == ModelConfig.load(config_of(experts, tmp_path)).num_parameters
+    assert [round(experts.experts_taken(n), 1) for n in (0, 1, 64, 2048)] == [0, 8, 125.9, 128]
+    expert, others = 3 * 2048 * 768, 2 * 2048 * 2560 + 128 * 2048
+    head = 151936 * 2048
+    assert engine.weight_bytes(experts) == 2 * (8 * (others + 8 * expert) + head)
+    assert engine.weight_bytes(experts, tokens=4096) == 2 * (8 * (others + 128 * expert) + head)
+    products = 2 * (8 * (others + 8 * expert) + head)
+    assert engine.prefill_flops(experts, 1) == products + 8 * 4 * 2048
+
+
+def test_the_pool_holds_one_long_context_among_short_ones_and_the_same_spread_evenly() -> None:
+    part, _ = part_of()
+    blocks = engine.Measuring(part, EIGHT, engine.BF16)._blocks(64)
+    run = 8 + engine.STEPS + 2  # tokens that each gets
+    assert blocks >= -(-(32768 + run) // 16) + 63 * -(-(1024 + run) // 16)
+    assert blocks >= 64 * -(-((32768 + 63 * 1024) // 64 + run) // 16)
+    for shape, formats in ((ONE, engine.BF16), (EIGHT, engine.FP8)):
+        measured = engine.Measuring(part_of(shapes=("8B", "1B"))[0], shape, formats)
+        assert not measured.skewed, "once is enough"
+
+
+def test_a_soaked_sequence_with_other_tokens_than_a_quiet_one_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    part, _ = part_of(smoke=True)
+    quiet, survivors = [(1, 2, 3), (4, 5, 6)], [(0, (1, 2)), (1, (4, 5, 6)), (1, (4,))]
+    monkeypatch.setattr(Driver, "generate", lambda _, prompts, __: [quiet[len(prompts[0]) - 14]])
+    monkeypatch.setattr(Driver, "soak", lambda *_: Soaked(survivors, 7, 8))
+    assert engine.soak(part) == {
+        "prompts": 3, "tokens": 6, "other tokens": 0, "cancelled": 7, "preemptions": 8,
+    }  # fmt: skip
+    survivors.append((0, (1, 3)))
+    wrong = re.escape("other tokens of 1 of 4: prompt of 14: (1, 3) instead of (1, 2)")
+    with pytest.raises(AssertionError, match=wrong):
+        engine.soak(part)
+
+
+def test_what_is_compiled_or_captured_for_a_request_is_a_failure() -> None:
+    part, _ = part_of(smoke=True)
+    captured: dict[int, int] = {}
+    loaded: Any = SimpleNamespace(
+        runner=SimpleNamespace(_graphs=SimpleNamespace(_captured=captured))
+    )
+    driver = mock.Mock(spec=Driver)
+    with worker.new_kernels() as compiled:
+        assert worker.requests(part, loaded, driver, compiled)["requests"] == 14
+        driver.decode.side_effect = lambda *_: captured.update({1: 1})
+        with pytest.raises(AssertionError, match="1 graphs were captured"):
+            worker.requests(part, loaded, driver, compiled)
+        listener: Any = triton.knobs.compilation.listener  # as Triton calls it
+        given = {"metadata": {}, "metadata_group": {}, "times": None}
+        listener(src=SimpleNamespace(name="rope_kv"), cache_hit=False, **given)
+        with pytest.raises(AssertionError, match=r"compiled after the warm-up: \['rope_kv'\]"):
+            worker.requests(part, loaded, driver, compiled)
+    assert triton.knobs.compilation.listener is None
 
 
 def test_the_report_has_tables_then_failures_then_targets() -> None:
@@ -273,7 +341,7 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "gpu", "--smoke", "--json", str(file),
-         "--only", "speed,engine,cluster"],
+         "--only", "speed,engine,worker,cluster"],
         capture_output=True, text=True, timeout=280, check=False, cwd=Path(__file__).parents[3],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
@@ -288,7 +356,8 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     assert {one["table"] for one in found["failed"]} == {"transfer"}
     assert set(found["tables"]) == {
         "machine", "ceilings", "decode attention", "prefill attention", "rows", "blocks",
-        "products", "engine against its reference", "decode", "prefill",
+        "products", "engine against its reference", "decode", "prefill", "decode compared",
+        "worker",
     }  # fmt: skip
     assert found["smoke"] is True and found["targets"] == []
     rival, *between, cluster_note = (note["text"] for note in found["notes"])
