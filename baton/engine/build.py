@@ -48,18 +48,25 @@ _CHUNKS = {"cpu": (0.060, 64), "cuda": (0.025, 256)}
 class Loaded:
     """A model in memory with its KV pool, ready to be driven by an `Engine`.
 
-    max_context: of a sequence, in tokens: what model, settings and pool all allow · prepare: to be
-    called once, before the first step.
+    dtype: that it computes in · fingerprint: of its weights · max_context: of a sequence, in
+    tokens: what model, settings and pool all allow · prepare: to be called once, before the first
+    step.
     """
 
     path: Path
     model_config: ModelConfig
     runner: StepRunner
     layout: KvLayout
-    descriptor: common_pb2.KvDescriptor
+    dtype: torch.dtype
+    fingerprint: str
     settings: EngineConfig
     max_context: int
     prepare: Callable[[], None]
+
+    @property
+    def descriptor(self) -> common_pb2.KvDescriptor:
+        """What a worker must have in common with it to take its KV."""
+        return self.layout.descriptor(self.fingerprint, self.dtype, self.settings.quantization)
 
     def engine(self, publish: Callable[[StepReport], None]) -> Engine:
         """A new engine, not started, over this model and pool."""
@@ -143,9 +150,8 @@ def load(
     runner.pools = pools
     runner.ranks = model if isinstance(model, RankedModel) else None
     identity = fingerprint(path, random_seed(settings, backend.device), settings.lora)
-    descriptor = layout.descriptor(identity, dtype, settings.quantization)
     prepare = partial(backend.prepare, runner)
-    return Loaded(path, config, runner, layout, descriptor, settings, max_context, prepare)
+    return Loaded(path, config, runner, layout, dtype, identity, settings, max_context, prepare)
 
 
 def warm_up(loaded: Loaded) -> None:

@@ -102,7 +102,7 @@ class OurEngine:
             self._config = config = ModelConfig.load(path)
         form = partial(prepare, quantization=formats.quantization)
         weights = random_weights(config, formats.dtype, device, 1, form)
-        self._model_args = (config, weights, formats.dtype, device)
+        self._dtype, self._model_args = formats.dtype, (config, weights, formats.dtype, device)
         self._layout = plan_layout(config, formats.kv, BLOCK_SIZE, num_blocks, 0)
         self._sampler = Sampler(frozenset(), config.vocab_size)
         # Random numbers: steps on zeros would take less power.
@@ -130,9 +130,8 @@ class OurEngine:
             runner = on_gpu = GpuRunner(model, self._pool, self._sampler, settings, context)
             if graphs:
                 on_gpu.capture()
-        descriptor: Any = None  # it is protobuf's, for other workers
-        about = (Path(), self._config, runner, self._layout, descriptor, settings, context)
-        return Driver(Loaded(*about, prepare=lambda: None))
+        about = (Path(), self._config, runner, self._layout, self._dtype, "")
+        return Driver(Loaded(*about, settings, context, prepare=lambda: None))
 
 
 def weight_bytes(shape: Shape, formats: Formats = BF16, tokens: int = 1) -> int:

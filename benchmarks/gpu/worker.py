@@ -14,7 +14,6 @@ from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import triton
 
@@ -22,7 +21,6 @@ from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.backends.gpu.backend import GpuBackend
 from baton.engine.build import Loaded
-from baton.engine.kv_cache import KvLayout
 from benchmarks.engine.driver import Driver
 from benchmarks.gpu.engine import BF16, SAMPLING, title_of
 from benchmarks.gpu.part import Cells, Part
@@ -72,9 +70,7 @@ def start(part: Part, title: str) -> None:
             fake = importlib.import_module("tests.unit.engine.gpu.fake_gpu")
             backend = GpuBackend(settings, fake.FakeGpu(peak=0))
         began = time.perf_counter()
-        # The descriptor is protobuf's, for other workers.
-        with mock.patch.object(KvLayout, "descriptor"):
-            loaded = build.load(settings, backend=backend)
+        loaded = build.load(settings, backend=backend)
         load_s = time.perf_counter() - began
         build.warm_up(loaded)
         warm_up_s, on_disk = time.perf_counter() - began - load_s, [hit for _, hit in compiled]
