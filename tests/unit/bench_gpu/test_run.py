@@ -280,7 +280,7 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     assert run.DRY in done.stdout and file.exists(), done.stdout + done.stderr
     found = json.loads(file.read_text())
     # On a CPU transfers are summed by xxhash: theirs are the only failures.
-    transfers = 2 + HAS_NAMESPACES
+    transfers = 3 + HAS_NAMESPACES
     assert done.returncode == 1, done.stdout
     assert f"failed: {transfers}" in done.stdout.splitlines(), done.stdout
     missing = "ImportError: no xxhash.xxh3_64: No module named 'xxhash'"
@@ -300,9 +300,11 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
 def test_bytes_arrive_and_a_cluster_of_two_gives_the_tokens_of_one_process() -> None:
     part, messages = part_of(smoke=True)
     cluster.run(part)
-    shm, between, gloo, handoff, ranks = messages
+    shm, fp8, between, gloo, handoff, ranks = messages
     assert [one["name"] for one in (shm, gloo)] == ["shm", "gloo"]
-    moved = [shm, between, gloo] if HAS_NAMESPACES else [shm, gloo]
+    moved = [shm, fp8, gloo, *([between] if HAS_NAMESPACES else [])]
+    # Rows of 16 elements of two bytes, and of one with four of a scale.
+    assert fp8["cells"]["MB"] / shm["cells"]["MB"] == pytest.approx((16 + 4) / (2 * 16))
     assert all(one["cells"]["GB/s"] > 0 and one["cells"]["open ms"] > 0 for one in moved)
     assert shm["cells"]["ms beside products"] > 0 and "products slower by" in shm["cells"]
     assert "between pid namespaces" in between["name" if HAS_NAMESPACES else "note"]
