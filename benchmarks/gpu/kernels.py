@@ -22,7 +22,7 @@ from baton.engine.backends.gpu.linear import eight_bits, prepare
 from baton.engine.ops.triton.rows import EightBitRows, quantize_rows
 from baton.engine.ops.triton.spec import Key, error_of, small, specs_in, text_of
 from baton.engine.weights.weight import DenseWeight, Weight
-from benchmarks.gpu.part import Case, Cells, Part, is_fatal
+from benchmarks.gpu.part import Case, Cells, Part, is_fatal, summary
 
 TABLE = "kernels against their references"
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 4096, 16384)
@@ -33,6 +33,17 @@ TORCH_ATTENTION = {
     "of flash": SDPBackend.FLASH_ATTENTION, "of cuDNN": SDPBackend.CUDNN_ATTENTION
 }  # fmt: skip
 _MOVED = 512 << 20  # bytes of blocks
+# As nvidia-smi names them; the reasons first as drivers do since they are "events".
+_CLOCKS = {
+    "SM MHz": "clocks.sm", "memory MHz": "clocks.mem", "degrees C": "temperature.gpu",
+    "W": "power.draw",
+}  # fmt: skip
+_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+_REASON_BITS = {  # NVML's nvmlClocksEventReasons
+    0x1: "idle", 0x2: "application clocks", 0x4: "power cap", 0x8: "hardware slowdown",
+    0x10: "sync boost", 0x20: "thermal slowdown", 0x40: "hardware thermal slowdown",
+    0x80: "power brake", 0x100: "display clocks",
+}  # fmt: skip
 KernelCase: TypeAlias = tuple[str, str, Key]  # a row, its kernel, and the shape
 
 
@@ -51,7 +62,7 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def machine(part: Part) -> None:
-    """The device, then a large copy and a large product: its ceilings."""
+    """The device, then a large copy, read and product: its ceilings, and its clocks meanwhile."""
     device, smoke = part.device, part.smoke
     versions = {"torch": torch.__version__, "triton": triton.__version__,
                 "python": platform.python_version()}  # fmt: skip
@@ -63,31 +74,63 @@ def machine(part: Part) -> None:
             "name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}",
             "memory": f"{gpu.total_memory / 2**30:.0f} GiB",
             "SMs": str(gpu.multi_processor_count), "L2": f"{gpu.L2_cache_size / 2**20:.0f} MiB",
-            "driver": _driver(), "CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl)),
+            "CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl)),
         }  # fmt: skip
+    try:
+        (about["driver"],) = _smi(part, "driver_version")
+    except (OSError, subprocess.SubprocessError) as error:
+        part.note("clocks", f"no nvidia-smi: {summary(error)}")
     part.row("machine", "device", {**about, **versions})
     nbytes, size = (1 << 20, 64) if smoke else (1 << 30, 8192)
     source, target = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    copy_s = seconds(lambda: target.copy_(source), device)
     # Zeros would take less power, and so a higher clock.
     left, right = torch.randn(2, size, size, dtype=torch.bfloat16, device=device).unbind()
-    matmul_s = seconds(lambda: left @ right, device)
+    if has_smi := "driver" in about:
+        part.attempt("clocks", "before", partial(_clocks, part))
+    copy_s = seconds(lambda: target.copy_(source), device)
+    values = source.view(torch.float32)
+    read_s = min(seconds(read, device) for read in (values.sum, values.amax))
+    product = torch.empty_like(left)
+    matmul_s = seconds(lambda: torch.mm(left, right, out=product), device)
     rates: Cells = {
         "copy GB/s": 2e-9 * nbytes / copy_s,
+        "read GB/s": 1e-9 * nbytes / read_s,
         "matmul TFLOP/s": 2e-12 * size**3 / matmul_s,
     }
     part.row("ceilings", "measured", rates)
+    if has_smi:
+        for _ in range(part.sized(600, 1)):  # a second: nvidia-smi takes a good part of one
+            torch.mm(left, right, out=product)
+        part.attempt("clocks", "during products", partial(_clocks, part))
 
 
-def _driver() -> str:
-    """As nvidia-smi reports it: torch does not."""
+def _smi(part: Part, *fields: str) -> list[str]:
+    """The device's, of nvidia-smi, which numbers devices otherwise than torch may. Raises OSError
+    or SubprocessError."""
+    which = []
+    if part.cuda:
+        which = [f"--id=GPU-{torch.cuda.get_device_properties(part.device).uuid}"]
+    found = subprocess.run(
+        ["nvidia-smi", *which, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"],
+        capture_output=True, text=True, timeout=10, check=True,
+    ).stdout  # fmt: skip
+    return [value.strip() for value in found.split("\n")[0].split(",")]
+
+
+def _clocks(part: Part) -> Cells:
+    """Clocks, temperature and power now, and what holds the clocks back."""
     try:
-        return subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=10, check=True,
-        ).stdout.split("\n")[0].strip()  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        *values, reasons = _smi(part, *_CLOCKS.values(), _REASONS[0])
+    except subprocess.CalledProcessError:  # a driver that has the other name
+        *values, reasons = _smi(part, *_CLOCKS.values(), _REASONS[1])
+    cells: Cells = {
+        name: float(value) if value.replace(".", "", 1).isdigit() else value
+        for name, value in zip(_CLOCKS, values, strict=True)
+    }
+    if reasons.startswith("0x"):
+        active = [text for bit, text in _REASON_BITS.items() if int(reasons, 16) & bit]
+        reasons = " and ".join(active) or "nothing"
+    return {**cells, "held back by": reasons}
 
 
 def correctness(part: Part) -> None:

@@ -38,6 +38,13 @@ def part_of(seconds: float = 60.0, **settings: Any) -> tuple[Part, list[dict[str
     return Part(send, "cpu", seconds, **settings), found
 
 
+def on_path(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: str) -> None:
+    """A program that is found first."""
+    (folder / name).write_text(f"#!/bin/sh\n{script}")
+    (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
 def crash(part: Part) -> None:
     part.row("table", "a row", {"GB/s": 1.5, "text": "x", "none": None})
     part.attempt(
@@ -229,6 +236,32 @@ def test_attention_is_compared_with_each_of_torchs_kernels(monkeypatch: pytest.M
     assert compared({**shape, "context": 8}) == {"of flash": 0.6, "of cuDNN": None}
 
 
+@pytest.mark.parametrize("known", kernels._REASONS)
+def test_clocks_are_nvidia_smis_under_either_name(
+    known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_path(
+        tmp_path,
+        monkeypatch,
+        "nvidia-smi",
+        f"""
+        case "$*" in
+        *driver_version*) echo 580.1 ;;
+        *{known}*) echo "1980, 2619, 54, [N/A], 0x0000000000000024" ;;
+        *) echo "Field is not a valid field to query."; exit 2 ;;
+        esac
+    """,
+    )
+    part, messages = part_of(smoke=True)
+    kernels.machine(part)
+    device, before, ceilings, during = messages
+    assert device["cells"]["driver"] == "580.1" and ceilings["cells"]["read GB/s"] > 0
+    assert before["cells"] == during["cells"] == {
+        "SM MHz": 1980.0, "memory MHz": 2619.0, "degrees C": 54.0, "W": "[N/A]",
+        "held back by": "power cap and thermal slowdown",
+    }  # fmt: skip
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_where_no_gpu_is_it_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -291,8 +324,12 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
         "products", "engine against its reference", "decode", "prefill",
     }  # fmt: skip
     assert found["smoke"] is True and found["targets"] == []
-    rival, *between, cluster_note = (note["text"] for note in found["notes"])
-    assert "no transformers" in rival and cluster_note.startswith("no cluster is started: ")
+    smi, rival, *between, cluster_note = (note["text"] for note in found["notes"])
+    assert (
+        "no nvidia-smi" in smi
+        and "no transformers" in rival
+        and cluster_note.startswith("no cluster is started: ")
+    )
     assert len(between) == 1 - HAS_NAMESPACES
 
 
