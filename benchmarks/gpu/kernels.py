@@ -4,25 +4,45 @@ what kernels move and compute each second. Shapes are an 8B model's."""
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
 import platform
 import random
+import shutil
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeAlias
+from multiprocessing.pool import IMapIterator, Pool
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+from triton.runtime.jit import JITFunction
 
 from baton.engine.backends.gpu.linear import eight_bits, prepare
+from baton.engine.ops.triton.check import check as compile_specs
 from baton.engine.ops.triton.rows import EightBitRows, quantize_rows
-from baton.engine.ops.triton.spec import Key, error_of, small, specs_in, text_of
+from baton.engine.ops.triton.spec import (
+    Config,
+    KernelSpec,
+    Key,
+    error_of,
+    small,
+    specs_in,
+    text_of,
+)
 from baton.engine.weights.weight import DenseWeight, Weight
 from benchmarks.gpu.part import Case, Cells, Part, is_fatal, summary
+from benchmarks.gpu.run import run_part
 
 TABLE = "kernels against their references"
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 4096, 16384)
@@ -44,7 +64,12 @@ _REASON_BITS = {  # NVML's nvmlClocksEventReasons
     0x10: "sync boost", 0x20: "thermal slowdown", 0x40: "hardware thermal slowdown",
     0x80: "power brake", 0x100: "display clocks",
 }  # fmt: skip
+_COMPILED = "kernels compiled"
+_COMPILING, _SANITIZING = 0.4, 0.3  # of the time left then, at most
+SANITIZER, _SANITIZER_S = "compute-sanitizer", 20.0  # what it begun last may take
 KernelCase: TypeAlias = tuple[str, str, Key]  # a row, its kernel, and the shape
+Work: TypeAlias = tuple[str, Key, Config | None, int]  # kernel, shape, and for which capability
+T = TypeVar("T")
 
 
 def specs() -> dict[str, Any]:
@@ -133,17 +158,80 @@ def _clocks(part: Part) -> Cells:
     return {**cells, "held back by": reasons}
 
 
+def compile_at_once(work: Work) -> str | None:
+    """In a process of a pool: compiles a launch into Triton's cache; the complaint, if any."""
+    kernel, shape, config, capability = work
+    spec, run = specs()[kernel], JITFunction.run
+
+    def trial(shape: Key, device: torch.device) -> Any:
+        return SimpleNamespace(run=lambda _: spec.trial(shape, device).run(config))
+
+    try:
+        one = KernelSpec(kernel, trial, [shape])
+        _, complaints = compile_specs([one], [capability], lambda line: None)
+    finally:
+        JITFunction.run = run  # which `check` replaces
+    return complaints[0] if complaints else None
+
+
+@contextmanager
+def _pool(part: Part) -> Iterator[Pool]:
+    """Processes that compile on all cores, and end with it, whatever they do then."""
+    # Where launches look, and not where `check` keeps what it compiles.
+    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
+    cores = len(os.sched_getaffinity(0))
+    with multiprocessing.get_context("spawn").Pool(part.sized(cores, 1)) as pool:
+        yield pool
+
+
+def _compiled(part: Part, launches: Sequence[tuple[str, Key]]) -> Cells:
+    """Compiles launches within a share of the time: Triton compiles on one core at a time, and only
+    when a kernel is launched. Raises ValueError where one does not compile."""
+    began, complaints, said = time.monotonic(), list[str](), 0.0
+    done, end = 0, began + _COMPILING * part.left
+    work = [(*launch, None, part.capability) for launch in launches]
+    with _pool(part) as pool, suppress(multiprocessing.TimeoutError):
+        for done, complaint in enumerate(
+            _until(end, pool.imap_unordered(compile_at_once, work)), 1
+        ):
+            complaints += [complaint] if complaint else []
+            if time.monotonic() > said + 5:
+                said = time.monotonic()
+                progress = f"{done} of {len(work)}"
+                part.send({"table": _COMPILED, "name": "at once", "progress": progress})
+    if complaints:
+        raise ValueError(f"{len(complaints)} of {done} fail: {'; '.join(complaints)}")
+    return {"launches": len(work), "compiled": done, "s": time.monotonic() - began}
+
+
+def _until(end: float, results: IMapIterator[T]) -> Iterator[T]:
+    """Raises multiprocessing.TimeoutError once it is that late."""
+    while True:
+        try:
+            yield results.next(max(0.0, end - time.monotonic()))
+        except StopIteration:
+            return
+
+
 def correctness(part: Part) -> None:
     """A row for each case of each kernel: its largest error over random sizes and fresh numbers.
 
-    A first size of every case, then a second one, and so on while there is time.
+    All is compiled first. Then comes a first size of every case, then small ones of all under
+    compute-sanitizer, then a second size of every case, and so on while there is time.
     """
     cases = {
         f"{spec.name} {text_of(shape)}": (spec, shape)
         for spec in specs().values()
         for shape in spec.cases[: 1 if part.smoke else None]
-        if part.has_fp8 or "fp8" not in (shape.get("kv"), shape.get("to"))
+        if _runs(part, shape)
     }
+    launches = [(spec.name, sizes) for spec, shape in cases.values()
+                for sizes in (shape, small(shape))]  # fmt: skip
+    launches += [(kernel, shape) for _, found in _tables(part) for _, kernel, shape in found]
+    launches = part.sized(launches, launches[-1:])
+    part.attempt(_COMPILED, "at once", partial(_compiled, part, launches))
+    found = Counter[bool]()
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.update([cache_hit])
     worst: dict[str, float] = {}
     failed: set[str] = set()
 
@@ -154,15 +242,70 @@ def correctness(part: Part) -> None:
             raise ValueError(f"size {number}: {error:.2f} times the error that rounding explains")
         worst[name] = max(error, worst.get(name, 0.0))
 
-    for number, name in itertools.product(range(part.sized(12, 1)), cases):
-        if name in failed or part.late:
-            continue
-        if not part.attempt(TABLE, name, partial(check, name, number)):
-            failed.add(name)
+    for number in range(part.sized(12, 1)):
+        for name in cases:
+            if name in failed or part.late:
+                continue
+            if not part.attempt(TABLE, name, partial(check, name, number)):
+                failed.add(name)
+        if not number:
+            cells: Cells = {"from the cache": found[True], "compiled": found[False]}
+            part.row(_COMPILED, "first launches", cells)
+            _memcheck(part)
     for name, error in worst.items():
         part.row(TABLE, name, {"of allowed error": error})
     if left_out := [name for name in cases if name not in worst and name not in failed]:
         part.note(TABLE, f"left out, no time: {', '.join(left_out)}")
+
+
+def _runs(part: Part, shape: Key) -> bool:
+    """Whether the device has what a case needs."""
+    return part.has_fp8 or "fp8" not in (shape.get("kv"), shape.get("to"))
+
+
+def _memcheck(part: Part) -> None:
+    """Small cases of all kernels in a process that compute-sanitizer watches, where there is one:
+    accesses outside of tensors, which need not show in results."""
+    folder = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
+    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=folder)
+    if not tool:
+        part.note(SANITIZER, f"it is neither on PATH nor in {folder}")
+        return
+    settings = {"device_name": part.device_name, "smoke": part.smoke,
+                "seconds": _SANITIZING * part.left}  # fmt: skip
+    with tempfile.NamedTemporaryFile() as log:
+        # Its status where there are errors and the program itself has ended well.
+        first = [tool, "--tool", "memcheck", "--error-exitcode", "99", "--log-file", log.name]
+        function = f"{__name__}:{watched.__name__}"
+        for message in run_part(SANITIZER, function, settings, _SANITIZER_S, first):
+            if "error" in message:
+                found = Path(log.name).read_text(errors="replace").splitlines()
+                message["trace"] = [*message["trace"][-5:], *found[:30]]
+            part.send(message)
+
+
+def watched(part: Part) -> None:
+    """A part for compute-sanitizer: a small launch of each case, first one of each kernel."""
+    # Each tensor is an allocation of its own, as what lies behind it is known only then.
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    cases = [
+        (spec, shape)
+        for shapes in itertools.zip_longest(*(spec.cases for spec in specs().values()))
+        for spec, shape in zip(specs().values(), shapes, strict=True)
+        if shape and _runs(part, shape)
+    ]
+    done = 0
+
+    def launch(spec: Any, shape: Key) -> None:
+        spec.trial(small(shape), part.device).run(None)
+        if part.cuda:
+            torch.cuda.synchronize(part.device)
+
+    for spec, shape in part.sized(cases, cases[:2]):
+        if not part.late:
+            name = f"{spec.name} {text_of(shape)}"
+            done += part.attempt(SANITIZER, name, partial(launch, spec, shape))
+    part.row(SANITIZER, "memcheck", {"cases": len(cases), "launched": done})
 
 
 def _error(part: Part, spec: Any, shape: Key, number: int) -> float:
@@ -187,6 +330,16 @@ def speed(part: Part) -> None:
     """What has targets goes first; memory is given back between tables."""
     if not part.has_fp8:
         part.note("decode attention", "fp8 is left out: this GPU has none")
+    for table, cases in _tables(part):
+        part.measure(
+            table,
+            ((name, partial(_measured, part, kernel, shape)) for name, kernel, shape in cases),
+        )
+    part.measure("products", _products(part))
+
+
+def _tables(part: Part) -> Iterator[tuple[str, Iterator[KernelCase]]]:
+    """Each table's name and launches."""
     for table, cases in (
         ("prefill attention", _prefill_cases(part)),
         ("decode attention", _decode_cases(part, "bf16")),
@@ -194,15 +347,7 @@ def speed(part: Part) -> None:
         ("rows", _row_cases(part)),
         ("blocks", _block_cases(part)),
     ):
-        part.measure(
-            table,
-            (
-                (name, partial(_measured, part, kernel, shape))
-                for name, kernel, shape in cases
-                if part.has_fp8 or "fp8" not in shape.values()
-            ),
-        )
-    part.measure("products", _products(part))
+        yield table, (case for case in cases if _runs(part, case[2]))
 
 
 def _products(part: Part) -> Iterator[Case]:

@@ -149,6 +149,8 @@ def run(parts: Sequence[str], settings: dict[str, Any], seconds: float) -> Itera
         late = False
         for message in run_part(part, PARTS[part][1], {**settings, "seconds": left}):
             say(_line(message))
+            if "progress" in message:
+                continue
             late |= "late" in message
             if message["table"] == "ceilings" and (cells := message.get("cells")):
                 copy, matmul = cells["copy GB/s"] * 1e9, cells["matmul TFLOP/s"] * 1e12
@@ -159,10 +161,11 @@ def run(parts: Sequence[str], settings: dict[str, Any], seconds: float) -> Itera
 
 
 def run_part(
-    part: str, function: str, settings: dict[str, Any], grace_s: float = GRACE_S
-) -> Iterator[Message]:
-    """A part's messages; how it ended badly, if it did, is the last."""
-    argv = [sys.executable, "-m", "benchmarks.gpu.part", function, json.dumps(settings)]
+    part: str, function: str, settings: dict[str, Any], grace_s: float = GRACE_S,
+    first: Sequence[str] = (),
+) -> Iterator[Message]:  # fmt: skip
+    """A part's messages; how it ended badly, if it did, is the last. first: what starts it."""
+    argv = [*first, sys.executable, "-m", "benchmarks.gpu.part", function, json.dumps(settings)]
     place, failed, bad = "", False, dict[str, Any]()
     end = time.monotonic() + settings["seconds"] + grace_s
     with tempfile.NamedTemporaryFile() as log, Child(argv, Path(log.name)) as child:
@@ -249,6 +252,8 @@ def _line(message: Message) -> str:
     found = f"  {message['table']}: {message['name']}"
     if "error" in message:
         return f"{found}: FAILED: {message['error']}"
+    if "progress" in message:
+        return f"{found}: {message['progress']}"
     cells = (f"{name} {_cell(name, cell)}" for name, cell in message["cells"].items())
     return f"{found}: {', '.join(cells)}"
 

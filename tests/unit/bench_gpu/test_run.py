@@ -262,6 +262,49 @@ def test_clocks_are_nvidia_smis_under_either_name(
     }  # fmt: skip
 
 
+SANITIZER = """
+while [ "$1" != --log-file ]; do shift; done
+echo "========= Invalid __global__ read" > "$2"
+shift 2
+"$@" || exit $?
+exit $STATUS
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("status", [0, 99])
+def test_small_launches_are_watched(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_path(tmp_path, monkeypatch, "compute-sanitizer", SANITIZER)
+    monkeypatch.setenv("STATUS", str(status))
+    part, messages = part_of(smoke=True)
+    kernels._memcheck(part)
+    row, *failed = messages
+    assert row["cells"]["launched"] == 2
+    assert len(failed) == bool(status)
+    if status:
+        assert failed[0]["error"].startswith("it ended with status 99, at compute-sanitizer, ")
+        assert failed[0]["trace"][-1] == "========= Invalid __global__ read"
+
+
+@pytest.mark.timeout(120)
+def test_launches_are_compiled_by_other_processes_within_a_share_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernels, "_COMPILING", 1.0)
+    part, messages = part_of(100.0, smoke=True)
+    launch = "act_mul", {"rows": 2, "size": 64}
+    cells = kernels._compiled(part, [launch])
+    assert (cells["launches"], cells["compiled"]) == (1, 1) and [*tmp_path.rglob("*.cubin")]
+    assert messages[0]["progress"] == "1 of 1"
+    with pytest.raises(ValueError, match="1 of 1 fail: act_mul"):
+        kernels._compiled(part, [("act_mul", {**launch[1], "dtype": "no such"})])
+    monkeypatch.setattr(kernels, "_COMPILING", 0.0)
+    assert kernels._compiled(part, [launch])["compiled"] == 0
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_where_no_gpu_is_it_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
