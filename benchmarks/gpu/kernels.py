@@ -1,5 +1,6 @@
-"""Parts "machine", "kernels" and "speed": the device at its best, each kernel as its reference, and
-what kernels move and compute each second. Shapes are an 8B model's."""
+"""Parts "machine", "kernels", "speed" and "tune": the device at its best, each kernel as its
+reference, what kernels move and compute each second, and their configurations. Shapes are an 8B
+model's."""
 
 from __future__ import annotations
 
@@ -29,13 +30,16 @@ from torch.nn.attention.bias import causal_lower_right
 from triton.runtime.jit import JITFunction
 
 from baton.engine.backends.gpu.linear import eight_bits, prepare
+from baton.engine.ops.triton import tuning
 from baton.engine.ops.triton.check import check as compile_specs
 from baton.engine.ops.triton.rows import EightBitRows, quantize_rows
 from baton.engine.ops.triton.spec import (
     Config,
     KernelSpec,
     Key,
+    Outputs,
     error_of,
+    relative_error,
     small,
     specs_in,
     text_of,
@@ -66,6 +70,7 @@ _REASON_BITS = {  # NVML's nvmlClocksEventReasons
 }  # fmt: skip
 _COMPILED = "kernels compiled"
 _COMPILING, _SANITIZING = 0.4, 0.3  # of the time left then, at most
+_CANDIDATES_S = 30.0  # for a shape's to be compiled; those that are not then are when they run
 SANITIZER, _SANITIZER_S = "compute-sanitizer", 20.0  # what it begun last may take
 KernelCase: TypeAlias = tuple[str, str, Key]  # a row, its kernel, and the shape
 Work: TypeAlias = tuple[str, Key, Config | None, int]  # kernel, shape, and for which capability
@@ -419,6 +424,86 @@ def _block_cases(part: Part) -> Iterator[KernelCase]:
     count = part.sized(_MOVED // (layers << 16), 3)
     for use in ("gather", "scatter", "copy", "checksum"):
         yield f"{use} blocks", "move_blocks", {**pool, "use": use, "blocks": count}
+
+
+def tune(part: Part) -> None:
+    """What `python -m baton.engine.ops.triton tune` measures and keeps for this user, a first shape
+    of each kernel, then a second: engine and cluster run with it. What was measured before stays.
+
+    Candidates are compiled on all cores meanwhile.
+    """
+    own = [spec for spec in specs().values() if spec.configs]
+    work = [
+        (spec, shape)
+        for shapes in itertools.zip_longest(*(spec.shapes for spec in own))
+        for spec, shape in zip(own, shapes, strict=True)
+        if shape and _runs(part, shape)
+    ]
+    if part.smoke:
+        work = [(spec, small(shape)) for spec, shape in work if spec.name == "add_rms_norm"][:1]
+    with tempfile.TemporaryDirectory() as folder, _pool(part) as pool:
+        name = torch.cuda.get_device_name(part.device) if part.cuda else ""
+        file = tuning.user_file(name) if part.cuda else Path(folder, "measured.json")
+        known = tuning.read(file).kernels if file.is_file() else {}
+        cases = list[Case]()
+        for spec, shape in work:
+            key = spec.trial(shape, torch.device("meta")).key
+            if all(when != key for when, _ in known.get(spec.name, ())):
+                candidates = [(spec.name, shape, config, part.capability)
+                              for config in spec.configs(key)]  # fmt: skip
+                compiled = pool.imap(compile_at_once, candidates)
+                case = partial(_tuned, part, spec, shape, compiled, file)
+                cases.append((f"{spec.name} {text_of(key)}", case))
+        part.measure("tuned", cases)
+        if file.is_file() and part.json:
+            target = Path(part.json).with_suffix(f".sm_{part.capability}.json")
+            tuning.write(target, _merged(tuning.shipped_for(part.capability), file))
+            part.note("tuned", f"with the shipped configurations in {target}")
+
+
+def _tuned(
+    part: Part, spec: Any, shape: Key, compiled: IMapIterator[str | None], file: Path
+) -> Cells:
+    """A shape's best, once its candidates are compiled. Raises ValueError, and keeps none, where
+    its results are others than before; RuntimeError where no candidate runs."""
+    with suppress(multiprocessing.TimeoutError):
+        for _ in _until(time.monotonic() + min(_CANDIDATES_S, part.left), compiled):
+            pass
+    known = tuning.read(file).kernels if file.is_file() else {}
+    trial = spec.trial(shape, part.device)
+    before = seconds(partial(trial.run, None), part.device)
+    measure = tuning.median_ms if part.cuda else partial(seconds, device=part.device)
+    if not [*tuning.tune([(spec, shape)], part.device, file, part.left, measure)]:
+        raise RuntimeError("none of its candidates ran in the time left")
+    _, config = tuning.read(file).kernels[spec.name][-1]
+    found, wanted = (_outputs(part, spec, shape, one) for one in (config, None))
+    try:
+        for pair in zip(found, wanted, strict=True):
+            error = relative_error(*pair, trial.tolerance)
+            if not error <= 2:  # both may be off by what rounding explains
+                raise ValueError(f"{error:.2f} times the error that rounding explains")
+    except Exception as error:
+        tuning.write(file, tuning.Configs(True, known))
+        raise ValueError(f"{text_of(config)}: {error}") from error
+    after = seconds(partial(trial.run, config), part.device)
+    return {"us before": before * 1e6, "us": after * 1e6, "x faster": before / after,
+            "configuration": text_of(config)}  # fmt: skip
+
+
+def _outputs(part: Part, spec: Any, shape: Key, config: Config | None) -> Outputs:
+    """On the same numbers each time, made anew: some kernels change theirs."""
+    torch.manual_seed(0)
+    outputs: Outputs = spec.trial(shape, part.device).run(config)
+    return outputs
+
+
+def _merged(shipped: Path, measured: Path) -> tuning.Configs:
+    """To be shipped: what was measured, then others. It does not count as measured, which would
+    leave shapes far from all of these without any."""
+    first, then = tuning.read(measured).kernels, tuning.read(shipped).kernels
+    return tuning.Configs(
+        False, {name: [*first.get(name, ()), *entries] for name, entries in then.items()}
+    )
 
 
 def _heads(part: Part) -> dict[str, int | str]:

@@ -42,7 +42,7 @@ class Part:
 
     smoke: tiny sizes on the CPU, kernels interpreted, figures without a meaning · copy_bytes_per_s,
     matmul_flops: what the device was measured to do at best, copies counting bytes read and
-    written; 0 before that · send: takes its messages.
+    written; 0 before that · json: where figures go, if anywhere · send: takes its messages.
     """
 
     send: Callable[[dict[str, Any]], object]
@@ -52,6 +52,7 @@ class Part:
     smoke: bool = False
     copy_bytes_per_s: float = 0.0
     matmul_flops: float = 0.0
+    json: str = ""
 
     def __post_init__(self) -> None:
         """Raises RuntimeError where there is no GPU to measure on."""

@@ -19,6 +19,8 @@ from unittest import mock
 import pytest
 import torch
 
+from baton.engine.ops.triton import tuning
+from baton.engine.ops.triton.spec import text_of
 from benchmarks import child
 from benchmarks.gpu import cluster, engine, kernels, run
 from benchmarks.gpu.part import Part
@@ -305,6 +307,29 @@ def test_launches_are_compiled_by_other_processes_within_a_share_of_the_time(
     assert kernels._compiled(part, [launch])["compiled"] == 0
 
 
+@pytest.mark.timeout(120)
+def test_what_is_tuned_is_written_with_what_is_shipped_unless_results_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    part, messages = part_of(100.0, smoke=True, json=str(tmp_path / "figures.json"))
+    kernels.tune(part)
+    row, note = messages
+    file, shipped = tmp_path / "figures.sm_90.json", tuning.shipped_for(90)
+    assert str(file) in note["note"] and row["cells"]["x faster"] > 0
+    found, then = (tuning.read(one).kernels for one in (file, shipped))
+    (key, config), *others = found.pop("add_rms_norm")
+    assert others == then.pop("add_rms_norm") and found == then
+    assert row["cells"]["configuration"] == text_of(config) and "rows" in key
+
+    file.unlink()
+    monkeypatch.setattr(kernels, "relative_error", lambda *_: 2.5)
+    kernels.tune(part)
+    assert "2.50 times the error that rounding explains" in messages[2]["error"]
+    found, then = (tuning.read(one).kernels for one in (file, shipped))
+    assert found == then, "it is not kept"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_where_no_gpu_is_it_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -349,7 +374,7 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "gpu", "--smoke", "--json", str(file),
-         "--only", "speed,engine,cluster"],
+         "--only", "speed,tune,engine,cluster"],
         capture_output=True, text=True, timeout=280, check=False, cwd=Path(__file__).parents[3],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
@@ -364,15 +389,12 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     assert {one["table"] for one in found["failed"]} == {"transfer"}
     assert set(found["tables"]) == {
         "machine", "ceilings", "decode attention", "prefill attention", "rows", "blocks",
-        "products", "engine against its reference", "decode", "prefill",
+        "products", "tuned", "engine against its reference", "decode", "prefill",
     }  # fmt: skip
     assert found["smoke"] is True and found["targets"] == []
-    smi, rival, *between, cluster_note = (note["text"] for note in found["notes"])
-    assert (
-        "no nvidia-smi" in smi
-        and "no transformers" in rival
-        and cluster_note.startswith("no cluster is started: ")
-    )
+    smi, merged, rival, *between, cluster_note = (note["text"] for note in found["notes"])
+    assert "no nvidia-smi" in smi and "figures.sm_90.json" in merged and "no transformers" in rival
+    assert cluster_note.startswith("no cluster is started: ")
     assert len(between) == 1 - HAS_NAMESPACES
 
 
