@@ -71,7 +71,7 @@ _REASON_BITS = {  # NVML's nvmlClocksEventReasons
 _COMPILED = "kernels compiled"
 _COMPILING, _SANITIZING = 0.4, 0.3  # of the time left then, at most
 _CANDIDATES_S = 30.0  # for a shape's to be compiled; those that are not then are when they run
-SANITIZER, _SANITIZER_S = "compute-sanitizer", 20.0  # what it begun last may take
+SANITIZER, _SANITIZER_S = "compute-sanitizer", 30.0  # what it begun last may take
 KernelCase: TypeAlias = tuple[str, str, Key]  # a row, its kernel, and the shape
 Work: TypeAlias = tuple[str, Key, Config | None, int]  # kernel, shape, and for which capability
 T = TypeVar("T")
@@ -247,16 +247,22 @@ def correctness(part: Part) -> None:
             raise ValueError(f"size {number}: {error:.2f} times the error that rounding explains")
         worst[name] = max(error, worst.get(name, 0.0))
 
-    for number in range(part.sized(12, 1)):
+    def check_all(number: int) -> None:
         for name in cases:
             if name in failed or part.late:
                 continue
             if not part.attempt(TABLE, name, partial(check, name, number)):
                 failed.add(name)
-        if not number:
-            cells: Cells = {"from the cache": found[True], "compiled": found[False]}
-            part.row(_COMPILED, "first launches", cells)
-            _memcheck(part)
+
+    began = time.monotonic()
+    try:
+        check_all(0)
+    finally:  # what ended it may be what compute-sanitizer finds
+        cells: Cells = {"from the cache": found[True], "compiled": found[False]}
+        part.row(_COMPILED, "first launches", {**cells, "s": time.monotonic() - began})
+        _memcheck(part)
+    for number in range(1, part.sized(12, 1)):
+        check_all(number)
     for name, error in worst.items():
         part.row(TABLE, name, {"of allowed error": error})
     if left_out := [name for name in cases if name not in worst and name not in failed]:
@@ -275,6 +281,9 @@ def _memcheck(part: Part) -> None:
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=folder)
     if not tool:
         part.note(SANITIZER, f"it is neither on PATH nor in {folder}")
+        return
+    if part.late:
+        part.note(SANITIZER, "left out, no time")
         return
     settings = {"device_name": part.device_name, "smoke": part.smoke,
                 "seconds": _SANITIZING * part.left}  # fmt: skip

@@ -280,9 +280,13 @@ def test_small_launches_are_watched(
 ) -> None:
     on_path(tmp_path, monkeypatch, "compute-sanitizer", SANITIZER)
     monkeypatch.setenv("STATUS", str(status))
+    monkeypatch.setattr(kernels, "_compiled", lambda *_: None)
+    monkeypatch.setattr(kernels, "_error", mock.Mock(side_effect=RuntimeError(ILLEGAL)))
     part, messages = part_of(smoke=True)
-    kernels._memcheck(part)
-    row, *failed = messages
+    with pytest.raises(RuntimeError, match="illegal"):  # it is found all the same
+        kernels.correctness(part)
+    launches, row, *failed = messages
+    assert (launches["cells"]["from the cache"], launches["cells"]["compiled"]) == (0, 0)
     assert row["cells"]["launched"] == 2
     assert len(failed) == bool(status)
     if status:
