@@ -27,6 +27,7 @@ import torch.nn.functional as F
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+from triton.backends.nvidia import driver as nvidia
 from triton.runtime.jit import JITFunction
 
 from baton.engine.backends.gpu.linear import eight_bits, prepare
@@ -164,18 +165,27 @@ def _clocks(part: Part) -> Cells:
 
 
 def compile_at_once(work: Work) -> str | None:
-    """In a process of a pool: compiles a launch into Triton's cache; the complaint, if any."""
+    """In a process of a pool: compiles a launch, and what launches it, into Triton's cache;
+    the complaint, if any."""
     kernel, shape, config, capability = work
     spec, run = specs()[kernel], JITFunction.run
 
     def trial(shape: Key, device: torch.device) -> Any:
         return SimpleNamespace(run=lambda _: spec.trial(shape, device).run(config))
 
+    def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        binary = run(self, *args, **kwargs)
+        if hasattr(nvidia, "make_launcher"):  # before Triton 3.7: in C, one for each signature
+            with suppress(Exception):  # without a C compiler or CUDA's library no launch will do
+                nvidia.CudaLauncher(binary.src, binary.metadata)
+        return binary
+
+    JITFunction.run = compiled
     try:
         one = KernelSpec(kernel, trial, [shape])
         _, complaints = compile_specs([one], [capability], lambda line: None)
     finally:
-        JITFunction.run = run  # which `check` replaces
+        JITFunction.run = run  # which `check` replaces, too
     return complaints[0] if complaints else None
 
 
