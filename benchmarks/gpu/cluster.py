@@ -27,7 +27,7 @@ from benchmarks.gpu.part import Case, Cells, Part, failure, summary
 from benchmarks.shapes import GPU_SHAPES
 from kvtransfer import copier, transports
 from kvtransfer.interface import Transport
-from kvtransfer.pool import KvPool, Slots
+from kvtransfer.pool import SCALE_BYTES, KvPool, Slots
 
 _START_S, _TIMEOUT_S, _HOST = 60.0, 30.0, "127.0.0.1"
 _MOVED = 512 << 20  # bytes
@@ -69,7 +69,8 @@ def _own_pids() -> list[str]:
 
 @dataclass(frozen=True)
 class End:
-    """One end of a transfer: `num_blocks` of a pool in bfloat16 that has 8 more."""
+    """One end of a transfer: `num_blocks` of a pool that has 8 more. dtype: one of torch's; rows of
+    8-bit elements have their scales behind them."""
 
     transport: str
     device: str
@@ -78,6 +79,7 @@ class End:
     kv_heads: int
     head_size: int
     block_size: int = 16
+    dtype: str = "bfloat16"
 
     def slots(self, seed: int) -> Slots:
         """Blocks in random order."""
@@ -86,19 +88,19 @@ class End:
 
     def opened(self) -> tuple[KvPool, Transport]:
         """A pool as a worker of that transport has it. Raises OSError."""
-        device = torch.device(self.device)
-        shape = (
-            self.num_blocks + 8, self.layers, 2, self.kv_heads, self.block_size, self.head_size
-        )  # fmt: skip
+        device, dtype = torch.device(self.device), getattr(torch, self.dtype)
+        row = self.head_size + (SCALE_BYTES if dtype.itemsize == 1 else 0)
+        shape = self.num_blocks + 8, self.layers, 2, self.kv_heads, self.block_size, row
+        nbytes = dtype.itemsize * math.prod(shape)
         area: CudaArea | SharedMemoryArea | None = None
         if self.transport == "cuda_ipc":
-            area = CudaArea(2 * torch.Size(shape).numel(), device)
+            area = CudaArea(nbytes, device)
         elif self.transport == "shm":
-            area = SharedMemoryArea(2 * torch.Size(shape).numel())
+            area = SharedMemoryArea(nbytes)
         if area is None:
-            pool = KvPool(torch.zeros(shape, dtype=torch.bfloat16, device=device))
+            pool = KvPool(torch.zeros(shape, dtype=dtype, device=device))
         else:
-            pool = KvPool(area.tensor.view(torch.bfloat16).view(shape), area)
+            pool = KvPool(area.tensor.view(dtype).view(shape), area)
         (transport,) = transports.usable(pool, _HOST, self.transport)
         return pool, transport
 
@@ -111,12 +113,17 @@ def _transfers(part: Part) -> Iterator[Case]:
     size = (count, shape.layers, shape.kv_heads, shape.head_size)
     here = str(part.device)
 
-    def case(name: str, transport: str, there: str = here, first: Sequence[str] = ()) -> Case:
-        sending, receiving = (End(transport, device, *size) for device in (here, there))
+    def case(
+        name: str, transport: str, there: str = here, first: Sequence[str] = (),
+        dtype: str = "bfloat16",
+    ) -> Case:  # fmt: skip
+        ends = (End(transport, device, *size, dtype=dtype) for device in (here, there))
+        sending, receiving = ends
         return name, partial(transfer, part, sending, receiving, first)
 
     nearest = "cuda_ipc" if part.cuda else "shm"
     yield case(nearest, nearest)
+    yield case(f"{nearest}, fp8 with scales", nearest, dtype="float8_e4m3fn")
     if own_pids := _own_pids():
         yield case(f"{nearest}, between pid namespaces", nearest, first=own_pids)
     else:
@@ -140,7 +147,7 @@ def transfer(part: Part, sending: End, receiving: End, first: Sequence[str] = ()
     first: what starts the receiving process.
     """
     pool, transport = sending.opened()
-    pool.tensor.normal_()
+    pool.tensor.view(torch.uint8).random_()
     if part.cuda:
         torch.cuda.synchronize(pool.device)
     times, digests = [], [pool.new_digest() for _ in range(1 + part.sized(5, 1))]

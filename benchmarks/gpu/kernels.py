@@ -1,28 +1,53 @@
-"""Parts "machine", "kernels" and "speed": the device at its best, each kernel as its reference, and
-what kernels move and compute each second. Shapes are an 8B model's."""
+"""Parts "machine", "kernels", "speed" and "tune": the device at its best, each kernel as its
+reference, what kernels move and compute each second, and their configurations. Shapes are an 8B
+model's."""
 
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
 import platform
 import random
+import shutil
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeAlias
+from multiprocessing.pool import IMapIterator, Pool
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
 import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime.jit import JITFunction
 
 from baton.engine.backends.gpu.linear import eight_bits, prepare
+from baton.engine.ops.triton import tuning
+from baton.engine.ops.triton.check import check as compile_specs
 from baton.engine.ops.triton.rows import EightBitRows, quantize_rows
-from baton.engine.ops.triton.spec import Key, error_of, small, specs_in, text_of
+from baton.engine.ops.triton.spec import (
+    Config,
+    KernelSpec,
+    Key,
+    Outputs,
+    error_of,
+    relative_error,
+    small,
+    specs_in,
+    text_of,
+)
 from baton.engine.weights.weight import DenseWeight, Weight
-from benchmarks.gpu.part import Case, Cells, Part, is_fatal
+from benchmarks.gpu.part import Case, Cells, Part, is_fatal, summary
+from benchmarks.gpu.run import run_part
 
 TABLE = "kernels against their references"
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 4096, 16384)
@@ -33,7 +58,24 @@ TORCH_ATTENTION = {
     "of flash": SDPBackend.FLASH_ATTENTION, "of cuDNN": SDPBackend.CUDNN_ATTENTION
 }  # fmt: skip
 _MOVED = 512 << 20  # bytes of blocks
+# As nvidia-smi names them; the reasons first as drivers do since they are "events".
+_CLOCKS = {
+    "SM MHz": "clocks.sm", "memory MHz": "clocks.mem", "degrees C": "temperature.gpu",
+    "W": "power.draw",
+}  # fmt: skip
+_REASONS = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+_REASON_BITS = {  # NVML's nvmlClocksEventReasons
+    0x1: "idle", 0x2: "application clocks", 0x4: "power cap", 0x8: "hardware slowdown",
+    0x10: "sync boost", 0x20: "thermal slowdown", 0x40: "hardware thermal slowdown",
+    0x80: "power brake", 0x100: "display clocks",
+}  # fmt: skip
+_COMPILED = "kernels compiled"
+_COMPILING, _SANITIZING = 0.4, 0.3  # of the time left then, at most
+_CANDIDATES_S = 30.0  # for a shape's to be compiled; those that are not then are when they run
+SANITIZER, _SANITIZER_S = "compute-sanitizer", 30.0  # what it begun last may take
 KernelCase: TypeAlias = tuple[str, str, Key]  # a row, its kernel, and the shape
+Work: TypeAlias = tuple[str, Key, Config | None, int]  # kernel, shape, and for which capability
+T = TypeVar("T")
 
 
 def specs() -> dict[str, Any]:
@@ -51,7 +93,7 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def machine(part: Part) -> None:
-    """The device, then a large copy and a large product: its ceilings."""
+    """The device, then a large copy, read and product: its ceilings, and its clocks meanwhile."""
     device, smoke = part.device, part.smoke
     versions = {"torch": torch.__version__, "triton": triton.__version__,
                 "python": platform.python_version()}  # fmt: skip
@@ -63,44 +105,148 @@ def machine(part: Part) -> None:
             "name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}",
             "memory": f"{gpu.total_memory / 2**30:.0f} GiB",
             "SMs": str(gpu.multi_processor_count), "L2": f"{gpu.L2_cache_size / 2**20:.0f} MiB",
-            "driver": _driver(), "CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl)),
+            "CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl)),
         }  # fmt: skip
+    try:
+        (about["driver"],) = _smi(part, "driver_version")
+    except (OSError, subprocess.SubprocessError) as error:
+        part.note("clocks", f"no nvidia-smi: {summary(error)}")
     part.row("machine", "device", {**about, **versions})
     nbytes, size = (1 << 20, 64) if smoke else (1 << 30, 8192)
     source, target = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    copy_s = seconds(lambda: target.copy_(source), device)
     # Zeros would take less power, and so a higher clock.
     left, right = torch.randn(2, size, size, dtype=torch.bfloat16, device=device).unbind()
-    matmul_s = seconds(lambda: left @ right, device)
+    if has_smi := "driver" in about:
+        part.attempt("clocks", "before", partial(_clocks, part))
+    copy_s = seconds(lambda: target.copy_(source), device)
+    values = source.view(torch.float32)
+    read_s = min(seconds(read, device) for read in (values.sum, values.amax))
+    product = torch.empty_like(left)
+    matmul_s = seconds(lambda: torch.mm(left, right, out=product), device)
     rates: Cells = {
         "copy GB/s": 2e-9 * nbytes / copy_s,
+        "read GB/s": 1e-9 * nbytes / read_s,
         "matmul TFLOP/s": 2e-12 * size**3 / matmul_s,
     }
     part.row("ceilings", "measured", rates)
+    if has_smi:
+        for _ in range(part.sized(600, 1)):  # a second: nvidia-smi takes a good part of one
+            torch.mm(left, right, out=product)
+        part.attempt("clocks", "during products", partial(_clocks, part))
 
 
-def _driver() -> str:
-    """As nvidia-smi reports it: torch does not."""
+def _smi(part: Part, *fields: str) -> list[str]:
+    """The device's, of nvidia-smi, which numbers devices otherwise than torch may. Raises OSError
+    or SubprocessError."""
+    which = []
+    if part.cuda:
+        which = [f"--id=GPU-{torch.cuda.get_device_properties(part.device).uuid}"]
+    found = subprocess.run(
+        ["nvidia-smi", *which, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"],
+        capture_output=True, text=True, timeout=10, check=True,
+    ).stdout  # fmt: skip
+    return [value.strip() for value in found.split("\n")[0].split(",")]
+
+
+def _clocks(part: Part) -> Cells:
+    """Clocks, temperature and power now, and what holds the clocks back."""
     try:
-        return subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=10, check=True,
-        ).stdout.split("\n")[0].strip()  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        *values, reasons = _smi(part, *_CLOCKS.values(), _REASONS[0])
+    except subprocess.CalledProcessError:  # a driver that has the other name
+        *values, reasons = _smi(part, *_CLOCKS.values(), _REASONS[1])
+    cells: Cells = {
+        name: float(value) if value.replace(".", "", 1).isdigit() else value
+        for name, value in zip(_CLOCKS, values, strict=True)
+    }
+    if reasons.startswith("0x"):
+        active = [text for bit, text in _REASON_BITS.items() if int(reasons, 16) & bit]
+        reasons = " and ".join(active) or "nothing"
+    return {**cells, "held back by": reasons}
+
+
+def compile_at_once(work: Work) -> str | None:
+    """In a process of a pool: compiles a launch, and what launches it, into Triton's cache;
+    the complaint, if any."""
+    kernel, shape, config, capability = work
+    spec, run = specs()[kernel], JITFunction.run
+
+    def trial(shape: Key, device: torch.device) -> Any:
+        return SimpleNamespace(run=lambda _: spec.trial(shape, device).run(config))
+
+    def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        binary = run(self, *args, **kwargs)
+        if hasattr(nvidia, "make_launcher"):  # before Triton 3.7: in C, one for each signature
+            with suppress(Exception):  # without a C compiler or CUDA's library no launch will do
+                nvidia.CudaLauncher(binary.src, binary.metadata)
+        return binary
+
+    JITFunction.run = compiled
+    try:
+        one = KernelSpec(kernel, trial, [shape])
+        _, complaints = compile_specs([one], [capability], lambda line: None)
+    finally:
+        JITFunction.run = run  # which `check` replaces, too
+    return complaints[0] if complaints else None
+
+
+@contextmanager
+def _pool(part: Part) -> Iterator[Pool]:
+    """Processes that compile on all cores, and end with it, whatever they do then."""
+    # Where launches look, and not where `check` keeps what it compiles.
+    os.environ.setdefault("TRITON_CACHE_DIR", triton.knobs.cache.dir)
+    cores = len(os.sched_getaffinity(0))
+    with multiprocessing.get_context("spawn").Pool(part.sized(cores, 1)) as pool:
+        yield pool
+
+
+def _compiled(part: Part, launches: Sequence[tuple[str, Key]]) -> Cells:
+    """Compiles launches within a share of the time: Triton compiles on one core at a time, and only
+    when a kernel is launched. Raises ValueError where one does not compile."""
+    began, complaints, said = time.monotonic(), list[str](), 0.0
+    done, end = 0, began + _COMPILING * part.left
+    work = [(*launch, None, part.capability) for launch in launches]
+    with _pool(part) as pool, suppress(multiprocessing.TimeoutError):
+        for done, complaint in enumerate(
+            _until(end, pool.imap_unordered(compile_at_once, work)), 1
+        ):
+            complaints += [complaint] if complaint else []
+            if time.monotonic() > said + 5:
+                said = time.monotonic()
+                progress = f"{done} of {len(work)}"
+                part.send({"table": _COMPILED, "name": "at once", "progress": progress})
+    if complaints:
+        raise ValueError(f"{len(complaints)} of {done} fail: {'; '.join(complaints)}")
+    return {"launches": len(work), "compiled": done, "s": time.monotonic() - began}
+
+
+def _until(end: float, results: IMapIterator[T]) -> Iterator[T]:
+    """Raises multiprocessing.TimeoutError once it is that late."""
+    while True:
+        try:
+            yield results.next(max(0.0, end - time.monotonic()))
+        except StopIteration:
+            return
 
 
 def correctness(part: Part) -> None:
     """A row for each case of each kernel: its largest error over random sizes and fresh numbers.
 
-    A first size of every case, then a second one, and so on while there is time.
+    All is compiled first. Then comes a first size of every case, then small ones of all under
+    compute-sanitizer, then a second size of every case, and so on while there is time.
     """
     cases = {
         f"{spec.name} {text_of(shape)}": (spec, shape)
         for spec in specs().values()
         for shape in spec.cases[: 1 if part.smoke else None]
-        if part.has_fp8 or "fp8" not in (shape.get("kv"), shape.get("to"))
+        if _runs(part, shape)
     }
+    launches = [(spec.name, sizes) for spec, shape in cases.values()
+                for sizes in (shape, small(shape))]  # fmt: skip
+    launches += [(kernel, shape) for _, found in _tables(part) for _, kernel, shape in found]
+    launches = part.sized(launches, launches[-1:])
+    part.attempt(_COMPILED, "at once", partial(_compiled, part, launches))
+    found = Counter[bool]()
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.update([cache_hit])
     worst: dict[str, float] = {}
     failed: set[str] = set()
 
@@ -111,15 +257,79 @@ def correctness(part: Part) -> None:
             raise ValueError(f"size {number}: {error:.2f} times the error that rounding explains")
         worst[name] = max(error, worst.get(name, 0.0))
 
-    for number, name in itertools.product(range(part.sized(12, 1)), cases):
-        if name in failed or part.late:
-            continue
-        if not part.attempt(TABLE, name, partial(check, name, number)):
-            failed.add(name)
+    def check_all(number: int) -> None:
+        for name in cases:
+            if name in failed or part.late:
+                continue
+            if not part.attempt(TABLE, name, partial(check, name, number)):
+                failed.add(name)
+
+    began = time.monotonic()
+    try:
+        check_all(0)
+    finally:  # what ended it may be what compute-sanitizer finds
+        cells: Cells = {"from the cache": found[True], "compiled": found[False]}
+        part.row(_COMPILED, "first launches", {**cells, "s": time.monotonic() - began})
+        _memcheck(part)
+    for number in range(1, part.sized(12, 1)):
+        check_all(number)
     for name, error in worst.items():
         part.row(TABLE, name, {"of allowed error": error})
     if left_out := [name for name in cases if name not in worst and name not in failed]:
         part.note(TABLE, f"left out, no time: {', '.join(left_out)}")
+
+
+def _runs(part: Part, shape: Key) -> bool:
+    """Whether the device has what a case needs."""
+    return part.has_fp8 or "fp8" not in (shape.get("kv"), shape.get("to"))
+
+
+def _memcheck(part: Part) -> None:
+    """Small cases of all kernels in a process that compute-sanitizer watches, where there is one:
+    accesses outside of tensors, which need not show in results."""
+    folder = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
+    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=folder)
+    if not tool:
+        part.note(SANITIZER, f"it is neither on PATH nor in {folder}")
+        return
+    if part.late:
+        part.note(SANITIZER, "left out, no time")
+        return
+    settings = {"device_name": part.device_name, "smoke": part.smoke,
+                "seconds": _SANITIZING * part.left}  # fmt: skip
+    with tempfile.NamedTemporaryFile() as log:
+        # Its status where there are errors and the program itself has ended well.
+        first = [tool, "--tool", "memcheck", "--error-exitcode", "99", "--log-file", log.name]
+        function = f"{__name__}:{watched.__name__}"
+        for message in run_part(SANITIZER, function, settings, _SANITIZER_S, first):
+            if "error" in message:
+                found = Path(log.name).read_text(errors="replace").splitlines()
+                message["trace"] = [*message["trace"][-5:], *found[:30]]
+            part.send(message)
+
+
+def watched(part: Part) -> None:
+    """A part for compute-sanitizer: a small launch of each case, first one of each kernel."""
+    # Each tensor is an allocation of its own, as what lies behind it is known only then.
+    os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    cases = [
+        (spec, shape)
+        for shapes in itertools.zip_longest(*(spec.cases for spec in specs().values()))
+        for spec, shape in zip(specs().values(), shapes, strict=True)
+        if shape and _runs(part, shape)
+    ]
+    done = 0
+
+    def launch(spec: Any, shape: Key) -> None:
+        spec.trial(small(shape), part.device).run(None)
+        if part.cuda:
+            torch.cuda.synchronize(part.device)
+
+    for spec, shape in part.sized(cases, cases[:2]):
+        if not part.late:
+            name = f"{spec.name} {text_of(shape)}"
+            done += part.attempt(SANITIZER, name, partial(launch, spec, shape))
+    part.row(SANITIZER, "memcheck", {"cases": len(cases), "launched": done})
 
 
 def _error(part: Part, spec: Any, shape: Key, number: int) -> float:
@@ -144,6 +354,16 @@ def speed(part: Part) -> None:
     """What has targets goes first; memory is given back between tables."""
     if not part.has_fp8:
         part.note("decode attention", "fp8 is left out: this GPU has none")
+    for table, cases in _tables(part):
+        part.measure(
+            table,
+            ((name, partial(_measured, part, kernel, shape)) for name, kernel, shape in cases),
+        )
+    part.measure("products", _products(part))
+
+
+def _tables(part: Part) -> Iterator[tuple[str, Iterator[KernelCase]]]:
+    """Each table's name and launches."""
     for table, cases in (
         ("prefill attention", _prefill_cases(part)),
         ("decode attention", _decode_cases(part, "bf16")),
@@ -151,15 +371,7 @@ def speed(part: Part) -> None:
         ("rows", _row_cases(part)),
         ("blocks", _block_cases(part)),
     ):
-        part.measure(
-            table,
-            (
-                (name, partial(_measured, part, kernel, shape))
-                for name, kernel, shape in cases
-                if part.has_fp8 or "fp8" not in shape.values()
-            ),
-        )
-    part.measure("products", _products(part))
+        yield table, (case for case in cases if _runs(part, case[2]))
 
 
 def _products(part: Part) -> Iterator[Case]:
@@ -231,6 +443,86 @@ def _block_cases(part: Part) -> Iterator[KernelCase]:
     count = part.sized(_MOVED // (layers << 16), 3)
     for use in ("gather", "scatter", "copy", "checksum"):
         yield f"{use} blocks", "move_blocks", {**pool, "use": use, "blocks": count}
+
+
+def tune(part: Part) -> None:
+    """What `python -m baton.engine.ops.triton tune` measures and keeps for this user, a first shape
+    of each kernel, then a second: engine and cluster run with it. What was measured before stays.
+
+    Candidates are compiled on all cores meanwhile.
+    """
+    own = [spec for spec in specs().values() if spec.configs]
+    work = [
+        (spec, shape)
+        for shapes in itertools.zip_longest(*(spec.shapes for spec in own))
+        for spec, shape in zip(own, shapes, strict=True)
+        if shape and _runs(part, shape)
+    ]
+    if part.smoke:
+        work = [(spec, small(shape)) for spec, shape in work if spec.name == "add_rms_norm"][:1]
+    with tempfile.TemporaryDirectory() as folder, _pool(part) as pool:
+        name = torch.cuda.get_device_name(part.device) if part.cuda else ""
+        file = tuning.user_file(name) if part.cuda else Path(folder, "measured.json")
+        known = tuning.read(file).kernels if file.is_file() else {}
+        cases = list[Case]()
+        for spec, shape in work:
+            key = spec.trial(shape, torch.device("meta")).key
+            if all(when != key for when, _ in known.get(spec.name, ())):
+                candidates = [(spec.name, shape, config, part.capability)
+                              for config in spec.configs(key)]  # fmt: skip
+                compiled = pool.imap(compile_at_once, candidates)
+                case = partial(_tuned, part, spec, shape, compiled, file)
+                cases.append((f"{spec.name} {text_of(key)}", case))
+        part.measure("tuned", cases)
+        if file.is_file() and part.json:
+            target = Path(part.json).with_suffix(f".sm_{part.capability}.json")
+            tuning.write(target, _merged(tuning.shipped_for(part.capability), file))
+            part.note("tuned", f"with the shipped configurations in {target}")
+
+
+def _tuned(
+    part: Part, spec: Any, shape: Key, compiled: IMapIterator[str | None], file: Path
+) -> Cells:
+    """A shape's best, once its candidates are compiled. Raises ValueError, and keeps none, where
+    its results are others than before; RuntimeError where no candidate runs."""
+    with suppress(multiprocessing.TimeoutError):
+        for _ in _until(time.monotonic() + min(_CANDIDATES_S, part.left), compiled):
+            pass
+    known = tuning.read(file).kernels if file.is_file() else {}
+    trial = spec.trial(shape, part.device)
+    before = seconds(partial(trial.run, None), part.device)
+    measure = tuning.median_ms if part.cuda else partial(seconds, device=part.device)
+    if not [*tuning.tune([(spec, shape)], part.device, file, part.left, measure)]:
+        raise RuntimeError("none of its candidates ran in the time left")
+    _, config = tuning.read(file).kernels[spec.name][-1]
+    found, wanted = (_outputs(part, spec, shape, one) for one in (config, None))
+    try:
+        for pair in zip(found, wanted, strict=True):
+            error = relative_error(*pair, trial.tolerance)
+            if not error <= 2:  # both may be off by what rounding explains
+                raise ValueError(f"{error:.2f} times the error that rounding explains")
+    except Exception as error:
+        tuning.write(file, tuning.Configs(True, known))
+        raise ValueError(f"{text_of(config)}: {error}") from error
+    after = seconds(partial(trial.run, config), part.device)
+    return {"us before": before * 1e6, "us": after * 1e6, "x faster": before / after,
+            "configuration": text_of(config)}  # fmt: skip
+
+
+def _outputs(part: Part, spec: Any, shape: Key, config: Config | None) -> Outputs:
+    """On the same numbers each time, made anew: some kernels change theirs."""
+    torch.manual_seed(0)
+    outputs: Outputs = spec.trial(shape, part.device).run(config)
+    return outputs
+
+
+def _merged(shipped: Path, measured: Path) -> tuning.Configs:
+    """To be shipped: what was measured, then others. It does not count as measured, which would
+    leave shapes far from all of these without any."""
+    first, then = tuning.read(measured).kernels, tuning.read(shipped).kernels
+    return tuning.Configs(
+        False, {name: [*first.get(name, ()), *entries] for name, entries in then.items()}
+    )
 
 
 def _heads(part: Part) -> dict[str, int | str]:

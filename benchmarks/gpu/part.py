@@ -1,7 +1,7 @@
 """What each part of the run measures with; a part is a process of its own, started by `run.py`.
 
 Its messages: a row of a table, `{"table", "name", "cells"}`; a `note` on a table; an `error` with
-its traceback; and what it is `doing`, in case it ends there.
+its traceback; `progress` of a row to come; and what it is `doing`, in case it ends there.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Part:
 
     smoke: tiny sizes on the CPU, kernels interpreted, figures without a meaning · copy_bytes_per_s,
     matmul_flops: what the device was measured to do at best, copies counting bytes read and
-    written; 0 before that · send: takes its messages.
+    written; 0 before that · json: where figures go, if anywhere · send: takes its messages.
     """
 
     send: Callable[[dict[str, Any]], object]
@@ -52,6 +52,7 @@ class Part:
     smoke: bool = False
     copy_bytes_per_s: float = 0.0
     matmul_flops: float = 0.0
+    json: str = ""
 
     def __post_init__(self) -> None:
         """Raises RuntimeError where there is no GPU to measure on."""
@@ -70,14 +71,27 @@ class Part:
         return self.device.type == "cuda"
 
     @property
+    def left(self) -> float:
+        """Seconds until its time is over."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
     def late(self) -> bool:
         """Whether its time is over."""
-        return time.monotonic() >= self._end
+        return not self.left
+
+    @property
+    def capability(self) -> int:
+        """The device's, as 90 for 9.0; 90 in a dry run."""
+        if not self.cuda:
+            return 90
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return 10 * major + minor
 
     @cached_property
     def has_fp8(self) -> bool:
         """Whether kernels can read float8_e4m3fn; Triton's interpreter can."""
-        return not self.cuda or torch.cuda.get_device_capability(self.device) >= (8, 9)
+        return self.capability >= 89
 
     @property
     def models(self) -> list[Shape]:

@@ -1,7 +1,8 @@
 """Kernels, engine and cluster on this machine's GPU: right, how fast, and against what floor.
 
 Runs part after part within the minutes it is given, prints tables, and ends with status 1 if
-anything failed. `--smoke` runs the same lines on a CPU, with the kernels interpreted.
+anything failed. `--smoke` runs the same lines on a CPU, with the kernels interpreted. "tune" keeps
+the configurations that it measures for this user, as `python -m baton.engine.ops.triton tune` does.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from benchmarks.child import Child
 # Each part's share of the minutes, and what it runs: each may lack what another needs. What a part
 # leaves over goes to those after it.
 PARTS = {
-    "machine": (0.06, "benchmarks.gpu.kernels:machine"),
+    "machine": (0.05, "benchmarks.gpu.kernels:machine"),
     "kernels": (0.20, "benchmarks.gpu.kernels:correctness"),
-    "speed": (0.22, "benchmarks.gpu.kernels:speed"),
-    "engine": (0.36, "benchmarks.gpu.engine:run"),
+    "speed": (0.18, "benchmarks.gpu.kernels:speed"),
+    "tune": (0.10, "benchmarks.gpu.kernels:tune"),
+    "engine": (0.33, "benchmarks.gpu.engine:run"),
     "worker": (0.08, "benchmarks.gpu.worker:run"),
-    "cluster": (0.16, "benchmarks.gpu.cluster:run"),
+    "cluster": (0.14, "benchmarks.gpu.cluster:run"),
 }
 GRACE_S = 30.0  # for what a part began just before its time was over
 DEFAULT_FILE = Path("gpu.json")
@@ -83,7 +85,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--smoke", action="store_true", help="a dry run on the CPU: no figures")
     parser.add_argument(
         "--json", type=Path, default=DEFAULT_FILE, metavar="FILE",
-        help="all figures (default: gpu.json here; of a dry run none)",
+        help="all figures (default: gpu.json here; of a dry run none); beside it, gpu.sm_90.json:"
+        " the shipped configurations with what was measured",
     )  # fmt: skip
 
 
@@ -111,13 +114,14 @@ def main(args: argparse.Namespace) -> int:
     if args.smoke:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     device = "cpu" if args.smoke else args.device
-    settings = {"device_name": device, "shapes": args.shape, "smoke": args.smoke}
+    kept = not args.smoke or args.json != DEFAULT_FILE
+    settings = {"device_name": device, "shapes": args.shape, "smoke": args.smoke,
+                "json": str(args.json) if kept else ""}  # fmt: skip
     report: dict[str, Any] = {
         "schema": SCHEMA, "date": date, "smoke": args.smoke, "parts": parts,
         "shapes": list(args.shape), "seconds": 0.0, "tables": {}, "notes": [], "failed": [],
         "targets": [],
     }  # fmt: skip
-    kept = not args.smoke or args.json != DEFAULT_FILE
     for message in run(parts, settings, 60 * args.minutes):
         add(report, message)
         report["seconds"] = round(time.monotonic() - began, 1)
@@ -150,6 +154,8 @@ def run(parts: Sequence[str], settings: dict[str, Any], seconds: float) -> Itera
         late = False
         for message in run_part(part, PARTS[part][1], {**settings, "seconds": left}):
             say(_line(message))
+            if "progress" in message:
+                continue
             late |= "late" in message
             if message["table"] == "ceilings" and (cells := message.get("cells")):
                 copy, matmul = cells["copy GB/s"] * 1e9, cells["matmul TFLOP/s"] * 1e12
@@ -160,10 +166,11 @@ def run(parts: Sequence[str], settings: dict[str, Any], seconds: float) -> Itera
 
 
 def run_part(
-    part: str, function: str, settings: dict[str, Any], grace_s: float = GRACE_S
-) -> Iterator[Message]:
-    """A part's messages; how it ended badly, if it did, is the last."""
-    argv = [sys.executable, "-m", "benchmarks.gpu.part", function, json.dumps(settings)]
+    part: str, function: str, settings: dict[str, Any], grace_s: float = GRACE_S,
+    first: Sequence[str] = (),
+) -> Iterator[Message]:  # fmt: skip
+    """A part's messages; how it ended badly, if it did, is the last. first: what starts it."""
+    argv = [*first, sys.executable, "-m", "benchmarks.gpu.part", function, json.dumps(settings)]
     place, failed, bad = "", False, dict[str, Any]()
     end = time.monotonic() + settings["seconds"] + grace_s
     with tempfile.NamedTemporaryFile() as log, Child(argv, Path(log.name)) as child:
@@ -250,6 +257,8 @@ def _line(message: Message) -> str:
     found = f"  {message['table']}: {message['name']}"
     if "error" in message:
         return f"{found}: FAILED: {message['error']}"
+    if "progress" in message:
+        return f"{found}: {message['progress']}"
     cells = (f"{name} {_cell(name, cell)}" for name, cell in message["cells"].items())
     return f"{found}: {', '.join(cells)}"
 

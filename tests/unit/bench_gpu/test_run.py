@@ -23,6 +23,8 @@ import torch
 import triton
 
 from baton.engine.models.config import ModelConfig
+from baton.engine.ops.triton import tuning
+from baton.engine.ops.triton.spec import text_of
 from benchmarks import child
 from benchmarks.engine.driver import Driver, Soaked
 from benchmarks.gpu import cluster, engine, kernels, run, worker
@@ -41,6 +43,13 @@ def part_of(seconds: float = 60.0, **settings: Any) -> tuple[Part, list[dict[str
     found: list[dict[str, Any]] = []
     send = lambda message: None if "doing" in message else found.append(message)  # noqa: E731
     return Part(send, "cpu", seconds, **settings), found
+
+
+def on_path(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, script: str) -> None:
+    """A program that is found first."""
+    (folder / name).write_text(f"#!/bin/sh\n{script}")
+    (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
 def crash(part: Part) -> None:
@@ -297,6 +306,102 @@ def test_attention_is_compared_with_each_of_torchs_kernels(monkeypatch: pytest.M
     assert compared({**shape, "context": 8}) == {"of flash": 0.6, "of cuDNN": None}
 
 
+@pytest.mark.parametrize("known", kernels._REASONS)
+def test_clocks_are_nvidia_smis_under_either_name(
+    known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_path(
+        tmp_path,
+        monkeypatch,
+        "nvidia-smi",
+        f"""
+        case "$*" in
+        *driver_version*) echo 580.1 ;;
+        *{known}*) echo "1980, 2619, 54, [N/A], 0x0000000000000024" ;;
+        *) echo "Field is not a valid field to query."; exit 2 ;;
+        esac
+    """,
+    )
+    part, messages = part_of(smoke=True)
+    kernels.machine(part)
+    device, before, ceilings, during = messages
+    assert device["cells"]["driver"] == "580.1" and ceilings["cells"]["read GB/s"] > 0
+    assert before["cells"] == during["cells"] == {
+        "SM MHz": 1980.0, "memory MHz": 2619.0, "degrees C": 54.0, "W": "[N/A]",
+        "held back by": "power cap and thermal slowdown",
+    }  # fmt: skip
+
+
+SANITIZER = """
+while [ "$1" != --log-file ]; do shift; done
+echo "========= Invalid __global__ read" > "$2"
+shift 2
+"$@" || exit $?
+exit $STATUS
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("status", [0, 99])
+def test_small_launches_are_watched(
+    status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_path(tmp_path, monkeypatch, "compute-sanitizer", SANITIZER)
+    monkeypatch.setenv("STATUS", str(status))
+    monkeypatch.setattr(kernels, "_compiled", lambda *_: None)
+    monkeypatch.setattr(kernels, "_error", mock.Mock(side_effect=RuntimeError(ILLEGAL)))
+    part, messages = part_of(smoke=True)
+    with pytest.raises(RuntimeError, match="illegal"):  # it is found all the same
+        kernels.correctness(part)
+    launches, row, *failed = messages
+    assert (launches["cells"]["from the cache"], launches["cells"]["compiled"]) == (0, 0)
+    assert row["cells"]["launched"] == 2
+    assert len(failed) == bool(status)
+    if status:
+        assert failed[0]["error"].startswith("it ended with status 99, at compute-sanitizer, ")
+        assert failed[0]["trace"][-1] == "========= Invalid __global__ read"
+
+
+@pytest.mark.timeout(120)
+def test_launches_are_compiled_by_other_processes_within_a_share_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernels, "_COMPILING", 1.0)
+    part, messages = part_of(100.0, smoke=True)
+    launch = "act_mul", {"rows": 2, "size": 64}
+    cells = kernels._compiled(part, [launch])
+    assert (cells["launches"], cells["compiled"]) == (1, 1) and [*tmp_path.rglob("*.cubin")]
+    assert messages[0]["progress"] == "1 of 1"
+    with pytest.raises(ValueError, match="1 of 1 fail: act_mul"):
+        kernels._compiled(part, [("act_mul", {**launch[1], "dtype": "no such"})])
+    monkeypatch.setattr(kernels, "_COMPILING", 0.0)
+    assert kernels._compiled(part, [launch])["compiled"] == 0
+
+
+@pytest.mark.timeout(120)
+def test_what_is_tuned_is_written_with_what_is_shipped_unless_results_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    part, messages = part_of(100.0, smoke=True, json=str(tmp_path / "figures.json"))
+    kernels.tune(part)
+    row, note = messages
+    file, shipped = tmp_path / "figures.sm_90.json", tuning.shipped_for(90)
+    assert str(file) in note["note"] and row["cells"]["x faster"] > 0
+    found, then = (tuning.read(one).kernels for one in (file, shipped))
+    (key, config), *others = found.pop("add_rms_norm")
+    assert others == then.pop("add_rms_norm") and found == then
+    assert row["cells"]["configuration"] == text_of(config) and "rows" in key
+
+    file.unlink()
+    monkeypatch.setattr(kernels, "relative_error", lambda *_: 2.5)
+    kernels.tune(part)
+    assert "2.50 times the error that rounding explains" in messages[2]["error"]
+    found, then = (tuning.read(one).kernels for one in (file, shipped))
+    assert found == then, "it is not kept"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_where_no_gpu_is_it_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -341,14 +446,14 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "gpu", "--smoke", "--json", str(file),
-         "--only", "speed,engine,worker,cluster"],
+         "--only", "speed,tune,engine,worker,cluster"],
         capture_output=True, text=True, timeout=280, check=False, cwd=Path(__file__).parents[3],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert run.DRY in done.stdout and file.exists(), done.stdout + done.stderr
     found = json.loads(file.read_text())
     # On a CPU transfers are summed by xxhash: theirs are the only failures.
-    transfers = 2 + HAS_NAMESPACES
+    transfers = 3 + HAS_NAMESPACES
     assert done.returncode == 1, done.stdout
     assert f"failed: {transfers}" in done.stdout.splitlines(), done.stdout
     missing = "ImportError: no xxhash.xxh3_64: No module named 'xxhash'"
@@ -356,12 +461,13 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     assert {one["table"] for one in found["failed"]} == {"transfer"}
     assert set(found["tables"]) == {
         "machine", "ceilings", "decode attention", "prefill attention", "rows", "blocks",
-        "products", "engine against its reference", "decode", "prefill", "decode compared",
-        "worker",
+        "products", "tuned", "engine against its reference", "decode", "prefill",
+        "decode compared", "worker",
     }  # fmt: skip
     assert found["smoke"] is True and found["targets"] == []
-    rival, *between, cluster_note = (note["text"] for note in found["notes"])
-    assert "no transformers" in rival and cluster_note.startswith("no cluster is started: ")
+    smi, merged, rival, *between, cluster_note = (note["text"] for note in found["notes"])
+    assert "no nvidia-smi" in smi and "figures.sm_90.json" in merged and "no transformers" in rival
+    assert cluster_note.startswith("no cluster is started: ")
     assert len(between) == 1 - HAS_NAMESPACES
 
 
@@ -369,9 +475,11 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
 def test_bytes_arrive_and_a_cluster_of_two_gives_the_tokens_of_one_process() -> None:
     part, messages = part_of(smoke=True)
     cluster.run(part)
-    shm, between, gloo, handoff, ranks = messages
+    shm, fp8, between, gloo, handoff, ranks = messages
     assert [one["name"] for one in (shm, gloo)] == ["shm", "gloo"]
-    moved = [shm, between, gloo] if HAS_NAMESPACES else [shm, gloo]
+    moved = [shm, fp8, gloo, *([between] if HAS_NAMESPACES else [])]
+    # Rows of 16 elements of two bytes, and of one with four of a scale.
+    assert fp8["cells"]["MB"] / shm["cells"]["MB"] == pytest.approx((16 + 4) / (2 * 16))
     assert all(one["cells"]["GB/s"] > 0 and one["cells"]["open ms"] > 0 for one in moved)
     assert shm["cells"]["ms beside products"] > 0 and "products slower by" in shm["cells"]
     assert "between pid namespaces" in between["name" if HAS_NAMESPACES else "note"]
