@@ -219,9 +219,9 @@ class RankedModel:
         loaded another checkpoint.
         """
         elsewhere = backend.elsewhere
-        self._count = count = backend.settings.tp
-        shards = [Shard(number, count, backend.settings.expert_parallel) for number in range(count)]
-        shards[0].check(config)
+        count, expert_parallel = backend.settings.tp, backend.settings.expert_parallel
+        self._shards = [Shard(number, count, expert_parallel) for number in range(count)]
+        self._shards[0].check(config)
         if elsewhere.ranks and backend.shares_pool:
             raise ConfigError("ranks on several hosts share no memory: add --tp-backend gloo")
         self._config = config
@@ -250,7 +250,7 @@ class RankedModel:
         def work(number: int) -> RankWork:
             its_backend = self._backends[number if number < here else 0]
             return RankWork(
-                its_backend, path, config, dtype, shards[number], at, elsewhere.host,
+                its_backend, path, config, dtype, self._shards[number], at, elsewhere.host,
                 RANK_TIMEOUT_S, log.getEffectiveLevel(),
             )  # fmt: skip
 
@@ -295,8 +295,8 @@ class RankedModel:
         """
         layouts = [layout]
         if self._shared is None:
-            ranks = (Shard(number, self._count) for number in range(self._count))
-            layouts = [replace(layout, num_kv_heads=len(r.kv_heads(self._config))) for r in ranks]
+            heads = (len(shard.kv_heads(self._config)) for shard in self._shards)
+            layouts = [replace(layout, num_kv_heads=one) for one in heads]
         areas = list[Any]()
         for backend, one in zip(self._backends, layouts, strict=False):
             device = backend.device

@@ -141,9 +141,12 @@ def weight_bytes(
 ) -> int:
     """What a worker's weights take; a router's of experts is counted as that of one."""
     is_mxfp4 = config.experts is not None and config.experts.mxfp4
-    if config.quantization is not None or is_mxfp4:  # which are read as they are
-        stored = stored_tensors(model_path(settings.model)).values()
-        return sum(math.prod(one.shape) * ELEMENT_BYTES[one.dtype] for one in stored)
+    if not settings.random_weights and (config.quantization or is_mxfp4):  # read as they are
+        return sum(
+            # MXFP4's scales become float32.
+            math.prod(one.shape) * (4 if name.endswith("_scales") else ELEMENT_BYTES[one.dtype])
+            for name, one in stored_tensors(model_path(settings.model)).items()
+        )
     if on_gpu:
         from baton.engine.backends.gpu.linear import prepare  # noqa: PLC0415 - imports triton
 

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import aiohttp
@@ -23,7 +23,10 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from baton.bench.generator import Generator
+from baton.bench import servers
+from baton.bench.generator import Generator, Run
+from baton.bench.request import RequestOptions
+from baton.bench.stats import percentile
 from baton.bench.terminal import table
 from baton.bench.workload import Lengths, Workload
 from baton.client import AsyncClient
@@ -32,7 +35,6 @@ from baton.local.cluster import LocalCluster
 from benchmarks.child import Failed
 from benchmarks.environment import console, cores, machine
 from benchmarks.scenarios import fleet_workers
-from benchmarks.scenarios.common import connected, lag_of, spread
 
 _WORDS = 58  # of a prompt: 70 tokens with the template
 _SEEN_S, _POLL_S = 120.0, 0.2
@@ -89,7 +91,7 @@ async def main(args: argparse.Namespace) -> int:
             prompt_lengths=Lengths(_WORDS, _WORDS),
             output_lengths=Lengths(args.tokens, args.tokens),
         )
-        async with connected(cluster.address, prompt_form="chat") as server:
+        async with servers.connected(cluster.address, RequestOptions(prompt_form="chat")) as server:
             await Generator(server).closed_loop(Workload(count=16).demands(), 4)  # warms up
             before = await _Reading.take(cluster)
             run = await Generator(server).open_loop(load.demands())
@@ -206,3 +208,16 @@ def _quantiles(buckets: Mapping[float, float]) -> str:
         f"{1e3 * min(bound for bound, count in buckets.items() if count >= share * total):g}"
         for share in (0.5, 0.99, 1)
     )
+
+
+def spread(values_s: Iterable[float | None]) -> str:
+    """p50, p99 and maximum of seconds, in ms."""
+    known = [value for value in values_s if value is not None]
+    p50, p99, most = (percentile(known, p) * 1e3 for p in (50, 99, 100))
+    return f"p50 {p50:.1f} p99 {p99:.1f} max {most:.1f} ms"
+
+
+def lag_of(run: Run) -> str:
+    """How late requests were sent and how late the generator's own loop ran."""
+    late, loop = spread(o.sent_s - o.at_s for o in run.outcomes), spread(run.loop_late_s)
+    return f"generator: requests sent late by {late}, its event loop late by {loop}"

@@ -28,7 +28,9 @@ from typing import Any
 import aiohttp
 import psutil
 
+from baton.bench import servers
 from baton.bench.generator import Generator, Run
+from baton.bench.request import RequestOptions
 from baton.bench.servers import Server
 from baton.bench.stats import Figure, percentile
 from baton.bench.terminal import median_table, table
@@ -39,7 +41,6 @@ from baton.local import ports
 from baton.local.cluster import LocalCluster
 from benchmarks.environment import console, cores, machine, rotated
 from benchmarks.scenarios import fleet_workers
-from benchmarks.scenarios.common import connected
 
 _WARM_UP = 64
 _CHAT_WORDS = 58  # of a prompt: 70 tokens with the template
@@ -163,7 +164,7 @@ async def _measure(
         assert run.ok == count, next(o for o in run.outcomes if not o.ok).message
         return run
 
-    async with connected(url, prompt_form="chat", **options) as server:
+    async with servers.connected(url, RequestOptions(prompt_form="chat", **options)) as server:
         await send(server, 0, _WARM_UP, args.callers)
         alone = (await send(server, 1, args.requests // 4, 1)).outcomes
         before = _cpu_s(pids)
@@ -218,7 +219,7 @@ async def _first_chunks(
     rows, load = [], Workload(count=1 << 30, output_lengths=Lengths(args.tokens, args.tokens))
     async with (
         _cluster(checkout, engine, dict.fromkeys(("prefill", "decode"), program)) as cluster,
-        connected(cluster.address, prompt_form="chat") as server,
+        servers.connected(cluster.address, RequestOptions(prompt_form="chat")) as server,
         aiohttp.ClientSession(f"http://{cluster.http_addresses[0]}") as session,
     ):
 
@@ -249,7 +250,7 @@ async def _waiting(args: argparse.Namespace, name: str, checkout: Path | None) -
     rows = []
     async with (
         _cluster(checkout, engine, max_queue=args.waiting) as cluster,
-        connected(cluster.address, timeout_s=_PATIENT_S) as server,
+        servers.connected(cluster.address, RequestOptions(timeout_s=_PATIENT_S)) as server,
         AsyncClient(cluster.address) as client,
     ):
         router = psutil.Process(cluster.processes["router"].pid)

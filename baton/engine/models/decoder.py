@@ -31,9 +31,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, mean_square: Tensor | None = None
-) -> Tensor:  # fmt: skip
+def rms_norm(x: Tensor, weight: Tensor, eps: float, mean_square: Tensor | None = None) -> Tensor:
     """x `[..., size]` scaled to unit mean square, in float32, times weight `[size]`.
 
     It is rounded to x's type before it meets a weight of that type; after that, with a float32 one.
@@ -187,10 +185,8 @@ class Model:
         """
         outputs, own = x.new_zeros(*taken.shape, x.shape[1]), self._own_experts
         for number in set(taken.unique().tolist()).intersection(own):
-            expert, (rows, places) = (
-                experts.experts[number - own.start],
-                torch.where(taken == number),
-            )
+            expert = experts.experts[number - own.start]
+            rows, places = torch.where(taken == number)
             inner = self._act_mul(expert.gate_up.apply(x[rows], expert.gate_up_bias))
             outputs[rows, places] = expert.down.apply(inner, expert.down_bias)
         mixed = (outputs[:, 0] * shares[:, :1]).to(x.dtype)

@@ -16,7 +16,7 @@ from baton.engine.weights.weights import load_weights
 from baton.local import doctor
 from baton.local.model_plan import check_plan, weight_bytes
 from tests.unit.engine.checkpoints import make_checkpoint
-from tests.unit.engine.quantized_checkpoints import make_quantized
+from tests.unit.engine.quantized_checkpoints import make_mxfp4, make_quantized
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -54,12 +54,19 @@ def test_weights_take_what_is_planned(architecture, options, quantization, kerne
     assert planned == pytest.approx(expected, rel=0.01 if config.experts else 0)
 
 
-def test_weights_that_are_stored_quantised_are_counted_as_they_are(tmp_path):
-    make_quantized(tmp_path, AWQ)
+@pytest.mark.parametrize(
+    "make", [partial(make_quantized, config=AWQ), partial(make_mxfp4, num_local_experts=16)]
+)
+def test_weights_that_are_stored_quantised_are_counted_as_they_are(tmp_path, make):
+    make(tmp_path)
     config = ModelConfig.load(tmp_path)
     loaded = load_weights(tmp_path, config, torch.float32, CPU)
     planned = weight_bytes(EngineConfig(str(tmp_path)), config, torch.float32, on_gpu=False)
     assert planned == pytest.approx(loaded.num_bytes + loaded.embedding.nbytes, rel=0.1)
+    file = EngineConfig(str(tmp_path / "config.json"), random_weights=True)
+    assert weight_bytes(file, config, torch.float32, on_gpu=False) > planned, (
+        "random ones are dense"
+    )
 
 
 def test_a_plan_says_what_fits_and_what_to_change(tmp_path, free):

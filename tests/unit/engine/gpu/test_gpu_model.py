@@ -18,12 +18,13 @@ from baton.engine.ops.triton.grouped_matmul import GroupedWeight
 from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights import weight
 from baton.engine.weights.quantize import FP8, unpack_rows
-from baton.engine.weights.weight import DenseWeight, Int4Weight
+from baton.engine.weights.weight import DenseWeight, Int4Weight, Mxfp4Weight
 from baton.engine.weights.weights import load_weights, random_weights
 from baton.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.gpu.models import CONFIGS, EXPERTS, TINY, both, tokens
 from tests.unit.engine.paged import PagedRun
+from tests.unit.engine.quantized_checkpoints import make_mxfp4
 from tests.unit.engine.small_models import CPU
 
 
@@ -124,6 +125,22 @@ def test_int4_experts():
     model, gpu = both(config, quantization="int4")
     assert isinstance(gpu._weights.layers[0].experts.experts[0].down, Int4Weight)
     assert_near(PagedRun(gpu), PagedRun(model), atol=1e-4)
+
+
+def test_mxfp4_experts(tmp_path):
+    reference = make_mxfp4(tmp_path, num_local_experts=4)
+    config = ModelConfig.load(tmp_path)
+    prepare = partial(linear.prepare, quantization="int8")  # which leaves these as they are
+    held = load_weights(tmp_path, config, torch.float32, CPU, prepare).layers[0].experts
+    assert isinstance(held.experts[3].down, Mxfp4Weight)
+    prepare = partial(linear.prepare, quantization="none")
+    weights = load_weights(tmp_path, config, torch.float32, CPU, prepare)
+    run = PagedRun(GpuModel(config, weights, torch.float32, CPU))
+    sequence = run.add(tokens(20, 1))
+    got = torch.cat([run.step((sequence, count))[0] for count in (19, 1)])
+    with torch.inference_mode():
+        expected = reference(torch.tensor([sequence.tokens])).logits[0]
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [Model, GpuModel])

@@ -183,9 +183,9 @@ void rotate_and_store(Team& team, Activation* qkv, const Span* spans, int num_sp
     team.share(pieces.count(), [&](int i) {
         const Piece piece = pieces.at(i);
         const Span& span = *piece.span;
-        for (int i = piece.first; i < piece.first + piece.count; i++) {
-            const int row = span.first_row + i;
-            rotate_row(qkv + row * stride, span.context + i, span.table, shape, pool,
+        for (int at = piece.first; at < piece.first + piece.count; at++) {
+            const int row = span.first_row + at;
+            rotate_row(qkv + row * stride, span.context + at, span.table, shape, pool,
                        mean_squares ? mean_squares + 2 * row : nullptr);
         }
     });
