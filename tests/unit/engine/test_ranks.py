@@ -199,7 +199,7 @@ def test_a_rank_maps_the_gpu_memory_that_the_first_one_allocated(monkeypatch):
     ours, theirs = Pipe()
     rank = ranks.Rank(SimpleNamespace(device=torch.device("cuda", 1)), None, theirs)
     first = SimpleNamespace(
-        _shared=None, _count=2, _config=config, _backends=[rank, rank],
+        _shared=None, _shards=[Shard(0, 2), Shard(1, 2)], _config=config, _backends=[rank, rank],
         _ranks=[ranks._Other(1, ours, SimpleNamespace(pid=os.getpid()))],
     )  # fmt: skip
 
