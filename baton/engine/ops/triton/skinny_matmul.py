@@ -9,6 +9,8 @@ behind a product in a layer is done on the way: a row's norm, the gate, the resi
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import triton
 import triton.language as tl
@@ -226,3 +228,35 @@ def key_of(x: Tensor, weight: Tensor, has_gate: bool = False) -> Key:
 def tile_rows(num_rows: int) -> int:
     """Rows of a tile that holds all of x."""
     return max(_LEAST_ROWS, int(triton.next_power_of_2(num_rows)))
+
+
+_SHARED_BYTES = 224 * 1024
+_PROCESSORS = 132
+
+
+def _candidates(key: Key) -> list[Config]:
+    """Tiles of which all programs are on a GPU such as H200 at once, the fullest first."""
+    size, gate, rows, outputs, depth = (
+        int(key[name]) for name in ("bytes", "gate", "rows", "outputs", "depth")
+    )
+    found = dict[tuple[int, ...], tuple[float, Config]]()
+    for (tile, warps), step_bytes, places in itertools.product(
+        ((64, 4), (128, 4), (128, 8)), (128, 256, 512), (1, 2, 3, 4)
+    ):
+        width = tile * (1 + gate)
+        stage, step = (width + rows) * step_bytes, step_bytes // size
+        stages = min(6, _SHARED_BYTES // places // stage)
+        in_flight = places * (stages - 1) * width * step_bytes
+        if stages < 3 or in_flight < 64 * 1024 or (1 + gate) * tile * rows > 128 * 32 * warps:
+            continue
+        tiles = triton.cdiv(outputs, width)
+        split = max(1, min(places * _PROCESSORS // tiles, depth // step // 4))
+        rounds = triton.cdiv(tiles * split, places * _PROCESSORS)
+        full = tiles * split / (rounds * places * _PROCESSORS)
+        config = {
+            "OUTPUTS": tile, "DEPTH": step, "SPLIT": split, "AHEAD": 2, "num_warps": warps,
+            "num_stages": stages,
+        }  # fmt: skip
+        found.setdefault(tuple(config.values()), (full, config))
+    ranked = sorted(found.values(), key=lambda pair: -pair[0])
+    return [config for _, config in ranked]
