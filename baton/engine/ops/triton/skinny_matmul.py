@@ -12,15 +12,19 @@ from __future__ import annotations
 import itertools
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from baton.engine.models.config import Activation
+from baton.engine.models.decoder import rms_norm
+from baton.engine.ops.torch.linear import act_mul
 from baton.engine.ops.triton.launch import launch, wait_for_inputs
 from baton.engine.ops.triton.rows import gated
-from baton.engine.ops.triton.spec import Config, Key
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 from baton.engine.ops.triton.tuning import choose
+from baton.engine.weights import quantize
 
 NAME = "skinny_matmul"
 
@@ -48,7 +52,8 @@ def _scaled(sums, inverse, row_scales, output_scales, bias, rows, outputs, num_r
         numbers *= inverse[None, :]
     if row_scales is not None:
         row_scale = tl.load(row_scales + rows, mask=has_row, other=0.0)
-        numbers *= row_scale[None, :] * tl.load(output_scales + outputs)[:, None]
+        output_scale = tl.load(output_scales + outputs, mask=has_output, other=0.0)
+        numbers *= row_scale[None, :] * output_scale[:, None]
     if bias is not None:
         numbers += tl.load(bias + outputs, mask=has_output, other=0.0).to(tl.float32)[:, None]
     return numbers
@@ -219,10 +224,13 @@ def new_counters(num_outputs: int, device: torch.device) -> Tensor:
 def key_of(x: Tensor, weight: Tensor, has_gate: bool = False) -> Key:
     """What a launch's configuration depends on."""
     outputs, depth = weight.shape
-    return {
-        "bytes": x.itemsize, "gate": int(has_gate), "rows": tile_rows(len(x)), "outputs": outputs,
-        "depth": depth,
-    }  # fmt: skip
+    kind = f"{8 * x.itemsize}-bit{' gate' if has_gate else ''}"
+    return {"kind": kind, "rows": tile_rows(len(x)), "outputs": outputs, "depth": depth}
+
+
+def is_library(x: Tensor, weight: Tensor, has_gate: bool = False) -> bool:
+    """Whether the library's product is the configuration in effect."""
+    return bool(choose(NAME, key_of(x, weight, has_gate), x.device).get("LIBRARY"))
 
 
 def tile_rows(num_rows: int) -> int:
@@ -236,9 +244,8 @@ _PROCESSORS = 132
 
 def _candidates(key: Key) -> list[Config]:
     """Tiles of which all programs are on a GPU such as H200 at once, the fullest first."""
-    size, gate, rows, outputs, depth = (
-        int(key[name]) for name in ("bytes", "gate", "rows", "outputs", "depth")
-    )
+    size, gate = int(str(key["kind"]).split("-")[0]) // 8, int("gate" in str(key["kind"]))
+    rows, outputs, depth = (int(key[name]) for name in ("rows", "outputs", "depth"))
     found = dict[tuple[int, ...], tuple[float, Config]]()
     for (tile, warps), step_bytes, places in itertools.product(
         ((64, 4), (128, 4), (128, 8)), (128, 256, 512), (1, 2, 3, 4)
@@ -260,3 +267,89 @@ def _candidates(key: Key) -> list[Config]:
         found.setdefault(tuple(config.values()), (full, config))
     ranked = sorted(found.values(), key=lambda pair: -pair[0])
     return [config for _, config in ranked]
+
+
+def _trial(shape: Key, device: torch.device) -> Trial:
+    rows, outputs, depth = (int(shape[name]) for name in ("rows", "outputs", "depth"))
+    dtype, kind = dtype_of(shape), dtype_of(shape, "weight", str(shape.get("dtype", "bf16")))
+    x, weight = torch.randn(rows, depth, device=device), torch.randn(outputs, depth, device=device)
+    scales = None
+    if kind.itemsize == 1:
+        (x, of_rows), (weight, of_outputs) = (quantize.quantize_rows(one, kind) for one in (x, weight))
+        scales = of_rows, of_outputs
+    else:
+        x, weight = x.to(kind), weight.to(kind)
+    bias, norm, residual = None, None, None
+    if shape.get("bias"):
+        bias = torch.randn(outputs, device=device).to(dtype)
+    if shape.get("norm"):
+        norm = torch.rand(depth, device=device).to(dtype)
+    activation: Activation | None = "silu" if shape.get("gate") else None
+    if shape.get("residual"):
+        residual = torch.randn(rows, outputs, device=device).to(dtype)
+    counters = new_counters(outputs, device)
+    key = key_of(x, weight, activation is not None)
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        """In the types of these, step by step."""
+        if norm is not None:
+            x = rms_norm(x, norm.to(x.dtype), _EPS)
+        found = F.linear(x, weight)
+        if scales is not None:
+            found = found * scales[0][:, None] * scales[1]
+        if bias is not None:
+            found = found + bias
+        if activation:
+            found = act_mul(found, activation)
+        return found if residual is None else residual + found
+
+    def run(config: Config | None) -> Outputs:
+        if (config or choose(NAME, key, device)).get("LIBRARY"):
+            return (product(x, weight),)
+        to = residual if residual is None else residual.clone()
+        return (
+            skinny_matmul(
+                x, weight, counters, bias, dtype=dtype, scales=scales, norm=norm, eps=None if norm is None else _EPS,
+                activation=activation, residual=to, config=config,
+            ),
+        )  # fmt: skip
+
+    return Trial(
+        key,
+        run,
+        lambda: (product(x.float(), weight.float()).to(dtype),),
+        moved_bytes=kind.itemsize * depth * (outputs + rows) + dtype.itemsize * rows * outputs,
+    )
+
+
+_EPS = 1e-5
+_MATRICES = ((6144, 4096, "norm"), (4096, 4096, "residual"), (28672, 4096, "gate"), (4096, 14336, "residual"))
+SPECS = (
+    KernelSpec(
+        NAME,
+        _trial,
+        cases=[
+            {"rows": rows, "outputs": outputs, "depth": 528 if rows == 9 else 512, "dtype": dtype, **more}
+            for rows, outputs, dtype, more in (
+                (16, 96, "bf16", {"norm": 1}),
+                (32, 96, "bf16", {"bias": 1}),
+                (64, 192, "bf16", {"norm": 1, "gate": 1}),
+                (9, 96, "bf16", {"residual": 1}),
+                (64, 96, "fp16", {"bias": 1, "residual": 1}),
+                (16, 96, "bf16", {"weight": "int8"}),
+                (9, 192, "bf16", {"weight": "int8", "gate": 1}),
+                (64, 96, "fp32", {"weight": "int8", "bias": 1}),
+                (16, 96, "bf16", {"weight": "fp8", "residual": 1, "least": 89}),
+                (64, 192, "bf16", {"weight": "fp8", "gate": 1, "least": 89}),
+                (9, 96, "fp16", {"weight": "fp8", "bias": 1, "least": 89}),
+            )
+        ],
+        configs=_candidates,
+        shapes=[
+            {"rows": rows, "outputs": outputs, "depth": depth, what: 1, **weight}
+            for weight in ({}, {"weight": "fp8"})
+            for outputs, depth, what in _MATRICES
+            for rows in (16, 32, 64)
+        ],
+    ),
+)

@@ -105,13 +105,13 @@ def test_norms_and_gates_give_the_eight_bits_that_products_take(quantization, mo
     """Of a layer's four products only that of attention's output quantises by itself."""
     config = replace(TINY, vocab_size=97)  # whose output layer stays whole
     models, steps = both(config, quantization=quantization), []
-    quantize = weight.quantize_rows
+    for module in (weight, linear):
 
-    def counted(x, dtype):
-        steps[-1] += 1
-        return quantize(x, dtype)
+        def counted(x, dtype, quantize=module.quantize_rows):
+            steps[-1] += 1
+            return quantize(x, dtype)
 
-    monkeypatch.setattr(weight, "quantize_rows", counted)
+        monkeypatch.setattr(module, "quantize_rows", counted)
     for model in models:
         steps.append(0)
         run = PagedRun(model)
