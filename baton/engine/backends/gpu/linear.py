@@ -109,6 +109,11 @@ class GpuWeight(Weight):
 class GpuDenseWeight(DenseWeight, GpuWeight):
     """A matrix as it is: by cuBLAS, or by our product where that measured faster."""
 
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not self._is_ours(x):
+            return super().apply(x, bias)
+        return skinny_matmul(x, self.tensor, self._counters, bias, dtype=x.dtype)
+
     def normed_product(
         self, hidden: Hidden, norm: Tensor, eps: float, bias: Tensor | None,
         activation: Activation | None = None,
