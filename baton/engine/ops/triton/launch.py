@@ -22,9 +22,15 @@ _LEAST_CAPABILITY = 90
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Waits for the kernel in front, and lets the next one's programs be launched."""
+    """Waits for the kernel in front."""
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def launch_next(PDL: tl.constexpr):
+    """Lets the next kernel's programs be launched, once all of this one have come here."""
+    if PDL:
         gdc_launch_dependents()
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from baton.engine.models.config import Activation
 from baton.engine.models.decoder import rms_norm
 from baton.engine.ops.torch.linear import act_mul
-from baton.engine.ops.triton.launch import launch, wait_for_inputs
+from baton.engine.ops.triton.launch import launch, launch_next, wait_for_inputs
 from baton.engine.ops.triton.rows import gated
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 from baton.engine.ops.triton.tuning import choose
@@ -31,7 +31,7 @@ NAME = "skinny_matmul"
 # From more rows on a product is work for large tiles.
 MOST_ROWS = 64
 _LEAST_ROWS = 16  # of a tensor core's product
-LEAST_OUTPUTS = 64
+LEAST_OUTPUTS = 16
 
 
 @triton.jit
@@ -64,7 +64,8 @@ def _skinny_matmul(
     x, weight, row_scales, output_scales, bias, norm, residual, out, partials, counters, num_rows,
     num_outputs, depth, eps, NORMED: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
     SWIGLU_OAI: tl.constexpr, FLOAT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    DEPTH: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    DEPTH: tl.constexpr, SPLIT: tl.constexpr, LATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
     rows = tl.arange(0, ROWS)
@@ -78,11 +79,13 @@ def _skinny_matmul(
     lines = weight + within.to(tl.int64) * depth
     if PDL:
         LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-        ahead = tl.minimum(first + tl.arange(0, AHEAD * DEPTH // LINE) * LINE, depth - 1)
+        ahead = tl.minimum(first + tl.arange(0, 2 * DEPTH // LINE) * LINE, depth - 1)
         _prefetch(lines[:, None] + ahead[None, :])
         if GATED:
             _prefetch(lines[:, None] + num_outputs.to(tl.int64) * depth + ahead[None, :])
     wait_for_inputs(PDL)
+    if not LATE:
+        launch_next(PDL)
     KIND: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
     TYPE: tl.constexpr = tl.float32 if FLOAT else weight.dtype.element_ty
     sums = tl.zeros([OUTPUTS, ROWS], dtype=KIND)
@@ -113,6 +116,8 @@ def _skinny_matmul(
                 u = tl.load(further, mask=(to < depth)[None, :], other=0.0)
             ups = tl.dot(u.to(TYPE), a.to(TYPE), ups, input_precision="ieee", out_dtype=KIND)
 
+    if LATE:
+        launch_next(PDL)
     row_squares = tl.sum(squares, 0)
     done = True
     if SPLIT > 1:
@@ -194,7 +199,9 @@ def skinny_matmul(
     assert num_rows <= MOST_ROWS, "more rows are another kernel's"
     assert x.is_contiguous() and weight.is_contiguous()
     rows = tile_rows(num_rows)
-    config = dict(config or choose(NAME, key_of(x, weight, activation is not None), x.device))
+    config = dict(config or choose(
+        NAME, key_of(x, weight, eps is not None, activation is not None), x.device
+    ))
     tiles, split = triton.cdiv(num_outputs, config["OUTPUTS"]), config["SPLIT"]
     out = residual
     if out is None:
@@ -221,16 +228,21 @@ def new_counters(num_outputs: int, device: torch.device) -> Tensor:
     return torch.zeros(triton.cdiv(num_outputs, LEAST_OUTPUTS), dtype=torch.int32, device=device)
 
 
-def key_of(x: Tensor, weight: Tensor, has_gate: bool = False) -> Key:
+def key_of(x: Tensor, weight: Tensor, has_norm: bool = False, has_gate: bool = False) -> Key:
     """What a launch's configuration depends on."""
     outputs, depth = weight.shape
-    kind = f"{8 * x.itemsize}-bit{' gate' if has_gate else ''}"
+    kind = f"{8 * x.itemsize}-bit{' norm' if has_norm else ''}{' gate' if has_gate else ''}"
     return {"kind": kind, "rows": tile_rows(len(x)), "outputs": outputs, "depth": depth}
 
 
-def is_library(x: Tensor, weight: Tensor, has_gate: bool = False) -> bool:
-    """Whether the library's product is the configuration in effect."""
-    return bool(choose(NAME, key_of(x, weight, has_gate), x.device).get("LIBRARY"))
+def is_ours(x: Tensor, weight: Tensor, has_norm: bool = False, has_gate: bool = False) -> bool:
+    """Whether a product is to be `skinny_matmul`'s, with a norm and a gate if there are.
+
+    Otherwise these are computed apart, around the library's product or ours.
+    """
+    if len(x) > MOST_ROWS:
+        return False
+    return not choose(NAME, key_of(x, weight, has_norm, has_gate), x.device).get("LIBRARY")
 
 
 def tile_rows(num_rows: int) -> int:
@@ -261,7 +273,7 @@ def _candidates(key: Key) -> list[Config]:
         rounds = triton.cdiv(tiles * split, places * _PROCESSORS)
         full = tiles * split / (rounds * places * _PROCESSORS)
         config = {
-            "OUTPUTS": tile, "DEPTH": step, "SPLIT": split, "AHEAD": 2, "num_warps": warps,
+            "OUTPUTS": tile, "DEPTH": step, "SPLIT": split, "LATE": 0, "num_warps": warps,
             "num_stages": stages,
         }  # fmt: skip
         found.setdefault(tuple(config.values()), (full, config))
@@ -288,7 +300,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     if shape.get("residual"):
         residual = torch.randn(rows, outputs, device=device).to(dtype)
     counters = new_counters(outputs, device)
-    key = key_of(x, weight, activation is not None)
+    key = key_of(x, weight, norm is not None, activation is not None)
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
         """In the types of these, step by step."""
