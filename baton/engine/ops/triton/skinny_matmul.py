@@ -250,35 +250,41 @@ def tile_rows(num_rows: int) -> int:
     return max(_LEAST_ROWS, int(triton.next_power_of_2(num_rows)))
 
 
-_SHARED_BYTES = 224 * 1024
-_PROCESSORS = 132
+# Of a GPU such as H200.
+_SHARED_BYTES, _PROCESSORS = 224 * 1024, 132
+_IN_FLIGHT = 40 * 1024  # bytes of weights that a multiprocessor must have asked for
 
 
 def _candidates(key: Key) -> list[Config]:
-    """Tiles of which all programs are on a GPU such as H200 at once, the fullest first."""
-    size, gate = int(str(key["kind"]).split("-")[0]) // 8, int("gate" in str(key["kind"]))
+    """Tiles whose programs keep the memory busy: with much of it asked for, and few parts to join."""
+    kind = str(key["kind"])
+    size, gate = int(kind.split("-")[0]) // 8, int("gate" in kind)
     rows, outputs, depth = (int(key[name]) for name in ("rows", "outputs", "depth"))
-    found = dict[tuple[int, ...], tuple[float, Config]]()
-    for (tile, warps), step_bytes, places in itertools.product(
-        ((64, 4), (128, 4), (128, 8)), (128, 256, 512), (1, 2, 3, 4)
+    found = list[Config]()
+    in_flight = min(_IN_FLIGHT, outputs * depth * size // _PROCESSORS // 2)
+    for (tile, warps), step_bytes, split, late in itertools.product(
+        ((16, 4), (32, 4), (64, 4), (128, 8)), (128, 256, 512), (1, 2, 4, 8), (0, 1)
     ):
-        width = tile * (1 + gate)
-        stage, step = (width + rows) * step_bytes, step_bytes // size
-        stages = min(6, _SHARED_BYTES // places // stage)
-        in_flight = places * (stages - 1) * width * step_bytes
-        if stages < 3 or in_flight < 64 * 1024 or (1 + gate) * tile * rows > 128 * 32 * warps:
-            continue
-        tiles = triton.cdiv(outputs, width)
-        split = max(1, min(places * _PROCESSORS // tiles, depth // step // 4))
-        rounds = triton.cdiv(tiles * split, places * _PROCESSORS)
-        full = tiles * split / (rounds * places * _PROCESSORS)
-        config = {
-            "OUTPUTS": tile, "DEPTH": step, "SPLIT": split, "LATE": 0, "num_warps": warps,
-            "num_stages": stages,
-        }  # fmt: skip
-        found.setdefault(tuple(config.values()), (full, config))
-    ranked = sorted(found.values(), key=lambda pair: -pair[0])
-    return [config for _, config in ranked]
+        width, step = tile * (1 + gate), step_bytes // size
+        programs = triton.cdiv(outputs, width) * split
+        fewest = triton.cdiv(programs, _PROCESSORS)  # on one multiprocessor, if all are to be there
+        for places in {min(fewest, 8), min(fewest, 2), 1}:
+            stages = min(6, _SHARED_BYTES // places // ((width + rows) * step_bytes))
+            at_once = min(places, programs / _PROCESSORS)
+            if (
+                (fewest > places > 2 or stages < 3)
+                or at_once * (stages - 1) * width * step_bytes < in_flight
+                or (depth < 4 * split * step or programs > 4 * _PROCESSORS and split > 1)
+                or (2 * tile < rows or tile > 2 * rows and tile > 64)
+            ):
+                continue
+            config = {
+                "OUTPUTS": tile, "DEPTH": step, "SPLIT": split, "LATE": late, "num_warps": warps,
+                "num_stages": stages,
+            }  # fmt: skip
+            if config not in found:
+                found.append(config)
+    return found
 
 
 def _trial(shape: Key, device: torch.device) -> Trial:
