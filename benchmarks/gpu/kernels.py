@@ -30,7 +30,7 @@ from torch.nn.attention.bias import causal_lower_right
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.jit import JITFunction
 
-from baton.engine.backends.gpu.linear import eight_bits, prepare
+from baton.engine.backends.gpu.linear import GpuWeight, prepare
 from baton.engine.ops.triton import tuning
 from baton.engine.ops.triton.check import check as compile_specs
 from baton.engine.ops.triton.rows import EightBitRows, quantize_rows
@@ -336,7 +336,7 @@ def _error(part: Part, spec: Any, shape: Key, number: int) -> float:
     """At the case's own sizes first, then at larger ones; at tiny ones in a dry run."""
     sizes = dict(shape)
     times = random.Random(number).randint(2, 8)
-    if number and spec.name != "int8_matmul":  # whose rows are few
+    if number and spec.name != "skinny_matmul":  # whose rows are few
         for name in {*_GROWING} & {*sizes}:
             sizes[name] = int(sizes[name]) * times * (10 if name == "rows" else 1)
     if "ragged" in shape or spec.name == "move_blocks":
@@ -391,7 +391,7 @@ def _products(part: Part) -> Iterator[Case]:
 def _product(part: Part, weight: Weight, rows: int) -> Cells:
     """Its rate, on rows of eight bits where it takes those."""
     x: Any = torch.randn(rows, weight.shape[1], dtype=torch.bfloat16, device=part.device)
-    if dtype := eight_bits(weight):
+    if isinstance(weight, GpuWeight) and (dtype := weight.takes(weight.shape[1])):
         x = EightBitRows(*quantize_rows(x, dtype), x.dtype)
     took = seconds(partial(weight.apply, x), part.device)
     return {"us": took * 1e6, **part.of_copy(weight.num_bytes, took)}
