@@ -24,7 +24,6 @@ from baton.engine.sampling.sampler import (
     Sampler,
     SampleRow,
     TokenLogprobs,
-    random_numbers,
     token_logprobs,
 )
 
@@ -42,6 +41,8 @@ class _Launch:
 
     rows: Rows[SampleRow]
     settings: Tensor
+    seeds: Tensor
+    positions: Tensor
     masks: Tensor | None
     allowed: Tensor | None
     integers: Tensor
@@ -93,7 +94,9 @@ class DeviceSampler:
         wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
         self._launch = _Launch(
             rows,
-            self._pinned(sampling.settings_of([row.params for row in rows], random_numbers(rows))),
+            self._pinned(sampling.settings_of([row.params for row in rows])),
+            self._pinned(np.array([row.params.seed for row in rows], np.uint64).view(np.int64)),
+            self._pinned(np.array([len(row.token_ids) for row in rows], np.int32)),
             masks,
             None if allowed is None else self._pinned(allowed),
             self._pinned(np.concatenate([adjusted, ends, sources, ids, times]).astype(np.int32)),
@@ -128,7 +131,8 @@ class DeviceSampler:
             )
             newest = tokens if newest is None else newest
             sampling.adjust(logits, which, ends, ids, biases, times, penalties, sources, newest)
-        sampling.sample(logits, on_device(launch.settings), tokens)
+        drawn = (launch.settings, launch.seeds, launch.positions)
+        sampling.sample(logits, *(on_device(part) for part in drawn), tokens)
         self._host_tokens[: len(tokens)].copy_(tokens, non_blocking=True)
         if launch.logprobs is not None:
             self._score(launch, raw, tokens, launch.logprobs)

@@ -17,7 +17,7 @@ from tokenizers.models import BPE
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.ops.triton import sampling
-from baton.engine.sampling import filters
+from baton.engine.sampling import filters, randomness
 from baton.engine.sequence import Sequence
 from baton.sampling import SamplingParams, StructuredOutput
 from baton.structured_output import GrammarCompiler
@@ -41,13 +41,14 @@ LONG = SamplingParams(max_tokens=40, ignore_eos=True)
 def _sample_without_the_interpreter(monkeypatch):
     """It takes 50 ms a row; the kernel has tests of its own."""
 
-    def sample(logits, settings, tokens):
-        for at, (temperature, top_k, top_p, min_p, number) in enumerate(settings.tolist()):
+    def sample(logits, settings, seeds, positions, tokens):
+        numbers = randomness.uniform(seeds.numpy().view(np.uint64), positions)
+        for at, (temperature, top_k, top_p, min_p) in enumerate(settings.tolist()):
             params = SamplingParams(
                 temperature=temperature or 1.0, top_k=int(top_k), top_p=top_p, min_p=min_p
             )
-            row = logits[at].numpy()
-            drawn = filters.sample(row[None], [params], np.array([number]))[0]
+            row = logits[at].float().numpy()
+            drawn = filters.sample(row[None], [params], numbers[at : at + 1])[0]
             finite = drawn < len(row)
             tokens[at] = int(row.argmax()) if finite and not temperature else int(drawn)
 
