@@ -40,6 +40,11 @@ class StepOutput(NamedTuple):
     found: dict[str, SampledTokens]
     token_ids: list[int] = []  # noqa: RUF012 (never written)
 
+    def by_id(self, plan: Plan) -> dict[str, SampledTokens]:
+        """What each sequence of its plan got."""
+        plain = zip(plan.work, self.token_ids, strict=bool(self.token_ids))
+        return {work.sequence.seq_id: SampledTokens((one,)) for work, one in plain} | self.found
+
 
 class Launch:
     """A step that was begun; began_ns: by `time.monotonic_ns`, when nothing before it ran."""

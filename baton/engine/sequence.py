@@ -31,14 +31,13 @@ class TokenCounts:
         self._times = np.empty(0, np.int64)  # in the output; 0: in the prompt only
 
     def of(
-        self, token_ids: Tokens[int], prompt_tokens: int, proposed: int, unknown: int = 0
+        self, token_ids: Tokens[int], prompt_tokens: int, proposed: int
     ) -> tuple[Ints, Ints]:
         """(distinct tokens, how often each occurs behind the prompt), valid until the next call.
 
-        The last `proposed` of `token_ids` are output that may be rejected; the last `unknown` are
-        not counted.
+        The last `proposed` of `token_ids` are output that may be rejected.
         """
-        known = len(token_ids) - proposed - unknown
+        known = len(token_ids) - proposed
         assert self._counted <= known and prompt_tokens <= known, "tokens only grow"
         if not self._counted:
             self._count_all(np.asarray(token_ids[:known], np.int64), prompt_tokens)

@@ -77,7 +77,7 @@ class Driven:
     @property
     def in_flight(self):
         """Ids of the sequences with a row in a launch that was not waited for."""
-        flight = getattr(self.engine, "_flight", None)
+        flight = self.engine._flight
         return [work.sequence.seq_id for work in flight.plan.work] if flight else []
 
     def add(self, sequence):
