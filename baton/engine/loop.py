@@ -421,6 +421,8 @@ class Engine:
         if begun is None:
             self._fail(plan, plan.work, str(failure), began_ns)
             return
+        if launch is None:
+            begun.began_ns = began_ns
         self._planner.launched(plan)
         if ahead:
             self._flight = begun
