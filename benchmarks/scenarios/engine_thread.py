@@ -12,7 +12,6 @@ import argparse
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
 from baton.prefix import hash_chain
 from baton.sampling import SamplingParams
-from baton.v1 import decode_pb2
 from baton.v1.dispatch_pb2 import WorkerMessage
 from baton.worker.metrics import LoadTracker, WorkerMetrics
 from benchmarks.environment import console
@@ -90,9 +88,7 @@ class _NoModel:
         return nullcontext()
 
 
-def decoding(
-    batch: int, settings: dict[str, Any], publish: Callable[[StepReport], None]
-) -> Engine:
+def decoding(batch: int, settings: dict[str, Any], publish: Callable[[StepReport], None]) -> Engine:
     """An engine that is not started, whose sequences decode."""
     most = _CONTEXT + 2 * _STEPS
     blocks = BlockPool(-(-most // _BLOCK) * batch + 8, _BLOCK, prefix_cache=False)
@@ -144,12 +140,15 @@ def worker_ms(batch: int) -> float:
     engine = decoding(batch, {}, reports.append)
     for _ in range(_WARM_UP + _STEPS):
         engine._step()
-    tracker, metrics, router = LoadTracker(), WorkerMetrics(WorkerConfig("decode")), _Router()
-    reservations = Reservations(engine, *[None] * 3)
+    tracker, metrics = LoadTracker(), WorkerMetrics(WorkerConfig("decode"))
+    router, unused = _Router(), dict.fromkeys(("limits", "grammars", "lease_s"))
+    made: Any = Reservations
+    reservations: Reservations = made(engine, **unused)
     tracer = telemetry.setup("benchmark", "", {}, 0.0).tracer
     for seq_id, sequence in engine._sequences.items():
         spans = DecodeSpans(tracer, telemetry.extract([]))
-        entry = Entry(seq_id, router, sequence, _CONTEXT, None, spans, decoding=True)
+        connection: Any = router
+        entry = Entry(seq_id, connection, sequence, _CONTEXT, None, spans, decoding=True)
         reservations._entries[seq_id] = entry
     began = 0.0
     for number, report in enumerate(reports):

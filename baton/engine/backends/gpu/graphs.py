@@ -63,11 +63,12 @@ def sections(flat: Tensor, rows: int, width: int) -> Sections[Tensor]:
     for words in _WORDS:
         parts.append(flat[at : at + words * rows])
         at += words * step
-    *ints, seeds, settings = parts
+    token_ids, context_lens, sources, positions, seeds, settings = parts
     end = at + rows * width
     return Sections(
-        *ints, seeds.view(torch.int64), settings.view(torch.float64).view(rows, NUM_SETTINGS),
-        flat[at:end].view(rows, width), flat[:end],
+        token_ids, context_lens, sources, positions, seeds.view(torch.int64),
+        settings.view(torch.float64).view(rows, NUM_SETTINGS), flat[at:end].view(rows, width),
+        flat[:end],
     )  # fmt: skip
 
 

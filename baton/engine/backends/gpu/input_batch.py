@@ -1,7 +1,7 @@
-"""What decode steps need of their sequences, in arrays of a row each, kept from launch to launch.
+"""What decode steps need of their sequences: arrays with a row for each, kept between launches.
 
-(After vLLM's `InputBatch`.) A sequence keeps its row while it decodes: so a launch gathers rows, and
-looks closer only at sequences that are new or have got blocks.
+(After vLLM's `InputBatch`.) A sequence keeps its row while it decodes, so that a launch gathers rows
+and looks closer only at sequences that are new or have got blocks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.backends.gpu.graphs import KNOWN, PADDING, Sections
-from baton.engine.ops.triton.sampling import NUM_SETTINGS, settings_of
+from baton.engine.ops.triton.sampling import settings_of
 from baton.engine.planner import Work
+from baton.engine.sampling.sampler import NUM_SETTINGS
 from baton.engine.sequence import Sequence
 
 Ints = npt.NDArray[np.int64]
@@ -33,7 +34,7 @@ class InputBatch:
         self._held: list[list[int]] = [[] for _ in range(count)]  # the lists that tables follow
         self._free = list(range(count))
         self._row_of: dict[Sequence, int] = {}
-        # Rows that are always sampled with their tokens known, and until how many tokens others are.
+        # Whether a row is always sampled with its tokens known; if not, up to which position it is.
         self._adjusted = np.zeros(count, np.bool_)
         self._adjusted_until = np.zeros(count, np.int64)
         self._sequences: list[Sequence] = []  # of the last launch, in its order

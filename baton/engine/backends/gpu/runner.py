@@ -133,7 +133,9 @@ class GpuRunner(Runner):
     def launches_ahead(self, plan: Plan) -> bool:
         """Whether all its works are single tokens that sample, no more than a batch holds."""
         work = plan.work
-        return not plan.has_chunks and len(work) <= self._max_batch and all(map(self._decodes, work))
+        return (
+            not plan.has_chunks and len(work) <= self._max_batch and all(map(self._decodes, work))
+        )
 
     def _decodes(self, item: Work) -> bool:
         params = item.sequence.params

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from baton.config import EngineConfig
 from baton.engine.backends.gpu.device import Stream
+from baton.engine.backends.gpu.device_sampling import SamplingGraphs
 from baton.engine.backends.gpu.graphs import (
     KNOWN,
     PADDING,
@@ -24,7 +25,6 @@ from baton.engine.backends.gpu.graphs import (
 )
 from baton.engine.backends.gpu.input_batch import InputBatch
 from baton.engine.backends.gpu.warmup import step_shapes, warm_up
-from baton.engine.backends.gpu.device_sampling import SamplingGraphs
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import ALONE
 from baton.engine.ops.torch.attention import place
