@@ -1,6 +1,6 @@
 """What decode steps need of their sequences: arrays with a row for each, kept between launches.
 
-(After vLLM's `InputBatch`.) A sequence keeps its row while it decodes, so that a launch gathers rows
+(After vLLM's `InputBatch`.) A sequence keeps its row while it decodes: a launch gathers the rows,
 and looks closer only at sequences that are new or have got blocks.
 """
 
