@@ -387,9 +387,9 @@ def sample(
     bounds, found = new(rows, 3), new(rows, dtype=torch.int32)
     masses = new(rows, 3, parts, dtype=torch.int64)
     candidates = new(rows, 2, capacity, dtype=torch.int32)
-    row_config = {
-        "PARTS": triton.next_power_of_2(parts), "CAPACITY": capacity, "num_warps": warps
-    }  # fmt: skip
+    # Triton 3.6 does not compile reductions of one element.
+    padded = max(2, triton.next_power_of_2(parts))
+    row_config = {"PARTS": padded, "CAPACITY": capacity, "num_warps": warps}
     _largest_kernel[parts, rows](
         logits, settings, positions, peaks, peak_tokens, sums, *sizes, BLOCK=block, **config
     )
