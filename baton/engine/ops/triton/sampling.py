@@ -105,7 +105,7 @@ def _largest_kernel(
             tl.store(sums + at, tl.sum(tl.exp((x - finite) / temperature), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _bracket_kernel(
     logits, settings, positions, peaks, peak_tokens, sums, bounds, found, tokens, vocab_size,
     row_stride, num_parts, PARTS: tl.constexpr, CAPACITY: tl.constexpr,
@@ -273,7 +273,7 @@ def _cut(row, candidates, above, low, high, wanted, MASS: tl.constexpr, BLOCK: t
     return low, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])
 def _choose_kernel(
     logits, settings, seeds, positions, bounds, masses, counts, found, candidates, tokens,
     vocab_size, row_stride, num_parts, PARTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -387,9 +387,9 @@ def sample(
     bounds, found = new(rows, 3), new(rows, dtype=torch.int32)
     masses = new(rows, 3, parts, dtype=torch.int64)
     candidates = new(rows, 2, capacity, dtype=torch.int32)
-    # Triton 3.6 does not compile reductions of one element.
-    padded = max(2, triton.next_power_of_2(parts))
-    row_config = {"PARTS": padded, "CAPACITY": capacity, "num_warps": warps}
+    row_config = {
+        "PARTS": triton.next_power_of_2(parts), "CAPACITY": capacity, "num_warps": warps
+    }  # fmt: skip
     _largest_kernel[parts, rows](
         logits, settings, positions, peaks, peak_tokens, sums, *sizes, BLOCK=block, **config
     )
