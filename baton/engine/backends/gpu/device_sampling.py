@@ -18,6 +18,7 @@ from torch import Tensor
 
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.ops.triton import sampling
+from baton.engine.ops.triton.logprobs import score
 from baton.engine.sampling.sampler import (
     Adjustments,
     Sampled,
@@ -35,8 +36,8 @@ class _Launch:
     """One launch's inputs, in pinned memory until it has ended; then its log-probabilities, too.
 
     integers, floats: what `sampling.adjust` takes, one after the other; of how many rows and tokens
-    logprobs: of how many likely tokens; None is without · found: those of `[rows, 1 + logprobs]`,
-    the chosen token's first, and their ids.
+    scored: the rows that want log-probabilities, int32; of how many likely tokens · found: those of
+    `[scored, 1 + likely]`, the chosen token's first, and their ids.
     """
 
     rows: Rows[SampleRow]
@@ -49,8 +50,9 @@ class _Launch:
     floats: Tensor
     num_adjusted: int
     num_tokens: int
-    logprobs: int | None
-    found: tuple[Tensor, Tensor] | None = None
+    scored: Tensor
+    likely: int
+    found: tuple[Tensor, ...] = ()
 
 
 class DeviceSampler:
@@ -91,7 +93,8 @@ class DeviceSampler:
         penalties = [
             (row.repetition_penalty, row.frequency_penalty, row.presence_penalty) for row in params
         ]
-        wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+        wanted = {at: row.params.logprobs for at, row in enumerate(rows)}
+        wanted = {at: likely for at, likely in wanted.items() if likely is not None}
         self._launch = _Launch(
             rows,
             self._pinned(sampling.settings_of([row.params for row in rows])),
@@ -103,7 +106,8 @@ class DeviceSampler:
             self._pinned(np.concatenate([np.ravel(penalties), biases]).astype(np.float32)),
             len(adjusted),
             len(ids),
-            max(wanted) if wanted else None,
+            self._pinned(np.array(list(wanted), np.int32)),
+            min(max(wanted.values(), default=0), self._sampler.vocab_size),
         )
 
     def _pinned(self, values: np.ndarray) -> Tensor:
@@ -120,7 +124,7 @@ class DeviceSampler:
         on_device = self._on_device
         if launch.masks is not None:
             logits.masked_fill_(~_unpacked(on_device(launch.masks), logits.shape[1]), -torch.inf)
-        raw = logits.clone() if launch.logprobs is not None and launch.num_adjusted else logits
+        raw = logits.clone() if len(launch.scored) and launch.num_adjusted else logits
         if launch.allowed is not None:
             logits.masked_fill_(~_unpacked(on_device(launch.allowed), logits.shape[1]), -torch.inf)
         if rows := launch.num_adjusted:
@@ -134,23 +138,13 @@ class DeviceSampler:
         drawn = (launch.settings, launch.seeds, launch.positions)
         sampling.sample(logits, *(on_device(part) for part in drawn), tokens)
         self._host_tokens[: len(tokens)].copy_(tokens, non_blocking=True)
-        if launch.logprobs is not None:
-            self._score(launch, raw, tokens, launch.logprobs)
-
-    def _score(self, launch: _Launch, logits: Tensor, tokens: Tensor, likely: int) -> None:
-        """Puts log-probabilities into the launch."""
-        best = logits.topk(min(likely, logits.shape[1]))
-        # A token beyond the vocabulary is an error, raised by `sampled`, but must be no index.
-        chosen = tokens.clamp(max=logits.shape[1] - 1)[:, None]
-        scores = torch.cat([logits.gather(1, chosen), best.values], 1)
-        scores -= logits.logsumexp(1, keepdim=True)
-        found = scores, torch.cat([chosen, best.indices], 1)
-        launch.found = (
-            self._stream.pinned(scores.numel(), scores.dtype).view(scores.shape),
-            self._stream.pinned(scores.numel(), torch.int64).view(scores.shape),
-        )
-        for host, there in zip(launch.found, found, strict=True):
-            host.copy_(there, non_blocking=True)
+        if len(launch.scored):
+            found = score(raw, on_device(launch.scored), tokens, launch.likely)
+            launch.found = tuple(
+                self._stream.pinned(part.numel(), part.dtype).view(part.shape) for part in found
+            )
+            for host, there in zip(launch.found, found, strict=True):
+                host.copy_(there, non_blocking=True)
 
     def _on_device(self, host: Tensor) -> Tensor:
         return host.to(self._stream.device, non_blocking=True)
@@ -163,14 +157,10 @@ class DeviceSampler:
         launch = self._launch
         tokens = self._host_tokens[: len(launch.rows)].tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
-        if launch.found is not None:
-            scores, ids = (part.tolist() for part in launch.found)
-            for at, row in enumerate(launch.rows):
-                if row.params.logprobs is not None:
-                    first, *rest = scores[at]
-                    logprobs[at] = token_logprobs(
-                        tokens[at], first, ids[at][1:], rest, row.params.logprobs
-                    )
+        found = (part.tolist() for part in (launch.scored, *launch.found))
+        for at, scores, ids in zip(*found, strict=True) if launch.found else ():
+            wanted = launch.rows[at].params.logprobs or 0
+            logprobs[at] = token_logprobs(tokens[at], scores[0], ids[1:], scores[1:], wanted)
         return Sampled(tokens, logprobs)
 
 

@@ -223,9 +223,8 @@ def _amount(row, candidates, above, edge, last, end, MASS: tl.constexpr, BLOCK: 
     """How many tokens before `end` have a weight above an edge, or at it and are `last` or before;
     or, int64, their mass.
 
-    candidates: (bits, tokens, whether to go over the whole row instead), beyond the vocabulary where
-    there is none ·
-    above: the amount of those that are more likely than any of them.
+    candidates: their bits, their tokens, beyond the vocabulary where there is none, and whether to
+    go over the whole row instead · above: the amount of those that are more likely than they.
     """
     bits, ids, whole = candidates
     amount = above
