@@ -100,9 +100,8 @@ def _largest_kernel(
         tl.store(peak_tokens + at, token)
         settings += row * 4
         temperature = tl.load(settings).to(tl.float32)
-        if (temperature > 0) & (tl.load(settings + 2) < 1):
-            finite = tl.maximum(largest, -3e38)
-            tl.store(sums + at, tl.sum(tl.exp((x - finite) / temperature), 0))
+        if (temperature > 0) & (tl.load(settings + 2) < 1) & (tl.abs(largest) < _INFINITY):
+            tl.store(sums + at, tl.sum(tl.exp((x - largest) / temperature), 0))
 
 
 @triton.jit(do_not_specialize=["num_parts"])
@@ -148,8 +147,8 @@ def _bracket_kernel(
                 if counted == 0:
                     # By what lies below the edge: above it a few tokens, which a sample may lack,
                     # can have most of the mass.
-                    mass = tl.load(sums + at, mask=inside, other=0.0)
-                    mass = tl.sum(tl.where(inside, mass * tl.exp((peak - largest) * rate), 0.0), 0)
+                    mass = tl.load(sums + at, mask=peak > -_INFINITY, other=0.0)
+                    mass = tl.sum(mass * tl.exp((peak - largest) * rate), 0)
                     below = (1.0 - top_p).to(tl.float32) * mass / share
                     edge = tl.full([], 0, tl.int32)
                     for step in range(16):
