@@ -17,18 +17,24 @@ from collections.abc import Sequence as Rows
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.engine.backends.gpu.device import Stream, new_stream
-from baton.engine.backends.gpu.device_sampling import DeviceSampler, SamplingGraphs
+from baton.engine.backends.gpu.device_sampling import (
+    DeviceSampler,
+    SamplingGraphs,
+    Scores,
+    pinned_copy,
+)
 from baton.engine.backends.gpu.graphs import Sections, num_elements, sections
 from baton.engine.backends.gpu.input_batch import InputBatch
 from baton.engine.planner import Plan, Work
 from baton.engine.runner import Launch, Runner, SampledTokens, StepOutput, sample_rows
-from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow
+from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.errors import ConfigError, InternalError
 
 if TYPE_CHECKING:  # it imports triton, which may not be installed
@@ -45,6 +51,7 @@ class _Slot:
         self._sections: dict[tuple[int, int], tuple[Tensor, Sections[Array]]] = {}
         self.tokens = stream.pinned(max_batch, torch.int64)
         self.sampler = DeviceSampler(stream, sampler, max_batch)
+        self.scores = Scores(stream, sampler.vocab_size)
         self.event = stream.record_event()
 
     def inputs(self, shape: tuple[int, int]) -> tuple[Tensor, Sections[Array]]:
@@ -58,7 +65,8 @@ class _Slot:
 class _DecodeLaunch(Launch):
     """A decode step on the stream: its sequences, and their blocks at the launch.
 
-    apart: the rows that are sampled behind the step, with their tokens known.
+    apart: rows of which more is to be done behind the step · resampled: those of them that are
+    sampled once more, with their tokens known; the others only want log-probabilities.
     """
 
     logits: Tensor  # once it runs
@@ -69,6 +77,12 @@ class _DecodeLaunch(Launch):
         self.sequences = [item.sequence for item in plan.work]
         self.blocks = [one.block_ids for one in self.sequences]
         self.apart: list[int] = []
+        self.resampled: list[int] = []
+
+    @property
+    def scored(self) -> list[int]:
+        """Rows that only want log-probabilities."""
+        return [at for at in self.apart if at not in self.resampled]
 
 
 class _WaitingLaunch(Launch):
@@ -186,7 +200,7 @@ class GpuRunner(Runner):
             for sequence, token_id in zip(launch.sequences, tokens, strict=True):
                 if not sequence.dropped:
                     self._check(token_id)
-        return StepOutput(self._found_apart(launch) if launch.apart else {}, tokens)
+        return StepOutput(self._found_apart(launch, tokens) if launch.apart else {}, tokens)
 
     def _check(self, token_id: int) -> None:
         if token_id >= self.sampler.vocab_size:
@@ -271,27 +285,39 @@ class GpuRunner(Runner):
         launch.slot.tokens[:count].copy_(self._graphs.tokens[:count], non_blocking=True)
 
     def _sample_apart(self, launch: _DecodeLaunch) -> None:
-        """Samples rows once more whose logits their tokens change, or of which more is wanted."""
-        slot, apart = launch.slot, launch.apart
-        slot.sampler.prepare([row for at in apart for row in sample_rows(launch.plan.work[at])])
-        places = self._stream.pinned(len(apart), torch.int64).copy_(torch.tensor(apart))
+        """Samples rows once more whose logits their tokens change, and scores those that ask."""
+        slot, stream = launch.slot, self._stream
+        rows = {at: next(sample_rows(launch.plan.work[at])) for at in launch.apart}
+        launch.resampled = [at for at, row in rows.items() if row.adjusted or row.grammar]
+        if launch.resampled:
+            slot.sampler.prepare([rows[at] for at in launch.resampled])
+            places = pinned_copy(stream, np.array(launch.resampled))
+        if scored := launch.scored:
+            slot.scores.prepare(scored, [rows[at].params.logprobs or 0 for at in scored])
 
         def run() -> None:
-            at = places.to(self._stream.device, non_blocking=True)
-            sampled = slot.sampler.sample(launch.logits.index_select(0, at).float())
-            self._graphs.tokens.index_copy_(0, at, sampled)
+            if launch.resampled:
+                at = places.to(stream.device, non_blocking=True)
+                sampled = slot.sampler.sample(launch.logits.index_select(0, at).float())
+                self._graphs.tokens.index_copy_(0, at, sampled)
+            if scored:
+                slot.scores.compute(launch.logits, self._graphs.tokens)
             self._copy_tokens(launch)
 
         try:
-            self._stream.put(run)
+            stream.put(run)
         finally:
-            slot.event = self._stream.record_event()
+            slot.event = stream.record_event()
 
-    def _found_apart(self, launch: _DecodeLaunch) -> dict[str, SampledTokens]:
-        sampled, found = launch.slot.sampler.sampled(), dict[str, SampledTokens]()
-        of_rows = zip(launch.apart, sampled.token_ids, sampled.logprobs, strict=True)
-        for at, token_id, logprobs in of_rows:
-            found[launch.sequences[at].seq_id] = SampledTokens(
-                (token_id,), (logprobs,) if logprobs else ()
-            )
-        return found
+    def _found_apart(self, launch: _DecodeLaunch, tokens: list[int]) -> dict[str, SampledTokens]:
+        logprobs = dict[int, TokenLogprobs | None]()
+        if launch.resampled:
+            of_rows = launch.slot.sampler.sampled().logprobs
+            logprobs |= zip(launch.resampled, of_rows, strict=True)
+        if scored := launch.scored:
+            found = launch.slot.scores.found([tokens[at] for at in scored])
+            logprobs |= zip(scored, found, strict=True)
+        return {
+            launch.sequences[at].seq_id: SampledTokens((tokens[at],), (one,) if one else ())
+            for at, one in logprobs.items()
+        }

@@ -18,6 +18,7 @@ from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.ops.triton import sampling
 from baton.engine.sampling import filters, randomness
+from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
 from baton.sampling import SamplingParams, StructuredOutput
 from baton.structured_output import GrammarCompiler
@@ -400,6 +401,24 @@ class TestLaunches:
         driven.finish()
         assert driven.tokens["a"] == tokens_alone("a")
         assert driven.tokens["b"] == tokens_alone("b", params)
+
+    def test_masks_are_made_while_the_forward_pass_runs(self, monkeypatch):
+        stream, runs = LazyStream(), list[int]()
+        driven = on_gpu(stream, 40)
+        driven.add(sequence("a"))
+        params = SamplingParams(max_tokens=40, **STRUCTURED)
+        driven.add(fresh(sequence("b", params=params)))
+        driven.step()
+        masks = Sampler.masks
+
+        def watched(sampler, rows):
+            runs.append(stream.pending)
+            return masks(sampler, rows)
+
+        monkeypatch.setattr(Sampler, "masks", watched)
+        for _ in range(4):
+            driven.step()
+        assert runs == [1] * 4
 
     def test_a_sequence_parks_with_its_last_token(self):
         driven, parking = on_gpu(LazyStream(), 40), sequence("a")
