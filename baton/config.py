@@ -320,8 +320,9 @@ class EngineConfig(CacheConfig):
         least=0.001,
         most=1,
     )
-    graphs: bool = option(True, "--graphs", "on a GPU: replay decode steps as CUDA graphs")
+    graphs: bool = option(True, "--graphs", "on a GPU: replay steps as CUDA graphs")
     overlap: bool = option(True, "--overlap", "on a GPU: prepare a step while another runs")
+    prefill_only: bool = False  # a prefill worker's: no sequence gets more than its first token
 
     def __post_init__(self) -> None:
         options.check(self)

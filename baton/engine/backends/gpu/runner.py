@@ -1,11 +1,11 @@
-"""Computes plans on a GPU: decode steps by graphs, and all tokens sampled on the device.
+"""Computes plans on a GPU: by graphs where a captured step holds them, and sampled on the device.
 
-A decode step is one launch: a copy of its inputs, a graph, sampling, a copy of the tokens back.
+A captured step is one launch: a copy of its inputs, a graph, sampling, a copy of the tokens back.
 Kernels find inputs at fixed places, so that a graph reads whatever was copied there last. The host
 writes them into pinned memory, of which there are two buffers, used in turn: while one is being
-read, the next launch's inputs are written into the other. What else a plan may hold (chunks,
-proposed tokens, rows whose grammar or bad words must know the last token) is computed tensor by
-tensor, and waited for. Engine thread only.
+read, the next launch's inputs are written into the other. What no captured step holds (log-
+probabilities of prompts, embeddings, proposed tokens, chunks larger than are captured) is launched
+kernel by kernel. Engine thread only.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from baton.engine.backends.gpu.device import Stream, new_stream
 from baton.engine.backends.gpu.device_sampling import KNOWN, DeviceSampler
 from baton.engine.backends.gpu.graphs import (
     PADDING,
-    DecodeGraphs,
+    Shape,
+    StepGraphs,
+    inputs_in,
     num_elements,
-    sections,
 )
 from baton.engine.planner import Plan, Work
 from baton.engine.runner import Runner, SampledTokens, sample_rows
@@ -87,8 +88,8 @@ class BlockTables:
 class _Slot:
     """The pinned memory of one launch, and when it may be written again."""
 
-    def __init__(self, stream: Stream, sampler: Sampler, max_batch: int, table_width: int) -> None:
-        self.inputs = stream.pinned(num_elements(max_batch, table_width), torch.int32)
+    def __init__(self, stream: Stream, sampler: Sampler, max_batch: int, largest: Shape) -> None:
+        self.inputs = stream.pinned(num_elements(largest), torch.int32)
         self.sampler = DeviceSampler(stream, sampler, max_batch)
         self.event = stream.record_event()
 
@@ -126,19 +127,21 @@ class GpuRunner(Runner):
         super().__init__(model, pool, sampler)
         self.decode_rows = {"wanted": 0, "padding": 0, "wasted": 0}
         self._max_batch, self._max_context = settings.max_batch, max_context
+        self._prefill_only = settings.prefill_only
         self._block_size = pool.shape[4]
         self._stream = stream = stream or new_stream(pool.device)
         self._last: Launch | None = None  # until it is waited for
         width = -(-max_context // self._block_size)
         with torch.inference_mode():
-            self._graphs = DecodeGraphs(model, pool, stream, self._max_batch, width)
+            self._graphs = StepGraphs(model, pool, stream, settings, max_context)
             self._tables = BlockTables(self._max_batch, width)
-            self._slots = [_Slot(stream, sampler, self._max_batch, width) for _ in range(2)]
+            largest = self._graphs.largest
+            self._slots = [_Slot(stream, sampler, self._max_batch, largest) for _ in range(2)]
             self._waiting_sampler = DeviceSampler(stream, sampler, self._max_batch)
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Captures decode steps before requests are served.
+        """Captures steps before requests are served.
 
         Raises ConfigError where it cannot be done.
         """
@@ -147,7 +150,7 @@ class GpuRunner(Runner):
                 self._graphs.capture()
         except RuntimeError as error:
             raise ConfigError(
-                f"decode steps cannot be captured as CUDA graphs ({error}): add --no-graphs"
+                f"steps cannot be captured as CUDA graphs ({error}): add --no-graphs"
             ) from error
 
     def run(self, plan: Plan) -> dict[str, SampledTokens]:
@@ -176,11 +179,12 @@ class GpuRunner(Runner):
         if self._last is not None:
             before, sampled = self._last.rows, self._last.slot.sampler.tokens
         sources = [before.get(one, KNOWN) for one in sequences]
-        slot, shape = self._write_inputs(plan.work, sources)
+        shape = self._graphs.decode_shape(len(sequences), self._blocks(plan.work))
+        slot = self._write_inputs(plan.work, shape, sources)
         slot.sampler.prepare([row for item in plan.work for row in sample_rows(item)], sources)
 
         def work() -> None:
-            slot.sampler.sample(self._decode(shape, slot, sampled)[: len(sequences)], sampled)
+            slot.sampler.sample(self._replay(shape, slot, sampled)[: len(sequences)], sampled)
 
         try:
             self._stream.put(work)
@@ -244,12 +248,14 @@ class GpuRunner(Runner):
 
     def _compute(self, work: list[Work]) -> dict[str, SampledTokens]:
         """Computes and samples any work: on the stream, and waited for."""
-        if self._are_decoding(work):
-            slot, shape = self._write_inputs(work, [KNOWN] * len(work))
-            logits = self._decode(shape, slot, None)[: len(work)]
-            self.decode_rows["wanted"] += len(work)
-        else:
+        shape = self._shape(work)
+        if shape is None:
             logits = self.model.step(self._batches.build(Plan(work)), self.pool)
+        else:
+            slot = self._write_inputs(work, shape)
+            count = sum(item.samples for item in work)
+            logits = self._replay(shape, slot)[:count]
+            self.decode_rows["wanted"] += 0 if shape.chunk_rows else count
         return self._sample(work, logits)
 
     def _choose(self, logits: Tensor, rows: Rows[SampleRow]) -> Sampled:
@@ -274,42 +280,76 @@ class GpuRunner(Runner):
             for item in work
         )
 
-    def _write_inputs(self, work: list[Work], sources: list[int]) -> tuple[_Slot, tuple[int, int]]:
-        """Writes rows into the slot used less recently: (slot, padded shape).
+    def _shape(self, work: list[Work]) -> Shape | None:
+        """What the work is padded to; None where that does not hold what it asks for."""
+        if any(
+            item.proposed
+            or item.scored
+            or item.sequence.params.embedding
+            or item.start + item.count > self._max_context
+            for item in work
+        ):
+            return None
+        blocks, counts = self._blocks(work), [item.count for item in work]
+        decodes = self._are_decoding(work)
+        if decodes and not self._prefill_only:
+            return self._graphs.decode_shape(len(work), blocks)
+        shape = self._graphs.chunk_shape(counts, blocks)
+        return self._graphs.decode_shape(len(work), blocks) if decodes and not shape else shape
 
-        sources: which row of the launch before samples a row's token, or KNOWN.
+    def _blocks(self, work: list[Work]) -> int:
+        """How many blocks the longest context of a step has, its own rows included."""
+        return -(-max(item.start + item.count for item in work) // self._block_size)
+
+    def _write_inputs(self, work: list[Work], shape: Shape, sources: Rows[int] = ()) -> _Slot:
+        """Writes a step's inputs, padded, into the slot used less recently.
+
+        sources: which row of the launch before samples a decode row's token, or KNOWN; none are all
+        known.
         """
         slot = self._slots.pop(0)
         self._slots.append(slot)
         with suppress(Exception):  # its own step reports it
             slot.event.synchronize()
-        count, sequences = len(work), [item.sequence for item in work]
-        blocks = max(item.start for item in work) // self._block_size + 1
-        size, width = self._graphs.shape(count, blocks)
-        into = sections(slot.inputs, size, width)
-        for part, values, padding in (
-            (into.token_ids, [item.sequence.tokens[item.start] for item in work], 0),
-            (into.context_lens, [item.start for item in work], PADDING),
-            (into.sources, sources, KNOWN),
-        ):
-            numbers = part.numpy()
-            numbers[:count] = values
-            numbers[count:] = padding
-        self._tables.gather(sequences, into.block_tables[:count])
-        into.block_tables[count:] = 0
-        self.decode_rows["padding"] += size - count
-        return slot, (size, width)
+        into = inputs_in(slot.inputs, shape)
+        singles = sum(item.count == 1 for item in work) if shape.decodes else 0
+        decodes, chunks = work[:singles], work[singles:]
+        tokens, contexts, lengths, logit_rows, fed, tables = (part.numpy() for part in into[:-1])
+        tokens[:], contexts[:], fed[:], tables[:] = 0, PADDING, KNOWN, 0
+        tokens[:singles] = [item.sequence.tokens[item.start] for item in decodes]
+        contexts[:singles] = [item.start for item in decodes]
+        fed[: len(sources)] = sources
+        self._tables.gather([item.sequence for item in decodes], into.block_tables[:singles])
+        if not shape.chunk_rows:
+            self.decode_rows["padding"] += shape.decodes - singles
+            return slot
+        # Behind as many sequences with a row each come those of chunks.
+        end, those = shape.decodes, slice(shape.decodes, shape.decodes + len(chunks))
+        sampling = [row for row, item in enumerate(decodes) if item.samples]
+        for item in chunks:
+            begin, end, start = end, end + item.count, item.start
+            tokens[begin:end] = item.sequence.tokens[start : start + item.count]
+            sampling += [end - 1] * item.samples
+        contexts[those] = [item.start for item in chunks]
+        lengths[: shape.decodes], lengths[shape.decodes :] = 1, 0
+        lengths[those] = [item.count for item in chunks]
+        lengths[-1] = shape.rows - end
+        logit_rows[:] = 0
+        logit_rows[: len(sampling)] = sampling
+        self._tables.gather([item.sequence for item in chunks], into.block_tables[those])
+        return slot
 
-    def _decode(self, shape: tuple[int, int], slot: _Slot, sampled: Tensor | None) -> Tensor:
-        """Logits `[size, vocab_size]` of what is in the slot; on the stream.
+    def _replay(self, shape: Shape, slot: _Slot, sampled: Tensor | None = None) -> Tensor:
+        """Logits `[shape.logits, vocab_size]` of what is in the slot; on the stream.
 
         sampled: tokens of the launch before.
         """
-        here, there = self._graphs.inputs(*shape), sections(slot.inputs, *shape)
+        here, there = self._graphs.inputs(shape), inputs_in(slot.inputs, shape)
         here.all.copy_(there.all, non_blocking=True)
         if sampled is not None:
             # One beyond the vocabulary is an error, raised when it is used, but must be no index.
             tokens = sampled.index_select(0, here.sources.clamp(min=0))
             tokens.clamp_(max=self.sampler.vocab_size - 1)
-            here.token_ids.copy_(torch.where(here.sources == KNOWN, here.token_ids, tokens))
-        return self._graphs.decode(*shape)
+            fed = here.token_ids[: shape.decodes]
+            fed.copy_(torch.where(here.sources == KNOWN, fed, tokens))
+        return self._graphs.run(shape)
