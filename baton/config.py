@@ -226,7 +226,8 @@ class CacheConfig(ServedModel):
         0.0,
         "--chunk-ms MS",
         "that a chunk of a prompt should take at the measured rate: as long a short prompt waits "
-        "for a long one; at least 64 tokens, 256 on a GPU (default: 60 on a CPU, 25 on a GPU)",
+        "for a long one; at least 64 tokens, 256 on a GPU (default: 60 on a CPU, 25 on a GPU, 100 "
+        "on a prefill worker's)",
     )
     chunk_tokens: int = option(
         2048, "--chunk-tokens TOKENS", "of prompts and drafts in one engine step, at most", least=1

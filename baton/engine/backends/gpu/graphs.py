@@ -32,7 +32,9 @@ if TYPE_CHECKING:  # it imports triton, which may not be installed
 
 log = logging.getLogger(__name__)
 MAX_CHUNKS = 16  # sequences with several rows in a captured step
-MAX_CHUNK_ROWS = 2048  # of a captured step; a GPU computes more for longer than they are launched
+# Rows of chunks in a captured step. A GPU takes as long for a few as for 256, as it reads all
+# weights, and computes more than the last for longer than they take to be launched.
+CHUNK_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 _NARROWEST = 128  # blocks of a table; wider ones are four times as wide each
 # Sections begin at multiples of so many elements: kernels load faster from aligned addresses, and
 # would be compiled once more for those that are not.
@@ -127,13 +129,9 @@ def table_widths(widest: int) -> tuple[int, ...]:
 
 
 def chunk_sizes(most: int) -> tuple[int, ...]:
-    """The rows that chunks are padded to, ascending; the last is `most`, or what is captured.
-
-    A GPU takes as long for a few rows as for 256: it reads all weights.
-    """
-    most = min(most, MAX_CHUNK_ROWS)
-    ladder = (64, 128, 256, 384, 512, 768, 1024, 1536)
-    return (*(size for size in ladder if size < most), most)
+    """The rows that chunks are padded to, ascending; the last is `most` if that is captured."""
+    most = min(most, CHUNK_SIZES[-1])
+    return (*(size for size in CHUNK_SIZES if size < most), most)
 
 
 def shapes_of(settings: EngineConfig, max_context: int) -> list[Shape]:
@@ -239,7 +237,7 @@ class StepGraphs:
             at = self.inputs(shape)
             at.context_lens.fill_(PADDING)
             at.query_lens[: shape.decodes].fill_(1)
-            at.query_lens[shape.decodes :][-1:].fill_(shape.chunk_rows)
+            at.query_lens[-1:].fill_(shape.chunk_rows)
             logits = self._compute(shape)
             if self._logits is None:
                 self._logits = torch.empty_like(logits, dtype=torch.float32)

@@ -166,7 +166,8 @@ class GpuRunner(Runner):
     def launches(self, plan: Plan) -> bool:
         """Whether one launch computes a plan and samples its tokens, the last ones unknown."""
         sequences = [item.sequence for item in plan.work]
-        return self._are_decoding(plan.work) and all(
+        shape = self._shape(plan.work)
+        return (shape is not None and not shape.chunk_rows) and all(
             one.grammar is None and one.params.max_tokens > 0 and not one.params.bad_words
             for one in sequences
         )
