@@ -129,8 +129,11 @@ def table_widths(widest: int) -> tuple[int, ...]:
 
 
 def chunk_sizes(most: int) -> tuple[int, ...]:
-    """The rows that chunks are padded to, ascending; the last is `most` if that is captured."""
-    most = min(most, CHUNK_SIZES[-1])
+    """The rows that chunks are padded to, ascending; the last is `most` if that is captured.
+
+    All are more than the logits that are wanted of them.
+    """
+    most = min(max(most, CHUNK_SIZES[0]), CHUNK_SIZES[-1])
     return (*(size for size in CHUNK_SIZES if size < most), most)
 
 

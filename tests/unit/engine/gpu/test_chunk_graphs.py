@@ -161,6 +161,7 @@ def test_which_shapes_are_captured(monkeypatch):
     widths = [shape.width for shape in shapes_of(settings, 16 * 300)]
     assert widths == [300, 128] * 4
     monkeypatch.undo()
-    assert chunk_sizes(48) == (48,)
+    assert chunk_sizes(8) == (64,)
+    assert chunk_sizes(300) == (64, 128, 256, 300)
     assert chunk_sizes(512) == (64, 128, 256, 384, 512)
     assert chunk_sizes(8192) == (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
