@@ -356,7 +356,7 @@ def _load(config: WorkerConfig, elsewhere: Elsewhere | None = None) -> tuple[Loa
     """Everything slow, on a thread: the event loop keeps the worker's lease meanwhile."""
     settings = config.engine
     if config.role == "prefill":
-        settings = replace(settings, prefill_only=True, overlap=False)
+        settings = replace(settings, prefill_only=True)
     areas = list[SharedMemoryArea | CudaArea | None]()
 
     def allocate(num_bytes: int, device: torch.device) -> SharedMemoryArea | CudaArea | None:

@@ -17,15 +17,17 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.backends.gpu.device import Stream, Work
+from baton.engine.backends.gpu.device import Stream
 from baton.engine.batch import StepBatch
+from baton.engine.sampling.sampler import NUM_SETTINGS
 
 if TYPE_CHECKING:  # it imports triton, which may not be installed
     from baton.engine.backends.gpu.model import GpuModel
@@ -40,6 +42,8 @@ _NARROWEST = 128  # blocks of a table; wider ones are four times as wide each
 # would be compiled once more for those that are not.
 _SECTION = 32
 PADDING = -1  # the context length of padding
+KNOWN = -1  # the source of a row whose token is in the inputs
+Part = TypeVar("Part")
 
 
 class Shape(NamedTuple):
@@ -69,43 +73,53 @@ class Shape(NamedTuple):
         return self.decodes + (MAX_CHUNKS if self.chunk_rows else 0)
 
 
-class Inputs(NamedTuple):
-    """A padded step's inputs, all int32: as `StepBatch` has them.
+class Sections(NamedTuple, Generic[Part]):
+    """Parts of one launch's inputs, in one copy; int32 where nothing else is said.
 
     token_ids: `[rows]` · context_lens: `[sequences]` · query_lens: `[sequences]`, and logit_rows:
-    `[logits]`, of steps with chunks · sources: `[decodes]`, which row of the launch before sampled
-    a row's token; -1 is none · block_tables: `[sequences, width]` · all: one after the other, in
-    one copy.
+    `[logits]`, as in `StepBatch`, of steps with chunks · sources: `[decodes]`, which row of logits
+    of the launch before sampled a row's token, or KNOWN · positions: `[logits]`, of the token to
+    sample, 0 of padding · seeds: int64 `[logits]`, settings: float64 `[logits, 4]`, what
+    `sampling.sample` takes · block_tables: `[sequences, width]` · all: of all of them.
     """
 
-    token_ids: Tensor
-    context_lens: Tensor
-    query_lens: Tensor
-    logit_rows: Tensor
-    sources: Tensor
-    block_tables: Tensor
-    all: Tensor
+    token_ids: Part
+    context_lens: Part
+    query_lens: Part
+    logit_rows: Part
+    sources: Part
+    positions: Part
+    seeds: Part
+    settings: Part
+    block_tables: Part
+    all: Part
 
 
-def _sizes(shape: Shape) -> tuple[int, ...]:
-    sequences, chunks = shape.sequences, shape.chunk_rows > 0
-    of_chunks = (sequences, shape.logits) if chunks else (0, 0)
-    return shape.rows, sequences, *of_chunks, shape.decodes, sequences * shape.width
+def _words(shape: Shape) -> tuple[int, ...]:
+    """Of each section, in 32 bits."""
+    sequences, logits = shape.sequences, shape.logits
+    of_chunks = (sequences, logits) if shape.chunk_rows else (0, 0)
+    sampling = (logits, 2 * logits, 2 * NUM_SETTINGS * logits)
+    tables = sequences * shape.width
+    return shape.rows, sequences, *of_chunks, shape.decodes, *sampling, tables
 
 
-def inputs_in(flat: Tensor, shape: Shape) -> Inputs:
-    """The parts of a step's inputs, in flat memory of at least `num_elements`."""
+def sections(flat: Tensor, shape: Shape) -> Sections[Tensor]:
+    """The parts of a launch's inputs, in flat int32 memory of at least `num_elements`."""
     parts, end = list[Tensor](), 0
-    for size in _sizes(shape):
-        parts.append(flat[end : end + size])
-        end += -(-size // _SECTION) * _SECTION
-    *others, block_tables = parts
-    return Inputs(*others, block_tables.view(shape.sequences, shape.width), flat[:end])
+    for words in _words(shape):
+        parts.append(flat[end : end + words])
+        end += -(-words // _SECTION) * _SECTION
+    *ints, seeds, settings, tables = parts
+    return Sections(
+        *ints, seeds.view(torch.int64), settings.view(torch.float64).view(-1, NUM_SETTINGS),
+        tables.view(shape.sequences, shape.width), flat[:end],
+    )  # fmt: skip
 
 
 def num_elements(shape: Shape) -> int:
     """How much flat memory the inputs of a step take."""
-    return sum(-(-size // _SECTION) * _SECTION for size in _sizes(shape))
+    return sum(-(-words // _SECTION) * _SECTION for words in _words(shape))
 
 
 def batch_sizes(max_batch: int) -> tuple[int, ...]:
@@ -155,7 +169,10 @@ def count_graphs(settings: EngineConfig, max_context: int) -> int:
 
 
 class StepGraphs:
-    """Computes padded steps: by graphs once they are captured, kernel by kernel before."""
+    """Computes padded steps: by graphs once they are captured, kernel by kernel before.
+
+    Of any rank; the first one's also feed and sample. largest: no step has more of anything.
+    """
 
     def __init__(
         self, model: GpuModel, pool: Tensor, stream: Stream, settings: EngineConfig,
@@ -166,57 +183,51 @@ class StepGraphs:
         self._pool = pool
         self._stream = stream
         self._shapes = shapes_of(settings, max_context)
-        self._chunk_sizes = sorted({shape.chunk_rows for shape in self._shapes} - {0})
-        self._beside = 0 if settings.prefill_only else settings.max_batch
         self._batch_sizes = batch_sizes(settings.max_batch)
+        self._chunk_sizes = sorted({shape.chunk_rows for shape in self._shapes} - {0})
+        self._beside = 0 if settings.prefill_only else settings.max_batch  # decode rows
         self._widths = table_widths(-(-max_context // settings.block_size))
-        rows = max(self._chunk_sizes, default=0)
-        self.largest = Shape(settings.max_batch, rows, self._widths[-1])
+        most_rows = max(self._chunk_sizes, default=0)
+        self.largest = Shape(settings.max_batch, most_rows, self._widths[-1])
         self._inputs = torch.zeros(
             num_elements(self.largest), dtype=torch.int32, device=stream.device
         )
-        self._logits: Tensor | None = None  # `[logits, vocab_size]`; set when one is captured
-        self._captured: dict[Shape, Work] = {}
-        self._parts: dict[Shape, Inputs] = {}
+        self._captured: dict[Shape, Callable[[], Tensor]] = {}
+        self._sections: dict[Shape, Sections[Tensor]] = {}
 
-    def decode_shape(self, rows: int, blocks: int) -> Shape:
-        """The shape of a step of so many decode rows, over tables of so many blocks."""
+    def decode_shape(self, rows: int, blocks: int) -> Shape | None:
+        """The shape of a step of so many decode rows, over tables of so many blocks; None if there
+        is none.
+        """
+        if rows > self._beside:
+            return None
         return Shape(_least(self._batch_sizes, rows), 0, _least(self._widths, blocks))
 
     def chunk_shape(self, counts: list[int], blocks: int) -> Shape | None:
-        """The shape of a step in which sequences have so many rows each; None if none is captured.
-
-        Single rows come first.
-        """
+        """The same of a step in which sequences have so many rows each, single ones first."""
         singles = counts.count(1) if self._beside else 0
         chunks, rows = len(counts) - singles, sum(counts) - singles
-        if not self._chunk_sizes or rows > self._chunk_sizes[-1]:
-            return None
         if singles > self._beside or chunks > MAX_CHUNKS:
+            return None
+        if not self._chunk_sizes or rows > self._chunk_sizes[-1]:
             return None
         return Shape(self._beside, _least(self._chunk_sizes, rows), _least(self._widths, blocks))
 
-    def inputs(self, shape: Shape) -> Inputs:
+    def inputs(self, shape: Shape) -> Sections[Tensor]:
         """Where a step of that shape finds its inputs, on the device."""
-        if shape not in self._parts:
-            self._parts[shape] = inputs_in(self._inputs, shape)
-        return self._parts[shape]
+        if shape not in self._sections:
+            self._sections[shape] = sections(self._inputs, shape)
+        return self._sections[shape]
 
     def run(self, shape: Shape) -> Tensor:
-        """Float32 logits `[shape.logits, vocab_size]` of the step in `inputs`, valid until the next
+        """Computes the step in `inputs`: logits `[shape.logits, vocab_size]`, valid until the next
         is run.
 
         To be called on the stream. Other ranks get the inputs of the first, and no logits.
         """
-        model = self._model
-        with model.together("replay", *shape):
-            model.collectives.broadcast(self.inputs(shape).all)
+        with self._model.together("replay", *shape):
             captured = self._captured.get(shape)
-            if captured is None:
-                return self._compute(shape).float()
-            captured()
-            assert self._logits is not None, "a graph leaves its logits there"
-            return self._logits[: shape.logits]
+            return captured() if captured else self._run(shape)
 
     def capture(self) -> None:
         """Captures every shape, largest first, so that the others fit into the memory it took.
@@ -241,29 +252,33 @@ class StepGraphs:
             at.context_lens.fill_(PADDING)
             at.query_lens[: shape.decodes].fill_(1)
             at.query_lens[-1:].fill_(shape.chunk_rows)
-            logits = self._compute(shape)
-            if self._logits is None:
-                self._logits = torch.empty_like(logits, dtype=torch.float32)
-
-        def step() -> None:
-            assert self._logits is not None, "the first run made it"
-            self._logits[: shape.logits].copy_(self._compute(shape))
+            at.sources.fill_(KNOWN)
+            self._run(shape)
 
         self._stream.call(first)
         self._stream.record_event().synchronize()
-        self._captured[shape] = self._stream.capture(step)
+        self._captured[shape] = self._stream.capture(lambda: self._run(shape))
 
-    def _compute(self, shape: Shape) -> Tensor:
-        at, model = self.inputs(shape), self._model.own
-        if not shape.chunk_rows:
-            return model.decode(at.token_ids, at.context_lens, at.block_tables, self._pool)
-        batch = StepBatch(
-            at.token_ids, at.context_lens, at.query_lens, at.block_tables, at.logit_rows,
-            shape.decodes,
-        )  # fmt: skip
-        return model.step(batch, self._pool)
+    def _run(self, shape: Shape) -> Tensor:
+        model, at = self._model, self.inputs(shape)
+        self._feed(at)
+        model.collectives.broadcast(at.all)
+        if shape.chunk_rows:
+            tables, logit_rows = at.block_tables, at.logit_rows
+            rows = (at.token_ids, at.context_lens, at.query_lens, tables, logit_rows)
+            logits = model.own.step(StepBatch(*rows, shape.decodes), self._pool)
+        else:
+            logits = model.own.decode(at.token_ids, at.context_lens, at.block_tables, self._pool)
+        self._sample(at, logits)
+        return logits
+
+    def _feed(self, at: Sections[Tensor]) -> None:
+        """Completes the inputs, on the device."""
+
+    def _sample(self, at: Sections[Tensor], logits: Tensor) -> None:
+        """Samples each row, on the device."""
 
 
 def _least(sizes: Sequence[int], wanted: int) -> int:
     """The smallest of ascending sizes that is large enough."""
-    return next(size for size in sizes if size >= wanted)
+    return sizes[bisect_left(sizes, wanted)]
