@@ -147,19 +147,26 @@ class GpuRunner(Runner):
         return self.land(launch).by_id(plan)
 
     def launches_ahead(self, plan: Plan) -> bool:
-        """Whether a captured step holds it."""
-        return self._shape(plan) is not None
+        """Whether a captured step holds it in which only decode rows await their tokens."""
+        shape = self._shape(plan)
+        if shape is None or not shape.chunk_rows:
+            return shape is not None
+        return not any(
+            item.sequence.awaits_token and item.samples
+            for item in plan.work
+            if item.count > 1 or not shape.decodes
+        )
 
     def _shape(self, plan: Plan) -> Shape | None:
         """The shape of the captured step that holds a plan, if one does."""
         work = plan.work
-        if not all([self._fits(item) for item in work]):
+        if not all(map(self._fits, work)):
             return None
         blocks = -(-max([item.start + item.count for item in work]) // self._block_size)
-        if not plan.has_chunks and all([item.samples for item in work]):
-            if shape := self._graphs.decode_shape(len(work), blocks):
-                return shape
-        return self._graphs.chunk_shape([item.count for item in work], blocks)
+        shape = None
+        if not plan.has_chunks and all(item.samples for item in work):
+            shape = self._graphs.decode_shape(len(work), blocks)
+        return shape or self._graphs.chunk_shape([item.count for item in work], blocks)
 
     def _fits(self, item: Work) -> bool:
         """Whether a captured step gives a sequence all that it asks for."""
