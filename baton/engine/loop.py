@@ -421,6 +421,8 @@ class Engine:
         if begun is None:
             self._fail(plan, plan.work, str(failure), began_ns)
             return
+        if launch is None:
+            begun.began_ns = began_ns
         self._planner.launched(plan)
         if ahead:
             self._flight = begun
@@ -516,9 +518,7 @@ class Engine:
             )
         )
 
-    def _take(
-        self, works: list[Work], output: StepOutput
-    ) -> tuple[dict[str, int], list[Progress]]:
+    def _take(self, works: list[Work], output: StepOutput) -> tuple[dict[str, int], list[Progress]]:
         """Gives a step's tokens to its sequences: (of those that got one token and go on, and
         nothing else is to be said, that token; what all others got)."""
         found, plain, progress = output.found, dict[str, int](), list[Progress]()
@@ -529,6 +529,7 @@ class Engine:
                 if not work.sequence.dropped
             ]
         planner, size = self._planner, self._blocks.block_size
+        learns = planner.learns
         for work, token_id in zip(works, output.token_ids, strict=True):
             sequence = work.sequence
             if sequence.dropped:
@@ -539,7 +540,7 @@ class Engine:
             known = sequence.tokens
             known[-1] = token_id
             sequence.awaits_token = False
-            if not (work.start + 1) % size or planner.learns:
+            if learns or not (work.start + 1) % size:
                 planner.landed(work, (token_id,))
             if token_id in sequence.ends or len(known) >= sequence.limit:
                 row = SampleRow(sequence.params, known, sequence.prompt_tokens)

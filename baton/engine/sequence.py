@@ -30,9 +30,7 @@ class TokenCounts:
         self._ids = np.empty(0, np.int64)
         self._times = np.empty(0, np.int64)  # in the output; 0: in the prompt only
 
-    def of(
-        self, token_ids: Tokens[int], prompt_tokens: int, proposed: int
-    ) -> tuple[Ints, Ints]:
+    def of(self, token_ids: Tokens[int], prompt_tokens: int, proposed: int) -> tuple[Ints, Ints]:
         """(distinct tokens, how often each occurs behind the prompt), valid until the next call.
 
         The last `proposed` of `token_ids` are output that may be rejected.

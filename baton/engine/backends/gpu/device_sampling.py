@@ -151,8 +151,10 @@ class DeviceSampler:
                 [sampling.NUM_PENALTIES * rows, launch.num_tokens]
             )
             sampling.adjust(logits, which, ends, ids, biases, times, penalties)
-        drawn = (launch.settings, launch.seeds, launch.positions)
-        sampling.sample(logits, *(on_device(part) for part in drawn), tokens)
+        settings, seeds, positions = map(
+            on_device, (launch.settings, launch.seeds, launch.positions)
+        )
+        sampling.sample(logits, settings, seeds, positions, tokens)
         self._host_tokens[: len(tokens)].copy_(tokens, non_blocking=True)
         if launch.logprobs is not None:
             self._score(launch, raw, tokens, launch.logprobs)

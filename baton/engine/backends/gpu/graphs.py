@@ -34,9 +34,10 @@ if TYPE_CHECKING:  # it imports triton, which may not be installed
 
 log = logging.getLogger(__name__)
 MAX_CHUNKS = 16  # sequences with several rows in a captured step
-# Rows of chunks in a captured step. A GPU takes as long for a few as for 256, as it reads all
-# weights, and computes more than the last for longer than they take to be launched.
-CHUNK_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+# Rows of chunks in a captured step, so that less than a quarter is padding where that counts: a
+# GPU takes as long for a few rows as for 256, as it reads all weights. More than the last take
+# longer to compute than to be launched.
+CHUNK_SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 _NARROWEST = 128  # blocks of a table; wider ones are four times as wide each
 # Sections begin at multiples of so many elements: kernels load faster from aligned addresses, and
 # would be compiled once more for those that are not.
@@ -157,10 +158,13 @@ def shapes_of(settings: EngineConfig, max_context: int) -> list[Shape]:
         return []
     widths = table_widths(-(-max_context // settings.block_size))
     beside = 0 if settings.prefill_only else settings.max_batch
-    sizes = [(beside, rows) for rows in chunk_sizes(settings.chunk_tokens)]
+    # Chunks take longer than decode rows, so that every other width is enough for them.
+    sizes = itertools.product(chunk_sizes(settings.chunk_tokens), widths[::-2][::-1])
+    shapes = [Shape(beside, rows, width) for rows, width in sizes]
     if not settings.prefill_only:
-        sizes = [*((size, 0) for size in batch_sizes(settings.max_batch)), *sizes]
-    return [Shape(*size, width) for size, width in itertools.product(sizes[::-1], widths[::-1])]
+        sizes = itertools.product(batch_sizes(settings.max_batch), widths)
+        shapes = [*(Shape(size, 0, width) for size, width in sizes), *shapes]
+    return shapes[::-1]
 
 
 def count_graphs(settings: EngineConfig, max_context: int) -> int:
@@ -184,11 +188,13 @@ class StepGraphs:
         self._stream = stream
         self._shapes = shapes_of(settings, max_context)
         self._batch_sizes = batch_sizes(settings.max_batch)
-        self._chunk_sizes = sorted({shape.chunk_rows for shape in self._shapes} - {0})
-        self._beside = 0 if settings.prefill_only else settings.max_batch  # decode rows
         self._widths = table_widths(-(-max_context // settings.block_size))
+        chunks = [shape for shape in self._shapes if shape.chunk_rows]
+        self._chunk_sizes = sorted({shape.chunk_rows for shape in chunks})
+        self._chunk_widths = sorted({shape.width for shape in chunks})
+        self._beside = 0 if settings.prefill_only else settings.max_batch  # decode rows
         most_rows = max(self._chunk_sizes, default=0)
-        self.largest = Shape(settings.max_batch, most_rows, self._widths[-1])
+        self.largest = Shape(self._beside, most_rows, self._widths[-1])
         self._inputs = torch.zeros(
             num_elements(self.largest), dtype=torch.int32, device=stream.device
         )
@@ -211,7 +217,8 @@ class StepGraphs:
             return None
         if not self._chunk_sizes or rows > self._chunk_sizes[-1]:
             return None
-        return Shape(self._beside, _least(self._chunk_sizes, rows), _least(self._widths, blocks))
+        width = _least(self._chunk_widths, blocks)
+        return Shape(self._beside, _least(self._chunk_sizes, rows), width)
 
     def inputs(self, shape: Shape) -> Sections[Tensor]:
         """Where a step of that shape finds its inputs, on the device."""

@@ -1,6 +1,6 @@
-"""What captured steps need of their sequences, in arrays of a row each, kept from launch to launch.
+"""What captured steps need of their sequences: arrays with a row for each, kept between launches.
 
-(After vLLM's `InputBatch`.) A sequence keeps its row while it runs: so a launch gathers rows, and
+(After vLLM's `InputBatch`.) A sequence keeps its row while it runs: a launch gathers the rows, and
 looks closer only at sequences that are new or have got blocks.
 """
 
@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.engine.backends.gpu.graphs import KNOWN, PADDING, Sections, Shape
-from baton.engine.ops.triton.sampling import NUM_SETTINGS, settings_of
+from baton.engine.ops.triton.sampling import settings_of
 from baton.engine.planner import Work
+from baton.engine.sampling.sampler import NUM_SETTINGS
 from baton.engine.sequence import Sequence
 
 Ints = npt.NDArray[np.int64]
@@ -34,7 +35,7 @@ class InputBatch:
         self._held: list[list[int]] = [[] for _ in range(count)]  # the lists that tables follow
         self._free = list(range(count))
         self._row_of: dict[Sequence, int] = {}
-        # Rows that are always sampled with tokens known, and until how many tokens others are.
+        # Whether a row is always sampled with its tokens known; if not, up to which position it is.
         self._adjusted = np.zeros(count, np.bool_)
         self._adjusted_until = np.zeros(count, np.int64)
         self._sequences: list[Sequence] = []  # of the last launch, in its order

@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Rows
 from contextlib import nullcontext, suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -186,8 +185,11 @@ class GpuRunner(Runner):
         there."""
         if shape := self._shape(plan):
             return self._launch_captured(plan, shape)
-        step = partial(self.model.step, self._batches.build(plan), self.pool)
-        return _WaitingLaunch(plan, self._stream.call(step))
+        return _WaitingLaunch(plan, self._stream.call(lambda: self._forward(plan)))
+
+    def _forward(self, plan: Plan) -> Tensor:
+        """Logits as `StepModel.step`; on the stream, so that it follows its inputs there."""
+        return self.model.step(self._batches.build(plan), self.pool)
 
     @torch.inference_mode()
     def sample(self, launch: Launch) -> None:

@@ -219,9 +219,7 @@ def _adjusted(x, bias, times, repetition, frequency, presence):
     return x - (output * frequency + (output > 0).to(tl.float32) * presence)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["rows", "ends", "ids", "biases", "times", "penalties"]
-)
+@triton.jit(do_not_specialize_on_alignment=["rows", "ends", "ids", "biases", "times", "penalties"])
 def _adjust_kernel(
     logits, rows, ends, ids, biases, times, penalties, row_stride, BLOCK: tl.constexpr
 ):

@@ -1,5 +1,6 @@
 """Steps with chunks of prompts, padded to a captured shape: what they give without padding."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -29,7 +30,7 @@ def _few_rows(monkeypatch):
 
 
 class Stepped:
-    """A runner over a pool that holds something, its steps, and which shapes they were padded to."""
+    """A runner over a pool that holds something, and which shapes its steps were padded to."""
 
     def __init__(self, model, kv_dtype=torch.float32, **settings):
         layout = plan_layout(model.config, kv_dtype, 16, 60, 0)
@@ -72,8 +73,8 @@ def assert_same(padded, plain):
                 assert [token for token, _ in one.top] == [token for token, _ in wanted.top]
                 scores = [[score for _, score in of.top] for of in (one, wanted)]
                 assert scores[0] == pytest.approx(scores[1], abs=1e-4)
-    written = [one.pool.view(torch.uint8) != one.before.view(torch.uint8) for one in (padded, plain)]
-    places = [one.flatten(4).any(-1) for one in written]
+    pools = [(one.pool.view(torch.uint8), one.before.view(torch.uint8)) for one in (padded, plain)]
+    places = [(after != before).flatten(4).any(-1) for after, before in pools]
     assert torch.equal(*places) and places[0].any()
     if padded.pool.dtype == torch.float32:
         torch.testing.assert_close(padded.pool, plain.pool, rtol=0, atol=1e-5)
@@ -158,10 +159,12 @@ def test_which_shapes_are_captured(monkeypatch):
     prefilling = [Shape(0, 40, 3), Shape(0, 20, 3)]
     assert shapes_of(replace(settings, prefill_only=True), 40) == prefilling
     assert shapes_of(replace(settings, graphs=False), 40) == []
-    widths = [shape.width for shape in shapes_of(settings, 16 * 300)]
-    assert widths == [300, 128] * 4
+    widths = [shape.width for shape in shapes_of(settings, 16 * 2048)]
+    assert widths == [2048, 128] * 2 + [2048, 512, 128] * 2
     monkeypatch.undo()
     assert chunk_sizes(8) == (64,)
-    assert chunk_sizes(300) == (64, 128, 256, 300)
-    assert chunk_sizes(512) == (64, 128, 256, 384, 512)
-    assert chunk_sizes(8192) == (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+    assert chunk_sizes(300) == (64, 128, 192, 256, 300)
+    sizes = chunk_sizes(8192)
+    assert sizes == graphs.CHUNK_SIZES and sizes[-1] == 2048
+    padding = [(size - last - 1) / (last + 1) for last, size in itertools.pairwise(sizes)]
+    assert all(share < 0.25 for share in padding[3:])

@@ -18,7 +18,6 @@ from baton.engine.backends.gpu.backend import GpuBackend, choose_kernels, refuse
 from baton.engine.backends.gpu.memory import Usage
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kv_cache import plan_layout
-from baton.engine.loop import Engine
 from baton.engine.models.config import ModelConfig
 from baton.engine.planner import Plan, Work
 from baton.engine.runner import Runner
