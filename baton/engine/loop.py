@@ -399,7 +399,8 @@ class Engine:
             self._flight = None
             landed = self._land(before, launch)
             if launch is None:
-                plan.work = [work for work in plan.work if not work.sequence.dropped]
+                held = [work for work in plan.work if not work.sequence.dropped]
+                plan = Plan(held, plan.prompts)
             if not plan.work or (launch is not None and not landed):
                 return
         if plan.work:

@@ -1,7 +1,7 @@
 """Sampling on the device: what `baton.engine.sampling.sampler` does.
 
 What a row samples depends on its logits, its settings, its seed and position, and, where it has
-penalties, a grammar and the like, on its tokens. Decode steps sample all rows as if they had none
+penalties, a grammar and the like, on its tokens. Captured steps sample all rows as if they had none
 of these, within their graphs; rows that have some are sampled once more, behind the step, when the
 host knows their tokens. Log-probabilities come behind the step, too.
 """
@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.config import EngineConfig
 from baton.engine.backends.gpu.device import Stream
-from baton.engine.backends.gpu.graphs import DecodeGraphs, Sections
+from baton.engine.backends.gpu.graphs import Sections, StepGraphs
 from baton.engine.ops.triton import sampling
 from baton.engine.ops.triton.logprobs import score
 from baton.engine.ops.triton.placement import feed
@@ -35,22 +36,24 @@ if TYPE_CHECKING:
     from baton.engine.backends.gpu.model import GpuModel
 
 
-class SamplingGraphs(DecodeGraphs):
-    """Decode steps of the rank that samples: each begins with the tokens that the one before has
-    sampled, if it is to go on with them, and ends with its own.
+class SamplingGraphs(StepGraphs):
+    """Steps of the rank that samples: each begins with the tokens that the one before has sampled,
+    if it is to go on with them, and ends with its own.
 
-    tokens: int64 `[max_batch]` on the device, those of the last step.
+    tokens: int64 on the device, those of the last step, by its rows of logits.
     """
 
     def __init__(
-        self, model: GpuModel, pool: Tensor, stream: Stream, max_batch: int, width: int, vocab: int
-    ) -> None:
-        super().__init__(model, pool, stream, max_batch, width)
-        self._vocab = vocab
-        self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=stream.device)
+        self, model: GpuModel, pool: Tensor, stream: Stream, settings: EngineConfig,
+        max_context: int, vocab_size: int,
+    ) -> None:  # fmt: skip
+        super().__init__(model, pool, stream, settings, max_context)
+        self._vocab_size = vocab_size
+        self.tokens = torch.zeros(self.largest.logits, dtype=torch.int64, device=stream.device)
 
     def _feed(self, at: Sections[Tensor]) -> None:
-        feed(at.token_ids, at.sources, self.tokens, self._vocab)
+        if decodes := len(at.sources):
+            feed(at.token_ids[:decodes], at.sources, self.tokens, self._vocab_size)
 
     def _sample(self, at: Sections[Tensor], logits: Tensor) -> None:
         tokens = self.tokens[: len(logits)]
