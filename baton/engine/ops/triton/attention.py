@@ -35,6 +35,7 @@ from baton.engine.ops.triton.attention_common import (
     scored,
 )
 from baton.engine.ops.triton.launch import launch, wait_for_inputs
+from baton.engine.ops.triton.rope_kv import Rope, put_row, turned
 from baton.engine.ops.triton.spec import Config
 from baton.engine.ops.triton.tuning import choose
 
@@ -88,20 +89,23 @@ def plan_decode(
 
 def decode_attention(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, plan: DecodePlan, scoring: Scoring,
-    out: Tensor,
+    out: Tensor, rope: Rope | None = None,
 ) -> None:  # fmt: skip
     """Writes the attention of each row of q over its own sequence, whose KV is in the pool already.
 
     q: `[rows, heads, head_size]`, contiguous · block_tables: int32 `[rows, width]`, the blocks of
     each sequence; what lies behind those of its tokens is not read · plan: for these rows and the
-    window of scoring · out: like q; zeros for padding rows. Waits for nothing on the device.
+    window of scoring · out: like q; zeros for padding rows · rope: q is then `[rows, (heads + 2 *
+    kv_heads) * head_size]`, queries, K and V as `rope_and_write` takes them, and the last token's K
+    and V are written first. Waits for nothing on the device.
     """
     window, config, programs = plan.window, plan.config, len(plan.firsts)
-    rows, heads, head_size = q.shape
+    rows, heads, head_size = out.shape
     assert window == scoring.window and len(plan.ends) == rows
-    assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
-    assert out.is_contiguous() and out.shape == q.shape and out.dtype == q.dtype
-    sizes, _ = pool_sizes(q, pool)
+    assert pool.is_contiguous() and block_tables.stride(1) == 1
+    assert out.is_contiguous() and out.dtype == q.dtype
+    assert q.stride(1) == 1 if rope else q.is_contiguous() and out.shape == q.shape
+    sizes, _ = pool_sizes(out, pool)
     kv_heads = sizes["KV_HEADS"]
     # The weighted sums of parts of rows, and behind all of them their log-sum-exps. A program has
     # two at most: the end of a row that others began, and the beginning of one that others end.
@@ -113,8 +117,9 @@ def decode_attention(
     options = {name: config[name] for name in ("num_warps", "num_stages", "TILE")}
     pool = elements(pool)
     launch(
-        decode_kernel, (programs, kv_heads), q, pool, block_tables, out, *places, plan.firsts, rows,
-        layer, block_tables.stride(0), pool.stride(0), *scored(scoring), window or NO_WINDOW,
+        decode_kernel, (programs, kv_heads), q, pool, block_tables, out, *places, plan.firsts,
+        *(rope or (None,) * 4 + (0.0,)), rows, layer, q.stride(0), block_tables.stride(0),
+        pool.stride(0), *scored(scoring), window or NO_WINDOW,
         WINDOWED=window is not None, GROUP_PAD=group_pad, **sizes, **options,
     )  # fmt: skip
     launch(
@@ -165,8 +170,8 @@ def plan_kernel(
     do_not_specialize_on_alignment=["block_tables", "seq_lens"],
 )
 def decode_kernel(
-    q_rows, pool, block_tables, out, parts, seq_lens, ends, firsts, rows, layer, table_stride,
-    block_stride, scale, softcap, sinks, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    q_rows, pool, block_tables, out, parts, seq_lens, ends, firsts, cos, sin, q_weights, k_weights,
+    eps, rows, layer, row_stride, table_stride, block_stride, scale, softcap, sinks, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, FP8: tl.constexpr, K_TYPE: tl.constexpr,
     V_TYPE: tl.constexpr, WINDOWED: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr,
@@ -212,8 +217,32 @@ def decode_kernel(
         if WINDOWED:
             least = first
         heads = row * HEADS + kv_head * GROUP + head
-        q = tl.load(q_rows + heads[:, None] * HEAD_SIZE + dims[None, :], mask=wanted, other=0.0)
         block_table = block_tables + row.to(tl.int64) * table_stride
+        own = q_rows + row.to(tl.int64) * row_stride + kv_head * GROUP * HEAD_SIZE
+        if cos is None:
+            q = tl.load(own + head[:, None] * HEAD_SIZE + dims[None, :], mask=wanted, other=0.0)
+        else:
+            # A padding row is turned like the first, and nobody reads it.
+            angles = tl.maximum(seq_len - 1, 0).to(tl.int64) * HEAD_SIZE + dims
+            cosines = tl.load(cos + angles, mask=dims < HEAD_SIZE, other=0.0).to(tl.float32)
+            sines = tl.load(sin + angles, mask=dims < HEAD_SIZE, other=0.0).to(tl.float32)
+            q = turned(
+                own + head[:, None] * HEAD_SIZE, wanted, dims[None, :], q_weights,
+                cosines[None, :], sines[None, :], eps, HEAD_SIZE, AXIS=1,
+            )  # fmt: skip
+            if (until == row_end) & (seq_len > 0):
+                slot = (seq_len - 1) % BLOCK_SIZE
+                block = tl.load(block_table + (seq_len - 1) // BLOCK_SIZE).to(tl.int64)
+                own += (HEADS + kv_head - kv_head * GROUP) * HEAD_SIZE
+                k = turned(
+                    own, dims < HEAD_SIZE, dims, k_weights, cosines, sines, eps, HEAD_SIZE, AXIS=0
+                )
+                v = tl.load(own + KV_HEADS * HEAD_SIZE + dims, mask=dims < HEAD_SIZE, other=0.0)
+                into = k_base + block * block_stride
+                put_row(into, slot, dims, k, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8)
+                put_row(into + PART, slot, dims, v, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8)
+                # Other threads of the program read it.
+                tl.debug_barrier()
 
         q, q_odd = halves(q.to(K_TYPE), QUANTIZED)
         weighted, odd = halves(tl.zeros([GROUP_PAD, HEAD_PAD], dtype=tl.float32), QUANTIZED)
