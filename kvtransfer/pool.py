@@ -229,6 +229,8 @@ class KvPool:
         Both ends split by this rule, so that they agree on every message's length.
         """
         step, ids = max(1, max_bytes // self.block_bytes), slots.block_ids
+        if len(ids) <= step:
+            return [slots]
         most = step * self.block_size
         return [
             Slots(ids[first : first + step], min(slots.num_tokens - first * self.block_size, most))

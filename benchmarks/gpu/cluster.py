@@ -203,10 +203,10 @@ def nccl_alone(part: Part) -> Cells:
         group = transport.build(store, 0, _TIMEOUT_S, ranks=1)
         sent = torch.randint(256, (4 << 20,), dtype=torch.uint8, device=part.device)
         arrived = torch.zeros_like(sent)
-        group._start_coalescing(part.device)  # one alone would wait for the other
+        group._start_coalescing()  # one alone would wait for the other
         group.send([sent], 0, 0)
         group.recv([arrived], 0, 0)
-        group._end_coalescing(part.device).wait()
+        group._end_coalescing().wait()
         torch.cuda.synchronize(part.device)
         cells[f"built{again}, sent ms"] = (time.perf_counter() - began) * 1e3
         assert torch.equal(arrived, sent), "other bytes arrived"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace
@@ -90,7 +91,7 @@ def _load_tile(
 
 @triton.jit(do_not_specialize=["first_word", "num_blocks", "tail_tokens"])
 def move_blocks(
-    source, target, source_ids, target_ids, sums, first_word: "i64", num_blocks, tail_tokens,
+    source, target, source_ids, target_ids, sums, first_word: tl.int64, num_blocks, tail_tokens,
     ROWS: tl.constexpr, ROW_WORDS: tl.constexpr, SLOT_WORDS: tl.constexpr,
     SCALE_WORDS: tl.constexpr, RUN_WORDS: tl.constexpr, FROM_SIDE: tl.constexpr,
     TO_SIDE: tl.constexpr, WRITES: tl.constexpr, TILE: tl.constexpr, TAIL_TILE: tl.constexpr,
@@ -245,7 +246,7 @@ class _DeviceIds:
         begin = at = self._next
         found = []
         for one, size in zip(lists, sizes, strict=True):
-            self._array[at : at + len(one)] = one
+            self._array[at : at + len(one)] = np.frombuffer(array("i", one), np.int32)
             found.append(self._there[at : at + size])
             at += size
         self._there[begin:at].copy_(self._host[begin:at], non_blocking=True)
