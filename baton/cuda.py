@@ -16,13 +16,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
 from torch import distributed
-
-Addresses: TypeAlias = "np.ndarray[Any, np.dtype[np.uint64]]"
 
 LIBRARY = "libcuda.so.1"
 
@@ -32,10 +29,6 @@ _PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
 _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-_BESIDE_KERNELS = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
-# Of one call: drivers of CUDA 13.0 hang or crash on tens of thousands (vllm-project/vllm#49276).
-_COPIES_AT_ONCE = 1024
 _MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
 
 # What memory to share needs of a GPU and its driver, by CU_DEVICE_ATTRIBUTE_….
@@ -77,17 +70,6 @@ class _Properties(ctypes.Structure):
         ("location", _Location),
         ("win32_handle_meta_data", ctypes.c_void_p),
         ("alloc_flags", ctypes.c_ubyte * 8),
-    ]
-
-
-class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes."""
-
-    _fields_ = [
-        ("source_access_order", ctypes.c_int),
-        ("source", _Location),
-        ("destination", _Location),
-        ("flags", ctypes.c_uint),
     ]
 
 
@@ -190,14 +172,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
 }  # fmt: skip
 
-# Of CUDA 12.8 and later. The second one of that name, of CUDA 13, tells no index of what failed.
-_COPY_BATCH = "cuMemcpyBatchAsync"
-_COPY_BATCH_SIGNATURE = (
-    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t,
-    ctypes.POINTER(_CopyAttributes), ctypes.POINTER(ctypes.c_size_t), ctypes.c_size_t,
-    ctypes.POINTER(ctypes.c_size_t), ctypes.c_void_p,
-)  # fmt: skip
-
 
 class CudaDriver:
     """Memory of one GPU that other processes can open, over the machine's libcuda; any thread.
@@ -210,11 +184,7 @@ class CudaDriver:
             self._library = ctypes.CDLL(library)
         except OSError as error:
             raise OSError(f"CUDA's driver cannot be loaded: {error}") from error
-        signatures = dict(_SIGNATURES)
-        self.copies_in_batches = hasattr(self._library, _COPY_BATCH)
-        if self.copies_in_batches:
-            signatures[_COPY_BATCH] = _COPY_BATCH_SIGNATURE
-        for name, arguments in signatures.items():
+        for name, arguments in _SIGNATURES.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = arguments, ctypes.c_int
         self._guard = threading.Lock()
@@ -266,23 +236,6 @@ class CudaDriver:
         """Returns when all work of this process on `device` is done."""
         with self._current(device):
             self._call("cuCtxSynchronize")
-
-    def copy_batch(
-        self, device: torch.device, targets: Addresses, sources: Addresses, sizes: Addresses,
-        stream: int,
-    ) -> None:  # fmt: skip
-        """Queues copies, in any order among themselves, on the GPU's copy engines: `sizes` bytes
-        each, uint64 `[copies]` as the addresses are. Only where `copies_in_batches`."""
-        here = _on(device)
-        attributes = _CopyAttributes(_IN_STREAM_ORDER, here, here, _BESIDE_KERNELS)
-        first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        with self._current(device):
-            for at in range(0, len(sizes), _COPIES_AT_ONCE):
-                pieces = [one[at : at + _COPIES_AT_ONCE] for one in (targets, sources, sizes)]
-                self._call(
-                    _COPY_BATCH, *(one.ctypes.data for one in pieces), len(pieces[0]),
-                    ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(failed), stream,
-                )  # fmt: skip
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """That memory as a uint8 tensor on its GPU, which does not own it."""

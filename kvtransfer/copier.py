@@ -13,14 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
-from baton.cuda import CudaDriver
 from baton.errors import TransferFailed
 from kvtransfer.digest import Digest, WordDigest
 from kvtransfer.kernels import reference
-from kvtransfer.pool import BlockIds, KvPool, Slots
+from kvtransfer.pool import KvPool, Slots
 
 BlockOps: TypeAlias = Any  # the module `kvtransfer.kernels.reference`, or a `BlockMover` in Triton
 
@@ -63,48 +61,16 @@ class HostCopier:
         return self._pool.digest(slots)
 
 
-class CopyEngines:
-    """Copies whole blocks between GPUs' pools by a GPU's copy engines, on a stream of their own.
-
-    No multiprocessor works on it, so that kernels neither wait for it nor delay it.
-    """
-
-    def __init__(self, driver: CudaDriver, device: torch.device) -> None:
-        self._driver, self._device = driver, device
-        cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device, priority=-1) if cuda else None
-
-    def copy(
-        self, source: KvPool, local: BlockIds, target: KvPool, remote: BlockIds
-    ) -> torch.cuda.Event | None:
-        """The event is behind it. Raises CudaError."""
-        here, there = (np.array(ids, np.uint64) for ids in (local, remote))
-        # Blocks that follow one another at both ends are one copy.
-        first = np.flatnonzero(
-            np.concatenate(([True], (np.diff(here) != 1) | (np.diff(there) != 1)))
-        )
-        size = np.uint64(source.block_bytes)
-        sizes = np.diff(first, append=len(here)).astype(np.uint64) * size
-        froms = here[first] * size + np.uint64(source.tensor.data_ptr())
-        tos = there[first] * size + np.uint64(target.tensor.data_ptr())
-        handle = self._stream.cuda_stream if self._stream is not None else 0
-        self._driver.copy_batch(self._device, tos, froms, sizes, handle)
-        return self._stream.record_event() if self._stream is not None else None
-
-
 class GpuCopier:
     """As `HostCopier`, in order on a stream of its own: copies fill gaps between engine kernels.
 
     What it reads must have been computed, and what it overwrites must be unused, before it is
     called: it does not wait for other streams. Nothing runs on the default stream, where copies and
-    engine steps would wait for each other. `ops` are Triton's where there are any. With `engines`
-    those copy whole blocks, while a kernel only reads them for their checksum.
+    engine steps would wait for each other. `ops` are Triton's where there are any.
     """
 
-    def __init__(
-        self, pool: KvPool, ops: BlockOps | None = None, engines: CopyEngines | None = None
-    ) -> None:
-        self._pool, self._engines = pool, engines
+    def __init__(self, pool: KvPool, ops: BlockOps | None = None) -> None:
+        self._pool = pool
         self._stream: torch.cuda.Stream | None = None  # on a CPU all is done at once
         # Ahead of the engine's kernels, whose priority is 0. NCCL's streams, which may wait for a
         # peer, have the highest: of another of torch's pools, so that none of them is this one.
@@ -148,17 +114,6 @@ class GpuCopier:
         self._moved(data.numel())
 
     def copy(self, local: Slots, target: KvPool, remote: Slots) -> None:
-        full = local.num_tokens // self._pool.block_size
-        if self._engines and full and self._pool.whole and target.whole:
-            ids, others = local.block_ids[:full], remote.block_ids[:full]
-            copied = self._engines.copy(self._pool, ids, target, others)
-            self.checksum(Slots(ids, full * self._pool.block_size))
-            if copied is not None and self._stream is not None:
-                self._stream.wait_event(copied)
-            left = local.num_tokens % self._pool.block_size
-            local, remote = (Slots(one.block_ids[full:], left) for one in (local, remote))
-            if not left:
-                return
         self._ops.copy(self._pool, local, target, remote, self._sums, self._next_word)
         self._moved(self._pool.nbytes(local))
 
@@ -166,15 +121,15 @@ class GpuCopier:
         self._ops.checksum(self._pool, slots, self._sums, self._next_word)
         self._moved(self._pool.nbytes(slots))
 
-    def prepare(self, target: KvPool | None = None) -> None:
-        """Compiles what reads this pool and what copies it to `target`, a block of which it reads,
-        as `copy` will write. Changes no byte. Raises what the GPU or Triton do."""
+    def check_access(self, target: KvPool) -> None:
+        """Reads a block of another pool, as `copy` will write, and has `copy` compiled for the two.
+
+        Changes no byte. Raises what the GPU or Triton do.
+        """
         nothing = Slots((), 0)
         with self.transfer(WordDigest()):
-            self.checksum(nothing)
-            if target is not None:
-                self.copy(nothing, target, nothing)
-                self._ops.checksum(target, Slots((0,), target.block_size), self._sums, 0)
+            self.copy(nothing, target, nothing)
+            self._ops.checksum(target, Slots((0,), target.block_size), self._sums, 0)
 
     def finish(self) -> None:
         self._host_sums.copy_(self._sums, non_blocking=True)
@@ -250,11 +205,13 @@ def prepare(pool: KvPool) -> None:
     if block_ops(pool.device) is reference:
         return
     gpu, size = GpuCopier(pool), pool.block_size
-    part = Slots((0,), size - 1)  # is not in one piece: gathered
+    first, part = Slots((0,), size), Slots((0,), size - 1)  # `part` is not in one piece: gathered
     with gpu.transfer(WordDigest()):
         staging = torch.empty(pool.block_bytes, dtype=torch.uint8, device=pool.device)
         gpu.scatter(gpu.gather(part, staging), part)
-    gpu.prepare(pool)
+        gpu.copy(first, pool, first)
+        gpu.checksum(first)
+        gpu.finish()
 
 
 def block_ops(device: torch.device) -> BlockOps:

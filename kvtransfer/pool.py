@@ -157,6 +157,8 @@ class KvPool:
 
     def in_place(self, slots: Slots) -> torch.Tensor | None:
         """The slots' bytes in canonical order where they lie, if that is in one piece."""
+        if not slots.block_ids:
+            return None
         first, count = slots.block_ids[0], len(slots.block_ids)
         full = self.whole and slots.num_tokens == count * self.block_size
         if full and slots.block_ids == tuple(range(first, first + count)):

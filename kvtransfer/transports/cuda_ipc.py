@@ -68,7 +68,7 @@ class _CudaIpcLink(Link):
             octets = driver.view(self._address, num_bytes)
             self._remote: KvPool | None = pool.counterpart(octets, place)
             self._copier = GpuCopier(pool)
-            self._copier.prepare(self._remote)  # else the first put would wait, or fail
+            self._copier.check_access(self._remote)  # else the first put would wait, or fail
         except BaseException:
             driver.close(pool.device, self._address, self._size)
             raise

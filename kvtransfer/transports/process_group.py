@@ -213,6 +213,12 @@ class _End(Link, Listener):
                 with self._guard:
                     self._group = group
                 self._check()
+                # On a GPU, what copies these heads is compiled now, and not in the first transfer.
+                nothing, empty = Slots((), 0), torch.empty(0, dtype=torch.uint8)
+                if self._rank == _SENDER:
+                    copying.gather(nothing, empty.to(self._pool.device))
+                else:
+                    copying.scatter(empty.to(self._pool.device), nothing)
                 for sender in (_SENDER, _RECEIVER):
                     hello = self._meeting.hello(sender).to(self._pool.device)
                     if self._rank == sender:

@@ -33,11 +33,6 @@ typedef struct {
     } allocFlags;
 } CUmemAllocationProp;
 typedef struct { CUmemLocation location; int flags; } CUmemAccessDesc;
-typedef struct {
-    int srcAccessOrder;
-    CUmemLocation srcLocHint, dstLocHint;
-    unsigned flags;
-} CUmemcpyAttributes;
 _Static_assert(sizeof(CUmemAllocationProp) == 32 && sizeof(CUmemAccessDesc) == 12, "cuda.h");
 struct context { int device; };
 
@@ -49,7 +44,7 @@ static _Thread_local CUcontext stack[8];
 static _Thread_local int depth;
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
 /* What is there now, and what has been called. */
-int pushed, handles, reserved, mapped, retained, synchronized, copies;
+int pushed, handles, reserved, mapped, retained, synchronized;
 int can_share = 1;
 /* The call that is to fail next, and how. */
 char failing[64];
@@ -132,19 +127,6 @@ CUresult cuMemsetD8_v2(CUdeviceptr address, unsigned char value, size_t count) {
     CUresult code = in_context("cuMemsetD8_v2");
     if (!code) memset((void *)(uintptr_t)address, value, count);
     return code;
-}
-CUresult cuMemcpyBatchAsync(const CUdeviceptr *to, const CUdeviceptr *from, const size_t *sizes,
-                            size_t count, const CUmemcpyAttributes *attributes,
-                            const size_t *first, size_t kinds, size_t *failed, void *stream) {
-    CUresult code = in_context("cuMemcpyBatchAsync");
-    if (code) return code;
-    if (!count || kinds != 1 || *first || attributes->srcAccessOrder != 1 || attributes->flags != 1
-        || !is_gpu(attributes->srcLocHint) || !is_gpu(attributes->dstLocHint) || !failed || stream)
-        return INVALID_VALUE;
-    for (size_t n = count; n--;) /* in any order */
-        memcpy((void *)(uintptr_t)to[n], (void *)(uintptr_t)from[n], sizes[n]);
-    copies += count;
-    return SUCCESS;
 }
 CUresult cuMemGetAllocationGranularity(size_t *size, const CUmemAllocationProp *wanted, int option) {
     if (!is_wanted(wanted) || option != 0) return INVALID_VALUE;

@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from baton import cuda
 from baton.errors import TransferFailed
 from kvtransfer import copier, rank_links
-from kvtransfer.copier import CopyEngines, GpuCopier
+from kvtransfer.copier import GpuCopier
 from kvtransfer.kernels import reference
 from kvtransfer.kernels.blocks import BlockMover
 from kvtransfer.pool import Slots
-from tests.contract.kvtransfer_driver import CPU, DRIVER
+from tests.contract.kvtransfer_driver import CPU
 from tests.contract.kvtransfer_parts import MemoryTransport, make_pool, slots
 
 
@@ -38,24 +37,6 @@ def test_a_copy_continues_the_digest_and_a_failed_transfer_leaves_nothing(pools,
             gpu.copy(local, target, remote)
             gpu.finish()
     assert digest.value == target.digest(Slots((5, 6, 1, 9), 13)).value
-
-
-def test_copy_engines_write_and_sum_what_a_kernel_does(pools, monkeypatch):
-    monkeypatch.setattr(cuda, "_COPIES_AT_ONCE", 2)
-    source, target = pools
-    before, found = DRIVER.counted("copies"), []
-    local, remote = slots(17, 3, 4, 5, 9, 1), slots(17, 6, 7, 9, 10, 2)
-    for engines in (None, CopyEngines(DRIVER, CPU)):
-        target.tensor.zero_()
-        gpu, digest = GpuCopier(source, engines=engines), source.new_digest()
-        with gpu.transfer(digest):
-            gpu.copy(slots(4, 8), target, slots(4, 0))
-            gpu.copy(local, target, remote)
-            gpu.finish()
-        found.append((target.tensor.clone(), digest.value))
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
-    assert DRIVER.counted("copies") == before + 1 + 3  # 3 and 4 go together
 
 
 def test_preparing_runs_every_kernel_and_changes_no_byte(pools, monkeypatch):
