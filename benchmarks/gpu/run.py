@@ -158,8 +158,11 @@ def run(parts: Sequence[str], settings: dict[str, Any], seconds: float) -> Itera
                 continue
             late |= "late" in message
             if message["table"] == "ceilings" and (cells := message.get("cells")):
-                copy, matmul = cells["copy GB/s"] * 1e9, cells["matmul TFLOP/s"] * 1e12
-                settings = {**settings, "copy_bytes_per_s": copy, "matmul_flops": matmul}
+                settings = {
+                    **settings, "copy_bytes_per_s": cells["copy GB/s"] * 1e9,
+                    "matmul_flops": cells["matmul TFLOP/s"] * 1e12,
+                    "eight_bit_flops": cells["8-bit TFLOP/s"] * 1e12,
+                }  # fmt: skip
             yield message
         if part == "machine" and "copy_bytes_per_s" not in settings and not late:
             return  # what failed has been reported, and would fail everywhere

@@ -119,7 +119,7 @@ def _tune(args: argparse.Namespace, specs: Sequence[KernelSpec]) -> int:
     _say(f"{len(work)} shapes, at most {args.seconds:.0f} s; results go to {file}")
     done = 0
     for done, best in enumerate(tuning.tune(work, device, file, args.seconds), 1):
-        _say(f"[{done}/{len(work)}] {best}")
+        _say(f"[{done}/{len(work)}] {best.text}")
     if done < len(work):
         _say(f"{len(work) - done} shapes are left: time is up, or none of their candidates ran")
     return 0
