@@ -52,6 +52,16 @@ def run(part: Part) -> None:
     part.measure("ranks", [("two ranks, demo model", partial(ranks, part))])
 
 
+def served(part: Part) -> None:
+    """Part "serve", where its packages are."""
+    try:
+        from benchmarks.gpu.serve import serve  # noqa: PLC0415
+    except Exception as error:  # as above
+        part.note("serve", f"no cluster is started: {summary(error)}")
+        return
+    part.measure("serve", [(shape.name, partial(serve, part, shape)) for shape in part.models])
+
+
 def _nccl_shares_a_gpu() -> bool:
     """Whether both ends of a pair may be on one GPU."""
     if not torch.distributed.is_nccl_available():

@@ -31,6 +31,7 @@ PARTS = {
     "engine": (0.33, "benchmarks.gpu.engine:run"),
     "worker": (0.08, "benchmarks.gpu.worker:run"),
     "cluster": (0.14, "benchmarks.gpu.cluster:run"),
+    "serve": (0.15, "benchmarks.gpu.cluster:served"),
 }
 GRACE_S = 30.0  # for what a part began just before its time was over
 DEFAULT_FILE = Path("gpu.json")
