@@ -13,9 +13,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import uvloop
@@ -69,7 +67,8 @@ async def _cluster(part: Part, shape: Shape, folder: Path) -> None:
     engine = EngineConfig(
         model=str(folder), random_weights=True, device=part.device_name, dtype="bfloat16",
         max_batch=batch, max_context=context, chunk_tokens=part.sized(2048, 32),
-        kv_cache_bytes=_kv_bytes(part, shape) if part.cuda else 8 << 20, kernels="auto" if part.cuda else "torch",
+        kv_cache_bytes=_kv_bytes(part, shape) if part.cuda else 8 << 20,
+        kernels="auto" if part.cuda else "torch",
     )  # fmt: skip
     config = ClusterConfig(
         engine=engine, port=0, http_port=ports.free(), router_processes=part.sized(4, 1)
