@@ -29,6 +29,7 @@ PARTS = {
     "speed": (0.18, "benchmarks.gpu.kernels:speed"),
     "tune": (0.10, "benchmarks.gpu.kernels:tune"),
     "engine": (0.33, "benchmarks.gpu.engine:run"),
+    "steps": (0.07, "benchmarks.gpu.steps:run"),
     "worker": (0.08, "benchmarks.gpu.worker:run"),
     "cluster": (0.14, "benchmarks.gpu.cluster:run"),
     "serve": (0.15, "benchmarks.gpu.cluster:served"),

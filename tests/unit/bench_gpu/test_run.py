@@ -455,7 +455,7 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "gpu", "--smoke", "--json", str(file),
-         "--only", "speed,tune,engine,worker,cluster"],
+         "--only", "speed,tune,engine,steps,worker,cluster,serve"],
         capture_output=True, text=True, timeout=280, check=False, cwd=Path(__file__).parents[3],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
@@ -468,15 +468,20 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     missing = "ImportError: no xxhash.xxh3_64: No module named 'xxhash'"
     assert all(one["error"] == missing for one in found["failed"]), found["failed"]
     assert {one["table"] for one in found["failed"]} == {"transfer"}
-    assert set(found["tables"]) == {
+    tables = {name for name in found["tables"] if not name.startswith("kernels of ")}
+    assert len(found["tables"]) - len(tables) == len(found["tables"]["steps"])
+    assert tables == {
         "machine", "ceilings", "decode attention", "prefill attention", "rows", "blocks",
         "products", "tuned", "engine against its reference", "decode", "prefill",
-        "decode compared", "worker",
+        "decode compared", "steps", "worker",
     }  # fmt: skip
     assert found["smoke"] is True and found["targets"] == []
-    smi, merged, rival, *between, cluster_note = (note["text"] for note in found["notes"])
+    smi, merged, rival, *between, cluster_note, serve_note = (
+        note["text"] for note in found["notes"]
+    )
     assert "no nvidia-smi" in smi and "figures.sm_90.json" in merged and "no transformers" in rival
     assert cluster_note.startswith("no cluster is started: ")
+    assert serve_note.startswith("no cluster is started: ")
     assert len(between) == 1 - HAS_NAMESPACES
 
 
@@ -495,6 +500,17 @@ def test_bytes_arrive_and_a_cluster_of_two_gives_the_tokens_of_one_process() -> 
     assert (handoff["cells"]["requests"], handoff["cells"]["other tokens"]) == (2, 0)
     assert handoff["cells"]["bookkeeping p50 ms"] > 0
     assert (ranks["cells"]["requests"], ranks["cells"]["other tokens"]) == (2, 0)
+
+
+@pytest.mark.timeout(120)
+def test_streams_are_served_over_http_alone_and_beside_long_prompts() -> None:
+    part, messages = part_of(smoke=True)
+    cluster.served(part)
+    start, alone, beside = (one["cells"] for one in messages)
+    assert messages[1]["name"] == "smoke, 2 streams" and start["ready s"] > 0
+    assert all(one["tokens/s"] > 0 and one["TTFT p99 ms"] > 0 for one in (alone, beside))
+    assert beside["ITL max ms"] >= beside["ITL p50 ms"] > 0
+    assert beside["prompts' TTFT p50 ms"] > 0 and "prompts' TTFT p50 ms" not in alone
 
 
 def test_figures_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
