@@ -44,7 +44,7 @@ from benchmarks.shapes import GPU_SHAPES, Shape
 
 BATCHES, CONTEXT, STEPS = (1, 8, 64, 256), 512, 64
 PROMPTS, CHUNK = (512, 2048, 8192), 2048
-_OF_EXPERTS = (1, 64), (2048,)  # batches and prompts
+_OF_EXPERTS = (1, 64), (512, 2048)  # batches and prompts
 RIVAL_MOST, _RIVAL_STEPS = 64, 8  # sequences of transformers; its steps
 # What a step of a batch is compared with greedy sampling for: all rows' settings, the first row's.
 SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -183,17 +183,21 @@ def title_of(shape: Shape, formats: Formats, size: str = "") -> str:
 
 
 def run(part: Part) -> None:
-    """Equality, then each shape in bf16 beside transformers, one with experts, and the first in
-    other formats."""
+    """Equality, then each model."""
     part.measure(
         "engine against its reference",
         [("float32, greedy", partial(equality, part)), ("float32, soak", partial(soak, part))],
     )
-    experts = GPU_SHAPES[part.sized("A3B", "smoke experts")]
-    measured = [(shape, BF16) for shape in (*part.models, experts)]
-    measured += [(part.models[0], one) for one in (FP8, Formats("int4"), Formats("fp8 in blocks"))]
     # Made one after the other: what one measured with is freed before the next.
-    part.measure("decode", ((title_of(*one), Measuring(part, *one).run) for one in measured))
+    part.measure("decode", ((title_of(*one), Measuring(part, *one).run) for one in measured(part)))
+
+
+def measured(part: Part) -> list[tuple[Shape, Formats]]:
+    """The models, and of what they are made."""
+    experts = GPU_SHAPES[part.sized("A3B", "smoke experts")]
+    first = [(part.models[0], one) for one in (BF16, FP8, Formats("int4"))]
+    others = [(shape, BF16) for shape in (*part.models[1:], experts)]
+    return [*first, *others, (part.models[0], Formats("fp8 in blocks"))]
 
 
 def equality(part: Part) -> Cells:

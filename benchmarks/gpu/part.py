@@ -13,8 +13,8 @@ import pkgutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
@@ -42,7 +42,8 @@ class Part:
 
     smoke: tiny sizes on the CPU, kernels interpreted, figures without a meaning · copy_bytes_per_s,
     matmul_flops, eight_bit_flops: what the device was measured to do at best, copies counting bytes
-    read and written; 0 before that · json: where figures go, if anywhere · send: takes messages.
+    read and written; 0 before that · step_ms: of decode steps that were measured, by title · json:
+    where figures go, if anywhere · send: takes messages.
     """
 
     send: Callable[[dict[str, Any]], object]
@@ -53,6 +54,7 @@ class Part:
     copy_bytes_per_s: float = 0.0
     matmul_flops: float = 0.0
     eight_bit_flops: float = 0.0
+    step_ms: Mapping[str, float] = field(default_factory=dict)
     json: str = ""
 
     def __post_init__(self) -> None:

@@ -2,7 +2,8 @@
 
 Streams alone, then with a long prompt every few seconds beside them, from several processes: one
 alone could not read as fast as the cluster writes. `busiest client` is how much of a core the
-busiest of them needs; near 100 % it is the clients that are measured.
+busiest of them needs; near 100 % it is the clients that are measured. `x step` is the median gap
+between tokens by the engine's own step of such a batch, where the part "engine" has measured it.
 """
 
 from __future__ import annotations
@@ -82,6 +83,9 @@ async def _cluster(part: Part, shape: Shape, folder: Path) -> None:
                 if part.late:
                     return part.note("serve", f"no time for {row_name(shape, streams, beside)}")
                 cells = await asyncio.to_thread(_under_load, part, url, streams, beside)
+                step_ms = part.step_ms.get(f"{shape.name} bf16, batch {streams}")
+                if step_ms and (gap_ms := cells["ITL p50 ms"]):
+                    cells["x step"] = float(gap_ms) / step_ms
                 part.row("serve", row_name(shape, streams, beside), cells)
     return None
 

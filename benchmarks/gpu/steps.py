@@ -17,9 +17,9 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.engine import BF16, CHUNK, CONTEXT, FP8, Formats, OurEngine, title_of
+from benchmarks.gpu.engine import CHUNK, CONTEXT, Formats, OurEngine, measured, title_of
 from benchmarks.gpu.part import Case, Cells, Part
-from benchmarks.shapes import GPU_SHAPES, Shape
+from benchmarks.shapes import Shape
 
 _BATCHES, _PROMPT = (1, 64), 512
 _WARM_UP, _STEPS = 4, 12
@@ -35,15 +35,10 @@ class Launched(NamedTuple):
 
 
 def run(part: Part) -> None:
-    """Decode steps and a prompt of each model in bf16, and of the first in other formats."""
-    experts = GPU_SHAPES[part.sized("A3B", "smoke experts")]
-    models = [(part.models[0], BF16)]
-    if part.has_fp8:
-        models.append((part.models[0], FP8))
-    models += [(part.models[0], Formats("int4")), (experts, BF16)]
-    models += [(shape, BF16) for shape in part.models[1:]]
-    for shape, formats in models:
-        part.measure("steps", _cases(part, shape, formats))
+    """Decode steps and a prompt of each model that the part "engine" measures."""
+    for shape, formats in measured(part):
+        if part.has_fp8 or "fp8" not in formats.name:
+            part.measure("steps", _cases(part, shape, formats))
 
 
 def _cases(part: Part, shape: Shape, formats: Formats) -> Iterator[Case]:

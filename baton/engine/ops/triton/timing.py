@@ -32,10 +32,12 @@ def rotated(make: Callable[[], T], nbytes: Callable[[T], int], device: torch.dev
     return made
 
 
-def seconds(launches: Sequence[Launch], device: torch.device) -> float:
-    """Median seconds of a launch on the GPU, within a graph; on a CPU those of one call.
+def seconds(launches: Sequence[Launch], device: torch.device, *, captured: bool = True) -> float:
+    """Median seconds of a launch on the GPU; on a CPU those of one call.
 
-    launches: the same one on different tensors. They must not wait for the device.
+    launches: the same one on different tensors, which take turns. They must not wait for the device
+    · captured: False for what a graph cannot hold, such as copies from pinned memory that is used
+    again; its launches are queued, and have to be shorter than what they start.
     """
     if device.type != "cuda":
         began = time.perf_counter()
@@ -48,22 +50,29 @@ def seconds(launches: Sequence[Launch], device: torch.device) -> float:
             launch()
         once = _elapsed(launches[0], 1)
         count = min(max(round(_GRAPH_S / once), _LAUNCHES[0]), _LAUNCHES[1])
-        if once > _REPLAYS_S / _LAUNCHES[0]:  # long ones need no graph to be timed well
-            count = len(launches)
-        rounds = -(-count // len(launches))
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            for _ in range(rounds):
-                for launch in launches:
-                    launch()
-        finally:
-            graph.capture_end()
-        took = _elapsed(graph.replay, 1)
+        turns = [*launches] * -(-count // len(launches))
+
+        def every() -> None:
+            for launch in turns:
+                launch()
+
+        again = _graph_of(every).replay if captured else every
+        took = _elapsed(again, 1)
         replays = min(max(round(_REPLAYS_S / took), _REPLAYS[0]), _REPLAYS[1])
-        took = _elapsed(graph.replay, replays)
+        took = _elapsed(again, replays)
     torch.cuda.current_stream(device).wait_stream(stream)
-    return took / (rounds * len(launches))
+    return took / len(turns)
+
+
+def _graph_of(launch: Launch) -> torch.cuda.CUDAGraph:
+    """What it launches on the current stream."""
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        launch()
+    finally:
+        graph.capture_end()
+    return graph
 
 
 def _elapsed(launch: Launch, times: int) -> float:
