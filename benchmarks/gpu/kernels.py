@@ -68,7 +68,7 @@ MATRICES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
 FORMATS = ("bf16", "fp8", "int8", "int4", "fp8 in blocks", "AWQ", "MXFP4")
 _QUANTIZATIONS = ("fp8", "int8", "int4")  # as `--quantization` names them
 GROUPS = {"fp8 in blocks": 128, "AWQ": 128, "MXFP4": 32}  # inputs that share a scale
-_PRODUCT_ROWS = (1, 64, 16, 2048, 4, 256)
+_PRODUCT_ROWS = (1, 4, 16, 64, 256, 2048)
 _MOVED = 512 << 20  # bytes of blocks
 # As nvidia-smi names them; the reasons first as drivers do since they are "events".
 _CLOCKS = {

@@ -152,21 +152,25 @@ def check(
 def over_budget(
     one: Compiled, shape: Key, budgets: Sequence[tuple[Key, Mapping[str, Any]]]
 ) -> list[str]:
-    """What of a launch is worse than the first budget for shapes like it allows: a_weight and spill
-    at most, rounds in one go or many, loads of so many bytes at least, and products of a kind."""
+    """What of a launch is worse than the first budget for shapes like it allows.
+
+    a_weight, spill: at most · products: of that kind · loads: of so many bytes, but for so many
+    `narrow` ones, as of scales · rounds: one at most, or many, unless `second_round` is true.
+    """
     for when, budget in budgets:
         if any(shape.get(name) != value for name, value in when.items()):
             continue
         found = [
             f"{name} is {getattr(one, name):.2f}, at most {budget[name]} was wanted"
             for name in ("a_weight", "spill")
-            if name in budget and getattr(one, name) > budget[name]
+            if getattr(one, name) > budget.get(name, math.inf)
         ]
-        if "products" in budget and budget["products"] not in one.products:
-            found.append(f"no {budget['products']} in its loop")
-        narrow = {size: n for size, n in one.loads.items() if 0 < size < budget.get("loads", 0)}
-        if sum(narrow.values()) > budget.get("narrow", 0):
-            found.append(f"loads of {sorted(narrow)} bytes, not of {budget['loads']}")
+        if (kind := budget.get("products", "")) and kind not in one.products:
+            found.append(f"no {kind} in its loop")
+        width, most = budget.get("loads", 0), budget.get("narrow", 0)
+        narrow = sum(count for size, count in one.loads.items() if 0 < size < width)
+        if narrow > most:
+            found.append(f"{narrow} loads of less than {width} bytes, at most {most} was wanted")
         if _FEW[0] < one.rounds < _FEW[1] and not budget.get("second_round"):
             found.append(f"{one.rounds:.2f} rounds: most of a GPU waits in the second")
         return found

@@ -76,7 +76,8 @@ def test_all_kernels_compile_for_all_architectures(tmp_path: Path) -> None:
         assert 2 * (int(shared) + 1024) <= PROCESSOR_BYTES[architecture], "two fit a multiprocessor"
     bfloat16 = re.findall(
         r"^(?:pre|de)\S+_attention(?: +\S+){4} +(\d+) .*  (?:programs|tokens|window)=",
-        done.stdout, re.M,
+        done.stdout,
+        re.M,
     )
     assert bfloat16 and not any(map(int, bfloat16)), "attention over a bfloat16 pool spills"
 
