@@ -319,7 +319,7 @@ class Measuring:
         wanted, shape = list(self.batches), self.shape
         if not self.part.cuda:
             return wanted
-        room = torch.cuda.mem_get_info(self.part.device)[0] - _SPARE
+        room = float(torch.cuda.mem_get_info(self.part.device)[0] - _SPARE)
         room -= shape.num_parameters * self.formats.weight_bytes
         if beside:
             theirs = RIVAL_MOST * (CONTEXT + 2 * STEPS)

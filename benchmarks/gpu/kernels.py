@@ -44,8 +44,8 @@ from baton.engine.ops.triton.spec import (
     specs_in,
     text_of,
 )
+from baton.engine.weights.quantize import FP8
 from baton.engine.weights.weight import (
-    FP8,
     DenseWeight,
     Fp8BlockWeight,
     Int4Weight,
@@ -623,7 +623,8 @@ def _torch_attention(part: Part, ours_s: float, shape: Key) -> Cells:
         if 1 < rows < total:  # cuDNN's would be given the mask as a tensor
             options = {"attn_mask": causal_lower_right(rows, total)}
             kernels = {"of flash": SDPBackend.FLASH_ATTENTION}
-        launches = [partial(F.scaled_dot_product_attention, *one, **options) for one in made]
+        attend: Any = partial(F.scaled_dot_product_attention, **options)
+        launches = [partial(attend, *one) for one in made]
         for name, kernel in kernels.items():
             with sdpa_kernel(kernel):
                 cells[name] = timing.seconds(launches, part.device) / ours_s

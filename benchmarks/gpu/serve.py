@@ -15,6 +15,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import uvloop
@@ -54,7 +55,7 @@ def serve(part: Part, shape: Shape) -> None:
 def write_model(shape: Shape, folder: Path) -> None:
     """A model's config, and a tokenizer with a word for each id, so that answers have text."""
     words = {f"w{token_id}": token_id for token_id in range(shape.vocab)}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"},
         "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
         **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder")),

@@ -13,8 +13,8 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch._C._autograd import DeviceType
 from torch._C._profiler import _ExperimentalConfig
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.engine import CHUNK, CONTEXT, Formats, OurEngine, measured, title_of

@@ -45,11 +45,11 @@ class Loop(NamedTuple):
 NO_LOOP = Loop(0, Counter(), 0, Counter())
 
 
-class Processor(NamedTuple):
+class Processors(NamedTuple):
     """A GPU's multiprocessors, and what one has for its programs (CUDA C++ Programming Guide,
     compute capabilities; A100, H100 and B200)."""
 
-    count: int
+    number: int
     shared_bytes: int
     registers: int = 65536
     warps: int = 64
@@ -60,11 +60,11 @@ class Processor(NamedTuple):
         of_warp = max(1, -(-registers * 32 // 256)) * 256
         by_shared = self.shared_bytes // (shared + 1024)
         fit = min(self.registers // (of_warp * warps), by_shared, self.warps // warps)
-        return self.count * min(fit, self.programs)
+        return self.number * min(fit, self.programs)
 
 
 PROCESSORS = {
-    80: Processor(108, 164 << 10), 90: Processor(132, 228 << 10), 100: Processor(148, 228 << 10)
+    80: Processors(108, 164 << 10), 90: Processors(132, 228 << 10), 100: Processors(148, 228 << 10)
 }  # fmt: skip
 
 

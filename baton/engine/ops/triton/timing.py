@@ -83,4 +83,4 @@ def _elapsed(launch: Launch, times: int) -> float:
         launch()
         end.record()
     pairs[-1][1].synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+    return statistics.median(float(begin.elapsed_time(end)) for begin, end in pairs) / 1e3

@@ -235,8 +235,8 @@ def _compare(
         torch.manual_seed(0)  # on the same numbers, made anew: some kernels change theirs
         trial = spec.trial(shape, device)
         outputs.append(trial.run(one))
-    for pair in zip(*outputs, strict=True):
-        error = relative_error(*pair, trial.tolerance)
+    for found, wanted in zip(*outputs, strict=True):
+        error = relative_error(found, wanted, trial.tolerance)
         if not error <= 2:  # both may be off by what rounding explains
             raise ValueError(
                 f"{spec.name} {text_of(trial.key)}: {text_of(config)} is off by {error:.2f} times"
