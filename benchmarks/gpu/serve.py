@@ -14,6 +14,8 @@ import multiprocessing
 import os
 import tempfile
 import time
+from functools import partial
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ STREAMS = (64, 256)
 PROMPT, OUTPUT = 512, 256  # tokens of each stream's requests
 _LONG = Interference(prompt=8192, output=1, every_s=2.0, periods=3, ramp_s=3.0)
 _SMOKE = Interference(prompt=40, output=1, every_s=1.0, periods=1, ramp_s=1.0)
-_CLIENTS, _STARTED_S = 8, 2.0  # processes; by then all of them are there
+_CLIENTS, _STARTED_S = 8, 0.5  # processes; until all of them have been told
 _KV_BYTES, _SPARE_BYTES = 24 << 30, 6 << 30  # of each worker: for KV at most, and for steps
 
 
@@ -47,9 +49,18 @@ def row_name(shape: Shape, streams: int, beside: bool = False) -> str:
 
 def serve(part: Part, shape: Shape) -> None:
     """All rows of a model, in one cluster."""
-    with tempfile.TemporaryDirectory() as folder:
+    clients = part.sized(min(_CLIENTS, max(1, (os.cpu_count() or 2) // 2)), 2)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        # They import while the cluster starts.
+        multiprocessing.get_context("spawn").Pool(clients, initializer=imported) as pool,
+    ):
         write_model(shape, Path(folder))
-        asyncio.run(_cluster(part, shape, Path(folder)))
+        asyncio.run(_cluster(part, shape, Path(folder), pool, clients))
+
+
+def imported() -> None:
+    """What a process of the pool has done once it has this module."""
 
 
 def write_model(shape: Shape, folder: Path) -> None:
@@ -64,7 +75,7 @@ def write_model(shape: Shape, folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
-async def _cluster(part: Part, shape: Shape, folder: Path) -> None:
+async def _cluster(part: Part, shape: Shape, folder: Path, pool: Pool, clients: int) -> None:
     batch, context = part.sized((max(STREAMS), _LONG.prompt + PROMPT), (4, 128))
     engine = EngineConfig(
         model=str(folder), random_weights=True, device=part.device_name, dtype="bfloat16",
@@ -83,7 +94,8 @@ async def _cluster(part: Part, shape: Shape, folder: Path) -> None:
             for beside in (False, True):
                 if part.late:
                     return part.note("serve", f"no time for {row_name(shape, streams, beside)}")
-                cells = await asyncio.to_thread(_under_load, part, url, streams, beside)
+                load = partial(_under_load, part, pool, clients)
+                cells = await asyncio.to_thread(load, url, streams, beside)
                 step_ms = part.step_ms.get(f"{shape.name} bf16, batch {streams}")
                 if step_ms and (gap_ms := cells["ITL p50 ms"]):
                     cells["x step"] = float(gap_ms) / step_ms
@@ -97,19 +109,21 @@ def _kv_bytes(part: Part, shape: Shape) -> int:
     return min(_KV_BYTES, free // 2 - 2 * shape.num_parameters - _SPARE_BYTES)
 
 
-def _under_load(part: Part, url: str, streams: int, beside: bool) -> Cells:
+def _under_load(
+    part: Part, pool: Pool, clients: int, url: str, streams: int, beside: bool
+) -> Cells:
     """What streams of several processes notice within the window. Raises AssertionError if one
     failed."""
     load = part.sized(_LONG, _SMOKE)
     lengths = part.sized((PROMPT, OUTPUT), (20, 8))
-    clients = min(streams, part.sized(min(_CLIENTS, (os.cpu_count() or 2) // 2), 2))
+    each, begins_at = streams // clients, time.time() + _STARTED_S
     work = [
-        (url, streams // clients, lengths, number, load if beside and not number else None,
-         load, time.time() + _STARTED_S)
+        # Prompts of its own for each phase, or caches would have them.
+        (url, each, lengths, 1000 * streams + 100 * beside + number, beside and number == 0, load,
+         begins_at)
         for number in range(clients)
     ]  # fmt: skip
-    with multiprocessing.get_context("spawn").Pool(clients) as pool:
-        found = pool.starmap(drive, work)
+    found = pool.starmap(drive, work, chunksize=1)
     outcomes = [one for streamed, _ in found for one in streamed.outcomes]
     stats = stream_stats(outcomes, load.window_s)
     prompts = [one for _, sent in found for one in sent.outcomes]
@@ -127,12 +141,12 @@ def _under_load(part: Part, url: str, streams: int, beside: bool) -> Cells:
 
 
 def drive(
-    url: str, streams: int, lengths: tuple[int, int], seed: int, long: Interference | None,
+    url: str, streams: int, lengths: tuple[int, int], seed: int, sends_prompts: bool,
     load: Interference, begins_at: float,
 ) -> tuple[Run, Run]:  # fmt: skip
-    """In a process of a pool: the runs of some streams and of long prompts, if it sends those.
+    """In a process of a pool: the runs of some streams, and of long prompts if it is to send them.
 
-    begins_at: by time.time(), the same for all processes.
+    lengths: tokens of a stream's prompt and output · begins_at: by time.time(), for all processes.
     """
     workload = Workload(
         concurrency=streams, seed=seed, prompt_lengths=Lengths(lengths[0], lengths[0]),
@@ -143,7 +157,8 @@ def drive(
     async def run() -> tuple[Run, Run]:
         async with servers.connected(url, options) as server:
             await asyncio.sleep(max(0.0, begins_at - time.time()))
-            return await phase(server, workload, load, long.prompts(workload) if long else iter(()))
+            prompts = load.prompts(workload) if sends_prompts else iter(())
+            return await phase(server, workload, load, prompts)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run())
