@@ -1,8 +1,9 @@
 """Part "engine": decode steps and prompts of whole models with made-up weights, sampling included.
 
 Beside each figure stands its floor, the bytes and the arithmetic that no engine gets around at the
-rates that the device was measured to have, and transformers in turn with it. First of all the
-engine is compared with its reference in float32: the same tokens.
+rates that the device was measured to have, and transformers in turn with it; of decode steps also
+how long the host waited for the device: next to nothing where it was the slower of both. First of
+all the engine is compared with its reference in float32: the same tokens.
 """
 
 from __future__ import annotations
@@ -21,20 +22,16 @@ from typing import Any, NamedTuple
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.backends.gpu.device import new_stream
-from baton.engine.backends.gpu.device_sampling import DeviceSampler
 from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.build import Loaded
 from baton.engine.kv_cache import KvLayout, plan_layout
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
-from baton.engine.ops.triton import timing
 from baton.engine.ops.triton.attention_specs import random_pool
 from baton.engine.runner import Runner, StepRunner
-from baton.engine.sampling.sampler import Sampler, SampleRow
+from baton.engine.sampling.sampler import Sampler
 from baton.engine.weights.weights import random_weights
-from baton.sampling import SamplingParams
 from benchmarks.engine.adapters.protocol import Setup, Timed
 from benchmarks.engine.adapters.transformers_model import Transformers
 from benchmarks.engine.driver import Driver
@@ -339,7 +336,10 @@ class Measuring:
             theirs = partial(self.rival.decode, batch, self.context, steps)
         ours = partial(driver.decode, [self.context] * batch, self.warm_up, self.steps)
         step_s, rival = self._in_turn("decode", batch, ours, theirs, steps)
-        cells: Cells = {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
+        cells: Cells = {
+            "ms a step": step_s * 1e3, "tokens/s": batch / step_s,
+            "waited us": driver.waited_s * 1e6, "of step waited": driver.waited_s / step_s,
+        }  # fmt: skip
         if part.copy_bytes_per_s:
             middle = self.context + self.warm_up + self.steps // 2  # of what was counted
             kv = batch * middle * self.formats.layout(self.shape).bytes_per_token
@@ -361,8 +361,9 @@ class Measuring:
             partial(self._beside, driver, "evenly spread", even, self.skewed),
         )
         for name, (sampling, first) in SAMPLING.items():
-            compared = partial(self._beside_greedy, driver, batch, first, sampling)
-            yield self._title(f"batch {batch}, {name}"), compared
+            contexts = [self.context] * batch
+            compared = partial(self._beside, driver, "greedy", contexts, contexts, first=first)
+            yield self._title(f"batch {batch}, {name}"), partial(compared, **sampling)
 
     def _beside(
         self, driver: Driver, other: str, others: Items[int], contexts: Items[int], **settings: Any
@@ -378,23 +379,6 @@ class Measuring:
             "ms a step": step_s * 1e3, "beside": other, "its ms": other_s * 1e3,
             "us more": (step_s - other_s) * 1e6, "ratio": step_s / other_s,
         }  # fmt: skip
-
-    def _beside_greedy(
-        self, driver: Driver, batch: int, first: dict[str, Any], sampling: dict[str, Any]
-    ) -> Cells:
-        """As `_beside`; then the sampler alone, on logits that are there."""
-        contexts, device = [self.context] * batch, self.part.device
-        cells = self._beside(driver, "greedy", contexts, contexts, first=first, **sampling)
-        vocab, tokens = self.shape.vocab, [token % self.shape.vocab for token in range(batch)]
-        params = [SamplingParams(**{**sampling, **first})]
-        params += [SamplingParams(**sampling)] * (batch - 1)
-        sampler = DeviceSampler(new_stream(device), Sampler(frozenset(), vocab), batch)
-        sampler.prepare([SampleRow(one, tokens, len(tokens)) for one in params])
-        logits = torch.randn(batch, vocab, device=device)
-        sampler_s = timing.seconds([partial(sampler.sample, logits)], device)
-        step_ms = cells["ms a step"]
-        assert isinstance(step_ms, float)
-        return cells | {"sampler us": sampler_s * 1e6, "of step": sampler_s * 1e3 / step_ms}
 
     def prefill(self, driver: Driver, tokens: int) -> Cells:
         """One prompt in chunks, to its first token."""

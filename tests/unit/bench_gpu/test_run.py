@@ -131,7 +131,7 @@ class Timed:
     """An engine whose steps take 10 ms, or transformers: 30 ms, or `error`."""
 
     def __init__(self, is_rival: bool, error: Exception | None = None) -> None:
-        self.calls, self._is_rival, self._error = 0, is_rival, error
+        self.calls, self.waited_s, self._is_rival, self._error = 0, 0.004, is_rival, error
 
     def decode(self, batch: int, context: int, *steps: int) -> Any:
         self.calls += 1
@@ -155,7 +155,9 @@ def test_ours_is_measured_with_transformers_in_turn_or_without_where_it_fails(wh
     cells, calls, sent = measure(None)
     assert cells["x transformers"] == pytest.approx(3.0) and cells["its cache"] == "static"
     assert calls == 3 and not sent
-    if what == "decode":  # 512 tokens of context, and the warm-up and half the steps behind them
+    if what == "decode":
+        assert (cells["waited us"], cells["of step waited"]) == (4000.0, 0.4)
+        # 512 tokens of context, and the warm-up and half the steps behind them
         kv = 64 * (512 + 8 + 64 // 2) * (128 << 10)
         read = sum(one.weight_bytes for one in engine.products(EIGHT, engine.BF16, 64, 64))
         assert cells["floor ms"] == pytest.approx(1e3 * (read + kv) / 3e12)
