@@ -6,6 +6,8 @@ projection is read once, queries are written once, and K and V go straight to th
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from baton.engine.models.decoder import rms_norm, rotate
 from baton.engine.ops.torch.attention import write_kv
+from baton.engine.ops.triton.launch import launch, wait_for_inputs
 from baton.engine.ops.triton.rows import bits_of, scale_of
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 from baton.engine.ops.triton.tuning import choose
@@ -66,15 +69,69 @@ def _put(
         tl.store(left + HEAD_SIZE // 2, second, mask=mask)
 
 
+class Rope(NamedTuple):
+    """How heads are turned: tables of `baton.engine.models.rope`, `[max_context, head_size]`, and
+    the weights of an RMS norm before, or None, with its epsilon.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+@triton.jit
+def turned(
+    rows, mask, dims, weights, cosines, sines, eps, HEAD_SIZE: tl.constexpr, AXIS: tl.constexpr
+):
+    """Heads at `rows` as `_turned` gives them, but whole: a dimension's partner is read, too.
+
+    AXIS: that of `dims`, which has a whole head.
+    """
+    element = rows.dtype.element_ty
+    is_first = dims < HEAD_SIZE // 2
+    partners = tl.where(is_first, dims + HEAD_SIZE // 2, dims - HEAD_SIZE // 2)
+    x = tl.load(rows + dims, mask=mask, other=0.0).to(tl.float32)
+    partner = tl.load(rows + partners, mask=mask, other=0.0).to(tl.float32)
+    if weights is not None:
+        inverse = tl.rsqrt(tl.sum(x * x, AXIS, keep_dims=True) / HEAD_SIZE + eps)
+        own = tl.load(weights + dims, mask=dims < HEAD_SIZE, other=0.0).to(tl.float32)
+        other = tl.load(weights + partners, mask=dims < HEAD_SIZE, other=0.0).to(tl.float32)
+        kept = weights.dtype.element_ty
+        x = ((x * inverse).to(kept).to(tl.float32) * own).to(element).to(tl.float32)
+        partner = ((partner * inverse).to(kept).to(tl.float32) * other).to(element).to(tl.float32)
+    return (x * cosines + tl.where(is_first, -partner, partner) * sines).to(element)
+
+
+@triton.jit
+def put_row(
+    block, slot, dims, x, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    QUANTIZED: tl.constexpr, FP8_POOL: tl.constexpr,
+):  # fmt: skip
+    """Puts one head's row to a slot of its block, as `_put` does; bytes are given in pairs."""
+    inside = dims < HEAD_SIZE
+    if QUANTIZED:
+        wide = x.to(tl.float32)
+        largest = tl.max(tl.where(inside, tl.abs(wide), 0.0), 0)
+        at = block.to(tl.pointer_type(tl.int8)) + slot * HEAD_SIZE + dims
+        tl.store(at, bits_of(wide, largest, FP8_POOL), mask=inside)
+        scales = (block + BLOCK_SIZE * HEAD_SIZE // 2).to(tl.pointer_type(tl.float32))
+        tl.store(scales + slot, scale_of(largest, FP8_POOL))
+    else:
+        tl.store(block + slot * HEAD_SIZE + dims, x, mask=inside)
+
+
 @triton.jit(do_not_specialize=["layer"])
 def _rope_and_write_kernel(
     qkv, positions, slots, cos, sin, q_weights, k_weights, q_out, pool,
     layer, num_layers, row_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr,
-    QUANTIZED: tl.constexpr, FP8_POOL: tl.constexpr, HEADS: tl.constexpr,
+    QUANTIZED: tl.constexpr, FP8_POOL: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part): HEADS heads of a row; first those of queries, then those of K and V."""
+    wait_for_inputs(PDL)
     q_parts: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -153,8 +210,8 @@ def rope_and_write(
     config = config or choose("rope_and_write", key, qkv.device)
     heads = config["HEADS"]
     grid = (rows, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
-    _rope_and_write_kernel[grid](
-        qkv, positions, slots, cos, sin, q_norm, k_norm, q,
+    launch(
+        _rope_and_write_kernel, grid, qkv, positions, slots, cos, sin, q_norm, k_norm, q,
         pool.view(torch.int8) if quantized else pool,
         layer, num_layers, qkv.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size,
