@@ -28,16 +28,26 @@ def wait_for_inputs(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-    """Launches a kernel that takes `PDL` and calls `wait_for_inputs`; with PDL where there is."""
-    pdl = _has_pdl(next(one.device for one in args if isinstance(one, torch.Tensor)))
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: Any, early: bool = True, **kwargs: Any
+) -> None:
+    """Launches a kernel that takes `PDL` and calls `wait_for_inputs`; with PDL where there is.
+
+    early: whether PDL is wanted.
+    """
+    pdl = early and _has_pdl(next(one.device for one in args if isinstance(one, torch.Tensor)))
     options = {"launch_pdl": True} if pdl else {}
     kernel[grid](*args, PDL=pdl, **kwargs, **options)
 
 
-@lru_cache(maxsize=64)
 def _has_pdl(device: torch.device) -> bool:
-    if device.type not in ("cuda", "meta") or triton.knobs.runtime.interpret:
-        return False
-    target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= _LEAST_CAPABILITY
+    """Whether a device has it; launches on the meta device are compiled for another."""
+    if device.type == "meta":
+        return bool(triton.runtime.driver.active.get_current_target().arch >= _LEAST_CAPABILITY)
+    return device.type == "cuda" and _capability(device) >= _LEAST_CAPABILITY
+
+
+@lru_cache(maxsize=64)
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
