@@ -289,13 +289,17 @@ SPECS = (
             {**heads, **use, **_SIZES, "batch": 4, "context": 150, "ragged": at}
             for at, heads in enumerate(_HEADS)
             for use in ({"programs": 5}, {**_WINDOW, "programs": 2})
-        ]
-        + [
-            {**heads, **_SIZES, "rope": 1, "batch": 4, "context": 150, "ragged": at}
-            for at, heads in enumerate(_TURNED)
         ],
         configs=_configs(num_warps=(2, 4, 8), num_stages=(2, 3, 4), PER_PROCESSOR=(1, 2, 3)),
         shapes=_SHAPES,
+    ),
+    KernelSpec(
+        "decode_attention_with_rope",
+        decode_trial,
+        cases=[
+            {**heads, **_SIZES, "rope": 1, "batch": 4, "context": 150, "ragged": at}
+            for at, heads in enumerate(_TURNED)
+        ],
     ),
     KernelSpec(
         "prefill_attention",
