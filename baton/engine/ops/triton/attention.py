@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -119,18 +120,23 @@ def decode_attention(
     # Tensor cores take tiles of 16 rows at least.
     group_pad = max(16, int(triton.next_power_of_2(heads // kv_heads)))
     options = {name: config[name] for name in ("num_warps", "num_stages", "TILE")}
-    early = rows <= EARLY_ROWS
+    started = launch if rows <= EARLY_ROWS else launch_alone
     pool = elements(pool)
-    launch(
+    started(
         decode_kernel, (programs, kv_heads), q, pool, block_tables, out, *places, plan.firsts,
         *(rope or (None,) * 4 + (0.0,)), rows, layer, q.stride(0), block_tables.stride(0),
         pool.stride(0), *scored(scoring), window or NO_WINDOW, WINDOWED=window is not None,
-        GROUP_PAD=group_pad, **sizes, **options, early=early,
+        GROUP_PAD=group_pad, **sizes, **options,
     )  # fmt: skip
-    launch(
+    started(
         join_kernel, (rows, heads), out, *places, rows, programs, window or NO_WINDOW,
-        HEAD_SIZE=head_size, HEAD_PAD=sizes["HEAD_PAD"], TILE=config["TILE"], PARTS=16, early=early,
+        HEAD_SIZE=head_size, HEAD_PAD=sizes["HEAD_PAD"], TILE=config["TILE"], PARTS=16,
     )  # fmt: skip
+
+
+def launch_alone(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+    """As `launch`, but behind the end of the kernel in front."""
+    kernel[grid](*args, PDL=False, **kwargs)
 
 
 @cache

@@ -22,20 +22,21 @@ _LEAST_CAPABILITY = 90
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Waits for the kernel in front, and lets the next one's programs be launched."""
+    """Waits for the kernel in front."""
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def launch_next(PDL: tl.constexpr):
+    """Lets the next kernel's programs be launched, once all of this one have come here."""
+    if PDL:
         gdc_launch_dependents()
 
 
-def launch(
-    kernel: Any, grid: tuple[int, ...], *args: Any, early: bool = True, **kwargs: Any
-) -> None:
-    """Launches a kernel that takes `PDL` and calls `wait_for_inputs`; with PDL where there is.
-
-    early: whether PDL is wanted.
-    """
-    pdl = early and _has_pdl(next(one.device for one in args if isinstance(one, torch.Tensor)))
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+    """Launches a kernel that takes `PDL` and calls `wait_for_inputs`; with PDL where there is."""
+    pdl = _has_pdl(next(one.device for one in args if isinstance(one, torch.Tensor)))
     options = {"launch_pdl": True} if pdl else {}
     kernel[grid](*args, PDL=pdl, **kwargs, **options)
 
