@@ -35,7 +35,7 @@ from baton.engine.ops.triton.attention_common import (
     pool_sizes,
     scored,
 )
-from baton.engine.ops.triton.launch import launch, wait_for_inputs
+from baton.engine.ops.triton.launch import launch, launch_next, wait_for_inputs
 from baton.engine.ops.triton.rope_kv import Rope, load_angles, put, turned
 from baton.engine.ops.triton.spec import Config
 from baton.engine.ops.triton.tuning import choose
@@ -194,6 +194,7 @@ def decode_kernel(
     `[2 * programs, heads]` behind it; first the ends of rows by program, then the beginnings.
     """
     wait_for_inputs(PDL)
+    launch_next(PDL)
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
     total_tiles = tl.load(ends + rows - 1)
@@ -293,6 +294,7 @@ def join_kernel(
 ):  # fmt: skip
     """Joins the parts of one row's one head, if it has several. Grid `[rows, heads]`."""
     wait_for_inputs(PDL)
+    launch_next(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
     heads = tl.num_programs(1)
