@@ -21,12 +21,10 @@ _LEAST_CAPABILITY = 90
 
 
 @triton.jit
-def wait_for_inputs(PDL: tl.constexpr, LATE: tl.constexpr = False):
-    """Waits for the kernel in front, and lets the next one's programs be launched unless LATE."""
+def wait_for_inputs(PDL: tl.constexpr):
+    """Waits for the kernel in front."""
     if PDL:
         gdc_wait()
-        if not LATE:
-            gdc_launch_dependents()
 
 
 @triton.jit

@@ -83,7 +83,9 @@ def _skinny_matmul(
         _prefetch(lines[:, None] + ahead[None, :])
         if GATED:
             _prefetch(lines[:, None] + num_outputs.to(tl.int64) * depth + ahead[None, :])
-    wait_for_inputs(PDL, LATE)
+    wait_for_inputs(PDL)
+    if not LATE:
+        launch_next(PDL)
     KIND: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
     TYPE: tl.constexpr = tl.float32 if FLOAT else weight.dtype.element_ty
     sums = tl.zeros([OUTPUTS, ROWS], dtype=KIND)
