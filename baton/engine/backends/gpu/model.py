@@ -121,7 +121,8 @@ class GpuModel(Model):
         return (rows.placed.lengths > 0).to(taken.dtype)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
-        return act_mul(gate_up, self.config.activation)
+        gated: Tensor = act_mul(gate_up, self.config.activation)
+        return gated
 
     def _normed_product(
         self, hidden: Hidden, norm: Tensor | None, weight: Weight, bias: Tensor | None,
