@@ -4,6 +4,7 @@ import functools
 import itertools
 import random
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -298,6 +299,24 @@ class TestBlocksThatOthersWriteInto:
         assert driven.tokens == {name: tokens_alone(name) for name in "ab"}
         decoding(stream).runner.wait_for_writes()  # all of the pool can be waited for
         assert stream.pending == 0
+
+
+def test_a_steps_report_tells_how_long_the_host_waited_for_the_device():
+    class Slow(LazyStream):
+        def record_event(self):
+            event = super().record_event()
+            wait = event.synchronize
+            event.synchronize = lambda: time.sleep(0.02) or wait()
+            return event
+
+    driven, reports = on_gpu(Slow(), 40), []
+    driven.engine._publish_report = reports.append
+    driven.add(sequence("a"))
+    for _ in range(5):
+        driven.step()
+    assert len(reports) == 4
+    assert all(report.waited_s >= 0.02 for report in reports)
+    assert sum(report.waited_s for report in reports) == pytest.approx(runner_of(driven).waited_s)
 
 
 def test_a_preempted_sequence_gets_the_token_in_flight():
