@@ -9,10 +9,10 @@ be launched before the one before has landed (overlap, or async scheduling): whi
 host knows all of the next one but its tokens, which the device has. So as soon as a step is
 launched, each of its sequences gets a place for the token that is being sampled, `UNKNOWN`, and
 counts as one token further. The planner plans the next step as always, the runner feeds it the
-tokens on the device, and only then does the host wait for the first step and publish it. What no
-runner takes ahead (`StepRunner.launches_ahead`) is launched when nothing is in flight, and landed at
-once. A step whose chunks take long lands before the next one is planned: sequences that came
-meanwhile may go first, and there is little to gain.
+tokens on the device, and only then does the host wait for the first step and publish it. What the
+runner does not take ahead (`StepRunner.launches_ahead`) is launched when nothing is in flight, and
+landed at once. A step whose chunks take long lands before the next one is planned: sequences that
+came meanwhile may go first, and there is little to gain.
 
 Why that is safe:
 
@@ -408,7 +408,8 @@ class Engine:
             self._flight = None
             landed = self._land(before, launch)
             if launch is None:
-                plan.work = [work for work in plan.work if not work.sequence.dropped]
+                held = [work for work in plan.work if not work.sequence.dropped]
+                plan = Plan(held, plan.prompts)
             if not plan.work or (launch is not None and not landed):
                 return
         if plan.work:

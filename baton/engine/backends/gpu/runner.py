@@ -18,18 +18,24 @@ from collections.abc import Sequence as Rows
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.engine.backends.gpu.device import Stream, new_stream
-from baton.engine.backends.gpu.device_sampling import DeviceSampler, SamplingGraphs
+from baton.engine.backends.gpu.device_sampling import (
+    DeviceSampler,
+    SamplingGraphs,
+    Scores,
+    pinned_copy,
+)
 from baton.engine.backends.gpu.graphs import Sections, Shape, num_elements, sections
 from baton.engine.backends.gpu.input_batch import InputBatch
 from baton.engine.planner import Plan, Work
 from baton.engine.runner import Launch, Runner, SampledTokens, StepOutput, sample_rows
-from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow
+from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError, InternalError
 
@@ -47,6 +53,7 @@ class _Slot:
         self._sections: dict[Shape, tuple[Tensor, Sections[Array]]] = {}
         self.tokens = stream.pinned(largest.logits, torch.int64)
         self.sampler = DeviceSampler(stream, sampler, largest.logits)
+        self.scores = Scores(stream, sampler.vocab_size)
         self.event = stream.record_event()
 
     def inputs(self, shape: Shape) -> tuple[Tensor, Sections[Array]]:
@@ -61,8 +68,9 @@ class _CapturedLaunch(Launch):
     """A padded step on the stream: its sequences, and their blocks at the launch.
 
     sampling: the works that sample · places: their rows of logits · sampled: the sequence that each
-    row of logits samples a token of · apart: of `sampling`, those that are sampled behind the step,
-    with their tokens known.
+    row of logits samples a token of · apart: of `sampling`, those of which more is to be done
+    behind the step · resampled, scored: those of them that are sampled once more, with their tokens
+    known, and those that only want log-probabilities.
     """
 
     logits: Tensor  # once it runs
@@ -73,6 +81,7 @@ class _CapturedLaunch(Launch):
         self.sequences = [item.sequence for item in plan.work]
         self.blocks = [one.block_ids for one in self.sequences]
         self.apart: list[int] = []
+        self.resampled, self.scored = list[int](), list[int]()
         self.sampling: list[Work] = plan.work
         self.places: Rows[int] = range(len(plan.work))
         self.sampled: Rows[Sequence | None] = self.sequences
@@ -117,6 +126,7 @@ class GpuRunner(Runner):
         self._block_size = pool.shape[4]
         self._stream = stream = stream or new_stream(pool.device)
         self._last: _CapturedLaunch | None = None  # until it is waited for
+        self._shaped: tuple[Plan | None, Shape | None] = None, None  # the last plan's
         width = -(-max_context // self._block_size)
         with torch.inference_mode():
             self._graphs = SamplingGraphs(
@@ -158,6 +168,11 @@ class GpuRunner(Runner):
 
     def _shape(self, plan: Plan) -> Shape | None:
         """The shape of the captured step that holds a plan, if one does."""
+        if plan is not self._shaped[0]:
+            self._shaped = plan, self._shape_of(plan)
+        return self._shaped[1]
+
+    def _shape_of(self, plan: Plan) -> Shape | None:
         work = plan.work
         if not all(map(self._fits, work)):
             return None
@@ -223,7 +238,7 @@ class GpuRunner(Runner):
             for item, token_id in zip(launch.sampling, tokens, strict=True):
                 if not item.sequence.dropped:
                     self._check(token_id)
-        apart = self._found_apart(launch) if launch.apart else {}
+        apart = self._found_apart(launch, tokens) if launch.apart else {}
         if not chunks:
             return StepOutput(apart, tokens)
         of_works = zip(launch.sampling, tokens, strict=True)
@@ -310,28 +325,41 @@ class GpuRunner(Runner):
         launch.slot.tokens[:count].copy_(self._graphs.tokens[:count], non_blocking=True)
 
     def _sample_apart(self, launch: _CapturedLaunch) -> None:
-        """Samples rows once more whose logits their tokens change, or of which more is wanted."""
-        slot, apart = launch.slot, launch.apart
-        slot.sampler.prepare([row for at in apart for row in sample_rows(launch.sampling[at])])
-        places = torch.tensor([launch.places[at] for at in apart])
-        places = self._stream.pinned(len(apart), torch.int64).copy_(places)
+        """Samples rows once more whose logits their tokens change, and scores those that ask."""
+        slot, stream, of_works = launch.slot, self._stream, launch.places
+        rows = {at: next(sample_rows(launch.sampling[at])) for at in launch.apart}
+        for at, row in rows.items():
+            (launch.resampled if row.adjusted or row.grammar else launch.scored).append(at)
+        if launch.resampled:
+            slot.sampler.prepare([rows[at] for at in launch.resampled])
+            places = pinned_copy(stream, np.array([of_works[at] for at in launch.resampled]))
+        if scored := launch.scored:
+            wanted = [rows[at].params.logprobs or 0 for at in scored]
+            slot.scores.prepare([of_works[at] for at in scored], wanted)
 
         def run() -> None:
-            at = places.to(self._stream.device, non_blocking=True)
-            sampled = slot.sampler.sample(launch.logits.index_select(0, at).float())
-            self._graphs.tokens.index_copy_(0, at, sampled)
+            if launch.resampled:
+                at = places.to(stream.device, non_blocking=True)
+                sampled = slot.sampler.sample(launch.logits.index_select(0, at).float())
+                self._graphs.tokens.index_copy_(0, at, sampled)
+            if scored:
+                slot.scores.compute(launch.logits, self._graphs.tokens)
             self._copy_tokens(launch)
 
         try:
-            self._stream.put(run)
+            stream.put(run)
         finally:
-            slot.event = self._stream.record_event()
+            slot.event = stream.record_event()
 
-    def _found_apart(self, launch: _CapturedLaunch) -> dict[str, SampledTokens]:
-        sampled, found = launch.slot.sampler.sampled(), dict[str, SampledTokens]()
-        of_rows = zip(launch.apart, sampled.token_ids, sampled.logprobs, strict=True)
-        for at, token_id, logprobs in of_rows:
-            found[launch.sampling[at].sequence.seq_id] = SampledTokens(
-                (token_id,), (logprobs,) if logprobs else ()
-            )
-        return found
+    def _found_apart(self, launch: _CapturedLaunch, tokens: list[int]) -> dict[str, SampledTokens]:
+        logprobs = dict[int, TokenLogprobs | None]()
+        if launch.resampled:
+            of_rows = launch.slot.sampler.sampled().logprobs
+            logprobs |= zip(launch.resampled, of_rows, strict=True)
+        if scored := launch.scored:
+            found = launch.slot.scores.found([tokens[at] for at in scored])
+            logprobs |= zip(scored, found, strict=True)
+        return {
+            launch.sampling[at].sequence.seq_id: SampledTokens((tokens[at],), (one,) if one else ())
+            for at, one in logprobs.items()
+        }

@@ -34,6 +34,7 @@ from baton.engine.ops.triton.attention_common import (
     pool_sizes,
     scored,
 )
+from baton.engine.ops.triton.launch import launch, wait_for_inputs
 from baton.engine.ops.triton.spec import Config
 from baton.engine.ops.triton.tuning import choose
 
@@ -109,16 +110,16 @@ def decode_attention(
     places = (parts, plan.seq_lens, plan.ends)
     # Tensor cores take tiles of 16 rows at least.
     group_pad = max(16, int(triton.next_power_of_2(heads // kv_heads)))
-    launch = {name: config[name] for name in ("num_warps", "num_stages", "TILE")}
+    options = {name: config[name] for name in ("num_warps", "num_stages", "TILE")}
     pool = elements(pool)
-    decode_kernel[programs, kv_heads](
-        q, pool, block_tables, out, *places, plan.firsts, rows, layer, block_tables.stride(0),
-        pool.stride(0), *scored(scoring), window or NO_WINDOW, WINDOWED=window is not None,
-        GROUP_PAD=group_pad, **sizes, **launch,
+    launch(
+        decode_kernel, (programs, kv_heads), q, pool, block_tables, out, *places, plan.firsts, rows,
+        layer, block_tables.stride(0), pool.stride(0), *scored(scoring), window or NO_WINDOW,
+        WINDOWED=window is not None, GROUP_PAD=group_pad, **sizes, **options,
     )  # fmt: skip
-    join_kernel[rows, heads](
-        out, *places, rows, programs, window or NO_WINDOW, HEAD_SIZE=head_size,
-        HEAD_PAD=sizes["HEAD_PAD"], TILE=config["TILE"], PARTS=16,
+    launch(
+        join_kernel, (rows, heads), out, *places, rows, programs, window or NO_WINDOW,
+        HEAD_SIZE=head_size, HEAD_PAD=sizes["HEAD_PAD"], TILE=config["TILE"], PARTS=16,
     )  # fmt: skip
 
 
@@ -169,12 +170,14 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, FP8: tl.constexpr, K_TYPE: tl.constexpr,
     V_TYPE: tl.constexpr, WINDOWED: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One share of one KV head: the results of whole rows, and parts of those that others share.
 
     Grid `[programs, kv_heads]`. parts: float32 `[2 * programs, heads, head_size]` and
     `[2 * programs, heads]` behind it; first the ends of rows by program, then the beginnings.
     """
+    wait_for_inputs(PDL)
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
     total_tiles = tl.load(ends + rows - 1)
@@ -246,9 +249,10 @@ def decode_kernel(
 )
 def join_kernel(
     out, parts, seq_lens, ends, rows, programs, window, HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+    HEAD_PAD: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Joins the parts of one row's one head, if it has several. Grid `[rows, heads]`."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
     heads = tl.num_programs(1)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from baton.engine.models.decoder import rms_norm, rotate
 from baton.engine.ops.torch.attention import write_kv
+from baton.engine.ops.triton.launch import launch, wait_for_inputs
 from baton.engine.ops.triton.rows import bits_of, scale_of
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 from baton.engine.ops.triton.tuning import choose
@@ -72,9 +73,10 @@ def _rope_and_write_kernel(
     layer, num_layers, row_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr,
-    QUANTIZED: tl.constexpr, FP8_POOL: tl.constexpr, HEADS: tl.constexpr,
+    QUANTIZED: tl.constexpr, FP8_POOL: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part): HEADS heads of a row; first those of queries, then those of K and V."""
+    wait_for_inputs(PDL)
     q_parts: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -153,8 +155,8 @@ def rope_and_write(
     config = config or choose("rope_and_write", key, qkv.device)
     heads = config["HEADS"]
     grid = (rows, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
-    _rope_and_write_kernel[grid](
-        qkv, positions, slots, cos, sin, q_norm, k_norm, q,
+    launch(
+        _rope_and_write_kernel, grid, qkv, positions, slots, cos, sin, q_norm, k_norm, q,
         pool.view(torch.int8) if quantized else pool,
         layer, num_layers, qkv.stride(0), eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size,
