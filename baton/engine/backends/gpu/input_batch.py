@@ -60,7 +60,8 @@ class InputBatch:
         count, sequences = len(work), [item.sequence for item in work]
         self._follow(sequences)
         rows, starts = self._rows, np.array([item.start for item in work])
-        singles, ends, samples = len(sources), starts + 1, np.True_
+        singles, ends = len(sources), starts + 1
+        samples: npt.NDArray[np.bool_] | bool = True
         at: slice | Ints = slice(0, count)
         into.context_lens.fill(PADDING)
         into.positions.fill(0)
