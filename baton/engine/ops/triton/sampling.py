@@ -100,7 +100,7 @@ def _largest_kernel(
         settings += row * 4
         temperature = tl.load(settings).to(tl.float32)
         if (temperature > 0) & (tl.load(settings + 2) < 1) & (tl.abs(largest) < _INFINITY):
-            tl.store(sums + at, tl.sum(tl.exp((x - largest) / temperature), 0))
+            tl.store(sums + at, tl.sum(tl.exp((x - largest) * (1.0 / temperature)), 0))
 
 
 @triton.jit(do_not_specialize=["num_parts"])
@@ -133,7 +133,8 @@ def _bracket_kernel(
         counted = (top_k > 0) & (top_k < vocab_size)
         low, high = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
         if counted | (top_p < 1):
-            high += 0x7F800000  # infinity
+            # From the least weight to infinity. Tokens without any are never candidates.
+            low, high = low + 1, high + 0x7F800000
             if vocab_size > CAPACITY:
                 rate = 1.0 / temperature
                 share = vocab_size / CAPACITY  # tokens for each one in the sample
@@ -155,14 +156,18 @@ def _bracket_kernel(
                         if tl.sum(tl.where(bits < trial, weights, 0.0), 0) <= below:
                             edge = trial
                     rank = tl.sum((bits >= edge).to(tl.int32), 0).to(tl.float32)
-                spread = 0.4 * CAPACITY / share
-                upper = tl.full([], 0, tl.int32)
+                # Several times the deviation that a sample's rank has.
+                spread = tl.minimum(16.0 + 8.0 * tl.sqrt(rank), 0.4 * CAPACITY / share)
+                lower, upper = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
                 for step in range(16):
                     bit = 1 << (29 - step)
-                    if tl.sum((bits >= low + bit).to(tl.int32), 0) >= rank + spread:
-                        low += bit
-                    if tl.sum((bits >= upper + bit).to(tl.int32), 0) >= rank - spread:
+                    counts = (bits >= lower + bit).to(tl.int32)
+                    counts = tl.sum(counts + ((bits >= upper + bit).to(tl.int32) << 16), 0)
+                    if (counts & 0xFFFF) >= rank + spread:
+                        lower += bit
+                    if (counts >> 16) >= rank - spread:
                         upper += bit
+                low = tl.maximum(lower, low)
                 if rank > spread:
                     high = upper + (1 << 14)
         tl.store(bounds, largest)
@@ -175,7 +180,7 @@ def _bracket_kernel(
         tl.store(tokens + row, tl.where(usable, likeliest, vocab_size).to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["logits"])
 def _weigh_kernel(
     logits, settings, bounds, masses, counts, found, candidates, vocab_size, row_stride,
     BLOCK: tl.constexpr, CAPACITY: tl.constexpr,
@@ -191,83 +196,122 @@ def _weigh_kernel(
     if largest == largest:  # noqa: PLR0124 (NaN is not)
         settings += row * 4
         logits += row * row_stride
-        low, high = tl.load(bounds + 1), tl.load(bounds + 2)
+        low = tl.load(bounds + 1).to(tl.int32, bitcast=True)
+        high = tl.load(bounds + 2).to(tl.int32, bitcast=True)
         rate = 1.0 / tl.load(settings).to(tl.float32)
         least = tl.load(settings + 3).to(tl.float32)
-        ids = part * BLOCK + tl.arange(0, BLOCK)
+        COLUMNS: tl.constexpr = min(BLOCK, 256)
+        ids = tl.arange(0, COLUMNS)[:, None] + tl.arange(0, BLOCK // COLUMNS)[None, :] * COLUMNS
+        ids += part * BLOCK
         weights = _weights((logits, vocab_size, largest, rate), ids)
         fixed = _fixed(weights)
         own = masses + row * 3 * num_parts + part
-        tl.store(own, tl.sum(fixed, 0))
+        tl.store(own, tl.sum(fixed))
         if least > 0:
-            tl.store(own + 2 * num_parts, tl.sum(tl.where(weights >= least, fixed, 0), 0))
+            tl.store(own + 2 * num_parts, tl.sum(tl.where(weights >= least, fixed, 0)))
         if high > 0:
-            inside = ids < vocab_size
-            above = (weights >= high) & inside
-            tl.store(own + num_parts, tl.sum(tl.where(above, fixed, 0), 0))
-            tl.store(counts + row * num_parts + part, tl.sum(above.to(tl.int32), 0))
-            between = ((weights >= low) & (weights < high) & inside).to(tl.int32)
-            count = tl.sum(between, 0)
+            bits = weights.to(tl.int32, bitcast=True)
+            width = (high - low).to(tl.uint32, bitcast=True)
+            above = bits >= high
+            between = ((bits - low).to(tl.uint32, bitcast=True) < width).to(tl.int32)
+            # Threads add up columns of their own. Two counts in one number, less than 2 ** 15 each.
+            before = tl.cumsum(between, 1) - between
+            column = tl.sum(between + (above.to(tl.int32) << 16), 1)
+            total = tl.sum(column, 0)
+            mass = tl.full([], 0, tl.int64)
+            if high < 0x7F800000:
+                mass = tl.sum(tl.where(above, fixed, 0))
+            tl.store(own + num_parts, mass)
+            tl.store(counts + row * num_parts + part, total >> 16)
+            count = total & 0xFFFF
             if count > 0:
-                at = tl.atomic_add(found + row, count, sem="relaxed") + tl.cumsum(between, 0) - 1
+                column &= 0xFFFF
+                first = tl.atomic_add(found + row, count, sem="relaxed")
+                at = first + (tl.cumsum(column, 0) - column)[:, None] + before
                 fits = (between > 0) & (at < CAPACITY)
                 slots = candidates + row * 2 * CAPACITY + at
-                tl.store(slots, weights.to(tl.int32, bitcast=True), mask=fits)
+                tl.store(slots, bits, mask=fits)
                 tl.store(slots + CAPACITY, ids, mask=fits)
 
 
 @triton.jit
-def _amount(row, candidates, above, edge, last, end, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """How many tokens before `end` have a weight above an edge, or at it and are `last` or before;
-    or, int64, their mass.
+def _at_least(row, candidates, above, edge, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """How many tokens have a weight of these bits or more; or, int64, their mass.
 
-    candidates: their bits, their tokens, beyond the vocabulary where there is none, and whether to
-    go over the whole row instead · above: the amount of those that are more likely than they.
+    candidates: their bits, -1 where there is none, their masses and their tokens; and whether to go
+    over the whole row instead · above: the amount of those that are more likely than they.
     """
-    bits, ids, whole = candidates
+    bits, fixed, _, whole = candidates
     amount = above
     if whole:
         amounts = tl.zeros([BLOCK], tl.int64 if MASS else tl.int32)
-        for first in range(0, end, BLOCK):
-            each = first + tl.arange(0, BLOCK)
-            weights = _weights(row, each)
-            own = weights.to(tl.int32, bitcast=True)
-            kept = ((own > edge) | ((own == edge) & (each <= last))) & (each < end)
+        for first in range(0, row[1], BLOCK):
+            ids = first + tl.arange(0, BLOCK)
+            weights = _weights(row, ids)
+            kept = (weights.to(tl.int32, bitcast=True) >= edge) & (ids < row[1])
             amounts += tl.where(kept, _fixed(weights), 0) if MASS else kept.to(tl.int32)
         amount = tl.sum(amounts, 0)
+    elif MASS:
+        amount += tl.sum(tl.where(bits >= edge, fixed, 0), 0)
     else:
-        kept = ((bits > edge) | ((bits == edge) & (ids <= last))) & (ids < end)
-        if MASS:
-            weights = tl.where(kept, bits, 0).to(tl.float32, bitcast=True)
-            amount += tl.sum(_fixed(weights), 0)
-        else:
-            amount += tl.sum(kept.to(tl.int32), 0)
+        amount += tl.sum((bits >= edge).to(tl.int32), 0)
     return amount
 
 
 @triton.jit
-def _cut(row, candidates, above, low, high, wanted, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The edge, and the last token at it, with which the likeliest tokens are as many as wanted, or
-    reach that mass: between the bits of two weights.
+def _edge(row, candidates, above, low, high, wanted, MASS: tl.constexpr, BLOCK: tl.constexpr):
+    """The bits of the largest weight that has as many tokens as wanted, or their mass, at and above
+    it; how many, or how much, lie above it and at it. From low and below high.
     """
-    end = row[1]
+    reached, over = _at_least(row, candidates, above, low, MASS, BLOCK), above
     while high - low > 1:
         middle = (low + high) // 2
-        if _amount(row, candidates, above, middle, end, end, MASS, BLOCK) >= wanted:
-            low = middle
+        amount = _at_least(row, candidates, above, middle, MASS, BLOCK)
+        if amount >= wanted:
+            low, reached = middle, amount
         else:
-            high = middle
-    one = _fixed(low.to(tl.float32, bitcast=True)) if MASS else 1
-    least = _amount(row, candidates, above, low, -1, end, MASS, BLOCK)
-    before, last = tl.full([], -1, tl.int32), tl.full([], -1, tl.int32) + end
-    if _amount(row, candidates, above, low, end, end, MASS, BLOCK) > least + one:  # equals
-        while last - before > 1:
-            middle = (before + last) // 2
-            if _amount(row, candidates, above, low, middle, end, MASS, BLOCK) >= wanted:
-                last = middle
-            else:
-                before = middle
-    return low, last
+            high, over = middle, amount
+    return low, over, reached - over
+
+
+@triton.jit
+def _equals(row, candidates, edge, end, BLOCK: tl.constexpr):
+    """How many tokens before `end` have a weight of these bits."""
+    bits, _, ids, whole = candidates
+    if whole:
+        counts = tl.zeros([BLOCK], tl.int32)
+        for first in range(0, end, BLOCK):
+            each = first + tl.arange(0, BLOCK)
+            same = (_weights(row, each).to(tl.int32, bitcast=True) == edge) & (each < end)
+            counts += same.to(tl.int32)
+        count = tl.sum(counts, 0)
+    else:
+        count = tl.sum(((bits == edge) & (ids < end)).to(tl.int32), 0)
+    return count
+
+
+@triton.jit
+def _kept_mass(row, candidates, above, edge, last, end, BLOCK: tl.constexpr):
+    """The mass of tokens before `end` above an edge, or at it and `last` or before."""
+    bits, fixed, ids, whole = candidates
+    mass = above
+    if whole:
+        masses = tl.zeros([BLOCK], tl.int64)
+        for first in range(0, end, BLOCK):
+            each = first + tl.arange(0, BLOCK)
+            weights = _weights(row, each)
+            masses += tl.where(_is_kept(weights, each, edge, last), _fixed(weights), 0)
+        mass = tl.sum(masses, 0)
+    else:
+        kept = ((bits > edge) | ((bits == edge) & (ids <= last))) & (ids < end)
+        mass += tl.sum(tl.where(kept, fixed, 0), 0)
+    return mass
+
+
+@triton.jit
+def _is_kept(weights, ids, edge, last):
+    bits = weights.to(tl.int32, bitcast=True)
+    return (bits > edge) | ((bits == edge) & (ids <= last))
 
 
 @triton.jit(do_not_specialize=["num_parts"])
@@ -295,38 +339,54 @@ def _choose_kernel(
         mass = tl.load(own, mask=inside, other=0)  # of kept tokens but for candidates
 
         # Kept are the tokens above an edge, and at it up to the last.
-        edge, last = tl.full([], -1, tl.int32), tl.full([], -1, tl.int32)
+        edge, last = tl.full([], -1, tl.int32), tl.full([], 0, tl.int32) + vocab_size
         whole = high < 0
         count = tl.where(high > 0, tl.load(found + at), 0)
         listed = tl.arange(0, CAPACITY)
         slots = candidates + at * 2 * CAPACITY + listed
         bits = tl.load(slots, mask=listed < count, other=-1)
         ids = tl.load(slots + CAPACITY, mask=listed < count, other=vocab_size)
+        fixed = _fixed(tl.maximum(bits, 0).to(tl.float32, bitcast=True))
         if high > 0:
             low = tl.load(bounds + 1).to(tl.int32, bitcast=True)
             high = tl.minimum(high, 0x3F800001)  # above the weight 1
             top_k, top_p = tl.load(settings + 1).to(tl.int32), tl.load(settings + 2)
             total = tl.sum(mass, 0)
             mass = tl.load(own + num_parts, mask=inside, other=0)
-            above_mass = tl.sum(mass, 0)
+            over_mass = tl.sum(mass, 0)
             whole = count > CAPACITY
+            needed, equals = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)  # at the edge
             if (top_k > 0) & (top_k < vocab_size):
-                above = tl.load(counts + at * num_parts + part, mask=inside, other=0)
-                above = tl.sum(above, 0)
-                whole |= (above >= top_k) | (above + count < top_k)
+                over = tl.sum(tl.load(counts + at * num_parts + part, mask=inside, other=0), 0)
+                # With fewer tokens than that, it is all that have a weight.
+                top_k = tl.where(whole | (low > 1), top_k, tl.minimum(top_k, over + count))
+                whole |= (over >= top_k) | (over + count < top_k)
                 low, high = tl.where(whole, 0, low), tl.where(whole, 0x3F800001, high)
-                some = (bits, ids, whole)
-                edge, last = _cut(row, some, above, low, high, top_k, False, BLOCK)
-                total = _amount(row, some, above_mass, edge, last, vocab_size, True, BLOCK)
+                some = (bits, fixed, ids, whole)
+                edge, over, equals = _edge(row, some, over, low, high, top_k, False, BLOCK)
+                needed = top_k - over
+                total = _at_least(row, some, over_mass, edge + 1, True, BLOCK)
+                total += needed * _fixed(edge.to(tl.float32, bitcast=True))
             if top_p < 1:
                 wanted = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
                 wanted = tl.minimum(tl.maximum(wanted, 1), total)
-                some = (bits, ids, whole)
-                reach = _amount(row, some, above_mass, -1, -1, vocab_size, True, BLOCK)
-                whole |= (above_mass >= wanted) | (reach < wanted)
+                whole |= (over_mass >= wanted) | (over_mass + tl.sum(fixed, 0) < wanted)
                 low, high = tl.where(whole, 0, low), tl.where(whole, 0x3F800001, high)
-                some = (bits, ids, whole)
-                edge, last = _cut(row, some, above_mass, low, high, wanted, True, BLOCK)
+                some = (bits, fixed, ids, whole)
+                edge, over, each = _edge(row, some, over_mass, low, high, wanted, True, BLOCK)
+                one = _fixed(edge.to(tl.float32, bitcast=True))
+                needed = tl.cdiv(wanted - over, one).to(tl.int32)
+                equals = (each // one).to(tl.int32)
+            if needed < equals:  # those with the lowest ids
+                some = (bits, fixed, ids, whole)
+                last = tl.full([], 0, tl.int32)
+                behind = tl.full([], 0, tl.int32) + vocab_size
+                while behind - last > 1:
+                    middle = (last + behind) // 2
+                    if _equals(row, some, edge, middle, BLOCK) < needed:
+                        last = middle
+                    else:
+                        behind = middle
         least = tl.load(settings + 3).to(tl.float32).to(tl.int32, bitcast=True)
         if (least > 0) & (edge < least):
             edge, last = least - 1, tl.full([], -1, tl.int32)
@@ -334,26 +394,25 @@ def _choose_kernel(
             mass = tl.load(own + 2 * num_parts, mask=inside, other=0)
 
         # The first token with which the mass passes the target, in the part where it does.
-        some = (bits, ids, whole)
-        kept_mass = _amount(row, some, tl.sum(mass, 0), edge, last, vocab_size, True, BLOCK)
+        some = (bits, fixed, ids, whole)
+        total = _kept_mass(row, some, tl.sum(mass, 0), edge, last, vocab_size, BLOCK)
         number = random_bits(tl.load(seeds + at), tl.load(positions + at)) << 11
-        target = tl.umulhi(number, kept_mass.to(tl.uint64)).to(tl.int64)
+        target = tl.umulhi(number, total.to(tl.uint64)).to(tl.int64)
         first, behind = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32) + num_parts
         before = tl.full([], 0, tl.int64)
         while behind - first > 1:
             middle = (first + behind) // 2
             passed = tl.sum(tl.where(part < middle, mass, 0), 0)
-            passed = _amount(row, some, passed, edge, last, middle * BLOCK, True, BLOCK)
+            passed = _kept_mass(row, some, passed, edge, last, middle * BLOCK, BLOCK)
             if passed <= target:
                 first, before = middle, passed
             else:
                 behind = middle
-        ids = first * BLOCK + tl.arange(0, BLOCK)
-        weights = _weights(row, ids)
-        bits = weights.to(tl.int32, bitcast=True)
-        kept = (bits > edge) | ((bits == edge) & (ids <= last))
+        each = first * BLOCK + tl.arange(0, BLOCK)
+        weights = _weights(row, each)
+        kept = _is_kept(weights, each, edge, last)
         passing = before + tl.cumsum(tl.where(kept, _fixed(weights), 0), 0) > target
-        token = tl.min(tl.where(kept & passing, ids, vocab_size), 0)
+        token = tl.min(tl.where(kept & passing, each, vocab_size), 0)
         tl.store(tokens + at, token.to(tl.int64))
 
 

@@ -86,6 +86,7 @@ SETTINGS = (
     {"top_k": 40},
     {"top_k": 900},
     {"top_k": VOCAB - 1, "top_p": 0.999},
+    {"temperature": 0.01, "top_k": 40},
     {"top_k": 30, "top_p": 0.6},
     {"min_p": 0.2},
     {"min_p": 1.0, "top_p": 0.9},
