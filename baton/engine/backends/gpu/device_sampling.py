@@ -93,8 +93,11 @@ class DeviceSampler:
         penalties = [
             (row.repetition_penalty, row.frequency_penalty, row.presence_penalty) for row in params
         ]
-        wanted = {at: row.params.logprobs for at, row in enumerate(rows)}
-        wanted = {at: likely for at, likely in wanted.items() if likely is not None}
+        scored = {
+            at: row.params.logprobs
+            for at, row in enumerate(rows)
+            if row.params.logprobs is not None
+        }
         self._launch = _Launch(
             rows,
             self._pinned(sampling.settings_of([row.params for row in rows])),
@@ -106,8 +109,8 @@ class DeviceSampler:
             self._pinned(np.concatenate([np.ravel(penalties), biases]).astype(np.float32)),
             len(adjusted),
             len(ids),
-            self._pinned(np.array(list(wanted), np.int32)),
-            min(max(wanted.values(), default=0), self._sampler.vocab_size),
+            self._pinned(np.array(list(scored), np.int32)),
+            min(max(scored.values(), default=0), self._sampler.vocab_size),
         )
 
     def _pinned(self, values: np.ndarray) -> Tensor:
@@ -135,8 +138,8 @@ class DeviceSampler:
             )
             newest = tokens if newest is None else newest
             sampling.adjust(logits, which, ends, ids, biases, times, penalties, sources, newest)
-        drawn = (launch.settings, launch.seeds, launch.positions)
-        sampling.sample(logits, *(on_device(part) for part in drawn), tokens)
+        settings, seeds = on_device(launch.settings), on_device(launch.seeds)
+        sampling.sample(logits, settings, seeds, on_device(launch.positions), tokens)
         self._host_tokens[: len(tokens)].copy_(tokens, non_blocking=True)
         if len(launch.scored):
             found = score(raw, on_device(launch.scored), tokens, launch.likely)
