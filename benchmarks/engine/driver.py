@@ -78,7 +78,7 @@ class Driver:
         ends: list[float] = []
         while len(ends) < run:
             ended, report = self._next()
-            if len(report.progress) == batch:
+            if report.num_sequences == batch:
                 ends.append(ended)
         counted = ends[warm_up - 1 : -1]  # the last one frees everything
         return (counted[-1] - counted[0]) / (len(counted) - 1)
@@ -152,7 +152,7 @@ class Driver:
                 ended, report = self._reports.get(timeout=_STEP_S)
             except queue.Empty:
                 raise RuntimeError(f"no step ended within {_STEP_S:g} s") from None
-            if failed := [one.abort_reason for one in report.progress if one.abort_reason]:
+            if failed := [one.abort_reason for one in report.others if one.abort_reason]:
                 raise RuntimeError(failed[0])
-            if report.progress:
+            if report.num_sequences:
                 return ended, report

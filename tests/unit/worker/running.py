@@ -150,10 +150,10 @@ class Paced:
     def __getattr__(self, name):
         return getattr(self._runner, name)
 
-    def run(self, plan):
+    def launch(self, plan):
         self.begun.set()
         assert self.allow.acquire(timeout=6 * PATIENCE_S)
-        return self._runner.run(plan)
+        return self._runner.launch(plan)
 
     async def waits(self):
         """Returns when a step waits."""

@@ -1,9 +1,9 @@
-"""Sampling on the device: what `baton.engine.sampling.sampler` does, put on the stream behind the
-forward pass with no wait in between.
+"""Sampling on the device: what `baton.engine.sampling.sampler` does.
 
-What a row samples depends on its logits, its settings, its tokens and one random number, which
-belongs to its seed and position. The host knows all but the logits before they exist, and may lack
-the last token, which the launch before has left on the device.
+What a row samples depends on its logits, its settings, its seed and position, and, where it has
+penalties, a grammar and the like, on its tokens. Captured steps sample all rows as if they had none
+of these, within their graphs; rows that have some are sampled once more, behind the step, when the
+host knows their tokens. Log-probabilities come behind the step, too.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from baton.config import EngineConfig
 from baton.engine.backends.gpu.device import Stream
+from baton.engine.backends.gpu.graphs import Sections, StepGraphs
 from baton.engine.ops.triton import sampling
 from baton.engine.ops.triton.logprobs import score
+from baton.engine.ops.triton.placement import feed
 from baton.engine.sampling.sampler import (
     Adjustments,
     Sampled,
@@ -28,16 +32,79 @@ from baton.engine.sampling.sampler import (
     token_logprobs,
 )
 
-KNOWN = -1  # the source of a row whose last token the host knows
+if TYPE_CHECKING:
+    from baton.engine.backends.gpu.model import GpuModel
+
+
+class SamplingGraphs(StepGraphs):
+    """Steps of the rank that samples: each begins with the tokens that the one before has sampled,
+    if it is to go on with them, and ends with its own.
+
+    tokens: int64 on the device, those of the last step, by its rows of logits.
+    """
+
+    def __init__(
+        self, model: GpuModel, pool: Tensor, stream: Stream, settings: EngineConfig,
+        max_context: int, vocab_size: int,
+    ) -> None:  # fmt: skip
+        super().__init__(model, pool, stream, settings, max_context)
+        self._vocab_size = vocab_size
+        self.tokens = torch.zeros(self.largest.logits, dtype=torch.int64, device=stream.device)
+
+    def _feed(self, at: Sections[Tensor]) -> None:
+        if decodes := len(at.sources):
+            feed(at.token_ids[:decodes], at.sources, self.tokens, self._vocab_size)
+
+    def _sample(self, at: Sections[Tensor], logits: Tensor) -> None:
+        tokens = self.tokens[: len(logits)]
+        sampling.sample(logits, at.settings, at.seeds, at.positions, tokens)
+
+
+class Scores:
+    """Log-probabilities of some rows of a step, for one launch at a time."""
+
+    def __init__(self, stream: Stream, vocab_size: int) -> None:
+        self._stream, self._vocab_size = stream, vocab_size
+        self._wanted: list[int] = []
+
+    def prepare(self, rows: Rows[int], wanted: list[int]) -> None:
+        """rows: of the logits · wanted: how many likely tokens each asks for."""
+        self._wanted = wanted
+        self._likely = min(max(wanted, default=0), self._vocab_size)
+        shape = len(wanted), 1 + self._likely
+        self._rows = pinned_copy(self._stream, np.array(rows, np.int32))
+        size = shape[0] * shape[1]
+        self._scores = self._stream.pinned(size, torch.float32).view(shape)
+        self._ids = self._stream.pinned(size, torch.int64).view(shape)
+
+    def compute(self, logits: Tensor, tokens: Tensor) -> None:
+        """To be called on the stream, once; of the logits as they are, and their tokens."""
+        rows = self._rows.to(self._stream.device, non_blocking=True)
+        scores, ids = score(logits, rows, tokens, self._likely)
+        self._scores.copy_(scores, non_blocking=True)
+        self._ids.copy_(ids, non_blocking=True)
+
+    def found(self, token_ids: Rows[int]) -> list[TokenLogprobs]:
+        """Of each row, which sampled that token; once the launch has ended."""
+        parts = zip(token_ids, self._scores.tolist(), self._ids.tolist(), self._wanted, strict=True)
+        return [
+            token_logprobs(token, scores[0], ids[1:], scores[1:], wanted)
+            for token, scores, ids, wanted in parts
+        ]
+
+
+def pinned_copy(stream: Stream, values: np.ndarray) -> Tensor:
+    """These numbers in memory that copies to the device need not wait for."""
+    given = torch.from_numpy(values)
+    return stream.pinned(given.numel(), given.dtype).view(given.shape).copy_(given)
 
 
 @dataclass
 class _Launch:
-    """One launch's inputs, in pinned memory until it has ended; then its log-probabilities, too.
+    """One launch's inputs, in pinned memory until it has ended.
 
     integers, floats: what `sampling.adjust` takes, one after the other; of how many rows and tokens
-    scored: the rows that want log-probabilities, int32; of how many likely tokens · found: those of
-    `[scored, 1 + likely]`, the chosen token's first, and their ids.
+    scored: the rows that want log-probabilities.
     """
 
     rows: Rows[SampleRow]
@@ -50,9 +117,7 @@ class _Launch:
     floats: Tensor
     num_adjusted: int
     num_tokens: int
-    scored: Tensor
-    likely: int
-    found: tuple[Tensor, ...] = ()
+    scored: list[int]
 
 
 class DeviceSampler:
@@ -63,18 +128,15 @@ class DeviceSampler:
 
     def __init__(self, stream: Stream, sampler: Sampler, max_rows: int) -> None:
         self._stream, self._sampler = stream, sampler
+        self._scores = Scores(stream, sampler.vocab_size)
         self._make_room(max_rows)
 
     def _make_room(self, rows: int) -> None:
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=self._stream.device)
         self._host_tokens = self._stream.pinned(rows, torch.int64)
 
-    def prepare(self, rows: Rows[SampleRow], sources: Rows[int] = ()) -> None:
-        """Prepares to sample one token for each row, on the host.
-
-        sources: where among the tokens given to `sample` a row's last one is, or KNOWN; if any are
-        given, all are.
-        """
+    def prepare(self, rows: Rows[SampleRow]) -> None:
+        """Prepares to sample one token for each row, on the host."""
         if len(rows) > len(self.tokens):
             self._make_room(len(rows))
         masks = None
@@ -82,22 +144,16 @@ class DeviceSampler:
             masks = self._pinned(self._sampler.masks(rows))
         allowed = self._sampler.allowed(rows)
         adjusted = [at for at, row in enumerate(rows) if row.adjusted]
-        sources = [sources[at] if sources else KNOWN for at in adjusted]
-        changes = [
-            self._sampler.adjustments(rows[at], int(source != KNOWN))
-            for at, source in zip(adjusted, sources, strict=True)
-        ]
+        changes = [self._sampler.adjustments(rows[at]) for at in adjusted]
         ids, biases, times = (np.concatenate([[], *parts]) for parts in _columns(changes))
         ends = np.cumsum([len(one.ids) for one in changes])
         params = [rows[at].params for at in adjusted]
         penalties = [
             (row.repetition_penalty, row.frequency_penalty, row.presence_penalty) for row in params
         ]
-        scored = {
-            at: row.params.logprobs
-            for at, row in enumerate(rows)
-            if row.params.logprobs is not None
-        }
+        scored = [at for at, row in enumerate(rows) if row.params.logprobs is not None]
+        if scored:
+            self._scores.prepare(scored, [rows[at].params.logprobs or 0 for at in scored])
         self._launch = _Launch(
             rows,
             self._pinned(sampling.settings_of([row.params for row in rows])),
@@ -105,49 +161,43 @@ class DeviceSampler:
             self._pinned(np.array([len(row.token_ids) for row in rows], np.int32)),
             masks,
             None if allowed is None else self._pinned(allowed),
-            self._pinned(np.concatenate([adjusted, ends, sources, ids, times]).astype(np.int32)),
+            self._pinned(np.concatenate([adjusted, ends, ids, times]).astype(np.int32)),
             self._pinned(np.concatenate([np.ravel(penalties), biases]).astype(np.float32)),
             len(adjusted),
             len(ids),
-            self._pinned(np.array(list(scored), np.int32)),
-            min(max(scored.values(), default=0), self._sampler.vocab_size),
+            scored,
         )
 
     def _pinned(self, values: np.ndarray) -> Tensor:
-        given = torch.from_numpy(values)
-        held = self._stream.pinned(given.numel(), given.dtype).view(given.shape)
-        return held.copy_(given)
+        return pinned_copy(self._stream, values)
 
-    def sample(self, logits: Tensor, newest: Tensor | None = None) -> None:
-        """Samples from logits `[rows, vocab_size]`, and changes them; copies tokens to the host.
+    def sample(self, logits: Tensor) -> Tensor:
+        """Samples from logits float32 `[rows, vocab_size]`, and changes them: int64 `[rows]`.
 
-        To be called on the stream, once. newest: what `sources` are places in.
+        Copies them to the host, too. To be called on the stream, once.
         """
         launch, tokens = self._launch, self.tokens[: len(logits)]
         on_device = self._on_device
         if launch.masks is not None:
             logits.masked_fill_(~_unpacked(on_device(launch.masks), logits.shape[1]), -torch.inf)
-        raw = logits.clone() if len(launch.scored) and launch.num_adjusted else logits
+        raw = logits.clone() if launch.scored and launch.num_adjusted else logits
         if launch.allowed is not None:
             logits.masked_fill_(~_unpacked(on_device(launch.allowed), logits.shape[1]), -torch.inf)
         if rows := launch.num_adjusted:
             integers = on_device(launch.integers)
-            which, ends, sources, ids, times = integers.split([rows] * 3 + [launch.num_tokens] * 2)
+            which, ends, ids, times = integers.split([rows] * 2 + [launch.num_tokens] * 2)
             penalties, biases = on_device(launch.floats).split(
                 [sampling.NUM_PENALTIES * rows, launch.num_tokens]
             )
-            newest = tokens if newest is None else newest
-            sampling.adjust(logits, which, ends, ids, biases, times, penalties, sources, newest)
-        settings, seeds = on_device(launch.settings), on_device(launch.seeds)
-        sampling.sample(logits, settings, seeds, on_device(launch.positions), tokens)
+            sampling.adjust(logits, which, ends, ids, biases, times, penalties)
+        settings, seeds, positions = map(
+            on_device, (launch.settings, launch.seeds, launch.positions)
+        )
+        sampling.sample(logits, settings, seeds, positions, tokens)
         self._host_tokens[: len(tokens)].copy_(tokens, non_blocking=True)
-        if len(launch.scored):
-            found = score(raw, on_device(launch.scored), tokens, launch.likely)
-            launch.found = tuple(
-                self._stream.pinned(part.numel(), part.dtype).view(part.shape) for part in found
-            )
-            for host, there in zip(launch.found, found, strict=True):
-                host.copy_(there, non_blocking=True)
+        if launch.scored:
+            self._scores.compute(raw, tokens)
+        return tokens
 
     def _on_device(self, host: Tensor) -> Tensor:
         return host.to(self._stream.device, non_blocking=True)
@@ -160,10 +210,10 @@ class DeviceSampler:
         launch = self._launch
         tokens = self._host_tokens[: len(launch.rows)].tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
-        found = (part.tolist() for part in (launch.scored, *launch.found))
-        for at, scores, ids in zip(*found, strict=True) if launch.found else ():
-            wanted = launch.rows[at].params.logprobs or 0
-            logprobs[at] = token_logprobs(tokens[at], scores[0], ids[1:], scores[1:], wanted)
+        if scored := launch.scored:
+            found = self._scores.found([tokens[at] for at in scored])
+            for at, one in zip(scored, found, strict=True):
+                logprobs[at] = one
         return Sampled(tokens, logprobs)
 
 

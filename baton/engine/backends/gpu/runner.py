@@ -1,11 +1,14 @@
-"""Computes plans on a GPU: decode steps by graphs, and all tokens sampled on the device.
+"""Computes plans on a GPU: by graphs where a captured step holds them, and sampled on the device.
 
-A decode step is one launch: a copy of its inputs, a graph, sampling, a copy of the tokens back.
+A captured step is one launch: a copy of its inputs, a graph, a copy of the tokens back. Rows whose
+sampling must know their tokens (penalties, grammars), or that want log-probabilities, are sampled
+behind the graph, once the step before has landed: while the forward pass runs.
+
 Kernels find inputs at fixed places, so that a graph reads whatever was copied there last. The host
 writes them into pinned memory, of which there are two buffers, used in turn: while one is being
-read, the next launch's inputs are written into the other. What else a plan may hold (chunks,
-proposed tokens, rows whose grammar or bad words must know the last token) is computed tensor by
-tensor, and waited for. Engine thread only.
+read, the next launch's inputs are written into the other. What no captured step holds (log-
+probabilities of prompts, embeddings, proposed tokens, more chunks or rows than are captured) is
+launched kernel by kernel, and waited for. Engine thread only.
 """
 
 from __future__ import annotations
@@ -13,105 +16,98 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Rows
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.engine.backends.gpu.device import Stream, new_stream
-from baton.engine.backends.gpu.device_sampling import KNOWN, DeviceSampler
-from baton.engine.backends.gpu.graphs import (
-    PADDING,
-    DecodeGraphs,
-    num_elements,
-    sections,
+from baton.engine.backends.gpu.device_sampling import (
+    DeviceSampler,
+    SamplingGraphs,
+    Scores,
+    pinned_copy,
 )
+from baton.engine.backends.gpu.graphs import Sections, Shape, num_elements, sections
+from baton.engine.backends.gpu.input_batch import InputBatch
 from baton.engine.planner import Plan, Work
-from baton.engine.runner import Runner, SampledTokens, sample_rows
-from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow
+from baton.engine.runner import Launch, Runner, SampledTokens, StepOutput, sample_rows
+from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError, InternalError
 
 if TYPE_CHECKING:  # it imports triton, which may not be installed
     from baton.engine.backends.gpu.model import GpuModel
 
-
-@dataclass
-class _TableRow:
-    row: int
-    blocks: list[int] = field(default_factory=list)
-
-
-class BlockTables:
-    """Block tables of decoding sequences, on the host, kept from launch to launch.
-
-    A sequence keeps its row while it decodes: turning a list of blocks into numbers takes far
-    longer than copying them.
-    """
-
-    def __init__(self, max_batch: int, width: int) -> None:
-        # Twice as many as can decode at once, so that rows need not be given up one by one.
-        self._rows = np.zeros((2 * max_batch, width), np.int32)
-        self._free = list(range(2 * max_batch))
-        self._entries: dict[Sequence, _TableRow] = {}
-
-    def gather(self, sequences: list[Sequence], into: Tensor) -> None:
-        """Writes each sequence's first blocks into `[sequences, width]`; behind them lies 0."""
-        rows = [self._row(sequence, sequences) for sequence in sequences]
-        into.numpy()[:] = self._rows[rows, : into.shape[1]]
-
-    def _row(self, sequence: Sequence, staying: list[Sequence]) -> int:
-        entry = self._entries.get(sequence)
-        if entry is None:
-            if not self._free:
-                kept = set(staying)
-                for other in [one for one in self._entries if one not in kept]:
-                    self._free.append(self._entries.pop(other).row)
-            entry = self._entries[sequence] = _TableRow(self._free.pop())
-        # It costs nanoseconds a block to compare them, as long as they are the same objects.
-        if entry.blocks != sequence.block_ids:
-            self._write(entry, list(sequence.block_ids))
-        return entry.row
-
-    def _write(self, entry: _TableRow, blocks: list[int]) -> None:
-        row = self._rows[entry.row]
-        used = min(len(blocks), len(row))
-        row[:used] = blocks[:used]
-        row[used:] = 0
-        entry.blocks = blocks
+Array = npt.NDArray[Any]
 
 
 class _Slot:
     """The pinned memory of one launch, and when it may be written again."""
 
-    def __init__(self, stream: Stream, sampler: Sampler, max_batch: int, table_width: int) -> None:
-        self.inputs = stream.pinned(num_elements(max_batch, table_width), torch.int32)
-        self.sampler = DeviceSampler(stream, sampler, max_batch)
+    def __init__(self, stream: Stream, sampler: Sampler, largest: Shape) -> None:
+        self._inputs = stream.pinned(num_elements(largest), torch.int32)
+        self._sections: dict[Shape, tuple[Tensor, Sections[Array]]] = {}
+        self.tokens = stream.pinned(largest.logits, torch.int64)
+        self.sampler = DeviceSampler(stream, sampler, largest.logits)
+        self.scores = Scores(stream, sampler.vocab_size)
         self.event = stream.record_event()
 
+    def inputs(self, shape: Shape) -> tuple[Tensor, Sections[Array]]:
+        """(all of a launch's inputs, their parts to write)."""
+        if shape not in self._sections:
+            parts = sections(self._inputs, shape)
+            self._sections[shape] = parts.all, Sections(*(part.numpy() for part in parts))
+        return self._sections[shape]
 
-@dataclass
-class Launch:
-    """A decode step on the stream: the row of each sequence, and its blocks at the launch.
 
-    began_ns: by `time.monotonic_ns`, when nothing before it was left to be waited for.
+class _CapturedLaunch(Launch):
+    """A padded step on the stream: its sequences, and their blocks at the launch.
+
+    sampling: the works that sample · places: their rows of logits · sampled: the sequence that each
+    row of logits samples a token of · apart: of `sampling`, those of which more is to be done
+    behind the step · resampled, scored: those of them that are sampled once more, with their tokens
+    known, and those that only want log-probabilities.
     """
 
-    plan: Plan
-    began_ns: int
-    rows: dict[Sequence, int]
-    blocks: list[list[int]]
-    slot: _Slot
+    logits: Tensor  # once it runs
+
+    def __init__(self, plan: Plan, shape: Shape, slot: _Slot) -> None:
+        super().__init__(plan)
+        self.shape, self.slot = shape, slot
+        self.sequences = [item.sequence for item in plan.work]
+        self.blocks = [one.block_ids for one in self.sequences]
+        self.apart: list[int] = []
+        self.resampled, self.scored = list[int](), list[int]()
+        self.sampling: list[Work] = plan.work
+        self.places: Rows[int] = range(len(plan.work))
+        self.sampled: Rows[Sequence | None] = self.sequences
+        self.decodes = len(plan.work)
+        if shape.chunk_rows:
+            self.decodes = sum(item.count == 1 for item in plan.work) if shape.decodes else 0
+            places = [*range(self.decodes), *range(shape.decodes, shape.logits)]
+            of_works = [pair for pair in zip(plan.work, places, strict=False) if pair[0].samples]
+            self.sampling, self.places = [item for item, _ in of_works], [at for _, at in of_works]
+            by_place = {at: item.sequence for item, at in of_works}
+            self.sampled = [by_place.get(at) for at in range(shape.logits)]
+
+
+class _WaitingLaunch(Launch):
+    """A step of any work, which is waited for; logits: as `StepModel.step`."""
+
+    def __init__(self, plan: Plan, logits: Tensor) -> None:
+        super().__init__(plan)
+        self.logits = logits
 
 
 class GpuRunner(Runner):
     """Runs a model on a GPU's stream, or, for tests, on a CPU's."""
 
-    launches_ahead = True
     model: GpuModel
+    waited_s: float
 
     def __init__(
         self,
@@ -125,20 +121,24 @@ class GpuRunner(Runner):
         """max_context: of sequences, in tokens. The stream is one of the pool's device if None."""
         super().__init__(model, pool, sampler)
         self.decode_rows = {"wanted": 0, "padding": 0, "wasted": 0}
-        self._max_batch, self._max_context = settings.max_batch, max_context
+        self.waited_s = 0.0
+        self._max_context = max_context
         self._block_size = pool.shape[4]
         self._stream = stream = stream or new_stream(pool.device)
-        self._last: Launch | None = None  # until it is waited for
+        self._last: _CapturedLaunch | None = None  # until it is waited for
+        self._shaped: tuple[Plan | None, Shape | None] = None, None  # the last plan's
         width = -(-max_context // self._block_size)
         with torch.inference_mode():
-            self._graphs = DecodeGraphs(model, pool, stream, self._max_batch, width)
-            self._tables = BlockTables(self._max_batch, width)
-            self._slots = [_Slot(stream, sampler, self._max_batch, width) for _ in range(2)]
-            self._waiting_sampler = DeviceSampler(stream, sampler, self._max_batch)
+            self._graphs = SamplingGraphs(
+                model, pool, stream, settings, max_context, sampler.vocab_size
+            )
+            self._inputs = InputBatch(settings.max_batch, width)
+            self._slots = [_Slot(stream, sampler, self._graphs.largest) for _ in range(2)]
+            self._waiting_sampler = DeviceSampler(stream, sampler, settings.max_batch)
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Captures decode steps before requests are served.
+        """Captures steps before requests are served.
 
         Raises ConfigError where it cannot be done.
         """
@@ -147,74 +147,108 @@ class GpuRunner(Runner):
                 self._graphs.capture()
         except RuntimeError as error:
             raise ConfigError(
-                f"decode steps cannot be captured as CUDA graphs ({error}): add --no-graphs"
+                f"steps cannot be captured as CUDA graphs ({error}): add --no-graphs"
             ) from error
 
-    def run(self, plan: Plan) -> dict[str, SampledTokens]:
-        if self.launches(plan):
-            launch = self.launch(plan)
-            return self.tokens(launch, set(launch.rows))
-        try:
-            with torch.inference_mode():
-                return self._stream.call(lambda: self._compute(plan.work))
-        finally:
-            self._stream.record_event().synchronize()
+    def launches_ahead(self, plan: Plan) -> bool:
+        """Whether a captured step holds it in which only decode rows await their tokens."""
+        shape = self._shape(plan)
+        if shape is None or not shape.chunk_rows:
+            return shape is not None
+        return not any(
+            item.sequence.awaits_token and item.samples
+            for item in plan.work
+            if item.count > 1 or not shape.decodes
+        )
 
-    def launches(self, plan: Plan) -> bool:
-        """Whether one launch computes a plan and samples its tokens, the last ones unknown."""
-        sequences = [item.sequence for item in plan.work]
-        return self._are_decoding(plan.work) and all(
-            one.grammar is None and one.params.max_tokens > 0 and not one.params.bad_words
-            for one in sequences
+    def _shape(self, plan: Plan) -> Shape | None:
+        """The shape of the captured step that holds a plan, if one does."""
+        if plan is not self._shaped[0]:
+            self._shaped = plan, self._shape_of(plan)
+        return self._shaped[1]
+
+    def _shape_of(self, plan: Plan) -> Shape | None:
+        work = plan.work
+        if not all(map(self._fits, work)):
+            return None
+        blocks = -(-max([item.start + item.count for item in work]) // self._block_size)
+        shape = None
+        if not plan.has_chunks and all(item.samples for item in work):
+            shape = self._graphs.decode_shape(len(work), blocks)
+        return shape or self._graphs.chunk_shape([item.count for item in work], blocks)
+
+    def _fits(self, item: Work) -> bool:
+        """Whether a captured step gives a sequence all that it asks for."""
+        sequence = item.sequence
+        params = sequence.params
+        return (
+            item.start + item.count <= self._max_context
+            and not item.proposed
+            and (sequence.num_scored is None or not item.scored)
+            and not params.embedding
+            and (params.max_tokens > 0 or not item.samples)
         )
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Launch:
-        """Starts a decode step; tokens that the launch before samples are taken from there."""
-        began_ns, sequences = time.monotonic_ns(), [item.sequence for item in plan.work]
-        before, sampled = {}, None
-        if self._last is not None:
-            before, sampled = self._last.rows, self._last.slot.sampler.tokens
-        sources = [before.get(one, KNOWN) for one in sequences]
-        slot, shape = self._write_inputs(plan.work, sources)
-        slot.sampler.prepare([row for item in plan.work for row in sample_rows(item)], sources)
+        """Begins a step; in a captured one, tokens that the launch before samples are taken from
+        there."""
+        if shape := self._shape(plan):
+            return self._launch_captured(plan, shape)
+        return _WaitingLaunch(plan, self._stream.call(lambda: self._forward(plan)))
 
-        def work() -> None:
-            slot.sampler.sample(self._decode(shape, slot, sampled)[: len(sequences)], sampled)
+    def _forward(self, plan: Plan) -> Tensor:
+        """Logits as `StepModel.step`; on the stream, so that it follows its inputs there."""
+        return self.model.step(self._batches.build(plan), self.pool)
 
-        try:
-            self._stream.put(work)
-        finally:  # a part of it may be there, and read what is in the slot
-            slot.event = self._stream.record_event()
-        rows = {sequence: row for row, sequence in enumerate(sequences)}
-        self._last = Launch(plan, began_ns, rows, [one.block_ids for one in sequences], slot)
-        return self._last
+    @torch.inference_mode()
+    def sample(self, launch: Launch) -> None:
+        if isinstance(launch, _CapturedLaunch):
+            if launch.apart:
+                self._sample_apart(launch)
+            return
+        assert isinstance(launch, _WaitingLaunch)
+        plan, logits = launch.plan, launch.logits
+        launch.output = self._stream.call(lambda: self._sample(plan, logits))
 
-    def tokens(self, launch: Launch, wanted: set[Sequence]) -> dict[str, SampledTokens]:
-        """Waits for a launch; what the wanted sequences sampled, by their ids.
-
-        Raises what the launch failed with, InternalError for logits that are no numbers.
-        """
+    def land(self, launch: Launch) -> StepOutput:
+        """Raises what the step failed with, InternalError for logits that are no numbers."""
+        if not isinstance(launch, _CapturedLaunch):
+            self._wait(self._stream.record_event())
+            return launch.output
         if launch is self._last:
             self._last = None
-        with nullcontext() if wanted else suppress(Exception):
-            launch.slot.event.synchronize()
-        sampled = launch.slot.sampler.sampled()
-        self.decode_rows["wanted"] += len(wanted)
-        self.decode_rows["wasted"] += len(launch.rows) - len(wanted)
-        found = {}
-        for sequence in wanted:
-            row = launch.rows[sequence]
-            logprobs = sampled.logprobs[row]
-            found[sequence.seq_id] = SampledTokens(
-                (self._token(sampled.token_ids[row]),), (logprobs,) if logprobs else ()
-            )
-        return found
+        count, chunks = len(launch.sequences), launch.shape.chunk_rows > 0
+        wasted = sum([one.dropped for one in launch.sequences])
+        with nullcontext() if wasted < count else suppress(Exception):
+            self._wait(launch.slot.event)
+        if not chunks:
+            self.decode_rows["wanted"] += count - wasted
+            self.decode_rows["wasted"] += wasted
+        tokens = launch.slot.tokens[: len(launch.sampled)].tolist()
+        if chunks:
+            tokens = [tokens[at] for at in launch.places]
+        if tokens and max(tokens) >= self.sampler.vocab_size:
+            for item, token_id in zip(launch.sampling, tokens, strict=True):
+                if not item.sequence.dropped:
+                    self._check(token_id)
+        apart = self._found_apart(launch, tokens) if launch.apart else {}
+        if not chunks:
+            return StepOutput(apart, tokens)
+        of_works = zip(launch.sampling, tokens, strict=True)
+        found = {item.sequence.seq_id: SampledTokens((token_id,)) for item, token_id in of_works}
+        return StepOutput(found | apart)
 
-    def _token(self, token_id: int) -> int:
+    def _check(self, token_id: int) -> None:
         if token_id >= self.sampler.vocab_size:
             raise InternalError("logits are not finite numbers: the model's output is broken")
-        return token_id
+
+    def _wait(self, event: Any) -> None:
+        began = time.perf_counter()
+        try:
+            event.synchronize()
+        finally:
+            self.waited_s += time.perf_counter() - began
 
     def scrub(self, blocks: list[int]) -> None:
         """Zeroes blocks that unverified bytes came into; see `Runner.scrub`."""
@@ -233,7 +267,7 @@ class GpuRunner(Runner):
             with suppress(Exception):
                 self._stream.record_event().synchronize()
         elif self._last is not None:
-            held = zip(self._last.rows, self._last.blocks, strict=True)
+            held = zip(self._last.sequences, self._last.blocks, strict=True)
             if any(sequence.block_ids is not before for sequence, before in held):
                 with suppress(Exception):
                     self._last.slot.event.synchronize()
@@ -242,74 +276,84 @@ class GpuRunner(Runner):
         self._graphs.close()
         super().close()
 
-    def _compute(self, work: list[Work]) -> dict[str, SampledTokens]:
-        """Computes and samples any work: on the stream, and waited for."""
-        if self._are_decoding(work):
-            slot, shape = self._write_inputs(work, [KNOWN] * len(work))
-            logits = self._decode(shape, slot, None)[: len(work)]
-            self.decode_rows["wanted"] += len(work)
-        else:
-            logits = self.model.step(self._batches.build(Plan(work)), self.pool)
-        return self._sample(work, logits)
-
     def _choose(self, logits: Tensor, rows: Rows[SampleRow]) -> Sampled:
         if not rows:
             return Sampled([], [])
         sampler = self._waiting_sampler
         sampler.prepare(rows)
         sampler.sample(logits)
-        self._stream.record_event().synchronize()
+        self._wait(self._stream.record_event())
         sampled = sampler.sampled()
         for token_id in sampled.token_ids:
-            self._token(token_id)
+            self._check(token_id)
         return sampled
 
-    def _are_decoding(self, work: list[Work]) -> bool:
-        """Whether these are single tokens, all of which sample, no more than a batch holds."""
-        return len(work) <= self._max_batch and all(
-            item.count == 1
-            and item.samples
-            and item.start < self._max_context
-            and not item.sequence.params.embedding
-            for item in work
-        )
-
-    def _write_inputs(self, work: list[Work], sources: list[int]) -> tuple[_Slot, tuple[int, int]]:
-        """Writes rows into the slot used less recently: (slot, padded shape).
-
-        sources: which row of the launch before samples a row's token, or KNOWN.
-        """
+    def _launch_captured(self, plan: Plan, shape: Shape) -> _CapturedLaunch:
         slot = self._slots.pop(0)
         self._slots.append(slot)
         with suppress(Exception):  # its own step reports it
             slot.event.synchronize()
-        count, sequences = len(work), [item.sequence for item in work]
-        blocks = max(item.start for item in work) // self._block_size + 1
-        size, width = self._graphs.shape(count, blocks)
-        into = sections(slot.inputs, size, width)
-        for part, values, padding in (
-            (into.token_ids, [item.sequence.tokens[item.start] for item in work], 0),
-            (into.context_lens, [item.start for item in work], PADDING),
-            (into.sources, sources, KNOWN),
-        ):
-            numbers = part.numpy()
-            numbers[:count] = values
-            numbers[count:] = padding
-        self._tables.gather(sequences, into.block_tables[:count])
-        into.block_tables[count:] = 0
-        self.decode_rows["padding"] += size - count
-        return slot, (size, width)
+        launch = _CapturedLaunch(plan, shape, slot)
+        before = self._last.sampled if self._last is not None else []
+        sources = self._inputs.sources(launch.sequences[: launch.decodes], before)
+        inputs, parts = slot.inputs(shape)
+        launch.apart = self._inputs.write(plan.work, shape, sources, parts).tolist()
+        if not shape.chunk_rows:
+            self.decode_rows["padding"] += shape.decodes - launch.decodes
 
-    def _decode(self, shape: tuple[int, int], slot: _Slot, sampled: Tensor | None) -> Tensor:
-        """Logits `[size, vocab_size]` of what is in the slot; on the stream.
+        def run() -> None:
+            self._graphs.inputs(shape).all.copy_(inputs, non_blocking=True)
+            launch.logits = self._graphs.run(shape)
+            if not launch.apart:
+                self._copy_tokens(launch)
 
-        sampled: tokens of the launch before.
-        """
-        here, there = self._graphs.inputs(*shape), sections(slot.inputs, *shape)
-        here.all.copy_(there.all, non_blocking=True)
-        if sampled is not None:
-            # One beyond the vocabulary is an error, raised when it is used, but must be no index.
-            tokens = sampled.index_select(0, here.sources.clamp(min=0))
-            tokens.clamp_(max=self.sampler.vocab_size - 1)
-            here.token_ids.copy_(torch.where(here.sources == KNOWN, here.token_ids, tokens))
-        return self._graphs.decode(*shape)
+        try:
+            self._stream.put(run)
+        finally:  # a part of it may be there, and read what is in the slot
+            slot.event = self._stream.record_event()
+        self._last = launch
+        return launch
+
+    def _copy_tokens(self, launch: _CapturedLaunch) -> None:
+        count = len(launch.sampled)
+        launch.slot.tokens[:count].copy_(self._graphs.tokens[:count], non_blocking=True)
+
+    def _sample_apart(self, launch: _CapturedLaunch) -> None:
+        """Samples rows once more whose logits their tokens change, and scores those that ask."""
+        slot, stream, of_works = launch.slot, self._stream, launch.places
+        rows = {at: next(sample_rows(launch.sampling[at])) for at in launch.apart}
+        for at, row in rows.items():
+            (launch.resampled if row.adjusted or row.grammar else launch.scored).append(at)
+        if launch.resampled:
+            slot.sampler.prepare([rows[at] for at in launch.resampled])
+            places = pinned_copy(stream, np.array([of_works[at] for at in launch.resampled]))
+        if scored := launch.scored:
+            wanted = [rows[at].params.logprobs or 0 for at in scored]
+            slot.scores.prepare([of_works[at] for at in scored], wanted)
+
+        def run() -> None:
+            if launch.resampled:
+                at = places.to(stream.device, non_blocking=True)
+                sampled = slot.sampler.sample(launch.logits.index_select(0, at).float())
+                self._graphs.tokens.index_copy_(0, at, sampled)
+            if scored:
+                slot.scores.compute(launch.logits, self._graphs.tokens)
+            self._copy_tokens(launch)
+
+        try:
+            stream.put(run)
+        finally:
+            slot.event = stream.record_event()
+
+    def _found_apart(self, launch: _CapturedLaunch, tokens: list[int]) -> dict[str, SampledTokens]:
+        logprobs = dict[int, TokenLogprobs | None]()
+        if launch.resampled:
+            of_rows = launch.slot.sampler.sampled().logprobs
+            logprobs |= zip(launch.resampled, of_rows, strict=True)
+        if scored := launch.scored:
+            found = launch.slot.scores.found([tokens[at] for at in scored])
+            logprobs |= zip(scored, found, strict=True)
+        return {
+            launch.sampling[at].sequence.seq_id: SampledTokens((tokens[at],), (one,) if one else ())
+            for at, one in logprobs.items()
+        }

@@ -415,7 +415,8 @@ def prefill_attention(
 
     As `decode_attention`, but q has one sequence's rows after the other's · block_tables: of each
     sequence · context_lens: int32 `[sequences]`, tokens before a sequence's first row · query_lens:
-    int32 `[sequences]`, its rows · tiles: `plan_tiles` of these query_lens.
+    int32 `[sequences]`, its rows · tiles: `plan_tiles` of these query_lens. Rows of a sequence with
+    the context -1 are padding, of which out has zeros.
     """
     assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
     assert out.is_contiguous() and out.shape == q.shape and out.dtype == q.dtype
@@ -454,7 +455,8 @@ def prefill_kernel(
     first_token = tl.load(place + 1)
     first_row = tl.load(place + 2)
     tokens = tl.minimum(tl.load(query_lens + sequence) - first_token, TOKENS)
-    first_position = tl.load(context_lens + sequence) + first_token
+    context = tl.load(context_lens + sequence)
+    first_position = context + first_token
 
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PART: tl.constexpr = KV_HEADS * BLOCK_SIZE * ROW_SIZE
@@ -464,6 +466,9 @@ def prefill_kernel(
     heads = (first_row + token) * HEADS + kv_head * GROUP + row % GROUP
     at = heads.to(tl.int64)[:, None] * HEAD_SIZE + dims[None, :]
     wanted = (token < tokens)[:, None] & (dims < HEAD_SIZE)[None, :]
+    if context < 0:  # padding
+        tl.store(out + at, tl.zeros([ROWS, HEAD_PAD], out.dtype.element_ty), mask=wanted)
+        return
     q = tl.load(q_rows + at, mask=wanted, other=0.0).to(K_TYPE)
     positions = first_position + token
     k_base = pool + layer.to(tl.int64) * (2 * PART) + kv_head * (BLOCK_SIZE * ROW_SIZE)

@@ -35,10 +35,9 @@ from baton.engine.ops.triton.spec import (
 from baton.engine.ops.triton.tuning import choose
 from baton.engine.sampling.filters import sample as reference
 from baton.engine.sampling.randomness import uniform
-from baton.engine.sampling.sampler import GREEDY_BELOW
+from baton.engine.sampling.sampler import GREEDY_BELOW, NUM_SETTINGS
 from baton.sampling import SamplingParams
 
-NUM_SETTINGS = 4  # temperature (0: greedy), top-k (0: without), top-p, min-p
 NUM_PENALTIES = 3  # repetition, frequency, presence
 _INFINITY = tl.constexpr(float("inf"))
 
@@ -474,61 +473,42 @@ def _adjusted(x, bias, times, repetition, frequency, presence):
     return x - (output * frequency + (output > 0).to(tl.float32) * presence)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=[
-        "rows", "ends", "ids", "biases", "times", "penalties", "sources", "sampled"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize_on_alignment=["rows", "ends", "ids", "biases", "times", "penalties"])
 def _adjust_kernel(
-    logits, rows, ends, ids, biases, times, penalties, sources, sampled, vocab_size, row_stride,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits, rows, ends, ids, biases, times, penalties, row_stride, BLOCK: tl.constexpr
+):
     which = tl.program_id(0)
     logits += tl.load(rows + which).to(tl.int64) * row_stride
     penalties += which * 3
     repetition, frequency = tl.load(penalties), tl.load(penalties + 1)
     presence = tl.load(penalties + 2)
-    # The last token of the text may be known to the device alone.
-    source, newest = tl.load(sources + which), tl.full([], -1, tl.int64)
-    if source >= 0:
-        newest = tl.load(sampled + source)
     begin, end = tl.full([], 0, tl.int32), tl.load(ends + which)
     if which > 0:
         begin = tl.load(ends + which - 1)
-    listed = tl.zeros([BLOCK], tl.int32)
     for first in range(begin, end, BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < end
         token = tl.load(ids + at, mask=inside, other=0)
         count = tl.load(times + at, mask=inside, other=-1)
-        is_newest = (token == newest) & inside
-        count = tl.where(is_newest, tl.maximum(count, 0) + 1, count)
-        listed |= is_newest.to(tl.int32)
         x = tl.load(logits + token, mask=inside, other=0.0)
         bias = tl.load(biases + at, mask=inside, other=0.0)
         x = _adjusted(x, bias, count, repetition, frequency, presence)
         tl.store(logits + token, x, mask=inside)
-    if (newest >= 0) & (newest < vocab_size) & (tl.max(listed, 0) == 0):
-        x = tl.load(logits + newest)
-        tl.store(logits + newest, _adjusted(x, 0.0, 1, repetition, frequency, presence))
 
 
 def adjust(
     logits: Tensor, rows: Tensor, ends: Tensor, ids: Tensor, biases: Tensor, times: Tensor,
-    penalties: Tensor, sources: Tensor, sampled: Tensor,
+    penalties: Tensor,
 ) -> None:  # fmt: skip
     """Applies biases and penalties to some rows of logits `[.., vocab]` float32, in place.
 
     rows: int32 `[n]`, which ones · ends: int32 `[n]`, where a row's tokens end in the lists of all:
     ids int32, distinct in a row, biases float32, times int32: how often each is in the output, 0 in
-    the prompt alone, -1 in neither · penalties: float32 `[n, NUM_PENALTIES]` · sources: int32
-    `[n]`, where in `sampled`, int64, lies the last token of a row's output if the lists lack it;
-    else -1.
+    the prompt alone, -1 in neither · penalties: float32 `[n, NUM_PENALTIES]`.
     """
     _adjust_kernel[(len(rows),)](
-        logits, rows, ends, ids, biases, times, penalties, sources, sampled, logits.shape[1],
-        logits.stride(0), BLOCK=256, num_warps=4,
-    )  # fmt: skip
+        logits, rows, ends, ids, biases, times, penalties, logits.stride(0), BLOCK=256, num_warps=4
+    )
 
 
 def settings_of(params: Sequence[SamplingParams]) -> npt.NDArray[np.float64]:
@@ -585,7 +565,7 @@ def _sample_trial(shape: Key, device: torch.device) -> Trial:
 
 
 def _adjust_trial(shape: Key, device: torch.device) -> Trial:
-    """Two rows of three: one whose last token is listed, one whose is not."""
+    """Two rows of three."""
     vocab_size, listed = int(shape["vocab"]), int(shape["listed"])
     kept = torch.randn(3, vocab_size, device=device)
     i32 = partial(torch.tensor, dtype=torch.int32, device=device)
@@ -593,28 +573,19 @@ def _adjust_trial(shape: Key, device: torch.device) -> Trial:
     biases = torch.randn(2, listed).to(device)
     times = (torch.arange(2 * listed).view(2, listed) % 5 - 1).int().to(device)
     penalties = torch.tensor([[1.3, 0.5, 0.25], [0.7, -0.5, 1.0]], device=device)
-    sampled = torch.stack([ids[0, 1].long(), torch.tensor(0, device=device), ids[0, 2].long()])
-    sources = i32([0, 2])
 
     def run(config: Config | None) -> Outputs:
         logits = kept.clone()
         rows, ends = i32([2, 0]), i32([listed, 2 * listed])
-        adjust(
-            logits, rows, ends, ids.view(-1), biases.view(-1), times.view(-1), penalties, sources,
-            sampled,
-        )  # fmt: skip
+        adjust(logits, rows, ends, ids.view(-1), biases.view(-1), times.view(-1), penalties)
         return (logits,)
 
     def wanted() -> Outputs:
         logits = kept.clone()
         for which, row in enumerate((2, 0)):
             repetition, frequency, presence = penalties[which].tolist()
-            newest = int(sampled[int(sources[which])])
             its = zip(*(part[which].tolist() for part in (ids, biases, times)), strict=True)
-            all_of = {token: (bias, count) for token, bias, count in its}
-            bias, count = all_of.get(newest, (0.0, 0))
-            all_of[newest] = bias, max(count, 0) + 1
-            for token, (bias, count) in all_of.items():
+            for token, bias, count in its:
                 x = float(logits[row, token]) + bias
                 if count >= 0:
                     x = x / repetition if x > 0 else x * repetition

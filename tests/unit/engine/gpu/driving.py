@@ -12,7 +12,6 @@ from baton.engine.blocks import BlockPool
 from baton.engine.kv_cache import KvLayout
 from baton.engine.loop import Engine, Progress
 from baton.engine.models.decoder import Model
-from baton.engine.overlap import OverlappedEngine
 from baton.engine.planner import ChunkSize, Planner
 from baton.engine.runner import Runner
 from baton.engine.sampling.sampler import Sampler
@@ -26,8 +25,29 @@ CONFIG = replace(TINY, num_layers=1, windows=(None,), max_context=MAX_CONTEXT)
 EOS = frozenset({1})
 
 
-class DecodingModel(Model):
-    """The reference with a step of its own for decoding; the logits of padding are no numbers."""
+class PaddedModel(Model):
+    """The reference for padded steps, too; the logits of padding are no numbers."""
+
+    def step(self, batch, pool):
+        if (batch.context_lens >= 0).all():
+            return super().step(batch, pool)
+        real = ((batch.context_lens >= 0) & (batch.query_lens > 0)).nonzero()[:, 0]
+        owners = torch.arange(len(batch.query_lens)).repeat_interleave(batch.query_lens)
+        assert len(owners) == len(batch.token_ids), "padding takes all other rows"
+        rows = torch.isin(owners, real).nonzero()[:, 0]
+        if not len(real):
+            return torch.full((len(batch.logit_rows), self.config.vocab_size), torch.nan)
+        whole = StepBatch(
+            batch.token_ids[rows],
+            batch.context_lens[real],
+            batch.query_lens[real],
+            batch.block_tables[real],
+            torch.arange(len(rows), dtype=torch.int32),
+            int((real < batch.num_decodes).sum()),
+        )
+        logits = torch.full((len(owners), self.config.vocab_size), torch.nan)
+        logits[rows] = super().step(whole, pool)
+        return logits[batch.logit_rows]
 
     def decode(self, token_ids, context_lens, block_tables, pool):
         assert token_ids.dtype == context_lens.dtype == block_tables.dtype == torch.int32
@@ -43,7 +63,7 @@ class DecodingModel(Model):
         return logits
 
 
-MODEL = DecodingModel(CONFIG, weights_of(CONFIG), torch.float32, torch.device("cpu"))
+MODEL = PaddedModel(CONFIG, weights_of(CONFIG), torch.float32, torch.device("cpu"))
 
 
 def new_pool(num_blocks):
@@ -61,8 +81,8 @@ class Driven:
         self.blocks = BlockPool(num_blocks, block_size)
         proposer = NgramProposer(speculate, MAX_CONTEXT) if speculate else None
         self.planner = Planner(self.blocks, ChunkSize(16), max_batch, proposer)
-        kind = OverlappedEngine if overlap and not speculate else Engine
-        self.engine = kind(runner, self.planner, EOS, MAX_CONTEXT, self._publish)
+        overlap = overlap and not speculate
+        self.engine = Engine(runner, self.planner, EOS, MAX_CONTEXT, self._publish, overlap)
         self.progress: list[Progress] = []  # of the last report
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[object]] = {}
@@ -78,7 +98,7 @@ class Driven:
     @property
     def in_flight(self):
         """Ids of the sequences with a row in a launch that was not waited for."""
-        flight = getattr(self.engine, "_flight", None)
+        flight = self.engine._flight
         return [work.sequence.seq_id for work in flight.plan.work] if flight else []
 
     def add(self, sequence):
