@@ -27,7 +27,7 @@ from baton.engine.ops.triton.attention import (
 )
 from baton.engine.ops.triton.grouped_matmul import GroupedWeight, sort_slots
 from baton.engine.ops.triton.placement import Placement, place_rows
-from baton.engine.ops.triton.rope_kv import Rope, rope_and_write
+from baton.engine.ops.triton.rope_kv import Rotation, rope_and_write
 from baton.engine.ops.triton.rows import act_mul, add_rms_norm
 from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights.weight import Weight
@@ -154,14 +154,15 @@ class GpuModel(Model):
         if rows.tiles is None:
             return qkv
         heads = config.num_heads, config.num_kv_heads
-        rope = self._rope(index)
-        return rope_and_write(qkv, placed.positions, placed.slots, rope, pool, index, *heads)
+        rotation = self._rotation(index)
+        return rope_and_write(qkv, placed.positions, placed.slots, rotation, pool, index, *heads)
 
-    def _rope(self, index: int) -> Rope:
-        layer, norms = self._weights.layers[index], (None, None)
-        if self.config.differs.qk_norm != "row":
-            norms = layer.q_norm, layer.k_norm
-        return Rope(*self._tables[self._table_of[index]], *norms, self.config.rms_eps)
+    def _rotation(self, index: int) -> Rotation:
+        cos, sin = self._tables[self._table_of[index]]
+        if self.config.differs.qk_norm == "row":
+            return Rotation(cos, sin)
+        layer = self._weights.layers[index]
+        return Rotation(cos, sin, layer.q_norm, layer.k_norm, self.config.rms_eps)
 
     def _rows_normed(self, q: Tensor, k: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor]:
         if self._num_ranks > 1:
@@ -181,8 +182,9 @@ class GpuModel(Model):
             if window not in rows.plans:
                 lengths = rows.placed.lengths[:own]
                 rows.plans[window] = plan_decode(out[:own], pool, lengths, window)
-            plan, rope = rows.plans[window], self._rope(index) if rows.tiles is None else None
-            decode_attention(q[:own], pool, index, tables, plan, scoring, out[:own], rope)
+            plan = rows.plans[window]
+            rotation = self._rotation(index) if rows.tiles is None else None
+            decode_attention(q[:own], pool, index, tables, plan, scoring, out[:own], rotation)
         if rows.tiles is not None:
             assert rows.query_lens is not None, "chunks have lengths"
             tables, context_lens = rows.block_tables[own:], rows.context_lens[own:]
