@@ -115,10 +115,11 @@ class Reserved:
 
 @dataclass(eq=False, frozen=True)
 class UnverifiedKv:
-    """KV on which a sequence runs before it is verified. Its blocks, which were the sequence's from
-    index `first` on, are held until then."""
+    """KV of `num_tokens` on which a sequence runs before it is verified. Its blocks, which were the
+    sequence's from index `first` on, are held until then."""
 
     sequence: Sequence
+    num_tokens: int
     first: int
     blocks: list[int]
 
@@ -328,7 +329,7 @@ class Engine:
         sequence = self._find(seq_id)
         assert num_computed == sequence.num_tokens, "a handoff covers every known token"
         first = sequence.num_computed // self._blocks.block_size
-        kv = UnverifiedKv(sequence, first, sequence.block_ids[first:])
+        kv = UnverifiedKv(sequence, num_computed, first, sequence.block_ids[first:])
         if verified:
             self._planner.publish(sequence, sequence.num_computed, num_computed)
         else:
@@ -346,10 +347,14 @@ class Engine:
     def accept(self, kv: UnverifiedKv) -> None:
         """It is what was sent: blocks can be shared, also what was computed meanwhile."""
         sequence = kv.sequence
-        sequence.unverified = False
+        sequence.unverified, start = False, kv.first * self._blocks.block_size
         if not sequence.dropped:
-            # Without what a step in flight computes.
-            self._planner.publish(sequence, 0, sequence.num_computed - sequence.awaits_token)
+            end = sequence.num_computed - sequence.awaits_token  # without a step in flight
+            self._planner.publish(sequence, start, end)
+        else:
+            sequence.block_ids = [-1] * kv.first + kv.blocks
+            self._planner.publish(sequence, start, kv.num_tokens)
+            sequence.block_ids = []
         self._blocks.release(kv.blocks)
 
     @_command
