@@ -419,9 +419,7 @@ class HandoffReceiver(ControlServicer):
             return
         await self.owner.aborted(record.handoff_id, record.token, record.ended)
 
-    def _record(
-        self, request: pb.ReadyRequest | pb.CommitRequest, trace: Trace
-    ) -> _Incoming:
+    def _record(self, request: pb.ReadyRequest | pb.CommitRequest, trace: Trace) -> _Incoming:
         """The handoff's record, new if this is its first message. Raises Stale."""
         handoff_id, token = request.handoff_id, request.reservation_token
         record = self._incoming.get(handoff_id)
