@@ -19,8 +19,9 @@ from pathlib import Path
 
 import torch
 
-from baton.cuda import CudaArea
+from baton.cuda import CudaArea, nccl_version
 from baton.engine.backends.gpu.device import Work, new_stream
+from baton.rendezvous import open_store
 from baton.shared_memory import SharedMemoryArea
 from benchmarks.child import Child, messages
 from benchmarks.gpu.part import Case, Cells, Part, failure, summary
@@ -28,6 +29,7 @@ from benchmarks.shapes import GPU_SHAPES
 from kvtransfer import copier, transports
 from kvtransfer.interface import Transport
 from kvtransfer.pool import SCALE_BYTES, KvPool, Slots
+from kvtransfer.transports.process_group import NcclTransport
 
 _START_S, _TIMEOUT_S, _HOST = 60.0, 30.0, "127.0.0.1"
 _MOVED = 512 << 20  # bytes
@@ -37,6 +39,8 @@ _ALONE = "nccl is left out: before NCCL 2.30 it refuses two ranks on one GPU"
 def run(part: Part) -> None:
     """Transports, then the cluster."""
     part.measure("transfer", _transfers(part))
+    if part.cuda and torch.distributed.is_nccl_available():
+        part.measure("nccl", [("a group of one", partial(nccl_alone, part))])
     try:
         from benchmarks.gpu.handoff import handoff, ranks  # noqa: PLC0415
     except Exception as error:  # protobuf refuses messages of a newer one with errors of its own
@@ -147,6 +151,7 @@ def transfer(part: Part, sending: End, receiving: End, first: Sequence[str] = ()
     first: what starts the receiving process.
     """
     pool, transport = sending.opened()
+    copier.prepare(pool)  # as a worker does
     pool.tensor.view(torch.uint8).random_()
     if part.cuda:
         torch.cuda.synchronize(pool.device)
@@ -187,6 +192,31 @@ def transfer(part: Part, sending: End, receiving: End, first: Sequence[str] = ()
             pool.area.close()
 
 
+def nccl_alone(part: Part) -> Cells:
+    """A group of this process alone, built as a link's is: sends to itself, is aborted while it
+    lives, and is built anew. Raises AssertionError where other bytes arrive, RuntimeError."""
+    transport = NcclTransport(_HOST)
+    cells: Cells = {"version": ".".join(map(str, nccl_version()))}
+    for again in ("", " anew"):
+        store, _ = open_store(_HOST)
+        began = time.perf_counter()
+        group = transport.build(store, 0, _TIMEOUT_S, ranks=1)
+        sent = torch.randint(256, (4 << 20,), dtype=torch.uint8, device=part.device)
+        arrived = torch.zeros_like(sent)
+        group._start_coalescing()  # one alone would wait for the other
+        group.send([sent], 0, 0)
+        group.recv([arrived], 0, 0)
+        group._end_coalescing().wait()
+        torch.cuda.synchronize(part.device)
+        cells[f"built{again}, sent ms"] = (time.perf_counter() - began) * 1e3
+        assert torch.equal(arrived, sent), "other bytes arrived"
+        began = time.perf_counter()
+        group.abort()
+        cells[f"aborted{again} ms"] = (time.perf_counter() - began) * 1e3
+        store.close()
+    return cells
+
+
 def beside_products(device: torch.device, put: Work, put_s: float) -> Cells:
     """A put while an engine's stream computes products, as of a prompt, for three times as long:
     what it takes then, and how much longer they do."""
@@ -220,6 +250,7 @@ def main() -> None:
         if end.device != "cpu":
             torch.cuda.set_device(end.device)
         pool, transport = end.opened()
+        copier.prepare(pool)
         listener = transport.listen(pool)
         reader = copier.copier(pool)
         send({"endpoint": listener.endpoint.hex()})
