@@ -20,6 +20,7 @@ from baton.engine.models.config import ModelConfig
 from baton.engine.models.rope import rope_tables
 from baton.engine.ops.torch.attention import Scoring, attend, place, softcapped, write_kv
 from baton.engine.ops.torch.linear import act_mul
+from baton.engine.ops.torch.routing import route
 from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights.weight import Weight
 from baton.engine.weights.weights import ExpertWeights, LayerWeights, Weights
@@ -78,9 +79,12 @@ class Model:
         ]
         self.hidden: Tensor | None = None
         self.expert_tokens: Tensor | None = None
+        self._tokens_of: dict[int, Tensor] = {}  # of layers with experts
         if config.experts is not None:
             counts = config.experts.counts
             self.expert_tokens = torch.zeros(counts, dtype=torch.int64, device=device)
+            mixing = [index for index, has in enumerate(config.experts.layers) if has]
+            self._tokens_of = dict(zip(mixing, self.expert_tokens, strict=True))
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
 
     @torch.inference_mode()
@@ -109,7 +113,6 @@ class Model:
         hidden, residual = self._embedded(token_ids), None
         if self._embedding_scale != 1:
             hidden = hidden * self._embedding_scale
-        taken: list[Tensor] = []
         for index, layer in enumerate(self._weights.layers):
             normed, residual = self._add_rms_norm(hidden, residual, layer.input_norm, layer.qkv)
             qkv = layer.qkv.apply(normed, layer.qkv_bias)
@@ -118,11 +121,9 @@ class Model:
             hidden = self._branch(self.collectives.sum(mixed), layer.attention_norm)
             reader = None if layer.experts else layer.gate_up
             normed, residual = self._add_rms_norm(hidden, residual, layer.mlp_norm, reader)
-            mixed = self.collectives.sum(self._mlp(normed, layer, taken))
+            mixed = self.collectives.sum(self._mlp(normed, layer, rows, index))
             hidden = self._branch(mixed, layer.output_norm)
         assert residual is not None, "a model has layers"
-        if taken:
-            self._count(torch.stack(taken), rows)
         return hidden, residual
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
@@ -135,24 +136,11 @@ class Model:
         rows = F.embedding(local, embedding).masked_fill(elsewhere[:, None], 0)
         return self.collectives.sum(rows)
 
-    def _mlp(self, x: Tensor, layer: LayerWeights, taken: list[Tensor]) -> Tensor:
-        """The MLP, or the experts that each row takes: `[rows, hidden_size]`.
-
-        Which those are, `[rows, per_token]`, is appended to `taken`.
-        """
+    def _mlp(self, x: Tensor, layer: LayerWeights, rows: Any, index: int) -> Tensor:
+        """The MLP, or the experts that each row takes: `[rows, hidden_size]`."""
         if layer.experts is not None:
-            return self._experts(x, layer, layer.experts, taken)
+            return self._experts(x, layer, layer.experts, rows, index)
         return self._dense(x, layer)
-
-    def _count(self, taken: Tensor, rows: Any) -> None:
-        """Counts what a step's rows took, `[layers, rows, per_token]`."""
-        assert self.expert_tokens is not None
-        wanted = self._wanted(rows, taken)[:, None].expand_as(taken)
-        self.expert_tokens.scatter_add_(1, taken.flatten(1), wanted.flatten(1))
-
-    def _wanted(self, rows: Any, taken: Tensor) -> Tensor:
-        """1 for each row, but 0 for padding: int64 `[rows]`."""
-        return taken.new_ones(taken.shape[1])
 
     def _dense(self, x: Tensor, layer: LayerWeights) -> Tensor:
         assert layer.gate_up is not None and layer.down is not None
@@ -160,35 +148,35 @@ class Model:
         return layer.down.apply(self._act_mul(gate_up, layer.down), layer.down_bias)
 
     def _experts(
-        self, x: Tensor, layer: LayerWeights, experts: ExpertWeights, all_taken: list[Tensor]
+        self, x: Tensor, layer: LayerWeights, experts: ExpertWeights, rows: Any, index: int
     ) -> Tensor:
         """The outputs of the experts that rows take, weighed and added up."""
-        config = self.config.experts
-        assert config is not None
         scores = experts.router.apply(x, experts.router_bias)
-        shares = torch.softmax(scores.float(), dim=-1)
-        shares, taken = torch.topk(shares, config.per_token)  # [rows, per_token]
-        all_taken.append(taken)
-        if config.normed:
-            shares /= shares.sum(dim=-1, keepdim=True)
-        mixed = self._mix(x, shares, taken, experts)
+        mixed = self._mix(x, scores, experts, rows, self._tokens_of[index])
         if experts.shared_gate is not None:
             # Not one behind the other: torch's last bits would depend on the number of rows.
             gates = x.new_empty(len(x), 2)[:, :1].copy_(experts.shared_gate.apply(x))
             mixed += torch.sigmoid(gates) * self._dense(x, layer)
         return mixed
 
-    def _mix(self, x: Tensor, shares: Tensor, taken: Tensor, experts: ExpertWeights) -> Tensor:
-        """The outputs of experts `taken` `[rows, per_token]` times shares, in a row's own order.
+    def _mix(
+        self, x: Tensor, scores: Tensor, experts: ExpertWeights, rows: Any, tokens: Tensor
+    ) -> Tensor:
+        """The outputs of the experts that scores are best of, times shares, in a row's own order.
 
-        Those that other ranks have add nothing here.
+        Those that other ranks have add nothing here. tokens: int64 `[experts]`, to which the rows
+        that took each are added.
         """
-        outputs, own = x.new_zeros(*taken.shape, x.shape[1]), self._own_experts
+        config, own = self.config.experts, self._own_experts
+        assert config is not None
+        shares, taken = route(scores, config.per_token, config.normed)
+        tokens += taken.flatten().bincount(minlength=len(tokens))
+        outputs = x.new_zeros(*taken.shape, x.shape[1])
         for number in set(taken.unique().tolist()).intersection(own):
             expert = experts.experts[number - own.start]
-            rows, places = torch.where(taken == number)
-            inner = self._act_mul(expert.gate_up.apply(x[rows], expert.gate_up_bias))
-            outputs[rows, places] = expert.down.apply(inner, expert.down_bias)
+            of, places = torch.where(taken == number)
+            inner = self._act_mul(expert.gate_up.apply(x[of], expert.gate_up_bias))
+            outputs[of, places] = expert.down.apply(inner, expert.down_bias)
         mixed = (outputs[:, 0] * shares[:, :1]).to(x.dtype)
         for at in range(1, taken.shape[1]):
             mixed += (outputs[:, at] * shares[:, at : at + 1]).to(x.dtype)

@@ -25,9 +25,10 @@ from baton.engine.ops.triton.attention import (
     plan_tiles,
     prefill_attention,
 )
-from baton.engine.ops.triton.grouped_matmul import GroupedWeight, sort_slots
+from baton.engine.ops.triton.grouped_matmul import GroupedWeight
 from baton.engine.ops.triton.placement import Placement, place_rows
 from baton.engine.ops.triton.rope_kv import rope_and_write
+from baton.engine.ops.triton.routing import add_up, route
 from baton.engine.ops.triton.rows import act_mul, add_rms_norm
 from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights.weight import Weight
@@ -104,21 +105,16 @@ class GpuModel(Model):
         rows = _Rows(placed, len(token_ids), block_tables, context_lens)
         return self._logits(self._normed(*self._forward(token_ids, rows, pool)))
 
-    def _mix(self, x: Tensor, shares: Tensor, taken: Tensor, experts: ExpertWeights) -> Tensor:
-        assert isinstance(experts, _GroupedExperts)
-        own, elsewhere = self._own_experts, None
-        if len(own) < experts.router.shape[0]:  # other ranks' come behind, and are not computed
-            elsewhere = (taken < own.start) | (taken >= own.stop)
-            taken = (taken - own.start).masked_fill(elsewhere, len(own))
-        slots = sort_slots(taken, len(own))
-        inner = self._act_mul(experts.gate_up.apply(x, slots))
-        weighed = experts.down.apply(inner, slots, shares.flatten()).view(*taken.shape, -1)
-        if elsewhere is not None:
-            weighed.masked_fill_(elsewhere[..., None], 0)
-        return weighed.sum(dim=1)
-
-    def _wanted(self, rows: _Rows, taken: Tensor) -> Tensor:
-        return (rows.placed.lengths > 0).to(taken.dtype)
+    def _mix(
+        self, x: Tensor, scores: Tensor, experts: ExpertWeights, rows: _Rows, tokens: Tensor
+    ) -> Tensor:
+        config = self.config.experts
+        assert isinstance(experts, _GroupedExperts) and config is not None
+        slots = route(
+            scores, config.per_token, config.normed, self._own_experts, rows.placed.lengths, tokens
+        )
+        inner = experts.gate_up.apply(x, slots, self.config.activation)
+        return add_up(experts.down.apply(inner, slots), slots)
 
     def _act_mul(self, gate_up: Tensor, reader: Weight | None = None) -> Any:
         return act_mul(gate_up, self.config.activation, to=eight_bits(reader))

@@ -1,26 +1,29 @@
 """Products of a mixture of experts: each row with the experts that it takes, in one launch.
 
-A slot is one of the experts of one row. Slots are sorted by expert, and each expert's are cut into
-tiles, on the device and without waiting for it: the grid follows from shapes, so that a CUDA graph
-can hold it, and programs beyond the last tile end at once (as in vLLM's fused_moe, and in the
-grouped products of MegaBlocks, https://arxiv.org/abs/2211.15841). Experts' matrices stay where they
-were loaded: kernels are given their addresses.
+Each expert's slots are cut into tiles (`routing.py`), and programs beyond the last tile end at once
+(as in vLLM's fused_moe, and in the grouped products of MegaBlocks,
+https://arxiv.org/abs/2211.15841). Experts' matrices stay where they were loaded: kernels are given
+their addresses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.triton.attention import Tiles, plan_tiles, tile_rows
+from baton.engine.models.config import Activation
+from baton.engine.ops.torch import routing
+from baton.engine.ops.torch.linear import act_mul
+from baton.engine.ops.triton.attention import LEAST_ROWS
 from baton.engine.ops.triton.group_matmul import group_sums, numbers_of
-from baton.engine.ops.triton.rows import quantize_rows
+from baton.engine.ops.triton.routing import Slots, route
+from baton.engine.ops.triton.rows import gated, quantize_rows
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
 from baton.engine.ops.triton.tuning import choose
 from baton.engine.weights.quantize import FP8
@@ -43,59 +46,6 @@ _POINTED = {
     torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv, torch.uint8: tl.uint8,
 }  # fmt: skip
 Held = DenseWeight | RowScaledWeight | GroupScaledWeight
-
-
-@dataclass(frozen=True)
-class Slots:
-    """The experts that rows take, by expert.
-
-    order: int32 `[slots]`, the slot at each place, row * per_row + which of the row's experts;
-    behind those of all experts anything · counts: int32 `[experts]`, slots of each · tiles: of an
-    expert's places, as attention's.
-    """
-
-    order: Tensor
-    counts: Tensor
-    tiles: Tiles
-    per_row: int
-
-
-def sort_slots(taken: Tensor, experts: int) -> Slots:
-    """taken: experts `[rows, per_row]`, of so many; higher numbers are in none of the tiles.
-
-    Waits for nothing on the device.
-    """
-    assert taken.is_contiguous()
-    order, counts = (
-        torch.empty(size, dtype=torch.int32, device=taken.device)
-        for size in (taken.numel(), experts)
-    )
-    _sort_slots[(experts,)](taken, order, counts, len(order), BLOCK=1024, num_warps=4)
-    return Slots(order, counts, plan_tiles(counts, len(order), 1), taken.shape[1])
-
-
-@triton.jit(do_not_specialize=["num_slots"])
-def _sort_slots(taken, order, counts, num_slots, BLOCK: tl.constexpr):
-    """The slots of one expert, in their order, behind those of lower ones. Grid `[experts]`.
-
-    In torch it takes six operations, each of which takes as long.
-    """
-    expert = tl.program_id(0)
-    lower = tl.zeros([BLOCK], dtype=tl.int32)
-    own = tl.zeros([BLOCK], dtype=tl.int32)
-    for first in range(0, num_slots, BLOCK):
-        slot = first + tl.arange(0, BLOCK)
-        number = tl.load(taken + slot, mask=slot < num_slots, other=0x7FFFFFFF)
-        lower += (number < expert).to(tl.int32)
-        own += (number == expert).to(tl.int32)
-    tl.store(counts + expert, tl.sum(own, 0))
-    place = tl.sum(lower, 0)
-    for first in range(0, num_slots, BLOCK):
-        slot = first + tl.arange(0, BLOCK)
-        number = tl.load(taken + slot, mask=slot < num_slots, other=0x7FFFFFFF)
-        here = (number == expert).to(tl.int32)
-        tl.store(order + place + tl.cumsum(here, 0) - 1, slot, mask=here > 0)
-        place += tl.sum(here, 0)
 
 
 @dataclass(frozen=True)
@@ -132,33 +82,41 @@ class GroupedWeight:
         return _tensors(self.weights[0])[0].dtype
 
     def apply(
-        self, x: Tensor, slots: Slots, shares: Tensor | None = None, config: Config | None = None
+        self,
+        x: Tensor,
+        slots: Slots,
+        activation: Activation | None = None,
+        config: Config | None = None,
     ) -> Tensor:
         """Each slot's row times its expert's matrix: of x's type.
 
-        Without shares x is `[rows, in]`, and the result `[slots, out]` by place in `slots.order`;
-        with shares, float32 `[slots]`, x is by place, and the result by slot and weighed. config:
-        of the launch; None is that of `tuning`.
+        With an activation, of gate and up: x is `[rows, in]`, and the result what `act_mul` makes
+        of the products, `[slots, out / 2]` by place. Without, of down: x is by place, and the
+        result `[slots, out]` by slot, and weighed with its share. config: of the launch; None is
+        that of `tuning`.
         """
-        (num_outputs, depth), tiles = self.weights[0].shape, slots.tiles
-        out = torch.empty((len(slots.order), num_outputs), dtype=x.dtype, device=x.device)
-        config = config or choose(NAME, _key(self, tiles.rows), x.device)
+        num_outputs, depth = self.weights[0].shape
+        size, num_slots = num_outputs // 2 if activation else num_outputs, slots.taken.numel()
+        out = torch.empty((num_slots, size), dtype=x.dtype, device=x.device)
+        config = config or choose(NAME, _key(self, slots.tile_rows), x.device)
         first, row_scales = self.weights[0], None
         group = first.group if isinstance(first, GroupScaledWeight) else 0
         if isinstance(first, RowScaledWeight):
             x, row_scales = quantize_rows(x, self.dtype)
-        assert x.is_contiguous() and (shares is None or shares.is_contiguous())
+        assert x.is_contiguous()
         is_int8 = x.dtype == torch.int8
         # The interpreter has products of few types.
         factors = tl.float32 if x.device.type == "cpu" and not is_int8 else _POINTED[x.dtype]
-        grid = (len(tiles.places), triton.cdiv(num_outputs, config["OUTPUTS"]))
-        _grouped_matmul[grid](
-            x, row_scales, self.values, self.scales, self.zeros, self.bias, slots.order,
-            slots.counts, tiles.places, shares, out, num_outputs, depth, PER_ROW=slots.per_row,
+        width = config["OUTPUTS"] // 2 if activation else config["OUTPUTS"]
+        num_tiles = num_slots if slots.tiles is None else len(slots.tiles)
+        _grouped_matmul[num_tiles, triton.cdiv(size, width)](
+            x, row_scales, self.values, self.scales, self.zeros, self.bias, slots.taken,
+            slots.order, slots.tiles, slots.shares, out, size, depth, PER_ROW=slots.taken.shape[1],
             STORED=tl.uint8 if group else _POINTED[self.dtype], GROUP=group,
             NUMBERS=numbers_of(first), BIAS=_POINTED[out.dtype], TYPE=factors,
-            SUMS=tl.int32 if is_int8 else tl.float32, WHOLE=depth % config["DEPTH"] == 0,
-            ROWS=tiles.rows, **config,
+            SUMS=tl.int32 if is_int8 else tl.float32, GATED=activation is not None,
+            GELU=activation == "gelu_tanh", SWIGLU_OAI=activation == "swigluoai",
+            WHOLE=depth % config["DEPTH"] == 0, ROWS=max(LEAST_ROWS, slots.tile_rows), **config,
         )  # fmt: skip
         return out
 
@@ -199,62 +157,89 @@ def _expert_row(addresses, expert, columns, wanted, TYPE: tl.constexpr):
 
 @triton.jit
 def _grouped_matmul(
-    x, row_scales, values, scales, zeros, biases, order, counts, places, shares, out, num_outputs,
-    depth, PER_ROW: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr, NUMBERS: tl.constexpr,
-    BIAS: tl.constexpr, TYPE: tl.constexpr, SUMS: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
+    x, row_scales, values, scales, zeros, biases, taken, order, tiles, shares, out, size, depth,
+    PER_ROW: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr, NUMBERS: tl.constexpr,
+    BIAS: tl.constexpr, TYPE: tl.constexpr, SUMS: tl.constexpr, GATED: tl.constexpr,
+    GELU: tl.constexpr, SWIGLU_OAI: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of an expert's places, and some outputs. Grid `[tiles, outputs / OUTPUTS]`."""
-    place = places + tl.program_id(0) * 3
-    expert = tl.load(place)
+    """One tile of slots, and OUTPUTS rows of the matrix, which are the product's rows, too: where
+    there are few slots, tensor cores take the many, and straight from shared memory.
+
+    Gated, every other one is of gate, those between are of up. Grid `[tiles, outputs / OUTPUTS]`.
+    """
+    number = tl.program_id(0)
+    if order is None:
+        expert = tl.load(taken + number)
+        first_place = number
+        count = 1
+    else:
+        expert = tl.load(tiles + number * 3)
+        first_place = tl.load(tiles + number * 3 + 1)
+        count = tl.load(tiles + number * 3 + 2)
     if expert < 0:
         return
-    at = tl.load(place + 2) + tl.arange(0, ROWS)
-    has_row = tl.arange(0, ROWS) < tl.load(counts + expert) - tl.load(place + 1)
-    slots = tl.load(order + at, mask=has_row, other=0)
-    if shares is None:
-        rows = slots // PER_ROW
-        to = at
+    has_row = tl.arange(0, ROWS) < count
+    place = first_place + tl.arange(0, ROWS)
+    slot = place
+    if order is not None:
+        slot = tl.load(order + place, mask=has_row, other=0)
+    if GATED:
+        row = slot // PER_ROW
+        to = place
+        column = tl.program_id(1) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS) // 2
+        output = column + tl.arange(0, OUTPUTS) % 2 * size
     else:
-        rows = at
-        to = slots
-    outputs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    has_output = outputs < num_outputs
+        row = place
+        to = slot
+        column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+        output = column
+    has_output = column < size
     matrix = tl.multiple_of(tl.load(values + expert).to(tl.pointer_type(STORED)), 16)
-    left = x + rows.to(tl.int64) * depth
+    right = x + row.to(tl.int64) * depth
     if GROUP > 0:
         scale = tl.load(scales + expert).to(tl.pointer_type(tl.float32))
         zero = zeros
         if zeros is not None:
             zero = tl.load(zeros + expert).to(tl.pointer_type(tl.uint8))
-        found = group_sums(
-            left, matrix, scale, zero, outputs, has_row, has_output, depth, GROUP, NUMBERS, TYPE,
+        found = tl.trans(group_sums(
+            right, matrix, scale, zero, output, has_row, has_output, depth, GROUP, NUMBERS, TYPE,
             ROWS, OUTPUTS,
-        )  # fmt: skip
+        ))  # fmt: skip
     else:
-        right = matrix + outputs.to(tl.int64)[None, :] * depth
-        sums = tl.zeros([ROWS, OUTPUTS], dtype=SUMS)
+        left = matrix + output.to(tl.int64)[:, None] * depth
+        sums = tl.zeros([OUTPUTS, ROWS], dtype=SUMS)
         for first in range(0, depth, DEPTH):
-            column = first + tl.arange(0, DEPTH)
-            has_left = has_row[:, None]
-            has_right = has_output[None, :]
+            at = first + tl.arange(0, DEPTH)
+            has_left = has_output[:, None]
+            has_right = has_row[None, :]
             if not WHOLE:
-                has_left = has_left & (column < depth)[None, :]
-                has_right = has_right & (column < depth)[:, None]
-            a = tl.load(left[:, None] + column[None, :], mask=has_left, other=0.0)
-            b = tl.load(right + column[:, None], mask=has_right, other=0.0)
+                has_left = has_left & (at < depth)[None, :]
+                has_right = has_right & (at < depth)[:, None]
+            a = tl.load(left + at[None, :], mask=has_left, other=0.0)
+            b = tl.load(right[None, :] + at[:, None], mask=has_right, other=0.0)
             sums = tl.dot(a.to(TYPE), b.to(TYPE), sums, input_precision="ieee", out_dtype=SUMS)
         found = sums.to(tl.float32)
     if row_scales is not None:
-        row_scale = tl.load(row_scales + rows, mask=has_row, other=0.0)
-        scale = _expert_row(scales, expert, outputs, has_output, tl.float32)
-        found *= row_scale[:, None] * scale[None, :]
+        row_scale = tl.load(row_scales + row, mask=has_row, other=0.0)
+        scale = _expert_row(scales, expert, output, has_output, tl.float32)
+        found *= scale[:, None] * row_scale[None, :]
     if biases is not None:
-        found += _expert_row(biases, expert, outputs, has_output, BIAS)[None, :]
-    if shares is not None:
-        found *= tl.load(shares + slots, mask=has_row, other=0.0)[:, None]
-    target = out + to.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
-    tl.store(target, found.to(out.dtype.element_ty), mask=has_row[:, None] & has_output[None, :])
+        found += _expert_row(biases, expert, output, has_output, BIAS)[:, None]
+    element: tl.constexpr = out.dtype.element_ty
+    target = out + to.to(tl.int64)[None, :] * size
+    if GATED:
+        pairs = found.to(element).reshape(OUTPUTS // 2, 2, ROWS).permute(0, 2, 1)
+        gate, up = tl.split(pairs)
+        column = tl.program_id(1) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
+        product = gated(gate, up, GELU, SWIGLU_OAI)
+        tl.store(
+            target + column[:, None], product, mask=(column < size)[:, None] & has_row[None, :]
+        )
+    else:
+        found *= tl.load(shares + slot, mask=has_row, other=0.0)[None, :]
+        mask = has_output[:, None] & has_row[None, :]
+        tl.store(target + column[:, None], found.to(element), mask=mask)
 
 
 def _key(weight: GroupedWeight, rows: int) -> Key:
@@ -289,31 +274,32 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         [drawn() for _ in range(experts)], biases if with_bias else [None] * experts
     )
     scores = torch.rand(rows, experts, device=device)
-    scores[:, 0] = 0  # an expert that no row takes
-    taken = scores.topk(per_row).indices
-    slots = cache(partial(sort_slots, taken, experts))
-    x = torch.randn(rows * per_row if is_down else rows, depth, device=device).to(dtype)
-    shares = torch.rand(rows * per_row, device=device) if is_down else None
+    scores[:, 0] = -9  # an expert that no row takes
+    few_rows = rows if shape.get("few") else 0
+    slots = cache(lambda: route(scores, per_row, True, few_rows=few_rows))
+    num_rows = rows * per_row if is_down else rows
+    x = (torch.randn(num_rows, depth, device=device) / depth**0.5).to(dtype)
 
     def reference() -> tuple[Tensor]:
-        out = torch.empty(rows * per_row, outputs, dtype=dtype, device=device)
-        at, order = 0, taken.flatten().argsort(stable=True)
-        for number, count in enumerate(taken.flatten().bincount(minlength=experts).tolist()):
-            places = torch.arange(at, at + count, device=device)
-            at += count
+        shares, taken = routing.route(scores, per_row, True)
+        flat = taken.flatten()
+        order = torch.arange(len(flat), device=device) if few_rows else flat.argsort(stable=True)
+        out = torch.empty(len(flat), outputs if is_down else outputs // 2, device=device)
+        for number, one in enumerate(weight.weights):
+            places = torch.where(flat[order] == number)[0]
             own = order[places]
             bias = biases[number].float() if with_bias else None
-            one = weight.weights[number]
-            if isinstance(one, DenseWeight):
-                one = DenseWeight(one.tensor.float())
-            found = one.apply(x[places if is_down else own // per_row].float(), bias)
-            to, scale = (own, shares[own, None]) if shares is not None else (places, 1.0)
-            out[to] = (found * scale).to(dtype)
-        return (out,)
+            held = DenseWeight(one.tensor.float()) if isinstance(one, DenseWeight) else one
+            found = held.apply(x[places if is_down else own // per_row].float(), bias)
+            if is_down:
+                out[own] = found * shares.flatten()[own, None]
+            else:
+                out[places] = act_mul(found.to(dtype).float(), "swigluoai")
+        return (out.to(dtype),)
 
     return Trial(
-        _key(weight, tile_rows(taken.numel(), experts, 1)),
-        lambda config: (weight.apply(x, slots(), shares, config),),
+        _key(weight, slots().tile_rows),
+        lambda config: (weight.apply(x, slots(), None if is_down else "swigluoai", config),),
         reference,
         moved_bytes=sum(one.num_bytes for one in weight.weights),
         flops=2.0 * rows * per_row * outputs * depth,
@@ -324,6 +310,8 @@ _SIZES: Key = {"rows": 40, "experts": 6, "per_row": 2, "outputs": 96, "depth": 2
 _CASES: tuple[Key, ...] = (
     {},
     {"down": 1, "bias": 1},
+    {"few": 1, "bias": 1},
+    {"few": 1, "down": 1, "weight": "int8"},
     {"rows": 300, "per_row": 4, "bias": 1},
     {"rows": 600, "per_row": 4, "down": 1, "depth": 200},
     {"dtype": "fp16", "rows": 3, "experts": 40, "per_row": 4},

@@ -152,16 +152,10 @@ def _rows(out: Tensor, scales: Tensor | None, to: torch.dtype | None, x: Tensor)
 
 
 @triton.jit
-def _act_mul_kernel(
-    gate_up, out, scales, size, row_stride, GELU: tl.constexpr, SWIGLU_OAI: tl.constexpr,
-    FP8: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    element = gate_up.dtype.element_ty
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < size
-    gate = tl.load(gate_up + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * row_stride + size + columns, mask=inside, other=0.0)
+def gated(gate, up, GELU: tl.constexpr, SWIGLU_OAI: tl.constexpr):
+    """`activation(gate) * up`, of their type and rounded where torch rounds."""
+    element = gate.dtype
+    gate = gate.to(tl.float32)
     factor = up.to(tl.float32)
     if SWIGLU_OAI:
         gate = tl.minimum(gate, LIMIT)
@@ -171,9 +165,23 @@ def _act_mul_kernel(
         slope = ALPHA * gate
     if GELU:  # by tanh: (1 + tanh(y)) / 2 is the sigmoid of 2y
         slope = gate * (1.5957691216 + 0.0713548163 * gate * gate)
-    # Rounded where torch rounds, which multiplies in a second step.
+    # torch multiplies in a second step.
     act = (gate / (1.0 + tl.exp(-slope))).to(element).to(tl.float32)
-    _store_row(out, scales, row, size, columns, (act * factor).to(element), FP8)
+    return (act * factor).to(element)
+
+
+@triton.jit
+def _act_mul_kernel(
+    gate_up, out, scales, size, row_stride, GELU: tl.constexpr, SWIGLU_OAI: tl.constexpr,
+    FP8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    gate = tl.load(gate_up + row * row_stride + columns, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * row_stride + size + columns, mask=inside, other=0.0)
+    result = gated(gate, up, GELU, SWIGLU_OAI)
+    _store_row(out, scales, row, size, columns, result, FP8)
 
 
 def act_mul(

@@ -1,0 +1,313 @@
+"""Routing of a mixture of experts: which experts each row takes, and where products find the rows.
+
+A slot is one of the experts of one row. Up to `ONE_PROGRAM` scores a single launch takes them from
+scores to tiles (vLLM and SGLang fuse the same in topk_softmax, moe_align and moe_fused_gate); more
+take two. Nothing waits for the device, and grids follow from shapes, so that a CUDA graph can hold
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.engine.ops.torch import routing as reference
+from baton.engine.ops.triton.attention import tile_rows
+from baton.engine.ops.triton.attention_common import LOWEST
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of
+
+ONE_PROGRAM = 16384  # scores that one program's registers hold
+FEW_ROWS = 2  # rows seldom share experts: each slot is a tile, and none are sorted
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The experts that rows take.
+
+    taken: int32 `[rows, per_row]`, numbered from the first that is here; -1 where padding or
+    another rank's · shares: float32 `[rows, per_row]`, what their outputs are weighed with ·
+    tile_rows: the most slots of a tile.
+
+    Slots lie by expert, in their own order: order: int32 `[slots]`, the slot at each place; behind
+    those of all experts anything · tiles: int32 `[tiles, 3]`, a tile's expert, first place and
+    number of places; where there is no tile, -1 and anything. None where each slot is a tile, and
+    lies at the place of its own number.
+    """
+
+    taken: Tensor
+    shares: Tensor
+    tile_rows: int
+    order: Tensor | None = None
+    tiles: Tensor | None = None
+
+
+def route(
+    scores: Tensor,
+    per_row: int,
+    normed: bool,
+    own: range | None = None,
+    lengths: Tensor | None = None,
+    totals: Tensor | None = None,
+    few_rows: int = FEW_ROWS,
+) -> Slots:
+    """The best experts of each row, best first; of equal ones the lower is taken first.
+
+    scores: `[rows, experts]` · normed: shares are of those taken, not of all experts · own: the
+    experts that are here; None is all · lengths: int32 `[rows]`; rows of length 0 take none ·
+    totals: int64 `[experts]`, to which the rows that took each are added · few_rows: see FEW_ROWS.
+    """
+    rows, experts = scores.shape
+    own = own if own is not None else range(experts)
+    assert scores.is_contiguous() and (totals is None or totals.is_contiguous())
+    taken, shares = (
+        torch.empty((rows, per_row), dtype=dtype, device=scores.device)
+        for dtype in (torch.int32, torch.float32)
+    )
+    padded, columns = triton.next_power_of_2(rows), triton.next_power_of_2(experts)
+    height, order, tiles = tile_rows(rows * per_row, len(own), 1), None, None
+    is_few, at_once = rows <= few_rows, padded * columns <= ONE_PROGRAM
+    if not is_few:
+        # Each expert has one tile at most that is not full.
+        most = min(rows * per_row, rows * per_row // height + len(own))
+        order = torch.empty(rows * per_row, dtype=torch.int32, device=scores.device)
+        tiles = torch.empty((most, 3), dtype=torch.int32, device=scores.device)
+    step = padded if at_once else max(1, 2048 // columns)
+    _route[(triton.cdiv(rows, step),)](
+        scores, lengths, taken, shares, totals, order if at_once else None,
+        tiles if at_once else None, rows, 0 if tiles is None else len(tiles), own.start, own.stop, EXPERTS=experts,
+        PER_ROW=per_row, NORMED=normed, TILE=height, ROWS=step, COLUMNS=columns,
+        num_warps=min(16, max(1, step * columns // 512)),
+    )  # fmt: skip
+    if not at_once:
+        assert order is not None and tiles is not None, "they are not few"
+        _sort_slots[(len(own),)](
+            taken, order, tiles, taken.numel(), len(tiles), TILE=height,
+            COLUMNS=triton.next_power_of_2(len(own)), BLOCK=1024, num_warps=4,
+        )  # fmt: skip
+    return Slots(taken, shares, height if tiles is not None else 1, order, tiles)
+
+
+@triton.jit
+def _by_score(scores, columns, COLUMNS: tl.constexpr):
+    """Whole numbers whose order is that of scores `[rows, COLUMNS]`; of equal ones the first is
+    above. The column is in the lowest bits.
+    """
+    scores = tl.where(scores == 0, 0.0, scores)  # of both signs
+    last = COLUMNS - 1 - columns
+    if scores.dtype.scalar.primitive_bitwidth == 16:
+        bits = scores.to(tl.int16, bitcast=True).to(tl.int32)
+        return ((bits ^ (bits >> 31 & 0x7FFF)) << 16) | last
+    else:
+        bits = scores.to(tl.int32, bitcast=True)
+        return ((bits ^ (bits >> 31 & 0x7FFFFFFF)).to(tl.int64) << 32) | last
+
+
+@triton.jit(do_not_specialize=["num_rows", "most", "first", "end"])
+def _route(
+    scores, lengths, taken, shares, totals, order, tiles, num_rows, most, first, end,
+    EXPERTS: tl.constexpr, PER_ROW: tl.constexpr, NORMED: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows over COLUMNS experts. Grid `[rows / ROWS]`, of one program for order and tiles."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, COLUMNS)[None, :]
+    has_row = row < num_rows
+    is_score = has_row[:, None] & (expert < EXPERTS)
+    at = row.to(tl.int64)[:, None] * EXPERTS + expert
+    given = tl.load(scores + at, mask=is_score, other=0.0)
+    left = _by_score(given, expert, COLUMNS)
+    LEAST: tl.constexpr = -(1 << (left.dtype.scalar.primitive_bitwidth - 1))
+    left = tl.where(expert < EXPERTS, left, LEAST)
+    which = tl.full([ROWS, COLUMNS], -1, tl.int32)
+    for number in tl.static_range(PER_ROW):
+        best = tl.max(left, 1)
+        here = expert == (COLUMNS - 1 - (best & (COLUMNS - 1)).to(tl.int32))[:, None]
+        which = tl.where(here, number, which)
+        left = tl.where(here, LEAST, left)
+    is_taken = which >= 0
+    given = tl.where(is_score, given.to(tl.float32), LOWEST)
+    powers = tl.exp(given - tl.max(given, 1)[:, None])
+    among = powers
+    if NORMED:
+        among = tl.where(is_taken, powers, 0.0)
+    share = powers / tl.sum(among, 1)[:, None]
+
+    counts_here = has_row
+    if lengths is not None:
+        counts_here = tl.load(lengths + row, mask=has_row, other=0) > 0
+    takes = is_taken & counts_here[:, None]
+    is_own = takes & (expert >= first) & (expert < end)
+    slot = row[:, None] * PER_ROW + which
+    is_slot = is_taken & has_row[:, None]
+    tl.store(shares + slot, share, mask=is_slot)
+    tl.store(taken + slot, tl.where(is_own, expert - first, -1), mask=is_slot)
+    experts = tl.arange(0, COLUMNS)
+    if totals is not None:
+        added = tl.sum(takes.to(tl.int32), 0)
+        tl.atomic_add(totals + experts, added.to(tl.int64), mask=added > 0, sem="relaxed")
+    if order is not None:
+        own = is_own.to(tl.int32)
+        counts = tl.sum(own, 0)
+        first_place = tl.cumsum(counts, 0) - counts
+        tl.store(order + first_place[None, :] + tl.cumsum(own, 0) - 1, slot, mask=is_own)
+        num_tiles = (counts + TILE - 1) // TILE
+        tile = tl.cumsum(num_tiles, 0) - num_tiles
+        for number in tl.static_range((ROWS + TILE - 1) // TILE):
+            at_tile = tiles + (tile + number) * 3
+            is_tile = number < num_tiles
+            tl.store(at_tile, experts - first, mask=is_tile)
+            tl.store(at_tile + 1, first_place + number * TILE, mask=is_tile)
+            tl.store(at_tile + 2, tl.minimum(counts - number * TILE, TILE), mask=is_tile)
+        for begin in range(tl.sum(num_tiles, 0), most, COLUMNS):
+            tl.store(tiles + (begin + experts) * 3, -1, mask=begin + experts < most)
+
+
+@triton.jit(do_not_specialize=["num_slots", "most"])
+def _sort_slots(
+    taken, order, tiles, num_slots, most, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One expert's slots, behind those of lower ones, and its tiles. Grid: of experts."""
+    expert = tl.program_id(0)
+    numbers = tl.arange(0, COLUMNS)
+    counts = tl.zeros([COLUMNS], tl.int32)
+    for begin in range(0, num_slots, BLOCK):
+        slot = begin + tl.arange(0, BLOCK)
+        number = tl.load(taken + slot, mask=slot < num_slots, other=-1)
+        counts += tl.histogram(number, COLUMNS, mask=number >= 0)
+    num_tiles = (counts + TILE - 1) // TILE
+    first_place = tl.sum(tl.where(numbers < expert, counts, 0), 0)
+    first_tile = tl.sum(tl.where(numbers < expert, num_tiles, 0), 0)
+    own = tl.sum(tl.where(numbers == expert, counts, 0), 0)
+    for begin in range(0, (own + TILE - 1) // TILE, COLUMNS):
+        first = (begin + numbers) * TILE
+        at_tile = tiles + (first_tile + begin + numbers) * 3
+        tl.store(at_tile, expert, mask=first < own)
+        tl.store(at_tile + 1, first_place + first, mask=first < own)
+        tl.store(at_tile + 2, tl.minimum(own - first, TILE), mask=first < own)
+    if expert == 0:
+        for begin in range(tl.sum(num_tiles, 0), most, COLUMNS):
+            tl.store(tiles + (begin + numbers) * 3, -1, mask=begin + numbers < most)
+    place = first_place
+    for begin in range(0, num_slots, BLOCK):
+        slot = begin + tl.arange(0, BLOCK)
+        number = tl.load(taken + slot, mask=slot < num_slots, other=-1)
+        here = (number == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(here, 0) - 1, slot, mask=here > 0)
+        place += tl.sum(here, 0)
+
+
+def add_up(weighed: Tensor, slots: Slots) -> Tensor:
+    """The sum over each row's experts, those that are here: `[slots, size]` → `[rows, size]`."""
+    rows, per_row = slots.taken.shape
+    size = weighed.shape[1]
+    out = torch.empty((rows, size), dtype=weighed.dtype, device=weighed.device)
+    block = min(1024, triton.next_power_of_2(size))
+    _add_up[(rows, triton.cdiv(size, block))](
+        weighed, slots.taken, out, size, PER_ROW=per_row, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _add_up(weighed, taken, out, size, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK columns of a row. Grid `[rows, size / BLOCK]`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for number in tl.static_range(PER_ROW):
+        slot = row * PER_ROW + number
+        part = tl.load(weighed + slot * size + column, mask=column < size, other=0.0)
+        total += tl.where(tl.load(taken + slot) >= 0, part.to(tl.float32), 0.0)
+    tl.store(out + row * size + column, total.to(out.dtype.element_ty), mask=column < size)
+
+
+def _trial(shape: Key, device: torch.device) -> Trial:
+    """Scores with equal ones among them; a part of the experts is here, and some rows are padding.
+
+    Outputs are compared as tensors of all slots and experts, whatever lies behind the last one.
+    """
+    rows, experts, per_row = (int(shape[name]) for name in ("scored", "experts", "per_row"))
+    scores = (4 * torch.randn(rows, experts, device=device)).to(dtype_of(shape))
+    scores[:, 1:3] = scores[:, :1]  # of which the first is taken
+    normed, start = bool(shape.get("normed")), int(shape.get("start", 0))
+    own = range(start, experts - start)
+    is_row = torch.arange(rows, device=device) % 5 != 3
+    lengths = is_row.int() if shape.get("padding") else None
+    totals = torch.zeros(experts, dtype=torch.int64, device=device)
+
+    def run(config: Config | None) -> tuple[Tensor, ...]:
+        totals.zero_()
+        slots = route(scores, per_row, normed, own, lengths, totals)
+        found = (slots.shares, slots.taken, totals)
+        if slots.order is None or slots.tiles is None or device.type == "meta":
+            return found
+        tiles = slots.tiles[slots.tiles[:, 0] >= 0]
+        here = int((slots.taken >= 0).sum())
+        return (*found, slots.order[:here], tiles)
+
+    def expected() -> tuple[Tensor, ...]:
+        shares, numbers = reference.route(scores, per_row, normed)
+        counted = numbers if lengths is None else numbers[is_row]
+        found = (numbers - start).where((numbers >= own.start) & (numbers < own.stop), -1)
+        if lengths is not None:
+            found = found.where(is_row[:, None], -1)
+        total = counted.flatten().bincount(minlength=experts)
+        if rows <= FEW_ROWS:
+            return shares, found.int(), total
+        flat, tiles, place = found.flatten(), list[tuple[int, int, int]](), 0
+        order = flat.argsort(stable=True)[int((flat < 0).sum()) :].int()
+        height = tile_rows(rows * per_row, len(own), 1)
+        for expert, count in enumerate(flat[flat >= 0].bincount(minlength=len(own)).tolist()):
+            for at in range(0, count, height):
+                tiles.append((expert, place + at, min(height, count - at)))
+            place += count
+        listed = torch.tensor(tiles, dtype=torch.int32, device=device)
+        return shares, found.int(), total, order, listed
+
+    return Trial({}, run, expected, moved_bytes=scores.nbytes)
+
+
+def _add_up_trial(shape: Key, device: torch.device) -> Trial:
+    rows, per_row, size = (int(shape[name]) for name in ("rows", "per_row", "size"))
+    weighed = torch.randn(rows * per_row, size, device=device).to(dtype_of(shape))
+    taken = torch.arange(rows * per_row, dtype=torch.int32, device=device).view(rows, per_row) % 4
+    slots = Slots(taken - 1, torch.empty(0), 1)
+    weighed[(slots.taken < 0).flatten()] = torch.nan  # what other ranks have is not read
+
+    def expected() -> tuple[Tensor]:
+        given = weighed.view(rows, per_row, size).float()
+        here = given.where((slots.taken >= 0)[..., None], 0.0)
+        return (here.sum(1).to(weighed.dtype),)
+
+    return Trial({}, lambda config: (add_up(weighed, slots),), expected, moved_bytes=weighed.nbytes)
+
+
+SPECS = (
+    KernelSpec(
+        "route",
+        _trial,
+        cases=[
+            {"scored": rows, "experts": experts, "per_row": per_row, "normed": normed, **more}
+            for rows, experts, per_row, normed, more in (
+                (1, 128, 8, 1, {}),
+                (2, 60, 4, 0, {"start": 7, "padding": 1}),
+                (5, 8, 2, 1, {"dtype": "fp32", "padding": 1}),
+                (64, 128, 8, 1, {"padding": 1}),
+                (100, 32, 4, 0, {"dtype": "fp16", "start": 5}),
+                (70, 512, 10, 0, {"dtype": "fp32", "start": 100, "padding": 1}),
+                (300, 128, 4, 1, {"padding": 1}),
+            )
+        ],
+    ),
+    KernelSpec(
+        "add_up",
+        _add_up_trial,
+        cases=({"rows": 1, "per_row": 8, "size": 2048},
+               {"rows": 5, "per_row": 3, "size": 300, "dtype": "fp32"}),
+    ),
+)  # fmt: skip
