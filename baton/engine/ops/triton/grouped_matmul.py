@@ -22,6 +22,7 @@ from baton.engine.ops.torch import routing
 from baton.engine.ops.torch.linear import act_mul
 from baton.engine.ops.triton.attention import LEAST_ROWS
 from baton.engine.ops.triton.group_matmul import group_sums, numbers_of
+from baton.engine.ops.triton.launch import launch, wait_for_inputs
 from baton.engine.ops.triton.routing import Slots, route
 from baton.engine.ops.triton.rows import gated, quantize_rows
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
@@ -109,8 +110,8 @@ class GroupedWeight:
         factors = tl.float32 if x.device.type == "cpu" and not is_int8 else _POINTED[x.dtype]
         width = config["OUTPUTS"] // 2 if activation else config["OUTPUTS"]
         num_tiles = num_slots if slots.tiles is None else len(slots.tiles)
-        _grouped_matmul[num_tiles, triton.cdiv(size, width)](
-            x, row_scales, self.values, self.scales, self.zeros, self.bias, slots.taken,
+        launch(
+            _grouped_matmul, (num_tiles, triton.cdiv(size, width)), x, row_scales, self.values, self.scales, self.zeros, self.bias, slots.taken,
             slots.order, slots.tiles, slots.shares, out, size, depth, PER_ROW=slots.taken.shape[1],
             STORED=tl.uint8 if group else _POINTED[self.dtype], GROUP=group,
             NUMBERS=numbers_of(first), BIAS=_POINTED[out.dtype], TYPE=factors,
@@ -161,7 +162,7 @@ def _grouped_matmul(
     PER_ROW: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr, NUMBERS: tl.constexpr,
     BIAS: tl.constexpr, TYPE: tl.constexpr, SUMS: tl.constexpr, GATED: tl.constexpr,
     GELU: tl.constexpr, SWIGLU_OAI: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
+    OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile of slots, and OUTPUTS rows of the matrix, which are the product's rows, too: where
     there are few slots, tensor cores take the many, and straight from shared memory.
@@ -169,6 +170,7 @@ def _grouped_matmul(
     Gated, every other one is of gate, those between are of up. Grid `[tiles, outputs / OUTPUTS]`.
     """
     number = tl.program_id(0)
+    wait_for_inputs(PDL)
     if order is None:
         expert = tl.load(taken + number)
         first_place = number

@@ -18,6 +18,7 @@ from torch import Tensor
 from baton.engine.ops.torch import routing as reference
 from baton.engine.ops.triton.attention import tile_rows
 from baton.engine.ops.triton.attention_common import LOWEST
+from baton.engine.ops.triton.launch import launch, wait_for_inputs
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of
 
 ONE_PROGRAM = 16384  # scores that one program's registers hold
@@ -76,16 +77,16 @@ def route(
         order = torch.empty(rows * per_row, dtype=torch.int32, device=scores.device)
         tiles = torch.empty((most, 3), dtype=torch.int32, device=scores.device)
     step = padded if at_once else max(1, 2048 // columns)
-    _route[(triton.cdiv(rows, step),)](
-        scores, lengths, taken, shares, totals, order if at_once else None,
+    launch(
+        _route, (triton.cdiv(rows, step),), scores, lengths, taken, shares, totals, order if at_once else None,
         tiles if at_once else None, rows, 0 if tiles is None else len(tiles), own.start, own.stop, EXPERTS=experts,
         PER_ROW=per_row, NORMED=normed, TILE=height, ROWS=step, COLUMNS=columns,
         num_warps=min(16, max(1, step * columns // 512)),
     )  # fmt: skip
     if not at_once:
         assert order is not None and tiles is not None, "they are not few"
-        _sort_slots[(len(own),)](
-            taken, order, tiles, taken.numel(), len(tiles), TILE=height,
+        launch(
+            _sort_slots, (len(own),), taken, order, tiles, taken.numel(), len(tiles), TILE=height,
             COLUMNS=triton.next_power_of_2(len(own)), BLOCK=1024, num_warps=4,
         )  # fmt: skip
     return Slots(taken, shares, height if tiles is not None else 1, order, tiles)
@@ -110,7 +111,7 @@ def _by_score(scores, columns, COLUMNS: tl.constexpr):
 def _route(
     scores, lengths, taken, shares, totals, order, tiles, num_rows, most, first, end,
     EXPERTS: tl.constexpr, PER_ROW: tl.constexpr, NORMED: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows over COLUMNS experts. Grid `[rows / ROWS]`, of one program for order and tiles."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -118,6 +119,7 @@ def _route(
     has_row = row < num_rows
     is_score = has_row[:, None] & (expert < EXPERTS)
     at = row.to(tl.int64)[:, None] * EXPERTS + expert
+    wait_for_inputs(PDL)
     given = tl.load(scores + at, mask=is_score, other=0.0)
     left = _by_score(given, expert, COLUMNS)
     LEAST: tl.constexpr = -(1 << (left.dtype.scalar.primitive_bitwidth - 1))
@@ -169,12 +171,13 @@ def _route(
 @triton.jit(do_not_specialize=["num_slots", "most"])
 def _sort_slots(
     taken, order, tiles, num_slots, most, TILE: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One expert's slots, behind those of lower ones, and its tiles. Grid: of experts."""
     expert = tl.program_id(0)
     numbers = tl.arange(0, COLUMNS)
     counts = tl.zeros([COLUMNS], tl.int32)
+    wait_for_inputs(PDL)
     for begin in range(0, num_slots, BLOCK):
         slot = begin + tl.arange(0, BLOCK)
         number = tl.load(taken + slot, mask=slot < num_slots, other=-1)
@@ -207,18 +210,29 @@ def add_up(weighed: Tensor, slots: Slots) -> Tensor:
     size = weighed.shape[1]
     out = torch.empty((rows, size), dtype=weighed.dtype, device=weighed.device)
     block = min(1024, triton.next_power_of_2(size))
-    _add_up[(rows, triton.cdiv(size, block))](
-        weighed, slots.taken, out, size, PER_ROW=per_row, BLOCK=block, num_warps=4
+    launch(
+        _add_up,
+        (rows, triton.cdiv(size, block)),
+        weighed,
+        slots.taken,
+        out,
+        size,
+        PER_ROW=per_row,
+        BLOCK=block,
+        num_warps=4,
     )
     return out
 
 
 @triton.jit
-def _add_up(weighed, taken, out, size, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
+def _add_up(
+    weighed, taken, out, size, PER_ROW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     """BLOCK columns of a row. Grid `[rows, size / BLOCK]`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
+    wait_for_inputs(PDL)
     for number in tl.static_range(PER_ROW):
         slot = row * PER_ROW + number
         part = tl.load(weighed + slot * size + column, mask=column < size, other=0.0)
