@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,17 +147,18 @@ def test_mxfp4_experts(tmp_path):
 @pytest.mark.parametrize("kind", [Model, GpuModel])
 def test_ranks_with_whole_experts_add_up_to_all(kind, monkeypatch):
     config = replace(CONFIGS["gpt-oss"], experts=replace(EXPERTS, count=5))
-    x = torch.randn(7, config.hidden_size, generator=torch.Generator().manual_seed(1))
-    taken = torch.tensor(
-        [[0, 1, 4], [2, 3, 4], [1, 0, 2], [4, 3, 2], [0, 4, 2], [1, 0, 4], [0, 1, 0]]
-    )
-    shares = torch.linspace(0.1, 0.9, 21).view(7, 3)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(7, config.hidden_size, generator=generator)
+    scores = torch.randn(7, 5, generator=generator)
+    rows = SimpleNamespace(placed=SimpleNamespace(lengths=torch.ones(7, dtype=torch.int32)))
 
     def mixed(shard):
         prepare = partial(linear.prepare, quantization="none")
         weights = random_weights(config, torch.float32, CPU, 3, prepare, shard)
-        model = kind(config, weights, torch.float32, CPU, shard=shard)
-        return model._mix(x, shares, taken, model._weights.layers[0].experts)
+        model, tokens = kind(config, weights, torch.float32, CPU, shard=shard), torch.zeros(5).long()
+        found = model._mix(x, scores, model._weights.layers[0].experts, rows, tokens)
+        assert tokens.sum() == 7 * 3, "each rank counts all"
+        return found
 
     whole = mixed(WHOLE)
     # New memory holds NaN then: what no rank computes must not be read.
