@@ -1,0 +1,468 @@
+"""Products with group-quantised weights: int4, MXFP4 (W4A16) and fp8 in blocks (W8A16).
+
+Weights are packed when they are loaded, as in Marlin (https://arxiv.org/abs/2408.11743): a 16-bit
+word holds elements of one output that lie a quarter (of 8 bits: half) of a step of 128 inputs apart,
+so that a few bit operations on two words at once bring them to where bfloat16 or float16 has them.
+A weight is the left factor of its product, which tensor cores take from registers.
+
+Few rows are multiplied with weights as they are unpacked; for many, the weight is written out in the
+type of the activations, for a product by cuBLAS.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from baton.engine.ops.triton.attention_common import TRITON_TYPES
+from baton.engine.ops.triton.int8_matmul import MOST_ROWS, tile_rows
+from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
+from baton.engine.ops.triton.tuning import choose
+from baton.engine.weights.quantize import FP8
+from baton.engine.weights.weight import (
+    Fp8BlockWeight,
+    FourBitWeight,
+    GroupScaledWeight,
+    Int4Weight,
+    Mxfp4Weight,
+    Weight,
+)
+
+NAME = "group_scaled_linear"
+
+STEP = 128  # inputs that are packed together
+TILE = 64  # outputs that are, and lie next to each other
+_STEP, _TILE = tl.constexpr(STEP), tl.constexpr(TILE)
+
+# Two words $4 as four planes of numbers from 0 to 15, plus 128.
+_INT4_BF16 = tl.constexpr("""{
+    .reg .b32 moved;
+    lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
+    shr.b32 moved, $4, 4;
+    lop3.b32 $1, moved, 0x000f000f, 0x43004300, 0xea;
+    shr.b32 moved, $4, 8;
+    lop3.b32 $2, moved, 0x000f000f, 0x43004300, 0xea;
+    shr.b32 moved, $4, 12;
+    lop3.b32 $3, moved, 0x000f000f, 0x43004300, 0xea;
+}""")
+# The same plus 1024.
+_INT4_FP16 = tl.constexpr(_INT4_BF16.value.replace("0x43004300", "0x64006400"))
+# Four planes of E2M1 numbers, times 2 ** -126: its bits at the end of bfloat16's exponent.
+_MXFP4_BF16 = tl.constexpr("""{
+    .reg .b32 moved, sign, high;
+    and.b32 $0, $4, 0x81c081c0;
+    shl.b32 moved, $4, 3;
+    and.b32 $1, moved, 0x81c081c0;
+    shl.b32 moved, $4, 6;
+    and.b32 $2, moved, 0x81c081c0;
+    shl.b32 sign, $4, 1;
+    and.b32 sign, sign, 0x80008000;
+    shr.b32 high, $4, 5;
+    lop3.b32 sign, high, 0x01000100, sign, 0xea;
+    shr.b32 moved, $4, 4;
+    lop3.b32 $3, moved, 0x00c000c0, sign, 0xea;
+}""")
+# Two planes of e4m3 numbers, times 2 ** -120: as above. (NaN becomes 480.)
+_FP8_BF16 = tl.constexpr("""{
+    .reg .b32 moved, sign;
+    shl.b32 moved, $2, 8;
+    and.b32 sign, moved, 0x80008000;
+    shl.b32 moved, $2, 4;
+    lop3.b32 $0, moved, 0x07f007f0, sign, 0xea;
+    and.b32 sign, $2, 0x80008000;
+    shr.b32 moved, $2, 4;
+    lop3.b32 $1, moved, 0x07f007f0, sign, 0xea;
+}""")
+
+# Factors that scales have beside their own, so that what planes have less is made up for.
+_FACTOR = {"int4": 1.0, "fp8": 2.0**120, "mxfp4": 2.0**62}
+_MXFP4_SCALE = tl.constexpr(2.0**64)  # what sums are multiplied with
+
+
+@triton.jit
+def _fma(a, b, c, TYPE: tl.constexpr):
+    """`a * b + c`, rounded once, two elements an instruction."""
+    if TYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.bfloat16,
+            is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.float16,
+            is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _plain_plane(words, PLANE: tl.constexpr, FORMAT: tl.constexpr):
+    """One plane of words as `planes` has it, float32, in Triton's own operations."""
+    w = words.to(tl.int32)
+    if FORMAT == "int4":
+        return ((w >> 4 * PLANE) & 15).to(tl.float32) + 128.0
+    elif FORMAT == "fp8":
+        bits = (w >> 8 * PLANE) & 255
+        return (((bits & 128) << 24) | ((bits & 127) << 20)).to(tl.float32, bitcast=True)
+    elif PLANE < 3:
+        return (((w << 3 * PLANE) & 0x81C0) << 16).to(tl.float32, bitcast=True)
+    else:
+        bits = ((w << 1) & 0x8000) | ((w >> 5) & 0x0100) | ((w >> 4) & 0x00C0)
+        return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def planes(words, FORMAT: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr):
+    """The planes of words int16, before `scaled`: of TYPE, or float32 if they are PLAIN."""
+    if PLAIN:
+        if FORMAT == "fp8":
+            return _plain_plane(words, 0, FORMAT), _plain_plane(words, 1, FORMAT)
+        else:
+            return (
+                _plain_plane(words, 0, FORMAT), _plain_plane(words, 1, FORMAT),
+                _plain_plane(words, 2, FORMAT), _plain_plane(words, 3, FORMAT),
+            )  # fmt: skip
+    elif FORMAT == "fp8":
+        return tl.inline_asm_elementwise(
+            _FP8_BF16, "=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    elif FORMAT == "mxfp4":
+        return tl.inline_asm_elementwise(
+            _MXFP4_BF16, "=&r,=&r,=&r,=&r,r", [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif TYPE == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _INT4_BF16, "=&r,=&r,=&r,=&r,r", [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            _INT4_FP16, "=&r,=&r,=&r,=&r,r", [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def group_scale(
+    scales, lows, zeros, at, FORMAT: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr
+):
+    """What `scaled` takes of a group: its scale, the rest that TYPE cut off, and less the zero."""
+    scale = tl.load(scales + at)
+    if scales.dtype.element_ty == tl.uint8:  # powers of two, with bfloat16's exponent
+        if PLAIN:
+            scale = ((scale.to(tl.int32) + 62) << 23).to(tl.float32, bitcast=True)
+        else:
+            scale = ((scale.to(tl.int16) + 62) << 7).to(TYPE, bitcast=True)
+    low = scale
+    if lows is not None:
+        low = tl.load(lows + at)
+    less = scale
+    if FORMAT == "int4":
+        BASE: tl.constexpr = -128.0 if PLAIN or TYPE == tl.bfloat16 else -1024.0
+        if zeros is None:
+            less = tl.full(at.shape, BASE - 8.0, tl.float32 if PLAIN else TYPE)
+        elif PLAIN:
+            less = BASE - tl.load(zeros + at).to(tl.float32)
+        else:  # a zero is the last bits of a number like BASE
+            BITS: tl.constexpr = -0x3D00 if TYPE == tl.bfloat16 else -0x1C00
+            less = (tl.load(zeros + at).to(tl.int16) | BITS).to(TYPE, bitcast=True)
+    return scale, low, less
+
+
+@triton.jit
+def scaled(
+    raw, scale, low, less, FORMAT: tl.constexpr, HAS_LOW: tl.constexpr, TYPE: tl.constexpr,
+    PLAIN: tl.constexpr,
+):  # fmt: skip
+    """Elements `[outputs, inputs]` of a plane, of one group; the rest `[outputs]` as in
+    `group_scale`. Of TYPE, or PLAIN ones in float32, rounded to TYPE.
+    """
+    if PLAIN:
+        number = raw + less[:, None] if FORMAT == "int4" else raw
+        whole = scale.to(tl.float32)
+        if HAS_LOW:
+            whole += low.to(tl.float32)
+        return (number * whole[:, None]).to(TYPE).to(tl.float32)
+    else:
+        nothing = tl.full([1, 1], -0.0, TYPE)
+        if FORMAT == "int4":
+            raw = _fma(raw, tl.full([1, 1], 1.0, TYPE), less[:, None], TYPE)
+        if HAS_LOW:
+            nothing = _fma(raw, low[:, None], nothing, TYPE)
+        return _fma(raw, scale[:, None], nothing, TYPE)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _group_scaled_linear(
+    x, words, scales, lows, zeros, bias, out, partials, arrived, num_rows, num_outputs, depth,
+    padded, FORMAT: tl.constexpr, GROUP: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr,
+    WHOLE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """Some outputs of all rows, over a part of the depth. Grid `[outputs / OUTPUTS, SPLIT]`.
+
+    The last program of some outputs adds up all parts of their sums.
+    """
+    PLANES: tl.constexpr = 2 if FORMAT == "fp8" else 4
+    WIDTH: tl.constexpr = _STEP // PLANES
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = tl.arange(0, ROWS)
+    has_row = rows < num_rows
+    column = tl.arange(0, WIDTH)
+    steps = tl.cdiv(depth, _STEP)
+    right = words + (outputs // _TILE).to(tl.int64)[:, None] * (steps * _TILE * WIDTH)
+    right += (outputs % _TILE)[:, None] * WIDTH + column[None, :]
+    left = x + rows[None, :] * depth + column[:, None]
+    sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
+    part = tl.program_id(1)
+    turns = tl.cdiv(steps, STEPS)
+    for turn in range(part * turns // SPLIT, (part + 1) * turns // SPLIT):
+        for next in tl.static_range(STEPS):
+            step = turn * STEPS + next
+            if WHOLE:
+                held = tl.load(right + step * (_TILE * WIDTH))
+            else:
+                is_held = (outputs < padded) & (step < steps)
+                held = tl.load(right + step * (_TILE * WIDTH), mask=is_held[:, None], other=0)
+            raw = planes(held, FORMAT, TYPE, PLAIN)
+            for plane in tl.static_range(PLANES):
+                first = step * _STEP + plane * WIDTH
+                if plane * WIDTH % GROUP == 0:
+                    at = first // GROUP * padded + outputs
+                    if not WHOLE:
+                        at = tl.where(is_held, at, 0)
+                    scale, low, less = group_scale(scales, lows, zeros, at, FORMAT, TYPE, PLAIN)
+                number = scaled(raw[plane], scale, low, less, FORMAT, lows is not None, TYPE, PLAIN)
+                if WHOLE:
+                    a = tl.load(left + first, mask=has_row[None, :], other=0.0)
+                else:
+                    inside = (first + column < depth)[:, None]
+                    a = tl.load(left + first, mask=has_row[None, :] & inside, other=0.0)
+                if PLAIN:
+                    a = a.to(tl.float32)
+                sums = tl.dot(number, a, sums, input_precision="ieee")
+    if FORMAT == "mxfp4":
+        sums *= _MXFP4_SCALE
+    has_output = outputs < num_outputs
+    wanted = has_output[:, None] & has_row[None, :]
+    to = rows[None, :] * num_outputs + outputs[:, None]
+    if SPLIT > 1:
+        size = num_rows * num_outputs
+        tl.store(partials + part * size + to, sums, mask=wanted)
+        tl.debug_barrier()
+        is_last = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == SPLIT - 1
+        if is_last:
+            tl.store(arrived + tl.program_id(0), 0)  # for the next launch
+            sums = tl.load(partials + to, mask=wanted, other=0.0, cache_modifier=".cg")
+            for other in tl.static_range(1, SPLIT):
+                sums += tl.load(
+                    partials + other * size + to, mask=wanted, other=0.0, cache_modifier=".cg"
+                )
+            _store(sums, bias, out, to, outputs, has_output, wanted)
+    else:
+        _store(sums, bias, out, to, outputs, has_output, wanted)
+
+
+@triton.jit
+def _store(sums, bias, out, to, outputs, has_output, wanted):
+    if bias is not None:
+        sums += tl.load(bias + outputs, mask=has_output, other=0.0).to(tl.float32)[:, None]
+    tl.store(out + to, sums.to(out.dtype.element_ty), mask=wanted)
+
+
+@triton.jit
+def _dequantize(
+    words, scales, lows, zeros, out, num_outputs, depth, padded, FORMAT: tl.constexpr,
+    GROUP: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr, OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    """A step of some outputs. Grid `[padded / OUTPUTS, steps]`."""
+    PLANES: tl.constexpr = 2 if FORMAT == "fp8" else 4
+    WIDTH: tl.constexpr = _STEP // PLANES
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    column = tl.arange(0, WIDTH)
+    step, steps = tl.program_id(1), tl.num_programs(1)
+    place = (outputs // _TILE).to(tl.int64) * steps + step
+    right = words + (place * _TILE + outputs % _TILE)[:, None] * WIDTH + column[None, :]
+    raw = planes(tl.load(right), FORMAT, TYPE, PLAIN)
+    to = out + outputs.to(tl.int64)[:, None] * depth + column[None, :]
+    has_output = (outputs < num_outputs)[:, None]
+    for plane in tl.static_range(PLANES):
+        first = step * _STEP + plane * WIDTH
+        if plane * WIDTH % GROUP == 0:
+            at = first // GROUP * padded + outputs
+            scale, low, less = group_scale(scales, lows, zeros, at, FORMAT, TYPE, PLAIN)
+        number = scaled(raw[plane], scale, low, less, FORMAT, lows is not None, TYPE, PLAIN)
+        if FORMAT == "mxfp4":
+            number = number.to(tl.float32) * _MXFP4_SCALE
+        inside = has_output & (first + column < depth)[None, :]
+        tl.store(to + first, number.to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class PackedWeight(Weight):
+    """A group-quantised weight as a GPU's kernels take it, for activations of one type.
+
+    words: int16 `[tiles, steps, TILE, STEP / elements of a word]`, outputs and inputs filled up ·
+    scales: `[groups, tiles * TILE]` of dtype, with what it cut off in lows unless that is nothing;
+    of MXFP4 the exponents, uint8 · zeros: uint8 like scales, or None · order: int64 `[in]`, see
+    `Int4Weight` · arrived: int32 `[tiles]`, of programs that share outputs in a launch.
+    """
+
+    format: str
+    sizes: tuple[int, int]
+    group: int
+    dtype: torch.dtype
+    words: Tensor
+    scales: Tensor
+    lows: Tensor | None
+    zeros: Tensor | None
+    order: Tensor | None
+    arrived: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.sizes
+
+    @property
+    def padded(self) -> int:
+        """Outputs of all tiles."""
+        return self.scales.shape[1]
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether few rows have a kernel of their own: others are unpacked for torch's product."""
+        return _has_kernel(self.format, self.dtype)
+
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Never waits for the device."""
+        return group_scaled_linear(x if self.order is None else x[:, self.order], self, bias)
+
+
+def pack(weight: GroupScaledWeight, dtype: torch.dtype) -> PackedWeight | None:
+    """A weight for activations of dtype; None if its groups are none that kernels take."""
+    format = format_of(weight)
+    (outputs, inputs), group = weight.shape, weight.group
+    if group % STEP and (STEP % group or group < STEP // 4):
+        return None
+    scales, low = weight.scales.float(), None
+    if format == "mxfp4":
+        fractions, exponents = scales.frexp()
+        if not (fractions == 0.5).all() or exponents.max() > 192 - 127:
+            return None
+        scales = (exponents + 127).clamp_min(0).to(torch.uint8)
+    else:
+        scales = scales * _FACTOR[format]
+        whole = scales.to(dtype if _has_kernel(format, dtype) else torch.float32)
+        low = (scales - whole.float()).to(whole.dtype)
+        scales, low = whole, low if low.any() else None
+    zeros = weight.zeros if isinstance(weight, Int4Weight) else None
+    tiles = triton.cdiv(outputs, TILE)
+    return PackedWeight(
+        format, (outputs, inputs), group, dtype,
+        torch.cat([_words(weight, format, first) for first in range(0, outputs, _AT_ONCE)]),
+        *(part if part is None else _by_group(part, group) for part in (scales, low, zeros)),
+        weight.order if isinstance(weight, Int4Weight) else None,
+        torch.zeros(tiles, dtype=torch.int32, device=scales.device),
+    )  # fmt: skip
+
+
+_AT_ONCE = 64 * TILE  # outputs that are packed at once, so that no large copies exist
+
+
+def _by_group(parts: Tensor, group: int) -> Tensor:
+    """`[out, groups]` → `[groups, padded]`, contiguous, of whole steps and tiles."""
+    outputs, groups = parts.shape
+    missing = triton.cdiv(groups * group, STEP) * STEP // group - groups
+    return pad(parts.T, (0, -outputs % TILE, 0, missing)).contiguous()
+
+
+def _words(weight: GroupScaledWeight, format: str, first: int) -> Tensor:
+    """Outputs from the first on, packed."""
+    rows = slice(first, first + _AT_ONCE)
+    held = weight.values[rows].view(torch.uint8)
+    numbers = weight.nibbles(rows) if isinstance(weight, FourBitWeight) else held
+    count, inputs = numbers.shape
+    full = pad(numbers, (0, -inputs % STEP, 0, -count % TILE))
+    number_of_planes = 2 if format == "fp8" else 4
+    plane = (
+        full.view(-1, TILE, full.shape[1] // STEP, number_of_planes, STEP // number_of_planes)
+        .permute(3, 0, 2, 1, 4)
+        .to(torch.int32)
+    )
+    if format == "mxfp4":
+        sign, size = plane >> 3, plane & 7
+        words = sign[0] << 15 | size[0] << 6 | sign[1] << 12 | size[1] << 3 | sign[2] << 9 | size[2]
+        words |= sign[3] << 14 | size[3] >> 2 << 13 | (size[3] & 3) << 10
+    else:
+        bits = 16 // number_of_planes
+        words = plane[0]
+        for number in range(1, number_of_planes):
+            words = words | plane[number] << bits * number
+    return words.to(torch.int16)
+
+
+def _has_kernel(format: str, dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 or (dtype == torch.float16 and format == "int4")
+
+
+def format_of(weight: Weight) -> str:
+    """The name by which kernels know a weight's numbers."""
+    if isinstance(weight, Mxfp4Weight):
+        return "mxfp4"
+    return "fp8" if isinstance(weight, Fp8BlockWeight) else "int4"
+
+
+def dequantized(weight: PackedWeight) -> Tensor:
+    """The matrix `[out, in]`, of the weight's dtype."""
+    outputs, depth = weight.shape
+    out = torch.empty((outputs, depth), dtype=weight.dtype, device=weight.words.device)
+    interpreted = out.device.type == "cpu"
+    grid = (weight.padded // TILE, weight.words.shape[1])
+    _dequantize[grid](
+        weight.words, weight.scales, weight.lows, weight.zeros, out, outputs, depth, weight.padded,
+        FORMAT=weight.format, GROUP=weight.group,
+        TYPE=TRITON_TYPES[weight.dtype] if weight.has_kernel else tl.float32,
+        PLAIN=interpreted or not weight.has_kernel, OUTPUTS=TILE, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return out
+
+
+def group_scaled_linear(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, config: Config | None = None
+) -> Tensor:
+    """`x @ weight.T + bias`: x `[rows, in]` of the weight's dtype, bias `[out]` → `[rows, out]`.
+
+    x's columns are in the order of the weight's · config: of the launch; None is that of `tuning`,
+    `{"LIBRARY": 1}` is a product by torch.
+    """
+    (num_rows, depth), (num_outputs, _) = x.shape, weight.shape
+    assert x.dtype == weight.dtype
+    if config is None and num_rows <= MOST_ROWS and weight.has_kernel:
+        config = choose(NAME, _key(weight, num_rows), x.device)
+    if config is None or "LIBRARY" in config:
+        return linear(x, dequantized(weight), bias)
+    x, rows, interpreted = x.contiguous(), tile_rows(num_rows), x.device.type == "cpu"
+    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    split = min(config["SPLIT"], weight.words.shape[1])
+    partials = None
+    if split > 1:
+        partials = torch.empty((split, *out.shape), dtype=torch.float32, device=x.device)
+    whole = depth % (STEP * config["STEPS"]) == 0 and weight.padded % config["OUTPUTS"] == 0
+    _group_scaled_linear[(triton.cdiv(num_outputs, config["OUTPUTS"]), split)](
+        x, weight.words, weight.scales, weight.lows, weight.zeros, bias, out, partials,
+        weight.arrived, num_rows, num_outputs, depth, weight.padded, FORMAT=weight.format,
+        GROUP=weight.group, TYPE=TRITON_TYPES[x.dtype], PLAIN=interpreted, WHOLE=whole, ROWS=rows,
+        **{**config, "SPLIT": split},
+    )  # fmt: skip
+    return out
+
+
+def _key(weight: PackedWeight, rows: int) -> Key:
+    outputs, depth = weight.shape
+    bits = 8 if weight.format == "fp8" else 4
+    return {"rows": tile_rows(rows), "outputs": outputs, "depth": depth, "bits": bits}
