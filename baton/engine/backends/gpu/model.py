@@ -59,15 +59,15 @@ class _GroupedExperts(ExpertWeights):
     down: GroupedWeight
 
     @classmethod
-    def of(cls, held: ExpertWeights) -> _GroupedExperts:
+    def of(cls, held: ExpertWeights, dtype: torch.dtype) -> _GroupedExperts:
         experts = held.experts
         return cls(
             **vars(held),
             gate_up=GroupedWeight.of(
-                [one.gate_up for one in experts], [one.gate_up_bias for one in experts]
+                [one.gate_up for one in experts], [one.gate_up_bias for one in experts], dtype
             ),
             down=GroupedWeight.of(
-                [one.down for one in experts], [one.down_bias for one in experts]
+                [one.down for one in experts], [one.down_bias for one in experts], dtype
             ),
         )
 
@@ -85,7 +85,7 @@ class GpuModel(Model):
         ranks: Collectives = ALONE,
     ) -> None:
         layers = tuple(
-            replace(layer, experts=layer.experts and _GroupedExperts.of(layer.experts))
+            replace(layer, experts=layer.experts and _GroupedExperts.of(layer.experts, dtype))
             for layer in weights.layers
         )
         whole = replace(weights, layers=layers)

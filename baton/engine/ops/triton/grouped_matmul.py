@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -21,7 +22,16 @@ from baton.engine.models.config import Activation
 from baton.engine.ops.torch import routing
 from baton.engine.ops.torch.linear import act_mul
 from baton.engine.ops.triton.attention import LEAST_ROWS
-from baton.engine.ops.triton.group_matmul import group_sums, numbers_of
+from baton.engine.ops.triton.group_scaled_linear import (
+    _MXFP4_SCALE,
+    STEP,
+    TILE,
+    PackedWeight,
+    group_scale,
+    pack,
+    planes,
+    scaled,
+)
 from baton.engine.ops.triton.launch import launch, wait_for_inputs
 from baton.engine.ops.triton.routing import Slots, route
 from baton.engine.ops.triton.rows import gated, quantize_rows
@@ -45,42 +55,53 @@ NAME = "grouped_matmul"
 _POINTED = {
     torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
     torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv, torch.uint8: tl.uint8,
+    torch.int16: tl.int16,
 }  # fmt: skip
-Held = DenseWeight | RowScaledWeight | GroupScaledWeight
+_STEP, _TILE = tl.constexpr(STEP), tl.constexpr(TILE)
+Held = DenseWeight | RowScaledWeight | PackedWeight
 
 
 @dataclass(frozen=True)
 class GroupedWeight:
     """The same matrix `[out, in]` of every expert of a layer, and its biases `[out]`, or none.
 
-    values, scales, zeros, bias: int64 `[experts]`, addresses; scales and zeros of formats with any.
+    values, scales, lows, zeros, bias: int64 `[experts]`, addresses; of what the format has none of,
+    None.
     """
 
     weights: tuple[Held, ...]
     biases: tuple[Tensor, ...]
     values: Tensor
     scales: Tensor | None
+    lows: Tensor | None
     zeros: Tensor | None
     bias: Tensor | None
 
     @classmethod
-    def of(cls, weights: Sequence[Weight], biases: Sequence[Tensor | None]) -> GroupedWeight:
-        """Raises ConfigError where experts are of several formats or in act-order."""
-        held = tuple(map(_uniform, weights))
-        if len({type(one) for one in held}) > 1:
+    def of(
+        cls, weights: Sequence[Weight], biases: Sequence[Tensor | None], dtype: torch.dtype
+    ) -> GroupedWeight:
+        """For activations of dtype.
+
+        Raises ConfigError where experts are of several formats, or of one that no kernel takes.
+        """
+        held = _uniform([_held(weight, dtype) for weight in weights])
+        if len({(type(one), getattr(one, "format", "")) for one in held}) > 1:
             raise ConfigError(
                 "some experts of a layer are quantised and some are not, which computes on a CPU "
                 "only: add --device cpu"
             )
         given = tuple(bias for bias in biases if bias is not None)
-        values, scales, zeros = map(_addresses, zip(*map(_tensors, held), strict=True))
+        values, *others = map(_addresses, zip(*map(_tensors, held), strict=True))
         assert values is not None
-        return cls(held, given, values, scales, zeros, _addresses(given))
+        return cls(held, given, values, *others, _addresses(given))
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the values."""
-        return _tensors(self.weights[0])[0].dtype
+        values = _tensors(self.weights[0])[0]
+        assert values is not None
+        return values.dtype
 
     def apply(
         self,
@@ -100,44 +121,75 @@ class GroupedWeight:
         size, num_slots = num_outputs // 2 if activation else num_outputs, slots.taken.numel()
         out = torch.empty((num_slots, size), dtype=x.dtype, device=x.device)
         config = config or choose(NAME, _key(self, slots.tile_rows), x.device)
-        first, row_scales = self.weights[0], None
-        group = first.group if isinstance(first, GroupScaledWeight) else 0
+        first, row_scales, options = self.weights[0], None, dict[str, Any]()
+        interpreted = x.device.type == "cpu"  # which has products of few types
         if isinstance(first, RowScaledWeight):
             x, row_scales = quantize_rows(x, self.dtype)
         assert x.is_contiguous()
         is_int8 = x.dtype == torch.int8
-        # The interpreter has products of few types.
-        factors = tl.float32 if x.device.type == "cpu" and not is_int8 else _POINTED[x.dtype]
+        factors = tl.float32 if interpreted and not is_int8 else _POINTED[x.dtype]
+        if isinstance(first, PackedWeight):
+            factors = _POINTED[x.dtype] if first.has_kernel else tl.float32
+            options = {
+                "padded": first.padded, "FORMAT": first.format, "GROUP": first.group,
+                "SCALES": _POINTED[first.scales.dtype],
+                "PLAIN": interpreted or not first.has_kernel,
+            }  # fmt: skip
         width = config["OUTPUTS"] // 2 if activation else config["OUTPUTS"]
         num_tiles = num_slots if slots.tiles is None else len(slots.tiles)
         launch(
-            _grouped_matmul, (num_tiles, triton.cdiv(size, width)), x, row_scales, self.values, self.scales, self.zeros, self.bias, slots.taken,
-            slots.order, slots.tiles, slots.shares, out, size, depth, PER_ROW=slots.taken.shape[1],
-            STORED=tl.uint8 if group else _POINTED[self.dtype], GROUP=group,
-            NUMBERS=numbers_of(first), BIAS=_POINTED[out.dtype], TYPE=factors,
-            SUMS=tl.int32 if is_int8 else tl.float32, GATED=activation is not None,
+            _grouped_matmul, (num_tiles, triton.cdiv(size, width)),
+            x, row_scales, self.values, self.scales, self.lows, self.zeros, self.bias, slots.taken,
+            slots.order, slots.tiles, slots.shares, out, size, depth,
+            PER_ROW=slots.taken.shape[1], STORED=_POINTED[self.dtype], BIAS=_POINTED[out.dtype],
+            TYPE=factors, SUMS=tl.int32 if is_int8 else tl.float32, GATED=activation is not None,
             GELU=activation == "gelu_tanh", SWIGLU_OAI=activation == "swigluoai",
-            WHOLE=depth % config["DEPTH"] == 0, ROWS=max(LEAST_ROWS, slots.tile_rows), **config,
+            WHOLE=depth % config["DEPTH"] == 0 and size % width == 0,
+            ROWS=max(LEAST_ROWS, slots.tile_rows), **options, **config,
         )  # fmt: skip
         return out
 
 
-def _uniform(weight: Weight) -> Held:
-    """A weight with zero points, if they are int4's."""
-    assert isinstance(weight, DenseWeight | RowScaledWeight | GroupScaledWeight)
-    if not isinstance(weight, Int4Weight):
-        return weight
-    if weight.order is not None:
+def _held(weight: Weight, dtype: torch.dtype) -> Held:
+    """A weight as the kernel takes it."""
+    packed = pack(weight, dtype) if isinstance(weight, GroupScaledWeight) else weight
+    if packed is None:
+        raise ConfigError(
+            f"experts in groups of {weight.group} inputs compute on a CPU only: add --device cpu"
+        )
+    if isinstance(packed, PackedWeight) and packed.order is not None:
         raise ConfigError("experts in act-order compute on a CPU only: add --device cpu")
-    zeros = torch.full_like(weight.scales, Int4Weight.MIDDLE, dtype=torch.uint8)
-    return replace(weight, zeros=zeros) if weight.zeros is None else weight
+    assert isinstance(packed, DenseWeight | RowScaledWeight | PackedWeight)
+    return packed
 
 
-def _tensors(weight: Held) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Values, scales and zero points."""
+def _uniform(weights: Sequence[Held]) -> tuple[Held, ...]:
+    """Packed ones with zero points, and with the rest of their scales, if any of them has those."""
+    packed = [one for one in weights if isinstance(one, PackedWeight)]
+    has_lows, has_zeros = (
+        any(getattr(one, name) is not None for one in packed) for name in ("lows", "zeros")
+    )
+
+    def filled(one: Held) -> Held:
+        if not isinstance(one, PackedWeight):
+            return one
+        lows, zeros = one.lows, one.zeros
+        if has_lows and lows is None:
+            lows = torch.zeros_like(one.scales)
+        if has_zeros and zeros is None:
+            zeros = torch.full_like(one.scales, Int4Weight.MIDDLE, dtype=torch.uint8)
+        return replace(one, lows=lows, zeros=zeros)
+
+    return tuple(map(filled, weights))
+
+
+def _tensors(weight: Held) -> tuple[Tensor | None, ...]:
+    """Values, scales, what those leave out, and zero points."""
     if isinstance(weight, DenseWeight):
-        return weight.tensor, None, None
-    return weight.values, weight.scales, getattr(weight, "zeros", None)
+        return weight.tensor, None, None, None
+    if isinstance(weight, RowScaledWeight):
+        return weight.values, weight.scales, None, None
+    return weight.words, weight.scales, weight.lows, weight.zeros
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> Tensor | None:
@@ -157,12 +209,59 @@ def _expert_row(addresses, expert, columns, wanted, TYPE: tl.constexpr):
 
 
 @triton.jit
+def _packed_sums(
+    right, words, scales, lows, zeros, output, has_output, has_row, depth, padded,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Some outputs of a `PackedWeight` times rows, which begin at pointers right: float32."""
+    PLANES: tl.constexpr = 2 if FORMAT == "fp8" else 4
+    WIDTH: tl.constexpr = _STEP // PLANES
+    STEPS: tl.constexpr = max(1, DEPTH // _STEP)
+    column = tl.arange(0, WIDTH)
+    steps = tl.cdiv(depth, _STEP)
+    words += (output // _TILE).to(tl.int64)[:, None] * (steps * _TILE * WIDTH)
+    words += (output % _TILE)[:, None] * WIDTH + column[None, :]
+    right = right[None, :] + column[:, None]
+    sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
+    for begin in range(0, steps, STEPS):
+        for step in tl.static_range(STEPS):
+            step += begin
+            if WHOLE:
+                held = tl.load(words + step * (_TILE * WIDTH))
+            else:
+                is_held = has_output & (step < steps)
+                held = tl.load(words + step * (_TILE * WIDTH), mask=is_held[:, None], other=0)
+            raw = planes(held, FORMAT, TYPE, PLAIN)
+            for plane in tl.static_range(PLANES):
+                first = step * _STEP + plane * WIDTH
+                if plane * WIDTH % GROUP == 0:
+                    at = first // GROUP * padded + output
+                    if not WHOLE:
+                        at = tl.where(is_held, at, 0)
+                    scale, low, less = group_scale(scales, lows, zeros, at, FORMAT, TYPE, PLAIN)
+                left = scaled(raw[plane], scale, low, less, FORMAT, lows is not None, TYPE, PLAIN)
+                has_right = has_row[None, :]
+                if not WHOLE:
+                    has_right = has_right & (first + column < depth)[:, None]
+                x = tl.load(right + first, mask=has_right, other=0.0)
+                if PLAIN:
+                    x = x.to(tl.float32)
+                sums = tl.dot(left, x, sums, input_precision="ieee")
+    if FORMAT == "mxfp4":
+        sums *= _MXFP4_SCALE
+    return sums
+
+
+@triton.jit
 def _grouped_matmul(
-    x, row_scales, values, scales, zeros, biases, taken, order, tiles, shares, out, size, depth,
-    PER_ROW: tl.constexpr, STORED: tl.constexpr, GROUP: tl.constexpr, NUMBERS: tl.constexpr,
-    BIAS: tl.constexpr, TYPE: tl.constexpr, SUMS: tl.constexpr, GATED: tl.constexpr,
-    GELU: tl.constexpr, SWIGLU_OAI: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+    x, row_scales, values, scales, lows, zeros, biases, taken, order, tiles, shares, out, size,
+    depth, padded=0, PER_ROW: tl.constexpr = 1, STORED: tl.constexpr = None,
+    BIAS: tl.constexpr = None, TYPE: tl.constexpr = None, SUMS: tl.constexpr = None,
+    GATED: tl.constexpr = False, GELU: tl.constexpr = False, SWIGLU_OAI: tl.constexpr = False,
+    WHOLE: tl.constexpr = False, ROWS: tl.constexpr = 16, OUTPUTS: tl.constexpr = 64,
+    DEPTH: tl.constexpr = 64, PDL: tl.constexpr = False, FORMAT: tl.constexpr = "",
+    GROUP: tl.constexpr = 0, SCALES: tl.constexpr = tl.float32, PLAIN: tl.constexpr = False,
 ):  # fmt: skip
     """One tile of slots, and OUTPUTS rows of the matrix, which are the product's rows, too: where
     there are few slots, tensor cores take the many, and straight from shared memory.
@@ -199,15 +298,18 @@ def _grouped_matmul(
     has_output = column < size
     matrix = tl.multiple_of(tl.load(values + expert).to(tl.pointer_type(STORED)), 16)
     right = x + row.to(tl.int64) * depth
-    if GROUP > 0:
-        scale = tl.load(scales + expert).to(tl.pointer_type(tl.float32))
+    if FORMAT != "":
+        scale = tl.load(scales + expert).to(tl.pointer_type(SCALES))
+        low = lows
+        if lows is not None:
+            low = tl.load(lows + expert).to(tl.pointer_type(SCALES))
         zero = zeros
         if zeros is not None:
             zero = tl.load(zeros + expert).to(tl.pointer_type(tl.uint8))
-        found = tl.trans(group_sums(
-            right, matrix, scale, zero, output, has_row, has_output, depth, GROUP, NUMBERS, TYPE,
-            ROWS, OUTPUTS,
-        ))  # fmt: skip
+        found = _packed_sums(
+            right, matrix, scale, low, zero, output, has_output, has_row, depth, padded, FORMAT,
+            GROUP, TYPE, PLAIN, WHOLE, ROWS, OUTPUTS, DEPTH,
+        )  # fmt: skip
     else:
         left = matrix + output.to(tl.int64)[:, None] * depth
         sums = tl.zeros([OUTPUTS, ROWS], dtype=SUMS)
@@ -246,7 +348,9 @@ def _grouped_matmul(
 
 def _key(weight: GroupedWeight, rows: int) -> Key:
     outputs, depth = weight.weights[0].shape
-    bits = 4 if weight.dtype == torch.uint8 else 8 * weight.dtype.itemsize
+    first, bits = weight.weights[0], 8 * weight.dtype.itemsize
+    if isinstance(first, PackedWeight):
+        bits = 8 if first.format == "fp8" else 4
     return {"rows": rows, "outputs": outputs, "depth": depth, "bits": bits}
 
 
@@ -255,26 +359,25 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         int(shape[name]) for name in ("rows", "experts", "per_row", "outputs", "depth")
     )
     dtype, is_down = dtype_of(shape), bool(shape.get("down"))
+    # Weights are packed by operations that wait.
+    held = torch.device("cpu") if device.type == "meta" else device
     formats: dict[str, Callable[[Tensor], Weight]] = {
         "int8": Int8Weight.of, "fp8": Fp8Weight.of, "int4": Int4Weight.of,
         "fp8_block": lambda dense: Fp8BlockWeight(
-            dense.to(FP8), torch.rand(outputs, depth // 64, device=device) / 8
+            dense.to(FP8), torch.rand(outputs, depth // 64, device=held) / 8
         ),
         "mxfp4": lambda dense: Mxfp4Weight(
-            torch.randint(0, 256, (outputs, depth // 2), dtype=torch.uint8, device=device),
-            torch.rand(outputs, depth // Mxfp4Weight.GROUP, device=device) / 8,
+            torch.randint(0, 256, (outputs, depth // 2), dtype=torch.uint8, device=held),
+            2.0 ** torch.randint(-8, -2, (outputs, depth // Mxfp4Weight.GROUP), device=held),
         ),
     }  # fmt: skip
-    held: Callable[[Tensor], Weight] = formats.get(str(shape.get("weight")), DenseWeight)
-
-    def drawn() -> Weight:
-        return held(torch.randn(outputs, depth, device=device).to(dtype))
-
-    biases = [torch.randn(outputs, device=device).to(dtype) for _ in range(experts)]
+    made: Callable[[Tensor], Weight] = formats.get(str(shape.get("weight")), DenseWeight)
+    weights = [made(torch.randn(outputs, depth, device=held).to(dtype)) for _ in range(experts)]
+    biases = [torch.randn(outputs, device=held).to(dtype) for _ in range(experts)]
     with_bias = bool(shape.get("bias"))
-    weight = GroupedWeight.of(
-        [drawn() for _ in range(experts)], biases if with_bias else [None] * experts
-    )
+    weight = GroupedWeight.of(weights, biases if with_bias else [None] * experts, dtype)
+    addresses = {name: part for name, part in vars(weight).items() if isinstance(part, Tensor)}
+    weight = replace(weight, **{name: part.to(device) for name, part in addresses.items()})
     scores = torch.rand(rows, experts, device=device)
     scores[:, 0] = -9  # an expert that no row takes
     few_rows = rows if shape.get("few") else 0
@@ -287,12 +390,12 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         flat = taken.flatten()
         order = torch.arange(len(flat), device=device) if few_rows else flat.argsort(stable=True)
         out = torch.empty(len(flat), outputs if is_down else outputs // 2, device=device)
-        for number, one in enumerate(weight.weights):
+        for number, one in enumerate(weights):
             places = torch.where(flat[order] == number)[0]
             own = order[places]
             bias = biases[number].float() if with_bias else None
-            held = DenseWeight(one.tensor.float()) if isinstance(one, DenseWeight) else one
-            found = held.apply(x[places if is_down else own // per_row].float(), bias)
+            wide = DenseWeight(one.tensor.float()) if isinstance(one, DenseWeight) else one
+            found = wide.apply(x[places if is_down else own // per_row].float(), bias)
             if is_down:
                 out[own] = found * shares.flatten()[own, None]
             else:
@@ -303,7 +406,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         _key(weight, slots().tile_rows),
         lambda config: (weight.apply(x, slots(), None if is_down else "swigluoai", config),),
         reference,
-        moved_bytes=sum(one.num_bytes for one in weight.weights),
+        moved_bytes=sum(one.num_bytes for one in weights),
         flops=2.0 * rows * per_row * outputs * depth,
     )
 
