@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def route(scores: Tensor, per_token: int, normed: bool) -> tuple[Tensor, Tensor]:
-    """The best experts of each row, best first: (float32 shares, int64 numbers) `[rows, per_token]`.
+    """The best experts of each row, best first: float32 shares and int64 numbers, each
+    `[rows, per_token]`.
 
     scores: `[rows, experts]`; of equal ones the lower expert is taken first · normed: shares are of
     those taken, not of all experts.

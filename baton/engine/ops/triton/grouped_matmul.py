@@ -225,8 +225,8 @@ def _packed_sums(
     right = right[None, :] + column[:, None]
     sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
     for begin in range(0, steps, STEPS):
-        for step in tl.static_range(STEPS):
-            step += begin
+        for number in tl.static_range(STEPS):
+            step = begin + number
             if WHOLE:
                 held = tl.load(words + step * (_TILE * WIDTH))
             else:

@@ -78,10 +78,10 @@ def route(
         tiles = torch.empty((most, 3), dtype=torch.int32, device=scores.device)
     step = padded if at_once else max(1, 2048 // columns)
     launch(
-        _route, (triton.cdiv(rows, step),), scores, lengths, taken, shares, totals, order if at_once else None,
-        tiles if at_once else None, rows, 0 if tiles is None else len(tiles), own.start, own.stop, EXPERTS=experts,
-        PER_ROW=per_row, NORMED=normed, TILE=height, ROWS=step, COLUMNS=columns,
-        num_warps=min(16, max(1, step * columns // 512)),
+        _route, (triton.cdiv(rows, step),), scores, lengths, taken, shares, totals,
+        *((order, tiles) if at_once else (None, None)), rows, 0 if tiles is None else len(tiles),
+        own.start, own.stop, EXPERTS=experts, PER_ROW=per_row, NORMED=normed, TILE=height,
+        ROWS=step, COLUMNS=columns, num_warps=min(16, max(1, step * columns // 512)),
     )  # fmt: skip
     if not at_once:
         assert order is not None and tiles is not None, "they are not few"
@@ -101,10 +101,11 @@ def _by_score(scores, columns, COLUMNS: tl.constexpr):
     last = COLUMNS - 1 - columns
     if scores.dtype.scalar.primitive_bitwidth == 16:
         bits = scores.to(tl.int16, bitcast=True).to(tl.int32)
-        return ((bits ^ (bits >> 31 & 0x7FFF)) << 16) | last
+        order = (bits ^ (bits >> 31 & 0x7FFF)) << 16
     else:
         bits = scores.to(tl.int32, bitcast=True)
-        return ((bits ^ (bits >> 31 & 0x7FFFFFFF)).to(tl.int64) << 32) | last
+        order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).to(tl.int64) << 32
+    return order | last
 
 
 @triton.jit(do_not_specialize=["num_rows", "most", "first", "end"])
@@ -211,16 +212,9 @@ def add_up(weighed: Tensor, slots: Slots) -> Tensor:
     out = torch.empty((rows, size), dtype=weighed.dtype, device=weighed.device)
     block = min(1024, triton.next_power_of_2(size))
     launch(
-        _add_up,
-        (rows, triton.cdiv(size, block)),
-        weighed,
-        slots.taken,
-        out,
-        size,
-        PER_ROW=per_row,
-        BLOCK=block,
-        num_warps=4,
-    )
+        _add_up, (rows, triton.cdiv(size, block)), weighed, slots.taken, out, size,
+        PER_ROW=per_row, BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return out
 
 

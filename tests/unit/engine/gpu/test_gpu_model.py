@@ -155,7 +155,8 @@ def test_ranks_with_whole_experts_add_up_to_all(kind, monkeypatch):
     def mixed(shard):
         prepare = partial(linear.prepare, quantization="none")
         weights = random_weights(config, torch.float32, CPU, 3, prepare, shard)
-        model, tokens = kind(config, weights, torch.float32, CPU, shard=shard), torch.zeros(5).long()
+        model = kind(config, weights, torch.float32, CPU, shard=shard)
+        tokens = torch.zeros(5, dtype=torch.int64)
         found = model._mix(x, scores, model._weights.layers[0].experts, rows, tokens)
         assert tokens.sum() == 7 * 3, "each rank counts all"
         return found
