@@ -373,6 +373,12 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     }  # fmt: skip
     made: Callable[[Tensor], Weight] = formats.get(str(shape.get("weight")), DenseWeight)
     weights = [made(torch.randn(outputs, depth, device=held).to(dtype)) for _ in range(experts)]
+    if shape.get("zeros"):  # of all but one
+        weights[1:] = [
+            replace(one, zeros=torch.randint_like(one.scales, 17).to(torch.uint8))
+            for one in weights[1:]
+            if isinstance(one, Int4Weight)
+        ]
     biases = [torch.randn(outputs, device=held).to(dtype) for _ in range(experts)]
     with_bias = bool(shape.get("bias"))
     weight = GroupedWeight.of(weights, biases if with_bias else [None] * experts, dtype)
@@ -427,8 +433,10 @@ _CASES: tuple[Key, ...] = (
     {"weight": "fp8", "down": 1, "least": 89},
     {"weight": "int4", "bias": 1},
     {"weight": "int4", "rows": 600, "per_row": 4, "down": 1},
+    {"weight": "int4", "zeros": 1, "dtype": "fp16"},
     {"weight": "fp8_block", "bias": 1},
     {"weight": "mxfp4", "bias": 1},
+    {"weight": "mxfp4", "rows": 600, "per_row": 4, "down": 1, "depth": 160},
 )
 
 
