@@ -178,7 +178,7 @@ def test_int4_moves_a_number_by_half_a_unit_or_what_is_beyond_the_far_end(dtype,
     assert (held.shape, held.group, held.scales.shape) == ((70, 192), 64, (70, 3))
     units = held.scales.abs().repeat_interleave(64, dim=1)
     moved = (held.dequantized(torch.float32) - weight.float()).abs()
-    assert (moved <= 1.00001 * units).all()
+    assert (moved <= 1.04 * units).all()  # scales are rounded, too
     # Only what is beyond 7 units, on the side where the extreme of -8 is not, moves further.
     inside = weight.float() / held.scales.repeat_interleave(64, dim=1) <= 7.5
     assert (moved[inside] <= 0.50001 * units[inside]).all()

@@ -1,4 +1,4 @@
-"""Products with quantised weights on a GPU: W8A8 in int8 and fp8, W4A16, and W8A16.
+"""Products with quantised weights on a GPU: W8A8 in int8 and fp8; others are prepared.
 
 Where a tensor lies on a CPU, a weight computes as `baton.engine.weights.weight` does, which is the
 reference. Dense weights are torch's, and cuBLAS's.
@@ -14,14 +14,13 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from baton.engine.ops.triton.group_matmul import group_matmul
+from baton.engine.ops.triton.group_scaled_linear import pack
 from baton.engine.ops.triton.int8_matmul import MOST_ROWS, int8_matmul, scale_sums
 from baton.engine.ops.triton.rows import LARGEST_WHOLE, EightBitRows, Rows, quantize_rows
 from baton.engine.weights.weight import (
     DenseWeight,
-    Fp8BlockWeight,
     Fp8Weight,
-    Int4Weight,
+    GroupScaledWeight,
     Int8Weight,
     RowScaledWeight,
     Weight,
@@ -80,41 +79,27 @@ class GpuFp8Weight(_GpuWeight, Fp8Weight):
         return out if bias is None or bias is fused else out.add_(bias)
 
 
-class GpuInt4Weight(Int4Weight):
-    """W4A16, by Triton's kernel for any number of rows."""
-
-    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Never waits for the device."""
-        if not x.is_cuda:
-            return super().apply(x, bias)
-        return group_matmul(x if self.order is None else x[:, self.order], self, bias)
-
-
-class GpuFp8BlockWeight(Fp8BlockWeight):
-    """W8A16, by the same kernel."""
-
-    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Never waits for the device."""
-        return group_matmul(x, self, bias) if x.is_cuda else super().apply(x, bias)
-
-
 _ON_GPU: dict[type[Weight], type[Weight]] = {
-    Int4Weight: GpuInt4Weight,
     Int8Weight: GpuInt8Weight,
     Fp8Weight: GpuFp8Weight,
-    Fp8BlockWeight: GpuFp8BlockWeight,
 }
 
 
-def prepare(weight: Weight, is_output: bool, quantization: str) -> Weight:
-    """A weight as the GPU's model is to apply it; dense ones are quantised.
+def prepare(
+    weight: Weight, is_output: bool, quantization: str, dtype: torch.dtype = torch.bfloat16
+) -> Weight:
+    """A weight as the GPU's model is to apply it to activations of dtype; dense ones, which have
+    theirs, are quantised.
 
     A matrix whose sizes 8-bit products refuse stays as it is (an output layer over an odd
-    vocabulary, at most), and one whose inputs are no whole groups of int4.
+    vocabulary, at most), and one whose inputs are no whole groups of int4. Group-quantised ones are
+    packed, but for groups that kernels do not take.
     """
     kind = "int8" if quantization == "int4" and is_output else quantization
-    if isinstance(weight, DenseWeight) and not any(
-        size % MULTIPLE.get(kind, 1) for size in weight.shape
-    ):
-        weight = quantized(weight, kind)
+    if isinstance(weight, DenseWeight):
+        dtype = weight.tensor.dtype
+        if not any(size % MULTIPLE.get(kind, 1) for size in weight.shape):
+            weight = quantized(weight, kind)
+    if isinstance(weight, GroupScaledWeight):
+        return (pack(weight, dtype) if weight.values.is_cuda else None) or weight
     return _ON_GPU.get(type(weight), type(weight))(**vars(weight))

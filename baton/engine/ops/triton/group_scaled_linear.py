@@ -11,7 +11,7 @@ type of the activations, for a product by cuBLAS.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -338,6 +338,11 @@ class PackedWeight(Weight):
         """Whether few rows have a kernel of their own: others are unpacked for torch's product."""
         return _has_kernel(self.format, self.dtype)
 
+    def to(self, device: torch.device) -> PackedWeight:
+        """The same, there."""
+        parts = {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, **{name: part.to(device) for name, part in parts.items()})
+
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Never waits for the device."""
         return group_scaled_linear(x if self.order is None else x[:, self.order], self, bias)
@@ -464,5 +469,106 @@ def group_scaled_linear(
 
 def _key(weight: PackedWeight, rows: int) -> Key:
     outputs, depth = weight.shape
-    bits = 8 if weight.format == "fp8" else 4
-    return {"rows": tile_rows(rows), "outputs": outputs, "depth": depth, "bits": bits}
+    return {
+        "rows": tile_rows(rows), "outputs": outputs, "depth": depth, "format": weight.format,
+    }  # fmt: skip
+
+
+def random_weight(format: str, outputs: int, depth: int, device: torch.device) -> GroupScaledWeight:
+    """format: "int4", with zero points "awq", "fp8" or "mxfp4", in groups as checkpoints have."""
+    group = {"int4": Int4Weight.GROUP, "mxfp4": Mxfp4Weight.GROUP}.get(format, 128)
+    groups = (outputs, depth // group)
+
+    def numbers(end: int, columns: int) -> Tensor:
+        return torch.randint(0, end, (outputs, columns), dtype=torch.uint8, device=device)
+
+    scales = torch.rand(groups, device=device) / 50 + 0.01
+    if format == "fp8":
+        full = torch.randn(outputs, depth, device=device) * 2 ** (numbers(15, depth) - 12.0)
+        return Fp8BlockWeight(full.to(FP8), scales)
+    if format == "mxfp4":
+        return Mxfp4Weight(numbers(256, depth // 2), scales.log2().round().exp2())
+    if format == "awq":
+        return Int4Weight(numbers(256, depth // 2), scales.half().float(), numbers(17, groups[1]))
+    return Int4Weight(numbers(256, depth // 2), scales.bfloat16().float())
+
+
+def _trial(shape: Key, device: torch.device) -> Trial:
+    rows, outputs, depth = (int(shape[name]) for name in ("rows", "outputs", "depth"))
+    dtype, meta = dtype_of(shape), device.type == "meta"
+    made = torch.device("cpu") if meta else device
+    weight = random_weight(str(shape.get("weight", "int4")), outputs, depth, made)
+    packed = pack(weight, dtype)
+    assert packed is not None
+    packed = packed.to(device)
+    x = torch.randn(rows, depth, device=device).to(dtype)
+    bias = torch.randn(outputs, device=device).to(dtype) if shape.get("bias") else None
+
+    def reference() -> tuple[Tensor]:
+        exact = x.double() @ weight.dequantized(torch.float64).T
+        return ((exact if bias is None else exact + bias.double()).to(dtype),)
+
+    return Trial(
+        _key(packed, rows),
+        lambda config: (group_scaled_linear(x, packed, bias, config),),
+        reference,
+        moved_bytes=packed.num_bytes + x.itemsize * rows * (depth + outputs),
+        flops=2.0 * rows * outputs * depth,
+    )
+
+
+SPECS = (
+    KernelSpec(
+        NAME,
+        _trial,
+        cases=[
+            {"rows": rows, "outputs": outputs, "depth": depth, "weight": weight, "dtype": dtype,
+             "bias": bias}
+            for rows, outputs, depth, weight, dtype, bias in (
+                (16, 256, 512, "int4", "bf16", 0),
+                (64, 256, 512, "int4", "bf16", 1),
+                (9, 100, 320, "int4", "fp16", 1),
+                (16, 256, 512, "awq", "bf16", 0),
+                (64, 256, 512, "awq", "fp16", 0),
+                (16, 256, 512, "fp8", "bf16", 1),
+                (64, 256, 512, "fp8", "bf16", 0),
+                (16, 256, 512, "mxfp4", "bf16", 0),
+                (64, 72, 288, "mxfp4", "bf16", 1),
+                (100, 100, 320, "int4", "bf16", 1),
+                (16, 100, 256, "awq", "fp32", 1),
+                (16, 100, 256, "fp8", "fp16", 0),
+                (16, 100, 320, "mxfp4", "fp32", 0),
+            )
+        ],
+        configs=lambda key: [
+            {"LIBRARY": 1},
+            *(
+                config
+                for config in product_of(
+                    OUTPUTS=(64, 128, 256), STEPS=(1, 2), SPLIT=(1, 2, 4, 8, 12), num_warps=(4, 8),
+                    num_stages=(3, 4, 6),
+                )
+                if _fits(config, key)
+            ),
+        ],
+        shapes=[
+            {"rows": rows, "outputs": outputs, "depth": depth, "weight": weight}
+            for outputs, depth in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+            for rows in (16, 64)
+            for weight in ("int4", "fp8", "mxfp4")
+        ],
+    ),
+)  # fmt: skip
+
+
+def _fits(config: Config, key: Key) -> bool:
+    """Whether stages fit a multiprocessor, and programs are about as many as it takes at once."""
+    outputs, bits = config["OUTPUTS"], 8 if key["format"] == "fp8" else 4
+    bytes_of_stage = STEP * config["STEPS"] * (outputs * bits // 8 + 2 * int(key["rows"]))
+    programs = triton.cdiv(int(key["outputs"]), outputs) * config["SPLIT"]
+    return (
+        32 <= outputs // config["num_warps"] * 2
+        and config["num_stages"] * bytes_of_stage <= 200 * 1024
+        and 96 <= programs <= 600
+        and int(key["depth"]) // STEP >= 4 * config["STEPS"] * config["SPLIT"]
+    )
