@@ -92,9 +92,9 @@ class GroupedWeight:
                 "only: add --device cpu"
             )
         given = tuple(bias for bias in biases if bias is not None)
-        values, *others = map(_addresses, zip(*map(_tensors, held), strict=True))
+        values, scales, lows, zeros = map(_addresses, zip(*map(_tensors, held), strict=True))
         assert values is not None
-        return cls(held, given, values, *others, _addresses(given))
+        return cls(held, given, values, scales, lows, zeros, _addresses(given))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -152,15 +152,18 @@ class GroupedWeight:
 
 def _held(weight: Weight, dtype: torch.dtype) -> Held:
     """A weight as the kernel takes it."""
-    packed = pack(weight, dtype) if isinstance(weight, GroupScaledWeight) else weight
-    if packed is None:
-        raise ConfigError(
-            f"experts in groups of {weight.group} inputs compute on a CPU only: add --device cpu"
-        )
-    if isinstance(packed, PackedWeight) and packed.order is not None:
+    if isinstance(weight, GroupScaledWeight):
+        packed = pack(weight, dtype)
+        if packed is None:
+            raise ConfigError(
+                f"experts in groups of {weight.group} inputs compute on a CPU only: "
+                "add --device cpu"
+            )
+        weight = packed
+    if isinstance(weight, PackedWeight) and weight.order is not None:
         raise ConfigError("experts in act-order compute on a CPU only: add --device cpu")
-    assert isinstance(packed, DenseWeight | RowScaledWeight | PackedWeight)
-    return packed
+    assert isinstance(weight, DenseWeight | RowScaledWeight | PackedWeight)
+    return weight
 
 
 def _uniform(weights: Sequence[Held]) -> tuple[Held, ...]:
@@ -382,8 +385,10 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     biases = [torch.randn(outputs, device=held).to(dtype) for _ in range(experts)]
     with_bias = bool(shape.get("bias"))
     weight = GroupedWeight.of(weights, biases if with_bias else [None] * experts, dtype)
-    addresses = {name: part for name, part in vars(weight).items() if isinstance(part, Tensor)}
-    weight = replace(weight, **{name: part.to(device) for name, part in addresses.items()})
+    addresses: dict[str, Any] = {
+        name: part.to(device) for name, part in vars(weight).items() if isinstance(part, Tensor)
+    }
+    weight = replace(weight, **addresses)
     scores = torch.rand(rows, experts, device=device)
     scores[:, 0] = -9  # an expert that no row takes
     few_rows = rows if shape.get("few") else 0

@@ -295,27 +295,23 @@ def _add_up_trial(shape: Key, device: torch.device) -> Trial:
     return Trial({}, lambda config: (add_up(weighed, slots),), expected, moved_bytes=weighed.nbytes)
 
 
+_CASES: tuple[Key, ...] = (
+    {"scored": 1, "experts": 128, "per_row": 8, "normed": 1},
+    {"scored": 2, "experts": 60, "per_row": 4, "start": 7, "padding": 1},
+    {"scored": 5, "experts": 8, "per_row": 2, "normed": 1, "dtype": "fp32", "padding": 1},
+    {"scored": 64, "experts": 128, "per_row": 8, "normed": 1, "padding": 1},
+    {"scored": 100, "experts": 32, "per_row": 4, "dtype": "fp16", "start": 5},
+    {"scored": 70, "experts": 512, "per_row": 10, "dtype": "fp32", "start": 100, "padding": 1},
+    {"scored": 300, "experts": 128, "per_row": 4, "normed": 1, "padding": 1},
+)
 SPECS = (
-    KernelSpec(
-        "route",
-        _trial,
-        cases=[
-            {"scored": rows, "experts": experts, "per_row": per_row, "normed": normed, **more}
-            for rows, experts, per_row, normed, more in (
-                (1, 128, 8, 1, {}),
-                (2, 60, 4, 0, {"start": 7, "padding": 1}),
-                (5, 8, 2, 1, {"dtype": "fp32", "padding": 1}),
-                (64, 128, 8, 1, {"padding": 1}),
-                (100, 32, 4, 0, {"dtype": "fp16", "start": 5}),
-                (70, 512, 10, 0, {"dtype": "fp32", "start": 100, "padding": 1}),
-                (300, 128, 4, 1, {"padding": 1}),
-            )
-        ],
-    ),
+    KernelSpec("route", _trial, cases=_CASES),
     KernelSpec(
         "add_up",
         _add_up_trial,
-        cases=({"rows": 1, "per_row": 8, "size": 2048},
-               {"rows": 5, "per_row": 3, "size": 300, "dtype": "fp32"}),
+        cases=(
+            {"rows": 1, "per_row": 8, "size": 2048},
+            {"rows": 5, "per_row": 3, "size": 300, "dtype": "fp32"},
+        ),
     ),
-)  # fmt: skip
+)
