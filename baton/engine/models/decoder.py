@@ -151,24 +151,22 @@ class Model:
         self, x: Tensor, layer: LayerWeights, experts: ExpertWeights, rows: Any, index: int
     ) -> Tensor:
         """The outputs of the experts that rows take, weighed and added up."""
-        scores = experts.router.apply(x, experts.router_bias)
-        mixed = self._mix(x, scores, experts, rows, self._tokens_of[index])
+        mixed = self._mix(x, experts, rows, self._tokens_of[index])
         if experts.shared_gate is not None:
             # Not one behind the other: torch's last bits would depend on the number of rows.
             gates = x.new_empty(len(x), 2)[:, :1].copy_(experts.shared_gate.apply(x))
             mixed += torch.sigmoid(gates) * self._dense(x, layer)
         return mixed
 
-    def _mix(
-        self, x: Tensor, scores: Tensor, experts: ExpertWeights, rows: Any, tokens: Tensor
-    ) -> Tensor:
-        """The outputs of the experts that scores are best of, times shares, in a row's own order.
+    def _mix(self, x: Tensor, experts: ExpertWeights, rows: Any, tokens: Tensor) -> Tensor:
+        """The outputs of the experts with the best scores, times shares, in a row's own order.
 
         Those that other ranks have add nothing here. tokens: int64 `[experts]`, to which the rows
         that took each are added.
         """
         config, own = self.config.experts, self._own_experts
         assert config is not None
+        scores = experts.router.apply(x, experts.router_bias)
         shares, taken = route(scores, config.per_token, config.normed)
         tokens += taken.flatten().bincount(minlength=len(tokens))
         outputs = x.new_zeros(*taken.shape, x.shape[1])

@@ -28,10 +28,10 @@ from baton.engine.ops.triton.attention import (
 from baton.engine.ops.triton.grouped_matmul import GroupedWeight
 from baton.engine.ops.triton.placement import Placement, place_rows
 from baton.engine.ops.triton.rope_kv import rope_and_write
-from baton.engine.ops.triton.routing import add_up, route
+from baton.engine.ops.triton.routing import Router, add_up, route
 from baton.engine.ops.triton.rows import act_mul, add_rms_norm
 from baton.engine.shard import WHOLE, Shard
-from baton.engine.weights.weight import Weight
+from baton.engine.weights.weight import DenseWeight, Weight
 from baton.engine.weights.weights import ExpertWeights, LayerWeights, Weights
 
 
@@ -53,16 +53,25 @@ class _Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class _GroupedExperts(ExpertWeights):
-    """Experts, and where each one's matrices lie."""
+    """Experts, and where each one's matrices lie.
+
+    few_router: the router where few rows are routed by the launch that scores them.
+    """
 
     gate_up: GroupedWeight
     down: GroupedWeight
+    few_router: Router | None
 
     @classmethod
     def of(cls, held: ExpertWeights, dtype: torch.dtype) -> _GroupedExperts:
-        experts = held.experts
+        experts, router = held.experts, None
+        if isinstance(held.router, DenseWeight):
+            weight = held.router.tensor
+            arrived = torch.zeros(1, dtype=torch.int32, device=weight.device)
+            router = Router(weight, held.router_bias, arrived)
         return cls(
             **vars(held),
+            few_router=router,
             gate_up=GroupedWeight.of(
                 [one.gate_up for one in experts], [one.gate_up_bias for one in experts], dtype
             ),
@@ -105,14 +114,18 @@ class GpuModel(Model):
         rows = _Rows(placed, len(token_ids), block_tables, context_lens)
         return self._logits(self._normed(*self._forward(token_ids, rows, pool)))
 
-    def _mix(
-        self, x: Tensor, scores: Tensor, experts: ExpertWeights, rows: _Rows, tokens: Tensor
-    ) -> Tensor:
+    def _mix(self, x: Tensor, experts: ExpertWeights, rows: _Rows, tokens: Tensor) -> Tensor:
         config = self.config.experts
         assert isinstance(experts, _GroupedExperts) and config is not None
+        router, scored = experts.few_router, None
+        if router is not None and router.takes(x):
+            scores, scored = x.new_empty(len(x), config.count), (router, x)
+        else:
+            scores = experts.router.apply(x, experts.router_bias)
         slots = route(
-            scores, config.per_token, config.normed, self._own_experts, rows.placed.lengths, tokens
-        )
+            scores, config.per_token, config.normed, self._own_experts, rows.placed.lengths, tokens,
+            scored=scored,
+        )  # fmt: skip
         inner = experts.gate_up.apply(x, slots, self.config.activation)
         return add_up(experts.down.apply(inner, slots), slots)
 

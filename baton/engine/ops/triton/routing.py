@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import linear
 
 from baton.engine.ops.torch import routing as reference
 from baton.engine.ops.triton.attention import tile_rows
@@ -46,6 +47,22 @@ class Slots:
     tiles: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Router:
+    """What scores experts: weight `[experts, in]`, bias `[experts]` or None, of x's type.
+
+    arrived: int32 `[1]`, zero between launches; of one launch at a time.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    arrived: Tensor
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether few rows are multiplied by the launch that routes them."""
+        return len(x) <= 4 and x.shape[1] <= 4096 and x.dtype == self.weight.dtype
+
+
 def route(
     scores: Tensor,
     per_row: int,
@@ -54,12 +71,14 @@ def route(
     lengths: Tensor | None = None,
     totals: Tensor | None = None,
     few_rows: int = FEW_ROWS,
+    scored: tuple[Router, Tensor] | None = None,
 ) -> Slots:
     """The best experts of each row, best first; of equal ones the lower is taken first.
 
     scores: `[rows, experts]` · normed: shares are of those taken, not of all experts · own: the
     experts that are here; None is all · lengths: int32 `[rows]`; rows of length 0 take none ·
-    totals: int64 `[experts]`, to which the rows that took each are added · few_rows: see FEW_ROWS.
+    totals: int64 `[experts]`, to which the rows that took each are added · few_rows: see FEW_ROWS ·
+    scored: a router and x `[rows, in]` that it takes, of which scores are yet to be written.
     """
     rows, experts = scores.shape
     own = own if own is not None else range(experts)
@@ -77,11 +96,20 @@ def route(
         order = torch.empty(rows * per_row, dtype=torch.int32, device=scores.device)
         tiles = torch.empty((most, 3), dtype=torch.int32, device=scores.device)
     step = padded if at_once else max(1, 2048 // columns)
+    programs, warps, each = triton.cdiv(rows, step), min(16, max(1, step * columns // 512)), 1
+    x = weight = bias = arrived = None
+    if scored is not None:
+        router, x = scored
+        assert router.takes(x) and at_once and x.is_contiguous() and router.weight.is_contiguous()
+        weight, bias, arrived = router.weight, router.bias, router.arrived
+        each = 2 if x.shape[1] <= 2048 else 1
+        programs, warps = triton.cdiv(experts, each), max(warps, 1 if columns <= 256 else 4)
+    depth = 1 if x is None else x.shape[1]
     launch(
-        _route, (triton.cdiv(rows, step),), scores, lengths, taken, shares, totals,
+        _route, (programs,), scores, x, weight, bias, arrived, lengths, taken, shares, totals,
         *((order, tiles) if at_once else (None, None)), rows, 0 if tiles is None else len(tiles),
-        own.start, own.stop, EXPERTS=experts, PER_ROW=per_row, NORMED=normed, TILE=height,
-        ROWS=step, COLUMNS=columns, num_warps=min(16, max(1, step * columns // 512)),
+        own.start, own.stop, depth, EXPERTS=experts, PER_ROW=per_row, NORMED=normed, TILE=height,
+        ROWS=step, COLUMNS=columns, EACH=each, DEPTH=triton.next_power_of_2(depth), num_warps=warps,
     )  # fmt: skip
     if not at_once:
         assert order is not None and tiles is not None, "they are not few"
@@ -108,20 +136,54 @@ def _by_score(scores, columns, COLUMNS: tl.constexpr):
     return order | last
 
 
+@triton.jit
+def _score(
+    scores, x, weight, bias, num_rows, depth, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+    EACH: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Writes the scores of EACH experts. Their weights are read while the kernel in front runs."""
+    expert = tl.program_id(0) * EACH + tl.arange(0, EACH)
+    column = tl.arange(0, DEPTH)
+    inside = (expert < EXPERTS)[:, None] & (column < depth)[None, :]
+    factors = tl.load(weight + expert[:, None] * depth + column[None, :], mask=inside, other=0.0)
+    added = tl.zeros([EACH], tl.float32)
+    if bias is not None:
+        added = tl.load(bias + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    for row in tl.static_range(ROWS):
+        wanted = (column < depth) & (row < num_rows)
+        part = tl.load(x + row * depth + column, mask=wanted, other=0.0).to(tl.float32)
+        score = tl.sum(factors.to(tl.float32) * part[None, :], 1) + added
+        is_score = (expert < EXPERTS) & (row < num_rows)
+        tl.store(scores + row * EXPERTS + expert, score, mask=is_score)
+
+
 @triton.jit(do_not_specialize=["num_rows", "most", "first", "end"])
 def _route(
-    scores, lengths, taken, shares, totals, order, tiles, num_rows, most, first, end,
-    EXPERTS: tl.constexpr, PER_ROW: tl.constexpr, NORMED: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    scores, x, weight, bias, arrived, lengths, taken, shares, totals, order, tiles, num_rows, most,
+    first, end, depth, EXPERTS: tl.constexpr, PER_ROW: tl.constexpr, NORMED: tl.constexpr,
+    TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr,
+    DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows over COLUMNS experts. Grid `[rows / ROWS]`, of one program for order and tiles."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """ROWS rows over COLUMNS experts. Grid `[rows / ROWS]`, of one program for order and tiles.
+
+    With a weight the grid is `[experts / EACH]`: the last program that writes scores goes on.
+    """
+    if weight is None:
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        wait_for_inputs(PDL)
+    else:
+        row = tl.arange(0, ROWS)
+        _score(scores, x, weight, bias, num_rows, depth, EXPERTS, ROWS, EACH, DEPTH, PDL)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived, 1, sem="acq_rel") < tl.num_programs(0) - 1:
+            return
+        tl.store(arrived, 0)
     expert = tl.arange(0, COLUMNS)[None, :]
     has_row = row < num_rows
     is_score = has_row[:, None] & (expert < EXPERTS)
     at = row.to(tl.int64)[:, None] * EXPERTS + expert
-    wait_for_inputs(PDL)
-    given = tl.load(scores + at, mask=is_score, other=0.0)
+    given = tl.load(scores + at, mask=is_score, other=0.0, cache_modifier=".cg")
     left = _by_score(given, expert, COLUMNS)
     LEAST: tl.constexpr = -(1 << (left.dtype.scalar.primitive_bitwidth - 1))
     left = tl.where(expert < EXPERTS, left, LEAST)
@@ -242,6 +304,15 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     rows, experts, per_row = (int(shape[name]) for name in ("scored", "experts", "per_row"))
     scores = (4 * torch.randn(rows, experts, device=device)).to(dtype_of(shape))
     scores[:, 1:3] = scores[:, :1]  # of which the first is taken
+    scored = None
+    if depth := int(shape.get("depth", 0)):
+        weight = torch.randn(experts, depth, device=device) / depth**0.5
+        weight[1:3] = weight[:1]
+        x = (2 * torch.randn(rows, depth, device=device)).to(scores.dtype)
+        bias = torch.randn(experts, device=device).to(scores.dtype) if shape.get("bias") else None
+        arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        scored = Router(weight.to(scores.dtype), bias, arrived), x
+        wide = [part if part is None else part.to(scores.dtype).float() for part in (weight, bias)]
     normed, start = bool(shape.get("normed")), int(shape.get("start", 0))
     own = range(start, experts - start)
     is_row = torch.arange(rows, device=device) % 5 != 3
@@ -250,8 +321,8 @@ def _trial(shape: Key, device: torch.device) -> Trial:
 
     def run(config: Config | None) -> tuple[Tensor, ...]:
         totals.zero_()
-        slots = route(scores, per_row, normed, own, lengths, totals)
-        found = (slots.shares, slots.taken, totals)
+        slots = route(scores, per_row, normed, own, lengths, totals, scored=scored)
+        found = (slots.shares, slots.taken, totals) + ((scores.clone(),) if scored else ())
         if slots.order is None or slots.tiles is None or device.type == "meta":
             return found
         tiles = slots.tiles[slots.tiles[:, 0] >= 0]
@@ -259,14 +330,16 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         return (*found, slots.order[:here], tiles)
 
     def expected() -> tuple[Tensor, ...]:
+        # Of scores that the launch wrote: another order of sums may take other experts.
         shares, numbers = reference.route(scores, per_row, normed)
         counted = numbers if lengths is None else numbers[is_row]
+        products = () if scored is None else (linear(x.float(), *wide).to(scores.dtype),)
         found = (numbers - start).where((numbers >= own.start) & (numbers < own.stop), -1)
         if lengths is not None:
             found = found.where(is_row[:, None], -1)
         total = counted.flatten().bincount(minlength=experts)
         if rows <= FEW_ROWS:
-            return shares, found.int(), total
+            return shares, found.int(), total, *products
         flat, tiles, place = found.flatten(), list[tuple[int, int, int]](), 0
         order = flat.argsort(stable=True)[int((flat < 0).sum()) :].int()
         height = tile_rows(rows * per_row, len(own), 1)
@@ -275,7 +348,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
                 tiles.append((expert, place + at, min(height, count - at)))
             place += count
         listed = torch.tensor(tiles, dtype=torch.int32, device=device)
-        return shares, found.int(), total, order, listed
+        return shares, found.int(), total, *products, order, listed
 
     return Trial({}, run, expected, moved_bytes=scores.nbytes)
 
@@ -303,6 +376,8 @@ _CASES: tuple[Key, ...] = (
     {"scored": 100, "experts": 32, "per_row": 4, "dtype": "fp16", "start": 5},
     {"scored": 70, "experts": 512, "per_row": 10, "dtype": "fp32", "start": 100, "padding": 1},
     {"scored": 300, "experts": 128, "per_row": 4, "normed": 1, "padding": 1},
+    {"scored": 1, "experts": 128, "per_row": 8, "normed": 1, "depth": 2048},
+    {"scored": 4, "experts": 60, "per_row": 4, "depth": 200, "bias": 1, "dtype": "fp32"},
 )
 SPECS = (
     KernelSpec("route", _trial, cases=_CASES),

@@ -149,7 +149,7 @@ def test_ranks_with_whole_experts_add_up_to_all(kind, monkeypatch):
     config = replace(CONFIGS["gpt-oss"], experts=replace(EXPERTS, count=5))
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(7, config.hidden_size, generator=generator)
-    scores = torch.randn(7, 5, generator=generator)
+    router = DenseWeight(torch.randn(5, config.hidden_size, generator=generator))
     rows = SimpleNamespace(placed=SimpleNamespace(lengths=torch.ones(7, dtype=torch.int32)))
 
     def mixed(shard):
@@ -157,7 +157,8 @@ def test_ranks_with_whole_experts_add_up_to_all(kind, monkeypatch):
         weights = random_weights(config, torch.float32, CPU, 3, prepare, shard)
         model = kind(config, weights, torch.float32, CPU, shard=shard)
         tokens = torch.zeros(5, dtype=torch.int64)
-        found = model._mix(x, scores, model._weights.layers[0].experts, rows, tokens)
+        experts = replace(model._weights.layers[0].experts, router=router, router_bias=None)
+        found = model._mix(x, experts, rows, tokens)
         assert tokens.sum() == 7 * 3, "each rank counts all"
         return found
 
