@@ -1,9 +1,9 @@
 """Routing of a mixture of experts: which experts each row takes, and where products find the rows.
 
-A slot is one of the experts of one row. Up to `ONE_PROGRAM` scores a single launch takes them from
-scores to tiles (vLLM and SGLang fuse the same in topk_softmax, moe_align and moe_fused_gate); more
-take two. Nothing waits for the device, and grids follow from shapes, so that a CUDA graph can hold
-them.
+A slot is one of the experts of one row. One launch takes rows from scores to slots, and few rows
+from what is scored, another sorts the slots of many by expert (vLLM and SGLang have the same in
+topk_softmax, moe_align and moe_fused_gate). Nothing waits for the device, and grids follow from
+shapes, so that a CUDA graph can hold them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from baton.engine.ops.triton.attention_common import LOWEST
 from baton.engine.ops.triton.launch import launch, wait_for_inputs
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of
 
-ONE_PROGRAM = 16384  # scores that one program's registers hold
-FEW_ROWS = 2  # rows seldom share experts: each slot is a tile, and none are sorted
+_SCORES = 2048  # that a program takes
+FEW_ROWS = 4  # rows seldom share experts: each slot is a tile, and none are sorted
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Router:
 
     def takes(self, x: Tensor) -> bool:
         """Whether few rows are multiplied by the launch that routes them."""
-        return len(x) <= 4 and x.shape[1] <= 4096 and x.dtype == self.weight.dtype
+        return len(x) <= FEW_ROWS and x.shape[1] <= 4096 and x.dtype == self.weight.dtype
 
 
 def route(
@@ -87,37 +87,41 @@ def route(
         torch.empty((rows, per_row), dtype=dtype, device=scores.device)
         for dtype in (torch.int32, torch.float32)
     )
-    padded, columns = triton.next_power_of_2(rows), triton.next_power_of_2(experts)
-    height, order, tiles = tile_rows(rows * per_row, len(own), 1), None, None
-    is_few, at_once = rows <= few_rows, padded * columns <= ONE_PROGRAM
-    if not is_few:
+    columns, device = triton.next_power_of_2(experts), scores.device
+    step = max(1, min(16, _SCORES // columns))  # rows of a program
+    height, sorted_by = tile_rows(rows * per_row, len(own), 1), (None, None)
+    order = tiles = x = weight = bias = arrived = None
+    programs, warps, each, depth = triton.cdiv(rows, step), 4, 1, 1
+    if rows <= few_rows:
+        step, programs, warps = triton.next_power_of_2(rows), 1, 1 if columns <= 256 else 4
+    else:
         # Each expert has one tile at most that is not full.
         most = min(rows * per_row, rows * per_row // height + len(own))
-        order = torch.empty(rows * per_row, dtype=torch.int32, device=scores.device)
-        tiles = torch.empty((most, 3), dtype=torch.int32, device=scores.device)
-    step = padded if at_once else max(1, 2048 // columns)
-    programs, warps, each = triton.cdiv(rows, step), min(16, max(1, step * columns // 512)), 1
-    x = weight = bias = arrived = None
+        order = torch.empty(rows * per_row, dtype=torch.int32, device=device)
+        tiles = torch.empty((most, 3), dtype=torch.int32, device=device)
+        ranks, counts = torch.empty_like(order), order.new_empty((programs, columns))
+        sorted_by = (ranks, counts)
     if scored is not None:
         router, x = scored
-        assert router.takes(x) and at_once and x.is_contiguous() and router.weight.is_contiguous()
-        weight, bias, arrived = router.weight, router.bias, router.arrived
-        each = 2 if x.shape[1] <= 2048 else 1
-        programs, warps = triton.cdiv(experts, each), max(warps, 1 if columns <= 256 else 4)
-    depth = 1 if x is None else x.shape[1]
+        assert order is None and router.takes(x) and x.is_contiguous() and router.weight.is_contiguous()
+        weight, bias, arrived, depth = router.weight, router.bias, router.arrived, x.shape[1]
+        each = 2 if depth <= 2048 else 1
+        programs = triton.cdiv(experts, each)
     launch(
         _route, (programs,), scores, x, weight, bias, arrived, lengths, taken, shares, totals,
-        *((order, tiles) if at_once else (None, None)), rows, 0 if tiles is None else len(tiles),
-        own.start, own.stop, depth, EXPERTS=experts, PER_ROW=per_row, NORMED=normed, TILE=height,
-        ROWS=step, COLUMNS=columns, EACH=each, DEPTH=triton.next_power_of_2(depth), num_warps=warps,
+        *sorted_by, rows, own.start, own.stop, depth, EXPERTS=experts, PER_ROW=per_row,
+        NORMED=normed, ROWS=step, COLUMNS=columns, EACH=each,
+        DEPTH=triton.next_power_of_2(depth), num_warps=warps,
     )  # fmt: skip
-    if not at_once:
-        assert order is not None and tiles is not None, "they are not few"
-        launch(
-            _sort_slots, (len(own),), taken, order, tiles, taken.numel(), len(tiles), TILE=height,
-            COLUMNS=triton.next_power_of_2(len(own)), BLOCK=1024, num_warps=4,
-        )  # fmt: skip
-    return Slots(taken, shares, height if tiles is not None else 1, order, tiles)
+    if order is None or tiles is None:
+        return Slots(taken, shares, 1)
+    launch(
+        _sort, (programs,), taken, ranks, counts, order, tiles, rows * per_row, programs,
+        len(tiles), len(own), SLOTS=step * per_row, PADDED=triton.next_power_of_2(step * per_row),
+        COLUMNS=columns, TILE=height, TILES=triton.cdiv(triton.cdiv(rows, height), programs),
+        BLOCKS=min(64, triton.next_power_of_2(programs)), num_warps=4,
+    )  # fmt: skip
+    return Slots(taken, shares, height, order, tiles)
 
 
 @triton.jit
@@ -158,27 +162,28 @@ def _score(
         tl.store(scores + row * EXPERTS + expert, score, mask=is_score)
 
 
-@triton.jit(do_not_specialize=["num_rows", "most", "first", "end"])
+@triton.jit(do_not_specialize=["num_rows", "first", "end"])
 def _route(
-    scores, x, weight, bias, arrived, lengths, taken, shares, totals, order, tiles, num_rows, most,
+    scores, x, weight, bias, arrived, lengths, taken, shares, totals, ranks, counts, num_rows,
     first, end, depth, EXPERTS: tl.constexpr, PER_ROW: tl.constexpr, NORMED: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr,
-    DEPTH: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr, DEPTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows over COLUMNS experts. Grid `[rows / ROWS]`, of one program for order and tiles.
+    """ROWS rows over COLUMNS experts. Grid `[rows / ROWS]`.
 
-    With a weight the grid is `[experts / EACH]`: the last program that writes scores goes on.
+    With a weight it is `[experts / EACH]`: the last program that writes scores goes on with all.
     """
     if weight is None:
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        block = tl.program_id(0)
         wait_for_inputs(PDL)
     else:
-        row = tl.arange(0, ROWS)
+        block = 0
         _score(scores, x, weight, bias, num_rows, depth, EXPERTS, ROWS, EACH, DEPTH, PDL)
         tl.debug_barrier()
         if tl.atomic_add(arrived, 1, sem="acq_rel") < tl.num_programs(0) - 1:
             return
         tl.store(arrived, 0)
+    row = block * ROWS + tl.arange(0, ROWS)
     expert = tl.arange(0, COLUMNS)[None, :]
     has_row = row < num_rows
     is_score = has_row[:, None] & (expert < EXPERTS)
@@ -214,57 +219,56 @@ def _route(
     if totals is not None:
         added = tl.sum(takes.to(tl.int32), 0)
         tl.atomic_add(totals + experts, added.to(tl.int64), mask=added > 0, sem="relaxed")
-    if order is not None:
+    if ranks is not None:
         own = is_own.to(tl.int32)
-        counts = tl.sum(own, 0)
-        first_place = tl.cumsum(counts, 0) - counts
-        tl.store(order + first_place[None, :] + tl.cumsum(own, 0) - 1, slot, mask=is_own)
-        num_tiles = (counts + TILE - 1) // TILE
-        tile = tl.cumsum(num_tiles, 0) - num_tiles
-        for number in tl.static_range((ROWS + TILE - 1) // TILE):
-            at_tile = tiles + (tile + number) * 3
-            is_tile = number < num_tiles
-            tl.store(at_tile, experts - first, mask=is_tile)
-            tl.store(at_tile + 1, first_place + number * TILE, mask=is_tile)
-            tl.store(at_tile + 2, tl.minimum(counts - number * TILE, TILE), mask=is_tile)
-        for begin in range(tl.sum(num_tiles, 0), most, COLUMNS):
-            tl.store(tiles + (begin + experts) * 3, -1, mask=begin + experts < most)
+        tl.store(ranks + slot, tl.cumsum(own, 0) - 1, mask=is_own)
+        # Numbered as what is taken is.
+        to = counts + block * COLUMNS + experts - first
+        tl.store(to, tl.sum(own, 0), mask=(experts >= first) & (experts < end))
 
 
-@triton.jit(do_not_specialize=["num_slots", "most"])
-def _sort_slots(
-    taken, order, tiles, num_slots, most, TILE: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+@triton.jit(do_not_specialize=["num_slots", "num_blocks", "most", "own"])
+def _sort(
+    taken, ranks, counts, order, tiles, num_slots, num_blocks, most, own, SLOTS: tl.constexpr,
+    PADDED: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One expert's slots, behind those of lower ones, and its tiles. Grid: of experts."""
-    expert = tl.program_id(0)
-    numbers = tl.arange(0, COLUMNS)
-    counts = tl.zeros([COLUMNS], tl.int32)
+    """The places of a block's slots, and a share of the tiles. Grid `[blocks]`, as `_route`'s.
+
+    ranks: int32 `[slots]`, in front of a slot among its block's that take the same expert ·
+    counts: int32 `[blocks, COLUMNS]`, slots of each block that take each expert.
+    """
+    block = tl.program_id(0)
+    expert = tl.arange(0, COLUMNS)
+    within = tl.arange(0, PADDED)
+    slot = block * SLOTS + within
+    is_slot = (within < SLOTS) & (slot < num_slots)
+    total = tl.zeros([COLUMNS], tl.int32)
+    before = tl.zeros([COLUMNS], tl.int32)
     wait_for_inputs(PDL)
-    for begin in range(0, num_slots, BLOCK):
-        slot = begin + tl.arange(0, BLOCK)
-        number = tl.load(taken + slot, mask=slot < num_slots, other=-1)
-        counts += tl.histogram(number, COLUMNS, mask=number >= 0)
-    num_tiles = (counts + TILE - 1) // TILE
-    first_place = tl.sum(tl.where(numbers < expert, counts, 0), 0)
-    first_tile = tl.sum(tl.where(numbers < expert, num_tiles, 0), 0)
-    own = tl.sum(tl.where(numbers == expert, counts, 0), 0)
-    for begin in range(0, (own + TILE - 1) // TILE, COLUMNS):
-        first = (begin + numbers) * TILE
-        at_tile = tiles + (first_tile + begin + numbers) * 3
-        tl.store(at_tile, expert, mask=first < own)
-        tl.store(at_tile + 1, first_place + first, mask=first < own)
-        tl.store(at_tile + 2, tl.minimum(own - first, TILE), mask=first < own)
-    if expert == 0:
-        for begin in range(tl.sum(num_tiles, 0), most, COLUMNS):
-            tl.store(tiles + (begin + numbers) * 3, -1, mask=begin + numbers < most)
-    place = first_place
-    for begin in range(0, num_slots, BLOCK):
-        slot = begin + tl.arange(0, BLOCK)
-        number = tl.load(taken + slot, mask=slot < num_slots, other=-1)
-        here = (number == expert).to(tl.int32)
-        tl.store(order + place + tl.cumsum(here, 0) - 1, slot, mask=here > 0)
-        place += tl.sum(here, 0)
+    number = tl.load(taken + slot, mask=is_slot, other=-1)
+    rank = tl.load(ranks + slot, mask=number >= 0, other=0)
+    for begin in range(0, num_blocks, BLOCKS):
+        other = begin + tl.arange(0, BLOCKS)
+        found = tl.load(
+            counts + other[:, None] * COLUMNS + expert[None, :],
+            mask=(other < num_blocks)[:, None] & (expert < own)[None, :], other=0,
+        )  # fmt: skip
+        total += tl.sum(found, 0)
+        before += tl.sum(tl.where((other < block)[:, None], found, 0), 0)
+    first_place = tl.cumsum(total, 0) - total
+    place = tl.gather(first_place + before, tl.maximum(number, 0), 0) + rank
+    tl.store(order + place, slot, mask=number >= 0)
+    num_tiles = (total + TILE - 1) // TILE
+    first_tile = tl.cumsum(num_tiles, 0) - num_tiles
+    for turn in tl.static_range(TILES):
+        tile = turn * num_blocks + block
+        to = tiles + (first_tile + tile) * 3
+        tl.store(to, expert, mask=tile < num_tiles)
+        tl.store(to + 1, first_place + tile * TILE, mask=tile < num_tiles)
+        tl.store(to + 2, tl.minimum(total - tile * TILE, TILE), mask=tile < num_tiles)
+    for begin in range(tl.sum(num_tiles, 0) + block * COLUMNS, most, num_blocks * COLUMNS):
+        tl.store(tiles + (begin + expert) * 3, -1, mask=begin + expert < most)
 
 
 def add_up(weighed: Tensor, slots: Slots) -> Tensor:
