@@ -363,7 +363,8 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     )
     dtype, is_down = dtype_of(shape), bool(shape.get("down"))
     # Weights are packed by operations that wait.
-    held = torch.device("cpu") if device.type == "meta" else device
+    is_packed = shape.get("weight") in ("int4", "fp8_block", "mxfp4")
+    held = torch.device("cpu") if is_packed and device.type == "meta" else device
     formats: dict[str, Callable[[Tensor], Weight]] = {
         "int8": Int8Weight.of, "fp8": Fp8Weight.of, "int4": Int4Weight.of,
         "fp8_block": lambda dense: Fp8BlockWeight(
