@@ -12,6 +12,7 @@ type of the activations, for a product by cuBLAS.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -148,30 +149,42 @@ def planes(words, FORMAT: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr)
 
 
 @triton.jit
+def _field(fields, padded, NUMBER: tl.constexpr, TYPE: tl.constexpr, WIDE: tl.constexpr):
+    """A field of a step's, `[outputs]`: two of 16 bits are a word, WIDE ones are float32."""
+    if WIDE:
+        return tl.load(fields + NUMBER * padded).to(tl.float32, bitcast=True)
+    else:
+        word = tl.load(fields + NUMBER // 2 * padded)
+        return (word >> 16 * (NUMBER % 2)).to(tl.int16).to(TYPE, bitcast=True)
+
+
+@triton.jit
 def group_scale(
-    scales, lows, zeros, at, FORMAT: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr
-):
-    """What `scaled` takes of a group: its scale, the rest that TYPE cut off, and less the zero."""
-    scale = tl.load(scales + at)
-    if scales.dtype.element_ty == tl.uint8:  # powers of two, with bfloat16's exponent
+    fields, padded, NUMBER: tl.constexpr, FORMAT: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """What `scaled` takes of a step's group of a number: scale, low and less, `[outputs]`."""
+    WIDE: tl.constexpr = TYPE == tl.float32
+    if FORMAT == "mxfp4":  # powers of two: bytes, and with an offset bfloat16's exponents
+        exponent = ((tl.load(fields) >> 8 * NUMBER) & 255) + 62
         if PLAIN:
-            scale = ((scale.to(tl.int32) + 62) << 23).to(tl.float32, bitcast=True)
+            scale = (exponent << 23).to(tl.float32, bitcast=True)
         else:
-            scale = ((scale.to(tl.int16) + 62) << 7).to(TYPE, bitcast=True)
-    low = scale
-    if lows is not None:
-        low = tl.load(lows + at)
-    less = scale
-    if FORMAT == "int4":
-        BASE: tl.constexpr = -128.0 if PLAIN or TYPE == tl.bfloat16 else -1024.0
-        if zeros is None:
-            less = tl.full(at.shape, BASE - 8.0, tl.float32 if PLAIN else TYPE)
-        elif PLAIN:
-            less = BASE - tl.load(zeros + at).to(tl.float32)
-        else:  # a zero is the last bits of a number like BASE
-            BITS: tl.constexpr = -0x3D00 if TYPE == tl.bfloat16 else -0x1C00
-            less = (tl.load(zeros + at).to(tl.int16) | BITS).to(TYPE, bitcast=True)
-    return scale, low, less
+            scale = (exponent << 7).to(tl.int16).to(TYPE, bitcast=True)
+        return scale, scale, scale
+    else:
+        COUNT: tl.constexpr = 1 + HAS_ZEROS + HAS_LOWS
+        scale = _field(fields, padded, COUNT * NUMBER, TYPE, WIDE)
+        less = scale
+        low = scale
+        if HAS_ZEROS:
+            less = _field(fields, padded, COUNT * NUMBER + 1, TYPE, WIDE)
+        elif FORMAT == "int4":
+            NONE: tl.constexpr = -1032.0 if TYPE == tl.float16 else -136.0
+            less = tl.full(scale.shape, NONE, tl.float32 if PLAIN else TYPE)
+        if HAS_LOWS:
+            low = _field(fields, padded, COUNT * NUMBER + COUNT - 1, TYPE, WIDE)
+        return scale, low, less
 
 
 @triton.jit
@@ -183,7 +196,11 @@ def scaled(
     `group_scale`. Of TYPE, or PLAIN ones in float32, rounded to TYPE.
     """
     if PLAIN:
-        number = raw + less[:, None] if FORMAT == "int4" else raw
+        number = raw
+        if FORMAT == "int4":
+            if TYPE == tl.float16:
+                raw += 896.0  # float16's planes are more by 1024, not by 128
+            number = raw + less.to(tl.float32)[:, None]
         whole = scale.to(tl.float32)
         if HAS_LOW:
             whole += low.to(tl.float32)
@@ -199,10 +216,10 @@ def scaled(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _group_scaled_linear(
-    x, words, scales, lows, zeros, bias, out, partials, arrived, num_rows, num_outputs, depth,
-    padded, FORMAT: tl.constexpr, GROUP: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr,
-    WHOLE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    STEPS: tl.constexpr,
+    x, words, fields, bias, out, partials, arrived, num_rows, num_outputs, depth, padded,
+    PARTS: tl.constexpr, FORMAT: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr, WHOLE: tl.constexpr, SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of all rows, over a part of the depth. Grid `[outputs / OUTPUTS, SPLIT]`.
 
@@ -217,6 +234,7 @@ def _group_scaled_linear(
     steps = tl.cdiv(depth, _STEP)
     right = words + (outputs // _TILE).to(tl.int64)[:, None] * (steps * _TILE * WIDTH)
     right += (outputs % _TILE)[:, None] * WIDTH + column[None, :]
+    scales = fields + tl.minimum(outputs, padded - 1)
     left = x + rows[None, :] * depth + column[:, None]
     sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
     part = tl.program_id(1)
@@ -232,12 +250,12 @@ def _group_scaled_linear(
             raw = planes(held, FORMAT, TYPE, PLAIN)
             for plane in tl.static_range(PLANES):
                 first = step * _STEP + plane * WIDTH
-                if plane * WIDTH % GROUP == 0:
-                    at = first // GROUP * padded + outputs
-                    if not WHOLE:
-                        at = tl.where(is_held, at, 0)
-                    scale, low, less = group_scale(scales, lows, zeros, at, FORMAT, TYPE, PLAIN)
-                number = scaled(raw[plane], scale, low, less, FORMAT, lows is not None, TYPE, PLAIN)
+                if plane * GROUPS % PLANES < GROUPS:
+                    scale, low, less = group_scale(
+                        scales + tl.minimum(step, steps - 1) * PARTS * padded, padded, plane * GROUPS // PLANES, FORMAT,
+                        HAS_ZEROS, HAS_LOWS, TYPE, PLAIN,
+                    )  # fmt: skip
+                number = scaled(raw[plane], scale, low, less, FORMAT, HAS_LOWS, TYPE, PLAIN)
                 if WHOLE:
                     a = tl.load(left + first, mask=has_row[None, :], other=0.0)
                 else:
@@ -277,8 +295,9 @@ def _store(sums, bias, out, to, outputs, has_output, wanted):
 
 @triton.jit
 def _dequantize(
-    words, scales, lows, zeros, out, num_outputs, depth, padded, FORMAT: tl.constexpr,
-    GROUP: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr, OUTPUTS: tl.constexpr,
+    words, fields, out, num_outputs, depth, padded, PARTS: tl.constexpr, FORMAT: tl.constexpr,
+    GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_LOWS: tl.constexpr, TYPE: tl.constexpr,
+    PLAIN: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """A step of some outputs. Grid `[padded / OUTPUTS, steps]`."""
     PLANES: tl.constexpr = 2 if FORMAT == "fp8" else 4
@@ -293,10 +312,12 @@ def _dequantize(
     has_output = (outputs < num_outputs)[:, None]
     for plane in tl.static_range(PLANES):
         first = step * _STEP + plane * WIDTH
-        if plane * WIDTH % GROUP == 0:
-            at = first // GROUP * padded + outputs
-            scale, low, less = group_scale(scales, lows, zeros, at, FORMAT, TYPE, PLAIN)
-        number = scaled(raw[plane], scale, low, less, FORMAT, lows is not None, TYPE, PLAIN)
+        if plane * GROUPS % PLANES < GROUPS:
+            scale, low, less = group_scale(
+                fields + step * PARTS * padded + outputs, padded, plane * GROUPS // PLANES, FORMAT,
+                HAS_ZEROS, HAS_LOWS, TYPE, PLAIN,
+            )  # fmt: skip
+        number = scaled(raw[plane], scale, low, less, FORMAT, HAS_LOWS, TYPE, PLAIN)
         if FORMAT == "mxfp4":
             number = number.to(tl.float32) * _MXFP4_SCALE
         inside = has_output & (first + column < depth)[None, :]
@@ -308,19 +329,20 @@ class PackedWeight(Weight):
     """A group-quantised weight as a GPU's kernels take it, for activations of one type.
 
     words: int16 `[tiles, steps, TILE, STEP / elements of a word]`, outputs and inputs filled up ·
-    scales: `[groups, tiles * TILE]` of dtype, with what it cut off in lows unless that is nothing;
-    of MXFP4 the exponents, uint8 · zeros: uint8 like scales, or None · order: int64 `[in]`, see
-    `Int4Weight` · arrived: int32 `[tiles]`, of programs that share outputs in a launch.
+    fields: int32 `[steps, parts, tiles * TILE]`; for each group of a step its scale, less its zero
+    point if the format has any, and the rest of the scale if dtype cut that off: two fields of
+    dtype in a word, or one float32. Of MXFP4 four exponents · order: int64 `[in]`, see `Int4Weight`
+    · arrived: int32 `[tiles]`, of programs that share outputs in a launch, 0 before and after.
     """
 
     format: str
     sizes: tuple[int, int]
-    group: int
     dtype: torch.dtype
+    groups: int
+    has_zeros: bool
+    has_lows: bool
     words: Tensor
-    scales: Tensor
-    lows: Tensor | None
-    zeros: Tensor | None
+    fields: Tensor
     order: Tensor | None
     arrived: Tensor
 
@@ -331,12 +353,22 @@ class PackedWeight(Weight):
     @property
     def padded(self) -> int:
         """Outputs of all tiles."""
-        return self.scales.shape[1]
+        return self.fields.shape[2]
 
     @property
     def has_kernel(self) -> bool:
         """Whether few rows have a kernel of their own: others are unpacked for torch's product."""
         return _has_kernel(self.format, self.dtype)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How kernels are compiled for it."""
+        return {
+            "PARTS": self.fields.shape[1], "FORMAT": self.format, "GROUPS": self.groups,
+            "HAS_ZEROS": self.has_zeros, "HAS_LOWS": self.has_lows,
+            "TYPE": TRITON_TYPES[self.dtype] if self.has_kernel else tl.float32,
+            "PLAIN": self.words.device.type == "cpu" or not self.has_kernel,
+        }  # fmt: skip
 
     def to(self, device: torch.device) -> PackedWeight:
         """The same, there."""
@@ -350,40 +382,57 @@ class PackedWeight(Weight):
 
 def pack(weight: GroupScaledWeight, dtype: torch.dtype) -> PackedWeight | None:
     """A weight for activations of dtype; None if its groups are none that kernels take."""
-    format = format_of(weight)
+    format, has_zeros, has_lows = format_of(weight), False, False
     (outputs, inputs), group = weight.shape, weight.group
     if group % STEP and (STEP % group or group < STEP // 4):
         return None
-    scales, low = weight.scales.float(), None
+    scales = _by_group(weight.scales.float(), group)
+    groups = scales.shape[1]
     if format == "mxfp4":
-        fractions, exponents = scales.frexp()
-        if not (fractions == 0.5).all() or exponents.max() > 192 - 127:
+        fractions, exponents = weight.scales.frexp()
+        if groups != 4 or not (fractions == 0.5).all() or exponents.max() > 192 - 127:
             return None
-        scales = (exponents + 127).clamp_min(0).to(torch.uint8)
+        exponents = _by_group((exponents + 127).clamp_min(0), group)
+        fields = (exponents << _shifts(exponents, 8)).sum(1, dtype=torch.int32, keepdim=True)
     else:
+        kind = dtype if _has_kernel(format, dtype) else torch.float32
         scales = scales * _FACTOR[format]
-        whole = scales.to(dtype if _has_kernel(format, dtype) else torch.float32)
-        low = (scales - whole.float()).to(whole.dtype)
-        scales, low = whole, low if low.any() else None
-    zeros = weight.zeros if isinstance(weight, Int4Weight) else None
-    tiles = triton.cdiv(outputs, TILE)
+        parts = [scales.to(kind)]
+        if isinstance(weight, Int4Weight) and weight.zeros is not None:
+            has_zeros, base = True, -1024.0 if kind == torch.float16 else -128.0
+            parts.append(base - _by_group(weight.zeros, group).to(kind))
+        low = (scales - parts[0].float()).to(kind)
+        if low.any():
+            has_lows = True
+            parts.append(low)
+        fields = torch.stack(parts, dim=2).flatten(1, 2)  # [steps, groups * parts, padded]
+        if kind == torch.float32:
+            fields = fields.view(torch.int32)
+        else:
+            halves = pad(fields, (0, 0, 0, fields.shape[1] % 2)).view(torch.int16).int() & 0xFFFF
+            fields = halves[:, 0::2] | halves[:, 1::2] << 16
     return PackedWeight(
-        format, (outputs, inputs), group, dtype,
+        format, (outputs, inputs), dtype, groups, has_zeros, has_lows,
         torch.cat([_words(weight, format, first) for first in range(0, outputs, _AT_ONCE)]),
-        *(part if part is None else _by_group(part, group) for part in (scales, low, zeros)),
+        fields.contiguous(),
         weight.order if isinstance(weight, Int4Weight) else None,
-        torch.zeros(tiles, dtype=torch.int32, device=scales.device),
+        torch.zeros(fields.shape[2] // TILE, dtype=torch.int32, device=fields.device),
     )  # fmt: skip
 
 
-_AT_ONCE = 64 * TILE  # outputs that are packed at once, so that no large copies exist
-
-
 def _by_group(parts: Tensor, group: int) -> Tensor:
-    """`[out, groups]` → `[groups, padded]`, contiguous, of whole steps and tiles."""
+    """`[out, groups]` → `[steps, groups of a step, padded]`; larger groups are in all their steps."""
     outputs, groups = parts.shape
-    missing = triton.cdiv(groups * group, STEP) * STEP // group - groups
-    return pad(parts.T, (0, -outputs % TILE, 0, missing)).contiguous()
+    parts = parts.repeat_interleave(max(1, group // STEP), dim=1)
+    of_step = max(1, STEP // group)
+    return pad(parts.T, (0, -outputs % TILE, 0, -parts.shape[1] % of_step)).unflatten(0, (-1, of_step))
+
+
+def _shifts(bytes_: Tensor, bits: int) -> Tensor:
+    return torch.arange(0, bits * bytes_.shape[1], bits, device=bytes_.device)[:, None]
+
+
+_AT_ONCE = 64 * TILE  # outputs that are packed at once, so that no large copies exist
 
 
 def _words(weight: GroupScaledWeight, format: str, first: int) -> Tensor:
@@ -426,13 +475,9 @@ def dequantized(weight: PackedWeight) -> Tensor:
     """The matrix `[out, in]`, of the weight's dtype."""
     outputs, depth = weight.shape
     out = torch.empty((outputs, depth), dtype=weight.dtype, device=weight.words.device)
-    interpreted = out.device.type == "cpu"
-    grid = (weight.padded // TILE, weight.words.shape[1])
-    _dequantize[grid](
-        weight.words, weight.scales, weight.lows, weight.zeros, out, outputs, depth, weight.padded,
-        FORMAT=weight.format, GROUP=weight.group,
-        TYPE=TRITON_TYPES[weight.dtype] if weight.has_kernel else tl.float32,
-        PLAIN=interpreted or not weight.has_kernel, OUTPUTS=TILE, num_warps=4, num_stages=1,
+    _dequantize[(weight.padded // TILE, weight.words.shape[1])](
+        weight.words, weight.fields, out, outputs, depth, weight.padded, OUTPUTS=TILE, num_warps=4,
+        num_stages=1, **weight.options,
     )  # fmt: skip
     return out
 
@@ -451,7 +496,7 @@ def group_scaled_linear(
         config = choose(NAME, _key(weight, num_rows), x.device)
     if config is None or "LIBRARY" in config:
         return linear(x, dequantized(weight), bias)
-    x, rows, interpreted = x.contiguous(), tile_rows(num_rows), x.device.type == "cpu"
+    x = x.contiguous()
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     split = min(config["SPLIT"], weight.words.shape[1])
     partials = None
@@ -459,9 +504,8 @@ def group_scaled_linear(
         partials = torch.empty((split, *out.shape), dtype=torch.float32, device=x.device)
     whole = depth % (STEP * config["STEPS"]) == 0 and weight.padded % config["OUTPUTS"] == 0
     _group_scaled_linear[(triton.cdiv(num_outputs, config["OUTPUTS"]), split)](
-        x, weight.words, weight.scales, weight.lows, weight.zeros, bias, out, partials,
-        weight.arrived, num_rows, num_outputs, depth, weight.padded, FORMAT=weight.format,
-        GROUP=weight.group, TYPE=TRITON_TYPES[x.dtype], PLAIN=interpreted, WHOLE=whole, ROWS=rows,
+        x, weight.words, weight.fields, bias, out, partials, weight.arrived, num_rows, num_outputs,
+        depth, weight.padded, WHOLE=whole, ROWS=tile_rows(num_rows), **weight.options,
         **{**config, "SPLIT": split},
     )  # fmt: skip
     return out
