@@ -11,6 +11,7 @@ type of the activations, for a product by cuBLAS.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,6 +83,8 @@ _FP8_BF16 = tl.constexpr("""{
 
 # Factors that scales have beside their own, so that what planes have less is made up for.
 _FACTOR = {"int4": 1.0, "fp8": 2.0**120, "mxfp4": 2.0**62}
+# What planes of int4 are more by, less which a zero point is held.
+_BASE = {torch.bfloat16: -128.0, torch.float16: -1024.0, torch.float32: -128.0}
 _MXFP4_SCALE = tl.constexpr(2.0**64)  # what sums are multiplied with
 
 
@@ -375,6 +378,20 @@ class PackedWeight(Weight):
         parts = {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
         return replace(self, **{name: part.to(device) for name, part in parts.items()})
 
+    def with_fields(self, has_zeros: bool, has_lows: bool) -> PackedWeight:
+        """The same with fields of these kinds, too, as another weight may have them."""
+        has_zeros, has_lows = has_zeros or self.has_zeros, has_lows or self.has_lows
+        if (has_zeros, has_lows) == (self.has_zeros, self.has_lows):
+            return self
+        kind, count = _kind(self.format, self.dtype), 1 + self.has_zeros + self.has_lows
+        each = self.fields.transpose(1, 2).contiguous().view(kind)[..., : self.groups * count]
+        parts = list(each.unflatten(2, (-1, count)).permute(3, 0, 2, 1))
+        if has_zeros > self.has_zeros:
+            parts.insert(1, torch.full_like(parts[0], _BASE[kind] - Int4Weight.MIDDLE))
+        if has_lows > self.has_lows:
+            parts.append(torch.zeros_like(parts[0]))
+        return replace(self, has_zeros=has_zeros, has_lows=has_lows, fields=_fields(parts))
+
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Never waits for the device."""
         return group_scaled_linear(x if self.order is None else x[:, self.order], self, bias)
@@ -392,25 +409,18 @@ def pack(weight: GroupScaledWeight, dtype: torch.dtype) -> PackedWeight | None:
         fractions, exponents = weight.scales.frexp()
         if groups != 4 or not (fractions == 0.5).all() or exponents.max() > 192 - 127:
             return None
-        exponents = _by_group((exponents + 127).clamp_min(0), group)
-        fields = (exponents << _shifts(exponents, 8)).sum(1, dtype=torch.int32, keepdim=True)
+        held = _by_group((exponents + 127).clamp_min(0).to(torch.uint8), group)
+        fields = _words_of(held.transpose(1, 2).contiguous())
     else:
-        kind = dtype if _has_kernel(format, dtype) else torch.float32
-        scales = scales * _FACTOR[format]
+        kind, scales = _kind(format, dtype), scales * _FACTOR[format]
         parts = [scales.to(kind)]
         if isinstance(weight, Int4Weight) and weight.zeros is not None:
-            has_zeros, base = True, -1024.0 if kind == torch.float16 else -128.0
-            parts.append(base - _by_group(weight.zeros, group).to(kind))
+            has_zeros = True
+            parts.append(_BASE[kind] - _by_group(weight.zeros, group).to(kind))
         low = (scales - parts[0].float()).to(kind)
-        if low.any():
-            has_lows = True
+        if has_lows := bool(low.any()):
             parts.append(low)
-        fields = torch.stack(parts, dim=2).flatten(1, 2)  # [steps, groups * parts, padded]
-        if kind == torch.float32:
-            fields = fields.view(torch.int32)
-        else:
-            halves = pad(fields, (0, 0, 0, fields.shape[1] % 2)).view(torch.int16).int() & 0xFFFF
-            fields = halves[:, 0::2] | halves[:, 1::2] << 16
+        fields = _fields(parts)
     return PackedWeight(
         format, (outputs, inputs), dtype, groups, has_zeros, has_lows,
         torch.cat([_words(weight, format, first) for first in range(0, outputs, _AT_ONCE)]),
@@ -428,8 +438,21 @@ def _by_group(parts: Tensor, group: int) -> Tensor:
     return pad(parts.T, (0, -outputs % TILE, 0, -parts.shape[1] % of_step)).unflatten(0, (-1, of_step))
 
 
-def _shifts(bytes_: Tensor, bits: int) -> Tensor:
-    return torch.arange(0, bits * bytes_.shape[1], bits, device=bytes_.device)[:, None]
+def _fields(parts: Sequence[Tensor]) -> Tensor:
+    """Parts `[steps, groups, padded]` as `PackedWeight` has them."""
+    each = torch.stack(tuple(parts), dim=2).flatten(1, 2).transpose(1, 2)
+    whole = each.shape[2] * each.itemsize % 4 == 0
+    return _words_of(each.contiguous() if whole else pad(each, (0, 1)))
+
+
+def _words_of(each: Tensor) -> Tensor:
+    """`[steps, padded, fields]`, whole words → int32 `[steps, parts, padded]`."""
+    return each.view(torch.int32).transpose(1, 2).contiguous()
+
+
+def _kind(format: str, dtype: torch.dtype) -> torch.dtype:
+    """The type of a weight's fields."""
+    return dtype if _has_kernel(format, dtype) else torch.float32
 
 
 _AT_ONCE = 64 * TILE  # outputs that are packed at once, so that no large copies exist
