@@ -54,6 +54,17 @@ _INT4_BF16 = tl.constexpr("""{
 }""")
 # The same plus 1024.
 _INT4_FP16 = tl.constexpr(_INT4_BF16.value.replace("0x43004300", "0x64006400"))
+# The same as they are: bfloat16's smallest, times 2 ** -133.
+_INT4S_BF16 = tl.constexpr("""{
+    .reg .b32 moved;
+    and.b32 $0, $4, 0x000f000f;
+    shr.b32 moved, $4, 4;
+    and.b32 $1, moved, 0x000f000f;
+    shr.b32 moved, $4, 8;
+    and.b32 $2, moved, 0x000f000f;
+    shr.b32 moved, $4, 12;
+    and.b32 $3, moved, 0x000f000f;
+}""")
 # Four planes of E2M1 numbers, times 2 ** -126: its bits at the end of bfloat16's exponent.
 _MXFP4_BF16 = tl.constexpr("""{
     .reg .b32 moved, sign, high;
@@ -82,7 +93,7 @@ _FP8_BF16 = tl.constexpr("""{
 }""")
 
 # Factors that scales have beside their own, so that what planes have less is made up for.
-_FACTOR = {"int4": 1.0, "fp8": 2.0**120, "mxfp4": 2.0**62}
+_FACTOR = {"int4": 1.0, "int4s": 2.0**69, "fp8": 2.0**120, "mxfp4": 2.0**62}
 # What planes of int4 are more by, less which a zero point is held.
 _BASE = {torch.bfloat16: -128.0, torch.float16: -1024.0, torch.float32: -128.0}
 _MXFP4_SCALE = tl.constexpr(2.0**64)  # what sums are multiplied with
@@ -109,6 +120,8 @@ def _plain_plane(words, PLANE: tl.constexpr, FORMAT: tl.constexpr):
     w = words.to(tl.int32)
     if FORMAT == "int4":
         return ((w >> 4 * PLANE) & 15).to(tl.float32) + 128.0
+    elif FORMAT == "int4s":
+        return ((w >> 4 * PLANE) & 15).to(tl.float32)
     elif FORMAT == "fp8":
         bits = (w >> 8 * PLANE) & 255
         return (((bits & 128) << 24) | ((bits & 127) << 20)).to(tl.float32, bitcast=True)
@@ -137,6 +150,11 @@ def planes(words, FORMAT: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr)
     elif FORMAT == "mxfp4":
         return tl.inline_asm_elementwise(
             _MXFP4_BF16, "=&r,=&r,=&r,=&r,r", [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif FORMAT == "int4s":
+        return tl.inline_asm_elementwise(
+            _INT4S_BF16, "=&r,=&r,=&r,=&r,r", [words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     elif TYPE == tl.bfloat16:
@@ -185,6 +203,10 @@ def group_scale(
         elif FORMAT == "int4":
             NONE: tl.constexpr = -1032.0 if TYPE == tl.float16 else -136.0
             less = tl.full(scale.shape, NONE, tl.float32 if PLAIN else TYPE)
+        elif FORMAT == "int4s":  # 8 times the scale
+            less = scale.to(tl.float32) * (-(2.0**-130))
+            if not PLAIN:
+                less = less.to(TYPE)
         if HAS_LOWS:
             low = _field(fields, padded, COUNT * NUMBER + COUNT - 1, TYPE, WIDE)
         return scale, low, less
@@ -199,6 +221,8 @@ def scaled(
     `group_scale`. Of TYPE, or PLAIN ones in float32, rounded to TYPE.
     """
     if PLAIN:
+        if FORMAT == "int4s":
+            return ((raw - 8.0) * (scale.to(tl.float32) * 2.0**-133)[:, None]).to(TYPE).to(tl.float32)
         number = raw
         if FORMAT == "int4":
             if TYPE == tl.float16:
@@ -267,7 +291,7 @@ def _group_scaled_linear(
                 if PLAIN:
                     a = a.to(tl.float32)
                 sums = tl.dot(number, a, sums, input_precision="ieee")
-    if FORMAT == "mxfp4":
+    if FORMAT == "mxfp4" or FORMAT == "int4s":
         sums *= _MXFP4_SCALE
     has_output = outputs < num_outputs
     wanted = has_output[:, None] & has_row[None, :]
@@ -321,7 +345,7 @@ def _dequantize(
                 HAS_ZEROS, HAS_LOWS, TYPE, PLAIN,
             )  # fmt: skip
         number = scaled(raw[plane], scale, low, less, FORMAT, HAS_LOWS, TYPE, PLAIN)
-        if FORMAT == "mxfp4":
+        if FORMAT == "mxfp4" or FORMAT == "int4s":
             number = number.to(tl.float32) * _MXFP4_SCALE
         inside = has_output & (first + column < depth)[None, :]
         tl.store(to + first, number.to(out.dtype.element_ty), mask=inside)
@@ -386,11 +410,15 @@ class PackedWeight(Weight):
         kind, count = _kind(self.format, self.dtype), 1 + self.has_zeros + self.has_lows
         each = self.fields.transpose(1, 2).contiguous().view(kind)[..., : self.groups * count]
         parts = list(each.unflatten(2, (-1, count)).permute(3, 0, 2, 1))
+        format = "int4" if self.format == "int4s" else self.format
+        parts[0] = parts[0] * (_FACTOR[format] / _FACTOR[self.format])
         if has_zeros > self.has_zeros:
             parts.insert(1, torch.full_like(parts[0], _BASE[kind] - Int4Weight.MIDDLE))
         if has_lows > self.has_lows:
             parts.append(torch.zeros_like(parts[0]))
-        return replace(self, has_zeros=has_zeros, has_lows=has_lows, fields=_fields(parts))
+        return replace(
+            self, format=format, has_zeros=has_zeros, has_lows=has_lows, fields=_fields(parts)
+        )
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Never waits for the device."""
@@ -412,7 +440,11 @@ def pack(weight: GroupScaledWeight, dtype: torch.dtype) -> PackedWeight | None:
         held = _by_group((exponents + 127).clamp_min(0).to(torch.uint8), group)
         fields = _words_of(held.transpose(1, 2).contiguous())
     else:
-        kind, scales = _kind(format, dtype), scales * _FACTOR[format]
+        kind = _kind(format, dtype)
+        if format == "int4" and kind == torch.bfloat16 and weight.zeros is None:
+            if (scales == scales.to(kind)).all():
+                format = "int4s"
+        scales = scales * _FACTOR[format]
         parts = [scales.to(kind)]
         if isinstance(weight, Int4Weight) and weight.zeros is not None:
             has_zeros = True
@@ -484,7 +516,7 @@ def _words(weight: GroupScaledWeight, format: str, first: int) -> Tensor:
 
 
 def _has_kernel(format: str, dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 or (dtype == torch.float16 and format == "int4")
+    return dtype == torch.bfloat16 or (dtype == torch.float16 and format[:4] == "int4")
 
 
 def format_of(weight: Weight) -> str:
