@@ -11,7 +11,9 @@ type of the activations, for a product by cuBLAS.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -52,6 +54,17 @@ _INT4_BF16 = tl.constexpr("""{
 }""")
 # The same plus 1024.
 _INT4_FP16 = tl.constexpr(_INT4_BF16.value.replace("0x43004300", "0x64006400"))
+# The same as they are: bfloat16's smallest, times 2 ** -133.
+_INT4S_BF16 = tl.constexpr("""{
+    .reg .b32 moved;
+    and.b32 $0, $4, 0x000f000f;
+    shr.b32 moved, $4, 4;
+    and.b32 $1, moved, 0x000f000f;
+    shr.b32 moved, $4, 8;
+    and.b32 $2, moved, 0x000f000f;
+    shr.b32 moved, $4, 12;
+    and.b32 $3, moved, 0x000f000f;
+}""")
 # Four planes of E2M1 numbers, times 2 ** -126: its bits at the end of bfloat16's exponent.
 _MXFP4_BF16 = tl.constexpr("""{
     .reg .b32 moved, sign, high;
@@ -80,7 +93,9 @@ _FP8_BF16 = tl.constexpr("""{
 }""")
 
 # Factors that scales have beside their own, so that what planes have less is made up for.
-_FACTOR = {"int4": 1.0, "fp8": 2.0**120, "mxfp4": 2.0**62}
+_FACTOR = {"int4": 1.0, "int4s": 2.0**69, "fp8": 2.0**120, "mxfp4": 2.0**62}
+# What planes of int4 are more by, less which a zero point is held.
+_BASE = {torch.bfloat16: -128.0, torch.float16: -1024.0, torch.float32: -128.0}
 _MXFP4_SCALE = tl.constexpr(2.0**64)  # what sums are multiplied with
 
 
@@ -105,6 +120,8 @@ def _plain_plane(words, PLANE: tl.constexpr, FORMAT: tl.constexpr):
     w = words.to(tl.int32)
     if FORMAT == "int4":
         return ((w >> 4 * PLANE) & 15).to(tl.float32) + 128.0
+    elif FORMAT == "int4s":
+        return ((w >> 4 * PLANE) & 15).to(tl.float32)
     elif FORMAT == "fp8":
         bits = (w >> 8 * PLANE) & 255
         return (((bits & 128) << 24) | ((bits & 127) << 20)).to(tl.float32, bitcast=True)
@@ -135,6 +152,11 @@ def planes(words, FORMAT: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr)
             _MXFP4_BF16, "=&r,=&r,=&r,=&r,r", [words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
+    elif FORMAT == "int4s":
+        return tl.inline_asm_elementwise(
+            _INT4S_BF16, "=&r,=&r,=&r,=&r,r", [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
     elif TYPE == tl.bfloat16:
         return tl.inline_asm_elementwise(
             _INT4_BF16, "=&r,=&r,=&r,=&r,r", [words],
@@ -148,30 +170,46 @@ def planes(words, FORMAT: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr)
 
 
 @triton.jit
+def _field(fields, padded, NUMBER: tl.constexpr, TYPE: tl.constexpr, WIDE: tl.constexpr):
+    """A field of a step's, `[outputs]`: two of 16 bits are a word, WIDE ones are float32."""
+    if WIDE:
+        return tl.load(fields + NUMBER * padded).to(tl.float32, bitcast=True)
+    else:
+        word = tl.load(fields + NUMBER // 2 * padded)
+        return (word >> 16 * (NUMBER % 2)).to(tl.int16).to(TYPE, bitcast=True)
+
+
+@triton.jit
 def group_scale(
-    scales, lows, zeros, at, FORMAT: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr
-):
-    """What `scaled` takes of a group: its scale, the rest that TYPE cut off, and less the zero."""
-    scale = tl.load(scales + at)
-    if scales.dtype.element_ty == tl.uint8:  # powers of two, with bfloat16's exponent
+    fields, padded, NUMBER: tl.constexpr, FORMAT: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """What `scaled` takes of a step's group of a number: scale, low and less, `[outputs]`."""
+    WIDE: tl.constexpr = TYPE == tl.float32
+    if FORMAT == "mxfp4":  # powers of two: bytes, and with an offset bfloat16's exponents
+        exponent = ((tl.load(fields) >> 8 * NUMBER) & 255) + 62
         if PLAIN:
-            scale = ((scale.to(tl.int32) + 62) << 23).to(tl.float32, bitcast=True)
+            scale = (exponent << 23).to(tl.float32, bitcast=True)
         else:
-            scale = ((scale.to(tl.int16) + 62) << 7).to(TYPE, bitcast=True)
-    low = scale
-    if lows is not None:
-        low = tl.load(lows + at)
-    less = scale
-    if FORMAT == "int4":
-        BASE: tl.constexpr = -128.0 if PLAIN or TYPE == tl.bfloat16 else -1024.0
-        if zeros is None:
-            less = tl.full(at.shape, BASE - 8.0, tl.float32 if PLAIN else TYPE)
-        elif PLAIN:
-            less = BASE - tl.load(zeros + at).to(tl.float32)
-        else:  # a zero is the last bits of a number like BASE
-            BITS: tl.constexpr = -0x3D00 if TYPE == tl.bfloat16 else -0x1C00
-            less = (tl.load(zeros + at).to(tl.int16) | BITS).to(TYPE, bitcast=True)
-    return scale, low, less
+            scale = (exponent << 7).to(tl.int16).to(TYPE, bitcast=True)
+        return scale, scale, scale
+    else:
+        COUNT: tl.constexpr = 1 + HAS_ZEROS + HAS_LOWS
+        scale = _field(fields, padded, COUNT * NUMBER, TYPE, WIDE)
+        less = scale
+        low = scale
+        if HAS_ZEROS:
+            less = _field(fields, padded, COUNT * NUMBER + 1, TYPE, WIDE)
+        elif FORMAT == "int4":
+            NONE: tl.constexpr = -1032.0 if TYPE == tl.float16 else -136.0
+            less = tl.full(scale.shape, NONE, tl.float32 if PLAIN else TYPE)
+        elif FORMAT == "int4s":  # 8 times the scale
+            less = scale.to(tl.float32) * (-(2.0**-130))
+            if not PLAIN:
+                less = less.to(TYPE)
+        if HAS_LOWS:
+            low = _field(fields, padded, COUNT * NUMBER + COUNT - 1, TYPE, WIDE)
+        return scale, low, less
 
 
 @triton.jit
@@ -183,7 +221,13 @@ def scaled(
     `group_scale`. Of TYPE, or PLAIN ones in float32, rounded to TYPE.
     """
     if PLAIN:
-        number = raw + less[:, None] if FORMAT == "int4" else raw
+        if FORMAT == "int4s":
+            return ((raw - 8.0) * (scale.to(tl.float32) * 2.0**-133)[:, None]).to(TYPE).to(tl.float32)
+        number = raw
+        if FORMAT == "int4":
+            if TYPE == tl.float16:
+                raw += 896.0  # float16's planes are more by 1024, not by 128
+            number = raw + less.to(tl.float32)[:, None]
         whole = scale.to(tl.float32)
         if HAS_LOW:
             whole += low.to(tl.float32)
@@ -199,10 +243,10 @@ def scaled(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _group_scaled_linear(
-    x, words, scales, lows, zeros, bias, out, partials, arrived, num_rows, num_outputs, depth,
-    padded, FORMAT: tl.constexpr, GROUP: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr,
-    WHOLE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    STEPS: tl.constexpr,
+    x, words, fields, bias, out, partials, arrived, num_rows, num_outputs, depth, padded,
+    PARTS: tl.constexpr, FORMAT: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr, WHOLE: tl.constexpr, SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of all rows, over a part of the depth. Grid `[outputs / OUTPUTS, SPLIT]`.
 
@@ -217,6 +261,7 @@ def _group_scaled_linear(
     steps = tl.cdiv(depth, _STEP)
     right = words + (outputs // _TILE).to(tl.int64)[:, None] * (steps * _TILE * WIDTH)
     right += (outputs % _TILE)[:, None] * WIDTH + column[None, :]
+    scales = fields + tl.minimum(outputs, padded - 1)
     left = x + rows[None, :] * depth + column[:, None]
     sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
     part = tl.program_id(1)
@@ -232,12 +277,12 @@ def _group_scaled_linear(
             raw = planes(held, FORMAT, TYPE, PLAIN)
             for plane in tl.static_range(PLANES):
                 first = step * _STEP + plane * WIDTH
-                if plane * WIDTH % GROUP == 0:
-                    at = first // GROUP * padded + outputs
-                    if not WHOLE:
-                        at = tl.where(is_held, at, 0)
-                    scale, low, less = group_scale(scales, lows, zeros, at, FORMAT, TYPE, PLAIN)
-                number = scaled(raw[plane], scale, low, less, FORMAT, lows is not None, TYPE, PLAIN)
+                if plane * GROUPS % PLANES < GROUPS:
+                    scale, low, less = group_scale(
+                        scales + tl.minimum(step, steps - 1) * PARTS * padded, padded, plane * GROUPS // PLANES, FORMAT,
+                        HAS_ZEROS, HAS_LOWS, TYPE, PLAIN,
+                    )  # fmt: skip
+                number = scaled(raw[plane], scale, low, less, FORMAT, HAS_LOWS, TYPE, PLAIN)
                 if WHOLE:
                     a = tl.load(left + first, mask=has_row[None, :], other=0.0)
                 else:
@@ -246,7 +291,7 @@ def _group_scaled_linear(
                 if PLAIN:
                     a = a.to(tl.float32)
                 sums = tl.dot(number, a, sums, input_precision="ieee")
-    if FORMAT == "mxfp4":
+    if FORMAT == "mxfp4" or FORMAT == "int4s":
         sums *= _MXFP4_SCALE
     has_output = outputs < num_outputs
     wanted = has_output[:, None] & has_row[None, :]
@@ -277,8 +322,9 @@ def _store(sums, bias, out, to, outputs, has_output, wanted):
 
 @triton.jit
 def _dequantize(
-    words, scales, lows, zeros, out, num_outputs, depth, padded, FORMAT: tl.constexpr,
-    GROUP: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr, OUTPUTS: tl.constexpr,
+    words, fields, out, num_outputs, depth, padded, PARTS: tl.constexpr, FORMAT: tl.constexpr,
+    GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_LOWS: tl.constexpr, TYPE: tl.constexpr,
+    PLAIN: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """A step of some outputs. Grid `[padded / OUTPUTS, steps]`."""
     PLANES: tl.constexpr = 2 if FORMAT == "fp8" else 4
@@ -293,11 +339,13 @@ def _dequantize(
     has_output = (outputs < num_outputs)[:, None]
     for plane in tl.static_range(PLANES):
         first = step * _STEP + plane * WIDTH
-        if plane * WIDTH % GROUP == 0:
-            at = first // GROUP * padded + outputs
-            scale, low, less = group_scale(scales, lows, zeros, at, FORMAT, TYPE, PLAIN)
-        number = scaled(raw[plane], scale, low, less, FORMAT, lows is not None, TYPE, PLAIN)
-        if FORMAT == "mxfp4":
+        if plane * GROUPS % PLANES < GROUPS:
+            scale, low, less = group_scale(
+                fields + step * PARTS * padded + outputs, padded, plane * GROUPS // PLANES, FORMAT,
+                HAS_ZEROS, HAS_LOWS, TYPE, PLAIN,
+            )  # fmt: skip
+        number = scaled(raw[plane], scale, low, less, FORMAT, HAS_LOWS, TYPE, PLAIN)
+        if FORMAT == "mxfp4" or FORMAT == "int4s":
             number = number.to(tl.float32) * _MXFP4_SCALE
         inside = has_output & (first + column < depth)[None, :]
         tl.store(to + first, number.to(out.dtype.element_ty), mask=inside)
@@ -308,19 +356,20 @@ class PackedWeight(Weight):
     """A group-quantised weight as a GPU's kernels take it, for activations of one type.
 
     words: int16 `[tiles, steps, TILE, STEP / elements of a word]`, outputs and inputs filled up ·
-    scales: `[groups, tiles * TILE]` of dtype, with what it cut off in lows unless that is nothing;
-    of MXFP4 the exponents, uint8 · zeros: uint8 like scales, or None · order: int64 `[in]`, see
-    `Int4Weight` · arrived: int32 `[tiles]`, of programs that share outputs in a launch.
+    fields: int32 `[steps, parts, tiles * TILE]`; for each group of a step its scale, less its zero
+    point if the format has any, and the rest of the scale if dtype cut that off: two fields of
+    dtype in a word, or one float32. Of MXFP4 four exponents · order: int64 `[in]`, see `Int4Weight`
+    · arrived: int32 `[tiles]`, of programs that share outputs in a launch, 0 before and after.
     """
 
     format: str
     sizes: tuple[int, int]
-    group: int
     dtype: torch.dtype
+    groups: int
+    has_zeros: bool
+    has_lows: bool
     words: Tensor
-    scales: Tensor
-    lows: Tensor | None
-    zeros: Tensor | None
+    fields: Tensor
     order: Tensor | None
     arrived: Tensor
 
@@ -331,17 +380,45 @@ class PackedWeight(Weight):
     @property
     def padded(self) -> int:
         """Outputs of all tiles."""
-        return self.scales.shape[1]
+        return self.fields.shape[2]
 
     @property
     def has_kernel(self) -> bool:
         """Whether few rows have a kernel of their own: others are unpacked for torch's product."""
         return _has_kernel(self.format, self.dtype)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """How kernels are compiled for it."""
+        return {
+            "PARTS": self.fields.shape[1], "FORMAT": self.format, "GROUPS": self.groups,
+            "HAS_ZEROS": self.has_zeros, "HAS_LOWS": self.has_lows,
+            "TYPE": TRITON_TYPES[self.dtype] if self.has_kernel else tl.float32,
+            "PLAIN": self.words.device.type == "cpu" or not self.has_kernel,
+        }  # fmt: skip
+
     def to(self, device: torch.device) -> PackedWeight:
         """The same, there."""
         parts = {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
         return replace(self, **{name: part.to(device) for name, part in parts.items()})
+
+    def with_fields(self, has_zeros: bool, has_lows: bool) -> PackedWeight:
+        """The same with fields of these kinds, too, as another weight may have them."""
+        has_zeros, has_lows = has_zeros or self.has_zeros, has_lows or self.has_lows
+        if (has_zeros, has_lows) == (self.has_zeros, self.has_lows):
+            return self
+        kind, count = _kind(self.format, self.dtype), 1 + self.has_zeros + self.has_lows
+        each = self.fields.transpose(1, 2).contiguous().view(kind)[..., : self.groups * count]
+        parts = list(each.unflatten(2, (-1, count)).permute(3, 0, 2, 1))
+        format = "int4" if self.format == "int4s" else self.format
+        parts[0] = parts[0] * (_FACTOR[format] / _FACTOR[self.format])
+        if has_zeros > self.has_zeros:
+            parts.insert(1, torch.full_like(parts[0], _BASE[kind] - Int4Weight.MIDDLE))
+        if has_lows > self.has_lows:
+            parts.append(torch.zeros_like(parts[0]))
+        return replace(
+            self, format=format, has_zeros=has_zeros, has_lows=has_lows, fields=_fields(parts)
+        )
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Never waits for the device."""
@@ -350,40 +427,67 @@ class PackedWeight(Weight):
 
 def pack(weight: GroupScaledWeight, dtype: torch.dtype) -> PackedWeight | None:
     """A weight for activations of dtype; None if its groups are none that kernels take."""
-    format = format_of(weight)
+    format, has_zeros, has_lows = format_of(weight), False, False
     (outputs, inputs), group = weight.shape, weight.group
     if group % STEP and (STEP % group or group < STEP // 4):
         return None
-    scales, low = weight.scales.float(), None
+    scales = _by_group(weight.scales.float(), group)
+    groups = scales.shape[1]
     if format == "mxfp4":
-        fractions, exponents = scales.frexp()
-        if not (fractions == 0.5).all() or exponents.max() > 192 - 127:
+        fractions, exponents = weight.scales.frexp()
+        if groups != 4 or not (fractions == 0.5).all() or exponents.max() > 192 - 127:
             return None
-        scales = (exponents + 127).clamp_min(0).to(torch.uint8)
+        held = _by_group((exponents + 127).clamp_min(0).to(torch.uint8), group)
+        fields = _words_of(held.transpose(1, 2).contiguous())
     else:
+        kind = _kind(format, dtype)
+        if format == "int4" and kind == torch.bfloat16 and weight.zeros is None:
+            if (scales == scales.to(kind)).all():
+                format = "int4s"
         scales = scales * _FACTOR[format]
-        whole = scales.to(dtype if _has_kernel(format, dtype) else torch.float32)
-        low = (scales - whole.float()).to(whole.dtype)
-        scales, low = whole, low if low.any() else None
-    zeros = weight.zeros if isinstance(weight, Int4Weight) else None
-    tiles = triton.cdiv(outputs, TILE)
+        parts = [scales.to(kind)]
+        if isinstance(weight, Int4Weight) and weight.zeros is not None:
+            has_zeros = True
+            parts.append(_BASE[kind] - _by_group(weight.zeros, group).to(kind))
+        low = (scales - parts[0].float()).to(kind)
+        if has_lows := bool(low.any()):
+            parts.append(low)
+        fields = _fields(parts)
     return PackedWeight(
-        format, (outputs, inputs), group, dtype,
+        format, (outputs, inputs), dtype, groups, has_zeros, has_lows,
         torch.cat([_words(weight, format, first) for first in range(0, outputs, _AT_ONCE)]),
-        *(part if part is None else _by_group(part, group) for part in (scales, low, zeros)),
+        fields.contiguous(),
         weight.order if isinstance(weight, Int4Weight) else None,
-        torch.zeros(tiles, dtype=torch.int32, device=scales.device),
+        torch.zeros(fields.shape[2] // TILE, dtype=torch.int32, device=fields.device),
     )  # fmt: skip
 
 
-_AT_ONCE = 64 * TILE  # outputs that are packed at once, so that no large copies exist
-
-
 def _by_group(parts: Tensor, group: int) -> Tensor:
-    """`[out, groups]` → `[groups, padded]`, contiguous, of whole steps and tiles."""
+    """`[out, groups]` → `[steps, groups of a step, padded]`; larger groups are in all their steps."""
     outputs, groups = parts.shape
-    missing = triton.cdiv(groups * group, STEP) * STEP // group - groups
-    return pad(parts.T, (0, -outputs % TILE, 0, missing)).contiguous()
+    parts = parts.repeat_interleave(max(1, group // STEP), dim=1)
+    of_step = max(1, STEP // group)
+    return pad(parts.T, (0, -outputs % TILE, 0, -parts.shape[1] % of_step)).unflatten(0, (-1, of_step))
+
+
+def _fields(parts: Sequence[Tensor]) -> Tensor:
+    """Parts `[steps, groups, padded]` as `PackedWeight` has them."""
+    each = torch.stack(tuple(parts), dim=2).flatten(1, 2).transpose(1, 2)
+    whole = each.shape[2] * each.itemsize % 4 == 0
+    return _words_of(each.contiguous() if whole else pad(each, (0, 1)))
+
+
+def _words_of(each: Tensor) -> Tensor:
+    """`[steps, padded, fields]`, whole words → int32 `[steps, parts, padded]`."""
+    return each.view(torch.int32).transpose(1, 2).contiguous()
+
+
+def _kind(format: str, dtype: torch.dtype) -> torch.dtype:
+    """The type of a weight's fields."""
+    return dtype if _has_kernel(format, dtype) else torch.float32
+
+
+_AT_ONCE = 64 * TILE  # outputs that are packed at once, so that no large copies exist
 
 
 def _words(weight: GroupScaledWeight, format: str, first: int) -> Tensor:
@@ -412,7 +516,7 @@ def _words(weight: GroupScaledWeight, format: str, first: int) -> Tensor:
 
 
 def _has_kernel(format: str, dtype: torch.dtype) -> bool:
-    return dtype == torch.bfloat16 or (dtype == torch.float16 and format == "int4")
+    return dtype == torch.bfloat16 or (dtype == torch.float16 and format[:4] == "int4")
 
 
 def format_of(weight: Weight) -> str:
@@ -426,13 +530,9 @@ def dequantized(weight: PackedWeight) -> Tensor:
     """The matrix `[out, in]`, of the weight's dtype."""
     outputs, depth = weight.shape
     out = torch.empty((outputs, depth), dtype=weight.dtype, device=weight.words.device)
-    interpreted = out.device.type == "cpu"
-    grid = (weight.padded // TILE, weight.words.shape[1])
-    _dequantize[grid](
-        weight.words, weight.scales, weight.lows, weight.zeros, out, outputs, depth, weight.padded,
-        FORMAT=weight.format, GROUP=weight.group,
-        TYPE=TRITON_TYPES[weight.dtype] if weight.has_kernel else tl.float32,
-        PLAIN=interpreted or not weight.has_kernel, OUTPUTS=TILE, num_warps=4, num_stages=1,
+    _dequantize[(weight.padded // TILE, weight.words.shape[1])](
+        weight.words, weight.fields, out, outputs, depth, weight.padded, OUTPUTS=TILE, num_warps=4,
+        num_stages=1, **weight.options,
     )  # fmt: skip
     return out
 
@@ -451,7 +551,7 @@ def group_scaled_linear(
         config = choose(NAME, _key(weight, num_rows), x.device)
     if config is None or "LIBRARY" in config:
         return linear(x, dequantized(weight), bias)
-    x, rows, interpreted = x.contiguous(), tile_rows(num_rows), x.device.type == "cpu"
+    x = x.contiguous()
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     split = min(config["SPLIT"], weight.words.shape[1])
     partials = None
@@ -459,9 +559,8 @@ def group_scaled_linear(
         partials = torch.empty((split, *out.shape), dtype=torch.float32, device=x.device)
     whole = depth % (STEP * config["STEPS"]) == 0 and weight.padded % config["OUTPUTS"] == 0
     _group_scaled_linear[(triton.cdiv(num_outputs, config["OUTPUTS"]), split)](
-        x, weight.words, weight.scales, weight.lows, weight.zeros, bias, out, partials,
-        weight.arrived, num_rows, num_outputs, depth, weight.padded, FORMAT=weight.format,
-        GROUP=weight.group, TYPE=TRITON_TYPES[x.dtype], PLAIN=interpreted, WHOLE=whole, ROWS=rows,
+        x, weight.words, weight.fields, bias, out, partials, weight.arrived, num_rows, num_outputs,
+        depth, weight.padded, WHOLE=whole, ROWS=tile_rows(num_rows), **weight.options,
         **{**config, "SPLIT": split},
     )  # fmt: skip
     return out
