@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -65,16 +65,14 @@ Held = DenseWeight | RowScaledWeight | PackedWeight
 class GroupedWeight:
     """The same matrix `[out, in]` of every expert of a layer, and its biases `[out]`, or none.
 
-    values, scales, lows, zeros, bias: int64 `[experts]`, addresses; of what the format has none of,
-    None.
+    values, scales, bias: int64 `[experts]`, addresses: of a `PackedWeight` words and fields; of a
+    dense one no scales.
     """
 
     weights: tuple[Held, ...]
     biases: tuple[Tensor, ...]
     values: Tensor
     scales: Tensor | None
-    lows: Tensor | None
-    zeros: Tensor | None
     bias: Tensor | None
 
     @classmethod
@@ -92,16 +90,14 @@ class GroupedWeight:
                 "only: add --device cpu"
             )
         given = tuple(bias for bias in biases if bias is not None)
-        values, scales, lows, zeros = map(_addresses, zip(*map(_tensors, held), strict=True))
+        values, scales = map(_addresses, zip(*map(_tensors, held), strict=True))
         assert values is not None
-        return cls(held, given, values, scales, lows, zeros, _addresses(given))
+        return cls(held, given, values, scales, _addresses(given))
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the values."""
-        values = _tensors(self.weights[0])[0]
-        assert values is not None
-        return values.dtype
+        return _tensors(self.weights[0])[0].dtype
 
     def apply(
         self,
@@ -122,27 +118,23 @@ class GroupedWeight:
         out = torch.empty((num_slots, size), dtype=x.dtype, device=x.device)
         config = config or choose(NAME, _key(self, slots.tile_rows), x.device)
         first, row_scales, options = self.weights[0], None, dict[str, Any]()
-        interpreted = x.device.type == "cpu"  # which has products of few types
         if isinstance(first, RowScaledWeight):
             x, row_scales = quantize_rows(x, self.dtype)
         assert x.is_contiguous()
         is_int8 = x.dtype == torch.int8
-        factors = tl.float32 if interpreted and not is_int8 else _POINTED[x.dtype]
         if isinstance(first, PackedWeight):
-            factors = _POINTED[x.dtype] if first.has_kernel else tl.float32
-            options = {
-                "padded": first.padded, "FORMAT": first.format, "GROUP": first.group,
-                "SCALES": _POINTED[first.scales.dtype],
-                "PLAIN": interpreted or not first.has_kernel,
-            }  # fmt: skip
+            options = {**first.options, "padded": first.padded}
+        else:  # the interpreter has products of few types
+            wide = x.device.type == "cpu" and not is_int8
+            options["TYPE"] = tl.float32 if wide else _POINTED[x.dtype]
         width = config["OUTPUTS"] // 2 if activation else config["OUTPUTS"]
         num_tiles = num_slots if slots.tiles is None else len(slots.tiles)
         launch(
             _grouped_matmul, (num_tiles, triton.cdiv(size, width)),
-            x, row_scales, self.values, self.scales, self.lows, self.zeros, self.bias, slots.taken,
+            x, row_scales, self.values, self.scales, self.bias, slots.taken,
             slots.order, slots.tiles, slots.shares, out, size, depth,
             PER_ROW=slots.taken.shape[1], STORED=_POINTED[self.dtype], BIAS=_POINTED[out.dtype],
-            TYPE=factors, SUMS=tl.int32 if is_int8 else tl.float32, GATED=activation is not None,
+            SUMS=tl.int32 if is_int8 else tl.float32, GATED=activation is not None,
             GELU=activation == "gelu_tanh", SWIGLU_OAI=activation == "swigluoai",
             WHOLE=depth % config["DEPTH"] == 0 and size % width == 0,
             ROWS=max(LEAST_ROWS, slots.tile_rows), **options, **config,
@@ -167,32 +159,19 @@ def _held(weight: Weight, dtype: torch.dtype) -> Held:
 
 
 def _uniform(weights: Sequence[Held]) -> tuple[Held, ...]:
-    """Packed ones with zero points, and with the rest of their scales, if any of them has those."""
+    """Packed ones with the same fields."""
     packed = [one for one in weights if isinstance(one, PackedWeight)]
-    has_lows, has_zeros = (
-        any(getattr(one, name) is not None for one in packed) for name in ("lows", "zeros")
-    )
-
-    def filled(one: Held) -> Held:
-        if not isinstance(one, PackedWeight):
-            return one
-        lows, zeros = one.lows, one.zeros
-        if has_lows and lows is None:
-            lows = torch.zeros_like(one.scales)
-        if has_zeros and zeros is None:
-            zeros = torch.full_like(one.scales, Int4Weight.MIDDLE, dtype=torch.uint8)
-        return replace(one, lows=lows, zeros=zeros)
-
-    return tuple(map(filled, weights))
+    has = any(one.has_zeros for one in packed), any(one.has_lows for one in packed)
+    return tuple(one.with_fields(*has) if isinstance(one, PackedWeight) else one for one in weights)
 
 
-def _tensors(weight: Held) -> tuple[Tensor | None, ...]:
-    """Values, scales, what those leave out, and zero points."""
+def _tensors(weight: Held) -> tuple[Tensor, Tensor | None]:
+    """Values and scales."""
     if isinstance(weight, DenseWeight):
-        return weight.tensor, None, None, None
+        return weight.tensor, None
     if isinstance(weight, RowScaledWeight):
-        return weight.values, weight.scales, None, None
-    return weight.words, weight.scales, weight.lows, weight.zeros
+        return weight.values, weight.scales
+    return weight.words, weight.fields
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> Tensor | None:
@@ -213,9 +192,10 @@ def _expert_row(addresses, expert, columns, wanted, TYPE: tl.constexpr):
 
 @triton.jit
 def _packed_sums(
-    right, words, scales, lows, zeros, output, has_output, has_row, depth, padded,
-    FORMAT: tl.constexpr, GROUP: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr,
-    WHOLE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
+    right, words, fields, output, has_output, has_row, depth, padded, PARTS: tl.constexpr,
+    FORMAT: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_LOWS: tl.constexpr,
+    TYPE: tl.constexpr, PLAIN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of a `PackedWeight` times rows, which begin at pointers right: float32."""
     PLANES: tl.constexpr = 2 if FORMAT == "fp8" else 4
@@ -225,6 +205,7 @@ def _packed_sums(
     steps = tl.cdiv(depth, _STEP)
     words += (output // _TILE).to(tl.int64)[:, None] * (steps * _TILE * WIDTH)
     words += (output % _TILE)[:, None] * WIDTH + column[None, :]
+    fields += tl.minimum(output, padded - 1)
     right = right[None, :] + column[:, None]
     sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
     for begin in range(0, steps, STEPS):
@@ -236,14 +217,15 @@ def _packed_sums(
                 is_held = has_output & (step < steps)
                 held = tl.load(words + step * (_TILE * WIDTH), mask=is_held[:, None], other=0)
             raw = planes(held, FORMAT, TYPE, PLAIN)
+            of_step = fields + tl.minimum(step, steps - 1) * PARTS * padded
             for plane in tl.static_range(PLANES):
+                if plane * GROUPS % PLANES < GROUPS:
+                    scale, low, less = group_scale(
+                        of_step, padded, plane * GROUPS // PLANES, FORMAT, HAS_ZEROS, HAS_LOWS,
+                        TYPE, PLAIN,
+                    )  # fmt: skip
+                left = scaled(raw[plane], scale, low, less, FORMAT, HAS_LOWS, TYPE, PLAIN)
                 first = step * _STEP + plane * WIDTH
-                if plane * WIDTH % GROUP == 0:
-                    at = first // GROUP * padded + output
-                    if not WHOLE:
-                        at = tl.where(is_held, at, 0)
-                    scale, low, less = group_scale(scales, lows, zeros, at, FORMAT, TYPE, PLAIN)
-                left = scaled(raw[plane], scale, low, less, FORMAT, lows is not None, TYPE, PLAIN)
                 has_right = has_row[None, :]
                 if not WHOLE:
                     has_right = has_right & (first + column < depth)[:, None]
@@ -251,20 +233,21 @@ def _packed_sums(
                 if PLAIN:
                     x = x.to(tl.float32)
                 sums = tl.dot(left, x, sums, input_precision="ieee")
-    if FORMAT == "mxfp4":
+    if FORMAT == "mxfp4" or FORMAT == "int4s":
         sums *= _MXFP4_SCALE
     return sums
 
 
 @triton.jit
 def _grouped_matmul(
-    x, row_scales, values, scales, lows, zeros, biases, taken, order, tiles, shares, out, size,
-    depth, padded=0, PER_ROW: tl.constexpr = 1, STORED: tl.constexpr = None,
-    BIAS: tl.constexpr = None, TYPE: tl.constexpr = None, SUMS: tl.constexpr = None,
-    GATED: tl.constexpr = False, GELU: tl.constexpr = False, SWIGLU_OAI: tl.constexpr = False,
-    WHOLE: tl.constexpr = False, ROWS: tl.constexpr = 16, OUTPUTS: tl.constexpr = 64,
-    DEPTH: tl.constexpr = 64, PDL: tl.constexpr = False, FORMAT: tl.constexpr = "",
-    GROUP: tl.constexpr = 0, SCALES: tl.constexpr = tl.float32, PLAIN: tl.constexpr = False,
+    x, row_scales, values, scales, biases, taken, order, tiles, shares, out, size, depth, padded=0,
+    PER_ROW: tl.constexpr = 1, STORED: tl.constexpr = None, BIAS: tl.constexpr = None,
+    TYPE: tl.constexpr = None, SUMS: tl.constexpr = None, GATED: tl.constexpr = False,
+    GELU: tl.constexpr = False, SWIGLU_OAI: tl.constexpr = False, WHOLE: tl.constexpr = False,
+    ROWS: tl.constexpr = 16, OUTPUTS: tl.constexpr = 64, DEPTH: tl.constexpr = 64,
+    PDL: tl.constexpr = False, FORMAT: tl.constexpr = "", PARTS: tl.constexpr = 0,
+    GROUPS: tl.constexpr = 0, HAS_ZEROS: tl.constexpr = False, HAS_LOWS: tl.constexpr = False,
+    PLAIN: tl.constexpr = False,
 ):  # fmt: skip
     """One tile of slots, and OUTPUTS rows of the matrix, which are the product's rows, too: where
     there are few slots, tensor cores take the many, and straight from shared memory.
@@ -302,16 +285,10 @@ def _grouped_matmul(
     matrix = tl.multiple_of(tl.load(values + expert).to(tl.pointer_type(STORED)), 16)
     right = x + row.to(tl.int64) * depth
     if FORMAT != "":
-        scale = tl.load(scales + expert).to(tl.pointer_type(SCALES))
-        low = lows
-        if lows is not None:
-            low = tl.load(lows + expert).to(tl.pointer_type(SCALES))
-        zero = zeros
-        if zeros is not None:
-            zero = tl.load(zeros + expert).to(tl.pointer_type(tl.uint8))
         found = _packed_sums(
-            right, matrix, scale, low, zero, output, has_output, has_row, depth, padded, FORMAT,
-            GROUP, TYPE, PLAIN, WHOLE, ROWS, OUTPUTS, DEPTH,
+            right, matrix, tl.load(scales + expert).to(tl.pointer_type(tl.int32)), output,
+            has_output, has_row, depth, padded, PARTS, FORMAT, GROUPS, HAS_ZEROS, HAS_LOWS, TYPE,
+            PLAIN, WHOLE, ROWS, OUTPUTS, DEPTH,
         )  # fmt: skip
     else:
         left = matrix + output.to(tl.int64)[:, None] * depth
@@ -383,9 +360,12 @@ def _trial(shape: Key, device: torch.device) -> Trial:
             for one in weights[1:]
             if isinstance(one, Int4Weight)
         ]
+    given = weights
+    if device != held:
+        given = [one.to(device) for one in map(partial(_held, dtype=dtype), weights)]
     biases = [torch.randn(outputs, device=held).to(dtype) for _ in range(experts)]
     with_bias = bool(shape.get("bias"))
-    weight = GroupedWeight.of(weights, biases if with_bias else [None] * experts, dtype)
+    weight = GroupedWeight.of(given, biases if with_bias else [None] * experts, dtype)
     addresses: dict[str, Any] = {
         name: part.to(device) for name, part in vars(weight).items() if isinstance(part, Tensor)
     }
