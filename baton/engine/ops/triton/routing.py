@@ -103,7 +103,12 @@ def route(
         sorted_by = (ranks, counts)
     if scored is not None:
         router, x = scored
-        assert order is None and router.takes(x) and x.is_contiguous() and router.weight.is_contiguous()
+        assert (
+            order is None
+            and router.takes(x)
+            and x.is_contiguous()
+            and router.weight.is_contiguous()
+        )
         weight, bias, arrived, depth = router.weight, router.bias, router.arrived, x.shape[1]
         each = 2 if depth <= 2048 else 1
         programs = triton.cdiv(experts, each)
@@ -271,23 +276,30 @@ def _sort(
         tl.store(tiles + (begin + expert) * 3, -1, mask=begin + expert < most)
 
 
-def add_up(weighed: Tensor, slots: Slots) -> Tensor:
-    """The sum over each row's experts, those that are here: `[slots, size]` → `[rows, size]`."""
+def add_up(weighed: Tensor, slots: Slots, stream: Tensor | None = None) -> Tensor:
+    """The sum over each row's experts, those that are here: `[slots, size]` → `[rows, size]`.
+
+    With a stream `[rows, size]` it is added to that, in place.
+    """
     rows, per_row = slots.taken.shape
     size = weighed.shape[1]
-    out = torch.empty((rows, size), dtype=weighed.dtype, device=weighed.device)
+    out = stream
+    if out is None:
+        out = torch.empty((rows, size), dtype=weighed.dtype, device=weighed.device)
+    assert out.is_contiguous() and out.dtype == weighed.dtype
     block = min(1024, triton.next_power_of_2(size))
     launch(
         _add_up, (rows, triton.cdiv(size, block)), weighed, slots.taken, out, size,
-        PER_ROW=per_row, BLOCK=block, num_warps=4,
+        PER_ROW=per_row, ADDS=stream is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _add_up(
-    weighed, taken, out, size, PER_ROW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    weighed, taken, out, size, PER_ROW: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """BLOCK columns of a row. Grid `[rows, size / BLOCK]`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -297,7 +309,11 @@ def _add_up(
         slot = row * PER_ROW + number
         part = tl.load(weighed + slot * size + column, mask=column < size, other=0.0)
         total += tl.where(tl.load(taken + slot) >= 0, part.to(tl.float32), 0.0)
-    tl.store(out + row * size + column, total.to(out.dtype.element_ty), mask=column < size)
+    to = out + row * size + column
+    sums = total.to(out.dtype.element_ty)
+    if ADDS:
+        sums += tl.load(to, mask=column < size, other=0.0)
+    tl.store(to, sums, mask=column < size)
 
 
 def _trial(shape: Key, device: torch.device) -> Trial:
@@ -363,13 +379,19 @@ def _add_up_trial(shape: Key, device: torch.device) -> Trial:
     taken = torch.arange(rows * per_row, dtype=torch.int32, device=device).view(rows, per_row) % 4
     slots = Slots(taken - 1, torch.empty(0), 1)
     weighed[(slots.taken < 0).flatten()] = torch.nan  # what other ranks have is not read
+    stream = torch.randn(rows, size, device=device).to(weighed.dtype)
 
     def expected() -> tuple[Tensor]:
         given = weighed.view(rows, per_row, size).float()
-        here = given.where((slots.taken >= 0)[..., None], 0.0)
-        return (here.sum(1).to(weighed.dtype),)
+        sums = given.where((slots.taken >= 0)[..., None], 0.0).sum(1).to(weighed.dtype)
+        return (sums + stream if shape.get("adds") else sums,)
 
-    return Trial({}, lambda config: (add_up(weighed, slots),), expected, moved_bytes=weighed.nbytes)
+    return Trial(
+        {},
+        lambda config: (add_up(weighed, slots, stream.clone() if shape.get("adds") else None),),
+        expected,
+        moved_bytes=weighed.nbytes,
+    )
 
 
 _CASES: tuple[Key, ...] = (
@@ -390,7 +412,7 @@ SPECS = (
         _add_up_trial,
         cases=(
             {"rows": 1, "per_row": 8, "size": 2048},
-            {"rows": 5, "per_row": 3, "size": 300, "dtype": "fp32"},
+            {"rows": 5, "per_row": 3, "size": 300, "dtype": "fp32", "adds": 1},
         ),
     ),
 )
