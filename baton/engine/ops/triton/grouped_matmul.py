@@ -123,7 +123,8 @@ class GroupedWeight:
         assert x.is_contiguous()
         is_int8 = x.dtype == torch.int8
         if isinstance(first, PackedWeight):
-            options = {**first.options, "padded": first.padded}
+            factor = _MXFP4_SCALE.value if first.format in ("mxfp4", "int4s") else 1.0
+            options = {**first.options, "padded": first.padded, "FACTOR": factor}
         else:  # the interpreter has products of few types
             wide = x.device.type == "cpu" and not is_int8
             options["TYPE"] = tl.float32 if wide else _POINTED[x.dtype]
@@ -193,8 +194,8 @@ def _expert_row(addresses, expert, columns, wanted, TYPE: tl.constexpr):
 @triton.jit
 def _packed_sums(
     right, words, fields, output, has_output, has_row, depth, padded, PARTS: tl.constexpr,
-    FORMAT: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_LOWS: tl.constexpr,
-    TYPE: tl.constexpr, PLAIN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    FORMAT: tl.constexpr, FACTOR: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of a `PackedWeight` times rows, which begin at pointers right: float32."""
@@ -233,9 +234,7 @@ def _packed_sums(
                 if PLAIN:
                     x = x.to(tl.float32)
                 sums = tl.dot(left, x, sums, input_precision="ieee")
-    if FORMAT == "mxfp4" or FORMAT == "int4s":
-        sums *= _MXFP4_SCALE
-    return sums
+    return sums * FACTOR
 
 
 @triton.jit
@@ -245,8 +244,8 @@ def _grouped_matmul(
     TYPE: tl.constexpr = None, SUMS: tl.constexpr = None, GATED: tl.constexpr = False,
     GELU: tl.constexpr = False, SWIGLU_OAI: tl.constexpr = False, WHOLE: tl.constexpr = False,
     ROWS: tl.constexpr = 16, OUTPUTS: tl.constexpr = 64, DEPTH: tl.constexpr = 64,
-    PDL: tl.constexpr = False, FORMAT: tl.constexpr = "", PARTS: tl.constexpr = 0,
-    GROUPS: tl.constexpr = 0, HAS_ZEROS: tl.constexpr = False, HAS_LOWS: tl.constexpr = False,
+    PDL: tl.constexpr = False, FORMAT: tl.constexpr = "", FACTOR: tl.constexpr = 1.0,
+    PARTS: tl.constexpr = 0, GROUPS: tl.constexpr = 0, HAS_ZEROS: tl.constexpr = False, HAS_LOWS: tl.constexpr = False,
     PLAIN: tl.constexpr = False,
 ):  # fmt: skip
     """One tile of slots, and OUTPUTS rows of the matrix, which are the product's rows, too: where
@@ -287,7 +286,7 @@ def _grouped_matmul(
     if FORMAT != "":
         found = _packed_sums(
             right, matrix, tl.load(scales + expert).to(tl.pointer_type(tl.int32)), output,
-            has_output, has_row, depth, padded, PARTS, FORMAT, GROUPS, HAS_ZEROS, HAS_LOWS, TYPE,
+            has_output, has_row, depth, padded, PARTS, FORMAT, FACTOR, GROUPS, HAS_ZEROS, HAS_LOWS, TYPE,
             PLAIN, WHOLE, ROWS, OUTPUTS, DEPTH,
         )  # fmt: skip
     else:
@@ -360,9 +359,10 @@ def _trial(shape: Key, device: torch.device) -> Trial:
             for one in weights[1:]
             if isinstance(one, Int4Weight)
         ]
-    given = weights
+    given: Sequence[Weight] = weights
     if device != held:
-        given = [one.to(device) for one in map(partial(_held, dtype=dtype), weights)]
+        packed = map(partial(_held, dtype=dtype), weights)
+        given = [one.to(device) for one in packed if isinstance(one, PackedWeight)]
     biases = [torch.randn(outputs, device=held).to(dtype) for _ in range(experts)]
     with_bias = bool(shape.get("bias"))
     weight = GroupedWeight.of(given, biases if with_bias else [None] * experts, dtype)

@@ -89,8 +89,8 @@ def route(
     )
     columns, device = triton.next_power_of_2(experts), scores.device
     step = max(1, min(16, _SCORES // columns))  # rows of a program
-    height, sorted_by = tile_rows(rows * per_row, len(own), 1), (None, None)
-    order = tiles = x = weight = bias = arrived = None
+    height, ranks = tile_rows(rows * per_row, len(own), 1), None
+    order = tiles = counts = x = weight = bias = arrived = None
     programs, warps, each, depth = triton.cdiv(rows, step), 4, 1, 1
     if rows <= few_rows:
         step, programs, warps = triton.next_power_of_2(rows), 1, 1 if columns <= 256 else 4
@@ -100,7 +100,6 @@ def route(
         order = torch.empty(rows * per_row, dtype=torch.int32, device=device)
         tiles = torch.empty((most, 3), dtype=torch.int32, device=device)
         ranks, counts = torch.empty_like(order), order.new_empty((programs, columns))
-        sorted_by = (ranks, counts)
     if scored is not None:
         router, x = scored
         assert (
@@ -114,7 +113,7 @@ def route(
         programs = triton.cdiv(experts, each)
     launch(
         _route, (programs,), scores, x, weight, bias, arrived, lengths, taken, shares, totals,
-        *sorted_by, rows, own.start, own.stop, depth, EXPERTS=experts, PER_ROW=per_row,
+        ranks, counts, rows, own.start, own.stop, depth, EXPERTS=experts, PER_ROW=per_row,
         NORMED=normed, ROWS=step, COLUMNS=columns, EACH=each,
         DEPTH=triton.next_power_of_2(depth), num_warps=warps,
     )  # fmt: skip
@@ -332,7 +331,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         bias = torch.randn(experts, device=device).to(scores.dtype) if shape.get("bias") else None
         arrived = torch.zeros(1, dtype=torch.int32, device=device)
         scored = Router(weight.to(scores.dtype), bias, arrived), x
-        wide = [part if part is None else part.to(scores.dtype).float() for part in (weight, bias)]
+        wide, added = scored[0].weight.float(), bias if bias is None else bias.float()
     normed, start = bool(shape.get("normed")), int(shape.get("start", 0))
     own = range(start, experts - start)
     is_row = torch.arange(rows, device=device) % 5 != 3
@@ -353,7 +352,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         # Of scores that the launch wrote: another order of sums may take other experts.
         shares, numbers = reference.route(scores, per_row, normed)
         counted = numbers if lengths is None else numbers[is_row]
-        products = () if scored is None else (linear(x.float(), *wide).to(scores.dtype),)
+        products = () if scored is None else (linear(x.float(), wide, added).to(scores.dtype),)
         found = (numbers - start).where((numbers >= own.start) & (numbers < own.stop), -1)
         if lengths is not None:
             found = found.where(is_row[:, None], -1)
