@@ -195,8 +195,8 @@ def _expert_row(addresses, expert, columns, wanted, TYPE: tl.constexpr):
 def _packed_sums(
     right, words, fields, output, has_output, has_row, depth, padded, PARTS: tl.constexpr,
     FORMAT: tl.constexpr, FACTOR: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
+    HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr, WHOLE: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of a `PackedWeight` times rows, which begin at pointers right: float32."""
     PLANES: tl.constexpr = 2 if FORMAT == "fp8" else 4
@@ -245,8 +245,8 @@ def _grouped_matmul(
     GELU: tl.constexpr = False, SWIGLU_OAI: tl.constexpr = False, WHOLE: tl.constexpr = False,
     ROWS: tl.constexpr = 16, OUTPUTS: tl.constexpr = 64, DEPTH: tl.constexpr = 64,
     PDL: tl.constexpr = False, FORMAT: tl.constexpr = "", FACTOR: tl.constexpr = 1.0,
-    PARTS: tl.constexpr = 0, GROUPS: tl.constexpr = 0, HAS_ZEROS: tl.constexpr = False, HAS_LOWS: tl.constexpr = False,
-    PLAIN: tl.constexpr = False,
+    PARTS: tl.constexpr = 0, GROUPS: tl.constexpr = 0, HAS_ZEROS: tl.constexpr = False,
+    HAS_LOWS: tl.constexpr = False, PLAIN: tl.constexpr = False,
 ):  # fmt: skip
     """One tile of slots, and OUTPUTS rows of the matrix, which are the product's rows, too: where
     there are few slots, tensor cores take the many, and straight from shared memory.
@@ -286,8 +286,8 @@ def _grouped_matmul(
     if FORMAT != "":
         found = _packed_sums(
             right, matrix, tl.load(scales + expert).to(tl.pointer_type(tl.int32)), output,
-            has_output, has_row, depth, padded, PARTS, FORMAT, FACTOR, GROUPS, HAS_ZEROS, HAS_LOWS, TYPE,
-            PLAIN, WHOLE, ROWS, OUTPUTS, DEPTH,
+            has_output, has_row, depth, padded, PARTS, FORMAT, FACTOR, GROUPS, HAS_ZEROS, HAS_LOWS,
+            TYPE, PLAIN, WHOLE, ROWS, OUTPUTS, DEPTH,
         )  # fmt: skip
     else:
         left = matrix + output.to(tl.int64)[:, None] * depth
