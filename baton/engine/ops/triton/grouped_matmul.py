@@ -33,7 +33,7 @@ from baton.engine.ops.triton.group_scaled_linear import (
     scaled,
 )
 from baton.engine.ops.triton.launch import launch, wait_for_inputs
-from baton.engine.ops.triton.routing import Slots, route
+from baton.engine.ops.triton.routing import FEW_ROWS, Slots, route
 from baton.engine.ops.triton.rows import gated, quantize_rows
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
 from baton.engine.ops.triton.tuning import choose
@@ -372,7 +372,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     weight = replace(weight, **addresses)
     scores = torch.rand(rows, experts, device=device)
     scores[:, 0] = -9  # an expert that no row takes
-    few_rows = rows if shape.get("few") else 0
+    few_rows = rows if shape.get("few") else FEW_ROWS
     slots = cache(lambda: route(scores, per_row, True, few_rows=few_rows))
     num_rows = rows * per_row if is_down else rows
     x = (torch.randn(num_rows, depth, device=device) / depth**0.5).to(dtype)
@@ -380,7 +380,9 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     def reference() -> tuple[Tensor]:
         shares, taken = routing.route(scores, per_row, True)
         flat = taken.flatten()
-        order = torch.arange(len(flat), device=device) if few_rows else flat.argsort(stable=True)
+        order = flat.argsort(stable=True)
+        if rows <= few_rows:
+            order = torch.arange(len(flat), device=device)
         out = torch.empty(len(flat), outputs if is_down else outputs // 2, device=device)
         for number, one in enumerate(weights):
             places = torch.where(flat[order] == number)[0]
@@ -431,10 +433,10 @@ def _configs(key: Key) -> list[Config]:
     return [
         config
         for config in product_of(
-            OUTPUTS=(32, 64, 128), DEPTH=(32, 64, 128), num_warps=(4, 8), num_stages=(2, 3, 4)
+            OUTPUTS=(64, 128, 256), DEPTH=(64, 128), num_warps=(4, 8), num_stages=(3, 4, 6)
         )
         if config["num_stages"] * config["DEPTH"] * int(key["bits"]) // 8
-        * (config["OUTPUTS"] + int(key["rows"])) <= 160 * 1024
+        * (config["OUTPUTS"] + int(key["rows"])) <= 220 * 1024
     ]  # fmt: skip
 
 
@@ -444,7 +446,7 @@ SPECS = (
         _trial,
         cases=[{**_SIZES, **case} for case in _CASES],
         configs=_configs,
-        # Of Qwen3-30B-A3B and gpt-oss-120b: a batch that decodes, and a chunk of 2,048 tokens.
+        # Of Qwen3-30B-A3B and gpt-oss-120b: batches that decode, and a chunk of 2,048 tokens.
         shapes=[
             {"rows": rows, "experts": 128, "per_row": per_row, **sizes}
             for per_row, inner, hidden in ((8, 768, 2048), (4, 2880, 2880))
@@ -452,7 +454,7 @@ SPECS = (
                 {"outputs": 2 * inner, "depth": hidden},
                 {"outputs": hidden, "depth": inner, "down": 1},
             )
-            for rows in (16, 64, 2048)
+            for rows in (1, 64, 2048)
         ],
     ),
 )
