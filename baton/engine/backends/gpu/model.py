@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.backends.gpu.linear import eight_bits
+from baton.engine.backends.gpu.linear import GpuWeight
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import ALONE, Collectives
 from baton.engine.models.config import ModelConfig
-from baton.engine.models.decoder import Model
+from baton.engine.models.decoder import Hidden, Model
 from baton.engine.ops.triton.attention import (
     DecodePlan,
     decode_attention,
@@ -102,7 +102,7 @@ class GpuModel(Model):
         """
         placed = place_rows(context_lens, None, block_tables, len(token_ids), pool.shape[4])
         rows = _Rows(placed, len(token_ids), block_tables, context_lens)
-        return self._logits(self._normed(*self._forward(token_ids, rows, pool)))
+        return self._logits(self._forward(token_ids, rows, pool))
 
     def _mix(self, x: Tensor, shares: Tensor, taken: Tensor, experts: ExpertWeights) -> Tensor:
         assert isinstance(experts, _GroupedExperts)
@@ -111,7 +111,7 @@ class GpuModel(Model):
             elsewhere = (taken < own.start) | (taken >= own.stop)
             taken = (taken - own.start).masked_fill(elsewhere, len(own))
         slots = sort_slots(taken, len(own))
-        inner = self._act_mul(experts.gate_up.apply(x, slots))
+        inner = self._gated(experts.gate_up.apply(x, slots))
         weighed = experts.down.apply(inner, slots, shares.flatten()).view(*taken.shape, -1)
         if elsewhere is not None:
             weighed.masked_fill_(elsewhere[..., None], 0)
@@ -120,8 +120,29 @@ class GpuModel(Model):
     def _wanted(self, rows: _Rows, taken: Tensor) -> Tensor:
         return (rows.placed.lengths > 0).to(taken.dtype)
 
-    def _act_mul(self, gate_up: Tensor, reader: Weight | None = None) -> Any:
-        return act_mul(gate_up, self.config.activation, to=eight_bits(reader))
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        return act_mul(gate_up, self.config.activation)
+
+    def _normed_product(
+        self, hidden: Hidden, norm: Tensor | None, weight: Weight, bias: Tensor | None,
+        is_gate: bool = False,
+    ) -> tuple[Any, Hidden]:  # fmt: skip
+        if not isinstance(weight, GpuWeight):
+            return super()._normed_product(hidden, norm, weight, bias, is_gate)
+        activation = self.config.activation if is_gate else None
+        if norm is None:
+            stream, hidden = self._normed(hidden, None)
+            return weight.gate_product(stream, bias, activation), hidden
+        return weight.normed_product(hidden, norm, self.config.rms_eps, bias, activation)
+
+    def _added_product(
+        self, hidden: Hidden, x: Any, weight: Weight, bias: Tensor | None, norm: Tensor | None
+    ) -> Hidden:
+        if not isinstance(weight, GpuWeight):
+            return super()._added_product(hidden, x, weight, bias, norm)
+        if norm is None and self._num_ranks == 1 and self.config.residual_scale == 1:
+            return weight.added_product(hidden, x, bias)
+        return self._added(hidden, weight.apply(weight.gated(x), bias), norm)
 
     def _place(self, batch: StepBatch, pool: Tensor) -> _Rows:
         rows, num_decodes = len(batch.token_ids), batch.num_decodes
@@ -136,12 +157,11 @@ class GpuModel(Model):
         return _Rows(placed, num_decodes, tables, context_lens, query_lens, tiles)
 
     def _add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor | None,
-        reader: Weight | None = None,
-    ) -> tuple[Any, Tensor]:  # fmt: skip
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         if weight is None:
             return super()._add_rms_norm(x, residual, None)
-        return add_rms_norm(x, residual, weight, self.config.rms_eps, to=eight_bits(reader))
+        return add_rms_norm(x, residual, weight, self.config.rms_eps)
 
     def _rope_and_write(
         self, qkv: Tensor, rows: _Rows, index: int, layer: LayerWeights, pool: Tensor
