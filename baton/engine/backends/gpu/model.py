@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.backends.gpu.linear import eight_bits
+from baton.engine.backends.gpu.linear import GpuWeight
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import ALONE, Collectives
 from baton.engine.models.config import ModelConfig
-from baton.engine.models.decoder import Model
+from baton.engine.models.decoder import Hidden, Model
 from baton.engine.ops.triton.attention import (
     DecodePlan,
     decode_attention,
@@ -112,9 +112,20 @@ class GpuModel(Model):
         """
         placed = place_rows(context_lens, None, block_tables, len(token_ids), pool.shape[4])
         rows = _Rows(placed, len(token_ids), block_tables, context_lens)
-        return self._logits(self._normed(*self._forward(token_ids, rows, pool)))
+        return self._logits(self._forward(token_ids, rows, pool))
 
-    def _mix(self, x: Tensor, experts: ExpertWeights, rows: _Rows, tokens: Tensor) -> Tensor:
+    def _mlp(self, hidden: Hidden, layer: LayerWeights, rows: _Rows, index: int) -> Hidden:
+        experts, norm = layer.experts, layer.output_norm
+        if experts is None or experts.shared_gate is not None or not self._adds_at_once(norm):
+            return super()._mlp(hidden, layer, rows, index)
+        normed, hidden = self._normed(hidden, layer.mlp_norm)
+        return Hidden(self._mix(normed, experts, rows, self._tokens_of[index], hidden.stream))
+
+    def _mix(
+        self, x: Tensor, experts: ExpertWeights, rows: _Rows, tokens: Tensor,
+        stream: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """stream: to which it is added, in place."""
         config = self.config.experts
         assert isinstance(experts, _GroupedExperts) and config is not None
         router, scored = experts.few_router, None
@@ -127,10 +138,35 @@ class GpuModel(Model):
             scored=scored,
         )  # fmt: skip
         inner = experts.gate_up.apply(x, slots, self.config.activation)
-        return add_up(experts.down.apply(inner, slots), slots)
+        return add_up(experts.down.apply(inner, slots), slots, stream)
 
-    def _act_mul(self, gate_up: Tensor, reader: Weight | None = None) -> Any:
-        return act_mul(gate_up, self.config.activation, to=eight_bits(reader))
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        return act_mul(gate_up, self.config.activation)
+
+    def _normed_product(
+        self, hidden: Hidden, norm: Tensor | None, weight: Weight, bias: Tensor | None,
+        is_gate: bool = False,
+    ) -> tuple[Any, Hidden]:  # fmt: skip
+        if not isinstance(weight, GpuWeight):
+            return super()._normed_product(hidden, norm, weight, bias, is_gate)
+        activation = self.config.activation if is_gate else None
+        if norm is None:
+            stream, hidden = self._normed(hidden, None)
+            return weight.gate_product(stream, bias, activation), hidden
+        return weight.normed_product(hidden, norm, self.config.rms_eps, bias, activation)
+
+    def _added_product(
+        self, hidden: Hidden, x: Any, weight: Weight, bias: Tensor | None, norm: Tensor | None
+    ) -> Hidden:
+        if not isinstance(weight, GpuWeight):
+            return super()._added_product(hidden, x, weight, bias, norm)
+        if self._adds_at_once(norm):
+            return weight.added_product(hidden, x, bias)
+        return self._added(hidden, weight.apply(weight.gated(x), bias), norm)
+
+    def _adds_at_once(self, norm: Tensor | None) -> bool:
+        """Whether what a kernel computes is all that is added to the stream."""
+        return norm is None and self._num_ranks == 1 and self.config.residual_scale == 1
 
     def _place(self, batch: StepBatch, pool: Tensor) -> _Rows:
         rows, num_decodes = len(batch.token_ids), batch.num_decodes
@@ -145,12 +181,11 @@ class GpuModel(Model):
         return _Rows(placed, num_decodes, tables, context_lens, query_lens, tiles)
 
     def _add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor | None,
-        reader: Weight | None = None,
-    ) -> tuple[Any, Tensor]:  # fmt: skip
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         if weight is None:
             return super()._add_rms_norm(x, residual, None)
-        return add_rms_norm(x, residual, weight, self.config.rms_eps, to=eight_bits(reader))
+        return add_rms_norm(x, residual, weight, self.config.rms_eps)
 
     def _rope_and_write(
         self, qkv: Tensor, rows: _Rows, index: int, layer: LayerWeights, pool: Tensor

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from baton.engine.ops.triton.attention_common import TRITON_TYPES
-from baton.engine.ops.triton.int8_matmul import MOST_ROWS, tile_rows
+from baton.engine.ops.triton.launch import launch, wait_for_inputs
+from baton.engine.ops.triton.skinny_matmul import MOST_ROWS, new_counters, prefetch, tile_rows
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
 from baton.engine.ops.triton.tuning import choose
 from baton.engine.weights.quantize import FP8
@@ -243,10 +244,11 @@ def scaled(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _group_scaled_linear(
-    x, words, fields, bias, out, partials, arrived, num_rows, num_outputs, depth, padded,
+    x, words, fields, bias, out, partials, counters, num_rows, num_outputs, depth, padded,
     PARTS: tl.constexpr, FORMAT: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
     HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr, WHOLE: tl.constexpr, SPLIT: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEPS: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of all rows, over a part of the depth. Grid `[outputs / OUTPUTS, SPLIT]`.
 
@@ -262,11 +264,19 @@ def _group_scaled_linear(
     right = words + (outputs // _TILE).to(tl.int64)[:, None] * (steps * _TILE * WIDTH)
     right += (outputs % _TILE)[:, None] * WIDTH + column[None, :]
     scales = fields + tl.minimum(outputs, padded - 1)
-    left = x + rows[None, :] * depth + column[:, None]
-    sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
     part = tl.program_id(1)
     turns = tl.cdiv(steps, STEPS)
-    for turn in range(part * turns // SPLIT, (part + 1) * turns // SPLIT):
+    begin, end = part * turns // SPLIT, (part + 1) * turns // SPLIT
+    if PDL and AHEAD > 0:  # lines of the first steps
+        LINES: tl.constexpr = _TILE * WIDTH // 64
+        line = tl.arange(0, OUTPUTS // _TILE * AHEAD * LINES)
+        tile = tl.minimum(tl.program_id(0) * (OUTPUTS // _TILE) + line // (AHEAD * LINES), padded // _TILE - 1)
+        line = tl.minimum(begin * STEPS * LINES + line % (AHEAD * LINES), steps * LINES - 1)
+        prefetch(words + (tile.to(tl.int64) * (steps * LINES) + line) * 64)
+    wait_for_inputs(PDL)
+    left = x + rows[None, :] * depth + column[:, None]
+    sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
+    for turn in range(begin, end):
         for next in tl.static_range(STEPS):
             step = turn * STEPS + next
             if WHOLE:
@@ -300,9 +310,9 @@ def _group_scaled_linear(
         size = num_rows * num_outputs
         tl.store(partials + part * size + to, sums, mask=wanted)
         tl.debug_barrier()
-        is_last = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == SPLIT - 1
+        is_last = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") == SPLIT - 1
         if is_last:
-            tl.store(arrived + tl.program_id(0), 0)  # for the next launch
+            tl.store(counters + tl.program_id(0), 0)  # for the next launch
             sums = tl.load(partials + to, mask=wanted, other=0.0, cache_modifier=".cg")
             for other in tl.static_range(1, SPLIT):
                 sums += tl.load(
@@ -359,7 +369,7 @@ class PackedWeight(Weight):
     fields: int32 `[steps, parts, tiles * TILE]`; for each group of a step its scale, less its zero
     point if the format has any, and the rest of the scale if dtype cut that off: two fields of
     dtype in a word, or one float32. Of MXFP4 four exponents · order: int64 `[in]`, see `Int4Weight`
-    · arrived: int32 `[tiles]`, of programs that share outputs in a launch, 0 before and after.
+    · counters: int32 of `new_counters`, which no other stream uses.
     """
 
     format: str
@@ -371,7 +381,7 @@ class PackedWeight(Weight):
     words: Tensor
     fields: Tensor
     order: Tensor | None
-    arrived: Tensor
+    counters: Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -458,7 +468,7 @@ def pack(weight: GroupScaledWeight, dtype: torch.dtype) -> PackedWeight | None:
         torch.cat([_words(weight, format, first) for first in range(0, outputs, _AT_ONCE)]),
         fields.contiguous(),
         weight.order if isinstance(weight, Int4Weight) else None,
-        torch.zeros(fields.shape[2] // TILE, dtype=torch.int32, device=fields.device),
+        new_counters(outputs, fields.device),
     )  # fmt: skip
 
 
@@ -558,8 +568,9 @@ def group_scaled_linear(
     if split > 1:
         partials = torch.empty((split, *out.shape), dtype=torch.float32, device=x.device)
     whole = depth % (STEP * config["STEPS"]) == 0 and weight.padded % config["OUTPUTS"] == 0
-    _group_scaled_linear[(triton.cdiv(num_outputs, config["OUTPUTS"]), split)](
-        x, weight.words, weight.fields, bias, out, partials, weight.arrived, num_rows, num_outputs,
+    launch(
+        _group_scaled_linear, (triton.cdiv(num_outputs, config["OUTPUTS"]), split),
+        x, weight.words, weight.fields, bias, out, partials, weight.counters, num_rows, num_outputs,
         depth, weight.padded, WHOLE=whole, ROWS=tile_rows(num_rows), **weight.options,
         **{**config, "SPLIT": split},
     )  # fmt: skip

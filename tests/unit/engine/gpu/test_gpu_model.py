@@ -102,22 +102,26 @@ def test_int8_and_fp8(name, kv_dtype, quantization):
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_norms_and_gates_give_the_eight_bits_that_products_take(quantization, monkeypatch):
-    """Of a layer's four products only that of attention's output quantises by itself."""
+@pytest.mark.parametrize(("rows", "apart"), [(5, 2), (70, 1)])
+def test_norms_and_gates_give_the_eight_bits_that_products_take(
+    rows, apart, quantization, monkeypatch
+):
+    """Of a layer's four products only that of attention's output quantises by itself; and that
+    behind a gate that few rows went through in a product."""
     config = replace(TINY, vocab_size=97)  # whose output layer stays whole
     models, steps = both(config, quantization=quantization), []
-    quantize = weight.quantize_rows
+    for module in (weight, linear):
 
-    def counted(x, dtype):
-        steps[-1] += 1
-        return quantize(x, dtype)
+        def counted(x, dtype, quantize=module.quantize_rows):
+            steps[-1] += 1
+            return quantize(x, dtype)
 
-    monkeypatch.setattr(weight, "quantize_rows", counted)
+        monkeypatch.setattr(module, "quantize_rows", counted)
     for model in models:
         steps.append(0)
         run = PagedRun(model)
-        run.step((run.add(tokens(5, 1, 97)), 5))
-    assert steps == [4 * config.num_layers, config.num_layers]
+        run.step((run.add(tokens(rows, 1, 97)), rows))
+    assert steps == [4 * config.num_layers, apart * config.num_layers]
 
 
 def test_int4_experts():
