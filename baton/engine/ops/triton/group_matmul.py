@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.ops.triton.attention_common import TRITON_TYPES
-from baton.engine.ops.triton.int8_matmul import MOST_ROWS, tile_rows
+from baton.engine.ops.triton.skinny_matmul import MOST_ROWS, tile_rows
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
 from baton.engine.ops.triton.tuning import choose
 from baton.engine.weights.quantize import FP8
