@@ -31,7 +31,7 @@ from torch.nn.attention.bias import causal_lower_right
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.jit import JITFunction
 
-from baton.engine.backends.gpu.linear import eight_bits, prepare
+from baton.engine.backends.gpu.linear import GpuWeight, prepare
 from baton.engine.ops.triton import timing, tuning
 from baton.engine.ops.triton.check import check as compile_specs
 from baton.engine.ops.triton.rows import EightBitRows, quantize_rows
@@ -67,6 +67,7 @@ TORCH_ATTENTION = {
 MATRICES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
 FORMATS = ("bf16", "fp8", "int8", "int4", "fp8 in blocks", "AWQ", "MXFP4")
 _QUANTIZATIONS = ("fp8", "int8", "int4")  # as `--quantization` names them
+_EIGHT_BITS = ("fp8", "int8")  # of rows, too
 GROUPS = {"fp8 in blocks": 128, "AWQ": 128, "MXFP4": 32}  # inputs that share a scale
 _PRODUCT_ROWS = (1, 4, 16, 64, 256, 2048)
 _MOVED = 512 << 20  # bytes of blocks
@@ -438,14 +439,14 @@ def _product(part: Part, name: str, shape: tuple[int, int], rows: Sequence[int])
     weights = timing.rotated(
         lambda: _random_weight(name, shape, part.device), lambda one: one.num_bytes, part.device
     )
-    eight, cells = eight_bits(weights[0]) is not None, Cells()
+    cells = Cells()
     for count in rows:
         x = torch.randn(count, shape[1], dtype=torch.bfloat16, device=part.device)
         x = _rows_for(weights[0], x)
         took = timing.seconds([partial(one.apply, x) for one in weights], part.device)
         moved = weights[0].num_bytes + 2 * count * sum(shape)
         cells[f"{count} rows: us"] = took * 1e6
-        if floor := part.floor_s(moved, 2.0 * count * shape[0] * shape[1], eight):
+        if floor := part.floor_s(moved, 2.0 * count * shape[0] * shape[1], name in _EIGHT_BITS):
             cells[f"of floor, {count}"] = floor / took
     return cells
 
@@ -458,7 +459,7 @@ def _random_weight(name: str, shape: tuple[int, int], device: torch.device) -> W
 
 def _rows_for(weight: Weight, x: Tensor) -> Any:
     """Rows as a weight takes them: of eight bits where it can."""
-    dtype = eight_bits(weight)
+    dtype = weight.takes(x.shape[1]) if isinstance(weight, GpuWeight) else None
     return x if dtype is None else EightBitRows(*quantize_rows(x, dtype), x.dtype)
 
 
