@@ -292,20 +292,21 @@ def _group_scaled_linear(
     x, words, fields, bias, out, partials, counters, num_rows, num_outputs, depth, padded,
     PARTS: tl.constexpr, FORMAT: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
     HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr, WHOLE: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, AHEAD: tl.constexpr,
+    MOST_PARTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of some rows, over a part of the depth. Grid `[rows, outputs, SPLIT]`.
+    """Some outputs of some rows, over a part of the depth. Grid `[rows, outputs, parts]`.
 
-    The last program of some outputs adds up all parts of their sums.
+    The last program of some outputs adds up all parts of their sums, of which there are up to
+    MOST_PARTS.
     """
     WIDTH: tl.constexpr = _STEP // (2 if FORMAT == "fp8" else 4)
-    tile, part = tl.program_id(1), tl.program_id(2)
+    tile, part, parts = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     has_row = rows < num_rows
     steps = tl.cdiv(depth, _STEP)
-    first, last = part * steps // SPLIT, (part + 1) * steps // SPLIT
+    first, last = part * steps // parts, (part + 1) * steps // parts
     if PDL and AHEAD > 0:  # lines of 64 words, of the first steps
         LINES: tl.constexpr = _TILE * WIDTH // 64
         line = tl.arange(0, OUTPUTS // _TILE * AHEAD * LINES)
@@ -344,18 +345,19 @@ def _group_scaled_linear(
     has_output = outputs < num_outputs
     wanted = has_output[:, None] & has_row[None, :]
     to = rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
-    if SPLIT > 1:
+    if MOST_PARTS > 1:
         size = num_rows * num_outputs
         tl.store(partials + part * size + to, sums, mask=wanted)
         tl.debug_barrier()
-        is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT - 1
+        is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == parts - 1
         if is_last:
             tl.store(counters + tile, 0)  # for the next launch
             sums = tl.load(partials + to, mask=wanted, other=0.0, cache_modifier=".cg")
-            for other in tl.static_range(1, SPLIT):
+            for other in tl.static_range(1, MOST_PARTS):
                 sums += tl.load(
-                    partials + other * size + to, mask=wanted, other=0.0, cache_modifier=".cg"
-                )
+                    partials + other * size + to, mask=wanted & (other < parts), other=0.0,
+                    cache_modifier=".cg",
+                )  # fmt: skip
             _store(sums, bias, out, to, outputs, has_output, wanted)
     else:
         _store(sums, bias, out, to, outputs, has_output, wanted)
@@ -602,15 +604,16 @@ def group_scaled_linear(
     x, rows = x.contiguous(), min(tile_rows(num_rows), _TILE_ROWS)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     tiles, row_tiles = triton.cdiv(num_outputs, config["OUTPUTS"]), triton.cdiv(num_rows, rows)
-    split = min(config["SPLIT"], weight.words.shape[1]) if row_tiles == 1 else 1
+    sizes = dict(config)
+    parts = min(sizes.pop("SPLIT"), weight.words.shape[1]) if row_tiles == 1 else 1
     partials = None
-    if split > 1:
-        partials = torch.empty((split, *out.shape), dtype=torch.float32, device=x.device)
+    if parts > 1:
+        partials = torch.empty((parts, *out.shape), dtype=torch.float32, device=x.device)
     launch(
-        _group_scaled_linear, (row_tiles, tiles, split), x, weight.words, weight.fields, bias, out,
+        _group_scaled_linear, (row_tiles, tiles, parts), x, weight.words, weight.fields, bias, out,
         partials, weight.counters, num_rows, num_outputs, depth, weight.padded,
         WHOLE=depth % STEP == 0 and weight.padded % config["OUTPUTS"] == 0, ROWS=rows,
-        **weight.options, **{**config, "SPLIT": split},
+        MOST_PARTS=triton.next_power_of_2(parts), **weight.options, **sizes,
     )  # fmt: skip
     return out
 
