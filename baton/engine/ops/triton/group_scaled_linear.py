@@ -292,13 +292,12 @@ def _group_scaled_linear(
     x, words, fields, bias, out, partials, counters, num_rows, num_outputs, depth, padded,
     PARTS: tl.constexpr, FORMAT: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
     HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr, WHOLE: tl.constexpr,
-    MOST_PARTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, AHEAD: tl.constexpr,
+    IS_SPLIT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of some rows, over a part of the depth. Grid `[rows, outputs, parts]`.
 
-    The last program of some outputs adds up all parts of their sums, of which there are up to
-    MOST_PARTS.
+    The last program of some outputs adds up all parts of their sums.
     """
     WIDTH: tl.constexpr = _STEP // (2 if FORMAT == "fp8" else 4)
     tile, part, parts = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
@@ -345,19 +344,21 @@ def _group_scaled_linear(
     has_output = outputs < num_outputs
     wanted = has_output[:, None] & has_row[None, :]
     to = rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
-    if MOST_PARTS > 1:
+    if IS_SPLIT:
         size = num_rows * num_outputs
         tl.store(partials + part * size + to, sums, mask=wanted)
         tl.debug_barrier()
         is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == parts - 1
         if is_last:
             tl.store(counters + tile, 0)  # for the next launch
-            sums = tl.load(partials + to, mask=wanted, other=0.0, cache_modifier=".cg")
-            for other in tl.static_range(1, MOST_PARTS):
-                sums += tl.load(
-                    partials + other * size + to, mask=wanted & (other < parts), other=0.0,
-                    cache_modifier=".cg",
-                )  # fmt: skip
+            sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
+            for begin in range(0, parts, 4):
+                for next in tl.static_range(4):
+                    other = begin + next
+                    sums += tl.load(
+                        partials + other * size + to, mask=wanted & (other < parts), other=0.0,
+                        cache_modifier=".cg",
+                    )  # fmt: skip
             _store(sums, bias, out, to, outputs, has_output, wanted)
     else:
         _store(sums, bias, out, to, outputs, has_output, wanted)
@@ -613,7 +614,7 @@ def group_scaled_linear(
         _group_scaled_linear, (row_tiles, tiles, parts), x, weight.words, weight.fields, bias, out,
         partials, weight.counters, num_rows, num_outputs, depth, weight.padded,
         WHOLE=depth % STEP == 0 and weight.padded % config["OUTPUTS"] == 0, ROWS=rows,
-        MOST_PARTS=triton.next_power_of_2(parts), **weight.options, **sizes,
+        IS_SPLIT=parts > 1, **weight.options, **sizes,
     )  # fmt: skip
     return out
 
