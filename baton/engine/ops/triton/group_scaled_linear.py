@@ -352,8 +352,9 @@ def _group_scaled_linear(
         if is_last:
             tl.store(counters + tile, 0)  # for the next launch
             sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
-            for begin in range(0, parts, 4):
-                for next in tl.static_range(4):
+            AT_ONCE: tl.constexpr = 4 if ROWS <= 16 else 2  # as registers hold them
+            for begin in range(0, parts, AT_ONCE):
+                for next in tl.static_range(AT_ONCE):
                     other = begin + next
                     sums += tl.load(
                         partials + other * size + to, mask=wanted & (other < parts), other=0.0,
