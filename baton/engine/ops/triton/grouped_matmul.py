@@ -27,10 +27,9 @@ from baton.engine.ops.triton.group_scaled_linear import (
     STEP,
     TILE,
     PackedWeight,
-    group_scale,
     pack,
     planes,
-    scaled,
+    step_numbers,
 )
 from baton.engine.ops.triton.launch import launch, wait_for_inputs
 from baton.engine.ops.triton.routing import FEW_ROWS, Slots, route
@@ -119,7 +118,8 @@ class GroupedWeight:
         config = config or choose(NAME, _key(self, slots.tile_rows), x.device)
         dtype, split = x.dtype, 1
         if activation is None and slots.tiles is None:
-            split = min(config["SPLIT"], triton.cdiv(depth, max(config["DEPTH"], STEP)))
+            step = STEP if isinstance(self.weights[0], PackedWeight) else config["DEPTH"]
+            split = min(config["SPLIT"], triton.cdiv(depth, step))
         out = torch.empty(
             (num_slots * split, size), dtype=dtype if split == 1 else torch.float32, device=x.device
         )
@@ -143,7 +143,7 @@ class GroupedWeight:
             PER_ROW=slots.taken.shape[1], STORED=_POINTED[self.dtype], BIAS=_POINTED[dtype],
             SUMS=tl.int32 if is_int8 else tl.float32, GATED=activation is not None,
             GELU=activation == "gelu_tanh", SWIGLU_OAI=activation == "swigluoai",
-            WHOLE=depth % config["DEPTH"] == 0 and size % width == 0,
+            WHOLE=depth % max(STEP, config["DEPTH"]) == 0 and size % width == 0,
             ROWS=max(LEAST_ROWS, slots.tile_rows), **options,
             **{**config, "SPLIT": split},
         )  # fmt: skip
@@ -203,46 +203,34 @@ def _packed_sums(
     right, words, fields, output, has_output, has_row, depth, padded, PARTS: tl.constexpr,
     FORMAT: tl.constexpr, FACTOR: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
     HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of a `PackedWeight` times rows, which begin at pointers right: float32."""
-    PLANES: tl.constexpr = 2 if FORMAT == "fp8" else 4
-    WIDTH: tl.constexpr = _STEP // PLANES
-    STEPS: tl.constexpr = max(1, DEPTH // _STEP)
-    column = tl.arange(0, WIDTH)
+    WIDTH: tl.constexpr = _STEP // (2 if FORMAT == "fp8" else 4)
     steps = tl.cdiv(depth, _STEP)
+    first, last = tl.program_id(2) * steps // SPLIT, (tl.program_id(2) + 1) * steps // SPLIT
     words += (output // _TILE).to(tl.int64)[:, None] * (steps * _TILE * WIDTH)
-    words += (output % _TILE)[:, None] * WIDTH + column[None, :]
+    words += (output % _TILE)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     fields += tl.minimum(output, padded - 1)
-    right = right[None, :] + column[:, None]
+    at = tl.arange(0, _STEP)
+    right = right[None, :] + at[:, None]
     sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
-    turns = tl.cdiv(steps, STEPS)
-    part = tl.program_id(2)
-    for turn in range(part * turns // SPLIT, (part + 1) * turns // SPLIT):
-        for number in tl.static_range(STEPS):
-            step = turn * STEPS + number
-            if WHOLE:
-                held = tl.load(words + step * (_TILE * WIDTH))
-            else:
-                is_held = has_output & (step < steps)
-                held = tl.load(words + step * (_TILE * WIDTH), mask=is_held[:, None], other=0)
-            raw = planes(held, FORMAT, TYPE, PLAIN)
-            of_step = fields + tl.minimum(step, steps - 1) * PARTS * padded
-            for plane in tl.static_range(PLANES):
-                if plane * GROUPS % PLANES < GROUPS:
-                    scale, low, less = group_scale(
-                        of_step, padded, plane * GROUPS // PLANES, FORMAT, HAS_ZEROS, HAS_LOWS,
-                        TYPE, PLAIN,
-                    )  # fmt: skip
-                left = scaled(raw[plane], scale, low, less, FORMAT, HAS_LOWS, TYPE, PLAIN)
-                first = step * _STEP + plane * WIDTH
-                has_right = has_row[None, :]
-                if not WHOLE:
-                    has_right = has_right & (first + column < depth)[:, None]
-                x = tl.load(right + first, mask=has_right, other=0.0)
-                if PLAIN:
-                    x = x.to(tl.float32)
-                sums = tl.dot(left, x, sums, input_precision="ieee")
+    tl.assume(first < last)  # see `_group_scaled_linear`
+    for step in range(first, last):
+        if WHOLE:
+            held = tl.load(words + step * (_TILE * WIDTH))
+            x = tl.load(right + step * _STEP, mask=has_row[None, :], other=0.0)
+        else:
+            held = tl.load(words + step * (_TILE * WIDTH), mask=has_output[:, None], other=0)
+            wanted = has_row[None, :] & (at + step * _STEP < depth)[:, None]
+            x = tl.load(right + step * _STEP, mask=wanted, other=0.0)
+        numbers = step_numbers(
+            planes(held, FORMAT, TYPE, PLAIN), fields + step * PARTS * padded, padded, FORMAT,
+            GROUPS, HAS_ZEROS, HAS_LOWS, TYPE, PLAIN,
+        )  # fmt: skip
+        if PLAIN:
+            x = x.to(tl.float32)
+        sums = tl.dot(numbers, x, sums, input_precision="ieee")
     return sums * FACTOR
 
 
@@ -297,7 +285,7 @@ def _grouped_matmul(
         found = _packed_sums(
             right, matrix, tl.load(scales + expert).to(tl.pointer_type(tl.int32)), output,
             has_output, has_row, depth, padded, PARTS, FORMAT, FACTOR, GROUPS, HAS_ZEROS, HAS_LOWS,
-            TYPE, PLAIN, WHOLE, ROWS, OUTPUTS, DEPTH, SPLIT,
+            TYPE, PLAIN, WHOLE, ROWS, OUTPUTS, SPLIT,
         )  # fmt: skip
     else:
         left = matrix + output.to(tl.int64)[:, None] * depth
