@@ -241,6 +241,8 @@ def scaled(
         nothing = tl.full([1, 1], -0.0, TYPE)
         if FORMAT == "int4":
             raw = _fma(raw, tl.full([1, 1], 1.0, TYPE), less[:, None], TYPE)
+        elif FORMAT == "int4s":
+            nothing = less[:, None]
         if HAS_LOW:
             nothing = _fma(raw, low[:, None], nothing, TYPE)
         return _fma(raw, scale[:, None], nothing, TYPE)
