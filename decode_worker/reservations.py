@@ -68,6 +68,11 @@ class DecodeSpans:
     def committed(self) -> None:
         self._committed_ns = time.time_ns()
 
+    def token(self) -> None:
+        """As `step`, for a sequence that got one token, and not its first here."""
+        self._tokens += 1
+        self._steps += 1
+
     def step(self, started_ns: int, ended_ns: int, progress: Progress) -> None:
         self._tokens += len(progress.token_ids)
         self._steps += bool(progress.token_ids)
@@ -234,18 +239,35 @@ class Reservations:
 
     def on_step(self, report: StepReport) -> None:
         """Tells each router, in one message, what its sequences got."""
-        for progress in report.progress:
-            entry = self._entries.get(progress.seq_id)
+        router: RouterConnection | None = None
+        for seq_id, token_id in report.token_ids.items():
+            entry = self._entries.get(seq_id)
             if entry is None:
                 continue
-            if not entry.decoding:
-                self._start_decoding(entry)
-            entry.spans.step(report.started_ns, report.ended_ns, progress)
-            if progress.token_ids or progress.abort_reason or progress.prompt_logprobs:
-                _tell(entry, progress)  # else its prompt is being computed
-            if progress.finish_reason or progress.abort_reason:
-                self._forget(entry)
-                entry.spans.end(progress.finish_reason or "failed")
+            if entry.told and entry.stream_interval <= 1:
+                # Hundreds in each step: as little as can be for each.
+                if entry.router is not router:
+                    router = entry.router
+                    add_event = router.outgoing.events.add
+                entry.spans.token()
+                add_event(handoff_id=seq_id, token_ids=(token_id,))
+            else:
+                self._take(entry, Progress(seq_id, token_ids=(token_id,)), report)
+        for progress in report.others:
+            entry = self._entries.get(progress.seq_id)
+            if entry is not None:
+                self._take(entry, progress, report)
+
+    def _take(self, entry: Entry, progress: Progress, report: StepReport) -> None:
+        """Handles what one sequence got."""
+        if not entry.decoding:
+            self._start_decoding(entry)
+        entry.spans.step(report.started_ns, report.ended_ns, progress)
+        if progress.token_ids or progress.abort_reason or progress.prompt_logprobs:
+            _tell(entry, progress)  # else its prompt is being computed
+        if progress.finish_reason or progress.abort_reason:
+            self._forget(entry)
+            entry.spans.end(progress.finish_reason or "failed")
 
     def _compiled(
         self, entry: Entry, local_tokens: int, compiled: asyncio.Future[GrammarMatcher]

@@ -10,11 +10,12 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+from baton import telemetry
 from baton.cuda import gpu_uuid, nccl_version
 from baton.errors import (
     BatonError,
@@ -29,14 +30,16 @@ from baton.errors import (
 from baton.log_format import about
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
-from baton.v1.handoff_pb2_grpc import HandoffServiceServicer
 from kvtransfer import pairing, rank_links
+from kvtransfer.control import ControlServicer
 from kvtransfer.deadline import in_background, uninterrupted
 from kvtransfer.interface import FindWorker, Transport
 from kvtransfer.pool import Slots
 from kvtransfer.rank_links import PairDigest, RankListener, RankPool, own_pool
 
 log = logging.getLogger(__name__)
+
+Trace: TypeAlias = Mapping[str, str]  # W3C trace context
 
 _MAX_LINKS = 64
 
@@ -82,6 +85,7 @@ class _Incoming:
     reserved: ReservedBlocks
     next_token: int
     digest: PairDigest
+    trace: Trace
     granted: bool = False  # a one-sided sender may write
     receives: set[asyncio.Task[Any]] = field(default_factory=set)
     failure: BatonError | None = None
@@ -106,7 +110,8 @@ class _Incoming:
             raise Stale(f"handoff {self.handoff_id} belongs to another sender")
 
     def warn(self, error: Exception) -> None:
-        more = about(handoff_id=self.handoff_id)
+        trace_id = telemetry.trace_id_in(telemetry.extract(self.trace.items()))
+        more = about(trace_id=trace_id, handoff_id=self.handoff_id)
         log.warning("handoff %s from %s: %s", self.handoff_id, self.peer, error, extra=more)
 
     def announce(self, first_token: int, num_tokens: int) -> Slots:
@@ -164,7 +169,7 @@ class Peer:
 
 
 @dataclass(eq=False)
-class HandoffReceiver(HandoffServiceServicer):
+class HandoffReceiver(ControlServicer):
     """Serves HandoffService for one worker. All methods run on the event loop.
 
     `pools` are those of its ranks, each with some heads of the same blocks. It keeps one link for
@@ -183,6 +188,14 @@ class HandoffReceiver(HandoffServiceServicer):
     timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
+        super().__init__(
+            {
+                "offer": self.offer,
+                "ready": self.ready,
+                "commit": self.commit,
+                "abort": self.abort,
+            }
+        )
         self.pool = own_pool(self.pools)
         self._incoming: dict[str, _Incoming] = {}
         self._epochs = itertools.count(1)  # of all peers: an epoch is never used twice
@@ -190,7 +203,7 @@ class HandoffReceiver(HandoffServiceServicer):
         self._watches: dict[str, int] = {}  # pidfds of prefill processes that write by themselves
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def Offer(self, request: pb.OfferRequest, context: Any) -> pb.OfferResponse:
+    async def offer(self, request: pb.OfferRequest, trace: Trace) -> pb.OfferResponse:
         """A new link, which ends the peer's earlier one.
 
         Raises Stale, KvMismatch, InvalidRequest, Overloaded, TransferFailed.
@@ -218,7 +231,7 @@ class HandoffReceiver(HandoffServiceServicer):
         endpoint = peer.listener.endpoint
         return pb.OfferResponse(transport=transport.kind, epoch=peer.epoch, endpoint=endpoint)
 
-    async def Ready(self, request: pb.ReadyRequest, context: Any) -> pb.ReadyResponse:
+    async def ready(self, request: pb.ReadyRequest, trace: Trace) -> pb.ReadyResponse:
         """Grants the write, or returns once the receive is posted.
 
         Raises Unavailable for a link that is gone, Stale, InvalidRequest, TransferFailed.
@@ -227,7 +240,7 @@ class HandoffReceiver(HandoffServiceServicer):
         await asyncio.wait({peer.accepted})
         peer.accepted.result()
         peer = self._peer(request)
-        record = self._record(request)
+        record = self._record(request, trace)
         slots = record.announce(request.first_token, request.num_tokens)
         slots.check(self.pool.block_size, self.pool.num_blocks)
         if peer.transport.one_sided:
@@ -236,13 +249,13 @@ class HandoffReceiver(HandoffServiceServicer):
             await self._post(peer, record, slots)
         return pb.ReadyResponse(block_ids=slots.block_ids)
 
-    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
+    async def commit(self, request: pb.CommitRequest, trace: Trace) -> pb.CommitResponse:
         """Verifies and starts decoding. Raises Unavailable, Stale, KvCorrupted, TransferFailed."""
         # To the end even if the caller hangs up: a commit must not stop half-way.
-        await uninterrupted(self._commit(request))
+        await uninterrupted(self._commit(request, trace))
         return pb.CommitResponse()
 
-    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+    async def abort(self, request: pb.AbortRequest, trace: Trace) -> pb.AbortResponse:
         """The sender writes no more, or not before the next Ready if it means to send all again.
 
         Raises Stale when it is not the handoff's sender, and for one that would send again, when
@@ -304,11 +317,12 @@ class HandoffReceiver(HandoffServiceServicer):
             self._unwatch(incarnation)
         for incarnation in list(self._peers):
             self._drop(incarnation)
+        self.close_streams()
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
-    async def _commit(self, request: pb.CommitRequest) -> None:
-        peer, record = self._peer(request), self._record(request)
+    async def _commit(self, request: pb.CommitRequest, trace: Trace) -> None:
+        peer, record = self._peer(request), self._record(request, trace)
         await record.received()
         try:
             if record.failure is not None:
@@ -380,7 +394,9 @@ class HandoffReceiver(HandoffServiceServicer):
             return
         await self.owner.aborted(record.handoff_id, record.token, record.ended)
 
-    def _record(self, request: pb.ReadyRequest | pb.CommitRequest) -> _Incoming:
+    def _record(
+        self, request: pb.ReadyRequest | pb.CommitRequest, trace: Trace
+    ) -> _Incoming:
         """The handoff's record, new if this is its first message. Raises Stale."""
         handoff_id, token = request.handoff_id, request.reservation_token
         record = self._incoming.get(handoff_id)
@@ -389,7 +405,7 @@ class HandoffReceiver(HandoffServiceServicer):
             sender = request.incarnation, request.epoch, self.pool.block_size
             digest = self._peer(request).listener.new_digest()
             cached = reserved.cached_tokens
-            record = _Incoming(handoff_id, token, *sender, reserved, cached, digest)
+            record = _Incoming(handoff_id, token, *sender, reserved, cached, digest, dict(trace))
             self._incoming[handoff_id] = record
         record.check_sender(token, request.incarnation)
         if record.epoch != request.epoch:

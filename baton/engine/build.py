@@ -23,7 +23,6 @@ from baton.engine.blocks import BlockPool
 from baton.engine.kv_cache import Allocate, KvLayout, plan_layout
 from baton.engine.loop import Engine, StepReport
 from baton.engine.models.config import ModelConfig
-from baton.engine.overlap import OverlappedEngine
 from baton.engine.planner import ChunkSize, Plan, Planner, Work
 from baton.engine.ranks import Elsewhere, RankedModel
 from baton.engine.runner import StepRunner
@@ -77,11 +76,8 @@ class Loaded:
         chunk = ChunkSize(settings.chunk_tokens, settings.chunk_ms / 1e3 or chunk_s, least)
         planner = Planner(blocks, chunk, settings.max_batch, proposer)
         eos = frozenset(self.model_config.eos_token_ids)
-        engine: Engine
-        if settings.overlap and not proposer and runner.launches_ahead:
-            engine = OverlappedEngine(runner, planner, eos, most, publish)
-        else:
-            engine = Engine(runner, planner, eos, most, publish)
+        overlap = settings.overlap and not proposer  # proposals need known tokens
+        engine = Engine(runner, planner, eos, most, publish, overlap)
         if (ranks := runner.ranks) is not None:
             ranks.on_failure = partial(engine.submit, ranks.check)
         # The engine's first work: both belong to its thread.

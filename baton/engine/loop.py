@@ -1,8 +1,30 @@
-"""The engine's one thread: admit, plan, run, publish.
+"""The engine's one thread: admit, plan, launch, land, publish.
 
 Everything that changes blocks or batch happens on this thread. Others submit closures through the
 inbox and get a future; it sleeps on the inbox when there is nothing to run. What a step produced
 goes out through one callback, called on this thread, which must not block.
+
+A step is launched, and landed when its tokens are known. On a CPU both are one. On a GPU a step can
+be launched before the one before has landed (overlap, or async scheduling): while a step runs, the
+host knows all of the next one but its tokens, which the device has. So as soon as a step is
+launched, each of its sequences gets a place for the token that is being sampled, `UNKNOWN`, and
+counts as one token further. The planner plans the next step as always, the runner feeds it the
+tokens on the device, and only then does the host wait for the first step and publish it. What needs
+known tokens (chunks) is launched when nothing is in flight, and landed at once.
+
+Why that is safe:
+
+- *A sequence may end with an unknown token,* or be released meanwhile. Its row in flight is wasted:
+  nothing of it is published. One that surely ends, by a limit, leaves the batch at its launch.
+- *Blocks are shared* once a step that has landed has filled them: all their tokens are known.
+- *Blocks that are given up* while a row in flight uses them go to the next owner on this engine
+  later on the same stream. A prefill worker writes through no stream of this engine: before it gets
+  blocks (`Engine.reserve`), `wait_for_writes` waits for rows whose sequences gave some up.
+- *A preempted sequence* keeps its place for the token, which comes with the step in flight.
+- *A step that fails on the device* fails with what was launched behind it. One that cannot be
+  launched is launched again once nothing is in flight.
+- *What is sampled with known tokens* (penalties, grammars) is sampled when the step before has
+  landed, while the forward pass runs: `StepRunner.sample`.
 """
 
 from __future__ import annotations
@@ -13,7 +35,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +44,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from baton.engine.blocks import BlockPool, CacheChanges
 from baton.engine.planner import Plan, Planner, Work
 from baton.engine.pooling import Vector
-from baton.engine.runner import RunnerFailed, SampledTokens, StepRunner
+from baton.engine.runner import Launch, RunnerFailed, SampledTokens, StepOutput, StepRunner
 from baton.engine.sampling.prompt_logprobs import PromptLogprobs
 from baton.engine.sampling.sampler import SampleRow, TokenLogprobs, finish_reason
 from baton.engine.sequence import Sequence
@@ -116,7 +138,7 @@ class Progress(NamedTuple):
     """What one sequence got out of one step."""
 
     seq_id: str
-    num_computed: int
+    num_computed: int = 0  # tokens, with this step; not told where it is one token further
     token_ids: tuple[int, ...] = ()  # new ones: several where proposed tokens were accepted
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each of them, if asked for
     finish_reason: str | None = None  # "stop" or "length"; the sequence is gone
@@ -131,16 +153,36 @@ class StepReport:
     """One step, as it is published.
 
     ended_ns is `time.time_ns`; started_ns is as much earlier as the step took by a monotonic clock.
+    others: all sequences of the step that are not in `token_ids` · token_ids: by sequence ids, of
+    those that got one token and go on: so that hundreds of them cost little.
     """
 
     started_ns: int
     ended_ns: int
     num_tokens: int  # computed, proposed ones included
-    progress: list[Progress]
+    others: list[Progress]
     load: Load
     cache: CacheChanges = field(default_factory=CacheChanges)
     num_proposed: int = 0  # of the tokens computed
     num_accepted: int = 0  # of the proposed; the others are computed once more
+    token_ids: Mapping[str, int] = field(default_factory=dict)
+    waited_s: float = 0.0  # that the host waited for the device: as good as none if it was late
+
+    @property
+    def progress(self) -> list[Progress]:
+        """What all sequences of the step got."""
+        tokens = self.token_ids.items()
+        return [*(Progress(seq_id, token_ids=(one,)) for seq_id, one in tokens), *self.others]
+
+    @property
+    def num_sequences(self) -> int:
+        """Of the step."""
+        return len(self.token_ids) + len(self.others)
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that its sequences got."""
+        return len(self.token_ids) + sum(len(one.token_ids) for one in self.others)
 
     @property
     def num_kept(self) -> int:
@@ -178,7 +220,11 @@ class Engine:
         eos_token_ids: frozenset[int],
         max_context: int,
         publish: Callable[[StepReport], None],
+        overlap: bool = False,
     ) -> None:
+        """overlap: whether a step may be launched before the one before has landed."""
+        self._overlap = overlap
+        self._flight: Launch | None = None  # a step that has not landed
         self._runner = runner
         self._planner = planner
         self._blocks: BlockPool = planner.blocks
@@ -335,39 +381,94 @@ class Engine:
 
     @property
     def _idle(self) -> bool:
-        return not (self._planner.running or self._planner.num_waiting)
+        return self._flight is None and not (self._planner.running or self._planner.num_waiting)
 
     def _admit(self) -> None:
         """Runs submitted commands; sleeps until there is one when there is nothing to run."""
         self._inbox.run_all(wait=self._idle)
 
     def _step(self) -> None:
-        self._compute(self._planner.plan())
+        """Launches the next step, then lands the one before.
 
-    def _compute(self, plan: Plan) -> None:
-        """Runs and publishes a plan; if nothing fits, waits for a command and publishes that."""
-        began_ns = time.monotonic_ns()
-        if not plan.work:
-            if self._planner.num_waiting and not self._stopping:
-                self._inbox.run_all(wait=True)
-            self._publish(plan, [], began_ns)
-            return
-        self._steps += 1
-        sampled, failure = self._watched(lambda: self._runner.run(plan))
-        if failure is None:
-            self._planner.ran(plan, (time.monotonic_ns() - began_ns) / 1e9)
-            progress = [
-                self._advance(work, sampled.get(work.sequence.seq_id)) for work in plan.work
-            ]
+        What cannot be launched before that has landed is launched then, and landed at once.
+        """
+        plan, before, launch = self._planner.plan(), self._flight, None
+        ahead = self._overlap and bool(plan.work) and self._runner.launches_ahead(plan)
+        if before is not None:
+            launch = self._launch_behind(plan) if ahead else None
+            self._flight = None
+            landed = self._land(before, launch)
+            if launch is None:
+                plan.work = [work for work in plan.work if not work.sequence.dropped]
+            if not plan.work or (launch is not None and not landed):
+                return
+        if plan.work:
+            self._run(plan, launch, ahead)
         else:
-            progress = [self._give_up(work.sequence, failure) for work in plan.work]
-        self._publish(plan, progress, began_ns)
-        self._count_failures(failure)
+            self._wait_for_room(plan)
 
-    def _watched(
-        self, run: Callable[[], dict[str, SampledTokens]]
-    ) -> tuple[dict[str, SampledTokens], str | None]:
-        """What a step sampled, or why it failed; meanwhile `step_age_s` tells its age."""
+    def _run(self, plan: Plan, launch: Launch | None, ahead: bool) -> None:
+        """Begins a plan, unless it was launched, and lands it if it is not to be in flight."""
+        began_ns = time.monotonic_ns()
+        self._steps += launch is None
+
+        def begin() -> Launch:
+            begun = launch or self._runner.launch(plan)
+            self._runner.sample(begun)
+            return begun
+
+        begun, failure = self._watched(begin)
+        if begun is None:
+            self._fail(plan, plan.work, str(failure), began_ns)
+            return
+        if launch is None:
+            begun.began_ns = began_ns
+        self._planner.launched(plan)
+        if ahead:
+            self._flight = begun
+        else:
+            self._land(begun)
+
+    def _launch_behind(self, plan: Plan) -> Launch | None:
+        """Launches a plan behind the step in flight, if that works."""
+        try:
+            launch = self._runner.launch(plan)
+        except Exception:
+            log.warning("a launch failed: its step waits for the one before", exc_info=True)
+            return None
+        self._steps += 1
+        return launch
+
+    def _land(self, flight: Launch, behind: Launch | None = None) -> bool:
+        """Waits for a step and publishes it; whether it succeeded.
+
+        What was launched behind one that failed has failed, too.
+        """
+        plan, waited_s = flight.plan, self._runner.waited_s or 0.0
+        output, failure = self._watched(lambda: self._runner.land(flight))
+        if output is None:
+            works = plan.work + (behind.plan.work if behind else [])
+            self._fail(plan, works, str(failure), flight.began_ns)
+            return False
+        now_ns = time.monotonic_ns()
+        if behind is not None:
+            behind.began_ns = now_ns  # what it waited for was this step's time
+        self._planner.ran(plan, (now_ns - flight.began_ns) / 1e9)
+        token_ids, progress = self._take(plan.work, output)
+        waited_s = (self._runner.waited_s or 0.0) - waited_s
+        self._publish(plan, progress, flight.began_ns, token_ids, waited_s)
+        self._failed_steps = 0
+        return True
+
+    def _wait_for_room(self, plan: Plan) -> None:
+        """Nothing fits: waits for a command and publishes what that changed."""
+        began_ns = time.monotonic_ns()
+        if self._planner.num_waiting and not self._stopping:
+            self._inbox.run_all(wait=True)
+        self._publish(plan, [], began_ns)
+
+    def _watched(self, run: Callable[[], T]) -> tuple[T | None, str | None]:
+        """What a part of a step gives, or why it failed; meanwhile `step_age_s` tells its age."""
         self._step_began = time.monotonic()
         try:
             return run(), None
@@ -375,17 +476,32 @@ class Engine:
             raise
         except Exception as error:
             log.exception("engine step failed; its sequences are aborted")
-            return {}, f"engine step failed: {type(error).__name__}: {error}"
+            return None, f"engine step failed: {type(error).__name__}: {error}"
         finally:
             self._step_began = None
 
-    def _count_failures(self, failure: str | None) -> None:
-        """Raises InternalError when steps keep failing: a new process may do better."""
-        self._failed_steps = self._failed_steps + 1 if failure else 0
+    def _fail(self, plan: Plan, works: list[Work], failure: str, began_ns: int) -> None:
+        """Ends the sequences of a step that failed.
+
+        Raises InternalError when steps keep failing: a new process may do better.
+        """
+        self._runner.wait_for_writes()
+        progress = [
+            self._give_up(work.sequence, failure) for work in works if not work.sequence.dropped
+        ]
+        self._publish(plan, progress, began_ns)
+        self._failed_steps += 1
         if self._failed_steps >= MAX_FAILED_STEPS:
             raise InternalError(f"{self._failed_steps} steps in a row failed; the last: {failure}")
 
-    def _publish(self, plan: Plan, progress: list[Progress], began_ns: int) -> None:
+    def _publish(
+        self,
+        plan: Plan,
+        progress: list[Progress],
+        began_ns: int,
+        token_ids: Mapping[str, int] | None = None,
+        waited_s: float = 0.0,
+    ) -> None:
         ended_ns = time.time_ns()
         self._publish_report(
             StepReport(
@@ -397,27 +513,67 @@ class Engine:
                 self._blocks.take_changes(),
                 plan.num_proposed,
                 sum(len(one.token_ids) - 1 for one in progress if len(one.token_ids) > 1),
+                token_ids or {},
+                waited_s,
             )
         )
 
+    def _take(self, works: list[Work], output: StepOutput) -> tuple[dict[str, int], list[Progress]]:
+        """Gives a step's tokens to its sequences: (of those that got one token and go on, and
+        nothing else is to be said, that token; what all others got)."""
+        found, plain, progress = output.found, dict[str, int](), list[Progress]()
+        if not output.token_ids:
+            return plain, [
+                self._advance(work, found.get(work.sequence.seq_id))
+                for work in works
+                if not work.sequence.dropped
+            ]
+        planner, size = self._planner, self._blocks.block_size
+        learns = planner.learns
+        for work, token_id in zip(works, output.token_ids, strict=True):
+            sequence = work.sequence
+            if sequence.dropped:
+                continue
+            if found and sequence.seq_id in found:
+                progress.append(self._advance(work, found[sequence.seq_id]))
+                continue
+            known = sequence.tokens
+            known[-1] = token_id
+            sequence.awaits_token = False
+            if learns or not (work.start + 1) % size:
+                planner.landed(work, (token_id,))
+            if token_id in sequence.ends or len(known) >= sequence.limit:
+                row = SampleRow(sequence.params, known, sequence.prompt_tokens)
+                reason = finish_reason(row, self._eos_token_ids, self._max_context)
+                if reason is not None:
+                    self._drop(sequence)
+                    done = work.start + 1
+                    progress.append(Progress(sequence.seq_id, done, (token_id,), (), reason))
+                    continue
+            plain[sequence.seq_id] = token_id
+        return plain, progress
+
     def _advance(self, work: Work, sampled: SampledTokens | None) -> Progress:
         sequence = work.sequence
+        if sequence.awaits_token and work.samples:
+            sequence.tokens.pop()
+            sequence.new_tokens -= 1
+            sequence.awaits_token = False
         if sampled is None or not sampled.token_ids:
-            self._planner.advance(work)
+            done = self._planner.landed(work)
             _, _, prompt, pooled = sampled or SampledTokens(())
-            done = sequence.num_computed
             return Progress(sequence.seq_id, done, prompt_logprobs=prompt, pooled=pooled)
         if sequence.grammar is not None and sequence.grammar.failure:
             return self._give_up(sequence, sequence.grammar.failure, invalid=True)
         count, reason = self._append(sequence, sampled.token_ids)
-        self._planner.advance(work, sampled.token_ids[:count])
+        done = self._planner.landed(work, sampled.token_ids[:count])
         if reason is not None:
             self._drop(sequence)
-        elif sequence.new_tokens == sequence.park_after:
+        elif sequence.num_tokens >= sequence.limit:
             self._planner.remove(sequence)
         return Progress(
             sequence.seq_id,
-            sequence.num_computed,
+            done,
             sampled.token_ids[:count],
             sampled.logprobs[:count],
             reason,
@@ -454,6 +610,10 @@ class Engine:
             )
         self._sequences[sequence.seq_id] = sequence
         sequence.priority -= self._planner.late_s
+        params = sequence.params
+        eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
+        sequence.ends = eos | params.stop_token_ids if params.stop_token_ids else eos
+        sequence.limit = sequence.num_tokens + sequence.tokens_left(self._max_context)
 
     def _find(self, seq_id: str) -> Sequence:
         sequence = self._sequences.get(seq_id)
@@ -461,14 +621,11 @@ class Engine:
             raise Stale(f"sequence {seq_id} is not on this engine")
         return sequence
 
-    def _holds(self, sequence: Sequence) -> bool:
-        """Whether this very sequence is here, and not another of its id."""
-        return self._sequences.get(sequence.seq_id) is sequence
-
     def _drop(self, sequence: Sequence) -> None:
         """Forgets a sequence and frees its blocks."""
         self._planner.remove(sequence)
         self._planner.free(sequence)
+        sequence.dropped = True
         del self._sequences[sequence.seq_id]
 
     def _load(self) -> Load:

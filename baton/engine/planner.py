@@ -18,12 +18,16 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from baton.engine.blocks import BlockPool
-from baton.engine.sequence import Sequence
+from baton.engine.sequence import UNKNOWN, Sequence
 from baton.engine.speculative import Proposer
 
 SCORED_ROWS = 128  # of prompts, in a step: their logits are 80 MB with a vocabulary of 150,000
+
+
+_SEQUENCE_OF = itemgetter(2)
 
 
 class SequenceQueue:
@@ -41,7 +45,7 @@ class SequenceQueue:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (sequence for _, _, sequence, _ in self._entries)
+        return map(_SEQUENCE_OF, self._entries)
 
     @property
     def first(self) -> Sequence:
@@ -67,19 +71,20 @@ class SequenceQueue:
         return True
 
 
-@dataclass(frozen=True)
 class Work:
-    """Tokens [start, start + count) of one sequence; the last ones may be proposed."""
+    """Tokens [start, start + count) of one sequence; the last ones may be proposed.
 
-    sequence: Sequence
-    start: int
-    count: int
-    proposed: tuple[int, ...] = ()  # guesses behind the known tokens; `count` includes them
+    proposed: guesses behind the known tokens; `count` includes them · samples: whether the last
+    token known is one of these, so that a new one is sampled.
+    """
 
-    @property
-    def samples(self) -> bool:
-        """Whether the last known token is one of these, so that a new one is sampled."""
-        return self.start + self.count == self.sequence.num_tokens + len(self.proposed)
+    __slots__ = ("count", "proposed", "samples", "sequence", "start")
+
+    def __init__(
+        self, sequence: Sequence, start: int, count: int, proposed: tuple[int, ...] = ()
+    ) -> None:
+        self.sequence, self.start, self.count, self.proposed = sequence, start, count, proposed
+        self.samples = start + count == len(sequence.tokens) + len(proposed)
 
     @property
     def scored(self) -> range:
@@ -93,23 +98,40 @@ class Work:
 
 @dataclass
 class Plan:
-    """What one step runs: single-token rows first, then chunks."""
+    """What one step runs: single-token rows first, then chunks.
+
+    prompts: those of the works whose sequences have not sampled a token here.
+    """
 
     work: list[Work] = field(default_factory=list)
+    prompts: list[Work] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         """Rows of the step's batch."""
+        if not self.has_chunks:
+            return len(self.work)
         return sum(item.count for item in self.work)
+
+    def sort(self) -> None:
+        """Puts single tokens first."""
+        self.work.sort(key=lambda item: item.count > 1)  # stable
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether some sequence has several rows."""
+        return bool(self.work) and self.work[-1].count > 1
 
     @property
     def num_proposed(self) -> int:
         """How many of them are proposed tokens."""
-        return sum(len(item.proposed) for item in self.work)
+        return sum(len(item.proposed) for item in self.work) if self.has_chunks else 0
 
     @property
     def num_chunk_tokens(self) -> int:
         """How many of them belong to chunks of prompts."""
+        if not self.has_chunks:
+            return 0
         return sum(item.count for item in self.work if item.count > 1 + len(item.proposed))
 
 
@@ -178,7 +200,7 @@ class Planner:
     def queue_tokens(self) -> int:
         """Tokens known and not yet computed, over all sequences."""
         queued = self.waiting.tokens + self.holding.tokens + self.ready.tokens
-        return queued + sum(sequence.num_pending for sequence in self.running)
+        return queued + sum([len(one.tokens) - one.num_computed for one in self.running])
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence; one that holds blocks already keeps them.
@@ -225,27 +247,59 @@ class Planner:
         """The next step. Decoding sequences go first, so that no prompt delays a stream's token."""
         plan = Plan()
         self._decode(plan)
+        decoding = len(plan.work)
         self._catch_up(plan, self.chunk.tokens)
+        if len(plan.work) > decoding:
+            plan.sort()
         if self._proposer is not None:
             self._propose(plan, self.chunk.most - plan.num_chunk_tokens, self._proposer)
-        plan.work.sort(key=lambda work: work.count > 1)  # stable: single tokens first
+            plan.sort()
         return plan
 
-    def advance(self, work: Work, sampled: Tokens[int] = ()) -> None:
-        """Work has run: its tokens are computed, and full blocks may be shared from now on.
+    def launched(self, plan: Plan) -> None:
+        """A plan is being computed: its tokens count as computed, and what each sequence samples
+        has a place, `UNKNOWN`. One that ends or parks with that token leaves the batch.
+
+        How many proposed tokens are right is not known, so that none counts.
+        """
+        for work in plan.work:
+            sequence = work.sequence
+            if sequence.dropped:  # with a token that came after the launch
+                continue
+            assert sequence.num_computed == work.start, "work ran twice or out of order"
+            sequence.num_computed += work.count - len(work.proposed)
+            if not work.samples:
+                continue
+            tokens = sequence.tokens
+            if len(tokens) < sequence.limit:
+                tokens.append(UNKNOWN)
+                sequence.new_tokens += 1
+                sequence.awaits_token = True
+            if len(tokens) >= sequence.limit:
+                self.remove(sequence)
+
+    @property
+    def learns(self) -> bool:
+        """Whether `landed` needs to know of every token."""
+        return self._proposer is not None
+
+    def landed(self, work: Work, sampled: Tokens[int] = ()) -> int:
+        """Work has been computed: full blocks may be shared from now on. How many tokens are.
 
         Of `sampled`, which the sequence has appended by now, all but the last were proposed. The KV
         of rejected proposals is in slots that the next step writes again.
         """
         sequence = work.sequence
-        assert sequence.num_computed == work.start, "work ran twice or out of order"
         if scored := work.scored:
             sequence.num_scored = scored.stop
-        sequence.num_computed += work.count - len(work.proposed) + max(0, len(sampled) - 1)
-        assert sequence.num_computed <= sequence.num_tokens, "only known tokens are computed"
-        self.publish(sequence, work.start, sequence.num_computed)
+        if len(sampled) > 1:
+            sequence.num_computed += len(sampled) - 1
+        end = work.start + work.count - len(work.proposed) + max(0, len(sampled) - 1)
+        # One that was preempted meanwhile has computed less.
+        self.publish(sequence, work.start, min(end, sequence.num_computed))
         if self._proposer is not None:
             self._proposer.learn(sequence, sampled)
+        return end
 
     def ran(self, plan: Plan, seconds: float) -> None:
         """A step took so long.
@@ -255,7 +309,7 @@ class Planner:
         finish time would pass before it is computed, and no short one could overtake it any more.
         """
         self.chunk.took(plan, seconds)
-        prompts = [item for item in plan.work if not item.sequence.new_tokens]
+        prompts = plan.prompts
         if prompts and all(item.sequence.prompt_s for item in prompts):
             self.late_s += seconds - sum(i.sequence.prompt_s for i in prompts if i.samples)
         if self._proposer is not None:
@@ -276,10 +330,19 @@ class Planner:
 
         Sequences preempted meanwhile come after all that are planned already.
         """
-        for sequence in [s for s in self.running if s.num_pending == 1]:
+        size = self.blocks.block_size
+        for sequence in list(self.running):
+            known, start = len(sequence.tokens), sequence.num_computed
+            if known - start != 1:
+                continue
             # One without blocks was preempted a moment ago.
-            if sequence.block_ids and self._make_room(sequence):
-                _append(plan, sequence, 1)
+            blocks = sequence.block_ids
+            if known > len(blocks) * size and not (blocks and self._make_room(sequence)):
+                continue
+            work = Work(sequence, start, 1)
+            plan.work.append(work)
+            if not sequence.new_tokens:
+                plan.prompts.append(work)
 
     def _catch_up(self, plan: Plan, budget: int) -> None:
         """Plans `budget` tokens of all others by priority, admitting new ones to the batch.
@@ -289,7 +352,7 @@ class Planner:
         """
         behind = SequenceQueue()  # running ones with several tokens to compute; they have blocks
         for sequence in self.running:
-            if sequence.num_pending > 1:
+            if len(sequence.tokens) - sequence.num_computed > 1:
                 behind.add(sequence)
         groups, scored = [behind, self.ready, self.holding, self.waiting], SCORED_ROWS
         while groups := [group for group in groups if group]:
@@ -373,4 +436,6 @@ class Planner:
 def _append(plan: Plan, sequence: Sequence, budget: int) -> int:
     count = min(sequence.num_pending, budget)
     plan.work.append(Work(sequence, sequence.num_computed, count))
+    if not sequence.new_tokens:
+        plan.prompts.append(plan.work[-1])
     return count

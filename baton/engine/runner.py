@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -26,6 +27,32 @@ class SampledTokens(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
     prompt: PromptLogprobs | None = None
     pooled: Vector | None = None  # of its embedding, if it wants one: the sum of this step's rows
+
+
+class StepOutput(NamedTuple):
+    """What a step gave its sequences.
+
+    found: by its id what each got, if it got something · token_ids: of a step that samples one
+    token for each of its works, these, in the plan's order; then `found` has those alone that got
+    more than a token.
+    """
+
+    found: dict[str, SampledTokens]
+    token_ids: list[int] = []  # noqa: RUF012 (never written)
+
+    def by_id(self, plan: Plan) -> dict[str, SampledTokens]:
+        """What each sequence of its plan got."""
+        plain = zip(plan.work, self.token_ids, strict=bool(self.token_ids))
+        return {work.sequence.seq_id: SampledTokens((one,)) for work, one in plain} | self.found
+
+
+class Launch:
+    """A step that was begun; began_ns: by `time.monotonic_ns`, when nothing before it ran."""
+
+    output: StepOutput  # where it has been computed
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.began_ns = plan, time.monotonic_ns()
 
 
 class Ranks(Protocol):
@@ -54,14 +81,17 @@ class RunnerFailed(InternalError):
 class StepRunner:
     """Computes steps over a KV pool `[blocks, layers, 2, kv_heads, block_size, row_size]`.
 
+    `launch` begins a step, `sample` has it sample, `land` waits for it: an engine may launch the
+    next one before it lands this. Here `launch` does all of it, by `run`.
+
     decode_rows: rows of decode steps so far, where more are computed than plans ask for: "wanted",
-    "padding", or "wasted" (the sequence was gone) · expert_tokens: of its model, if it has one;
-    both may be read by any thread · pools: of all ranks, this one's first · ranks: where there are
-    several.
+    "padding", or "wasted" (the sequence was gone) · waited_s: what `land` waited for a device so
+    far · expert_tokens: of its model, if it has one; all may be read by any thread · pools: of all
+    ranks, this one's first · ranks: where there are several.
     """
 
     expert_tokens: torch.Tensor | None = None
-    launches_ahead = False  # whether it is a runner for `OverlappedEngine`
+    waited_s: float | None = None
     ranks: Ranks | None = None
 
     def __init__(self, pool: torch.Tensor, sampler: Sampler) -> None:
@@ -76,6 +106,23 @@ class StepRunner:
         When it returns, all that was computed is in the pool for every thread to see.
         """
         raise NotImplementedError
+
+    def launches_ahead(self, plan: Plan) -> bool:
+        """Whether `launch` takes a plan while the step before has not landed."""
+        return False
+
+    def launch(self, plan: Plan) -> Launch:
+        """Begins a step. The last tokens of sequences may be those that the step before samples."""
+        launch = Launch(plan)
+        launch.output = StepOutput(self.run(plan))
+        return launch
+
+    def sample(self, launch: Launch) -> None:
+        """To be called behind `launch`, once the step before has landed: all tokens are known."""
+
+    def land(self, launch: Launch) -> StepOutput:
+        """Waits for a step. Raises what it failed with, unless all of its sequences are gone."""
+        return launch.output
 
     def scrub(self, blocks: list[int]) -> None:
         """Zeroes blocks that unverified bytes came into.

@@ -13,6 +13,8 @@ from baton.sampling import SamplingParams
 from baton.structured_output import GrammarMatcher
 
 Ints = npt.NDArray[np.int64]
+UNKNOWN = 0  # in the place of a token that is being sampled
+_ENDLESS = 1 << 62
 
 
 class TokenCounts:
@@ -28,15 +30,12 @@ class TokenCounts:
         self._ids = np.empty(0, np.int64)
         self._times = np.empty(0, np.int64)  # in the output; 0: in the prompt only
 
-    def of(
-        self, token_ids: Tokens[int], prompt_tokens: int, proposed: int, unknown: int = 0
-    ) -> tuple[Ints, Ints]:
+    def of(self, token_ids: Tokens[int], prompt_tokens: int, proposed: int) -> tuple[Ints, Ints]:
         """(distinct tokens, how often each occurs behind the prompt), valid until the next call.
 
-        The last `proposed` of `token_ids` are output that may be rejected; the last `unknown` are
-        not counted.
+        The last `proposed` of `token_ids` are output that may be rejected.
         """
-        known = len(token_ids) - proposed - unknown
+        known = len(token_ids) - proposed
         assert self._counted <= known and prompt_tokens <= known, "tokens only grow"
         if not self._counted:
             self._count_all(np.asarray(token_ids[:known], np.int64), prompt_tokens)
@@ -81,7 +80,11 @@ class TokenCounts:
 
 @dataclass(eq=False)
 class Sequence:
-    """One request on one engine. Owned by the engine thread once it is added."""
+    """One request on one engine. Owned by the engine thread once it is added.
+
+    `block_ids` is only ever appended to, or replaced by another list: so the same list of the same
+    length holds the same blocks.
+    """
 
     seq_id: str
     tokens: list[int]
@@ -98,7 +101,12 @@ class Sequence:
     num_scored: int | None = field(init=False)
     num_computed: int = 0
     num_cached: int = 0  # of num_computed, taken from the prefix cache at first admission
-    new_tokens: int = 0  # sampled by this engine
+    new_tokens: int = 0  # sampled by this engine, or being sampled
+    awaits_token: bool = False  # the last of `tokens` is `UNKNOWN`
+    dropped: bool = False  # its engine has forgotten it
+    # What its engine ends it by, see `finish_reason`: a token of `ends`, or as many tokens.
+    ends: frozenset[int] = frozenset()
+    limit: int = _ENDLESS
     preemptions: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)

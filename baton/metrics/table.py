@@ -167,6 +167,9 @@ TABLE: tuple[Instrument, ...] = (
     Instrument("baton.engine.gpu.rows", COUNTER, "{row}", WORKERS,
         "Rows of decode steps on a GPU: wanted, padding up to a graph's batch size, or wasted, "
         "which were launched ahead for sequences that had ended.", ("kind",)),
+    Instrument("baton.engine.gpu.wait_time", COUNTER, "s", WORKERS,
+        "Time that the engine's thread waited for the GPU to end steps. While sequences decode and "
+        "next to none passes so, the host is slower than the GPU."),
     Instrument("baton.engine.expert.imbalance", GAUGE, "1", WORKERS,
         "Tokens of the busiest expert over the mean of its layer, in the layer where that is most, "
         "over the 10 s or more before a scrape; 1 is even. Only of mixtures of experts."),

@@ -39,9 +39,8 @@ class LoadTracker:
     def update(self, report: StepReport) -> None:
         load = worker_pb2.Load(**vars(report.load))
         load.step_ms = self.load.step_ms
-        sampled = sum(len(progress.token_ids) for progress in report.progress)
         load.tokens_computed = self.load.tokens_computed + report.num_kept
-        load.tokens_generated = self.load.tokens_generated + sampled
+        load.tokens_generated = self.load.tokens_generated + report.num_sampled
         step_s = (report.ended_ns - report.started_ns) / 1e9
         if report.num_tokens:
             self.mean_step_s = _smooth(self.mean_step_s, step_s)
@@ -113,9 +112,9 @@ class WorkerMetrics:
 
     def stepped(self, report: StepReport) -> None:
         """The engine has run a step; one without progress is not counted."""
-        if not report.progress:
+        if not report.num_sequences:
             return
-        self._recorder.record("baton.engine.batch.size", len(report.progress))
+        self._recorder.record("baton.engine.batch.size", report.num_sequences)
         self._recorder.record(
             "baton.engine.step.duration",
             (report.ended_ns - report.started_ns) / 1e9,
@@ -172,7 +171,8 @@ class WorkerMetrics:
                 "baton.engine.gpu.rows",
                 lambda: [(rows, {"kind": kind}) for kind, rows in runner.decode_rows.items()],
             )
-
+        if runner.waited_s is not None:
+            observe("baton.engine.gpu.wait_time", lambda: runner.waited_s or 0.0)
         if (tokens := runner.expert_tokens) is not None:
             observe("baton.engine.expert.imbalance", ExpertImbalance(tokens).read)
         if (ranks := runner.ranks) is not None:
@@ -229,8 +229,8 @@ def kind_of(report: StepReport) -> str:
 
     A decode row is one token that gives one, drafts aside; all other rows belong to prompts.
     """
-    rows = len(report.progress)
-    sampling = sum(bool(p.token_ids) for p in report.progress)
+    rows = report.num_sequences
+    sampling = len(report.token_ids) + sum(bool(p.token_ids) for p in report.others)
     if report.num_tokens - report.num_proposed == rows == sampling:
         return "decode"
     return "mixed" if sampling and rows > 1 else "prefill"

@@ -28,6 +28,7 @@ SILENT = {
     "baton.batches",
     "baton.kv.transfer.failures",
     "baton.engine.gpu.rows",
+    "baton.engine.gpu.wait_time",
     "baton.engine.expert.imbalance",
 }
 

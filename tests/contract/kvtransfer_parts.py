@@ -220,12 +220,12 @@ class Held:
 
 
 async def answer(receiver, name, request):
-    """One of its RPCs without gRPC; raises."""
-    return await getattr(HandoffReceiver, name)(receiver, request, None)
+    """To one call without gRPC; raises."""
+    return await getattr(HandoffReceiver, name)(receiver, request, {})
 
 
 def acting(name):
-    async def served(receiver, request, context):
+    async def served(receiver, request, trace):
         if inspect.isawaitable(waits := receiver.acts.get(name, bool)(request)):
             await waits
         return await answer(receiver, name, request)
@@ -234,9 +234,9 @@ def acting(name):
 
 
 class Receiver(HandoffReceiver):
-    """Calls `acts[name](request)`, which may raise or wait, before it serves that RPC."""
+    """Calls `acts[name](request)`, which may raise or wait, before it serves that call."""
 
-    Offer, Commit, Abort = map(acting, ("Offer", "Commit", "Abort"))
+    offer, commit, abort = map(acting, ("offer", "commit", "abort"))
 
 
 class Decode:

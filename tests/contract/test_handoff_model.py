@@ -149,7 +149,7 @@ class Writer:
             incarnation=self.incarnation, target_incarnation="d", kv=DESCRIPTOR,
             transports=[common_pb2.TRANSPORT_MEMORY],
         )  # fmt: skip
-        response = await answer(receiver, "Offer", request)
+        response = await answer(receiver, "offer", request)
         self.link = receiver.transports[0].connect(self.pool, response.endpoint, 1.0)
         self.epochs.append(response.epoch)
 
@@ -216,7 +216,7 @@ class Router:
         if (waiting := self.waiting.pop(handoff_id, None)) is not None:
             waiting.set_exception(error)
         else:  # its deadline has ended what was reserved, or it was refused then already
-            assert isinstance(error, (DeadlineExceeded, Stale))
+            assert isinstance(error, (DeadlineExceeded, Overloaded, Stale))
 
 
 class DecodeWorker(RuleBasedStateMachine):
@@ -418,7 +418,7 @@ class DecodeWorker(RuleBasedStateMachine):
 
         async def send():
             try:
-                response = await answer(self.receiver, "Ready", request)
+                response = await answer(self.receiver, "ready", request)
             except (Stale, Unavailable):
                 return
             if writer.alive and handoff.attempt == attempt:
@@ -466,7 +466,7 @@ class DecodeWorker(RuleBasedStateMachine):
 
         async def send():
             try:
-                await answer(self.receiver, "Commit", request)
+                await answer(self.receiver, "commit", request)
             except KvCorrupted:
                 assert not good
                 handoff.corrupted = True
@@ -526,7 +526,7 @@ class DecodeWorker(RuleBasedStateMachine):
 
         async def send():
             try:
-                await answer(self.receiver, "Abort", request)
+                await answer(self.receiver, "abort", request)
             except Stale:
                 assert resend  # the reservation is gone: the sender still has to abort for good
                 return
@@ -546,7 +546,7 @@ class DecodeWorker(RuleBasedStateMachine):
         self.go(cancel(), pace)
 
     @precondition(lambda self: self.handoffs and self.living())
-    @rule(which=WHICH, whose=WHICH, what=st.sampled_from(["Ready", "Commit", "Abort"]))
+    @rule(which=WHICH, whose=WHICH, what=st.sampled_from(["ready", "commit", "abort"]))
     def message_of_a_stranger(self, which, whose, what):
         """A process that is not the sender, or does not have the token, is refused."""
         handoff, writer = pick(self.handoffs, which), pick(self.living(), whose)
@@ -555,10 +555,10 @@ class DecodeWorker(RuleBasedStateMachine):
         self.move()  # an Abort under way would free the name for any sender
         foreign = writer is not handoff.writer and handoff.name in self.receiver._incoming
         token = handoff.token if foreign else "guessed"
-        request = getattr(pb, f"{what}Request")(
+        request = getattr(pb, f"{what.title()}Request")(
             handoff_id=handoff.name, reservation_token=token, incarnation=writer.incarnation
         )
-        if what != "Abort":
+        if what != "abort":
             request.epoch, request.num_tokens = writer.epochs[-1], 1
 
         async def send():
@@ -566,7 +566,7 @@ class DecodeWorker(RuleBasedStateMachine):
                 await answer(self.receiver, what, request)
             except (Stale, Unavailable):
                 return
-            assert what == "Abort", "a stranger was accepted"  # of which nothing is left to see
+            assert what == "abort", "a stranger was accepted"  # of which nothing is left to see
 
         before = (self.is_reserved(handoff), self.receiver.writing(handoff.name))
         self.go(send())

@@ -64,7 +64,7 @@ async def test_other_bytes_in_any_rank_are_found_at_commit(join, name):
     def corrupt(request):
         decode.pools[1].tensor[4, 1, 1] += 1
 
-    decode.receiver.acts = {"Commit": Times(1, corrupt)}
+    decode.receiver.acts = {"commit": Times(1, corrupt)}
     stats = await prefill.hand_over(decode.reserve("h", 8, 9, 4), "h", slots(8, 1, 2))
     assert stats.resends == 1, "and are sent again"
     assert decode.held.committed_tokens == {"h": 7}

@@ -31,6 +31,8 @@ Chosen = npt.NDArray[np.int64]
 
 # Below this a temperature is 0, as in vLLM: dividing by it would overflow.
 GREEDY_BELOW = 1e-5
+# Of a row that is sampled on a device: temperature (0: greedy), top-k (0: off), top-p, min-p.
+NUM_SETTINGS = 4
 
 # What each byte of a mask adds to the logits of its eight tokens, the lowest bit's first.
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
@@ -207,15 +209,15 @@ class Sampler:
             subtracted += (times > 0) * params.presence_penalty
             x[ids] = new - subtracted.astype(np.float32)
 
-    def adjustments(self, row: SampleRow, unknown: int = 0) -> Adjustments:
-        """What changes of the tokens that are allowed; the row's last `unknown` left out."""
+    def adjustments(self, row: SampleRow) -> Adjustments:
+        """What changes of the tokens that are allowed."""
         params, added = row.params, dict(row.params.logit_bias)
         added |= dict.fromkeys(self._forbidden(row), -np.inf)
         ids = times = np.empty(0, np.int64)
         repeats = params.repetition_penalty != 1.0  # which counts the prompt, too
         if repeats or params.frequency_penalty or params.presence_penalty:
             counts = row.counts or TokenCounts()
-            ids, times = counts.of(row.token_ids, row.prompt_tokens, row.proposed, unknown)
+            ids, times = counts.of(row.token_ids, row.prompt_tokens, row.proposed)
             if not repeats:
                 ids, times = ids[times > 0], times[times > 0]
         biases = np.zeros(len(ids), np.float32)

@@ -26,11 +26,11 @@ def make_sequence(name, length, first=0, priority=0.0):
 
 def run(planner, plan):
     """What a step does to the books: computes, and draws a token (7) where one is due."""
+    planner.launched(plan)
     for work in plan.work:
-        samples = work.samples
-        planner.advance(work)
-        if samples:
-            work.sequence.tokens.append(7)
+        if work.samples:
+            work.sequence.tokens[-1] = 7
+        planner.landed(work)
     planner.blocks.check()
 
 
@@ -300,11 +300,13 @@ def looping(name, length=12, max_tokens=50, **fields):
 
 def go_on(planner, plan):
     """Every sequence goes on with the loop."""
-    for work in plan.work:
-        sampled = [LOOP[at % len(LOOP)] for at in _positions(work)]
-        work.sequence.tokens += sampled
-        work.sequence.new_tokens += len(sampled)
-        planner.advance(work, sampled)
+    sampled = [[LOOP[at % len(LOOP)] for at in _positions(work)] for work in plan.work]
+    planner.launched(plan)
+    for work, tokens in zip(plan.work, sampled, strict=True):
+        if work.samples:
+            work.sequence.tokens[-1:] = tokens
+            work.sequence.new_tokens += len(tokens) - 1
+        planner.landed(work, tokens)
     planner.blocks.check()
 
 

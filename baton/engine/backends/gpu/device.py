@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from baton.cuda import CudaDriver
+
 T = TypeVar("T")
 Work = Callable[[], object]  # whose result is not used
 Waiting = Callable[[], AbstractContextManager[None]]
@@ -46,8 +48,11 @@ class Stream:
         """
         return torch.cpu.Event()
 
-    def capture(self, work: Work) -> Work:
-        """What does the same as `work` with one launch, each time, on the same memory."""
+    def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """What does the same as `work` with one launch, each time, on the same memory.
+
+        What it gives is valid until something else that was captured runs.
+        """
         return work
 
 
@@ -91,7 +96,7 @@ class CudaStream(Stream):
         event.record(self._stream)
         return _Event(event, self._waiting)
 
-    def capture(self, work: Work) -> Work:
+    def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """A CUDA graph; all of a stream's share their memory, as one at a time runs.
 
         Other threads may use the GPU meanwhile. The work has to have run before: a first run may
@@ -104,8 +109,21 @@ class CudaStream(Stream):
             stream=self._stream,
             capture_error_mode="thread_local",
         ):
-            work()
-        return graph.replay
+            result = work()
+        kept = _unowned(result)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return kept
+
+        return replay
+
+
+def _unowned(tensor: Tensor) -> Tensor:
+    """A view of a tensor in a graph's memory, which others may then share with it."""
+    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = CudaDriver().view(tensor.data_ptr(), extent * tensor.element_size())
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def new_stream(device: torch.device, waiting: Waiting = nullcontext) -> Stream:

@@ -1,9 +1,9 @@
-"""Sampling on the device: what `baton.engine.sampling.sampler` does, put on the stream behind the
-forward pass with no wait in between.
+"""Sampling on the device: what `baton.engine.sampling.sampler` does.
 
-What a row samples depends on its logits, its settings, its tokens and one random number, which
-belongs to its seed and position. The host knows all but the logits before they exist, and may lack
-the last token, which the launch before has left on the device.
+What a row samples depends on its logits, its settings, its seed and position, and, where it has
+penalties, a grammar and the like, on its tokens. Decode steps sample all rows as if they had none
+of these, within their graphs; rows that have some, or want log-probabilities, are sampled once
+more, behind the step, when the host knows their tokens.
 """
 
 from __future__ import annotations
@@ -11,24 +11,49 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from baton.engine.backends.gpu.device import Stream
+from baton.engine.backends.gpu.graphs import DecodeGraphs, Sections
 from baton.engine.ops.triton import sampling
+from baton.engine.ops.triton.placement import feed
 from baton.engine.sampling.sampler import (
     Adjustments,
     Sampled,
     Sampler,
     SampleRow,
     TokenLogprobs,
-    random_numbers,
     token_logprobs,
 )
 
-KNOWN = -1  # the source of a row whose last token the host knows
+if TYPE_CHECKING:
+    from baton.engine.backends.gpu.model import GpuModel
+
+
+class SamplingGraphs(DecodeGraphs):
+    """Decode steps of the rank that samples: each begins with the tokens that the one before has
+    sampled, if it is to go on with them, and ends with its own.
+
+    tokens: int64 `[max_batch]` on the device, those of the last step.
+    """
+
+    def __init__(
+        self, model: GpuModel, pool: Tensor, stream: Stream, max_batch: int, width: int, vocab: int
+    ) -> None:
+        super().__init__(model, pool, stream, max_batch, width)
+        self._vocab = vocab
+        self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=stream.device)
+
+    def _feed(self, at: Sections[Tensor]) -> None:
+        feed(at.token_ids, at.sources, self.tokens, self._vocab)
+
+    def _sample(self, at: Sections[Tensor], logits: Tensor) -> None:
+        tokens = self.tokens[: len(logits)]
+        sampling.sample(logits, at.settings, at.seeds, at.positions, tokens)
 
 
 @dataclass
@@ -42,6 +67,8 @@ class _Launch:
 
     rows: Rows[SampleRow]
     settings: Tensor
+    seeds: Tensor
+    positions: Tensor
     masks: Tensor | None
     allowed: Tensor | None
     integers: Tensor
@@ -66,12 +93,8 @@ class DeviceSampler:
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=self._stream.device)
         self._host_tokens = self._stream.pinned(rows, torch.int64)
 
-    def prepare(self, rows: Rows[SampleRow], sources: Rows[int] = ()) -> None:
-        """Prepares to sample one token for each row, on the host.
-
-        sources: where among the tokens given to `sample` a row's last one is, or KNOWN; if any are
-        given, all are.
-        """
+    def prepare(self, rows: Rows[SampleRow]) -> None:
+        """Prepares to sample one token for each row, on the host."""
         if len(rows) > len(self.tokens):
             self._make_room(len(rows))
         masks = None
@@ -79,11 +102,7 @@ class DeviceSampler:
             masks = self._pinned(self._sampler.masks(rows))
         allowed = self._sampler.allowed(rows)
         adjusted = [at for at, row in enumerate(rows) if row.adjusted]
-        sources = [sources[at] if sources else KNOWN for at in adjusted]
-        changes = [
-            self._sampler.adjustments(rows[at], int(source != KNOWN))
-            for at, source in zip(adjusted, sources, strict=True)
-        ]
+        changes = [self._sampler.adjustments(rows[at]) for at in adjusted]
         ids, biases, times = (np.concatenate([[], *parts]) for parts in _columns(changes))
         ends = np.cumsum([len(one.ids) for one in changes])
         params = [rows[at].params for at in adjusted]
@@ -93,10 +112,12 @@ class DeviceSampler:
         wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
         self._launch = _Launch(
             rows,
-            self._pinned(sampling.settings_of([row.params for row in rows], random_numbers(rows))),
+            self._pinned(sampling.settings_of([row.params for row in rows])),
+            self._pinned(np.array([row.params.seed for row in rows], np.uint64).view(np.int64)),
+            self._pinned(np.array([len(row.token_ids) for row in rows], np.int32)),
             masks,
             None if allowed is None else self._pinned(allowed),
-            self._pinned(np.concatenate([adjusted, ends, sources, ids, times]).astype(np.int32)),
+            self._pinned(np.concatenate([adjusted, ends, ids, times]).astype(np.int32)),
             self._pinned(np.concatenate([np.ravel(penalties), biases]).astype(np.float32)),
             len(adjusted),
             len(ids),
@@ -108,10 +129,10 @@ class DeviceSampler:
         held = self._stream.pinned(given.numel(), given.dtype).view(given.shape)
         return held.copy_(given)
 
-    def sample(self, logits: Tensor, newest: Tensor | None = None) -> None:
-        """Samples from logits `[rows, vocab_size]`, and changes them; copies tokens to the host.
+    def sample(self, logits: Tensor) -> Tensor:
+        """Samples from logits float32 `[rows, vocab_size]`, and changes them: int64 `[rows]`.
 
-        To be called on the stream, once. newest: what `sources` are places in.
+        Copies them to the host, too. To be called on the stream, once.
         """
         launch, tokens = self._launch, self.tokens[: len(logits)]
         on_device = self._on_device
@@ -122,16 +143,19 @@ class DeviceSampler:
             logits.masked_fill_(~_unpacked(on_device(launch.allowed), logits.shape[1]), -torch.inf)
         if rows := launch.num_adjusted:
             integers = on_device(launch.integers)
-            which, ends, sources, ids, times = integers.split([rows] * 3 + [launch.num_tokens] * 2)
+            which, ends, ids, times = integers.split([rows] * 2 + [launch.num_tokens] * 2)
             penalties, biases = on_device(launch.floats).split(
                 [sampling.NUM_PENALTIES * rows, launch.num_tokens]
             )
-            newest = tokens if newest is None else newest
-            sampling.adjust(logits, which, ends, ids, biases, times, penalties, sources, newest)
-        sampling.sample(logits, on_device(launch.settings), tokens)
+            sampling.adjust(logits, which, ends, ids, biases, times, penalties)
+        settings, seeds, positions = map(
+            on_device, (launch.settings, launch.seeds, launch.positions)
+        )
+        sampling.sample(logits, settings, seeds, positions, tokens)
         self._host_tokens[: len(tokens)].copy_(tokens, non_blocking=True)
         if launch.logprobs is not None:
             self._score(launch, raw, tokens, launch.logprobs)
+        return tokens
 
     def _score(self, launch: _Launch, logits: Tensor, tokens: Tensor, likely: int) -> None:
         """Puts log-probabilities into the launch."""

@@ -11,13 +11,16 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.backends.gpu.device import Stream, Work
+from baton.engine.backends.gpu.device import Stream
+from baton.engine.sampling.sampler import NUM_SETTINGS
 
 if TYPE_CHECKING:  # it imports triton, which may not be installed
     from baton.engine.backends.gpu.model import GpuModel
@@ -28,34 +31,50 @@ _NARROWEST = 128  # blocks of a table; wider ones are four times as wide each
 # would be compiled once more for those that are not.
 _SECTION = 32
 PADDING = -1  # the context length of a padding row
+KNOWN = -1  # the source of a row whose token is in the inputs
+Part = TypeVar("Part")
 
 
-class Sections(NamedTuple):
-    """Parts of one launch's inputs, all int32.
+class Sections(NamedTuple, Generic[Part]):
+    """Parts of one launch's inputs, in one copy; int32 `[rows]` where nothing else is said.
 
-    token_ids, context_lens, sources: `[rows]` · block_tables: `[rows, width]` · all: one after the
-    other, in one copy. sources: which row of the launch before sampled a row's token; -1 is none.
+    token_ids, context_lens · sources: which row of the launch before sampled a row's token, or
+    KNOWN · positions: of the token to sample, 0 of padding · seeds: int64, settings: float64
+    `[rows, 4]`, what `sampling.sample` takes · block_tables: `[rows, width]` · all: of all of them.
     """
 
-    token_ids: Tensor
-    context_lens: Tensor
-    sources: Tensor
-    block_tables: Tensor
-    all: Tensor
+    token_ids: Part
+    context_lens: Part
+    sources: Part
+    positions: Part
+    seeds: Part
+    settings: Part
+    block_tables: Part
+    all: Part
 
 
-def sections(flat: Tensor, rows: int, width: int) -> Sections:
-    """The parts of a launch of `rows` rows and tables of `width` blocks, in flat memory."""
-    step = -(-rows // _SECTION) * _SECTION
-    end = 3 * step + rows * width
-    block_tables = flat[3 * step : end].view(rows, width)
-    token_ids, context_lens, sources = (part[:rows] for part in flat[: 3 * step].split(step))
-    return Sections(token_ids, context_lens, sources, block_tables, flat[:end])
+_WORDS = (1, 1, 1, 1, 2, 2 * NUM_SETTINGS)  # of a row in each section before the tables
+
+
+def sections(flat: Tensor, rows: int, width: int) -> Sections[Tensor]:
+    """The parts of a launch of `rows` rows and tables of `width` blocks, in flat int32 memory."""
+    step, at = -(-rows // _SECTION) * _SECTION, 0
+    parts = list[Tensor]()
+    for words in _WORDS:
+        parts.append(flat[at : at + words * rows])
+        at += words * step
+    token_ids, context_lens, sources, positions, seeds, settings = parts
+    end = at + rows * width
+    return Sections(
+        token_ids, context_lens, sources, positions, seeds.view(torch.int64),
+        settings.view(torch.float64).view(rows, NUM_SETTINGS), flat[at:end].view(rows, width),
+        flat[:end],
+    )  # fmt: skip
 
 
 def num_elements(rows: int, width: int) -> int:
     """How much flat memory `sections` needs for so many rows and any smaller number."""
-    return 3 * (-(-rows // _SECTION) * _SECTION) + rows * width
+    return sum(_WORDS) * (-(-rows // _SECTION) * _SECTION) + rows * width
 
 
 def batch_sizes(max_batch: int) -> tuple[int, ...]:
@@ -87,7 +106,10 @@ def count_graphs(settings: EngineConfig, max_context: int) -> int:
 
 
 class DecodeGraphs:
-    """Computes padded decode batches: by graphs once they are captured, kernel by kernel before."""
+    """Computes padded decode batches: by graphs once they are captured, kernel by kernel before.
+
+    Of any rank; the first one's also feed and sample.
+    """
 
     def __init__(
         self, model: GpuModel, pool: Tensor, stream: Stream, max_batch: int, width: int
@@ -100,16 +122,15 @@ class DecodeGraphs:
         self._inputs = torch.zeros(
             num_elements(max_batch, width), dtype=torch.int32, device=stream.device
         )
-        self._logits: Tensor | None = None  # `[max_batch, vocab_size]`; set when one is captured
-        self._captured: dict[tuple[int, int], Work] = {}
-        self._sections: dict[tuple[int, int], Sections] = {}
+        self._captured: dict[tuple[int, int], Callable[[], Tensor]] = {}
+        self._sections: dict[tuple[int, int], Sections[Tensor]] = {}
 
     def shape(self, rows: int, blocks: int) -> tuple[int, int]:
         """The batch size and table width that hold so many rows and blocks of each."""
-        size = next(size for size in self.sizes if size >= rows)
-        return size, next(width for width in self.widths if width >= blocks)
+        size = self.sizes[bisect_left(self.sizes, rows)]
+        return size, self.widths[bisect_left(self.widths, blocks)]
 
-    def inputs(self, size: int, width: int) -> Sections:
+    def inputs(self, size: int, width: int) -> Sections[Tensor]:
         """Where a batch of that shape finds its inputs, on the device."""
         key = size, width
         if key not in self._sections:
@@ -117,19 +138,14 @@ class DecodeGraphs:
         return self._sections[key]
 
     def decode(self, size: int, width: int) -> Tensor:
-        """Logits `[size, vocab_size]` of the batch in `inputs`, valid until the next is run.
+        """Computes the batch in `inputs`: logits `[size, vocab_size]`, of the model's type, valid
+        until the next is run.
 
         To be called on the stream. Other ranks get the inputs of the first, and no logits.
         """
-        model = self._model
-        with model.together("decode", size, width):
-            model.collectives.broadcast(self.inputs(size, width).all)
+        with self._model.together("decode", size, width):
             captured = self._captured.get((size, width))
-            if captured is None:
-                return self._run(size, width).float()
-            captured()
-            assert self._logits is not None, "a graph leaves its logits there"
-            return self._logits[:size]
+            return captured() if captured else self._run(size, width)
 
     def capture(self) -> None:
         """Captures every shape, largest first, so that the others fit into the memory it took.
@@ -151,19 +167,25 @@ class DecodeGraphs:
     def _capture(self, size: int, width: int) -> None:
         def first() -> None:
             self._inputs.zero_()
-            self.inputs(size, width).context_lens.fill_(PADDING)
-            logits = self._run(size, width)
-            if self._logits is None:
-                self._logits = torch.empty_like(logits, dtype=torch.float32)
-
-        def step() -> None:
-            assert self._logits is not None, "the first run made it"
-            self._logits[:size].copy_(self._run(size, width))
+            at = self.inputs(size, width)
+            at.context_lens.fill_(PADDING)
+            at.sources.fill_(KNOWN)
+            self._run(size, width)
 
         self._stream.call(first)
         self._stream.record_event().synchronize()
-        self._captured[size, width] = self._stream.capture(step)
+        self._captured[size, width] = self._stream.capture(lambda: self._run(size, width))
 
     def _run(self, size: int, width: int) -> Tensor:
-        at = self.inputs(size, width)
-        return self._model.decode(at.token_ids, at.context_lens, at.block_tables, self._pool)
+        model, at = self._model, self.inputs(size, width)
+        self._feed(at)
+        model.collectives.broadcast(at.all)
+        logits = model.decode(at.token_ids, at.context_lens, at.block_tables, self._pool)
+        self._sample(at, logits)
+        return logits
+
+    def _feed(self, at: Sections[Tensor]) -> None:
+        """Completes the inputs, on the device."""
+
+    def _sample(self, at: Sections[Tensor], logits: Tensor) -> None:
+        """Samples each row, on the device."""

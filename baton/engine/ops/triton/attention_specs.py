@@ -12,6 +12,7 @@ from torch import Tensor
 
 from baton.engine.ops.torch.attention import Scoring
 from baton.engine.ops.triton.attention import (
+    DecodePlan,
     decode_attention,
     plan_decode,
     plan_tiles,
@@ -19,7 +20,15 @@ from baton.engine.ops.triton.attention import (
     tile_rows,
 )
 from baton.engine.ops.triton.attention_common import attention_reference, pool_sizes
-from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
+from baton.engine.ops.triton.spec import (
+    Config,
+    KernelSpec,
+    Key,
+    Trial,
+    dtype_of,
+    product_of,
+    text_of,
+)
 from baton.engine.weights.quantize import SCALE_BYTES, is_quantized, pack_rows, split_rows
 
 _DRAWN_AT_ONCE = 1 << 28  # elements, which are float32 while they are drawn
@@ -134,12 +143,14 @@ def _trial(
         return (found.masked_fill_((context_lens < 0)[:, None, None], 0) if decodes else found,)
 
     if decodes:
-        seq_lens = context_lens + 1
+        seq_lens, plans = context_lens + 1, dict[str, DecodePlan]()
 
         def run(config: Config | None) -> tuple[Tensor]:
-            plan = plan_decode(q, pool, seq_lens, window, programs, config)
+            name = text_of(config or {})
+            if name not in plans:  # one serves all layers of a step
+                plans[name] = plan_decode(q, pool, seq_lens, window, programs, config)
             out = torch.empty_like(q)
-            decode_attention(*first, plan, scoring, out)
+            decode_attention(*first, plans[name], scoring, out)
             return (out,)
 
         return Trial(

@@ -88,6 +88,45 @@ def place_rows(
     return Placement(positions, slots, lengths)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _feed_kernel(token_ids, sources, sampled, num_rows, vocab_size, ROWS: tl.constexpr):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    source = tl.load(sources + rows, mask=rows < num_rows, other=-1)
+    token = tl.load(sampled + source, mask=source >= 0, other=0)
+    # One beyond the vocabulary is an error, raised when it is read, but must be no index.
+    token = tl.minimum(token, vocab_size - 1).to(tl.int32)
+    tl.store(token_ids + rows, token, mask=source >= 0)
+
+
+def feed(token_ids: Tensor, sources: Tensor, sampled: Tensor, vocab_size: int) -> None:
+    """Writes into token_ids int32 `[rows]` those of `sampled`, int64, whose places `sources` are.
+
+    sources: int32 `[rows]`; where one is negative the token stays.
+    """
+    rows = CONFIG["ROWS"]
+    _feed_kernel[(triton.cdiv(len(token_ids), rows),)](
+        token_ids, sources, sampled, len(token_ids), vocab_size, ROWS=rows, num_warps=4
+    )
+
+
+def _feed_trial(shape: Key, device: torch.device) -> Trial:
+    rows, vocab_size = int(shape["rows"]), 50
+    tokens = torch.arange(rows, dtype=torch.int32, device=device)
+    sources = torch.randint(-1, rows, (rows,), dtype=torch.int32, device=device)
+    sampled = torch.randint(vocab_size + 1, (rows,), device=device)
+
+    def run(config: Config | None) -> Outputs:
+        fed = tokens.clone()
+        feed(fed, sources, sampled, vocab_size)
+        return (fed,)
+
+    def wanted() -> Outputs:
+        found = sampled[sources.clamp(min=0).long()].clamp(max=vocab_size - 1).int()
+        return (torch.where(sources < 0, tokens, found),)
+
+    return Trial({}, run, wanted, moved_bytes=16 * rows, tolerance=0.0)
+
+
 def _trial(shape: Key, device: torch.device) -> Trial:
     """Sequences of one row each, one of them padding; or of several."""
     sequences, rows_each = int(shape["rows"]), int(shape.get("rows_each", 1))
@@ -117,4 +156,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     return Trial({}, run, reference, moved_bytes=20 * sequences, tolerance=0.0)
 
 
-SPECS = (KernelSpec("placement", _trial, cases=({"rows": 70}, {"rows": 40, "rows_each": 3})),)
+SPECS = (
+    KernelSpec("placement", _trial, cases=({"rows": 70}, {"rows": 40, "rows_each": 3})),
+    KernelSpec("feed", _feed_trial, cases=({"rows": 200},)),
+)

@@ -20,21 +20,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Outputs, Trial, product_of
+from baton.engine.ops.triton.spec import (
+    Config,
+    KernelSpec,
+    Key,
+    Outputs,
+    Trial,
+    dtype_of,
+    product_of,
+)
 from baton.engine.ops.triton.tuning import choose
 from baton.engine.sampling.filters import sample as reference
-from baton.engine.sampling.sampler import GREEDY_BELOW
+from baton.engine.sampling.randomness import uniform
+from baton.engine.sampling.sampler import GREEDY_BELOW, NUM_SETTINGS
 from baton.sampling import SamplingParams
 
-NUM_SETTINGS = 5  # temperature (0: greedy), top-k (0: without), top-p, min-p, random number
 NUM_PENALTIES = 3  # repetition, frequency, presence
 _INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
+def _mixed(state):
+    """SplitMix64's output for a state, uint64."""
+    mixed = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
+    return mixed ^ (mixed >> 31)
+
+
+@triton.jit
+def random_bits(seed, position):
+    """The random number of a seed, int64 of which all bits count, and a position: uint64, of 53
+    bits. Over 2 ** 53 it is that of `baton.engine.sampling.randomness`.
+    """
+    gamma = tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
+    offset = (position.to(tl.int64) + 1).to(tl.uint64, bitcast=True) * gamma
+    return _mixed(_mixed(seed.to(tl.uint64, bitcast=True) + gamma) + offset) >> 11
+
+
+@triton.jit
 def _weights(logits, ids, vocab_size, largest, temperature):
     """1 for the likeliest token, 0 beyond the vocabulary."""
-    x = tl.load(logits + ids, mask=ids < vocab_size, other=-_INFINITY)
+    x = tl.load(logits + ids, mask=ids < vocab_size, other=-_INFINITY).to(tl.float32)
     return tl.exp(tl.div_rn(x - largest, temperature))
 
 
@@ -93,15 +119,17 @@ def _kept(logits, ids, vocab_size, largest, temperature, edge, room, at, passed,
 
 
 @triton.jit
-def _sample_kernel(logits, settings, tokens, vocab_size, row_stride, BLOCK: tl.constexpr):
+def _sample_kernel(
+    logits, settings, seeds, positions, tokens, vocab_size, row_stride, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
-    settings += row * 5
+    settings += row * 4
     best = tl.full([BLOCK], -_INFINITY, tl.float32)
     where, broken = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for first in range(0, vocab_size, BLOCK):
         ids = first + tl.arange(0, BLOCK)
-        x = tl.load(logits + ids, mask=ids < vocab_size, other=-_INFINITY)
+        x = tl.load(logits + ids, mask=ids < vocab_size, other=-_INFINITY).to(tl.float32)
         where = tl.where(x > best, ids, where)
         best = tl.maximum(x, best)
         broken |= (x != x).to(tl.int32)  # noqa: PLR0124 (of what is no number)
@@ -112,7 +140,9 @@ def _sample_kernel(logits, settings, tokens, vocab_size, row_stride, BLOCK: tl.c
     temperature = tl.load(settings).to(tl.float32)
     if usable & (temperature > 0):
         top_k, top_p = tl.load(settings + 1).to(tl.int32), tl.load(settings + 2)
-        least, number = tl.load(settings + 3).to(tl.float32), tl.load(settings + 4)
+        least = tl.load(settings + 3).to(tl.float32)
+        bits = random_bits(tl.load(seeds + row), tl.load(positions + row))
+        number = bits.to(tl.float64) * (1.0 / (1 << 53))
         edge, kept = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32) + vocab_size
         if (top_k > 0) & (top_k < vocab_size):
             kept = top_k
@@ -158,17 +188,25 @@ def _sample_kernel(logits, settings, tokens, vocab_size, row_stride, BLOCK: tl.c
     tl.store(tokens + row, token.to(tl.int64))
 
 
-def sample(logits: Tensor, settings: Tensor, tokens: Tensor, config: Config | None = None) -> None:
-    """Writes one token for each row of logits `[rows, vocab]` float32, which stay as they are.
+def sample(
+    logits: Tensor, settings: Tensor, seeds: Tensor, positions: Tensor, tokens: Tensor,
+    config: Config | None = None,
+) -> None:  # fmt: skip
+    """Writes one token for each row of logits `[rows, vocab]`, which stay as they are.
 
-    settings: float64 `[rows, NUM_SETTINGS]` · tokens: int64 `[rows]`. Of a greedy row it is the
-    likeliest token, of equals the lowest id; of a row whose logits are not numbers one beyond the
-    vocabulary. config: of the launch; None is that of `tuning`.
+    logits: float32, float16 or bfloat16 · settings: float64 `[rows, NUM_SETTINGS]`, see
+    `settings_of` · seeds: int64 `[rows]`, the bits of unsigned ones · positions: int32 `[rows]`, of
+    the tokens to sample; less than 1 is a padding row, whose token means nothing · tokens: int64
+    `[rows]`. Of a greedy row it is the likeliest token, of equals the lowest id; of a row whose
+    logits are not numbers one beyond the vocabulary. config: of the launch; None is that of
+    `tuning`. Waits for nothing on the device: a CUDA graph can hold it.
     """
     rows, vocab_size = logits.shape
-    assert logits.stride(1) == 1 and settings.is_contiguous()
+    assert logits.stride(1) == 1 and settings.is_contiguous() and settings.shape[1] == NUM_SETTINGS
     config = config or choose("sample", {"vocab": vocab_size}, logits.device)
-    _sample_kernel[(rows,)](logits, settings, tokens, vocab_size, logits.stride(0), **config)
+    _sample_kernel[(rows,)](
+        logits, settings, seeds, positions, tokens, vocab_size, logits.stride(0), **config
+    )
 
 
 @triton.jit
@@ -181,67 +219,46 @@ def _adjusted(x, bias, times, repetition, frequency, presence):
     return x - (output * frequency + (output > 0).to(tl.float32) * presence)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=[
-        "rows", "ends", "ids", "biases", "times", "penalties", "sources", "sampled"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize_on_alignment=["rows", "ends", "ids", "biases", "times", "penalties"])
 def _adjust_kernel(
-    logits, rows, ends, ids, biases, times, penalties, sources, sampled, vocab_size, row_stride,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits, rows, ends, ids, biases, times, penalties, row_stride, BLOCK: tl.constexpr
+):
     which = tl.program_id(0)
     logits += tl.load(rows + which).to(tl.int64) * row_stride
     penalties += which * 3
     repetition, frequency = tl.load(penalties), tl.load(penalties + 1)
     presence = tl.load(penalties + 2)
-    # The last token of the text may be known to the device alone.
-    source, newest = tl.load(sources + which), tl.full([], -1, tl.int64)
-    if source >= 0:
-        newest = tl.load(sampled + source)
     begin, end = tl.full([], 0, tl.int32), tl.load(ends + which)
     if which > 0:
         begin = tl.load(ends + which - 1)
-    listed = tl.zeros([BLOCK], tl.int32)
     for first in range(begin, end, BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < end
         token = tl.load(ids + at, mask=inside, other=0)
         count = tl.load(times + at, mask=inside, other=-1)
-        is_newest = (token == newest) & inside
-        count = tl.where(is_newest, tl.maximum(count, 0) + 1, count)
-        listed |= is_newest.to(tl.int32)
         x = tl.load(logits + token, mask=inside, other=0.0)
         bias = tl.load(biases + at, mask=inside, other=0.0)
         x = _adjusted(x, bias, count, repetition, frequency, presence)
         tl.store(logits + token, x, mask=inside)
-    if (newest >= 0) & (newest < vocab_size) & (tl.max(listed, 0) == 0):
-        x = tl.load(logits + newest)
-        tl.store(logits + newest, _adjusted(x, 0.0, 1, repetition, frequency, presence))
 
 
 def adjust(
     logits: Tensor, rows: Tensor, ends: Tensor, ids: Tensor, biases: Tensor, times: Tensor,
-    penalties: Tensor, sources: Tensor, sampled: Tensor,
+    penalties: Tensor,
 ) -> None:  # fmt: skip
     """Applies biases and penalties to some rows of logits `[.., vocab]` float32, in place.
 
     rows: int32 `[n]`, which ones · ends: int32 `[n]`, where a row's tokens end in the lists of all:
     ids int32, distinct in a row, biases float32, times int32: how often each is in the output, 0 in
-    the prompt alone, -1 in neither · penalties: float32 `[n, NUM_PENALTIES]` · sources: int32
-    `[n]`, where in `sampled`, int64, lies the last token of a row's output if the lists lack it;
-    else -1.
+    the prompt alone, -1 in neither · penalties: float32 `[n, NUM_PENALTIES]`.
     """
     _adjust_kernel[(len(rows),)](
-        logits, rows, ends, ids, biases, times, penalties, sources, sampled, logits.shape[1],
-        logits.stride(0), BLOCK=256, num_warps=4,
-    )  # fmt: skip
+        logits, rows, ends, ids, biases, times, penalties, logits.stride(0), BLOCK=256, num_warps=4
+    )
 
 
-def settings_of(
-    params: Sequence[SamplingParams], numbers: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
-    """What `sample` takes; numbers: random, in [0, 1), of each row."""
+def settings_of(params: Sequence[SamplingParams]) -> npt.NDArray[np.float64]:
+    """What `sample` takes of each row `[rows, NUM_SETTINGS]`."""
     rows = [
         (
             0.0 if row.temperature < GREEDY_BELOW else row.temperature,
@@ -251,7 +268,7 @@ def settings_of(
         )
         for row in params
     ]
-    return np.column_stack([np.array(rows, np.float64), numbers])
+    return np.array(rows, np.float64)
 
 
 _TRIED: tuple[dict[str, Any], ...] = (
@@ -268,20 +285,22 @@ _TRIED: tuple[dict[str, Any], ...] = (
 
 def _sample_trial(shape: Key, device: torch.device) -> Trial:
     rows, vocab_size = int(shape["rows"]), int(shape["vocab"])
-    logits = torch.randn(rows, vocab_size, device=device) * 3
+    logits = (torch.randn(rows, vocab_size, device=device) * 3).to(dtype_of(shape, default="fp32"))
     params = [
         SamplingParams(**{"temperature": 1.0, **_TRIED[at % len(_TRIED)]}) for at in range(rows)
     ]
-    numbers = np.linspace(0.01, 0.99, rows)
-    settings = torch.from_numpy(settings_of(params, numbers)).to(device)
+    settings = torch.from_numpy(settings_of(params)).to(device)
+    seeds = torch.arange(rows, device=device) - rows // 2
+    positions = torch.arange(1, rows + 1, dtype=torch.int32, device=device)
     tokens = torch.zeros(rows, dtype=torch.int64, device=device)
 
     def run(config: Config | None) -> Outputs:
-        sample(logits, settings, tokens, config)
+        sample(logits, settings, seeds, positions, tokens, config)
         return (tokens,)
 
     def wanted() -> Outputs:
-        host = logits.cpu().numpy()
+        host = logits.float().cpu().numpy()
+        numbers = uniform([seed % (1 << 64) for seed in seeds.tolist()], positions.tolist())
         drawn = reference(host, [replace(row, temperature=1.0) for row in params], numbers)
         greedy = [row.temperature == 0 for row in params]
         return (torch.from_numpy(np.where(greedy, host.argmax(1), drawn)).to(device),)
@@ -290,7 +309,7 @@ def _sample_trial(shape: Key, device: torch.device) -> Trial:
 
 
 def _adjust_trial(shape: Key, device: torch.device) -> Trial:
-    """Two rows of three: one whose last token is listed, one whose is not."""
+    """Two rows of three."""
     vocab_size, listed = int(shape["vocab"]), int(shape["listed"])
     kept = torch.randn(3, vocab_size, device=device)
     i32 = partial(torch.tensor, dtype=torch.int32, device=device)
@@ -298,28 +317,19 @@ def _adjust_trial(shape: Key, device: torch.device) -> Trial:
     biases = torch.randn(2, listed).to(device)
     times = (torch.arange(2 * listed).view(2, listed) % 5 - 1).int().to(device)
     penalties = torch.tensor([[1.3, 0.5, 0.25], [0.7, -0.5, 1.0]], device=device)
-    sampled = torch.stack([ids[0, 1].long(), torch.tensor(0, device=device), ids[0, 2].long()])
-    sources = i32([0, 2])
 
     def run(config: Config | None) -> Outputs:
         logits = kept.clone()
         rows, ends = i32([2, 0]), i32([listed, 2 * listed])
-        adjust(
-            logits, rows, ends, ids.view(-1), biases.view(-1), times.view(-1), penalties, sources,
-            sampled,
-        )  # fmt: skip
+        adjust(logits, rows, ends, ids.view(-1), biases.view(-1), times.view(-1), penalties)
         return (logits,)
 
     def wanted() -> Outputs:
         logits = kept.clone()
         for which, row in enumerate((2, 0)):
             repetition, frequency, presence = penalties[which].tolist()
-            newest = int(sampled[int(sources[which])])
             its = zip(*(part[which].tolist() for part in (ids, biases, times)), strict=True)
-            all_of = {token: (bias, count) for token, bias, count in its}
-            bias, count = all_of.get(newest, (0.0, 0))
-            all_of[newest] = bias, max(count, 0) + 1
-            for token, (bias, count) in all_of.items():
+            for token, bias, count in its:
                 x = float(logits[row, token]) + bias
                 if count >= 0:
                     x = x / repetition if x > 0 else x * repetition
@@ -333,7 +343,7 @@ SPECS = (
     KernelSpec(
         "sample",
         _sample_trial,
-        cases=({"rows": 16, "vocab": 700}, {"rows": 8, "vocab": 1536}),
+        cases=({"rows": 16, "vocab": 700}, {"rows": 8, "vocab": 1536, "dtype": "bf16"}),
         configs=lambda key: product_of(
             BLOCK=(1024, 2048, 4096), num_warps=(4, 8, 16, 32), num_stages=(1, 2)
         ),

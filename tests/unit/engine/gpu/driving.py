@@ -12,7 +12,6 @@ from baton.engine.blocks import BlockPool
 from baton.engine.kv_cache import KvLayout
 from baton.engine.loop import Engine, Progress
 from baton.engine.models.decoder import Model
-from baton.engine.overlap import OverlappedEngine
 from baton.engine.planner import ChunkSize, Planner
 from baton.engine.runner import Runner
 from baton.engine.sampling.sampler import Sampler
@@ -61,8 +60,8 @@ class Driven:
         self.blocks = BlockPool(num_blocks, block_size)
         proposer = NgramProposer(speculate, MAX_CONTEXT) if speculate else None
         self.planner = Planner(self.blocks, ChunkSize(16), max_batch, proposer)
-        kind = OverlappedEngine if overlap and not speculate else Engine
-        self.engine = kind(runner, self.planner, EOS, MAX_CONTEXT, self._publish)
+        overlap = overlap and not speculate
+        self.engine = Engine(runner, self.planner, EOS, MAX_CONTEXT, self._publish, overlap)
         self.progress: list[Progress] = []  # of the last report
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[object]] = {}
@@ -78,7 +77,7 @@ class Driven:
     @property
     def in_flight(self):
         """Ids of the sequences with a row in a launch that was not waited for."""
-        flight = getattr(self.engine, "_flight", None)
+        flight = self.engine._flight
         return [work.sequence.seq_id for work in flight.plan.work] if flight else []
 
     def add(self, sequence):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.backends.gpu.device import Stream
-from baton.engine.backends.gpu.device_sampling import KNOWN, DeviceSampler
+from baton.engine.backends.gpu.device_sampling import DeviceSampler
 from baton.engine.sampling.sampler import Sampler, SampleRow
 from baton.sampling import SamplingParams
 
@@ -48,23 +48,8 @@ def test_whatever_the_rows_ask_for(seed, count, vocab):
         if dice.random() < 0.3:  # equals, everywhere
             logits = logits.round()
         wanted = host.sample(logits, rows)
-        if dice.random() < 0.5:  # the host lacks last tokens of some, which lie in any order
-            places = dice.sample(range(count), count)
-            newest = torch.zeros(count, dtype=torch.int64)
-            newest[places] = torch.tensor([row.token_ids[-1] for row in rows])
-            sources = [
-                KNOWN if row.params.bad_words or dice.random() < 0.3 else place
-                for row, place in zip(rows, places, strict=True)
-            ]
-            lacking = [
-                row if source == KNOWN else row._replace(token_ids=[*row.token_ids[:-1], 0])
-                for row, source in zip(rows, sources, strict=True)
-            ]
-            device.prepare(lacking, sources)
-            device.sample(logits, newest)
-        else:
-            device.prepare(rows)
-            device.sample(logits)
+        device.prepare(rows)
+        device.sample(logits)
         found = device.sampled()
         assert found.token_ids == wanted.token_ids == device.tokens[:count].tolist()
         for one, other in zip(found.logprobs, wanted.logprobs, strict=True):

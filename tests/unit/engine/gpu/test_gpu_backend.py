@@ -19,9 +19,7 @@ from baton.engine.backends.gpu.backend import GpuBackend, choose_kernels, refuse
 from baton.engine.backends.gpu.memory import Usage
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kv_cache import plan_layout
-from baton.engine.loop import Engine
 from baton.engine.models.config import ModelConfig
-from baton.engine.overlap import OverlappedEngine
 from baton.engine.runner import Runner
 from baton.engine.sequence import Sequence
 from baton.engine.weights.weight import Int8Weight
@@ -104,7 +102,7 @@ def test_what_settings_build(checkpoint, overlap, speculate):
         checkpoint, overlap=overlap, speculate=speculate, quantization="int8", kv_dtype="fp8"
     )
     engine = loaded.engine(lambda report: None)
-    assert type(engine) is (OverlappedEngine if overlap and not speculate else Engine)
+    assert engine._overlap == (overlap and not speculate)
     runner = loaded.runner
     assert isinstance(runner, GpuRunner)
     assert runner.model._tables.shape[2] == 32  # not the checkpoint's own context

@@ -4,28 +4,35 @@ import logging
 import random
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from baton.config import EngineConfig
 from baton.engine.backends.gpu.device import Stream
+from baton.engine.backends.gpu.device_sampling import SamplingGraphs
 from baton.engine.backends.gpu.graphs import (
+    KNOWN,
+    PADDING,
     DecodeGraphs,
+    Sections,
     batch_sizes,
     num_elements,
     sections,
     table_widths,
 )
-from baton.engine.backends.gpu.runner import BlockTables
+from baton.engine.backends.gpu.input_batch import InputBatch
 from baton.engine.backends.gpu.warmup import step_shapes, warm_up
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import ALONE
 from baton.engine.ops.torch.attention import place
+from baton.engine.ops.triton import sampling
 from baton.engine.ops.triton.attention import plan_tiles
 from baton.engine.ops.triton.placement import place_rows
+from baton.engine.planner import Work
+from baton.engine.runner import sample_rows
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError
 from baton.sampling import SamplingParams
@@ -52,36 +59,74 @@ def test_tables_are_padded_to_few_widths():
 def test_sections_are_aligned_apart_and_fit_their_memory(rows, width):
     flat = torch.zeros(num_elements(rows, width), dtype=torch.int32)
     parts = sections(flat, rows, width)
-    for number, part in enumerate(parts[:4], 1):
-        assert part.is_contiguous()
-        assert part.storage_offset() % 32 == 0
-        part.add_(number)
-    assert parts.all.unique().tolist() in ([1, 2, 3, 4], [0, 1, 2, 3, 4])
-    assert [int(part.sum()) for part in parts[:4]] == [rows, 2 * rows, 3 * rows, 4 * rows * width]
+    *apart, whole = parts
+    for number, part in enumerate(apart, 1):
+        assert part.is_contiguous() and part.shape[0] == rows
+        assert part.data_ptr() - flat.data_ptr() == part.storage_offset() * part.element_size()
+        assert (part.data_ptr() - flat.data_ptr()) % 128 == 0
+        part.fill_(number)
+    assert all(bool((part == number).all()) for number, part in enumerate(apart, 1))
+    assert whole.data_ptr() == flat.data_ptr() and len(whole) <= len(flat)
     assert len(sections(flat, max(1, rows - 1), width).all) <= len(flat)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1 << 30))
-def test_block_tables_follow_their_sequences(seed):
-    dice, tables = random.Random(seed), BlockTables(3, 10)
-    alive = [Sequence(str(i), [1], 1, SamplingParams()) for i in range(9)]
+def test_inputs_are_those_of_their_sequences_whatever_happens_to_them(seed):
+    dice, batch = random.Random(seed), InputBatch(3, 10)
+    alive = [a_sequence(dice, str(number)) for number in range(9)]
+    before: list[Sequence] = []
+    some = alive[:2]
     for _ in range(30):
-        some = dice.sample(alive, dice.randint(1, 3))
+        if dice.random() < 0.5:
+            some = dice.sample(alive, dice.randint(1, 3))
         for one in some:
-            change = dice.randrange(4)
+            change = dice.randrange(5)
             if change == 0:
                 one.block_ids = [dice.randrange(1, 50) for _ in range(dice.randint(1, 10))]
             elif change == 1 and len(one.block_ids) < 10:
                 one.block_ids.append(dice.randrange(1, 50))
             elif change == 2:
-                del one.block_ids[dice.randint(1, 10) :]
-            one.block_ids = one.block_ids or [7]
-        width = dice.choice((5, 10))
-        into = torch.full((len(some), width), -9, dtype=torch.int32)
-        tables.gather(some, into)
-        for one, row in zip(some, into.tolist(), strict=True):
-            assert row == (one.block_ids + [0] * 10)[:width]
+                one.tokens.append(dice.randrange(90))
+            elif change == 3 and dice.random() < 0.2:
+                one.dropped = True
+                alive[alive.index(one)] = some[some.index(one)] = a_sequence(dice, one.seq_id)
+        check_inputs(dice, batch, some, before)
+        before = list(some)
+
+
+def a_sequence(dice, name):
+    tokens = [dice.randrange(90) for _ in range(dice.randint(1, 9))]
+    changes = {"min_tokens": 4}, {"logprobs": 1}, {"frequency_penalty": 0.5}, {}, {}, {}
+    params = SamplingParams(
+        temperature=dice.choice((0.0, 0.7)), top_k=dice.randrange(9), seed=dice.getrandbits(64),
+        top_p=dice.random(), min_p=dice.random(), **dice.choice(changes),
+    )  # fmt: skip
+    return Sequence(name, tokens, dice.randint(1, len(tokens)), params, block_ids=[7])
+
+
+def check_inputs(dice, batch, some, before):
+    count, size, width = len(some), 4, dice.choice((5, 10))
+    parts = sections(torch.full((num_elements(size, width),), -9, dtype=torch.int32), size, width)
+    into = Sections(*(part.numpy() for part in parts))
+    work = [Work(one, len(one.tokens) - 1, 1) for one in some]
+    sources = batch.sources(some, before)
+    assert sources.tolist() == [before.index(o) if o in before else KNOWN for o in some]
+    known = [at for at, source in enumerate(sources) if source == KNOWN]
+    apart = batch.write(work, sources, into)
+    rows = [next(sample_rows(item)) for item in work]
+    assert apart.tolist() == [at for at, row in enumerate(rows) if not row.plain]
+    assert [int(into.token_ids[at]) for at in known] == [some[at].tokens[-1] for at in known]
+    assert into.context_lens.tolist() == [
+        *(len(one.tokens) - 1 for one in some), *[PADDING] * (size - count)
+    ]  # fmt: skip
+    assert into.positions.tolist() == [*(len(one.tokens) for one in some), *[0] * (size - count)]
+    assert into.seeds[:count].view(np.uint64).tolist() == [one.params.seed for one in some]
+    assert into.settings[:count].tolist() == [
+        [p.temperature, p.top_k, p.top_p, p.min_p] for p in (one.params for one in some)
+    ]
+    tables = [(one.block_ids + [0] * 10)[:width] for one in some]
+    assert into.block_tables.tolist() == [*tables, *[[0] * width] * (size - count)]
 
 
 class CountingStream(Stream):
@@ -96,7 +141,7 @@ class CountingStream(Stream):
 
         def replay():
             self.replayed += 1
-            work()
+            return work()
 
         return replay
 
@@ -147,28 +192,42 @@ class Bf16Model:
         return self.logits[: len(token_ids)]
 
 
-class Passes(TorchDispatchMode):
-    """Operations that go over all logits."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ != "slice":
-            self.seen.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def test_logits_become_float32_where_they_are_kept():
-    graphs = DecodeGraphs(Bf16Model(), new_pool(2), CountingStream(), 2, 4)
-    assert torch.equal(graphs.decode(2, 4), Bf16Model.logits.float()), "without a graph"
-    graphs.capture()
-    with Passes() as passes:
+def test_a_captured_step_samples_from_logits_as_they_are(monkeypatch):
+    """No pass over them makes them float32."""
+    given_to = []
+    monkeypatch.setattr(sampling, "sample", lambda logits, *rest: given_to.append(logits))
+    graphs = SamplingGraphs(Bf16Model(), new_pool(2), CountingStream(), 2, 4, 7)
+    with torch.inference_mode():
+        graphs.capture()
+        graphs.inputs(2, 4).sources.fill_(KNOWN)
         logits = graphs.decode(2, 4)
-    assert logits.dtype == torch.float32
-    assert torch.equal(logits, Bf16Model.logits.float())
-    assert passes.seen == ["copy_"], "one pass writes them"
+    assert torch.equal(logits, Bf16Model.logits)
+    assert given_to[-1] is logits
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_step_goes_on_with_what_the_one_before_has_sampled(dtype):
+    class Model(Bf16Model):
+        fed: list[int] = []  # noqa: RUF012
+
+        def decode(self, token_ids, *_):
+            self.fed = token_ids.tolist()
+            return torch.eye(8, dtype=dtype)[torch.tensor(self.fed) + 1]
+
+    model = Model()
+    graphs = SamplingGraphs(model, new_pool(2), Stream(), 4, 4, 8)
+    with torch.inference_mode():
+        at = graphs.inputs(4, 4)
+        at.sources.fill_(KNOWN)
+        at.token_ids.copy_(torch.tensor([1, 3, 5, 0]))
+        at.positions.fill_(1)
+        graphs.decode(4, 4)
+        assert graphs.tokens.tolist() == [2, 4, 6, 1]
+        at.sources.copy_(torch.tensor([2, 0, KNOWN, 1]))
+        at.token_ids.copy_(torch.tensor([0, 0, 4, 0]))
+        graphs.decode(4, 4)
+    assert model.fed == [6, 2, 4, 4]
+    assert graphs.tokens.tolist() == [7, 3, 5, 5]
 
 
 def test_steps_that_cannot_be_captured_are_an_error_with_the_option_that_helps():

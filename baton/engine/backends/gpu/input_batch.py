@@ -1,0 +1,120 @@
+"""What decode steps need of their sequences: arrays with a row for each, kept between launches.
+
+(After vLLM's `InputBatch`.) A sequence keeps its row while it decodes: a launch gathers the rows,
+and looks closer only at sequences that are new or have got blocks.
+"""
+
+from __future__ import annotations
+
+from operator import is_
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.engine.backends.gpu.graphs import KNOWN, PADDING, Sections
+from baton.engine.ops.triton.sampling import settings_of
+from baton.engine.planner import Work
+from baton.engine.sampling.sampler import NUM_SETTINGS
+from baton.engine.sequence import Sequence
+
+Ints = npt.NDArray[np.int64]
+
+
+class InputBatch:
+    """The rows of one engine's decoding sequences. Engine thread only."""
+
+    def __init__(self, max_batch: int, width: int) -> None:
+        """width: blocks of the longest sequence."""
+        # Twice as many as can decode at once, so that rows need not be given up one by one.
+        count = 2 * max_batch
+        self._tables = np.zeros((count, width), np.int32)
+        self._num_blocks = np.zeros(count, np.int64)  # of each table
+        self._settings = np.zeros((count, NUM_SETTINGS), np.float64)
+        self._seeds = np.zeros(count, np.int64)
+        self._held: list[list[int]] = [[] for _ in range(count)]  # the lists that tables follow
+        self._free = list(range(count))
+        self._row_of: dict[Sequence, int] = {}
+        # Whether a row is always sampled with its tokens known; if not, up to which position it is.
+        self._adjusted = np.zeros(count, np.bool_)
+        self._adjusted_until = np.zeros(count, np.int64)
+        self._sequences: list[Sequence] = []  # of the last launch, in its order
+        self._rows = np.empty(0, np.int64)
+        self._blocks: list[list[int]] = []
+
+    def sources(self, sequences: list[Sequence], before: list[Sequence]) -> Ints:
+        """Which row of the launch before samples each one's last token, or KNOWN."""
+        if sequences == before:
+            return np.arange(len(sequences))
+        places = {sequence: place for place, sequence in enumerate(before)}
+        return np.array([places.get(one, KNOWN) for one in sequences])
+
+    def write(self, work: list[Work], sources: Ints, into: Sections[npt.NDArray[np.int32]]) -> Ints:
+        """Writes a launch's inputs; which of its rows are to be sampled with their tokens known."""
+        count, sequences = len(work), [item.sequence for item in work]
+        self._follow(sequences)
+        rows, starts = self._rows, np.array([item.start for item in work])
+        into.context_lens[:count] = starts
+        into.context_lens[count:] = PADDING
+        into.positions[:count] = starts + 1
+        into.positions[count:] = 0
+        into.sources[:count] = sources
+        into.sources[count:] = KNOWN
+        for place in (sources == KNOWN).nonzero()[0]:
+            into.token_ids[place] = sequences[place].tokens[work[place].start]
+        into.token_ids[count:] = 0
+        into.seeds[:count] = self._seeds[rows]
+        into.settings[:count] = self._settings[rows]
+        into.block_tables[:count] = self._tables[rows, : into.block_tables.shape[1]]
+        into.block_tables[count:] = 0
+        return (self._adjusted[rows] | (starts < self._adjusted_until[rows])).nonzero()[0]
+
+    def _follow(self, sequences: list[Sequence]) -> None:
+        """Has the rows of these sequences be what they are now."""
+        if sequences != self._sequences:
+            self._take(sequences)
+        blocks = [one.block_ids for one in sequences]
+        num_blocks = np.array(list(map(len, blocks)))
+        if all(map(is_, blocks, self._blocks)):
+            changed = (num_blocks != self._num_blocks[self._rows]).nonzero()[0]
+        else:
+            changed = np.arange(len(blocks))
+        for place in changed:
+            self._write_table(self._rows[place], blocks[place])
+        self._blocks = blocks
+
+    def _take(self, sequences: list[Sequence]) -> None:
+        """Gives each sequence a row; those of sequences that are gone, or else do not decode now,
+        are free."""
+        kept = set(sequences)
+        gone = [one for one in self._row_of if one.dropped]
+        if len(self._free) + len(gone) < len(sequences):
+            gone = [one for one in self._row_of if one not in kept]
+        for one in gone:
+            self._free.append(self._row_of.pop(one))
+        for one in sequences:
+            if one not in self._row_of:
+                self._row_of[one] = row = self._free.pop()
+                self._describe(row, one)
+        self._sequences = sequences
+        self._rows = np.array([self._row_of[one] for one in sequences])
+        self._blocks = [self._held[row] for row in self._rows]
+
+    def _describe(self, row: int, sequence: Sequence) -> None:
+        params = sequence.params
+        self._settings[row] = settings_of([params])[0]
+        self._seeds[row] = np.array(params.seed, np.uint64).view(np.int64)
+        self._adjusted[row] = (
+            params.has_penalties or params.logprobs is not None or sequence.grammar is not None
+        )
+        self._adjusted_until[row] = sequence.prompt_tokens + params.min_tokens - 1
+        self._held[row], self._num_blocks[row] = [], 0
+        self._tables[row] = 0
+
+    def _write_table(self, row: int, blocks: list[int]) -> None:
+        """A list of blocks only grows: what is there of the same one stays."""
+        table, first = self._tables[row], int(self._num_blocks[row])
+        if self._held[row] is not blocks:
+            self._held[row], first = blocks, 0
+            table[:] = 0
+        table[first : len(blocks)] = blocks[first : len(table)]
+        self._num_blocks[row] = len(blocks)
