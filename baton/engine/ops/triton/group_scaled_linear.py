@@ -451,10 +451,17 @@ class PackedWeight(Weight):
             "PLAIN": self.words.device.type == "cpu" or not self.has_kernel,
         }  # fmt: skip
 
-    def to(self, device: torch.device) -> PackedWeight:
-        """The same, there."""
-        parts = {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
-        return replace(self, **{name: part.to(device) for name, part in parts.items()})
+    def empty(self, outputs: int, device: torch.device) -> PackedWeight:
+        """One of so many outputs in its format, of any numbers."""
+        tiles, parts = triton.cdiv(outputs, TILE), self.fields.shape[1]
+        _, steps, *tile = self.words.shape
+        return replace(
+            self,
+            sizes=(outputs, self.sizes[1]),
+            words=torch.empty((tiles, steps, *tile), dtype=torch.int16, device=device),
+            fields=torch.empty((steps, parts, tiles * TILE), dtype=torch.int32, device=device),
+            counters=new_counters(outputs, device),
+        )
 
     def with_fields(self, has_zeros: bool, has_lows: bool) -> PackedWeight:
         """The same with fields of these kinds, too, as another weight may have them."""
@@ -651,11 +658,13 @@ def random_weight(format: str, outputs: int, depth: int, device: torch.device) -
 def _trial(shape: Key, device: torch.device) -> Trial:
     rows, outputs, depth = (int(shape[name]) for name in ("rows", "outputs", "depth"))
     dtype, meta = dtype_of(shape), device.type == "meta"
-    made = torch.device("cpu") if meta else device
-    weight = random_weight(str(shape.get("weight", "int4")), outputs, depth, made)
+    # What a kernel is compiled for depends on numbers, of which a few outputs have enough.
+    made = (min(outputs, TILE), torch.device("cpu")) if meta else (outputs, device)
+    weight = random_weight(str(shape.get("weight", "int4")), made[0], depth, made[1])
     packed = pack(weight, dtype)
     assert packed is not None
-    packed = packed.to(device)
+    if meta:
+        packed = packed.empty(outputs, device)
     x = torch.randn(rows, depth, device=device).to(dtype)
     bias = torch.randn(outputs, device=device).to(dtype) if shape.get("bias") else None
 
