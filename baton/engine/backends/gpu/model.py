@@ -138,7 +138,7 @@ class GpuModel(Model):
             scored=scored,
         )  # fmt: skip
         inner = experts.gate_up.apply(x, slots, self.config.activation)
-        return add_up(experts.down.apply(inner, slots), slots, stream)
+        return add_up(experts.down.apply(inner, slots), slots, x.dtype, stream)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         return act_mul(gate_up, self.config.activation)

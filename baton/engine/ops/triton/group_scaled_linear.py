@@ -11,6 +11,7 @@ type of the activations, for a product by cuBLAS.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +24,7 @@ from torch.nn.functional import linear, pad
 
 from baton.engine.ops.triton.attention_common import TRITON_TYPES
 from baton.engine.ops.triton.launch import launch, wait_for_inputs
-from baton.engine.ops.triton.skinny_matmul import MOST_ROWS, new_counters, prefetch, tile_rows
+from baton.engine.ops.triton.skinny_matmul import new_counters, prefetch, tile_rows
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
 from baton.engine.ops.triton.tuning import choose
 from baton.engine.weights.quantize import FP8
@@ -38,6 +39,9 @@ from baton.engine.weights.weight import (
 
 NAME = "group_scaled_linear"
 
+# More rows are torch's product; so many are a tile.
+MOST_ROWS = 512
+_TILE_ROWS = 256
 STEP = 128  # inputs that are packed together
 TILE = 64  # outputs that are, and lie next to each other
 _STEP, _TILE = tl.constexpr(STEP), tl.constexpr(TILE)
@@ -237,87 +241,127 @@ def scaled(
         nothing = tl.full([1, 1], -0.0, TYPE)
         if FORMAT == "int4":
             raw = _fma(raw, tl.full([1, 1], 1.0, TYPE), less[:, None], TYPE)
+        elif FORMAT == "int4s":
+            nothing = less[:, None]
         if HAS_LOW:
             nothing = _fma(raw, low[:, None], nothing, TYPE)
         return _fma(raw, scale[:, None], nothing, TYPE)
+
+
+@triton.jit
+def _beside(a, b):
+    """`[outputs, 2 * inputs]` of two halves: registers keep what they have."""
+    both = tl.permute(tl.join(a, b), (0, 2, 1))
+    return tl.reshape(both, (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.jit
+def _plane(
+    raw, PLANE: tl.constexpr, fields, padded, FORMAT: tl.constexpr, GROUPS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr, HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    PLANES: tl.constexpr = 2 if FORMAT == "fp8" else 4
+    scale, low, less = group_scale(
+        fields, padded, PLANE * GROUPS // PLANES, FORMAT, HAS_ZEROS, HAS_LOWS, TYPE, PLAIN
+    )
+    return scaled(raw[PLANE], scale, low, less, FORMAT, HAS_LOWS, TYPE, PLAIN)
+
+
+@triton.jit
+def step_numbers(
+    raw, fields, padded, FORMAT: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
+    HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr,
+):  # fmt: skip
+    """The numbers of a step, `[outputs, STEP]`."""
+    first = _beside(
+        _plane(raw, 0, fields, padded, FORMAT, GROUPS, HAS_ZEROS, HAS_LOWS, TYPE, PLAIN),
+        _plane(raw, 1, fields, padded, FORMAT, GROUPS, HAS_ZEROS, HAS_LOWS, TYPE, PLAIN),
+    )
+    if FORMAT == "fp8":
+        return first
+    else:
+        return _beside(
+            first,
+            _beside(
+                _plane(raw, 2, fields, padded, FORMAT, GROUPS, HAS_ZEROS, HAS_LOWS, TYPE, PLAIN),
+                _plane(raw, 3, fields, padded, FORMAT, GROUPS, HAS_ZEROS, HAS_LOWS, TYPE, PLAIN),
+            ),
+        )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _group_scaled_linear(
     x, words, fields, bias, out, partials, counters, num_rows, num_outputs, depth, padded,
     PARTS: tl.constexpr, FORMAT: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr, WHOLE: tl.constexpr, SPLIT: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, STEPS: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr, WHOLE: tl.constexpr,
+    IS_SPLIT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of all rows, over a part of the depth. Grid `[outputs / OUTPUTS, SPLIT]`.
+    """Some outputs of some rows, over a part of the depth. Grid `[rows, outputs, parts]`.
 
     The last program of some outputs adds up all parts of their sums.
     """
-    PLANES: tl.constexpr = 2 if FORMAT == "fp8" else 4
-    WIDTH: tl.constexpr = _STEP // PLANES
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    rows = tl.arange(0, ROWS)
+    WIDTH: tl.constexpr = _STEP // (2 if FORMAT == "fp8" else 4)
+    tile, part, parts = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     has_row = rows < num_rows
-    column = tl.arange(0, WIDTH)
     steps = tl.cdiv(depth, _STEP)
-    right = words + (outputs // _TILE).to(tl.int64)[:, None] * (steps * _TILE * WIDTH)
-    right += (outputs % _TILE)[:, None] * WIDTH + column[None, :]
-    scales = fields + tl.minimum(outputs, padded - 1)
-    part = tl.program_id(1)
-    turns = tl.cdiv(steps, STEPS)
-    begin, end = part * turns // SPLIT, (part + 1) * turns // SPLIT
-    if PDL and AHEAD > 0:  # lines of the first steps
+    first, last = part * steps // parts, (part + 1) * steps // parts
+    if PDL and AHEAD > 0:  # lines of 64 words, of the first steps
         LINES: tl.constexpr = _TILE * WIDTH // 64
         line = tl.arange(0, OUTPUTS // _TILE * AHEAD * LINES)
-        tile = tl.minimum(tl.program_id(0) * (OUTPUTS // _TILE) + line // (AHEAD * LINES), padded // _TILE - 1)
-        line = tl.minimum(begin * STEPS * LINES + line % (AHEAD * LINES), steps * LINES - 1)
-        prefetch(words + (tile.to(tl.int64) * (steps * LINES) + line) * 64)
+        of_tile = tl.minimum(
+            tile * (OUTPUTS // _TILE) + line // (AHEAD * LINES), padded // _TILE - 1
+        )
+        line = tl.minimum(first * LINES + line % (AHEAD * LINES), steps * LINES - 1)
+        prefetch(words + (of_tile.to(tl.int64) * (steps * LINES) + line) * 64)
     wait_for_inputs(PDL)
-    left = x + rows[None, :] * depth + column[:, None]
+    column, inputs = tl.arange(0, WIDTH), tl.arange(0, _STEP)
+    left = words + (outputs // _TILE).to(tl.int64)[:, None] * (steps * _TILE * WIDTH)
+    left += (outputs % _TILE)[:, None] * WIDTH + column[None, :]
+    own_fields = fields + tl.minimum(outputs, padded - 1)
+    right = x + rows.to(tl.int64)[None, :] * depth + inputs[:, None]
     sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
-    for turn in range(begin, end):
-        for next in tl.static_range(STEPS):
-            step = turn * STEPS + next
-            if WHOLE:
-                held = tl.load(right + step * (_TILE * WIDTH))
-            else:
-                is_held = (outputs < padded) & (step < steps)
-                held = tl.load(right + step * (_TILE * WIDTH), mask=is_held[:, None], other=0)
-            raw = planes(held, FORMAT, TYPE, PLAIN)
-            for plane in tl.static_range(PLANES):
-                first = step * _STEP + plane * WIDTH
-                if plane * GROUPS % PLANES < GROUPS:
-                    scale, low, less = group_scale(
-                        scales + tl.minimum(step, steps - 1) * PARTS * padded, padded, plane * GROUPS // PLANES, FORMAT,
-                        HAS_ZEROS, HAS_LOWS, TYPE, PLAIN,
-                    )  # fmt: skip
-                number = scaled(raw[plane], scale, low, less, FORMAT, HAS_LOWS, TYPE, PLAIN)
-                if WHOLE:
-                    a = tl.load(left + first, mask=has_row[None, :], other=0.0)
-                else:
-                    inside = (first + column < depth)[:, None]
-                    a = tl.load(left + first, mask=has_row[None, :] & inside, other=0.0)
-                if PLAIN:
-                    a = a.to(tl.float32)
-                sums = tl.dot(number, a, sums, input_precision="ieee")
+    # Or else the sums may be zeros behind the loop, for which ptxas waits for each of its products.
+    tl.assume(first < last)
+    for step in range(first, last):
+        if WHOLE:
+            held = tl.load(left + step * (_TILE * WIDTH))
+            a = tl.load(right + step * _STEP, mask=has_row[None, :], other=0.0)
+        else:
+            is_held = (outputs < padded)[:, None]
+            held = tl.load(left + step * (_TILE * WIDTH), mask=is_held, other=0)
+            wanted = has_row[None, :] & (inputs + step * _STEP < depth)[:, None]
+            a = tl.load(right + step * _STEP, mask=wanted, other=0.0)
+        numbers = step_numbers(
+            planes(held, FORMAT, TYPE, PLAIN), own_fields + step * PARTS * padded, padded, FORMAT,
+            GROUPS, HAS_ZEROS, HAS_LOWS, TYPE, PLAIN,
+        )  # fmt: skip
+        if PLAIN:
+            a = a.to(tl.float32)
+        sums = tl.dot(numbers, a, sums, input_precision="ieee")
     if FORMAT == "mxfp4" or FORMAT == "int4s":
         sums *= _MXFP4_SCALE
     has_output = outputs < num_outputs
     wanted = has_output[:, None] & has_row[None, :]
-    to = rows[None, :] * num_outputs + outputs[:, None]
-    if SPLIT > 1:
+    to = rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
+    if IS_SPLIT:
         size = num_rows * num_outputs
         tl.store(partials + part * size + to, sums, mask=wanted)
         tl.debug_barrier()
-        is_last = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel") == SPLIT - 1
+        is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == parts - 1
         if is_last:
-            tl.store(counters + tl.program_id(0), 0)  # for the next launch
-            sums = tl.load(partials + to, mask=wanted, other=0.0, cache_modifier=".cg")
-            for other in tl.static_range(1, SPLIT):
-                sums += tl.load(
-                    partials + other * size + to, mask=wanted, other=0.0, cache_modifier=".cg"
-                )
+            tl.store(counters + tile, 0)  # for the next launch
+            sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
+            AT_ONCE: tl.constexpr = 4 if ROWS <= 16 else 2  # as registers hold them
+            for begin in range(0, parts, AT_ONCE):
+                for next in tl.static_range(AT_ONCE):
+                    other = begin + next
+                    sums += tl.load(
+                        partials + other * size + to, mask=wanted & (other < parts), other=0.0,
+                        cache_modifier=".cg",
+                    )  # fmt: skip
             _store(sums, bias, out, to, outputs, has_output, wanted)
     else:
         _store(sums, bias, out, to, outputs, has_output, wanted)
@@ -407,10 +451,17 @@ class PackedWeight(Weight):
             "PLAIN": self.words.device.type == "cpu" or not self.has_kernel,
         }  # fmt: skip
 
-    def to(self, device: torch.device) -> PackedWeight:
-        """The same, there."""
-        parts = {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
-        return replace(self, **{name: part.to(device) for name, part in parts.items()})
+    def empty(self, outputs: int, device: torch.device) -> PackedWeight:
+        """One of so many outputs in its format, of any numbers."""
+        tiles, parts = triton.cdiv(outputs, TILE), self.fields.shape[1]
+        _, steps, *tile = self.words.shape
+        return replace(
+            self,
+            sizes=(outputs, self.sizes[1]),
+            words=torch.empty((tiles, steps, *tile), dtype=torch.int16, device=device),
+            fields=torch.empty((steps, parts, tiles * TILE), dtype=torch.int32, device=device),
+            counters=new_counters(outputs, device),
+        )
 
     def with_fields(self, has_zeros: bool, has_lows: bool) -> PackedWeight:
         """The same with fields of these kinds, too, as another weight may have them."""
@@ -561,18 +612,19 @@ def group_scaled_linear(
         config = choose(NAME, _key(weight, num_rows), x.device)
     if config is None or "LIBRARY" in config:
         return linear(x, dequantized(weight), bias)
-    x = x.contiguous()
+    x, rows = x.contiguous(), min(tile_rows(num_rows), _TILE_ROWS)
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    split = min(config["SPLIT"], weight.words.shape[1])
+    tiles, row_tiles = triton.cdiv(num_outputs, config["OUTPUTS"]), triton.cdiv(num_rows, rows)
+    sizes = dict(config)
+    parts = min(sizes.pop("SPLIT"), weight.words.shape[1]) if row_tiles == 1 else 1
     partials = None
-    if split > 1:
-        partials = torch.empty((split, *out.shape), dtype=torch.float32, device=x.device)
-    whole = depth % (STEP * config["STEPS"]) == 0 and weight.padded % config["OUTPUTS"] == 0
+    if parts > 1:
+        partials = torch.empty((parts, *out.shape), dtype=torch.float32, device=x.device)
     launch(
-        _group_scaled_linear, (triton.cdiv(num_outputs, config["OUTPUTS"]), split),
-        x, weight.words, weight.fields, bias, out, partials, weight.counters, num_rows, num_outputs,
-        depth, weight.padded, WHOLE=whole, ROWS=tile_rows(num_rows), **weight.options,
-        **{**config, "SPLIT": split},
+        _group_scaled_linear, (row_tiles, tiles, parts), x, weight.words, weight.fields, bias, out,
+        partials, weight.counters, num_rows, num_outputs, depth, weight.padded,
+        WHOLE=depth % STEP == 0 and weight.padded % config["OUTPUTS"] == 0, ROWS=rows,
+        IS_SPLIT=parts > 1, **weight.options, **sizes,
     )  # fmt: skip
     return out
 
@@ -586,7 +638,7 @@ def _key(weight: PackedWeight, rows: int) -> Key:
 
 def random_weight(format: str, outputs: int, depth: int, device: torch.device) -> GroupScaledWeight:
     """format: "int4", with zero points "awq", "fp8" or "mxfp4", in groups as checkpoints have."""
-    group = {"int4": Int4Weight.GROUP, "mxfp4": Mxfp4Weight.GROUP}.get(format, 128)
+    group = {"int4": Int4Weight.GROUP, "mxfp4": Mxfp4Weight.GROUP}.get(format, math.gcd(STEP, depth))
     groups = (outputs, depth // group)
 
     def numbers(end: int, columns: int) -> Tensor:
@@ -606,11 +658,13 @@ def random_weight(format: str, outputs: int, depth: int, device: torch.device) -
 def _trial(shape: Key, device: torch.device) -> Trial:
     rows, outputs, depth = (int(shape[name]) for name in ("rows", "outputs", "depth"))
     dtype, meta = dtype_of(shape), device.type == "meta"
-    made = torch.device("cpu") if meta else device
-    weight = random_weight(str(shape.get("weight", "int4")), outputs, depth, made)
+    # What a kernel is compiled for depends on numbers, of which a few outputs have enough.
+    made = (min(outputs, TILE), torch.device("cpu")) if meta else (outputs, device)
+    weight = random_weight(str(shape.get("weight", "int4")), made[0], depth, made[1])
     packed = pack(weight, dtype)
     assert packed is not None
-    packed = packed.to(device)
+    if meta:
+        packed = packed.empty(outputs, device)
     x = torch.randn(rows, depth, device=device).to(dtype)
     bias = torch.randn(outputs, device=device).to(dtype) if shape.get("bias") else None
 
@@ -655,7 +709,7 @@ SPECS = (
             *(
                 config
                 for config in product_of(
-                    OUTPUTS=(64, 128, 256), STEPS=(1, 2), SPLIT=(1, 2, 4, 8, 12), num_warps=(4, 8),
+                    OUTPUTS=(64, 128, 256), SPLIT=(1, 2, 3, 4, 6, 8, 12, 16), AHEAD=(4,), num_warps=(4, 8),
                     num_stages=(3, 4, 6),
                 )
                 if _fits(config, key)
@@ -672,13 +726,14 @@ SPECS = (
 
 
 def _fits(config: Config, key: Key) -> bool:
-    """Whether stages fit a multiprocessor, and programs are about as many as it takes at once."""
+    """Whether stages fit a multiprocessor, and programs are as many as it takes at once."""
     outputs, bits = config["OUTPUTS"], 8 if key["format"] == "fp8" else 4
-    bytes_of_stage = STEP * config["STEPS"] * (outputs * bits // 8 + 2 * int(key["rows"]))
+    rows = min(int(key["rows"]), _TILE_ROWS)
+    bytes_of_stage = STEP * (outputs * bits // 8 + 2 * rows)
     programs = triton.cdiv(int(key["outputs"]), outputs) * config["SPLIT"]
     return (
-        32 <= outputs // config["num_warps"] * 2
+        outputs * rows <= 128 * 32 * config["num_warps"]
         and config["num_stages"] * bytes_of_stage <= 200 * 1024
-        and 96 <= programs <= 600
-        and int(key["depth"]) // STEP >= 4 * config["STEPS"] * config["SPLIT"]
+        and 96 <= programs <= 900
+        and int(key["depth"]) // STEP >= 4 * config["SPLIT"]
     )

@@ -27,10 +27,9 @@ from baton.engine.ops.triton.group_scaled_linear import (
     STEP,
     TILE,
     PackedWeight,
-    group_scale,
     pack,
     planes,
-    scaled,
+    step_numbers,
 )
 from baton.engine.ops.triton.launch import launch, wait_for_inputs
 from baton.engine.ops.triton.routing import FEW_ROWS, Slots, route
@@ -110,13 +109,20 @@ class GroupedWeight:
 
         With an activation, of gate and up: x is `[rows, in]`, and the result what `act_mul` makes
         of the products, `[slots, out / 2]` by place. Without, of down: x is by place, and the
-        result `[slots, out]` by slot, and weighed with its share. config: of the launch; None is
+        result `[slots, out]` by slot, and weighed with its share; of few slots it may be in parts
+        over the depth, float32 `[slots * parts, out]`, for `add_up`. config: of the launch; None is
         that of `tuning`.
         """
         num_outputs, depth = self.weights[0].shape
         size, num_slots = num_outputs // 2 if activation else num_outputs, slots.taken.numel()
-        out = torch.empty((num_slots, size), dtype=x.dtype, device=x.device)
         config = config or choose(NAME, _key(self, slots.tile_rows), x.device)
+        dtype, split = x.dtype, 1
+        if activation is None and slots.tiles is None:
+            step = STEP if isinstance(self.weights[0], PackedWeight) else config["DEPTH"]
+            split = min(config["SPLIT"], triton.cdiv(depth, step))
+        out = torch.empty(
+            (num_slots * split, size), dtype=dtype if split == 1 else torch.float32, device=x.device
+        )
         first, row_scales, options = self.weights[0], None, dict[str, Any]()
         if isinstance(first, RowScaledWeight):
             x, row_scales = quantize_rows(x, self.dtype)
@@ -131,14 +137,15 @@ class GroupedWeight:
         width = config["OUTPUTS"] // 2 if activation else config["OUTPUTS"]
         num_tiles = num_slots if slots.tiles is None else len(slots.tiles)
         launch(
-            _grouped_matmul, (num_tiles, triton.cdiv(size, width)),
+            _grouped_matmul, (num_tiles, triton.cdiv(size, width), split),
             x, row_scales, self.values, self.scales, self.bias, slots.taken,
             slots.order, slots.tiles, slots.shares, out, size, depth,
-            PER_ROW=slots.taken.shape[1], STORED=_POINTED[self.dtype], BIAS=_POINTED[out.dtype],
+            PER_ROW=slots.taken.shape[1], STORED=_POINTED[self.dtype], BIAS=_POINTED[dtype],
             SUMS=tl.int32 if is_int8 else tl.float32, GATED=activation is not None,
             GELU=activation == "gelu_tanh", SWIGLU_OAI=activation == "swigluoai",
-            WHOLE=depth % config["DEPTH"] == 0 and size % width == 0,
-            ROWS=max(LEAST_ROWS, slots.tile_rows), **options, **config,
+            WHOLE=depth % max(STEP, config["DEPTH"]) == 0 and size % width == 0,
+            ROWS=max(LEAST_ROWS, slots.tile_rows), **options,
+            **{**config, "SPLIT": split},
         )  # fmt: skip
         return out
 
@@ -196,44 +203,34 @@ def _packed_sums(
     right, words, fields, output, has_output, has_row, depth, padded, PARTS: tl.constexpr,
     FORMAT: tl.constexpr, FACTOR: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
     HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of a `PackedWeight` times rows, which begin at pointers right: float32."""
-    PLANES: tl.constexpr = 2 if FORMAT == "fp8" else 4
-    WIDTH: tl.constexpr = _STEP // PLANES
-    STEPS: tl.constexpr = max(1, DEPTH // _STEP)
-    column = tl.arange(0, WIDTH)
+    WIDTH: tl.constexpr = _STEP // (2 if FORMAT == "fp8" else 4)
     steps = tl.cdiv(depth, _STEP)
+    first, last = tl.program_id(2) * steps // SPLIT, (tl.program_id(2) + 1) * steps // SPLIT
     words += (output // _TILE).to(tl.int64)[:, None] * (steps * _TILE * WIDTH)
-    words += (output % _TILE)[:, None] * WIDTH + column[None, :]
+    words += (output % _TILE)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     fields += tl.minimum(output, padded - 1)
-    right = right[None, :] + column[:, None]
+    at = tl.arange(0, _STEP)
+    right = right[None, :] + at[:, None]
     sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
-    for begin in range(0, steps, STEPS):
-        for number in tl.static_range(STEPS):
-            step = begin + number
-            if WHOLE:
-                held = tl.load(words + step * (_TILE * WIDTH))
-            else:
-                is_held = has_output & (step < steps)
-                held = tl.load(words + step * (_TILE * WIDTH), mask=is_held[:, None], other=0)
-            raw = planes(held, FORMAT, TYPE, PLAIN)
-            of_step = fields + tl.minimum(step, steps - 1) * PARTS * padded
-            for plane in tl.static_range(PLANES):
-                if plane * GROUPS % PLANES < GROUPS:
-                    scale, low, less = group_scale(
-                        of_step, padded, plane * GROUPS // PLANES, FORMAT, HAS_ZEROS, HAS_LOWS,
-                        TYPE, PLAIN,
-                    )  # fmt: skip
-                left = scaled(raw[plane], scale, low, less, FORMAT, HAS_LOWS, TYPE, PLAIN)
-                first = step * _STEP + plane * WIDTH
-                has_right = has_row[None, :]
-                if not WHOLE:
-                    has_right = has_right & (first + column < depth)[:, None]
-                x = tl.load(right + first, mask=has_right, other=0.0)
-                if PLAIN:
-                    x = x.to(tl.float32)
-                sums = tl.dot(left, x, sums, input_precision="ieee")
+    tl.assume(first < last)  # see `_group_scaled_linear`
+    for step in range(first, last):
+        if WHOLE:
+            held = tl.load(words + step * (_TILE * WIDTH))
+            x = tl.load(right + step * _STEP, mask=has_row[None, :], other=0.0)
+        else:
+            held = tl.load(words + step * (_TILE * WIDTH), mask=has_output[:, None], other=0)
+            wanted = has_row[None, :] & (at + step * _STEP < depth)[:, None]
+            x = tl.load(right + step * _STEP, mask=wanted, other=0.0)
+        numbers = step_numbers(
+            planes(held, FORMAT, TYPE, PLAIN), fields + step * PARTS * padded, padded, FORMAT,
+            GROUPS, HAS_ZEROS, HAS_LOWS, TYPE, PLAIN,
+        )  # fmt: skip
+        if PLAIN:
+            x = x.to(tl.float32)
+        sums = tl.dot(numbers, x, sums, input_precision="ieee")
     return sums * FACTOR
 
 
@@ -244,14 +241,15 @@ def _grouped_matmul(
     TYPE: tl.constexpr = None, SUMS: tl.constexpr = None, GATED: tl.constexpr = False,
     GELU: tl.constexpr = False, SWIGLU_OAI: tl.constexpr = False, WHOLE: tl.constexpr = False,
     ROWS: tl.constexpr = 16, OUTPUTS: tl.constexpr = 64, DEPTH: tl.constexpr = 64,
-    PDL: tl.constexpr = False, FORMAT: tl.constexpr = "", FACTOR: tl.constexpr = 1.0,
-    PARTS: tl.constexpr = 0, GROUPS: tl.constexpr = 0, HAS_ZEROS: tl.constexpr = False,
-    HAS_LOWS: tl.constexpr = False, PLAIN: tl.constexpr = False,
+    SPLIT: tl.constexpr = 1, PDL: tl.constexpr = False, FORMAT: tl.constexpr = "",
+    FACTOR: tl.constexpr = 1.0, PARTS: tl.constexpr = 0, GROUPS: tl.constexpr = 0,
+    HAS_ZEROS: tl.constexpr = False, HAS_LOWS: tl.constexpr = False, PLAIN: tl.constexpr = False,
 ):  # fmt: skip
     """One tile of slots, and OUTPUTS rows of the matrix, which are the product's rows, too: where
     there are few slots, tensor cores take the many, and straight from shared memory.
 
-    Gated, every other one is of gate, those between are of up. Grid `[tiles, outputs / OUTPUTS]`.
+    Gated, every other one is of gate, those between are of up. Grid `[tiles, outputs / OUTPUTS,
+    SPLIT]`, the last of parts of the depth.
     """
     number = tl.program_id(0)
     wait_for_inputs(PDL)
@@ -287,13 +285,15 @@ def _grouped_matmul(
         found = _packed_sums(
             right, matrix, tl.load(scales + expert).to(tl.pointer_type(tl.int32)), output,
             has_output, has_row, depth, padded, PARTS, FORMAT, FACTOR, GROUPS, HAS_ZEROS, HAS_LOWS,
-            TYPE, PLAIN, WHOLE, ROWS, OUTPUTS, DEPTH,
+            TYPE, PLAIN, WHOLE, ROWS, OUTPUTS, SPLIT,
         )  # fmt: skip
     else:
         left = matrix + output.to(tl.int64)[:, None] * depth
         sums = tl.zeros([OUTPUTS, ROWS], dtype=SUMS)
-        for first in range(0, depth, DEPTH):
-            at = first + tl.arange(0, DEPTH)
+        turns = tl.cdiv(depth, DEPTH)
+        part = tl.program_id(2)
+        for turn in range(part * turns // SPLIT, (part + 1) * turns // SPLIT):
+            at = turn * DEPTH + tl.arange(0, DEPTH)
             has_left = has_output[:, None]
             has_right = has_row[None, :]
             if not WHOLE:
@@ -308,9 +308,11 @@ def _grouped_matmul(
         scale = _expert_row(scales, expert, output, has_output, tl.float32)
         found *= scale[:, None] * row_scale[None, :]
     if biases is not None:
-        found += _expert_row(biases, expert, output, has_output, BIAS)[:, None]
+        wanted = has_output & (tl.program_id(2) == 0)
+        found += _expert_row(biases, expert, output, wanted, BIAS)[:, None]
     element: tl.constexpr = out.dtype.element_ty
-    target = out + to.to(tl.int64)[None, :] * size
+    to = to.to(tl.int64) * SPLIT + tl.program_id(2)
+    target = out + to[None, :] * size
     if GATED:
         pairs = found.to(element).reshape(OUTPUTS // 2, 2, ROWS).permute(0, 2, 1)
         gate, up = tl.split(pairs)
@@ -396,9 +398,13 @@ def _trial(shape: Key, device: torch.device) -> Trial:
                 out[places] = act_mul(found.to(dtype).float(), "swigluoai")
         return (out.to(dtype),)
 
+    def run(config: Config | None) -> tuple[Tensor]:
+        found = weight.apply(x, slots(), None if is_down else "swigluoai", config)
+        return (found.unflatten(0, (rows * per_row, -1)).sum(1).to(dtype),)
+
     return Trial(
         _key(weight, slots().tile_rows),
-        lambda config: (weight.apply(x, slots(), None if is_down else "swigluoai", config),),
+        run,
         reference,
         moved_bytes=sum(one.num_bytes for one in weights),
         flops=2.0 * rows * per_row * outputs * depth,
@@ -433,7 +439,8 @@ def _configs(key: Key) -> list[Config]:
     return [
         config
         for config in product_of(
-            OUTPUTS=(64, 128, 256), DEPTH=(64, 128), num_warps=(4, 8), num_stages=(3, 4, 6)
+            OUTPUTS=(64, 128, 256), DEPTH=(64, 128), num_warps=(4, 8), num_stages=(3, 4, 6),
+            SPLIT=(1, 2, 4) if key["rows"] == 1 else (1,),
         )
         if config["num_stages"] * config["DEPTH"] * int(key["bits"]) // 8
         * (config["OUTPUTS"] + int(key["rows"])) <= 220 * 1024

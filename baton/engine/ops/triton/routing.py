@@ -275,29 +275,31 @@ def _sort(
         tl.store(tiles + (begin + expert) * 3, -1, mask=begin + expert < most)
 
 
-def add_up(weighed: Tensor, slots: Slots, stream: Tensor | None = None) -> Tensor:
-    """The sum over each row's experts, those that are here: `[slots, size]` → `[rows, size]`.
+def add_up(
+    weighed: Tensor, slots: Slots, dtype: torch.dtype, stream: Tensor | None = None
+) -> Tensor:
+    """The sum over each row's experts, those that are here: `[rows, size]` of dtype.
 
-    With a stream `[rows, size]` it is added to that, in place.
+    weighed: `[slots * parts, size]`, whatever parts of each slot are added up · stream: `[rows,
+    size]` of dtype, to which it is added, in place.
     """
     rows, per_row = slots.taken.shape
-    size = weighed.shape[1]
-    out = stream
-    if out is None:
-        out = torch.empty((rows, size), dtype=weighed.dtype, device=weighed.device)
-    assert out.is_contiguous() and out.dtype == weighed.dtype
+    parts, size = len(weighed) // slots.taken.numel(), weighed.shape[1]
+    out = torch.empty((rows, size), dtype=dtype, device=weighed.device)
+    out = out if stream is None else stream
+    assert out.is_contiguous() and out.dtype == dtype
     block = min(1024, triton.next_power_of_2(size))
     launch(
         _add_up, (rows, triton.cdiv(size, block)), weighed, slots.taken, out, size,
-        PER_ROW=per_row, ADDS=stream is not None, BLOCK=block, num_warps=4,
+        PER_ROW=per_row, PARTS=parts, ADDS=stream is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _add_up(
-    weighed, taken, out, size, PER_ROW: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    weighed, taken, out, size, PER_ROW: tl.constexpr, PARTS: tl.constexpr, ADDS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of a row. Grid `[rows, size / BLOCK]`."""
     row = tl.program_id(0).to(tl.int64)
@@ -306,13 +308,17 @@ def _add_up(
     wait_for_inputs(PDL)
     for number in tl.static_range(PER_ROW):
         slot = row * PER_ROW + number
-        part = tl.load(weighed + slot * size + column, mask=column < size, other=0.0)
-        total += tl.where(tl.load(taken + slot) >= 0, part.to(tl.float32), 0.0)
+        is_here = tl.load(taken + slot) >= 0
+        for part in tl.static_range(PARTS):
+            at = weighed + (slot * PARTS + part) * size + column
+            found = tl.load(at, mask=column < size, other=0.0)
+            total += tl.where(is_here, found.to(tl.float32), 0.0)
     to = out + row * size + column
-    sums = total.to(out.dtype.element_ty)
-    if ADDS:
-        sums += tl.load(to, mask=column < size, other=0.0)
-    tl.store(to, sums, mask=column < size)
+    element = out.dtype.element_ty
+    if ADDS:  # rounded where torch rounds
+        before = tl.load(to, mask=column < size, other=0.0).to(tl.float32)
+        total = before + total.to(element).to(tl.float32)
+    tl.store(to, total.to(element), mask=column < size)
 
 
 def _trial(shape: Key, device: torch.device) -> Trial:
@@ -374,23 +380,24 @@ def _trial(shape: Key, device: torch.device) -> Trial:
 
 def _add_up_trial(shape: Key, device: torch.device) -> Trial:
     rows, per_row, size = (int(shape[name]) for name in ("rows", "per_row", "size"))
-    weighed = torch.randn(rows * per_row, size, device=device).to(dtype_of(shape))
+    dtype, parts = dtype_of(shape), int(shape.get("parts", 1))
+    weighed = torch.randn(rows, per_row, parts, size, device=device)
+    weighed = weighed.to(dtype if parts == 1 else torch.float32)
     taken = torch.arange(rows * per_row, dtype=torch.int32, device=device).view(rows, per_row) % 4
     slots = Slots(taken - 1, torch.empty(0), 1)
-    weighed[(slots.taken < 0).flatten()] = torch.nan  # what other ranks have is not read
-    stream = torch.randn(rows, size, device=device).to(weighed.dtype)
+    weighed[slots.taken < 0] = torch.nan  # what other ranks have is not read
+    stream = torch.randn(rows, size, device=device).to(dtype)
+
+    def run(config: Config | None) -> tuple[Tensor]:
+        to = stream.clone() if shape.get("adds") else None
+        return (add_up(weighed.view(-1, size), slots, dtype, to),)
 
     def expected() -> tuple[Tensor]:
-        given = weighed.view(rows, per_row, size).float()
-        sums = given.where((slots.taken >= 0)[..., None], 0.0).sum(1).to(weighed.dtype)
+        here = weighed.float().where((slots.taken >= 0)[..., None, None], 0.0)
+        sums = here.sum((1, 2)).to(dtype)
         return (sums + stream if shape.get("adds") else sums,)
 
-    return Trial(
-        {},
-        lambda config: (add_up(weighed, slots, stream.clone() if shape.get("adds") else None),),
-        expected,
-        moved_bytes=weighed.nbytes,
-    )
+    return Trial({}, run, expected, moved_bytes=weighed.nbytes)
 
 
 _CASES: tuple[Key, ...] = (
@@ -410,7 +417,8 @@ SPECS = (
         "add_up",
         _add_up_trial,
         cases=(
-            {"rows": 1, "per_row": 8, "size": 2048},
+            {"rows": 64, "per_row": 8, "size": 2048},
+            {"rows": 1, "per_row": 4, "size": 2880, "parts": 4, "adds": 1},
             {"rows": 5, "per_row": 3, "size": 300, "dtype": "fp32", "adds": 1},
         ),
     ),
