@@ -47,7 +47,7 @@ TILE = 64  # outputs that are, and lie next to each other
 _STEP, _TILE = tl.constexpr(STEP), tl.constexpr(TILE)
 
 # Two words $4 as four planes of numbers from 0 to 15, plus 128.
-_INT4_BF16 = tl.constexpr("""{
+INT4_BF16 = """{
     .reg .b32 moved;
     lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
     shr.b32 moved, $4, 4;
@@ -56,11 +56,11 @@ _INT4_BF16 = tl.constexpr("""{
     lop3.b32 $2, moved, 0x000f000f, 0x43004300, 0xea;
     shr.b32 moved, $4, 12;
     lop3.b32 $3, moved, 0x000f000f, 0x43004300, 0xea;
-}""")
+}"""
 # The same plus 1024.
-_INT4_FP16 = tl.constexpr(_INT4_BF16.value.replace("0x43004300", "0x64006400"))
+INT4_FP16 = INT4_BF16.replace("0x43004300", "0x64006400")
 # The same as they are: bfloat16's smallest, times 2 ** -133.
-_INT4S_BF16 = tl.constexpr("""{
+INT4S_BF16 = """{
     .reg .b32 moved;
     and.b32 $0, $4, 0x000f000f;
     shr.b32 moved, $4, 4;
@@ -69,9 +69,9 @@ _INT4S_BF16 = tl.constexpr("""{
     and.b32 $2, moved, 0x000f000f;
     shr.b32 moved, $4, 12;
     and.b32 $3, moved, 0x000f000f;
-}""")
+}"""
 # Four planes of E2M1 numbers, times 2 ** -126: its bits at the end of bfloat16's exponent.
-_MXFP4_BF16 = tl.constexpr("""{
+MXFP4_BF16 = """{
     .reg .b32 moved, sign, high;
     and.b32 $0, $4, 0x81c081c0;
     shl.b32 moved, $4, 3;
@@ -84,9 +84,9 @@ _MXFP4_BF16 = tl.constexpr("""{
     lop3.b32 sign, high, 0x01000100, sign, 0xea;
     shr.b32 moved, $4, 4;
     lop3.b32 $3, moved, 0x00c000c0, sign, 0xea;
-}""")
+}"""
 # Two planes of e4m3 numbers, times 2 ** -120: as above. (NaN becomes 480.)
-_FP8_BF16 = tl.constexpr("""{
+FP8_BF16 = """{
     .reg .b32 moved, sign;
     shl.b32 moved, $2, 8;
     and.b32 sign, moved, 0x80008000;
@@ -95,7 +95,10 @@ _FP8_BF16 = tl.constexpr("""{
     and.b32 sign, $2, 0x80008000;
     shr.b32 moved, $2, 4;
     lop3.b32 $1, moved, 0x07f007f0, sign, 0xea;
-}""")
+}"""
+_INT4_BF16, _INT4_FP16 = tl.constexpr(INT4_BF16), tl.constexpr(INT4_FP16)
+_INT4S_BF16, _MXFP4_BF16 = tl.constexpr(INT4S_BF16), tl.constexpr(MXFP4_BF16)
+_FP8_BF16 = tl.constexpr(FP8_BF16)
 
 # Factors that scales have beside their own, so that what planes have less is made up for.
 _FACTOR = {"int4": 1.0, "int4s": 2.0**69, "fp8": 2.0**120, "mxfp4": 2.0**62}
