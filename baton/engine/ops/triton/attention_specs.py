@@ -13,6 +13,7 @@ from torch import Tensor
 from baton.engine.models.decoder import rms_norm, rotate
 from baton.engine.ops.torch.attention import Scoring, write_kv
 from baton.engine.ops.triton.attention import (
+    DecodePlan,
     decode_attention,
     plan_decode,
     plan_tiles,
@@ -20,8 +21,16 @@ from baton.engine.ops.triton.attention import (
     tile_rows,
 )
 from baton.engine.ops.triton.attention_common import attention_reference, pool_sizes
-from baton.engine.ops.triton.rope_kv import Rope
-from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
+from baton.engine.ops.triton.rope_kv import Rotation
+from baton.engine.ops.triton.spec import (
+    Config,
+    KernelSpec,
+    Key,
+    Trial,
+    dtype_of,
+    product_of,
+    text_of,
+)
 from baton.engine.weights.quantize import (
     FP8,
     SCALE_BYTES,
@@ -145,12 +154,14 @@ def _trial(
     if "rope" in shape:
         return _rope_trial(shape, q, pool, block_tables, context_lens, scoring, programs)
     if decodes:
-        seq_lens = context_lens + 1
+        seq_lens, plans = context_lens + 1, dict[str, DecodePlan]()
 
         def run(config: Config | None) -> tuple[Tensor]:
-            plan = plan_decode(q, pool, seq_lens, window, programs, config)
+            name = text_of(config or {})
+            if name not in plans:  # one serves all layers of a step
+                plans[name] = plan_decode(q, pool, seq_lens, window, programs, config)
             out = torch.empty_like(q)
-            decode_attention(*first, plan, scoring, out)
+            decode_attention(*first, plans[name], scoring, out)
             return (out,)
 
         return Trial(
@@ -184,10 +195,11 @@ def _rope_trial(
     rows, heads, head_size = q.shape
     layer, kv_heads, block_size = pool.shape[1] - 1, *pool.shape[3:5]
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_size, device=q.device).to(q.dtype)
-    angles = torch.randn(block_tables.shape[1] * block_size, head_size // 2, device=q.device)
-    tables = [table.repeat(1, 2).to(q.dtype) for table in (angles.cos(), angles.sin())]
+    drawn = torch.randn(block_tables.shape[1] * block_size, head_size // 2, device=q.device)
+    cos, sin = (table.repeat(1, 2).to(q.dtype) for table in (drawn.cos(), drawn.sin()))
     norms = torch.rand(2, head_size, device=q.device).to(q.dtype).unbind()
-    rope = Rope(*tables, *(norms if "norms" in shape else (None, None)), 1e-5)
+    q_norm, k_norm = norms if "norms" in shape else (None, None)
+    rotation = Rotation(cos, sin, q_norm, k_norm, 1e-5)
     given, seq_lens = pool.clone(), context_lens + 1
     _, key = pool_sizes(q, pool)
 
@@ -208,15 +220,15 @@ def _rope_trial(
     def run(config: Config | None) -> tuple[Tensor, ...]:
         plan = plan_decode(q, pool, seq_lens, scoring.window, programs, config)
         out = torch.empty_like(q)
-        decode_attention(qkv, pool, layer, block_tables, plan, scoring, out, rope)
+        decode_attention(qkv, pool, layer, block_tables, plan, scoring, out, rotation)
         return out, written(pool)
 
     def reference() -> tuple[Tensor, ...]:
         q, k, v = qkv.view(rows, -1, head_size).split((heads, kv_heads, kv_heads), dim=1)
         if "norms" in shape:
             q, k = (rms_norm(x, norm, 1e-5) for x, norm in zip((q, k), norms, strict=True))
-        cos, sin = (table[context_lens.clamp_min(0), None].float() for table in tables)
-        q, k = (rotate(x.float(), cos, sin).to(qkv.dtype) for x in (q, k))
+        angles = [table[context_lens.clamp_min(0), None].float() for table in (cos, sin)]
+        q, k = (rotate(x.float(), *angles).to(qkv.dtype) for x in (q, k))
         live, (_, slots) = context_lens >= 0, places()
         write_kv(given, layer, slots, k[live], v[live])
         lens = context_lens.clamp_min(0), live.int()
