@@ -9,8 +9,10 @@ be launched before the one before has landed (overlap, or async scheduling): whi
 host knows all of the next one but its tokens, which the device has. So as soon as a step is
 launched, each of its sequences gets a place for the token that is being sampled, `UNKNOWN`, and
 counts as one token further. The planner plans the next step as always, the runner feeds it the
-tokens on the device, and only then does the host wait for the first step and publish it. What needs
-known tokens (chunks) is launched when nothing is in flight, and landed at once.
+tokens on the device, and only then does the host wait for the first step and publish it. What the
+runner does not take ahead (`StepRunner.launches_ahead`) is launched when nothing is in flight, and
+landed at once. A step whose chunks take long lands before the next one is planned: sequences that
+came meanwhile may go first, and there is little to gain.
 
 Why that is safe:
 
@@ -206,6 +208,8 @@ MAX_FAILED_STEPS = 3  # in a row; then the cause is not in the sequences
 # Reserved, waiting and running sequences for each place in the batch. Without a bound, sequences
 # whose KV has come would pile up and wait too long for their next token.
 SEQUENCES_PER_PLACE = 2
+# A step with chunks that takes longer is not followed by one that was planned while it ran.
+LAUNCH_AHEAD_S = 0.010
 RETRY_S = 0.2  # advised when there is no room: room comes whenever a sequence ends
 
 
@@ -441,14 +445,20 @@ class Engine:
 
         What cannot be launched before that has landed is launched then, and landed at once.
         """
-        plan, before, launch = self._planner.plan(), self._flight, None
+        before = self._flight
+        if before is not None and self._planner.chunk.expected_s(before.plan) > LAUNCH_AHEAD_S:
+            self._flight = None
+            self._land(before)
+            return
+        plan, launch = self._planner.plan(), None
         ahead = self._overlap and bool(plan.work) and self._runner.launches_ahead(plan)
         if before is not None:
             launch = self._launch_behind(plan) if ahead else None
             self._flight = None
             landed = self._land(before, launch)
             if launch is None:
-                plan.work = [work for work in plan.work if not work.sequence.dropped]
+                held = [work for work in plan.work if not work.sequence.dropped]
+                plan = Plan(held, plan.prompts)
             if not plan.work or (launch is not None and not landed):
                 return
         if plan.work:

@@ -162,6 +162,10 @@ class ChunkSize:
         """Of the next step."""
         return min(self.most, max(self._least, int(self.rate * self._seconds)))
 
+    def expected_s(self, plan: Plan) -> float:
+        """How long a step with chunks takes at this rate; 0 for others, or if none was measured."""
+        return plan.num_tokens / self.rate if plan.num_chunk_tokens and self.rate else 0.0
+
     def took(self, plan: Plan, seconds: float) -> None:
         """A step took so long."""
         if plan.num_chunk_tokens >= self._MEASURED:

@@ -21,9 +21,11 @@ import torch
 
 from baton.cuda import CudaArea, nccl_version
 from baton.engine.backends.gpu.device import Work, new_stream
+from baton.engine.ops.triton import timing
 from baton.rendezvous import open_store
 from baton.shared_memory import SharedMemoryArea
 from benchmarks.child import Child, messages
+from benchmarks.gpu.kernels import specs
 from benchmarks.gpu.part import Case, Cells, Part, failure, summary
 from benchmarks.shapes import GPU_SHAPES
 from kvtransfer import copier, transports
@@ -56,6 +58,16 @@ def run(part: Part) -> None:
     part.measure("ranks", [("two ranks, demo model", partial(ranks, part))])
 
 
+def served(part: Part) -> None:
+    """Part "serve", where its packages are."""
+    try:
+        from benchmarks.gpu.serve import serve  # noqa: PLC0415
+    except Exception as error:  # as above
+        part.note("serve", f"no cluster is started: {summary(error)}")
+        return
+    part.measure("serve", [(shape.name, partial(serve, part, shape)) for shape in part.models])
+
+
 def _nccl_shares_a_gpu() -> bool:
     """Whether both ends of a pair may be on one GPU."""
     if not torch.distributed.is_nccl_available():
@@ -85,6 +97,11 @@ class End:
     block_size: int = 16
     dtype: str = "bfloat16"
 
+    @property
+    def row(self) -> int:
+        """Elements of a token's row of one head, with its scale."""
+        return self.head_size + (SCALE_BYTES if getattr(torch, self.dtype).itemsize == 1 else 0)
+
     def slots(self, seed: int) -> Slots:
         """Blocks in random order."""
         ids = random.Random(seed).sample(range(self.num_blocks + 8), self.num_blocks)
@@ -93,8 +110,7 @@ class End:
     def opened(self) -> tuple[KvPool, Transport]:
         """A pool as a worker of that transport has it. Raises OSError."""
         device, dtype = torch.device(self.device), getattr(torch, self.dtype)
-        row = self.head_size + (SCALE_BYTES if dtype.itemsize == 1 else 0)
-        shape = self.num_blocks + 8, self.layers, 2, self.kv_heads, self.block_size, row
+        shape = self.num_blocks + 8, self.layers, 2, self.kv_heads, self.block_size, self.row
         nbytes = dtype.itemsize * math.prod(shape)
         area: CudaArea | SharedMemoryArea | None = None
         if self.transport == "cuda_ipc":
@@ -181,6 +197,8 @@ def transfer(part: Part, sending: End, receiving: End, first: Sequence[str] = ()
                 cells = {"MB": moved / 1e6, "ms": seconds * 1e3, **part.of_copy(2 * moved, seconds)}
                 cells |= {"GB/s": moved / seconds / 1e9}  # of what travels, each byte once
                 cells |= {"open ms": open_s * 1e3}
+                if part.cuda:  # a put can do no better than the kernel that copies its blocks
+                    cells["of copy kernel"] = _kernel_s(part, sending) / seconds
                 if transport.one_sided:
                     last = slots, receiving.slots(0), pool.new_digest(), _TIMEOUT_S
                     cells |= beside_products(pool.device, partial(link.put, *last), seconds)
@@ -190,6 +208,16 @@ def transfer(part: Part, sending: End, receiving: End, first: Sequence[str] = ()
     finally:
         if pool.area is not None:
             pool.area.close()
+
+
+def _kernel_s(part: Part, end: End) -> float:
+    """Seconds of a launch that copies a transfer's blocks within the device."""
+    shape = {
+        "use": "copy", "blocks": end.num_blocks, "layers": end.layers, "kv_heads": end.kv_heads,
+        "dtype": end.dtype, "row": end.row,
+    }  # fmt: skip
+    trial = specs()["move_blocks"].trial(shape, part.device)
+    return timing.seconds([partial(trial.run, None)], part.device, captured=False)
 
 
 def nccl_alone(part: Part) -> Cells:
