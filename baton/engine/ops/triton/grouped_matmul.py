@@ -22,7 +22,7 @@ from baton.engine.models.config import Activation
 from baton.engine.ops.torch import routing
 from baton.engine.ops.torch.linear import act_mul
 from baton.engine.ops.triton.attention import LEAST_ROWS
-from baton.engine.ops.triton.group_scaled_linear import (
+from baton.engine.ops.triton.group_packing import (
     STEP,
     TILE,
     PackedWeight,
