@@ -88,12 +88,13 @@ def route(
         for dtype in (torch.int32, torch.float32)
     )
     columns, device = triton.next_power_of_2(experts), scores.device
-    step = max(1, min(16, _SCORES // columns))  # rows of a program
+    # Rows of a program, each of them a warp's.
+    step = min(triton.next_power_of_2(rows), max(1, min(16, _SCORES // columns)))
     height, ranks = tile_rows(rows * per_row, len(own), 1), None
     order = tiles = counts = x = weight = bias = arrived = None
-    programs, warps, each, depth = triton.cdiv(rows, step), 4, 1, 1
+    programs, each, depth = triton.cdiv(rows, step), 1, 1
     if rows <= few_rows:
-        step, programs, warps = triton.next_power_of_2(rows), 1, 1 if columns <= 256 else 4
+        step, programs = triton.next_power_of_2(rows), 1
     else:
         # Each expert has one tile at most that is not full.
         most = min(rows * per_row, rows * per_row // height + len(own))
@@ -115,7 +116,7 @@ def route(
         _route, (programs,), scores, x, weight, bias, arrived, lengths, taken, shares, totals,
         ranks, counts, rows, own.start, own.stop, depth, EXPERTS=experts, PER_ROW=per_row,
         NORMED=normed, ROWS=step, COLUMNS=columns, EACH=each,
-        DEPTH=triton.next_power_of_2(depth), num_warps=warps,
+        DEPTH=triton.next_power_of_2(depth), num_warps=min(16, step),
     )  # fmt: skip
     if order is None or tiles is None:
         return Slots(taken, shares, 1)
