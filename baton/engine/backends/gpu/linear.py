@@ -30,12 +30,7 @@ from baton.engine.ops.triton.rows import (
     quantize_rows,
     scale_sums,
 )
-from baton.engine.ops.triton.skinny_matmul import (
-    MOST_ROWS,
-    is_library,
-    new_counters,
-    skinny_matmul,
-)
+from baton.engine.ops.triton.skinny_matmul import is_ours, new_counters, skinny_matmul
 from baton.engine.weights.weight import (
     DenseWeight,
     Fp8Weight,
@@ -108,18 +103,29 @@ class GpuWeight(Weight):
 class GpuDenseWeight(DenseWeight, GpuWeight):
     """A matrix as it is: by cuBLAS, or by our product where that measured faster."""
 
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not self._is_ours(x):
+            return super().apply(x, bias)
+        return skinny_matmul(x, self.tensor, self._counters, bias, dtype=x.dtype)
+
     def normed_product(
         self, hidden: Hidden, norm: Tensor, eps: float, bias: Tensor | None,
         activation: Activation | None = None,
     ) -> tuple[Any, Hidden]:  # fmt: skip
-        if not self._is_ours(hidden.stream, activation is not None):
+        if not self._is_ours(hidden.stream, has_norm=True, has_gate=activation is not None):
             return super().normed_product(hidden, norm, eps, bias, activation)
         stream = hidden.stream if hidden.added is None else hidden.stream.add_(hidden.added)
         product = skinny_matmul(
-            stream, self.tensor, self._counters, bias, dtype=stream.dtype, norm=norm, eps=eps,
-            activation=activation,
+            stream, self.tensor, self._counters, bias, dtype=stream.dtype, norm=self._wide(norm),
+            eps=eps, activation=activation,
         )  # fmt: skip
         return product, Hidden(stream)
+
+    def gate_product(self, x: Rows, bias: Tensor | None, activation: Activation | None) -> Any:
+        if activation is None or not self._is_ours(x, has_gate=True):
+            return super().gate_product(x, bias, activation)
+        args = (x, self.tensor, self._counters, bias)
+        return skinny_matmul(*args, dtype=x.dtype, activation=activation)
 
     def added_product(self, hidden: Hidden, x: Any, bias: Tensor | None) -> Hidden:
         x = self.gated(x)
@@ -128,10 +134,20 @@ class GpuDenseWeight(DenseWeight, GpuWeight):
         args = (x, self.tensor, self._counters, bias)
         return Hidden(skinny_matmul(*args, dtype=x.dtype, residual=hidden.stream))
 
-    def _is_ours(self, x: Tensor, has_gate: bool = False) -> bool:
+    def _is_ours(self, x: Tensor, has_norm: bool = False, has_gate: bool = False) -> bool:
         """Whether a product with these rows is ours; those of float32 have no tensor cores."""
-        few = len(x) <= MOST_ROWS and self.tensor.dtype != torch.float32
-        return few and not is_library(x, self.tensor, has_gate)
+        return x.dtype != torch.float32 and is_ours(x, self.tensor, has_norm, has_gate)
+
+    def _wide(self, norm: Tensor) -> Tensor:
+        """The norm in front in float32: a thread loads it ahead only by 32 bits at a time."""
+        held = self._norms.get(id(norm))
+        if held is None:
+            held = self._norms[id(norm)] = norm, norm.float()
+        return held[1]
+
+    @cached_property
+    def _norms(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
 
 
 class _EightBitWeight(RowScaledWeight, GpuWeight):
@@ -167,7 +183,7 @@ class _EightBitWeight(RowScaledWeight, GpuWeight):
 
     def _is_ours(self, x: EightBitRows, has_gate: bool = False) -> bool:
         """Whether a product with these rows is ours."""
-        return len(x.values) <= MOST_ROWS and not is_library(x.values, self.values, has_gate)
+        return is_ours(x.values, self.values, has_gate=has_gate)
 
     def _ours(
         self, x: EightBitRows, bias: Tensor | None, activation: Activation | None = None,

@@ -47,7 +47,7 @@ TILE = 64  # outputs that are, and lie next to each other
 _STEP, _TILE = tl.constexpr(STEP), tl.constexpr(TILE)
 
 # Two words $4 as four planes of numbers from 0 to 15, plus 128.
-_INT4_BF16 = tl.constexpr("""{
+INT4_BF16 = """{
     .reg .b32 moved;
     lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xea;
     shr.b32 moved, $4, 4;
@@ -56,11 +56,11 @@ _INT4_BF16 = tl.constexpr("""{
     lop3.b32 $2, moved, 0x000f000f, 0x43004300, 0xea;
     shr.b32 moved, $4, 12;
     lop3.b32 $3, moved, 0x000f000f, 0x43004300, 0xea;
-}""")
+}"""
 # The same plus 1024.
-_INT4_FP16 = tl.constexpr(_INT4_BF16.value.replace("0x43004300", "0x64006400"))
+INT4_FP16 = INT4_BF16.replace("0x43004300", "0x64006400")
 # The same as they are: bfloat16's smallest, times 2 ** -133.
-_INT4S_BF16 = tl.constexpr("""{
+INT4_SYMMETRIC_BF16 = """{
     .reg .b32 moved;
     and.b32 $0, $4, 0x000f000f;
     shr.b32 moved, $4, 4;
@@ -69,9 +69,9 @@ _INT4S_BF16 = tl.constexpr("""{
     and.b32 $2, moved, 0x000f000f;
     shr.b32 moved, $4, 12;
     and.b32 $3, moved, 0x000f000f;
-}""")
+}"""
 # Four planes of E2M1 numbers, times 2 ** -126: its bits at the end of bfloat16's exponent.
-_MXFP4_BF16 = tl.constexpr("""{
+MXFP4_BF16 = """{
     .reg .b32 moved, sign, high;
     and.b32 $0, $4, 0x81c081c0;
     shl.b32 moved, $4, 3;
@@ -84,9 +84,9 @@ _MXFP4_BF16 = tl.constexpr("""{
     lop3.b32 sign, high, 0x01000100, sign, 0xea;
     shr.b32 moved, $4, 4;
     lop3.b32 $3, moved, 0x00c000c0, sign, 0xea;
-}""")
+}"""
 # Two planes of e4m3 numbers, times 2 ** -120: as above. (NaN becomes 480.)
-_FP8_BF16 = tl.constexpr("""{
+FP8_BF16 = """{
     .reg .b32 moved, sign;
     shl.b32 moved, $2, 8;
     and.b32 sign, moved, 0x80008000;
@@ -95,13 +95,17 @@ _FP8_BF16 = tl.constexpr("""{
     and.b32 sign, $2, 0x80008000;
     shr.b32 moved, $2, 4;
     lop3.b32 $1, moved, 0x07f007f0, sign, 0xea;
-}""")
+}"""
+_INT4_BF16, _INT4_FP16 = tl.constexpr(INT4_BF16), tl.constexpr(INT4_FP16)
+_INT4_SYMMETRIC_BF16, _MXFP4_BF16 = tl.constexpr(INT4_SYMMETRIC_BF16), tl.constexpr(MXFP4_BF16)
+_FP8_BF16 = tl.constexpr(FP8_BF16)
 
-# Factors that scales have beside their own, so that what planes have less is made up for.
-_FACTOR = {"int4": 1.0, "int4s": 2.0**69, "fp8": 2.0**120, "mxfp4": 2.0**62}
+# Factors that scales have beside their own, so that what planes have less is made up for; where a
+# large scale would have no room for it, sums have the rest, 2 ** 64.
+_FACTOR = {"int4": 1.0, "int4_symmetric": 2.0**69, "fp8": 2.0**120, "mxfp4": 2.0**62}
+_SUMS_FACTOR = {"int4": 1.0, "int4_symmetric": 2.0**64, "fp8": 1.0, "mxfp4": 2.0**64}
 # What planes of int4 are more by, less which a zero point is held.
 _BASE = {torch.bfloat16: -128.0, torch.float16: -1024.0, torch.float32: -128.0}
-_MXFP4_SCALE = tl.constexpr(2.0**64)  # what sums are multiplied with
 
 
 @triton.jit
@@ -125,7 +129,7 @@ def _plain_plane(words, PLANE: tl.constexpr, FORMAT: tl.constexpr):
     w = words.to(tl.int32)
     if FORMAT == "int4":
         return ((w >> 4 * PLANE) & 15).to(tl.float32) + 128.0
-    elif FORMAT == "int4s":
+    elif FORMAT == "int4_symmetric":
         return ((w >> 4 * PLANE) & 15).to(tl.float32)
     elif FORMAT == "fp8":
         bits = (w >> 8 * PLANE) & 255
@@ -157,9 +161,9 @@ def planes(words, FORMAT: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr)
             _MXFP4_BF16, "=&r,=&r,=&r,=&r,r", [words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
-    elif FORMAT == "int4s":
+    elif FORMAT == "int4_symmetric":
         return tl.inline_asm_elementwise(
-            _INT4S_BF16, "=&r,=&r,=&r,=&r,r", [words],
+            _INT4_SYMMETRIC_BF16, "=&r,=&r,=&r,=&r,r", [words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     elif TYPE == tl.bfloat16:
@@ -208,7 +212,7 @@ def group_scale(
         elif FORMAT == "int4":
             NONE: tl.constexpr = -1032.0 if TYPE == tl.float16 else -136.0
             less = tl.full(scale.shape, NONE, tl.float32 if PLAIN else TYPE)
-        elif FORMAT == "int4s":  # 8 times the scale
+        elif FORMAT == "int4_symmetric":  # 8 times the scale
             less = scale.to(tl.float32) * (-(2.0**-130))
             if not PLAIN:
                 less = less.to(TYPE)
@@ -226,7 +230,7 @@ def scaled(
     `group_scale`. Of TYPE, or PLAIN ones in float32, rounded to TYPE.
     """
     if PLAIN:
-        if FORMAT == "int4s":
+        if FORMAT == "int4_symmetric":
             return ((raw - 8.0) * (scale.to(tl.float32) * 2.0**-133)[:, None]).to(TYPE).to(tl.float32)
         number = raw
         if FORMAT == "int4":
@@ -241,7 +245,7 @@ def scaled(
         nothing = tl.full([1, 1], -0.0, TYPE)
         if FORMAT == "int4":
             raw = _fma(raw, tl.full([1, 1], 1.0, TYPE), less[:, None], TYPE)
-        elif FORMAT == "int4s":
+        elif FORMAT == "int4_symmetric":
             nothing = less[:, None]
         if HAS_LOW:
             nothing = _fma(raw, low[:, None], nothing, TYPE)
@@ -293,14 +297,13 @@ def step_numbers(
 def _group_scaled_linear(
     x, words, fields, bias, out, partials, counters, num_rows, num_outputs, depth, padded,
     PARTS: tl.constexpr, FORMAT: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    HAS_LOWS: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr, WHOLE: tl.constexpr,
-    MOST_PARTS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_LOWS: tl.constexpr, FACTOR: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr,
+    WHOLE: tl.constexpr, IS_SPLIT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of some rows, over a part of the depth. Grid `[rows, outputs, parts]`.
 
-    The last program of some outputs adds up all parts of their sums, of which there are up to
-    MOST_PARTS.
+    The last program of some outputs adds up all parts of their sums.
     """
     WIDTH: tl.constexpr = _STEP // (2 if FORMAT == "fp8" else 4)
     tile, part, parts = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
@@ -342,24 +345,26 @@ def _group_scaled_linear(
         if PLAIN:
             a = a.to(tl.float32)
         sums = tl.dot(numbers, a, sums, input_precision="ieee")
-    if FORMAT == "mxfp4" or FORMAT == "int4s":
-        sums *= _MXFP4_SCALE
+    sums *= FACTOR
     has_output = outputs < num_outputs
     wanted = has_output[:, None] & has_row[None, :]
     to = rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
-    if MOST_PARTS > 1:
+    if IS_SPLIT:
         size = num_rows * num_outputs
         tl.store(partials + part * size + to, sums, mask=wanted)
         tl.debug_barrier()
         is_last = tl.atomic_add(counters + tile, 1, sem="acq_rel") == parts - 1
         if is_last:
             tl.store(counters + tile, 0)  # for the next launch
-            sums = tl.load(partials + to, mask=wanted, other=0.0, cache_modifier=".cg")
-            for other in tl.static_range(1, MOST_PARTS):
-                sums += tl.load(
-                    partials + other * size + to, mask=wanted & (other < parts), other=0.0,
-                    cache_modifier=".cg",
-                )  # fmt: skip
+            sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
+            AT_ONCE: tl.constexpr = 4 if ROWS <= 16 else 2  # as registers hold them
+            for begin in range(0, parts, AT_ONCE):
+                for next in tl.static_range(AT_ONCE):
+                    other = begin + next
+                    sums += tl.load(
+                        partials + other * size + to, mask=wanted & (other < parts), other=0.0,
+                        cache_modifier=".cg",
+                    )  # fmt: skip
             _store(sums, bias, out, to, outputs, has_output, wanted)
     else:
         _store(sums, bias, out, to, outputs, has_output, wanted)
@@ -375,8 +380,8 @@ def _store(sums, bias, out, to, outputs, has_output, wanted):
 @triton.jit
 def _dequantize(
     words, fields, out, num_outputs, depth, padded, PARTS: tl.constexpr, FORMAT: tl.constexpr,
-    GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_LOWS: tl.constexpr, TYPE: tl.constexpr,
-    PLAIN: tl.constexpr, OUTPUTS: tl.constexpr,
+    GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_LOWS: tl.constexpr, FACTOR: tl.constexpr,
+    TYPE: tl.constexpr, PLAIN: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """A step of some outputs. Grid `[padded / OUTPUTS, steps]`."""
     PLANES: tl.constexpr = 2 if FORMAT == "fp8" else 4
@@ -397,8 +402,7 @@ def _dequantize(
                 HAS_ZEROS, HAS_LOWS, TYPE, PLAIN,
             )  # fmt: skip
         number = scaled(raw[plane], scale, low, less, FORMAT, HAS_LOWS, TYPE, PLAIN)
-        if FORMAT == "mxfp4" or FORMAT == "int4s":
-            number = number.to(tl.float32) * _MXFP4_SCALE
+        number = number.to(tl.float32) * FACTOR
         inside = has_output & (first + column < depth)[None, :]
         tl.store(to + first, number.to(out.dtype.element_ty), mask=inside)
 
@@ -445,14 +449,22 @@ class PackedWeight(Weight):
         return {
             "PARTS": self.fields.shape[1], "FORMAT": self.format, "GROUPS": self.groups,
             "HAS_ZEROS": self.has_zeros, "HAS_LOWS": self.has_lows,
+            "FACTOR": _SUMS_FACTOR[self.format],
             "TYPE": TRITON_TYPES[self.dtype] if self.has_kernel else tl.float32,
             "PLAIN": self.words.device.type == "cpu" or not self.has_kernel,
         }  # fmt: skip
 
-    def to(self, device: torch.device) -> PackedWeight:
-        """The same, there."""
-        parts = {name: part for name, part in vars(self).items() if isinstance(part, Tensor)}
-        return replace(self, **{name: part.to(device) for name, part in parts.items()})
+    def empty(self, outputs: int, device: torch.device) -> PackedWeight:
+        """One of so many outputs in its format, of any numbers."""
+        tiles, parts = triton.cdiv(outputs, TILE), self.fields.shape[1]
+        _, steps, *tile = self.words.shape
+        return replace(
+            self,
+            sizes=(outputs, self.sizes[1]),
+            words=torch.empty((tiles, steps, *tile), dtype=torch.int16, device=device),
+            fields=torch.empty((steps, parts, tiles * TILE), dtype=torch.int32, device=device),
+            counters=new_counters(outputs, device),
+        )
 
     def with_fields(self, has_zeros: bool, has_lows: bool) -> PackedWeight:
         """The same with fields of these kinds, too, as another weight may have them."""
@@ -462,7 +474,7 @@ class PackedWeight(Weight):
         kind, count = _kind(self.format, self.dtype), 1 + self.has_zeros + self.has_lows
         each = self.fields.transpose(1, 2).contiguous().view(kind)[..., : self.groups * count]
         parts = list(each.unflatten(2, (-1, count)).permute(3, 0, 2, 1))
-        format = "int4" if self.format == "int4s" else self.format
+        format = "int4" if self.format == "int4_symmetric" else self.format
         parts[0] = parts[0] * (_FACTOR[format] / _FACTOR[self.format])
         if has_zeros > self.has_zeros:
             parts.insert(1, torch.full_like(parts[0], _BASE[kind] - Int4Weight.MIDDLE))
@@ -495,7 +507,7 @@ def pack(weight: GroupScaledWeight, dtype: torch.dtype) -> PackedWeight | None:
         kind = _kind(format, dtype)
         if format == "int4" and kind == torch.bfloat16 and weight.zeros is None:
             if (scales == scales.to(kind)).all():
-                format = "int4s"
+                format = "int4_symmetric"
         scales = scales * _FACTOR[format]
         parts = [scales.to(kind)]
         if isinstance(weight, Int4Weight) and weight.zeros is not None:
@@ -615,7 +627,7 @@ def group_scaled_linear(
         _group_scaled_linear, (row_tiles, tiles, parts), x, weight.words, weight.fields, bias, out,
         partials, weight.counters, num_rows, num_outputs, depth, weight.padded,
         WHOLE=depth % STEP == 0 and weight.padded % config["OUTPUTS"] == 0, ROWS=rows,
-        MOST_PARTS=triton.next_power_of_2(parts), **weight.options, **sizes,
+        IS_SPLIT=parts > 1, **weight.options, **sizes,
     )  # fmt: skip
     return out
 
@@ -649,11 +661,13 @@ def random_weight(format: str, outputs: int, depth: int, device: torch.device) -
 def _trial(shape: Key, device: torch.device) -> Trial:
     rows, outputs, depth = (int(shape[name]) for name in ("rows", "outputs", "depth"))
     dtype, meta = dtype_of(shape), device.type == "meta"
-    made = torch.device("cpu") if meta else device
-    weight = random_weight(str(shape.get("weight", "int4")), outputs, depth, made)
+    # What a kernel is compiled for depends on numbers, of which a few outputs have enough.
+    made = (min(outputs, TILE), torch.device("cpu")) if meta else (outputs, device)
+    weight = random_weight(str(shape.get("weight", "int4")), made[0], depth, made[1])
     packed = pack(weight, dtype)
     assert packed is not None
-    packed = packed.to(device)
+    if meta:
+        packed = packed.empty(outputs, device)
     x = torch.randn(rows, depth, device=device).to(dtype)
     bias = torch.randn(outputs, device=device).to(dtype) if shape.get("bias") else None
 

@@ -22,9 +22,15 @@ _LEAST_CAPABILITY = 90
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Waits for the kernel in front, and lets the next one's programs be launched."""
+    """Waits for the kernel in front."""
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def launch_next(PDL: tl.constexpr):
+    """Lets the next kernel's programs be launched, once all of this one have come here."""
+    if PDL:
         gdc_launch_dependents()
 
 
@@ -35,9 +41,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
     kernel[grid](*args, PDL=pdl, **kwargs, **options)
 
 
-@lru_cache(maxsize=64)
 def _has_pdl(device: torch.device) -> bool:
-    if device.type not in ("cuda", "meta") or triton.knobs.runtime.interpret:
-        return False
-    target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= _LEAST_CAPABILITY
+    """Whether a device has it; launches on the meta device are compiled for another."""
+    if device.type == "meta":
+        return bool(triton.runtime.driver.active.get_current_target().arch >= _LEAST_CAPABILITY)
+    return device.type == "cuda" and _capability(device) >= _LEAST_CAPABILITY
+
+
+@lru_cache(maxsize=64)
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

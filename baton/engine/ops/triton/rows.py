@@ -16,7 +16,7 @@ from torch import Tensor
 from baton.engine.models.config import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from baton.engine.models.decoder import rms_norm
 from baton.engine.ops.torch.linear import act_mul as reference_act_mul
-from baton.engine.ops.triton.launch import launch, wait_for_inputs
+from baton.engine.ops.triton.launch import launch, launch_next, wait_for_inputs
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
 from baton.engine.ops.triton.tuning import choose
 from baton.engine.weights import quantize
@@ -100,6 +100,7 @@ def _add_rms_norm_kernel(
     inside = columns < size
     weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
+    launch_next(PDL)
     values = tl.load(x + row * row_stride + columns, mask=inside, other=0.0)
     if residual is not None:
         residual += row * size + columns
@@ -178,6 +179,7 @@ def _act_mul_kernel(
     FP8: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
+    launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -221,6 +223,7 @@ def _quantize_rows_kernel(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
+    launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     x += row * row_stride
     values += row * size
@@ -275,6 +278,7 @@ def _scale_sums(
     COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
+    launch_next(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     at = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]

@@ -20,7 +20,7 @@ from torch import Tensor
 from baton.engine.models.config import Activation
 from baton.engine.models.decoder import rms_norm
 from baton.engine.ops.torch.linear import act_mul
-from baton.engine.ops.triton.launch import launch, wait_for_inputs
+from baton.engine.ops.triton.launch import launch, launch_next, wait_for_inputs
 from baton.engine.ops.triton.rows import gated
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 from baton.engine.ops.triton.tuning import choose
@@ -31,7 +31,7 @@ NAME = "skinny_matmul"
 # From more rows on a product is work for large tiles.
 MOST_ROWS = 64
 _LEAST_ROWS = 16  # of a tensor core's product
-LEAST_OUTPUTS = 64
+LEAST_OUTPUTS = 16
 
 
 @triton.jit
@@ -64,7 +64,8 @@ def _skinny_matmul(
     x, weight, row_scales, output_scales, bias, norm, residual, out, partials, counters, num_rows,
     num_outputs, depth, eps, NORMED: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
     SWIGLU_OAI: tl.constexpr, FLOAT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    DEPTH: tl.constexpr, SPLIT: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    DEPTH: tl.constexpr, SPLIT: tl.constexpr, LATE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
     rows = tl.arange(0, ROWS)
@@ -78,11 +79,13 @@ def _skinny_matmul(
     lines = weight + within.to(tl.int64) * depth
     if PDL:
         LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-        ahead = tl.minimum(first + tl.arange(0, AHEAD * DEPTH // LINE) * LINE, depth - 1)
+        ahead = tl.minimum(first + tl.arange(0, 2 * DEPTH // LINE) * LINE, depth - 1)
         prefetch(lines[:, None] + ahead[None, :])
         if GATED:
             prefetch(lines[:, None] + num_outputs.to(tl.int64) * depth + ahead[None, :])
     wait_for_inputs(PDL)
+    if not LATE:
+        launch_next(PDL)
     KIND: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
     TYPE: tl.constexpr = tl.float32 if FLOAT else weight.dtype.element_ty
     sums = tl.zeros([OUTPUTS, ROWS], dtype=KIND)
@@ -113,6 +116,8 @@ def _skinny_matmul(
                 u = tl.load(further, mask=(to < depth)[None, :], other=0.0)
             ups = tl.dot(u.to(TYPE), a.to(TYPE), ups, input_precision="ieee", out_dtype=KIND)
 
+    if LATE:
+        launch_next(PDL)
     row_squares = tl.sum(squares, 0)
     done = True
     if SPLIT > 1:
@@ -194,7 +199,9 @@ def skinny_matmul(
     assert num_rows <= MOST_ROWS, "more rows are another kernel's"
     assert x.is_contiguous() and weight.is_contiguous()
     rows = tile_rows(num_rows)
-    config = dict(config or choose(NAME, key_of(x, weight, activation is not None), x.device))
+    config = dict(config or choose(
+        NAME, key_of(x, weight, eps is not None, activation is not None), x.device
+    ))
     tiles, split = triton.cdiv(num_outputs, config["OUTPUTS"]), config["SPLIT"]
     out = residual
     if out is None:
@@ -221,16 +228,21 @@ def new_counters(num_outputs: int, device: torch.device) -> Tensor:
     return torch.zeros(triton.cdiv(num_outputs, LEAST_OUTPUTS), dtype=torch.int32, device=device)
 
 
-def key_of(x: Tensor, weight: Tensor, has_gate: bool = False) -> Key:
+def key_of(x: Tensor, weight: Tensor, has_norm: bool = False, has_gate: bool = False) -> Key:
     """What a launch's configuration depends on."""
     outputs, depth = weight.shape
-    kind = f"{8 * x.itemsize}-bit{' gate' if has_gate else ''}"
+    kind = f"{8 * x.itemsize}-bit{' norm' if has_norm else ''}{' gate' if has_gate else ''}"
     return {"kind": kind, "rows": tile_rows(len(x)), "outputs": outputs, "depth": depth}
 
 
-def is_library(x: Tensor, weight: Tensor, has_gate: bool = False) -> bool:
-    """Whether the library's product is the configuration in effect."""
-    return bool(choose(NAME, key_of(x, weight, has_gate), x.device).get("LIBRARY"))
+def is_ours(x: Tensor, weight: Tensor, has_norm: bool = False, has_gate: bool = False) -> bool:
+    """Whether a product is to be `skinny_matmul`'s, with a norm and a gate if there are.
+
+    Otherwise these are computed apart, around the library's product or ours.
+    """
+    if len(x) > MOST_ROWS:
+        return False
+    return not choose(NAME, key_of(x, weight, has_norm, has_gate), x.device).get("LIBRARY")
 
 
 def tile_rows(num_rows: int) -> int:
@@ -238,35 +250,41 @@ def tile_rows(num_rows: int) -> int:
     return max(_LEAST_ROWS, int(triton.next_power_of_2(num_rows)))
 
 
-_SHARED_BYTES = 224 * 1024
-_PROCESSORS = 132
+# Of a GPU such as H200.
+_SHARED_BYTES, _PROCESSORS = 224 * 1024, 132
+_IN_FLIGHT = 40 * 1024  # bytes of weights that a multiprocessor must have asked for
 
 
 def _candidates(key: Key) -> list[Config]:
-    """Tiles of which all programs are on a GPU such as H200 at once, the fullest first."""
-    size, gate = int(str(key["kind"]).split("-")[0]) // 8, int("gate" in str(key["kind"]))
+    """Tiles whose programs keep the memory busy: with much of it asked for, and few parts to join."""
+    kind = str(key["kind"])
+    size, gate = int(kind.split("-")[0]) // 8, int("gate" in kind)
     rows, outputs, depth = (int(key[name]) for name in ("rows", "outputs", "depth"))
-    found = dict[tuple[int, ...], tuple[float, Config]]()
-    for (tile, warps), step_bytes, places in itertools.product(
-        ((64, 4), (128, 4), (128, 8)), (128, 256, 512), (1, 2, 3, 4)
+    found = list[Config]()
+    in_flight = min(_IN_FLIGHT, outputs * depth * size // _PROCESSORS // 2)
+    for (tile, warps), step_bytes, split, late in itertools.product(
+        ((16, 4), (32, 4), (64, 4), (128, 8)), (128, 256, 512), (1, 2, 4, 8), (0, 1)
     ):
-        width = tile * (1 + gate)
-        stage, step = (width + rows) * step_bytes, step_bytes // size
-        stages = min(6, _SHARED_BYTES // places // stage)
-        in_flight = places * (stages - 1) * width * step_bytes
-        if stages < 3 or in_flight < 64 * 1024 or (1 + gate) * tile * rows > 128 * 32 * warps:
-            continue
-        tiles = triton.cdiv(outputs, width)
-        split = max(1, min(places * _PROCESSORS // tiles, depth // step // 4))
-        rounds = triton.cdiv(tiles * split, places * _PROCESSORS)
-        full = tiles * split / (rounds * places * _PROCESSORS)
-        config = {
-            "OUTPUTS": tile, "DEPTH": step, "SPLIT": split, "AHEAD": 2, "num_warps": warps,
-            "num_stages": stages,
-        }  # fmt: skip
-        found.setdefault(tuple(config.values()), (full, config))
-    ranked = sorted(found.values(), key=lambda pair: -pair[0])
-    return [config for _, config in ranked]
+        width, step = tile * (1 + gate), step_bytes // size
+        programs = triton.cdiv(outputs, width) * split
+        fewest = triton.cdiv(programs, _PROCESSORS)  # on one multiprocessor, if all are to be there
+        for places in {min(fewest, 8), min(fewest, 2), 1}:
+            stages = min(6, _SHARED_BYTES // places // ((width + rows) * step_bytes))
+            at_once = min(places, programs / _PROCESSORS)
+            if (
+                (fewest > places > 2 or stages < 3)
+                or at_once * (stages - 1) * width * step_bytes < in_flight
+                or (depth < 4 * split * step or programs > 4 * _PROCESSORS and split > 1)
+                or (2 * tile < rows or tile > 2 * rows and tile > 64)
+            ):
+                continue
+            config = {
+                "OUTPUTS": tile, "DEPTH": step, "SPLIT": split, "LATE": late, "num_warps": warps,
+                "num_stages": stages,
+            }  # fmt: skip
+            if config not in found:
+                found.append(config)
+    return found
 
 
 def _trial(shape: Key, device: torch.device) -> Trial:
@@ -288,7 +306,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     if shape.get("residual"):
         residual = torch.randn(rows, outputs, device=device).to(dtype)
     counters = new_counters(outputs, device)
-    key = key_of(x, weight, activation is not None)
+    key = key_of(x, weight, norm is not None, activation is not None)
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
         """In the types of these, step by step."""
@@ -304,8 +322,11 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         return found if residual is None else residual + found
 
     def run(config: Config | None) -> Outputs:
-        if (config or choose(NAME, key, device)).get("LIBRARY"):
+        config = config or choose(NAME, key, device)
+        if config.get("LIBRARY") and not shape.get("ours"):
             return (product(x, weight),)
+        if config.get("LIBRARY"):
+            config = _candidates(key)[0]
         to = residual if residual is None else residual.clone()
         return (
             skinny_matmul(
@@ -331,11 +352,11 @@ SPECS = (
         cases=[
             {"rows": rows, "outputs": outputs, "depth": 528 if rows == 9 else 512, "dtype": dtype, **more}
             for rows, outputs, dtype, more in (
-                (16, 96, "bf16", {"norm": 1}),
-                (32, 96, "bf16", {"bias": 1}),
-                (64, 192, "bf16", {"norm": 1, "gate": 1}),
-                (9, 96, "bf16", {"residual": 1}),
-                (64, 96, "fp16", {"bias": 1, "residual": 1}),
+                (16, 96, "bf16", {"norm": 1, "ours": 1}),
+                (32, 96, "bf16", {"bias": 1, "ours": 1}),
+                (64, 192, "bf16", {"norm": 1, "gate": 1, "ours": 1}),
+                (9, 96, "bf16", {"residual": 1, "ours": 1}),
+                (64, 96, "fp16", {"bias": 1, "residual": 1, "ours": 1}),
                 (16, 96, "bf16", {"weight": "int8"}),
                 (9, 192, "bf16", {"weight": "int8", "gate": 1}),
                 (64, 96, "fp32", {"weight": "int8", "bias": 1}),

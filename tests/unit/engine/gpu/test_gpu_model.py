@@ -1,5 +1,6 @@
 """The GPU's model gives what the torch model gives: logits, KV and tokens, batched any way."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import GridExecutor
 
 from baton.engine.backends.gpu import linear
 from baton.engine.backends.gpu.backend import refused
@@ -122,6 +124,31 @@ def test_norms_and_gates_give_the_eight_bits_that_products_take(
         run = PagedRun(model)
         run.step((run.add(tokens(rows, 1, 97)), rows))
     assert steps == [4 * config.num_layers, apart * config.num_layers]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama biases, odd heads", "gemma3", "qwen2 tied"])
+def test_few_rows_of_bfloat16_are_four_products_a_layer(name, monkeypatch):
+    """Their norms, gates and sums are done on the way, unless a branch is normed by itself."""
+    config = CONFIGS[name]
+    model, gpu = both(config, torch.bfloat16)
+    launched, launch = Counter[str](), GridExecutor.__call__
+
+    def counted(self, *args, **kwargs):
+        launched[self.fn.__name__] += 1
+        return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
+    logits = []
+    for one in (model, gpu):
+        run = PagedRun(one)
+        sequences = [run.add(tokens(length, length)) for length in (9, 4, 6)]
+        run.step(*((sequence, len(sequence.tokens) - 1) for sequence in sequences))
+        launched.clear()
+        logits.append(torch.cat(run.step(*((sequence, 1) for sequence in sequences))))
+    assert (logits[0] - logits[1]).norm() / logits[0].norm() < 0.04
+    layers, branches = config.num_layers, 2 * config.num_layers * (name == "gemma3")
+    assert launched["_skinny_matmul"] == 4 * layers + 1
+    assert launched["_add_rms_norm_kernel"] == branches and not launched["_act_mul_kernel"]
 
 
 def test_int4_experts():

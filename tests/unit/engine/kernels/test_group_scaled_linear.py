@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.engine.ops.triton import group_scaled_linear as kernels
 from baton.engine.ops.triton.group_scaled_linear import (
     dequantized,
     group_scaled_linear,
@@ -15,6 +16,7 @@ from baton.engine.ops.triton.group_scaled_linear import (
 )
 from baton.engine.ops.triton.spec import relative_error
 from baton.engine.weights.weight import Int4Weight, Mxfp4Weight
+from tests.unit.engine.kernels.ptx import run_ptx
 
 FORMATS = ("int4", "awq", "fp8", "mxfp4")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,6 +41,35 @@ def test_unpacked_elements_are_those_of_the_reference(format: str, dtype: torch.
         assert moved.max() <= torch.finfo(dtype).eps and (moved > 0).float().mean() < 0.01
     else:
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("format", "kind", "dtype", "text"),
+    [
+        ("int4", "int4_symmetric", torch.bfloat16, kernels.INT4_SYMMETRIC_BF16),
+        ("awq", "int4", torch.bfloat16, kernels.INT4_BF16),
+        ("awq", "int4", torch.float16, kernels.INT4_FP16),
+        ("fp8", "fp8", torch.bfloat16, kernels.FP8_BF16),
+        ("mxfp4", "mxfp4", torch.bfloat16, kernels.MXFP4_BF16),
+    ],
+)
+def test_planes_of_words_are_what_was_packed(
+    format: str, kind: str, dtype: torch.dtype, text: str
+) -> None:
+    """A GPU's instructions, whose results `scaled` makes up for by factors of scales."""
+    weight = random_weight(format, 64, 256, CPU)
+    packed = pack(weight, dtype)
+    assert packed is not None and packed.format == kind
+    planes = run_ptx(text, packed.words.view(torch.int32), 2 if kind == "fp8" else 4)
+    found = torch.cat([plane.view(dtype).double() for plane in planes], dim=-1)  # of each step
+    found = found[0].transpose(0, 1).flatten(1)
+    if isinstance(weight, Int4Weight):
+        wanted = weight.nibbles().double()
+        more = 1024 if dtype == torch.float16 else 128
+        wanted = wanted * 2.0**-133 if kind == "int4_symmetric" else wanted + more
+    else:
+        wanted = weight.numbers().double() * 2.0 ** (-120 if kind == "fp8" else -127)
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("rows", [1, 9, 16, 64, 300])
@@ -100,5 +131,5 @@ def test_a_scale_beyond_a_type_keeps_its_weight() -> None:
     weight = random_weight("int4", 64, 256, CPU)
     weight.scales.mul_(torch.tensor([2.0**-40, 2.0**20, 0.0, 1.0]))
     packed = pack(weight, torch.bfloat16)
-    assert packed is not None and packed.format == "int4s"
+    assert packed is not None and packed.format == "int4_symmetric"
     assert torch.equal(dequantized(packed), weight.dequantized(torch.bfloat16))
