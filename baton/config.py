@@ -226,7 +226,8 @@ class CacheConfig(ServedModel):
         0.0,
         "--chunk-ms MS",
         "that a chunk of a prompt should take at the measured rate: as long a short prompt waits "
-        "for a long one; at least 64 tokens, 256 on a GPU (default: 60 on a CPU, 25 on a GPU)",
+        "for a long one; at least 64 tokens, 256 on a GPU (default: 60 on a CPU, 25 on a GPU, 100 "
+        "on a prefill worker's)",
     )
     chunk_tokens: int = option(
         2048, "--chunk-tokens TOKENS", "of prompts and drafts in one engine step, at most", least=1
@@ -320,8 +321,9 @@ class EngineConfig(CacheConfig):
         least=0.001,
         most=1,
     )
-    graphs: bool = option(True, "--graphs", "on a GPU: replay decode steps as CUDA graphs")
+    graphs: bool = option(True, "--graphs", "on a GPU: replay steps as CUDA graphs")
     overlap: bool = option(True, "--overlap", "on a GPU: prepare a step while another runs")
+    prefill_only: bool = False  # a prefill worker's: no sequence gets more than its first token
 
     def __post_init__(self) -> None:
         options.check(self)

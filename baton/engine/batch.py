@@ -140,8 +140,9 @@ class _DecodeBatch:
     def __init__(self, work: list[Work]) -> None:
         count = len(work)
         self._sequences = [item.sequence for item in work]
-        self._blocks = [list(sequence.block_ids) for sequence in self._sequences]
-        width = max(map(len, self._blocks)) + _SPARE_BLOCKS
+        self._blocks = [sequence.block_ids for sequence in self._sequences]
+        self._num_blocks = [len(blocks) for blocks in self._blocks]
+        width = max(self._num_blocks) + _SPARE_BLOCKS
         self._rows = np.zeros((2, count), np.int32)  # token ids, context_lens
         self._tables = np.zeros((count, width), np.int32)
         for row, blocks in zip(self._tables, self._blocks, strict=True):
@@ -157,9 +158,9 @@ class _DecodeBatch:
         if [item.sequence for item in work] != self._sequences:
             return False
         for at, sequence in enumerate(self._sequences):
-            # Blocks are compared, not counted: a list may have been cut, or replaced by another.
-            # It costs nanoseconds a block, as long as they are the same objects.
-            if sequence.block_ids != self._blocks[at] and not self._take(at, sequence.block_ids):
+            blocks = sequence.block_ids
+            same = blocks is self._blocks[at] and len(blocks) == self._num_blocks[at]
+            if not same and not self._take(at, blocks):
                 return False
         return True
 
@@ -175,5 +176,5 @@ class _DecodeBatch:
             return False
         self._tables[at, : len(blocks)] = blocks
         self._tables[at, len(blocks) :] = 0
-        self._blocks[at] = list(blocks)
+        self._blocks[at], self._num_blocks[at] = blocks, len(blocks)
         return True

@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 # Seconds that a chunk takes, and its least tokens. On a GPU (derived, not measured) fewer take as
 # long, as all weights are read: on an H100 up to 295, by its FLOP/s and bytes/s in bfloat16.
 _CHUNKS = {"cpu": (0.060, 64), "cuda": (0.025, 256)}
+# On a prefill worker's GPU only shorter prompts wait for a chunk, and no stream for its token.
+_PREFILL_ONLY_S = 0.100
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,10 @@ class Loaded:
         settings, runner, most = self.settings, self.runner, self.max_context
         blocks = BlockPool(self.layout.num_blocks, self.layout.block_size, settings.prefix_cache)
         proposer = NgramProposer(settings.speculate, most) if settings.speculate else None
-        chunk_s, least = _CHUNKS[runner.pool.device.type]
+        on_gpu = runner.pool.device.type == "cuda"
+        chunk_s, least = _CHUNKS["cuda" if on_gpu else "cpu"]
+        if on_gpu and settings.prefill_only:
+            chunk_s = _PREFILL_ONLY_S
         chunk = ChunkSize(settings.chunk_tokens, settings.chunk_ms / 1e3 or chunk_s, least)
         planner = Planner(blocks, chunk, settings.max_batch, proposer)
         eos = frozenset(self.model_config.eos_token_ids)

@@ -341,10 +341,10 @@ class RankedModel:
         self.hidden: Tensor | None = self._model.hidden
         return logits
 
-    def decode(self, *inputs: Tensor) -> Tensor:
-        """As `GpuModel.decode`, for this rank: within what all do `together`."""
-        logits: Tensor = self._model.decode(*inputs)
-        return logits
+    @property
+    def own(self) -> Any:
+        """This rank's part, for what all compute `together`."""
+        return self._model
 
     @property
     def collectives(self) -> Collectives:

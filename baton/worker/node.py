@@ -356,8 +356,7 @@ def _load(config: WorkerConfig, elsewhere: Elsewhere | None = None) -> tuple[Loa
     """Everything slow, on a thread: the event loop keeps the worker's lease meanwhile."""
     settings = config.engine
     if config.role == "prefill":
-        # Its steps are chunks: what only decode steps use would take memory and be idle.
-        settings = replace(settings, graphs=False, overlap=False)
+        settings = replace(settings, prefill_only=True)
     areas = list[SharedMemoryArea | CudaArea | None]()
 
     def allocate(num_bytes: int, device: torch.device) -> SharedMemoryArea | CudaArea | None:

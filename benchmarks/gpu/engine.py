@@ -98,7 +98,7 @@ SMALL = Shape("small", 1024, 6, 16, 4, 2816, 8192)  # quick in float32
 
 
 class OurEngine:
-    """Weights and a pool, and drivers over them: one for decoding, with graphs, one for prompts.
+    """Weights and a pool, and drivers over them: one for decoding, one for prompts.
 
     Put together here and not by `baton.engine.build.load`, so that it also runs on a CPU, where its
     kernels are interpreted, and without protobuf.
@@ -123,15 +123,16 @@ class OurEngine:
 
     def driver(
         self, batch: int, context: int, chunk: int, *, graphs: bool = False,
-        reference: bool = False, prefix_cache: bool = False,
+        prefill_only: bool = False, reference: bool = False, prefix_cache: bool = False,
     ) -> Driver:  # fmt: skip
-        """An engine as a worker runs it: steps are launched ahead, decode steps are graphs.
+        """An engine as a worker runs it: steps are launched ahead, and are graphs.
 
         reference: the model in plain torch, step after step.
         """
         settings = EngineConfig(
-            max_batch=batch, chunk_ms=1e6, chunk_tokens=chunk, prefix_cache=prefix_cache
-        )
+            max_batch=batch, chunk_ms=1e6, chunk_tokens=chunk, prefix_cache=prefix_cache,
+            graphs=graphs, prefill_only=prefill_only,
+        )  # fmt: skip
         runner: StepRunner
         if reference:
             pool = torch.zeros_like(self._pool)
@@ -287,16 +288,17 @@ class Measuring:
                 self.rival = Transformers(Setup("", self.shape.vocab, 0, (), 0, 0, 0, options))
             except Exception as error:  # whatever version of it is there
                 self._no_rival("decode", "", error)
-        limits = (max(batches), part.sized(2048, 64), CHUNK)
+        # No prompt is computed, so that nearly no chunks need be captured.
+        limits = (max(batches), part.sized(2048, 64), BLOCK_SIZE)
         with closing(ours.driver(*limits, graphs=True)) as driver:
             part.measure("decode", self._decode_cases(driver, batches))
         limits = (8, part.sized(max(PROMPTS) + 64, 128), part.sized(CHUNK, 4))
-        with closing(ours.driver(*limits)) as driver:
+        with closing(ours.driver(*limits, graphs=not part.smoke, prefill_only=True)) as driver:
             cases = [(self._title(f"{n} tokens"), partial(self.prefill, driver, n))
                      for n in self.prompts]  # fmt: skip
             part.measure("prefill", cases)
         if self.skewed and max(batches) >= len(self.skewed):
-            limits = (len(self.skewed), max(self.skewed) + 2 * STEPS, CHUNK)
+            limits = (len(self.skewed), max(self.skewed) + 2 * STEPS, BLOCK_SIZE)
             with closing(ours.driver(*limits, graphs=True)) as driver:
                 part.measure("decode compared", self._compared_cases(driver))
         return None

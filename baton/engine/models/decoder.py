@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -114,6 +114,11 @@ class Model:
 
     def close(self) -> None:
         """Nothing runs elsewhere."""
+
+    @property
+    def own(self) -> Self:
+        """What computes here; ranks have a part of it each."""
+        return self
 
     def together(self, command: str, *arguments: Any) -> AbstractContextManager[None]:
         """Around what other ranks are to begin, too: this one has none to tell it to."""

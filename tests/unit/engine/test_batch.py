@@ -62,16 +62,16 @@ def a_sequence(name, tokens, blocks):
 
 
 def change(dice, sequence):
-    """What may happen to a sequence between two steps: new tokens, and other blocks in its list or
-    in a new one."""
+    """What may happen to a sequence between two steps: new tokens, and further blocks in its list
+    or others in a new one."""
     sequence.tokens += [dice.randrange(50) for _ in range(dice.choice((0, 1, 1, 1, 9)))]
     old, needed = sequence.block_ids, -(-len(sequence.tokens) // SIZE) + dice.randrange(2)
     kept = dice.randrange(len(old) + 1) if dice.random() < 0.3 else len(old)
     blocks = old[:kept] + [dice.randrange(1, 200) for _ in range(needed - kept)]
-    if dice.random() < 0.5:
+    if kept < len(old) or dice.random() < 0.5:
         sequence.block_ids = blocks
     else:
-        old[:] = blocks
+        old += blocks[kept:]
 
 
 def some_work(dice, sequence):

@@ -16,7 +16,7 @@ from baton.config import EngineConfig
 from baton.engine.backends import Backend, unsupported
 from baton.engine.backends.gpu import memory, warmup
 from baton.engine.backends.gpu.device import Gpu, Waiting, new_stream
-from baton.engine.backends.gpu.graphs import DecodeGraphs, count_graphs
+from baton.engine.backends.gpu.graphs import Shape, StepGraphs, count_graphs
 from baton.engine.batch import Ints, StepModel
 from baton.engine.collectives import ALONE, GroupCollectives
 from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
@@ -121,10 +121,10 @@ class GpuBackend(Backend):
         runner = self.runner(model, pool, sampler, most)
         with _waiting(model)():
             step = gpu.peak_of(lambda: warmup.largest_step(runner, settings, most))
-            decode = gpu.peak_of(lambda: warmup.largest_decode(model, pool, settings, most))
+            captured = gpu.peak_of(lambda: warmup.largest_captured(model, pool, settings, most))
         num_graphs = count_graphs(settings, most) if self._kernels == "triton" else 0
-        graphs = memory.graphs_reserve(decode, num_graphs, config.num_layers)
-        usages = [(gpu.name, self.usage(max(step, decode), graphs))]
+        graphs = memory.graphs_reserve(captured, num_graphs, config.num_layers)
+        usages = [(gpu.name, self.usage(max(step, captured), graphs))]
         if isinstance(model, RankedModel):
             model.tell("usage", graphs)
             usages += [(name, memory.Usage(*sizes)) for name, sizes in model.answers()]
@@ -154,7 +154,7 @@ class GpuBackend(Backend):
         return GpuRunner(model, pool, sampler, self.settings, max_context, stream)
 
     def prepare(self, runner: Any) -> None:
-        """Compiles every kernel that a step can launch, and captures decode steps."""
+        """Compiles every kernel that a step can launch, and captures steps."""
         if self._kernels == "torch":
             return
         with _waiting(runner.model)():
@@ -163,7 +163,7 @@ class GpuBackend(Backend):
         if self.settings.graphs:
             runner.capture()
             taken = max(0, free - self._gpu.free_and_total()[0])
-            log.info("decode steps as graphs keep %.2f GiB of GPU memory", taken / 2**30)
+            log.info("steps as graphs keep %.2f GiB of GPU memory", taken / 2**30)
         if isinstance(runner.model, RankedModel):
             runner.model.limit_steps(RANK_TIMEOUT_S)
 
@@ -189,7 +189,7 @@ class _GpuRank(Rank):
         super().__init__(backend, model, connection)
         self._backend, self._gpu = backend, gpu
         self._stream = new_stream(gpu.device)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
 
     def measure(self, shape: tuple[int, ...], dtype_name: str) -> None:
         """Begins to measure what steps over such a pool take."""
@@ -202,13 +202,10 @@ class _GpuRank(Rank):
         self.connection.send((self._gpu.name, astuple(self._backend.usage(peak, graphs))))
 
     def begin(self, max_context: int) -> None:
-        """Prepares for decode steps over the pool that is here now."""
+        """Prepares for padded steps over the pool that is here now."""
         settings = self._backend.settings
-        width = -(-max_context // settings.block_size)
         with torch.inference_mode():
-            self._graphs = DecodeGraphs(
-                self.model, self.pool, self._stream, settings.max_batch, width
-            )
+            self._graphs = StepGraphs(self.model, self.pool, self._stream, settings, max_context)
 
     def step(self, arrays: list[Ints], num_decodes: int) -> None:
         self._stream.put(partial(super().step, arrays, num_decodes))
@@ -216,14 +213,14 @@ class _GpuRank(Rank):
     def scrub(self, blocks: list[int]) -> None:
         self._stream.put(partial(super().scrub, blocks))
 
-    def decode(self, size: int, width: int) -> None:
-        """As `DecodeGraphs.decode`; the inputs come from the first rank."""
+    def replay(self, *sizes: int) -> None:
+        """As `StepGraphs.run` for a `Shape`; the inputs come from the first rank."""
         assert self._graphs is not None, "it has begun"
         with torch.inference_mode():
-            self._stream.put(partial(self._graphs.decode, size, width))
+            self._stream.put(partial(self._graphs.run, Shape(*sizes)))
 
     def capture(self) -> None:
-        """As `DecodeGraphs.capture`."""
+        """As `StepGraphs.capture`."""
         assert self._graphs is not None, "it has begun"
         with torch.inference_mode():
             self._graphs.capture()

@@ -1,9 +1,9 @@
 """Sampling on the device: what `baton.engine.sampling.sampler` does.
 
 What a row samples depends on its logits, its settings, its seed and position, and, where it has
-penalties, a grammar and the like, on its tokens. Decode steps sample all rows as if they had none
-of these, within their graphs; rows that have some, or want log-probabilities, are sampled once
-more, behind the step, when the host knows their tokens.
+penalties, a grammar and the like, on its tokens. Captured steps sample all rows as if they had none
+of these, within their graphs; rows that have some are sampled once more, behind the step, when the
+host knows their tokens. Log-probabilities come behind the step, too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.config import EngineConfig
 from baton.engine.backends.gpu.device import Stream
-from baton.engine.backends.gpu.graphs import DecodeGraphs, Sections
+from baton.engine.backends.gpu.graphs import Sections, StepGraphs
 from baton.engine.ops.triton import sampling
+from baton.engine.ops.triton.logprobs import score
 from baton.engine.ops.triton.placement import feed
 from baton.engine.sampling.sampler import (
     Adjustments,
@@ -34,35 +36,75 @@ if TYPE_CHECKING:
     from baton.engine.backends.gpu.model import GpuModel
 
 
-class SamplingGraphs(DecodeGraphs):
-    """Decode steps of the rank that samples: each begins with the tokens that the one before has
-    sampled, if it is to go on with them, and ends with its own.
+class SamplingGraphs(StepGraphs):
+    """Steps of the rank that samples: each begins with the tokens that the one before has sampled,
+    if it is to go on with them, and ends with its own.
 
-    tokens: int64 `[max_batch]` on the device, those of the last step.
+    tokens: int64 on the device, those of the last step, by its rows of logits.
     """
 
     def __init__(
-        self, model: GpuModel, pool: Tensor, stream: Stream, max_batch: int, width: int, vocab: int
-    ) -> None:
-        super().__init__(model, pool, stream, max_batch, width)
-        self._vocab = vocab
-        self.tokens = torch.zeros(max_batch, dtype=torch.int64, device=stream.device)
+        self, model: GpuModel, pool: Tensor, stream: Stream, settings: EngineConfig,
+        max_context: int, vocab_size: int,
+    ) -> None:  # fmt: skip
+        super().__init__(model, pool, stream, settings, max_context)
+        self._vocab_size = vocab_size
+        self.tokens = torch.zeros(self.largest.logits, dtype=torch.int64, device=stream.device)
 
     def _feed(self, at: Sections[Tensor]) -> None:
-        feed(at.token_ids, at.sources, self.tokens, self._vocab)
+        if decodes := len(at.sources):
+            feed(at.token_ids[:decodes], at.sources, self.tokens, self._vocab_size)
 
     def _sample(self, at: Sections[Tensor], logits: Tensor) -> None:
         tokens = self.tokens[: len(logits)]
         sampling.sample(logits, at.settings, at.seeds, at.positions, tokens)
 
 
+class Scores:
+    """Log-probabilities of some rows of a step, for one launch at a time."""
+
+    def __init__(self, stream: Stream, vocab_size: int) -> None:
+        self._stream, self._vocab_size = stream, vocab_size
+        self._wanted: list[int] = []
+
+    def prepare(self, rows: Rows[int], wanted: list[int]) -> None:
+        """rows: of the logits · wanted: how many likely tokens each asks for."""
+        self._wanted = wanted
+        self._likely = min(max(wanted, default=0), self._vocab_size)
+        shape = len(wanted), 1 + self._likely
+        self._rows = pinned_copy(self._stream, np.array(rows, np.int32))
+        size = shape[0] * shape[1]
+        self._scores = self._stream.pinned(size, torch.float32).view(shape)
+        self._ids = self._stream.pinned(size, torch.int64).view(shape)
+
+    def compute(self, logits: Tensor, tokens: Tensor) -> None:
+        """To be called on the stream, once; of the logits as they are, and their tokens."""
+        rows = self._rows.to(self._stream.device, non_blocking=True)
+        scores, ids = score(logits, rows, tokens, self._likely)
+        self._scores.copy_(scores, non_blocking=True)
+        self._ids.copy_(ids, non_blocking=True)
+
+    def found(self, token_ids: Rows[int]) -> list[TokenLogprobs]:
+        """Of each row, which sampled that token; once the launch has ended."""
+        parts = zip(token_ids, self._scores.tolist(), self._ids.tolist(), self._wanted, strict=True)
+        return [
+            token_logprobs(token, scores[0], ids[1:], scores[1:], wanted)
+            for token, scores, ids, wanted in parts
+        ]
+
+
+def pinned_copy(stream: Stream, values: np.ndarray) -> Tensor:
+    """These numbers in memory that copies to the device need not wait for."""
+    given = torch.from_numpy(values)
+    return stream.pinned(given.numel(), given.dtype).view(given.shape).copy_(given)
+
+
 @dataclass
 class _Launch:
-    """One launch's inputs, in pinned memory until it has ended; then its log-probabilities, too.
+    """One launch's inputs, in pinned memory until it has ended.
 
     integers, floats: what `sampling.adjust` takes, one after the other; of how many rows and tokens
-    logprobs: of how many likely tokens; None is without · found: those of `[rows, 1 + logprobs]`,
-    the chosen token's first, and their ids.
+    scored: the rows that want log-probabilities.
     """
 
     rows: Rows[SampleRow]
@@ -75,8 +117,7 @@ class _Launch:
     floats: Tensor
     num_adjusted: int
     num_tokens: int
-    logprobs: int | None
-    found: tuple[Tensor, Tensor] | None = None
+    scored: list[int]
 
 
 class DeviceSampler:
@@ -87,6 +128,7 @@ class DeviceSampler:
 
     def __init__(self, stream: Stream, sampler: Sampler, max_rows: int) -> None:
         self._stream, self._sampler = stream, sampler
+        self._scores = Scores(stream, sampler.vocab_size)
         self._make_room(max_rows)
 
     def _make_room(self, rows: int) -> None:
@@ -109,7 +151,9 @@ class DeviceSampler:
         penalties = [
             (row.repetition_penalty, row.frequency_penalty, row.presence_penalty) for row in params
         ]
-        wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+        scored = [at for at, row in enumerate(rows) if row.params.logprobs is not None]
+        if scored:
+            self._scores.prepare(scored, [rows[at].params.logprobs or 0 for at in scored])
         self._launch = _Launch(
             rows,
             self._pinned(sampling.settings_of([row.params for row in rows])),
@@ -121,13 +165,11 @@ class DeviceSampler:
             self._pinned(np.concatenate([np.ravel(penalties), biases]).astype(np.float32)),
             len(adjusted),
             len(ids),
-            max(wanted) if wanted else None,
+            scored,
         )
 
     def _pinned(self, values: np.ndarray) -> Tensor:
-        given = torch.from_numpy(values)
-        held = self._stream.pinned(given.numel(), given.dtype).view(given.shape)
-        return held.copy_(given)
+        return pinned_copy(self._stream, values)
 
     def sample(self, logits: Tensor) -> Tensor:
         """Samples from logits float32 `[rows, vocab_size]`, and changes them: int64 `[rows]`.
@@ -138,7 +180,7 @@ class DeviceSampler:
         on_device = self._on_device
         if launch.masks is not None:
             logits.masked_fill_(~_unpacked(on_device(launch.masks), logits.shape[1]), -torch.inf)
-        raw = logits.clone() if launch.logprobs is not None and launch.num_adjusted else logits
+        raw = logits.clone() if launch.scored and launch.num_adjusted else logits
         if launch.allowed is not None:
             logits.masked_fill_(~_unpacked(on_device(launch.allowed), logits.shape[1]), -torch.inf)
         if rows := launch.num_adjusted:
@@ -153,24 +195,9 @@ class DeviceSampler:
         )
         sampling.sample(logits, settings, seeds, positions, tokens)
         self._host_tokens[: len(tokens)].copy_(tokens, non_blocking=True)
-        if launch.logprobs is not None:
-            self._score(launch, raw, tokens, launch.logprobs)
+        if launch.scored:
+            self._scores.compute(raw, tokens)
         return tokens
-
-    def _score(self, launch: _Launch, logits: Tensor, tokens: Tensor, likely: int) -> None:
-        """Puts log-probabilities into the launch."""
-        best = logits.topk(min(likely, logits.shape[1]))
-        # A token beyond the vocabulary is an error, raised by `sampled`, but must be no index.
-        chosen = tokens.clamp(max=logits.shape[1] - 1)[:, None]
-        scores = torch.cat([logits.gather(1, chosen), best.values], 1)
-        scores -= logits.logsumexp(1, keepdim=True)
-        found = scores, torch.cat([chosen, best.indices], 1)
-        launch.found = (
-            self._stream.pinned(scores.numel(), scores.dtype).view(scores.shape),
-            self._stream.pinned(scores.numel(), torch.int64).view(scores.shape),
-        )
-        for host, there in zip(launch.found, found, strict=True):
-            host.copy_(there, non_blocking=True)
 
     def _on_device(self, host: Tensor) -> Tensor:
         return host.to(self._stream.device, non_blocking=True)
@@ -183,14 +210,10 @@ class DeviceSampler:
         launch = self._launch
         tokens = self._host_tokens[: len(launch.rows)].tolist()
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
-        if launch.found is not None:
-            scores, ids = (part.tolist() for part in launch.found)
-            for at, row in enumerate(launch.rows):
-                if row.params.logprobs is not None:
-                    first, *rest = scores[at]
-                    logprobs[at] = token_logprobs(
-                        tokens[at], first, ids[at][1:], rest, row.params.logprobs
-                    )
+        if scored := launch.scored:
+            found = self._scores.found([tokens[at] for at in scored])
+            for at, one in zip(scored, found, strict=True):
+                logprobs[at] = one
         return Sampled(tokens, logprobs)
 
 

@@ -1,9 +1,15 @@
-"""One decode step for each of a few batch sizes, captured once and launched whole.
+"""Steps padded to a few shapes, each captured once as a CUDA graph and launched whole.
 
-A step of a small model is hundreds of kernels, each shorter than its launch from Python. A CUDA
-graph launches them at once, but is of one shape and reads fixed places. So batches are padded up a
-ladder of sizes, and block tables up a ladder of widths, so that little of them is copied in vain.
-Padding rows have the context -1: they write no KV and attend to nothing.
+A step is hundreds of kernels, most of them shorter than their launch from Python. A CUDA graph
+launches them at once, but is of one shape and reads fixed places. So batches of decode rows are
+padded up a ladder of sizes, chunks of prompts up another, and block tables up a ladder of widths,
+so that little of them is copied in vain.
+
+    decode rows | padding || chunk | chunk | (no rows) ... | padding
+    one sequence each     || `MAX_CHUNKS` sequences        | one more
+
+Padding has the context -1: it writes no KV and attends to nothing. A step with chunks has room for
+a full batch of decode rows beside them, and none on a prefill worker, where nothing decodes.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ import itertools
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
@@ -20,31 +26,68 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.engine.backends.gpu.device import Stream
+from baton.engine.batch import StepBatch
 from baton.engine.sampling.sampler import NUM_SETTINGS
 
 if TYPE_CHECKING:  # it imports triton, which may not be installed
     from baton.engine.backends.gpu.model import GpuModel
 
 log = logging.getLogger(__name__)
+MAX_CHUNKS = 16  # sequences with several rows in a captured step
+# Rows of chunks in a captured step, so that less than a quarter is padding where that counts: a
+# GPU takes as long for a few rows as for 256, as it reads all weights. More than the last take
+# longer to compute than to be launched.
+CHUNK_SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 _NARROWEST = 128  # blocks of a table; wider ones are four times as wide each
 # Sections begin at multiples of so many elements: kernels load faster from aligned addresses, and
 # would be compiled once more for those that are not.
 _SECTION = 32
-PADDING = -1  # the context length of a padding row
+PADDING = -1  # the context length of padding
 KNOWN = -1  # the source of a row whose token is in the inputs
 Part = TypeVar("Part")
 
 
-class Sections(NamedTuple, Generic[Part]):
-    """Parts of one launch's inputs, in one copy; int32 `[rows]` where nothing else is said.
+class Shape(NamedTuple):
+    """Sizes of a padded step.
 
-    token_ids, context_lens · sources: which row of the launch before sampled a row's token, or
-    KNOWN · positions: of the token to sample, 0 of padding · seeds: int64, settings: float64
-    `[rows, 4]`, what `sampling.sample` takes · block_tables: `[rows, width]` · all: of all of them.
+    decodes: sequences of one row · chunk_rows: rows of all chunks together; 0 for a step without
+    chunks · width: blocks of each table.
+    """
+
+    decodes: int
+    chunk_rows: int
+    width: int
+
+    @property
+    def rows(self) -> int:
+        """All rows of the step."""
+        return self.decodes + self.chunk_rows
+
+    @property
+    def sequences(self) -> int:
+        """Those of decode rows, then those of chunks, the last of which is padding."""
+        return self.decodes + (MAX_CHUNKS + 1 if self.chunk_rows else 0)
+
+    @property
+    def logits(self) -> int:
+        """Rows of logits: one for each sequence that can be there."""
+        return self.decodes + (MAX_CHUNKS if self.chunk_rows else 0)
+
+
+class Sections(NamedTuple, Generic[Part]):
+    """Parts of one launch's inputs, in one copy; int32 where nothing else is said.
+
+    token_ids: `[rows]` · context_lens: `[sequences]` · query_lens: `[sequences]`, and logit_rows:
+    `[logits]`, as in `StepBatch`, of steps with chunks · sources: `[decodes]`, which row of logits
+    of the launch before sampled a row's token, or KNOWN · positions: `[logits]`, of the token to
+    sample, 0 of padding · seeds: int64 `[logits]`, settings: float64 `[logits, 4]`, what
+    `sampling.sample` takes · block_tables: `[sequences, width]` · all: of all of them.
     """
 
     token_ids: Part
     context_lens: Part
+    query_lens: Part
+    logit_rows: Part
     sources: Part
     positions: Part
     seeds: Part
@@ -53,28 +96,32 @@ class Sections(NamedTuple, Generic[Part]):
     all: Part
 
 
-_WORDS = (1, 1, 1, 1, 2, 2 * NUM_SETTINGS)  # of a row in each section before the tables
+def _words(shape: Shape) -> tuple[int, ...]:
+    """Of each section, in 32 bits."""
+    sequences, logits = shape.sequences, shape.logits
+    of_chunks = (sequences, logits) if shape.chunk_rows else (0, 0)
+    sampling = (logits, 2 * logits, 2 * NUM_SETTINGS * logits)
+    tables = sequences * shape.width
+    return shape.rows, sequences, *of_chunks, shape.decodes, *sampling, tables
 
 
-def sections(flat: Tensor, rows: int, width: int) -> Sections[Tensor]:
-    """The parts of a launch of `rows` rows and tables of `width` blocks, in flat int32 memory."""
-    step, at = -(-rows // _SECTION) * _SECTION, 0
-    parts = list[Tensor]()
-    for words in _WORDS:
-        parts.append(flat[at : at + words * rows])
-        at += words * step
-    token_ids, context_lens, sources, positions, seeds, settings = parts
-    end = at + rows * width
+def sections(flat: Tensor, shape: Shape) -> Sections[Tensor]:
+    """The parts of a launch's inputs, in flat int32 memory of at least `num_elements`."""
+    parts, end = list[Tensor](), 0
+    for words in _words(shape):
+        parts.append(flat[end : end + words])
+        end += -(-words // _SECTION) * _SECTION
+    tokens, contexts, queries, logit_rows, sources, positions, seeds, settings, tables = parts
     return Sections(
-        token_ids, context_lens, sources, positions, seeds.view(torch.int64),
-        settings.view(torch.float64).view(rows, NUM_SETTINGS), flat[at:end].view(rows, width),
-        flat[:end],
+        tokens, contexts, queries, logit_rows, sources, positions, seeds.view(torch.int64),
+        settings.view(torch.float64).view(-1, NUM_SETTINGS),
+        tables.view(shape.sequences, shape.width), flat[:end],
     )  # fmt: skip
 
 
-def num_elements(rows: int, width: int) -> int:
-    """How much flat memory `sections` needs for so many rows and any smaller number."""
-    return sum(_WORDS) * (-(-rows // _SECTION) * _SECTION) + rows * width
+def num_elements(shape: Shape) -> int:
+    """How much flat memory the inputs of a step take."""
+    return sum(-(-words // _SECTION) * _SECTION for words in _words(shape))
 
 
 def batch_sizes(max_batch: int) -> tuple[int, ...]:
@@ -97,90 +144,139 @@ def table_widths(widest: int) -> tuple[int, ...]:
     return (*widths, widest)
 
 
-def count_graphs(settings: EngineConfig, max_context: int) -> int:
-    """How many decode steps are captured; 0 without `--graphs`."""
+def chunk_sizes(most: int) -> tuple[int, ...]:
+    """The rows that chunks are padded to, ascending; the last is `most` if that is captured.
+
+    All are more than the logits that are wanted of them.
+    """
+    most = min(max(most, CHUNK_SIZES[0]), CHUNK_SIZES[-1])
+    return (*(size for size in CHUNK_SIZES if size < most), most)
+
+
+def shapes_of(settings: EngineConfig, max_context: int) -> list[Shape]:
+    """The shapes of steps that are captured, largest first; none without `--graphs`."""
     if not settings.graphs:
-        return 0
-    width = -(-max_context // settings.block_size)
-    return len(batch_sizes(settings.max_batch)) * len(table_widths(width))
+        return []
+    widths = table_widths(-(-max_context // settings.block_size))
+    beside = 0 if settings.prefill_only else settings.max_batch
+    # Chunks take longer than decode rows, so that every other width is enough for them.
+    sizes = itertools.product(chunk_sizes(settings.chunk_tokens), widths[::-2][::-1])
+    shapes = [Shape(beside, rows, width) for rows, width in sizes]
+    if not settings.prefill_only:
+        sizes = itertools.product(batch_sizes(settings.max_batch), widths)
+        shapes = [*(Shape(size, 0, width) for size, width in sizes), *shapes]
+    return shapes[::-1]
 
 
-class DecodeGraphs:
-    """Computes padded decode batches: by graphs once they are captured, kernel by kernel before.
+def count_graphs(settings: EngineConfig, max_context: int) -> int:
+    """How many steps are captured; 0 without `--graphs`."""
+    return len(shapes_of(settings, max_context))
 
-    Of any rank; the first one's also feed and sample.
+
+class StepGraphs:
+    """Computes padded steps: by graphs once they are captured, kernel by kernel before.
+
+    Of any rank; the first one's also feed and sample. largest: no step has more of anything.
     """
 
     def __init__(
-        self, model: GpuModel, pool: Tensor, stream: Stream, max_batch: int, width: int
-    ) -> None:
-        self.sizes = batch_sizes(max_batch)
-        self.widths = table_widths(width)
+        self, model: GpuModel, pool: Tensor, stream: Stream, settings: EngineConfig,
+        max_context: int,
+    ) -> None:  # fmt: skip
+        """max_context: of sequences, in tokens."""
         self._model = model
         self._pool = pool
         self._stream = stream
+        self._shapes = shapes_of(settings, max_context)
+        self._batch_sizes = batch_sizes(settings.max_batch)
+        self._widths = table_widths(-(-max_context // settings.block_size))
+        chunks = [shape for shape in self._shapes if shape.chunk_rows]
+        self._chunk_sizes = sorted({shape.chunk_rows for shape in chunks})
+        self._chunk_widths = sorted({shape.width for shape in chunks})
+        self._beside = 0 if settings.prefill_only else settings.max_batch  # decode rows
+        most_rows = max(self._chunk_sizes, default=0)
+        self.largest = Shape(self._beside, most_rows, self._widths[-1])
         self._inputs = torch.zeros(
-            num_elements(max_batch, width), dtype=torch.int32, device=stream.device
+            num_elements(self.largest), dtype=torch.int32, device=stream.device
         )
-        self._captured: dict[tuple[int, int], Callable[[], Tensor]] = {}
-        self._sections: dict[tuple[int, int], Sections[Tensor]] = {}
+        self._captured: dict[Shape, Callable[[], Tensor]] = {}
+        self._sections: dict[Shape, Sections[Tensor]] = {}
 
-    def shape(self, rows: int, blocks: int) -> tuple[int, int]:
-        """The batch size and table width that hold so many rows and blocks of each."""
-        size = self.sizes[bisect_left(self.sizes, rows)]
-        return size, self.widths[bisect_left(self.widths, blocks)]
+    def decode_shape(self, rows: int, blocks: int) -> Shape | None:
+        """The shape of a step of so many decode rows, over tables of so many blocks; None if there
+        is none.
+        """
+        if rows > self._beside:
+            return None
+        return Shape(_least(self._batch_sizes, rows), 0, _least(self._widths, blocks))
 
-    def inputs(self, size: int, width: int) -> Sections[Tensor]:
-        """Where a batch of that shape finds its inputs, on the device."""
-        key = size, width
-        if key not in self._sections:
-            self._sections[key] = sections(self._inputs, size, width)
-        return self._sections[key]
+    def chunk_shape(self, counts: list[int], blocks: int) -> Shape | None:
+        """The same of a step in which sequences have so many rows each, single ones first."""
+        singles = counts.count(1) if self._beside else 0
+        chunks, rows = len(counts) - singles, sum(counts) - singles
+        if singles > self._beside or chunks > MAX_CHUNKS:
+            return None
+        if not self._chunk_sizes or rows > self._chunk_sizes[-1]:
+            return None
+        width = _least(self._chunk_widths, blocks)
+        return Shape(self._beside, _least(self._chunk_sizes, rows), width)
 
-    def decode(self, size: int, width: int) -> Tensor:
-        """Computes the batch in `inputs`: logits `[size, vocab_size]`, of the model's type, valid
-        until the next is run.
+    def inputs(self, shape: Shape) -> Sections[Tensor]:
+        """Where a step of that shape finds its inputs, on the device."""
+        if shape not in self._sections:
+            self._sections[shape] = sections(self._inputs, shape)
+        return self._sections[shape]
+
+    def run(self, shape: Shape) -> Tensor:
+        """Computes the step in `inputs`: logits `[shape.logits, vocab_size]`, valid until the next
+        is run.
 
         To be called on the stream. Other ranks get the inputs of the first, and no logits.
         """
-        with self._model.together("decode", size, width):
-            captured = self._captured.get((size, width))
-            return captured() if captured else self._run(size, width)
+        with self._model.together("replay", *shape):
+            captured = self._captured.get(shape)
+            return captured() if captured else self._run(shape)
 
     def capture(self) -> None:
         """Captures every shape, largest first, so that the others fit into the memory it took.
 
         Writes nothing into the pool. Before requests are served.
         """
-        shapes = list(itertools.product(reversed(self.sizes), reversed(self.widths)))
         logged = time.monotonic()
-        for done, (size, width) in enumerate(shapes, 1):
-            self._capture(size, width)
-            if done == len(shapes) or time.monotonic() >= logged + 1.0:
+        for done, shape in enumerate(self._shapes, 1):
+            self._capture(shape)
+            if done == len(self._shapes) or time.monotonic() >= logged + 1.0:
                 logged = time.monotonic()
-                log.info("captured %d of %d decode steps as graphs", done, len(shapes))
+                log.info("captured %d of %d steps as graphs", done, len(self._shapes))
 
     def close(self) -> None:
         """Gives captured steps up: NCCL does not end while a graph holds its operations."""
         self._captured.clear()
 
-    def _capture(self, size: int, width: int) -> None:
+    def _capture(self, shape: Shape) -> None:
         def first() -> None:
             self._inputs.zero_()
-            at = self.inputs(size, width)
+            at = self.inputs(shape)
             at.context_lens.fill_(PADDING)
+            at.query_lens[: shape.decodes].fill_(1)
+            at.query_lens[-1:].fill_(shape.chunk_rows)
             at.sources.fill_(KNOWN)
-            self._run(size, width)
+            self._run(shape)
 
         self._stream.call(first)
         self._stream.record_event().synchronize()
-        self._captured[size, width] = self._stream.capture(lambda: self._run(size, width))
+        self._captured[shape] = self._stream.capture(lambda: self._run(shape))
 
-    def _run(self, size: int, width: int) -> Tensor:
-        model, at = self._model, self.inputs(size, width)
+    def _run(self, shape: Shape) -> Tensor:
+        model, at = self._model, self.inputs(shape)
         self._feed(at)
         model.collectives.broadcast(at.all)
-        logits = model.decode(at.token_ids, at.context_lens, at.block_tables, self._pool)
+        if shape.chunk_rows:
+            tables, logit_rows = at.block_tables, at.logit_rows
+            rows = (at.token_ids, at.context_lens, at.query_lens, tables, logit_rows)
+            logits = model.own.step(StepBatch(*rows, shape.decodes), self._pool)
+        else:
+            logits = model.own.decode(at.token_ids, at.context_lens, at.block_tables, self._pool)
         self._sample(at, logits)
         return logits
 
@@ -189,3 +285,8 @@ class DecodeGraphs:
 
     def _sample(self, at: Sections[Tensor], logits: Tensor) -> None:
         """Samples each row, on the device."""
+
+
+def _least(sizes: Sequence[int], wanted: int) -> int:
+    """The smallest of ascending sizes that is large enough."""
+    return sizes[bisect_left(sizes, wanted)]

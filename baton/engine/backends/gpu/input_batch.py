@@ -1,17 +1,18 @@
-"""What decode steps need of their sequences: arrays with a row for each, kept between launches.
+"""What captured steps need of their sequences: arrays with a row for each, kept between launches.
 
-(After vLLM's `InputBatch`.) A sequence keeps its row while it decodes: a launch gathers the rows,
-and looks closer only at sequences that are new or have got blocks.
+(After vLLM's `InputBatch`.) A sequence keeps its row while it runs: a launch gathers the rows, and
+looks closer only at sequences that are new or have got blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
 from operator import is_
 
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.backends.gpu.graphs import KNOWN, PADDING, Sections
+from baton.engine.backends.gpu.graphs import KNOWN, PADDING, Sections, Shape
 from baton.engine.ops.triton.sampling import settings_of
 from baton.engine.planner import Work
 from baton.engine.sampling.sampler import NUM_SETTINGS
@@ -21,11 +22,11 @@ Ints = npt.NDArray[np.int64]
 
 
 class InputBatch:
-    """The rows of one engine's decoding sequences. Engine thread only."""
+    """The rows of one engine's running sequences. Engine thread only."""
 
     def __init__(self, max_batch: int, width: int) -> None:
         """width: blocks of the longest sequence."""
-        # Twice as many as can decode at once, so that rows need not be given up one by one.
+        # Twice as many as can run at once, so that rows need not be given up one by one.
         count = 2 * max_batch
         self._tables = np.zeros((count, width), np.int32)
         self._num_blocks = np.zeros(count, np.int64)  # of each table
@@ -41,32 +42,63 @@ class InputBatch:
         self._rows = np.empty(0, np.int64)
         self._blocks: list[list[int]] = []
 
-    def sources(self, sequences: list[Sequence], before: list[Sequence]) -> Ints:
+    def sources(self, sequences: list[Sequence], before: Rows[Sequence | None]) -> Ints:
         """Which row of the launch before samples each one's last token, or KNOWN."""
         if sequences == before:
             return np.arange(len(sequences))
         places = {sequence: place for place, sequence in enumerate(before)}
-        return np.array([places.get(one, KNOWN) for one in sequences])
+        return np.array([places.get(one, KNOWN) for one in sequences], np.int64)
 
-    def write(self, work: list[Work], sources: Ints, into: Sections[npt.NDArray[np.int32]]) -> Ints:
-        """Writes a launch's inputs; which of its rows are to be sampled with their tokens known."""
+    def write(
+        self, work: list[Work], shape: Shape, sources: Ints, into: Sections[npt.NDArray[np.int32]]
+    ) -> Ints:
+        """Writes a launch's inputs; which of the works that sample are to be sampled with their
+        tokens known.
+
+        sources: of the decode rows, which come first.
+        """
         count, sequences = len(work), [item.sequence for item in work]
         self._follow(sequences)
         rows, starts = self._rows, np.array([item.start for item in work])
-        into.context_lens[:count] = starts
-        into.context_lens[count:] = PADDING
-        into.positions[:count] = starts + 1
-        into.positions[count:] = 0
-        into.sources[:count] = sources
-        into.sources[count:] = KNOWN
+        singles, ends, samples = len(sources), starts + 1, np.ones(count, np.bool_)
+        at: slice | Ints = slice(0, count)
+        into.context_lens.fill(PADDING)
+        into.positions.fill(0)
+        into.token_ids.fill(0)
+        into.block_tables[singles:] = 0
+        if shape.chunk_rows:
+            at = np.arange(count)
+            at[singles:] += shape.decodes - singles
+            ends = starts + [item.count for item in work]
+            samples = np.array([item.samples for item in work])
+            self._write_chunks(work[singles:], shape, into)
+            into.logit_rows[:singles] = at[:singles]
+        into.context_lens[at] = starts
+        into.positions[at] = np.where(samples, ends, 0)
+        into.sources[:singles] = sources
+        into.sources[singles:] = KNOWN
         for place in (sources == KNOWN).nonzero()[0]:
             into.token_ids[place] = sequences[place].tokens[work[place].start]
-        into.token_ids[count:] = 0
-        into.seeds[:count] = self._seeds[rows]
-        into.settings[:count] = self._settings[rows]
-        into.block_tables[:count] = self._tables[rows, : into.block_tables.shape[1]]
-        into.block_tables[count:] = 0
-        return (self._adjusted[rows] | (starts < self._adjusted_until[rows])).nonzero()[0]
+        into.seeds[at] = self._seeds[rows]
+        into.settings[at] = self._settings[rows]
+        into.block_tables[at] = self._tables[rows, : into.block_tables.shape[1]]
+        apart = self._adjusted[rows] | (ends <= self._adjusted_until[rows])
+        return apart[samples].nonzero()[0]
+
+    def _write_chunks(
+        self, chunks: list[Work], shape: Shape, into: Sections[npt.NDArray[np.int32]]
+    ) -> None:
+        """Writes tokens and lengths; behind those of chunks come sequences without a row, and one
+        that has all rows of padding."""
+        into.query_lens.fill(0)
+        into.query_lens[: shape.decodes] = 1
+        into.logit_rows.fill(0)
+        end = shape.decodes
+        for place, item in enumerate(chunks, shape.decodes):
+            begin, end = end, end + item.count
+            into.token_ids[begin:end] = item.sequence.tokens[item.start : item.start + item.count]
+            into.query_lens[place], into.logit_rows[place] = item.count, end - 1
+        into.query_lens[-1] = shape.rows - end
 
     def _follow(self, sequences: list[Sequence]) -> None:
         """Has the rows of these sequences be what they are now."""
@@ -83,7 +115,7 @@ class InputBatch:
         self._blocks = blocks
 
     def _take(self, sequences: list[Sequence]) -> None:
-        """Gives each sequence a row; those of sequences that are gone, or else do not decode now,
+        """Gives each sequence a row; those of sequences that are gone, or else do not run now,
         are free."""
         kept = set(sequences)
         gone = [one for one in self._row_of if one.dropped]

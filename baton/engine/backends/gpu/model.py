@@ -27,7 +27,7 @@ from baton.engine.ops.triton.attention import (
 )
 from baton.engine.ops.triton.grouped_matmul import GroupedWeight
 from baton.engine.ops.triton.placement import Placement, place_rows
-from baton.engine.ops.triton.rope_kv import rope_and_write
+from baton.engine.ops.triton.rope_kv import Rotation, rope_and_write
 from baton.engine.ops.triton.routing import Router, add_up, route
 from baton.engine.ops.triton.rows import act_mul, add_rms_norm
 from baton.engine.shard import WHOLE, Shard
@@ -190,17 +190,23 @@ class GpuModel(Model):
     def _rope_and_write(
         self, qkv: Tensor, rows: _Rows, index: int, layer: LayerWeights, pool: Tensor
     ) -> Tensor:
+        """Of decode rows alone qkv itself: their attention turns and writes them, too."""
         config, placed = self.config, rows.placed
-        cos, sin = self._tables[self._table_of[index]]
-        norms = (layer.q_norm, layer.k_norm)
-        if config.differs.qk_norm == "row":  # the kernel norms heads
+        if config.differs.qk_norm == "row":  # the kernels norm heads
             q, k, v = self._split(qkv)
             qkv = torch.cat([*self._rows_normed(q, k, layer), v], dim=1)
-            norms = (None, None)
-        return rope_and_write(
-            qkv, placed.positions, placed.slots, cos, sin, pool, index, config.num_heads,
-            config.num_kv_heads, *norms, config.rms_eps,
-        )  # fmt: skip
+        if rows.tiles is None:
+            return qkv
+        heads = config.num_heads, config.num_kv_heads
+        rotation = self._rotation(index)
+        return rope_and_write(qkv, placed.positions, placed.slots, rotation, pool, index, *heads)
+
+    def _rotation(self, index: int) -> Rotation:
+        cos, sin = self._tables[self._table_of[index]]
+        if self.config.differs.qk_norm == "row":
+            return Rotation(cos, sin)
+        layer = self._weights.layers[index]
+        return Rotation(cos, sin, layer.q_norm, layer.k_norm, self.config.rms_eps)
 
     def _rows_normed(self, q: Tensor, k: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor]:
         if self._num_ranks > 1:
@@ -213,14 +219,16 @@ class GpuModel(Model):
         return q, k
 
     def _attend(self, q: Tensor, rows: _Rows, index: int, pool: Tensor) -> Tensor:
-        own, scoring, out = rows.num_decodes, self._scoring[index], torch.empty_like(q)
+        own, scoring = rows.num_decodes, self._scoring[index]
+        out = q.new_empty(len(q), self.config.num_heads, self.config.head_size)
         if own:
-            own_q, window, tables = q[:own], scoring.window, rows.block_tables[:own]
+            window, tables = scoring.window, rows.block_tables[:own]
             if window not in rows.plans:
                 lengths = rows.placed.lengths[:own]
-                rows.plans[window] = plan_decode(own_q, pool, lengths, window)
+                rows.plans[window] = plan_decode(out[:own], pool, lengths, window)
             plan = rows.plans[window]
-            decode_attention(own_q, pool, index, tables, plan, scoring, out[:own])
+            rotation = self._rotation(index) if rows.tiles is None else None
+            decode_attention(q[:own], pool, index, tables, plan, scoring, out[:own], rotation)
         if rows.tiles is not None:
             assert rows.query_lens is not None, "chunks have lengths"
             tables, context_lens = rows.block_tables[own:], rows.context_lens[own:]

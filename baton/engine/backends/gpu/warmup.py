@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
+from baton.engine.backends.gpu.graphs import Shape, shapes_of
 from baton.engine.batch import BatchBuilder, StepModel
 from baton.engine.planner import SCORED_ROWS, Plan, Work
 from baton.engine.runner import StepRunner
@@ -53,11 +54,15 @@ def largest_step(runner: StepRunner, settings: EngineConfig, max_context: int) -
     runner.run(Plan(work))
 
 
-def largest_decode(
+def largest_captured(
     model: StepModel, pool: Tensor, settings: EngineConfig, max_context: int
 ) -> None:
-    """A step that gives a full batch of full contexts a token each."""
-    _step(model, pool, [_work(max_context, 1, pool)] * settings.max_batch)
+    """A step of the largest shape that is captured, with full contexts."""
+    shapes = shapes_of(settings, max_context) or [Shape(settings.max_batch, 0, 1)]
+    work = [_work(max_context, 1, pool)] * shapes[0].decodes
+    if rows := min(shapes[0].chunk_rows, max_context):
+        work.append(_work(max_context, rows, pool))
+    _step(model, pool, work)
 
 
 def step_shapes(settings: EngineConfig, max_context: int) -> Iterator[tuple[int, int, int]]:

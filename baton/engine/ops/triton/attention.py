@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -34,8 +35,14 @@ from baton.engine.ops.triton.attention_common import (
     pool_sizes,
     scored,
 )
+from baton.engine.ops.triton.launch import launch, launch_next, wait_for_inputs
+from baton.engine.ops.triton.rope_kv import Rotation, load_angles, put, turned
 from baton.engine.ops.triton.spec import Config
 from baton.engine.ops.triton.tuning import choose
+
+# Up to so many decode rows launches overlap. With more, which the memory limits, programs that
+# come early would be spread over the processors unevenly.
+EARLY_ROWS = 4
 
 # Query rows of a program: the least that tensor cores take, and the most that registers hold.
 LEAST_ROWS, MOST_ROWS = 16, 128
@@ -87,20 +94,23 @@ def plan_decode(
 
 def decode_attention(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, plan: DecodePlan, scoring: Scoring,
-    out: Tensor,
+    out: Tensor, rotation: Rotation | None = None,
 ) -> None:  # fmt: skip
     """Writes the attention of each row of q over its own sequence, whose KV is in the pool already.
 
     q: `[rows, heads, head_size]`, contiguous · block_tables: int32 `[rows, width]`, the blocks of
     each sequence; what lies behind those of its tokens is not read · plan: for these rows and the
-    window of scoring · out: like q; zeros for padding rows. Waits for nothing on the device.
+    window of scoring · out: like q; zeros for padding rows · rotation: q is then `[rows, (heads + 2
+    * kv_heads) * head_size]`, as `rope_and_write` takes it, and the last token's K and V are
+    written first. Waits for nothing on the device.
     """
     window, config, programs = plan.window, plan.config, len(plan.firsts)
-    rows, heads, head_size = q.shape
+    rows, heads, head_size = out.shape
     assert window == scoring.window and len(plan.ends) == rows
-    assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
-    assert out.is_contiguous() and out.shape == q.shape and out.dtype == q.dtype
-    sizes, _ = pool_sizes(q, pool)
+    assert pool.is_contiguous() and block_tables.stride(1) == 1
+    assert out.is_contiguous() and out.dtype == q.dtype
+    assert q.stride(1) == 1 if rotation else q.is_contiguous() and out.shape == q.shape
+    sizes, _ = pool_sizes(out, pool)
     kv_heads = sizes["KV_HEADS"]
     # The weighted sums of parts of rows, and behind all of them their log-sum-exps. A program has
     # two at most: the end of a row that others began, and the beginning of one that others end.
@@ -109,17 +119,24 @@ def decode_attention(
     places = (parts, plan.seq_lens, plan.ends)
     # Tensor cores take tiles of 16 rows at least.
     group_pad = max(16, int(triton.next_power_of_2(heads // kv_heads)))
-    launch = {name: config[name] for name in ("num_warps", "num_stages", "TILE")}
+    options = {name: config[name] for name in ("num_warps", "num_stages", "TILE")}
+    started = launch if rows <= EARLY_ROWS else launch_alone
     pool = elements(pool)
-    decode_kernel[programs, kv_heads](
-        q, pool, block_tables, out, *places, plan.firsts, rows, layer, block_tables.stride(0),
+    started(
+        decode_kernel, (programs, kv_heads), q, pool, block_tables, out, *places, plan.firsts,
+        *(rotation or (None,) * 4 + (0.0,)), rows, layer, q.stride(0), block_tables.stride(0),
         pool.stride(0), *scored(scoring), window or NO_WINDOW, WINDOWED=window is not None,
-        GROUP_PAD=group_pad, **sizes, **launch,
+        GROUP_PAD=group_pad, **sizes, **options,
     )  # fmt: skip
-    join_kernel[rows, heads](
-        out, *places, rows, programs, window or NO_WINDOW, HEAD_SIZE=head_size,
-        HEAD_PAD=sizes["HEAD_PAD"], TILE=config["TILE"], PARTS=16,
+    started(
+        join_kernel, (rows, heads), out, *places, rows, programs, window or NO_WINDOW,
+        HEAD_SIZE=head_size, HEAD_PAD=sizes["HEAD_PAD"], TILE=config["TILE"], PARTS=16,
     )  # fmt: skip
+
+
+def launch_alone(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+    """As `launch`, but behind the end of the kernel in front."""
+    kernel[grid](*args, PDL=False, **kwargs)
 
 
 @cache
@@ -164,17 +181,20 @@ def plan_kernel(
     do_not_specialize_on_alignment=["block_tables", "seq_lens"],
 )
 def decode_kernel(
-    q_rows, pool, block_tables, out, parts, seq_lens, ends, firsts, rows, layer, table_stride,
-    block_stride, scale, softcap, sinks, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, FP8: tl.constexpr, K_TYPE: tl.constexpr,
-    V_TYPE: tl.constexpr, WINDOWED: tl.constexpr, GROUP_PAD: tl.constexpr, TILE: tl.constexpr,
+    q_rows, pool, block_tables, out, parts, seq_lens, ends, firsts, cos, sin, q_weights, k_weights,
+    eps, rows, layer, row_stride, table_stride, block_stride, scale, softcap, sinks, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, FP8: tl.constexpr,
+    K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, WINDOWED: tl.constexpr, GROUP_PAD: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One share of one KV head: the results of whole rows, and parts of those that others share.
 
     Grid `[programs, kv_heads]`. parts: float32 `[2 * programs, heads, head_size]` and
     `[2 * programs, heads]` behind it; first the ends of rows by program, then the beginnings.
     """
+    wait_for_inputs(PDL)
+    launch_next(PDL)
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
     total_tiles = tl.load(ends + rows - 1)
@@ -209,8 +229,32 @@ def decode_kernel(
         if WINDOWED:
             least = first
         heads = row * HEADS + kv_head * GROUP + head
-        q = tl.load(q_rows + heads[:, None] * HEAD_SIZE + dims[None, :], mask=wanted, other=0.0)
         block_table = block_tables + row.to(tl.int64) * table_stride
+        own = q_rows + row.to(tl.int64) * row_stride + kv_head * GROUP * HEAD_SIZE
+        if cos is None:
+            q = tl.load(own + head[:, None] * HEAD_SIZE + dims[None, :], mask=wanted, other=0.0)
+        else:
+            # A padding row is turned like the first, and nobody reads it.
+            position = tl.maximum(seq_len - 1, 0)
+            cosines, sines = load_angles(cos, sin, position, dims, HEAD_SIZE)
+            q = turned(
+                own + head * HEAD_SIZE, head < GROUP, dims, q_weights, cosines, sines, eps,
+                HEAD_SIZE,
+            )  # fmt: skip
+            if (until == row_end) & (seq_len > 0):
+                one = tl.arange(0, 1)
+                of_kv = q_rows + row.to(tl.int64) * row_stride + (HEADS + kv_head + one) * HEAD_SIZE
+                k = turned(of_kv, one == 0, dims, k_weights, cosines, sines, eps, HEAD_SIZE)
+                of_kv += KV_HEADS * HEAD_SIZE
+                v = tl.load(
+                    of_kv[:, None] + dims[None, :], mask=(dims < HEAD_SIZE)[None, :], other=0.0
+                )
+                block = tl.load(block_table + position // BLOCK_SIZE).to(tl.int64)
+                into = k_base + block * block_stride + one
+                slot = position % BLOCK_SIZE
+                put(into, one == 0, slot, dims, k, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8)
+                put(into + PART, one == 0, slot, dims, v, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8)
+                tl.debug_barrier()  # other threads of the program read it
 
         q, q_odd = halves(q.to(K_TYPE), QUANTIZED)
         weighted, odd = halves(tl.zeros([GROUP_PAD, HEAD_PAD], dtype=tl.float32), QUANTIZED)
@@ -246,9 +290,11 @@ def decode_kernel(
 )
 def join_kernel(
     out, parts, seq_lens, ends, rows, programs, window, HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
+    HEAD_PAD: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Joins the parts of one row's one head, if it has several. Grid `[rows, heads]`."""
+    wait_for_inputs(PDL)
+    launch_next(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
     heads = tl.num_programs(1)
@@ -369,7 +415,8 @@ def prefill_attention(
 
     As `decode_attention`, but q has one sequence's rows after the other's · block_tables: of each
     sequence · context_lens: int32 `[sequences]`, tokens before a sequence's first row · query_lens:
-    int32 `[sequences]`, its rows · tiles: `plan_tiles` of these query_lens.
+    int32 `[sequences]`, its rows · tiles: `plan_tiles` of these query_lens. Rows of a sequence with
+    the context -1 are padding, of which out has zeros.
     """
     assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
     assert out.is_contiguous() and out.shape == q.shape and out.dtype == q.dtype
@@ -408,7 +455,8 @@ def prefill_kernel(
     first_token = tl.load(place + 1)
     first_row = tl.load(place + 2)
     tokens = tl.minimum(tl.load(query_lens + sequence) - first_token, TOKENS)
-    first_position = tl.load(context_lens + sequence) + first_token
+    context = tl.load(context_lens + sequence)
+    first_position = context + first_token
 
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PART: tl.constexpr = KV_HEADS * BLOCK_SIZE * ROW_SIZE
@@ -418,6 +466,9 @@ def prefill_kernel(
     heads = (first_row + token) * HEADS + kv_head * GROUP + row % GROUP
     at = heads.to(tl.int64)[:, None] * HEAD_SIZE + dims[None, :]
     wanted = (token < tokens)[:, None] & (dims < HEAD_SIZE)[None, :]
+    if context < 0:  # padding
+        tl.store(out + at, tl.zeros([ROWS, HEAD_PAD], out.dtype.element_ty), mask=wanted)
+        return
     q = tl.load(q_rows + at, mask=wanted, other=0.0).to(K_TYPE)
     positions = first_position + token
     k_base = pool + layer.to(tl.int64) * (2 * PART) + kv_head * (BLOCK_SIZE * ROW_SIZE)

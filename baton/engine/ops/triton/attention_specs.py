@@ -10,7 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from baton.engine.ops.torch.attention import Scoring
+from baton.engine.models.decoder import rms_norm, rotate
+from baton.engine.ops.torch.attention import Scoring, write_kv
 from baton.engine.ops.triton.attention import (
     DecodePlan,
     decode_attention,
@@ -20,6 +21,7 @@ from baton.engine.ops.triton.attention import (
     tile_rows,
 )
 from baton.engine.ops.triton.attention_common import attention_reference, pool_sizes
+from baton.engine.ops.triton.rope_kv import Rotation
 from baton.engine.ops.triton.spec import (
     Config,
     KernelSpec,
@@ -29,7 +31,14 @@ from baton.engine.ops.triton.spec import (
     product_of,
     text_of,
 )
-from baton.engine.weights.quantize import SCALE_BYTES, is_quantized, pack_rows, split_rows
+from baton.engine.weights.quantize import (
+    FP8,
+    SCALE_BYTES,
+    is_quantized,
+    pack_rows,
+    split_rows,
+    unpack_rows,
+)
 
 _DRAWN_AT_ONCE = 1 << 28  # elements, which are float32 while they are drawn
 
@@ -142,6 +151,8 @@ def _trial(
         found = attention_reference(*first, context_lens.clamp_min(0), query_lens, scoring)
         return (found.masked_fill_((context_lens < 0)[:, None, None], 0) if decodes else found,)
 
+    if "rope" in shape:
+        return _rope_trial(shape, q, pool, block_tables, context_lens, scoring, programs)
     if decodes:
         seq_lens, plans = context_lens + 1, dict[str, DecodePlan]()
 
@@ -176,6 +187,59 @@ def _trial(
     )
 
 
+def _rope_trial(
+    shape: Key, q: Tensor, pool: Tensor, block_tables: Tensor, context_lens: Tensor,
+    scoring: Scoring, programs: int,
+) -> Trial:  # fmt: skip
+    """Decode rows whose K and V are written in the same launch; with "norms" heads are normed."""
+    rows, heads, head_size = q.shape
+    layer, kv_heads, block_size = pool.shape[1] - 1, *pool.shape[3:5]
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_size, device=q.device).to(q.dtype)
+    drawn = torch.randn(block_tables.shape[1] * block_size, head_size // 2, device=q.device)
+    cos, sin = (table.repeat(1, 2).to(q.dtype) for table in (drawn.cos(), drawn.sin()))
+    norms = torch.rand(2, head_size, device=q.device).to(q.dtype).unbind()
+    q_norm, k_norm = norms if "norms" in shape else (None, None)
+    rotation = Rotation(cos, sin, q_norm, k_norm, 1e-5)
+    given, seq_lens = pool.clone(), context_lens + 1
+    _, key = pool_sizes(q, pool)
+
+    def places() -> tuple[Tensor, Tensor]:
+        """Of the rows that are not padding: their positions, and their slots."""
+        at = context_lens[context_lens >= 0].long()
+        tables = block_tables[context_lens >= 0]
+        blocks = tables.gather(1, at[:, None] // block_size)[:, 0].long()
+        return at, blocks * block_size + at % block_size
+
+    def written(pool: Tensor) -> Tensor:
+        if q.device.type == "meta":
+            return pool
+        _, slots = places()
+        values = unpack_rows(pool, torch.float32) if is_quantized(pool.dtype) else pool
+        return values[slots // block_size, layer, :, :, slots % block_size]
+
+    def run(config: Config | None) -> tuple[Tensor, ...]:
+        plan = plan_decode(q, pool, seq_lens, scoring.window, programs, config)
+        out = torch.empty_like(q)
+        decode_attention(qkv, pool, layer, block_tables, plan, scoring, out, rotation)
+        return out, written(pool)
+
+    def reference() -> tuple[Tensor, ...]:
+        q, k, v = qkv.view(rows, -1, head_size).split((heads, kv_heads, kv_heads), dim=1)
+        if "norms" in shape:
+            q, k = (rms_norm(x, norm, 1e-5) for x, norm in zip((q, k), norms, strict=True))
+        angles = [table[context_lens.clamp_min(0), None].float() for table in (cos, sin)]
+        q, k = (rotate(x.float(), *angles).to(qkv.dtype) for x in (q, k))
+        live, (_, slots) = context_lens >= 0, places()
+        write_kv(given, layer, slots, k[live], v[live])
+        lens = context_lens.clamp_min(0), live.int()
+        # Of padding rows the reference has none.
+        found = torch.zeros_like(q)
+        found[live] = attention_reference(q[live], given, layer, block_tables, *lens, scoring)
+        return found, written(given)
+
+    return Trial(key, run, reference, tolerance={torch.int8: 0.02, FP8: 0.08}.get(pool.dtype))
+
+
 _FP8: Key = {"kv": "fp8", "least": 89}  # what the kernels load needs sm_89
 _WINDOW: Key = {"window": 40}
 _SIZES: Key = {"kv_heads": 8, "layers": 2}
@@ -187,6 +251,13 @@ _HEADS: tuple[Key, ...] = (
     {"kv": "int8", "head_size": 96, "group": 3}, {"head_size": 256, "group": 8}, {"group": 32},
     {"head_size": 64, "group": 8, "sinks": 1}, {"kv": "int8", "softcap": 2, "sinks": 1},
     {"head_size": 256, "group": 2, "softcap": 2},
+)  # fmt: skip
+
+_TURNED: tuple[Key, ...] = (
+    {"programs": 5}, {"kv": "int8", "norms": 1, "programs": 3}, {**_FP8, **_WINDOW, "programs": 2},
+    {"dtype": "fp16", "head_size": 64, "norms": 1}, {"dtype": "fp32", "head_size": 80, "group": 1},
+    {"kv": "int8", "head_size": 96, "group": 3, "programs": 9},
+    {"head_size": 256, "group": 8, "norms": 1, "sinks": 1},
 )  # fmt: skip
 
 
@@ -233,6 +304,14 @@ SPECS = (
         ],
         configs=_configs(num_warps=(2, 4, 8), num_stages=(2, 3, 4), PER_PROCESSOR=(1, 2, 3)),
         shapes=_SHAPES,
+    ),
+    KernelSpec(
+        "decode_attention_with_rope",
+        decode_trial,
+        cases=[
+            {**heads, **_SIZES, "rope": 1, "batch": 4, "context": 150, "ragged": at}
+            for at, heads in enumerate(_TURNED)
+        ],
     ),
     KernelSpec(
         "prefill_attention",

@@ -72,8 +72,8 @@ def place_rows(
 ) -> Placement:  # fmt: skip
     """Rows of sequences, one after the other, over blocks of `block_size` tokens.
 
-    context_lens: int32 `[sequences]`, tokens before a sequence's first row; -1 makes padding of a
-    sequence of one row · query_lens: int32 `[sequences]`, rows of each; None is one each ·
+    context_lens: int32 `[sequences]`, tokens before a sequence's first row; -1 makes padding of its
+    rows · query_lens: int32 `[sequences]`, rows of each; None is one each ·
     block_tables: int32 `[sequences, width]`, with the block of every row.
     """
     assert block_tables.is_contiguous()

@@ -6,6 +6,8 @@ projection is read once, queries are written once, and K and V go straight to th
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -13,132 +15,136 @@ from torch import Tensor
 
 from baton.engine.models.decoder import rms_norm, rotate
 from baton.engine.ops.torch.attention import write_kv
+from baton.engine.ops.triton.attention_common import elements
 from baton.engine.ops.triton.rows import bits_of, scale_of
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 from baton.engine.ops.triton.tuning import choose
 from baton.engine.weights.quantize import FP8, SCALE_BYTES, is_quantized, unpack_rows
 
 
+class Rotation(NamedTuple):
+    """How heads are turned: tables of `baton.engine.models.rope`, `[max_context, head_size]`, and
+    the weights `[head_size]` of an RMS norm of each head before, or None, with its epsilon.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
 @triton.jit
-def _turned(
-    qkv, at, mask, weights, columns, inside, cosines, sines, eps, HEAD_SIZE: tl.constexpr
-):  # fmt: skip
-    """Halves of heads `[heads, HALF]`, at unit mean square times weights (unless None), turned."""
-    element = qkv.dtype.element_ty
-    first = tl.load(qkv + at, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(qkv + at + HEAD_SIZE // 2, mask=mask, other=0.0).to(tl.float32)
+def load_angles(cos, sin, position, dims, HEAD_SIZE: tl.constexpr):
+    """Cosines and sines `[1, HEAD_PAD]`, float32."""
+    at = position.to(tl.int64) * HEAD_SIZE + dims
+    inside = dims < HEAD_SIZE
+    cosines = tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)
+    sines = tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
+    return cosines[None, :], sines[None, :]
+
+
+@triton.jit
+def turned(heads, live, dims, weights, cosines, sines, eps, HEAD_SIZE: tl.constexpr):
+    """Heads (pointers `[heads]`), where live, at unit mean square times weights (unless None), and
+    turned: `[heads, HEAD_PAD]`, each element with its partner in the other half of the head.
+    """
+    element = heads.dtype.element_ty
+    is_first = dims < HEAD_SIZE // 2
+    partners = tl.where(is_first, dims + HEAD_SIZE // 2, dims - HEAD_SIZE // 2)
+    mask = live[:, None] & (dims < HEAD_SIZE)[None, :]
+    x = tl.load(heads[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    partner = tl.load(heads[:, None] + partners[None, :], mask=mask, other=0.0).to(tl.float32)
     if weights is not None:
-        squares = tl.sum(first * first + second * second, 1)
-        inverse = tl.rsqrt(squares / HEAD_SIZE + eps)[:, None]
-        left = tl.load(weights + columns, mask=inside, other=0.0).to(tl.float32)
-        right = tl.load(weights + HEAD_SIZE // 2 + columns, mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(x * x, 1) / HEAD_SIZE + eps)[:, None]
+        own = tl.load(weights + dims, mask=dims < HEAD_SIZE, other=0.0).to(tl.float32)
+        other = tl.load(weights + partners, mask=dims < HEAD_SIZE, other=0.0).to(tl.float32)
         # Rounded where `rms_norm` of the decoder rounds.
         kept = weights.dtype.element_ty
-        first = ((first * inverse).to(kept).to(tl.float32) * left[None, :]).to(element)
-        second = ((second * inverse).to(kept).to(tl.float32) * right[None, :]).to(element)
-        first = first.to(tl.float32)
-        second = second.to(tl.float32)
+        x = ((x * inverse).to(kept).to(tl.float32) * own[None, :]).to(element)
+        partner = ((partner * inverse).to(kept).to(tl.float32) * other[None, :]).to(element)
+        x = x.to(tl.float32)
+        partner = partner.to(tl.float32)
+    partner = tl.where(is_first[None, :], -partner, partner)
     # To the model's type before it is quantised, as if it had been written whole.
-    turned = (first * cosines - second * sines).to(element)
-    return turned, (second * cosines + first * sines).to(element)
+    return (x * cosines + partner * sines).to(element)
 
 
 @triton.jit
-def _put(
-    places, slot, columns, live, inside, first, second, BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, QUANTIZED: tl.constexpr, FP8_POOL: tl.constexpr,
+def put(
+    blocks, live, slot, dims, x, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    QUANTIZED: tl.constexpr, FP8_POOL: tl.constexpr,
 ):  # fmt: skip
-    """Halves `[heads, HALF]` to a slot of heads of a block (pointers `[heads]`), where live and
-    inside.
+    """Rows `[heads, HEAD_PAD]` to a slot of a block of each head (pointers `[heads]`), where live.
+
+    Elements of eight bits are pointed to in pairs.
     """
-    left = (places + slot * HEAD_SIZE)[:, None] + columns[None, :]
-    mask = live[:, None] & inside[None, :]
+    mask = live[:, None] & (dims < HEAD_SIZE)[None, :]
     if QUANTIZED:
-        first = first.to(tl.float32)
-        second = second.to(tl.float32)
-        largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)
-        tl.store(left, bits_of(first, largest[:, None], FP8_POOL), mask=mask)
-        tl.store(left + HEAD_SIZE // 2, bits_of(second, largest[:, None], FP8_POOL), mask=mask)
-        scales = (places + BLOCK_SIZE * HEAD_SIZE).to(tl.pointer_type(tl.float32))
+        wide = tl.where(mask, x.to(tl.float32), 0.0)
+        largest = tl.max(tl.abs(wide), 1)
+        rows = blocks.to(tl.pointer_type(tl.int8)) + slot * HEAD_SIZE
+        bits = bits_of(wide, largest[:, None], FP8_POOL)
+        tl.store(rows[:, None] + dims[None, :], bits, mask=mask)
+        scales = (blocks + BLOCK_SIZE * HEAD_SIZE // 2).to(tl.pointer_type(tl.float32))
         tl.store(scales + slot, scale_of(largest, FP8_POOL), mask=live)
     else:
-        tl.store(left, first, mask=mask)
-        tl.store(left + HEAD_SIZE // 2, second, mask=mask)
+        tl.store((blocks + slot * HEAD_SIZE)[:, None] + dims[None, :], x, mask=mask)
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _rope_and_write_kernel(
-    qkv, positions, slots, cos, sin, q_weights, k_weights, q_out, pool,
-    layer, num_layers, row_stride, eps,
+    qkv, positions, slots, cos, sin, q_weights, k_weights, eps, q_out, pool,
+    layer, num_layers, row_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr,
     QUANTIZED: tl.constexpr, FP8_POOL: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part): HEADS heads of a row; first those of queries, then those of K and V."""
     q_parts: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    # HALF is a power of two, and may be more than half a head.
-    columns = tl.arange(0, HALF)
-    inside = columns < HEAD_SIZE // 2
+    dims = tl.arange(0, HEAD_PAD)
     # A padding row may have any position: it is turned like the first, and nobody reads it.
-    angles = tl.maximum(tl.load(positions + row), 0).to(tl.int64) * HEAD_SIZE + columns
-    # A table's second half repeats the first.
-    cosines = tl.load(cos + angles, mask=inside, other=0.0).to(tl.float32)[None, :]
-    sines = tl.load(sin + angles, mask=inside, other=0.0).to(tl.float32)[None, :]
+    position = tl.maximum(tl.load(positions + row), 0)
+    cosines, sines = load_angles(cos, sin, position, dims, HEAD_SIZE)
 
     qkv += row * row_stride
     if part < q_parts:
         heads = part * HEADS + tl.arange(0, HEADS)
-        at = heads[:, None] * HEAD_SIZE + columns[None, :]
-        mask = (heads < NUM_HEADS)[:, None] & inside[None, :]
-        first, second = _turned(
-            qkv, at, mask, q_weights, columns, inside, cosines, sines, eps, HEAD_SIZE
-        )
-        q_out += row * (NUM_HEADS * HEAD_SIZE)
-        tl.store(q_out + at, first, mask=mask)
-        tl.store(q_out + at + HEAD_SIZE // 2, second, mask=mask)
+        live = heads < NUM_HEADS
+        q = turned(qkv + heads * HEAD_SIZE, live, dims, q_weights, cosines, sines, eps, HEAD_SIZE)
+        at = (row * NUM_HEADS + heads)[:, None] * HEAD_SIZE + dims[None, :]
+        tl.store(q_out + at, q, mask=live[:, None] & (dims < HEAD_SIZE)[None, :])
     else:
         slot = tl.load(slots + row).to(tl.int64)
         if slot >= 0:
             heads = (part - q_parts) * HEADS + tl.arange(0, HEADS)
             live = heads < NUM_KV_HEADS
-            at = (NUM_HEADS + heads)[:, None] * HEAD_SIZE + columns[None, :]
-            mask = live[:, None] & inside[None, :]
-            k_first, k_second = _turned(
-                qkv, at, mask, k_weights, columns, inside, cosines, sines, eps, HEAD_SIZE
-            )
-            at += NUM_KV_HEADS * HEAD_SIZE
-            v_first = tl.load(qkv + at, mask=mask, other=0.0)
-            v_second = tl.load(qkv + at + HEAD_SIZE // 2, mask=mask, other=0.0)
+            own = qkv + (NUM_HEADS + heads) * HEAD_SIZE
+            k = turned(own, live, dims, k_weights, cosines, sines, eps, HEAD_SIZE)
+            own += NUM_KV_HEADS * HEAD_SIZE
+            mask = live[:, None] & (dims < HEAD_SIZE)[None, :]
+            v = tl.load(own[:, None] + dims[None, :], mask=mask, other=0.0)
 
             block = slot // BLOCK_SIZE * num_layers + layer
             slot %= BLOCK_SIZE
-            places = pool + (block * (2 * NUM_KV_HEADS) + heads) * (BLOCK_SIZE * ROW_SIZE)
-            _put(
-                places, slot, columns, live, inside, k_first, k_second, BLOCK_SIZE, HEAD_SIZE,
-                QUANTIZED, FP8_POOL,
-            )  # fmt: skip
-            places += NUM_KV_HEADS * BLOCK_SIZE * ROW_SIZE
-            _put(
-                places, slot, columns, live, inside, v_first, v_second, BLOCK_SIZE, HEAD_SIZE,
-                QUANTIZED, FP8_POOL,
-            )  # fmt: skip
+            blocks = pool + (block * (2 * NUM_KV_HEADS) + heads) * (BLOCK_SIZE * ROW_SIZE)
+            put(blocks, live, slot, dims, k, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8_POOL)
+            blocks += NUM_KV_HEADS * BLOCK_SIZE * ROW_SIZE
+            put(blocks, live, slot, dims, v, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8_POOL)
 
 
 def rope_and_write(
-    qkv: Tensor, positions: Tensor, slots: Tensor, cos: Tensor, sin: Tensor, pool: Tensor,
-    layer: int, num_heads: int, num_kv_heads: int, q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None, eps: float = 0.0, config: Config | None = None,
+    qkv: Tensor, positions: Tensor, slots: Tensor, rotation: Rotation, pool: Tensor, layer: int,
+    num_heads: int, num_kv_heads: int, config: Config | None = None,
 ) -> Tensor:  # fmt: skip
     """Queries, normed and turned, `[rows, num_heads, head_size]`; K and V go to the pool.
 
     qkv: `[rows, (num_heads + 2 * num_kv_heads) * head_size]` · positions: int32 `[rows]` · slots:
-    int32 `[rows]`, block * block_size + offset; -1 writes nothing · cos, sin: tables of
-    `baton.engine.models.rope`, `[max_context, head_size]` · pool: `[num_blocks, num_layers, 2,
-    num_kv_heads, block_size, row_size]` of qkv's type, int8 or float8_e4m3fn · q_norm, k_norm:
-    `[head_size]`, weights of an RMS norm of each head with eps · config: of the launch; None is
-    that of `tuning`. Two rows of a launch have different slots.
+    int32 `[rows]`, block * block_size + offset; -1 writes nothing · pool: `[num_blocks, num_layers,
+    2, num_kv_heads, block_size, row_size]` of qkv's type, int8 or float8_e4m3fn · config: of the
+    launch; None is that of `tuning`. Two rows of a launch have different slots.
     """
     rows, width = qkv.shape
     _, num_layers, _, kv_heads, block_size, row_size = pool.shape
@@ -146,7 +152,7 @@ def rope_and_write(
     quantized = is_quantized(pool.dtype)
     assert (num_heads + 2 * num_kv_heads) * head_size == width and kv_heads == num_kv_heads
     assert row_size == head_size + (SCALE_BYTES if quantized else 0) and head_size % 4 == 0
-    assert qkv.stride(1) == 1 and cos.is_contiguous() and sin.is_contiguous()
+    assert qkv.stride(1) == 1 and rotation.cos.is_contiguous() and rotation.sin.is_contiguous()
     assert pool.is_contiguous() and (quantized or pool.dtype == qkv.dtype)
     q = qkv.new_empty((rows, num_heads, head_size))
     key = {"rows": rows, "heads": num_heads, "kv_heads": num_kv_heads}
@@ -154,12 +160,11 @@ def rope_and_write(
     heads = config["HEADS"]
     grid = (rows, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
     _rope_and_write_kernel[grid](
-        qkv, positions, slots, cos, sin, q_norm, k_norm, q,
-        pool.view(torch.int8) if quantized else pool,
-        layer, num_layers, qkv.stride(0), eps,
+        qkv, positions, slots, *rotation, q, elements(pool), layer, num_layers, qkv.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size,
-        HALF=triton.next_power_of_2(head_size // 2), BLOCK_SIZE=block_size, ROW_SIZE=row_size,
-        QUANTIZED=quantized, FP8_POOL=pool.dtype == FP8, **config,
+        HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size,
+        ROW_SIZE=row_size // 2 if quantized else row_size, QUANTIZED=quantized,
+        FP8_POOL=pool.dtype == FP8, **config,
     )  # fmt: skip
     return q
 
@@ -185,9 +190,8 @@ def _trial(shape: Key, device: torch.device) -> Trial:
 
     def run(config: Config | None) -> Outputs:
         q_norm, k_norm = norms if "norms" in shape else (None, None)
-        q = rope_and_write(
-            qkv, slots, written, cos, sin, pool, 1, heads, kv_heads, q_norm, k_norm, 1e-5, config
-        )
+        rotation = Rotation(cos, sin, q_norm, k_norm, 1e-5)
+        q = rope_and_write(qkv, slots, written, rotation, pool, 1, heads, kv_heads, config)
         return q, seen(pool)
 
     def reference() -> Outputs:

@@ -25,8 +25,29 @@ CONFIG = replace(TINY, num_layers=1, windows=(None,), max_context=MAX_CONTEXT)
 EOS = frozenset({1})
 
 
-class DecodingModel(Model):
-    """The reference with a step of its own for decoding; the logits of padding are no numbers."""
+class PaddedModel(Model):
+    """The reference for padded steps, too; the logits of padding are no numbers."""
+
+    def step(self, batch, pool):
+        if (batch.context_lens >= 0).all():
+            return super().step(batch, pool)
+        real = ((batch.context_lens >= 0) & (batch.query_lens > 0)).nonzero()[:, 0]
+        owners = torch.arange(len(batch.query_lens)).repeat_interleave(batch.query_lens)
+        assert len(owners) == len(batch.token_ids), "padding takes all other rows"
+        rows = torch.isin(owners, real).nonzero()[:, 0]
+        if not len(real):
+            return torch.full((len(batch.logit_rows), self.config.vocab_size), torch.nan)
+        whole = StepBatch(
+            batch.token_ids[rows],
+            batch.context_lens[real],
+            batch.query_lens[real],
+            batch.block_tables[real],
+            torch.arange(len(rows), dtype=torch.int32),
+            int((real < batch.num_decodes).sum()),
+        )
+        logits = torch.full((len(owners), self.config.vocab_size), torch.nan)
+        logits[rows] = super().step(whole, pool)
+        return logits[batch.logit_rows]
 
     def decode(self, token_ids, context_lens, block_tables, pool):
         assert token_ids.dtype == context_lens.dtype == block_tables.dtype == torch.int32
@@ -42,7 +63,7 @@ class DecodingModel(Model):
         return logits
 
 
-MODEL = DecodingModel(CONFIG, weights_of(CONFIG), torch.float32, torch.device("cpu"))
+MODEL = PaddedModel(CONFIG, weights_of(CONFIG), torch.float32, torch.device("cpu"))
 
 
 def new_pool(num_blocks):

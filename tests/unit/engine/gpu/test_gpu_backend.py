@@ -13,6 +13,7 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine import build
+from baton.engine.backends.cpu import CpuBackend
 from baton.engine.backends.gpu import backend as gpu_backend
 from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import GpuBackend, choose_kernels, refused
@@ -20,6 +21,7 @@ from baton.engine.backends.gpu.memory import Usage
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kv_cache import plan_layout
 from baton.engine.models.config import ModelConfig
+from baton.engine.planner import Plan, Work
 from baton.engine.runner import Runner
 from baton.engine.sequence import Sequence
 from baton.engine.weights.weight import Int8Weight
@@ -228,6 +230,21 @@ def test_the_gpu_is_the_engine_threads_before_anything_else(checkpoint, monkeypa
         found = first.result(timeout=10)
         engine.stop()
     assert found == seen == [("engine", device)]
+
+
+def test_chunks_are_larger_where_no_stream_waits_for_its_token(checkpoint):
+    config = EngineConfig(str(checkpoint), **{**SETTINGS, "chunk_tokens": 2048})
+    on_cpu = build.load(config, backend=CpuBackend(replace(config, kernels="torch")))
+    device = torch.device("cuda", 0)
+    runner = SimpleNamespace(pool=SimpleNamespace(device=device), ranks=None)
+    plan = Plan([Work(Sequence("", [0] * 2001, 2001, SamplingParams()), 0, 2000)])
+    found = []
+    for changes in ({}, {"prefill_only": True}, {"prefill_only": True, "chunk_ms": 30.0}):
+        loaded = replace(on_cpu, runner=runner, settings=replace(config, **changes))
+        chunk = loaded.engine(lambda report: None)._planner.chunk
+        chunk.took(plan, 0.1)  # 20,000 tokens a second
+        found.append(chunk.tokens)
+    assert found == [500, 2000, 600]
 
 
 CONFIG = qwen_config()  # 2 layers, 2 KV heads of 32: 512 B a token in bfloat16

@@ -1,4 +1,4 @@
-"""Where rows lie, padded decode batches, their graphs, and the steps that run before requests."""
+"""Where rows lie, padded steps, their graphs, and the steps that run before requests."""
 
 import logging
 import random
@@ -15,10 +15,13 @@ from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.device_sampling import SamplingGraphs
 from baton.engine.backends.gpu.graphs import (
     KNOWN,
+    MAX_CHUNKS,
     PADDING,
-    DecodeGraphs,
     Sections,
+    Shape,
+    StepGraphs,
     batch_sizes,
+    count_graphs,
     num_elements,
     sections,
     table_widths,
@@ -55,19 +58,24 @@ def test_tables_are_padded_to_few_widths():
     ]  # fmt: skip
 
 
-@given(st.integers(1, 300), st.integers(1, 70))
-def test_sections_are_aligned_apart_and_fit_their_memory(rows, width):
-    flat = torch.zeros(num_elements(rows, width), dtype=torch.int32)
-    parts = sections(flat, rows, width)
-    *apart, whole = parts
+@given(st.integers(0, 300), st.sampled_from((0, 64, 100)), st.integers(1, 70))
+def test_sections_are_aligned_apart_and_fit_their_memory(decodes, chunk_rows, width):
+    shape = Shape(decodes, chunk_rows, width)
+    flat = torch.zeros(num_elements(shape), dtype=torch.int32)
+    *apart, whole = sections(flat, shape)
     for number, part in enumerate(apart, 1):
-        assert part.is_contiguous() and part.shape[0] == rows
-        assert part.data_ptr() - flat.data_ptr() == part.storage_offset() * part.element_size()
-        assert (part.data_ptr() - flat.data_ptr()) % 128 == 0
+        assert part.is_contiguous()
+        assert not part.numel() or (part.data_ptr() - flat.data_ptr()) % 128 == 0
         part.fill_(number)
     assert all(bool((part == number).all()) for number, part in enumerate(apart, 1))
-    assert whole.data_ptr() == flat.data_ptr() and len(whole) <= len(flat)
-    assert len(sections(flat, max(1, rows - 1), width).all) <= len(flat)
+    chunks, padding = (MAX_CHUNKS, 1) if chunk_rows else (0, 0)
+    tokens, contexts, lengths, logit_rows, sources, positions, *_ = map(len, apart)
+    assert (tokens, sources) == (decodes + chunk_rows, decodes)
+    assert contexts == decodes + chunks + padding and positions == decodes + chunks
+    assert (lengths, logit_rows) == ((contexts, positions) if chunk_rows else (0, 0))
+    assert len(whole) == len(flat)
+    for smaller in (Shape(max(0, decodes - 1), chunk_rows, width), Shape(decodes, 0, width)):
+        assert num_elements(smaller) <= len(flat)
 
 
 @settings(max_examples=60, deadline=None)
@@ -107,13 +115,13 @@ def a_sequence(dice, name):
 
 def check_inputs(dice, batch, some, before):
     count, size, width = len(some), 4, dice.choice((5, 10))
-    parts = sections(torch.full((num_elements(size, width),), -9, dtype=torch.int32), size, width)
-    into = Sections(*(part.numpy() for part in parts))
+    shape = Shape(size, 0, width)
+    into = arrays(shape)
     work = [Work(one, len(one.tokens) - 1, 1) for one in some]
     sources = batch.sources(some, before)
     assert sources.tolist() == [before.index(o) if o in before else KNOWN for o in some]
     known = [at for at, source in enumerate(sources) if source == KNOWN]
-    apart = batch.write(work, sources, into)
+    apart = batch.write(work, shape, sources, into)
     rows = [next(sample_rows(item)) for item in work]
     assert apart.tolist() == [at for at, row in enumerate(rows) if not row.plain]
     assert [int(into.token_ids[at]) for at in known] == [some[at].tokens[-1] for at in known]
@@ -127,6 +135,41 @@ def check_inputs(dice, batch, some, before):
     ]
     tables = [(one.block_ids + [0] * 10)[:width] for one in some]
     assert into.block_tables.tolist() == [*tables, *[[0] * width] * (size - count)]
+
+
+def arrays(shape):
+    """A launch's inputs, in memory that holds something."""
+    flat = torch.full((num_elements(shape),), -9, dtype=torch.int32)
+    return Sections(*(part.numpy() for part in sections(flat, shape)))
+
+
+def test_inputs_of_chunks_lie_behind_those_of_decode_rows():
+    def sequence(tokens, blocks, **params):
+        return Sequence("", tokens, 1, SamplingParams(seed=tokens[0], **params), block_ids=blocks)
+
+    work = [
+        Work(sequence([3, 4], [1]), 1, 1),
+        Work(sequence([5, 6, 7], [2]), 1, 1),  # another token is behind it
+        Work(sequence([8, 9, 10, 11], [3, 4], logprobs=1), 1, 3),
+        Work(sequence([12, 13, 14], [5], logprobs=1), 0, 2),  # and here
+        Work(sequence([15, 16], [6]), 0, 2),
+    ]
+    shape, batch = Shape(4, 20, 2), InputBatch(5, 2)
+    into = arrays(shape)
+    apart = batch.write(work, shape, np.array([2, KNOWN]), into)
+    absent = MAX_CHUNKS - 3
+    assert apart.tolist() == [1], "of the three works that sample"
+    assert into.token_ids.tolist() == [0, 6, 0, 0, 9, 10, 11, 12, 13, 15, 16, *[0] * 13]
+    assert into.context_lens.tolist() == [1, 1, -1, -1, 1, 0, 0, *[PADDING] * (absent + 1)]
+    assert into.query_lens.tolist() == [1, 1, 1, 1, 3, 2, 2, *[0] * absent, 13]
+    assert into.logit_rows.tolist() == [0, 1, 0, 0, 6, 8, 10, *[0] * absent]
+    assert into.sources.tolist() == [2, KNOWN, KNOWN, KNOWN]
+    assert into.positions.tolist() == [2, 0, 0, 0, 4, 0, 2, *[0] * absent]
+    assert into.seeds[[0, 1, 4, 5, 6]].tolist() == [3, 5, 8, 12, 15]
+    assert into.block_tables[:7].tolist() == [
+        [1, 0], [2, 0], [0, 0], [0, 0], [3, 4], [5, 0], [6, 0]
+    ]  # fmt: skip
+    assert not into.block_tables[7:].any()
 
 
 class CountingStream(Stream):
@@ -154,19 +197,20 @@ class FailingStream(Stream):
 def test_captured_shapes_are_replayed_give_the_same_and_leave_the_pool_alone(caplog):
     caplog.set_level(logging.INFO)
     stream, pool = CountingStream(), new_pool(12)
+    of_blocks = EngineConfig(max_batch=5, block_size=SIZE, chunk_tokens=8)
     with torch.inference_mode():
-        graphs = DecodeGraphs(MODEL, pool, stream, 5, 16)
+        graphs = StepGraphs(MODEL, pool, stream, of_blocks, 16 * SIZE)
         graphs.capture()
-        assert graphs.sizes == (1, 2, 4, 5)
-        assert stream.captured == 4
-        assert "captured 4 of 4 decode steps as graphs" in caplog.messages
+        assert stream.captured == count_graphs(of_blocks, 16 * SIZE) == 5
+        assert "captured 5 of 5 steps as graphs" in caplog.messages
         assert not pool.any()
         pool += torch.linspace(-1, 1, pool.numel()).view_as(pool)
-        for rows in range(1, 6):
-            shape = graphs.shape(rows, 3)
-            inputs = graphs.inputs(*shape)
-            inputs.token_ids.copy_(torch.arange(shape[0]) + 3)
-            inputs.context_lens.fill_(-1)
+        for rows, size in enumerate((1, 2, 4, 4, 5), 1):
+            shape = graphs.decode_shape(rows, 3)
+            assert shape == (size, 0, 16)
+            inputs = graphs.inputs(shape)
+            inputs.token_ids.copy_(torch.arange(size) + 3)
+            inputs.context_lens.fill_(PADDING)
             inputs.context_lens[:rows] = torch.arange(rows) + 2
             inputs.block_tables.zero_()
             inputs.block_tables[:rows, :3] = torch.arange(3) + torch.arange(rows)[:, None]
@@ -174,16 +218,25 @@ def test_captured_shapes_are_replayed_give_the_same_and_leave_the_pool_alone(cap
             expected = MODEL.decode(
                 inputs.token_ids, inputs.context_lens, inputs.block_tables, mine
             )
-            got = graphs.decode(*shape)
-            assert got.shape == (shape[0], CONFIG.vocab_size)
+            got = graphs.run(shape)
+            assert got.shape == (size, CONFIG.vocab_size)
             assert torch.equal(got[:rows], expected[:rows])
             assert torch.equal(pool, mine)
     assert stream.replayed == 5
 
 
+def sampling_graphs(model, max_batch, stream):
+    of_blocks = EngineConfig(max_batch=max_batch, block_size=SIZE, graphs=False)
+    return SamplingGraphs(model, new_pool(2), stream, of_blocks, 4 * SIZE, 8)
+
+
 class Bf16Model:
     collectives = ALONE
     logits = torch.linspace(-3, 3, 14, dtype=torch.bfloat16).view(2, 7)
+
+    @property
+    def own(self):
+        return self
 
     def together(self, *_):
         return nullcontext()
@@ -192,15 +245,14 @@ class Bf16Model:
         return self.logits[: len(token_ids)]
 
 
-def test_a_captured_step_samples_from_logits_as_they_are(monkeypatch):
+def test_a_step_samples_from_logits_as_they_are(monkeypatch):
     """No pass over them makes them float32."""
     given_to = []
     monkeypatch.setattr(sampling, "sample", lambda logits, *rest: given_to.append(logits))
-    graphs = SamplingGraphs(Bf16Model(), new_pool(2), CountingStream(), 2, 4, 7)
+    graphs, shape = sampling_graphs(Bf16Model(), 2, Stream()), Shape(2, 0, 4)
     with torch.inference_mode():
-        graphs.capture()
-        graphs.inputs(2, 4).sources.fill_(KNOWN)
-        logits = graphs.decode(2, 4)
+        graphs.inputs(shape).sources.fill_(KNOWN)
+        logits = graphs.run(shape)
     assert torch.equal(logits, Bf16Model.logits)
     assert given_to[-1] is logits
 
@@ -215,17 +267,17 @@ def test_a_step_goes_on_with_what_the_one_before_has_sampled(dtype):
             return torch.eye(8, dtype=dtype)[torch.tensor(self.fed) + 1]
 
     model = Model()
-    graphs = SamplingGraphs(model, new_pool(2), Stream(), 4, 4, 8)
+    graphs, shape = sampling_graphs(model, 4, Stream()), Shape(4, 0, 4)
     with torch.inference_mode():
-        at = graphs.inputs(4, 4)
+        at = graphs.inputs(shape)
         at.sources.fill_(KNOWN)
         at.token_ids.copy_(torch.tensor([1, 3, 5, 0]))
         at.positions.fill_(1)
-        graphs.decode(4, 4)
+        graphs.run(shape)
         assert graphs.tokens.tolist() == [2, 4, 6, 1]
         at.sources.copy_(torch.tensor([2, 0, KNOWN, 1]))
         at.token_ids.copy_(torch.tensor([0, 0, 4, 0]))
-        graphs.decode(4, 4)
+        graphs.run(shape)
     assert model.fed == [6, 2, 4, 4]
     assert graphs.tokens.tolist() == [7, 3, 5, 5]
 

@@ -4,6 +4,7 @@ import functools
 import itertools
 import random
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from tokenizers.models import BPE
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.ops.triton import sampling
+from baton.engine.planner import Plan, Work
 from baton.engine.sampling import filters, randomness
+from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
 from baton.sampling import SamplingParams, StructuredOutput
 from baton.structured_output import GrammarCompiler
@@ -299,6 +302,24 @@ class TestBlocksThatOthersWriteInto:
         assert stream.pending == 0
 
 
+def test_a_steps_report_tells_how_long_the_host_waited_for_the_device():
+    class Slow(LazyStream):
+        def record_event(self):
+            event = super().record_event()
+            wait = event.synchronize
+            event.synchronize = lambda: time.sleep(0.02) or wait()
+            return event
+
+    driven, reports = on_gpu(Slow(), 40), []
+    driven.engine._publish_report = reports.append
+    driven.add(sequence("a"))
+    for _ in range(5):
+        driven.step()
+    assert len(reports) == 4
+    assert all(report.waited_s >= 0.02 for report in reports)
+    assert sum(report.waited_s for report in reports) == pytest.approx(runner_of(driven).waited_s)
+
+
 def test_a_preempted_sequence_gets_the_token_in_flight():
     driven = decoding(LazyStream())
     driven.planner._preempt(driven.planner.running.last)
@@ -400,6 +421,46 @@ class TestLaunches:
         driven.finish()
         assert driven.tokens["a"] == tokens_alone("a")
         assert driven.tokens["b"] == tokens_alone("b", params)
+
+    @pytest.mark.parametrize(("seconds", "chunks"), [(0.001, 2), (1.0, 1)])
+    def test_a_short_prompt_waits_for_one_chunk_that_takes_long(self, seconds, chunks):
+        driven = on_gpu(LazyStream(), 40)
+        long, short = sequence("long", 60), sequence("short", 3)
+        driven.planner.chunk.took(Plan([Work(long, 0, 40)]), seconds)
+        driven.add(long)
+        driven.step()
+        assert driven.in_flight == ["long"]
+        driven.step()
+        assert (long.num_computed, driven.in_flight == ["long"]) == (16 * chunks, chunks == 2)
+        short.priority = -1.0
+        driven.add(short)
+        driven.step()
+        assert "short" in driven.in_flight
+        driven.finish()
+        for name in ("long", "short"):
+            one = sequence(name, 60 if name == "long" else 3)
+            alone = on_cpu(40)
+            alone.add(one)
+            alone.finish()
+            assert driven.tokens[name] == alone.tokens[name]
+
+    def test_masks_are_made_while_the_forward_pass_runs(self, monkeypatch):
+        stream, runs = LazyStream(), list[int]()
+        driven = on_gpu(stream, 40)
+        driven.add(sequence("a"))
+        params = SamplingParams(max_tokens=40, **STRUCTURED)
+        driven.add(fresh(sequence("b", params=params)))
+        driven.step()
+        masks = Sampler.masks
+
+        def watched(sampler, rows):
+            runs.append(stream.pending)
+            return masks(sampler, rows)
+
+        monkeypatch.setattr(Sampler, "masks", watched)
+        for _ in range(4):
+            driven.step()
+        assert runs == [1] * 4
 
     def test_a_sequence_parks_with_its_last_token(self):
         driven, parking = on_gpu(LazyStream(), 40), sequence("a")

@@ -1,0 +1,170 @@
+"""Steps with chunks of prompts, padded to a captured shape: what they give without padding."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baton.config import EngineConfig
+from baton.engine.backends.gpu import graphs
+from baton.engine.backends.gpu.device import Stream
+from baton.engine.backends.gpu.graphs import MAX_CHUNKS, Shape, chunk_sizes, shapes_of
+from baton.engine.backends.gpu.runner import GpuRunner
+from baton.engine.kv_cache import plan_layout
+from baton.engine.planner import Plan, Work
+from baton.engine.sampling.sampler import Sampler
+from baton.engine.sequence import Sequence
+from baton.sampling import SamplingParams
+from tests.unit.engine.gpu.models import CONFIGS, TINY, both, tokens
+
+SETTINGS = EngineConfig(max_batch=4, chunk_tokens=40)
+MAX_CONTEXT = 256
+PARAMS = SamplingParams(max_tokens=4, logprobs=3, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def _few_rows(monkeypatch):
+    """They are interpreted."""
+    monkeypatch.setattr(graphs, "CHUNK_SIZES", (20, 40))
+
+
+class Stepped:
+    """A runner over a pool that holds something, and which shapes its steps were padded to."""
+
+    def __init__(self, model, kv_dtype=torch.float32, **settings):
+        layout = plan_layout(model.config, kv_dtype, 16, 60, 0)
+        self.pool = torch.zeros(layout.shape, dtype=kv_dtype)
+        self.pool.view(torch.uint8)[0] = 1  # nobody's block
+        self.before, self.shapes, self.found = self.pool.clone(), list[Shape](), list[object]()
+        self.runner = GpuRunner(
+            model, self.pool, Sampler(frozenset(), TINY.vocab_size), replace(SETTINGS, **settings),
+            MAX_CONTEXT, Stream(),
+        )  # fmt: skip
+        self._free = list(range(59, 0, -1))
+        run = self.runner._graphs.run
+        self.runner._graphs.run = lambda shape: self.shapes.append(shape) or run(shape)
+        self.runner.capture()
+        assert torch.equal(self.pool.view(torch.uint8), self.before.view(torch.uint8))
+
+    def add(self, length, seed):
+        blocks = [self._free.pop() for _ in range(-(-(length + 8) // 16))]
+        return Sequence(f"{seed}", tokens(length, seed), length, PARAMS, block_ids=blocks)
+
+    def step(self, *work):
+        """Computes so many tokens of each sequence."""
+        plan = Plan([Work(one, one.num_computed, count) for one, count in work])
+        found = self.runner.run(plan)
+        for one, count in work:
+            one.num_computed += count
+            if one.seq_id in found:
+                one.tokens += found[one.seq_id].token_ids
+        self.found.append(found)
+        return self
+
+
+def assert_same(padded, plain):
+    """Equal tokens, logits as near as sums in another order are, and KV at the same places."""
+    for some, others in zip(padded.found, plain.found, strict=True):
+        assert some.keys() == others.keys()
+        for name, expected in others.items():
+            assert some[name].token_ids == expected.token_ids
+            for one, wanted in zip(some[name].logprobs, expected.logprobs, strict=True):
+                assert [token for token, _ in one.top] == [token for token, _ in wanted.top]
+                scores = [[score for _, score in of.top] for of in (one, wanted)]
+                assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+    pools = [(one.pool.view(torch.uint8), one.before.view(torch.uint8)) for one in (padded, plain)]
+    places = [(after != before).flatten(4).any(-1) for after, before in pools]
+    assert torch.equal(*places) and places[0].any()
+    if padded.pool.dtype == torch.float32:
+        torch.testing.assert_close(padded.pool, plain.pool, rtol=0, atol=1e-5)
+
+
+def pair(name="llama", kv_dtype=torch.float32, prefill_only=True):
+    _, gpu = both(CONFIGS[name])
+    return (
+        Stepped(gpu, kv_dtype, prefill_only=prefill_only),
+        Stepped(gpu, kv_dtype, prefill_only=prefill_only, graphs=False),
+    )
+
+
+def test_prompts_of_every_length_around_a_shapes_edges():
+    runs = pair()
+    for run in runs:
+        for seed, length in enumerate((1, 2, 19, 20, 21, 39, 40)):
+            run.step((run.add(length, seed), length))
+    assert_same(*runs)
+    assert runs[0].shapes == [Shape(0, rows, 16) for rows in (20, 20, 20, 20, 40, 40, 40)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [
+        ("llama", torch.float32),
+        ("mistral window, no gqa", torch.int8),
+        ("qwen2 moe", torch.float32),
+        ("gpt-oss", torch.int8),
+    ],
+)
+def test_several_prompts_in_chunks_behind_what_is_cached(name, kv_dtype):
+    runs = pair(name, kv_dtype)
+    for run in runs:
+        first, second = run.add(40, 1), run.add(30, 2)
+        run.step((first, 13), (second, 7))
+        third = run.add(20, 3)  # behind tokens of the first
+        third.tokens[:13], third.block_ids[:1], third.num_computed = (
+            first.tokens[:13], first.block_ids[:1], 13,
+        )  # fmt: skip
+        run.step((second, 1), (first, 27), (third, 7))
+        run.step((second, 22))
+    assert_same(*runs)
+    assert [shape.chunk_rows for shape in runs[0].shapes] == [20, 40, 40]
+    if runs[0].runner.expert_tokens is not None:  # of one model, which both counted in
+        rows, config = 2 * (20 + 35 + 22), runs[0].runner.model.config
+        counted = runs[0].runner.expert_tokens.sum(1).tolist()
+        assert counted == [rows * config.experts.per_token] * sum(config.experts.layers)
+
+
+def test_chunks_beside_decode_rows():
+    runs = pair("gpt-oss", prefill_only=False)
+    for run in runs:
+        decoding = [run.add(length, length) for length in (5, 6, 7)]
+        run.step(*((one, one.num_tokens) for one in decoding))
+        run.step(*((one, 1) for one in decoding))
+        prompt = run.add(43, 1)
+        run.step(*((one, 1) for one in decoding), (prompt, 36))
+        run.step(*((one, 1) for one in decoding[1:]), (prompt, 6))
+        run.step((prompt, 1), *((one, 1) for one in decoding))
+    assert_same(*runs)
+    shapes = [(shape.decodes, shape.chunk_rows) for shape in runs[0].shapes]
+    assert shapes == [(4, 20), (4, 0), (4, 40), (4, 20), (4, 0)]
+
+
+def test_steps_that_no_shape_holds_run_without_one():
+    padded, plain = pair()
+    for run in (padded, plain):
+        run.step(*((run.add(2, seed), 2) for seed in range(MAX_CHUNKS + 1)))
+        embedded = run.add(5, 30)
+        embedded.params = replace(PARAMS, embedding=True)
+        run.step((embedded, 5))
+        run.step((run.add(5, 31), 5), (run.add(36, 32), 36))
+    assert padded.shapes == []
+    assert_same(padded, plain)
+
+
+def test_which_shapes_are_captured(monkeypatch):
+    settings = EngineConfig(max_batch=2, chunk_tokens=40)
+    decoding = [Shape(2, 40, 3), Shape(2, 20, 3), Shape(2, 0, 3), Shape(1, 0, 3)]
+    assert shapes_of(settings, 40) == decoding
+    prefilling = [Shape(0, 40, 3), Shape(0, 20, 3)]
+    assert shapes_of(replace(settings, prefill_only=True), 40) == prefilling
+    assert shapes_of(replace(settings, graphs=False), 40) == []
+    widths = [shape.width for shape in shapes_of(settings, 16 * 2048)]
+    assert widths == [2048, 128] * 2 + [2048, 512, 128] * 2
+    monkeypatch.undo()
+    assert chunk_sizes(8) == (64,)
+    assert chunk_sizes(300) == (64, 128, 192, 256, 300)
+    sizes = chunk_sizes(8192)
+    assert sizes == graphs.CHUNK_SIZES and sizes[-1] == 2048
+    padding = [(size - last - 1) / (last + 1) for last, size in itertools.pairwise(sizes)]
+    assert all(share < 0.25 for share in padding[3:])
