@@ -11,6 +11,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -126,8 +127,7 @@ Handle = Callable[[Any, Mapping[str, str]], Awaitable[Any]]
 
 
 class ControlServicer(HandoffServiceServicer):
-    """The other end: `handle` has what answers a call with its trace context, by the call's field.
-    """
+    """The other end: `handle` has, by the call's field, what answers it with its trace context."""
 
     def __init__(self, handle: Mapping[str, Handle]) -> None:
         self._handle = handle
@@ -176,7 +176,7 @@ class ControlServicer(HandoffServiceServicer):
                 if number in calls or len(calls) + answers.qsize() >= _MOST_CALLS:
                     raise InvalidRequest(f"call {number} runs already, or {len(calls)} do")
                 call = calls[number] = asyncio.create_task(self._answer(request, name, answers))
-                call.add_done_callback(lambda _, number=number: calls.pop(number))
+                call.add_done_callback(partial(_forget, calls, number))
             if calls:  # the caller sends no more, but still reads
                 await asyncio.wait(set(calls.values()))
         finally:
@@ -197,3 +197,7 @@ class ControlServicer(HandoffServiceServicer):
         except Exception as error:
             answer = {"failure": failure_of(error)}
         answers.put_nowait(pb.ControlResponse(call_id=request.call_id, **answer))
+
+
+def _forget(calls: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
+    del calls[number]

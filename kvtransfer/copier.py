@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -21,8 +20,6 @@ from kvtransfer.kernels import reference
 from kvtransfer.pool import KvPool, Slots
 
 BlockOps: TypeAlias = Any  # the module `kvtransfer.kernels.reference`, or a `BlockMover` in Triton
-
-POLL_S = 0.5e-3  # before a thread sleeps until the GPU has got that far
 
 
 class HostCopier:
@@ -160,16 +157,8 @@ class GpuCopier:
 
     def synchronize(self, event: torch.cuda.Event | None) -> None:
         """Returns when `event` has been reached. Raises RuntimeError when the GPU failed."""
-        if event is None:
-            return
-        # Waking a thread that sleeps takes longer than most of what is waited for. Between two
-        # questions other threads of this process run.
-        until = time.perf_counter() + POLL_S
-        while not event.query():
-            if time.perf_counter() > until:
-                event.synchronize()
-                return
-            time.sleep(0)
+        if event is not None:
+            event.synchronize()
 
     def _moved(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
@@ -180,7 +169,7 @@ class GpuCopier:
         if self._stream is None:
             yield
         else:
-            with torch.cuda.device(self._pool.device), torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream):  # which is also of the right device
                 yield
 
     @property

@@ -84,24 +84,26 @@ class PairLink:
         """For one handoff's puts."""
         return self._link.new_digest()
 
-    async def put(self, local: Slots, remote: Slots, digest: PairDigest, timeout_s: float) -> float:
-        """`Link.put` on the link's thread, and the seconds it took.
+    def put(
+        self, local: Slots, remote: Slots, digest: PairDigest, timeout_s: float
+    ) -> asyncio.Future[float]:
+        """Begins `Link.put` on the link's thread; the seconds it took. Raises TransferFailed.
 
         Must not be cancelled: the thread would go on.
         """
         if self._closing:
             raise TransferFailed(f"the link to decode {self.peer} was closed")
+        before = digest.num_bytes
 
         def put() -> float:
             start = time.perf_counter()
             self._link.put(local, remote, digest, timeout_s)
-            return time.perf_counter() - start
+            took_s = time.perf_counter() - start
+            self.sent_bytes += digest.num_bytes - before
+            self.sent_s += took_s
+            return took_s
 
-        before = digest.num_bytes
-        took_s = await asyncio.get_running_loop().run_in_executor(self._thread, put)
-        self.sent_bytes += digest.num_bytes - before
-        self.sent_s += took_s
-        return took_s
+        return asyncio.get_running_loop().run_in_executor(self._thread, put)
 
     async def close_data(self) -> None:
         """Ends a running put, then frees the data end; control still works."""

@@ -1,4 +1,4 @@
-"""The decode side of handoffs: grants writes, receives blocks, verifies them, starts decoding.
+"""The decode side of handoffs: grants writes, receives blocks, starts decoding, verifies them.
 
 A handoff's record lives from its first Ready to its Commit or Abort. While bytes may still arrive
 in its blocks it outlives its reservation and keeps those blocks in quarantine.
@@ -40,6 +40,7 @@ from kvtransfer.rank_links import PairDigest, RankListener, RankPool, own_pool
 log = logging.getLogger(__name__)
 
 Trace: TypeAlias = Mapping[str, str]  # W3C trace context
+Verified: TypeAlias = "asyncio.Future[None] | None"  # fails where the KV is not what was sent
 
 _MAX_LINKS = 64
 
@@ -65,8 +66,12 @@ class BlockOwner(Protocol):
     def find(self, handoff_id: str, token: str) -> ReservedBlocks:
         """What is reserved. Raises Stale when unknown, expired, or the token is wrong."""
 
-    async def committed(self, handoff_id: str, token: str, first_token_id: int) -> None:
-        """All KV is in place and verified: decoding starts with this token."""
+    async def committed(
+        self, handoff_id: str, token: str, first_token_id: int, verified: Verified = None
+    ) -> None:
+        """All KV is in place: decoding starts with this token. Until it is `verified`, if that is
+        not known, nobody is told what comes of it, and no block of it is shared. Where that fails,
+        its reservation ends, and this raises why."""
 
     async def aborted(self, handoff_id: str, token: str, reason: str) -> None:
         """Nothing is written any more: the blocks can be used again, also where the reservation is
@@ -128,21 +133,24 @@ class _Incoming:
         self.next_token = end
         return self._between(first_token, end)
 
-    def verify(self, request: pb.CommitRequest, arrived: PairDigest) -> None:
-        """Raises KvCorrupted unless exactly what was reserved and sent is here; InvalidRequest when
-        it is the KV of other tokens."""
-        reserved, name = self.reserved, f"handoff {self.handoff_id}"
+    def check_tokens(self, request: pb.CommitRequest) -> None:
+        """Raises KvCorrupted unless all that was reserved was sent; InvalidRequest when it is the
+        KV of other tokens."""
+        reserved = self.reserved
         if request.token_digest != reserved.token_digest:
-            text = f"{name}: other tokens were prefilled than were reserved"
+            text = f"handoff {self.handoff_id}: other tokens were prefilled than were reserved"
             raise InvalidRequest(text, "token_digest")
-        for what, theirs, ours in (
-            ("tokens", request.num_tokens, reserved.num_tokens),
-            ("tokens announced", self.next_token, reserved.num_tokens),
-            ("bytes", request.num_bytes, arrived.num_bytes),
-            ("checksum", request.checksum, arrived.value),
-        ):
-            if theirs != ours:
-                raise KvCorrupted(f"{name}: {what}: {theirs} != {ours}")
+        self._compare("tokens", request.num_tokens, reserved.num_tokens)
+        self._compare("tokens announced", self.next_token, reserved.num_tokens)
+
+    def check_bytes(self, request: pb.CommitRequest, arrived: PairDigest) -> None:
+        """Raises KvCorrupted unless exactly what was sent is here."""
+        self._compare("bytes", request.num_bytes, arrived.num_bytes)
+        self._compare("checksum", request.checksum, arrived.value)
+
+    def _compare(self, what: str, theirs: int, ours: int) -> None:
+        if theirs != ours:
+            raise KvCorrupted(f"handoff {self.handoff_id}: {what}: {theirs} != {ours}")
 
     def _between(self, first_token: int, end: int) -> Slots:
         ids = self.reserved.block_ids[first_token // self.block_size : -(-end // self.block_size)]
@@ -250,7 +258,8 @@ class HandoffReceiver(ControlServicer):
         return pb.ReadyResponse(block_ids=slots.block_ids)
 
     async def commit(self, request: pb.CommitRequest, trace: Trace) -> pb.CommitResponse:
-        """Verifies and starts decoding. Raises Unavailable, Stale, KvCorrupted, TransferFailed."""
+        """Starts decoding, and returns when the KV is verified. Raises Unavailable, Stale,
+        KvCorrupted, TransferFailed."""
         # To the end even if the caller hangs up: a commit must not stop half-way.
         await uninterrupted(self._commit(request, trace))
         return pb.CommitResponse()
@@ -327,9 +336,10 @@ class HandoffReceiver(ControlServicer):
         try:
             if record.failure is not None:
                 raise record.failure
-            arrived = await self._arrived(peer, record)
             self._check_reserved(record)
-            record.verify(request, arrived)
+            record.check_tokens(request)
+            if not peer.transport.one_sided:
+                record.check_bytes(request, record.digest)
             if self._incoming.get(record.handoff_id) is not record:
                 raise Stale(f"handoff {record.handoff_id} was committed already")
             del self._incoming[record.handoff_id]
@@ -340,14 +350,29 @@ class HandoffReceiver(ControlServicer):
             record.resend = isinstance(error, TransferFailed)
             await self._end(record, str(error))
             raise
-        await self.owner.committed(record.handoff_id, record.token, request.first_token_id)
-
-    async def _arrived(self, peer: Peer, record: _Incoming) -> PairDigest:
-        """The digest of what arrived; for one-sided writes it is computed from the blocks."""
+        ours = record.handoff_id, record.token, request.first_token_id
         if not peer.transport.one_sided:
-            return record.digest
-        run = asyncio.get_running_loop().run_in_executor
-        return await run(peer.thread, peer.listener.digest, record.slots)
+            await self.owner.committed(*ours)
+            return
+        # What was written is read once more, for which decoding does not wait.
+        loop = asyncio.get_running_loop()
+        digest = loop.run_in_executor(peer.thread, peer.listener.digest, record.slots)
+        verified = in_background(self._tasks, self._verify(record, request, digest))
+        verified.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            await self.owner.committed(*ours, verified)
+        except TransferFailed as error:
+            record.warn(error)
+            raise
+
+    async def _verify(
+        self, record: _Incoming, request: pb.CommitRequest, digest: asyncio.Future[PairDigest]
+    ) -> None:
+        """Compares what lies in the blocks with what was sent. Raises TransferFailed."""
+        await asyncio.wait({digest}, timeout=self.timeout_s)
+        if not digest.done():
+            raise TransferFailed("the blocks were not read back in time")
+        record.check_bytes(request, digest.result())
 
     async def _post(self, peer: Peer, record: _Incoming, slots: Slots) -> None:
         """Starts the receive and returns when it is posted. Raises TransferFailed."""
@@ -394,9 +419,7 @@ class HandoffReceiver(ControlServicer):
             return
         await self.owner.aborted(record.handoff_id, record.token, record.ended)
 
-    def _record(
-        self, request: pb.ReadyRequest | pb.CommitRequest, trace: Trace
-    ) -> _Incoming:
+    def _record(self, request: pb.ReadyRequest | pb.CommitRequest, trace: Trace) -> _Incoming:
         """The handoff's record, new if this is its first message. Raises Stale."""
         handoff_id, token = request.handoff_id, request.reservation_token
         record = self._incoming.get(handoff_id)

@@ -245,8 +245,7 @@ class Handoff:
         remote = Slots(ids, slots.num_tokens)
         with self.links.closing_on_failure(link, self._deadline):
             timeout_s = self._time_left_s()
-            put = asyncio.ensure_future(link.put(slots, remote, self._digest, timeout_s))
-            self._put = put
+            put = self._put = link.put(slots, remote, self._digest, timeout_s)
             # A put waits for its GPU, which never answers if it hangs.
             await asyncio.wait({put}, timeout=timeout_s + _PUT_GRACE_S)
             if not put.done():

@@ -9,8 +9,10 @@ be launched before the one before has landed (overlap, or async scheduling): whi
 host knows all of the next one but its tokens, which the device has. So as soon as a step is
 launched, each of its sequences gets a place for the token that is being sampled, `UNKNOWN`, and
 counts as one token further. The planner plans the next step as always, the runner feeds it the
-tokens on the device, and only then does the host wait for the first step and publish it. What needs
-known tokens (chunks) is launched when nothing is in flight, and landed at once.
+tokens on the device, and only then does the host wait for the first step and publish it. What the
+runner does not take ahead (`StepRunner.launches_ahead`) is launched when nothing is in flight, and
+landed at once. A step whose chunks take long lands before the next one is planned: sequences that
+came meanwhile may go first, and there is little to gain.
 
 Why that is safe:
 
@@ -113,6 +115,17 @@ class Reserved:
     started: bool
 
 
+@dataclass(eq=False, frozen=True)
+class UnverifiedKv:
+    """KV of `num_tokens` on which a sequence runs before it is verified. Its blocks, which were the
+    sequence's from index `first` on, are held until then."""
+
+    sequence: Sequence
+    num_tokens: int
+    first: int
+    blocks: list[int]
+
+
 @dataclass(frozen=True)
 class Load:
     """The engine's load after a step: fields of `worker_pb2.Load`, by the same names.
@@ -195,6 +208,8 @@ MAX_FAILED_STEPS = 3  # in a row; then the cause is not in the sequences
 # Reserved, waiting and running sequences for each place in the batch. Without a bound, sequences
 # whose KV has come would pile up and wait too long for their next token.
 SEQUENCES_PER_PLACE = 2
+# A step with chunks that takes longer is not followed by one that was planned while it ran.
+LAUNCH_AHEAD_S = 0.010
 RETRY_S = 0.2  # advised when there is no room: room comes whenever a sequence ends
 
 
@@ -308,17 +323,55 @@ class Engine:
         return reserved
 
     @_command
-    def resume(self, seq_id: str, num_computed: int, token_id: int) -> None:
-        """A parked sequence's KV is complete up to `num_computed`; it goes on with `token_id`."""
+    def resume(
+        self, seq_id: str, num_computed: int, token_id: int, verified: bool = True
+    ) -> UnverifiedKv:
+        """A parked sequence's KV is complete up to `num_computed`; it goes on with `token_id`.
+
+        Unless the KV is verified, `accept` or `discard` has to follow. No block is shared before.
+        """
         sequence = self._find(seq_id)
         assert num_computed == sequence.num_tokens, "a handoff covers every known token"
-        self._planner.publish(sequence, sequence.num_computed, num_computed)
+        first = sequence.num_computed // self._blocks.block_size
+        kv = UnverifiedKv(sequence, num_computed, first, sequence.block_ids[first:])
+        if verified:
+            self._planner.publish(sequence, sequence.num_computed, num_computed)
+        else:
+            self._blocks.hold(kv.blocks)
+            sequence.unverified = True
         sequence.num_computed = num_computed
         sequence.awaits_kv = False
         sequence.num_scored = None  # it was, where the KV was computed
         sequence.tokens.append(token_id)
         sequence.new_tokens += 1
         self._planner.add(sequence)
+        return kv
+
+    @_command
+    def accept(self, kv: UnverifiedKv) -> None:
+        """It is what was sent: blocks can be shared, also what was computed meanwhile."""
+        sequence = kv.sequence
+        sequence.unverified, start = False, kv.first * self._blocks.block_size
+        if not sequence.dropped:
+            end = sequence.num_computed - sequence.awaits_token  # without a step in flight
+            self._planner.publish(sequence, start, end)
+        else:
+            sequence.block_ids = [-1] * kv.first + kv.blocks
+            self._planner.publish(sequence, start, kv.num_tokens)
+            sequence.block_ids = []
+        self._blocks.release(kv.blocks)
+
+    @_command
+    def discard(self, kv: UnverifiedKv) -> None:
+        """It is not what was sent: its sequence ends, if it has not."""
+        sequence, wrong = kv.sequence, kv.blocks
+        if not sequence.dropped:
+            own = sequence.block_ids[kv.first :]
+            if own[: len(wrong)] == wrong:  # it was not preempted
+                wrong = own  # what was computed from it is no better
+            self._drop(sequence)
+        self._runner.scrub(wrong)
+        self._blocks.release(kv.blocks)
 
     @_command
     def halt(self, seq_id: str) -> None:
@@ -392,7 +445,12 @@ class Engine:
 
         What cannot be launched before that has landed is launched then, and landed at once.
         """
-        plan, before, launch = self._planner.plan(), self._flight, None
+        before = self._flight
+        if before is not None and self._planner.chunk.expected_s(before.plan) > LAUNCH_AHEAD_S:
+            self._flight = None
+            self._land(before)
+            return
+        plan, launch = self._planner.plan(), None
         ahead = self._overlap and bool(plan.work) and self._runner.launches_ahead(plan)
         if before is not None:
             launch = self._launch_behind(plan) if ahead else None

@@ -162,6 +162,10 @@ class ChunkSize:
         """Of the next step."""
         return min(self.most, max(self._least, int(self.rate * self._seconds)))
 
+    def expected_s(self, plan: Plan) -> float:
+        """How long a step with chunks takes at this rate; 0 for others, or if none was measured."""
+        return plan.num_tokens / self.rate if plan.num_chunk_tokens and self.rate else 0.0
+
     def took(self, plan: Plan, seconds: float) -> None:
         """A step took so long."""
         if plan.num_chunk_tokens >= self._MEASURED:
@@ -317,7 +321,9 @@ class Planner:
             self._proposer.took(plan.num_tokens - proposed, proposed, seconds)
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
-        """Shares the full blocks that verified KV of positions [start, end) completes."""
+        """Shares the full blocks that KV of positions [start, end) completes, if it is verified."""
+        if sequence.unverified:
+            return
         size = self.blocks.block_size
         for index in range(start // size, end // size):
             tokens = sequence.tokens[index * size : (index + 1) * size]

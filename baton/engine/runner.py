@@ -165,25 +165,33 @@ class Runner(StepRunner):
         self._batches = BatchBuilder(pool.shape[4], pool.device)
 
     def run(self, plan: Plan) -> dict[str, SampledTokens]:
+        launch = self.launch(plan)
+        self.sample(launch)
+        return self.land(launch).by_id(plan)
+
+    def launch(self, plan: Plan) -> Launch:
+        launch = Launch(plan)
         logits = self.model.step(self._batches.build(plan), self.pool)
-        sampled = self._sample(plan.work, logits)
+        launch.output = self._sample(plan, logits)
         self.wait_for_writes()
-        return sampled
+        return launch
 
     def close(self) -> None:
         self.model.close()
 
-    def _sample(self, work: list[Work], logits: torch.Tensor) -> dict[str, SampledTokens]:
+    def _sample(self, plan: Plan, logits: torch.Tensor) -> StepOutput:
         """Samples; pools hidden states and takes log-probabilities of prompts first."""
+        work, hidden = plan.work, self.model.hidden
         sampling = [item for item in work if item.samples]
         rows = [row for item in sampling for row in sample_rows(item)]
-        hidden = self.model.hidden
+        if hidden is None and len(rows) == len(work) == len(logits) and not plan.has_chunks:
+            return one_each(work, self._choose(logits, rows))
         embedded: dict[str, Vector] = {} if hidden is None else pooled(work, hidden)
         logits, prompts = of_prompts(work, logits)
         found = tokens_by_sequence(sampling, self._choose(logits, rows), prompts)
         for seq_id, vector in embedded.items():
             found[seq_id] = found.get(seq_id, SampledTokens(()))._replace(pooled=vector)
-        return found
+        return StepOutput(found)
 
     def _choose(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
         return self.sampler.sample(logits, rows)
@@ -201,6 +209,16 @@ def sample_rows(work: Work) -> Iterator[SampleRow]:
     for end in range(1, len(proposed) + 1):
         known = [*sequence.tokens, *proposed[:end]]
         yield SampleRow(sequence.params, known, sequence.prompt_tokens, end, *of_sequence)
+
+
+def one_each(work: list[Work], sampled: Sampled) -> StepOutput:
+    """What a step gave in which each work sampled one token."""
+    found = dict[str, SampledTokens]()
+    for item, token_id, logprobs in zip(work, sampled.token_ids, sampled.logprobs, strict=True):
+        sequence = item.sequence
+        if logprobs or sequence.grammar is not None or not sequence.params.max_tokens:
+            found[sequence.seq_id] = SampledTokens((token_id,), (logprobs,) if logprobs else ())
+    return StepOutput(found, sampled.token_ids)
 
 
 def tokens_by_sequence(

@@ -288,7 +288,8 @@ class Measuring:
                 self.rival = Transformers(Setup("", self.shape.vocab, 0, (), 0, 0, 0, options))
             except Exception as error:  # whatever version of it is there
                 self._no_rival("decode", "", error)
-        limits = (max(batches), part.sized(2048, 64), CHUNK)
+        # No prompt is computed, so that nearly no chunks need be captured.
+        limits = (max(batches), part.sized(2048, 64), BLOCK_SIZE)
         with closing(ours.driver(*limits, graphs=True)) as driver:
             part.measure("decode", self._decode_cases(driver, batches))
         limits = (8, part.sized(max(PROMPTS) + 64, 128), part.sized(CHUNK, 4))
@@ -297,7 +298,7 @@ class Measuring:
                      for n in self.prompts]  # fmt: skip
             part.measure("prefill", cases)
         if self.skewed and max(batches) >= len(self.skewed):
-            limits = (len(self.skewed), max(self.skewed) + 2 * STEPS, CHUNK)
+            limits = (len(self.skewed), max(self.skewed) + 2 * STEPS, BLOCK_SIZE)
             with closing(ours.driver(*limits, graphs=True)) as driver:
                 part.measure("decode compared", self._compared_cases(driver))
         return None

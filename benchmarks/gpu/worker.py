@@ -104,6 +104,6 @@ def requests(part: Part, loaded: Loaded, driver: Driver, compiled: list[tuple[st
 
 
 def num_graphs(loaded: Loaded) -> int:
-    """How many decode steps are captured."""
+    """How many steps are captured."""
     runner: Any = loaded.runner
     return len(runner._graphs._captured)

@@ -210,7 +210,13 @@ class Held:
             raise Stale(f"no reservation {handoff_id}")
         return self.blocks[handoff_id]
 
-    async def committed(self, handoff_id, token, first_token_id):
+    async def committed(self, handoff_id, token, first_token_id, verified=None):
+        if verified is not None:
+            try:
+                await verified
+            except TransferFailed as error:
+                await self.aborted(handoff_id, token, str(error))
+                raise
         self.committed_tokens[handoff_id] = first_token_id
 
     async def aborted(self, handoff_id, token, reason):

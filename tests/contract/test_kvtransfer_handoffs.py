@@ -413,23 +413,33 @@ async def test_a_receiver_keeps_no_more_links_than_their_transport_can():
             assert list(decode.receiver._peers) == [prefill.links.record.incarnation]
 
 
-async def test_a_peer_that_ends_during_its_commit_leaves_nothing(join):
+async def test_a_peer_that_ends_while_its_kv_is_verified_has_sent_all_of_it(join):
     prefill, decode = await join("shm")
-    arrived = decode.receiver._arrived
+    verify = decode.receiver._verify
 
-    async def gone_meanwhile(peer, record):
-        digest = await arrived(peer, record)
+    async def gone_meanwhile(*arguments):
         await decode.receiver.peer_gone("p")
-        return digest
+        await verify(*arguments)
 
-    decode.receiver._arrived = gone_meanwhile
-    async with prefill.opened(decode, 4, 1) as handoff:
-        handoff.send(slots(4, 5))
-        with pytest.raises(errors.Stale):
-            await handoff.commit(7)
-        assert not decode.receiver.writing("h")
-        assert "has ended" in decode.held.reasons["h"]
-    assert decode.held.committed_tokens == {}
+    decode.receiver._verify = gone_meanwhile
+    await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
+    assert not decode.receiver.writing("h")
+    assert (decode.held.committed_tokens, decode.held.reasons) == ({"h": 7}, {})
+
+
+@pytest.mark.parametrize("name", ["shm", "cuda_ipc"])
+async def test_blocks_that_are_not_read_back_end_the_handoff(join, name):
+    prefill, decode = await join(name, decode={"timeout_s": 0.2})
+    await prefill.hand_over(decode.reserve("first", 4, 3), "first", slots(4, 5))
+    stuck = threading.Event()
+    decode.before["commit"] = lambda _: decode.receiver._peers["p"].thread.submit(stuck.wait, 10)
+    try:
+        with pytest.raises(errors.TransferFailed, match="not read back in time"):
+            await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
+    finally:
+        stuck.set()
+    assert "not read back" in decode.held.reasons["h"]
+    assert decode.held.committed_tokens == {"first": 7}
 
 
 async def test_sender_lost_between_ready_and_put_frees_the_blocks_at_the_timeout(join):

@@ -61,8 +61,8 @@ SAMPLING = common_pb2.SamplingParams(max_tokens=3, temperature=0.5, seed=1, top_
 SEQUENCE = common_pb2.SequenceSpec(
     handoff_id="h", token_ids=[1, 2, 3], prompt_tokens=3, sampling=SAMPLING, time_left_ms=500
 )
-# Every RPC but Drain, which ends a worker, by the role of who serves it: a request to begin with, or
-# several.
+# Every RPC but Drain, which ends a worker, by the role of who serves it: a request to begin with,
+# or several.
 RPCS: dict[str, dict[str, Any]] = {
     "router": {
         "InferenceService/Generate": inference_pb2.GenerateRequest(

@@ -20,6 +20,7 @@ from baton.engine.models.config import ModelConfig
 from baton.engine.models.rope import rope_tables
 from baton.engine.ops.torch.attention import Scoring, attend, place, softcapped, write_kv
 from baton.engine.ops.torch.linear import act_mul
+from baton.engine.ops.torch.routing import route
 from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights.weight import Weight
 from baton.engine.weights.weights import ExpertWeights, LayerWeights, Weights
@@ -90,9 +91,12 @@ class Model:
         ]
         self.hidden: Tensor | None = None
         self.expert_tokens: Tensor | None = None
+        self._tokens_of: dict[int, Tensor] = {}  # of layers with experts
         if config.experts is not None:
             counts = config.experts.counts
             self.expert_tokens = torch.zeros(counts, dtype=torch.int64, device=device)
+            mixing = [index for index, has in enumerate(config.experts.layers) if has]
+            self._tokens_of = dict(zip(mixing, self.expert_tokens, strict=True))
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
 
     @torch.inference_mode()
@@ -126,16 +130,14 @@ class Model:
         embedded = self._embedded(token_ids)
         if self._embedding_scale != 1:
             embedded = embedded * self._embedding_scale
-        hidden, taken = Hidden(embedded), list[Tensor]()
+        hidden = Hidden(embedded)
         for index, layer in enumerate(self._weights.layers):
             norm, bias = layer.input_norm, layer.qkv_bias
             qkv, hidden = self._normed_product(hidden, norm, layer.qkv, bias)
             q = self._rope_and_write(qkv, rows, index, layer, pool)
             mixed, norm = self._attend(q, rows, index, pool), layer.attention_norm
             hidden = self._added_product(hidden, mixed, layer.o, layer.o_bias, norm)
-            hidden = self._mlp(hidden, layer, taken)
-        if taken:
-            self._count(torch.stack(taken), rows)
+            hidden = self._mlp(hidden, layer, rows, index)
         return hidden
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
@@ -148,30 +150,17 @@ class Model:
         rows = F.embedding(local, embedding).masked_fill(elsewhere[:, None], 0)
         return self.collectives.sum(rows)
 
-    def _mlp(self, hidden: Hidden, layer: LayerWeights, taken: list[Tensor]) -> Hidden:
-        """With what the MLP adds, or the experts that each row takes.
-
-        Which those are, `[rows, per_token]`, is appended to `taken`.
-        """
+    def _mlp(self, hidden: Hidden, layer: LayerWeights, rows: Any, index: int) -> Hidden:
+        """With what the MLP adds, or the experts that each row takes."""
         if layer.experts is not None:
             normed, hidden = self._normed(hidden, layer.mlp_norm)
-            mixed = self._experts(normed, layer, layer.experts, taken)
+            mixed = self._experts(normed, layer, layer.experts, rows, index)
             return self._added(hidden, mixed, layer.output_norm)
         assert layer.gate_up is not None and layer.down is not None
         norm, bias = layer.mlp_norm, layer.gate_up_bias
         inner, hidden = self._normed_product(hidden, norm, layer.gate_up, bias, is_gate=True)
         norm = layer.output_norm
         return self._added_product(hidden, inner, layer.down, layer.down_bias, norm)
-
-    def _count(self, taken: Tensor, rows: Any) -> None:
-        """Counts what a step's rows took, `[layers, rows, per_token]`."""
-        assert self.expert_tokens is not None
-        wanted = self._wanted(rows, taken)[:, None].expand_as(taken)
-        self.expert_tokens.scatter_add_(1, taken.flatten(1), wanted.flatten(1))
-
-    def _wanted(self, rows: Any, taken: Tensor) -> Tensor:
-        """1 for each row, but 0 for padding: int64 `[rows]`."""
-        return taken.new_ones(taken.shape[1])
 
     def _dense(self, x: Tensor, layer: LayerWeights) -> Tensor:
         """The MLP beside experts, which all rows take."""
@@ -180,35 +169,33 @@ class Model:
         return layer.down.apply(inner, layer.down_bias)
 
     def _experts(
-        self, x: Tensor, layer: LayerWeights, experts: ExpertWeights, all_taken: list[Tensor]
+        self, x: Tensor, layer: LayerWeights, experts: ExpertWeights, rows: Any, index: int
     ) -> Tensor:
         """The outputs of the experts that rows take, weighed and added up."""
-        config = self.config.experts
-        assert config is not None
-        scores = experts.router.apply(x, experts.router_bias)
-        shares = torch.softmax(scores.float(), dim=-1)
-        shares, taken = torch.topk(shares, config.per_token)  # [rows, per_token]
-        all_taken.append(taken)
-        if config.normed:
-            shares /= shares.sum(dim=-1, keepdim=True)
-        mixed = self._mix(x, shares, taken, experts)
+        mixed = self._mix(x, experts, rows, self._tokens_of[index])
         if experts.shared_gate is not None:
             # Not one behind the other: torch's last bits would depend on the number of rows.
             gates = x.new_empty(len(x), 2)[:, :1].copy_(experts.shared_gate.apply(x))
             mixed += torch.sigmoid(gates) * self._dense(x, layer)
         return mixed
 
-    def _mix(self, x: Tensor, shares: Tensor, taken: Tensor, experts: ExpertWeights) -> Tensor:
-        """The outputs of experts `taken` `[rows, per_token]` times shares, in a row's own order.
+    def _mix(self, x: Tensor, experts: ExpertWeights, rows: Any, tokens: Tensor) -> Tensor:
+        """The outputs of the experts with the best scores, times shares, in a row's own order.
 
-        Those that other ranks have add nothing here.
+        Those that other ranks have add nothing here. tokens: int64 `[experts]`, to which the rows
+        that took each are added.
         """
-        outputs, own = x.new_zeros(*taken.shape, x.shape[1]), self._own_experts
+        config, own = self.config.experts, self._own_experts
+        assert config is not None
+        scores = experts.router.apply(x, experts.router_bias)
+        shares, taken = route(scores, config.per_token, config.normed)
+        tokens += taken.flatten().bincount(minlength=len(tokens))
+        outputs = x.new_zeros(*taken.shape, x.shape[1])
         for number in set(taken.unique().tolist()).intersection(own):
             expert = experts.experts[number - own.start]
-            rows, places = torch.where(taken == number)
-            inner = self._gated(expert.gate_up.apply(x[rows], expert.gate_up_bias))
-            outputs[rows, places] = expert.down.apply(inner, expert.down_bias)
+            of, places = torch.where(taken == number)
+            inner = self._gated(expert.gate_up.apply(x[of], expert.gate_up_bias))
+            outputs[of, places] = expert.down.apply(inner, expert.down_bias)
         mixed = (outputs[:, 0] * shares[:, :1]).to(x.dtype)
         for at in range(1, taken.shape[1]):
             mixed += (outputs[:, at] * shares[:, at : at + 1]).to(x.dtype)

@@ -61,6 +61,7 @@ class OnGpu(StepRunner):
     """A runner that has computed some decode steps."""
 
     decode_rows = property(lambda self: {"wanted": 10, "padding": 6, "wasted": 1})
+    waited_s = 2.5
 
 
 def page(metrics):
@@ -95,6 +96,7 @@ def test_a_decode_worker_counts_steps_drafts_reservations_and_cost():
         'baton_reservations_total{outcome="refused"} 1',
         'baton_reservations_total{outcome="failed"} 0',
         'baton_engine_gpu_rows_total{kind="padding"} 6',
+        "baton_engine_gpu_wait_time_seconds_total 2.5",
     }
     assert expected <= set(page(metrics))
     assert cost(metrics) > 0

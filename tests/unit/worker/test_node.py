@@ -148,7 +148,7 @@ def break_serving(worker):
 
 
 def fail_steps(worker):
-    worker.node.engine._runner.run = fail
+    worker.node.engine._runner.launch = fail
 
 
 async def given_back(worker, break_it, failure, later=""):

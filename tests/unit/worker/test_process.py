@@ -16,13 +16,13 @@ from kvtransfer import copier
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 
-@pytest.mark.parametrize(("role", "decodes"), [("prefill", False), ("decode", True)])
-def test_loading_touches_memory_and_compiles_before_the_warm_up(monkeypatch, role, decodes):
-    """What only decode steps use is compiled where they run."""
+@pytest.mark.parametrize(("role", "prefill_only"), [("prefill", True), ("decode", False)])
+def test_loading_touches_memory_and_compiles_before_the_warm_up(monkeypatch, role, prefill_only):
+    """What only decode steps use is captured where they run."""
     calls = []
 
     def load(config, allocate, elsewhere):
-        calls.append((config.graphs, config.overlap))
+        calls.append((config.graphs, config.overlap, config.prefill_only))
         pool = (
             allocate(2 * 64, torch.device("cpu")).tensor.view(torch.float32).view(2, 1, 2, 1, 4, 2)
         )
@@ -36,7 +36,7 @@ def test_loading_touches_memory_and_compiles_before_the_warm_up(monkeypatch, rol
     monkeypatch.setattr(build, "warm_up", lambda loaded: calls.append("warm up"))
     monkeypatch.setattr(copier, "prepare", prepare)
     _, (pool,) = node._load(WorkerConfig(role, EngineConfig(device="cpu")))
-    assert calls == [(decodes, decodes), "prepare", "warm up"]
+    assert calls == [(True, True, prefill_only), "prepare", "warm up"]
     assert isinstance(pool.area, SharedMemoryArea)
     assert pool.tensor.data_ptr() == pool.area.tensor.data_ptr()
     pool.area.close()

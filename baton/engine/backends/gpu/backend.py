@@ -97,7 +97,7 @@ class GpuBackend(Backend):
         load = partial(weights_of, settings, path, config, dtype, self.device, kernels)
         if kernels == "torch":
             return Model(config, load(), dtype, self.device)
-        quantize = partial(prepare, quantization=settings.quantization)
+        quantize = partial(prepare, quantization=settings.quantization, dtype=dtype)
         group = exchange if isinstance(exchange, GroupCollectives) else ALONE
         return GpuModel(config, load(quantize, shard), dtype, self.device, shard, group)
 

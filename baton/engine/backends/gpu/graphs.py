@@ -111,9 +111,10 @@ def sections(flat: Tensor, shape: Shape) -> Sections[Tensor]:
     for words in _words(shape):
         parts.append(flat[end : end + words])
         end += -(-words // _SECTION) * _SECTION
-    *ints, seeds, settings, tables = parts
+    tokens, contexts, queries, logit_rows, sources, positions, seeds, settings, tables = parts
     return Sections(
-        *ints, seeds.view(torch.int64), settings.view(torch.float64).view(-1, NUM_SETTINGS),
+        tokens, contexts, queries, logit_rows, sources, positions, seeds.view(torch.int64),
+        settings.view(torch.float64).view(-1, NUM_SETTINGS),
         tables.view(shape.sequences, shape.width), flat[:end],
     )  # fmt: skip
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from baton.engine.models.config import Activation
 from baton.engine.models.decoder import Hidden
-from baton.engine.ops.triton.group_matmul import group_matmul
+from baton.engine.ops.triton.group_packing import PackedWeight, pack
+from baton.engine.ops.triton.group_scaled_linear import group_scaled_linear
 from baton.engine.ops.triton.rows import (
     LARGEST_WHOLE,
     EightBitRows,
@@ -33,9 +34,8 @@ from baton.engine.ops.triton.rows import (
 from baton.engine.ops.triton.skinny_matmul import is_ours, new_counters, skinny_matmul
 from baton.engine.weights.weight import (
     DenseWeight,
-    Fp8BlockWeight,
     Fp8Weight,
-    Int4Weight,
+    GroupScaledWeight,
     Int8Weight,
     RowScaledWeight,
     Weight,
@@ -230,42 +230,37 @@ class GpuFp8Weight(_EightBitWeight, Fp8Weight):
         return out if bias is None or bias is fused else out.add_(bias)
 
 
-class GpuInt4Weight(Int4Weight, GpuWeight):
-    """W4A16, by Triton's kernel for any number of rows."""
+class GpuGroupScaledWeight(PackedWeight, GpuWeight):
+    """A group-quantised weight; activations stay as they are."""
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Never waits for the device."""
-        if not x.is_cuda:
-            return super().apply(x, bias)
-        return group_matmul(x if self.order is None else x[:, self.order], self, bias)
-
-
-class GpuFp8BlockWeight(Fp8BlockWeight, GpuWeight):
-    """W8A16, by the same kernel."""
-
-    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Never waits for the device."""
-        return group_matmul(x, self, bias) if x.is_cuda else super().apply(x, bias)
+        return group_scaled_linear(x if self.order is None else x[:, self.order], self, bias)
 
 
 _ON_GPU: dict[type[Weight], type[Weight]] = {
     DenseWeight: GpuDenseWeight,
-    Int4Weight: GpuInt4Weight,
     Int8Weight: GpuInt8Weight,
     Fp8Weight: GpuFp8Weight,
-    Fp8BlockWeight: GpuFp8BlockWeight,
 }
 
 
-def prepare(weight: Weight, is_output: bool, quantization: str) -> Weight:
-    """A weight as the GPU's model is to apply it; dense ones are quantised.
+def prepare(
+    weight: Weight, is_output: bool, quantization: str, dtype: torch.dtype = torch.bfloat16
+) -> Weight:
+    """A weight as the GPU's model is to apply it to activations of dtype; dense ones, which have
+    theirs, are quantised.
 
     A matrix whose sizes 8-bit products refuse stays as it is (an output layer over an odd
-    vocabulary, at most), and one whose inputs are no whole groups of int4.
+    vocabulary, at most), and one whose inputs are no whole groups of int4. Group-quantised ones are
+    packed, but for groups that kernels do not take.
     """
     kind = "int8" if quantization == "int4" and is_output else quantization
-    if isinstance(weight, DenseWeight) and not any(
-        size % MULTIPLE.get(kind, 1) for size in weight.shape
-    ):
-        weight = quantized(weight, kind)
+    if isinstance(weight, DenseWeight):
+        dtype = weight.tensor.dtype
+        if not any(size % MULTIPLE.get(kind, 1) for size in weight.shape):
+            weight = quantized(weight, kind)
+    if isinstance(weight, GroupScaledWeight):
+        packed = pack(weight, dtype) if weight.values.is_cuda else None
+        return weight if packed is None else GpuGroupScaledWeight(**vars(packed))
     return _ON_GPU.get(type(weight), type(weight))(**vars(weight))

@@ -25,12 +25,13 @@ from baton.engine.ops.triton.attention import (
     plan_tiles,
     prefill_attention,
 )
-from baton.engine.ops.triton.grouped_matmul import GroupedWeight, sort_slots
+from baton.engine.ops.triton.grouped_matmul import GroupedWeight
 from baton.engine.ops.triton.placement import Placement, place_rows
-from baton.engine.ops.triton.rope_kv import Rope, rope_and_write
+from baton.engine.ops.triton.rope_kv import Rotation, rope_and_write
+from baton.engine.ops.triton.routing import Router, add_up, route
 from baton.engine.ops.triton.rows import act_mul, add_rms_norm
 from baton.engine.shard import WHOLE, Shard
-from baton.engine.weights.weight import Weight
+from baton.engine.weights.weight import DenseWeight, Weight
 from baton.engine.weights.weights import ExpertWeights, LayerWeights, Weights
 
 
@@ -52,21 +53,30 @@ class _Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class _GroupedExperts(ExpertWeights):
-    """Experts, and where each one's matrices lie."""
+    """Experts, and where each one's matrices lie.
+
+    few_router: the router where few rows are routed by the launch that scores them.
+    """
 
     gate_up: GroupedWeight
     down: GroupedWeight
+    few_router: Router | None
 
     @classmethod
-    def of(cls, held: ExpertWeights) -> _GroupedExperts:
-        experts = held.experts
+    def of(cls, held: ExpertWeights, dtype: torch.dtype) -> _GroupedExperts:
+        experts, router = held.experts, None
+        if isinstance(held.router, DenseWeight):
+            weight = held.router.tensor
+            arrived = torch.zeros(1, dtype=torch.int32, device=weight.device)
+            router = Router(weight, held.router_bias, arrived)
         return cls(
             **vars(held),
+            few_router=router,
             gate_up=GroupedWeight.of(
-                [one.gate_up for one in experts], [one.gate_up_bias for one in experts]
+                [one.gate_up for one in experts], [one.gate_up_bias for one in experts], dtype
             ),
             down=GroupedWeight.of(
-                [one.down for one in experts], [one.down_bias for one in experts]
+                [one.down for one in experts], [one.down_bias for one in experts], dtype
             ),
         )
 
@@ -84,7 +94,7 @@ class GpuModel(Model):
         ranks: Collectives = ALONE,
     ) -> None:
         layers = tuple(
-            replace(layer, experts=layer.experts and _GroupedExperts.of(layer.experts))
+            replace(layer, experts=layer.experts and _GroupedExperts.of(layer.experts, dtype))
             for layer in weights.layers
         )
         whole = replace(weights, layers=layers)
@@ -104,21 +114,31 @@ class GpuModel(Model):
         rows = _Rows(placed, len(token_ids), block_tables, context_lens)
         return self._logits(self._forward(token_ids, rows, pool))
 
-    def _mix(self, x: Tensor, shares: Tensor, taken: Tensor, experts: ExpertWeights) -> Tensor:
-        assert isinstance(experts, _GroupedExperts)
-        own, elsewhere = self._own_experts, None
-        if len(own) < experts.router.shape[0]:  # other ranks' come behind, and are not computed
-            elsewhere = (taken < own.start) | (taken >= own.stop)
-            taken = (taken - own.start).masked_fill(elsewhere, len(own))
-        slots = sort_slots(taken, len(own))
-        inner = self._gated(experts.gate_up.apply(x, slots))
-        weighed = experts.down.apply(inner, slots, shares.flatten()).view(*taken.shape, -1)
-        if elsewhere is not None:
-            weighed.masked_fill_(elsewhere[..., None], 0)
-        return weighed.sum(dim=1)
+    def _mlp(self, hidden: Hidden, layer: LayerWeights, rows: _Rows, index: int) -> Hidden:
+        experts, norm = layer.experts, layer.output_norm
+        if experts is None or experts.shared_gate is not None or not self._adds_at_once(norm):
+            return super()._mlp(hidden, layer, rows, index)
+        normed, hidden = self._normed(hidden, layer.mlp_norm)
+        return Hidden(self._mix(normed, experts, rows, self._tokens_of[index], hidden.stream))
 
-    def _wanted(self, rows: _Rows, taken: Tensor) -> Tensor:
-        return (rows.placed.lengths > 0).to(taken.dtype)
+    def _mix(
+        self, x: Tensor, experts: ExpertWeights, rows: _Rows, tokens: Tensor,
+        stream: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """stream: to which it is added, in place."""
+        config = self.config.experts
+        assert isinstance(experts, _GroupedExperts) and config is not None
+        router, scored = experts.few_router, None
+        if router is not None and router.takes(x):
+            scores, scored = x.new_empty(len(x), config.count), (router, x)
+        else:
+            scores = experts.router.apply(x, experts.router_bias)
+        slots = route(
+            scores, config.per_token, config.normed, self._own_experts, rows.placed.lengths, tokens,
+            scored=scored,
+        )  # fmt: skip
+        inner = experts.gate_up.apply(x, slots, self.config.activation)
+        return add_up(experts.down.apply(inner, slots), slots, x.dtype, stream)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         gated: Tensor = act_mul(gate_up, self.config.activation)
@@ -141,9 +161,13 @@ class GpuModel(Model):
     ) -> Hidden:
         if not isinstance(weight, GpuWeight):
             return super()._added_product(hidden, x, weight, bias, norm)
-        if norm is None and self._num_ranks == 1 and self.config.residual_scale == 1:
+        if self._adds_at_once(norm):
             return weight.added_product(hidden, x, bias)
         return self._added(hidden, weight.apply(weight.gated(x), bias), norm)
+
+    def _adds_at_once(self, norm: Tensor | None) -> bool:
+        """Whether what a kernel computes is all that is added to the stream."""
+        return norm is None and self._num_ranks == 1 and self.config.residual_scale == 1
 
     def _place(self, batch: StepBatch, pool: Tensor) -> _Rows:
         rows, num_decodes = len(batch.token_ids), batch.num_decodes
@@ -175,14 +199,15 @@ class GpuModel(Model):
         if rows.tiles is None:
             return qkv
         heads = config.num_heads, config.num_kv_heads
-        rope = self._rope(index)
-        return rope_and_write(qkv, placed.positions, placed.slots, rope, pool, index, *heads)
+        rotation = self._rotation(index)
+        return rope_and_write(qkv, placed.positions, placed.slots, rotation, pool, index, *heads)
 
-    def _rope(self, index: int) -> Rope:
-        layer, norms = self._weights.layers[index], (None, None)
-        if self.config.differs.qk_norm != "row":
-            norms = layer.q_norm, layer.k_norm
-        return Rope(*self._tables[self._table_of[index]], *norms, self.config.rms_eps)
+    def _rotation(self, index: int) -> Rotation:
+        cos, sin = self._tables[self._table_of[index]]
+        if self.config.differs.qk_norm == "row":
+            return Rotation(cos, sin)
+        layer = self._weights.layers[index]
+        return Rotation(cos, sin, layer.q_norm, layer.k_norm, self.config.rms_eps)
 
     def _rows_normed(self, q: Tensor, k: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor]:
         if self._num_ranks > 1:
@@ -202,8 +227,9 @@ class GpuModel(Model):
             if window not in rows.plans:
                 lengths = rows.placed.lengths[:own]
                 rows.plans[window] = plan_decode(out[:own], pool, lengths, window)
-            plan, rope = rows.plans[window], self._rope(index) if rows.tiles is None else None
-            decode_attention(q[:own], pool, index, tables, plan, scoring, out[:own], rope)
+            plan = rows.plans[window]
+            rotation = self._rotation(index) if rows.tiles is None else None
+            decode_attention(q[:own], pool, index, tables, plan, scoring, out[:own], rotation)
         if rows.tiles is not None:
             assert rows.query_lens is not None, "chunks have lengths"
             tables, context_lens = rows.block_tables[own:], rows.context_lens[own:]

@@ -150,11 +150,6 @@ class GpuRunner(Runner):
                 f"steps cannot be captured as CUDA graphs ({error}): add --no-graphs"
             ) from error
 
-    def run(self, plan: Plan) -> dict[str, SampledTokens]:
-        launch = self.launch(plan)
-        self.sample(launch)
-        return self.land(launch).by_id(plan)
-
     def launches_ahead(self, plan: Plan) -> bool:
         """Whether a captured step holds it in which only decode rows await their tokens."""
         shape = self._shape(plan)
@@ -213,9 +208,8 @@ class GpuRunner(Runner):
                 self._sample_apart(launch)
             return
         assert isinstance(launch, _WaitingLaunch)
-        work, logits = launch.plan.work, launch.logits
-        found = self._stream.call(lambda: self._sample(work, logits))
-        launch.output = StepOutput(found)
+        plan, logits = launch.plan, launch.logits
+        launch.output = self._stream.call(lambda: self._sample(plan, logits))
 
     def land(self, launch: Launch) -> StepOutput:
         """Raises what the step failed with, InternalError for logits that are no numbers."""

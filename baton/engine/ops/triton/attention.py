@@ -36,7 +36,7 @@ from baton.engine.ops.triton.attention_common import (
     scored,
 )
 from baton.engine.ops.triton.launch import launch, launch_next, wait_for_inputs
-from baton.engine.ops.triton.rope_kv import Rope, load_angles, put, turned
+from baton.engine.ops.triton.rope_kv import Rotation, load_angles, put, turned
 from baton.engine.ops.triton.spec import Config
 from baton.engine.ops.triton.tuning import choose
 
@@ -94,22 +94,22 @@ def plan_decode(
 
 def decode_attention(
     q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, plan: DecodePlan, scoring: Scoring,
-    out: Tensor, rope: Rope | None = None,
+    out: Tensor, rotation: Rotation | None = None,
 ) -> None:  # fmt: skip
     """Writes the attention of each row of q over its own sequence, whose KV is in the pool already.
 
     q: `[rows, heads, head_size]`, contiguous · block_tables: int32 `[rows, width]`, the blocks of
     each sequence; what lies behind those of its tokens is not read · plan: for these rows and the
-    window of scoring · out: like q; zeros for padding rows · rope: q is then `[rows, (heads + 2 *
-    kv_heads) * head_size]`, queries, K and V as `rope_and_write` takes them, and the last token's K
-    and V are written first. Waits for nothing on the device.
+    window of scoring · out: like q; zeros for padding rows · rotation: q is then `[rows, (heads + 2
+    * kv_heads) * head_size]`, as `rope_and_write` takes it, and the last token's K and V are
+    written first. Waits for nothing on the device.
     """
     window, config, programs = plan.window, plan.config, len(plan.firsts)
     rows, heads, head_size = out.shape
     assert window == scoring.window and len(plan.ends) == rows
     assert pool.is_contiguous() and block_tables.stride(1) == 1
     assert out.is_contiguous() and out.dtype == q.dtype
-    assert q.stride(1) == 1 if rope else q.is_contiguous() and out.shape == q.shape
+    assert q.stride(1) == 1 if rotation else q.is_contiguous() and out.shape == q.shape
     sizes, _ = pool_sizes(out, pool)
     kv_heads = sizes["KV_HEADS"]
     # The weighted sums of parts of rows, and behind all of them their log-sum-exps. A program has
@@ -124,7 +124,7 @@ def decode_attention(
     pool = elements(pool)
     started(
         decode_kernel, (programs, kv_heads), q, pool, block_tables, out, *places, plan.firsts,
-        *(rope or (None,) * 4 + (0.0,)), rows, layer, q.stride(0), block_tables.stride(0),
+        *(rotation or (None,) * 4 + (0.0,)), rows, layer, q.stride(0), block_tables.stride(0),
         pool.stride(0), *scored(scoring), window or NO_WINDOW, WINDOWED=window is not None,
         GROUP_PAD=group_pad, **sizes, **options,
     )  # fmt: skip

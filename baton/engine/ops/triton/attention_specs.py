@@ -21,7 +21,7 @@ from baton.engine.ops.triton.attention import (
     tile_rows,
 )
 from baton.engine.ops.triton.attention_common import attention_reference, pool_sizes
-from baton.engine.ops.triton.rope_kv import Rope
+from baton.engine.ops.triton.rope_kv import Rotation
 from baton.engine.ops.triton.spec import (
     Config,
     KernelSpec,
@@ -195,10 +195,11 @@ def _rope_trial(
     rows, heads, head_size = q.shape
     layer, kv_heads, block_size = pool.shape[1] - 1, *pool.shape[3:5]
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_size, device=q.device).to(q.dtype)
-    angles = torch.randn(block_tables.shape[1] * block_size, head_size // 2, device=q.device)
-    tables = [table.repeat(1, 2).to(q.dtype) for table in (angles.cos(), angles.sin())]
+    drawn = torch.randn(block_tables.shape[1] * block_size, head_size // 2, device=q.device)
+    cos, sin = (table.repeat(1, 2).to(q.dtype) for table in (drawn.cos(), drawn.sin()))
     norms = torch.rand(2, head_size, device=q.device).to(q.dtype).unbind()
-    rope = Rope(*tables, *(norms if "norms" in shape else (None, None)), 1e-5)
+    q_norm, k_norm = norms if "norms" in shape else (None, None)
+    rotation = Rotation(cos, sin, q_norm, k_norm, 1e-5)
     given, seq_lens = pool.clone(), context_lens + 1
     _, key = pool_sizes(q, pool)
 
@@ -219,15 +220,15 @@ def _rope_trial(
     def run(config: Config | None) -> tuple[Tensor, ...]:
         plan = plan_decode(q, pool, seq_lens, scoring.window, programs, config)
         out = torch.empty_like(q)
-        decode_attention(qkv, pool, layer, block_tables, plan, scoring, out, rope)
+        decode_attention(qkv, pool, layer, block_tables, plan, scoring, out, rotation)
         return out, written(pool)
 
     def reference() -> tuple[Tensor, ...]:
         q, k, v = qkv.view(rows, -1, head_size).split((heads, kv_heads, kv_heads), dim=1)
         if "norms" in shape:
             q, k = (rms_norm(x, norm, 1e-5) for x, norm in zip((q, k), norms, strict=True))
-        cos, sin = (table[context_lens.clamp_min(0), None].float() for table in tables)
-        q, k = (rotate(x.float(), cos, sin).to(qkv.dtype) for x in (q, k))
+        angles = [table[context_lens.clamp_min(0), None].float() for table in (cos, sin)]
+        q, k = (rotate(x.float(), *angles).to(qkv.dtype) for x in (q, k))
         live, (_, slots) = context_lens >= 0, places()
         write_kv(given, layer, slots, k[live], v[live])
         lens = context_lens.clamp_min(0), live.int()

@@ -38,6 +38,8 @@ from baton.engine.ops.triton.spec import KernelSpec, Key, text_of
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 TENSOR_MEMORY_COLUMNS = 512
 
+LEAST_ROWS = 16  # that Triton multiplies at once
+
 BUDGETS = Path(__file__).with_name("budgets.json")
 
 Launched: TypeAlias = list[tuple[str, CompiledKernel, int]]  # function, binary, programs
@@ -208,7 +210,7 @@ def _compiled(
         loop = sass.NO_LOOP
         if "mma" in binary.asm["ptx"]:
             loop = max(sass.loops(cubin), key=lambda one: one.multiplied, default=loop)
-        rows = int(getattr(trial, "key", {}).get("rows", 0))
+        rows = max(int(getattr(trial, "key", {}).get("rows", 0)), LEAST_ROWS)  # of a tile
         a_weight = 32 * loop.instructions * rows / loop.multiplied if loop.multiplied else 0.0
         yield Compiled(
             function, f"sm_{architecture}", text_of(shape), used.registers, shared, used.spilled,

@@ -22,7 +22,7 @@ from baton.engine.ops.triton.tuning import choose
 from baton.engine.weights.quantize import FP8, SCALE_BYTES, is_quantized, unpack_rows
 
 
-class Rope(NamedTuple):
+class Rotation(NamedTuple):
     """How heads are turned: tables of `baton.engine.models.rope`, `[max_context, head_size]`, and
     the weights `[head_size]` of an RMS norm of each head before, or None, with its epsilon.
     """
@@ -136,7 +136,7 @@ def _rope_and_write_kernel(
 
 
 def rope_and_write(
-    qkv: Tensor, positions: Tensor, slots: Tensor, rope: Rope, pool: Tensor, layer: int,
+    qkv: Tensor, positions: Tensor, slots: Tensor, rotation: Rotation, pool: Tensor, layer: int,
     num_heads: int, num_kv_heads: int, config: Config | None = None,
 ) -> Tensor:  # fmt: skip
     """Queries, normed and turned, `[rows, num_heads, head_size]`; K and V go to the pool.
@@ -152,7 +152,7 @@ def rope_and_write(
     quantized = is_quantized(pool.dtype)
     assert (num_heads + 2 * num_kv_heads) * head_size == width and kv_heads == num_kv_heads
     assert row_size == head_size + (SCALE_BYTES if quantized else 0) and head_size % 4 == 0
-    assert qkv.stride(1) == 1 and rope.cos.is_contiguous() and rope.sin.is_contiguous()
+    assert qkv.stride(1) == 1 and rotation.cos.is_contiguous() and rotation.sin.is_contiguous()
     assert pool.is_contiguous() and (quantized or pool.dtype == qkv.dtype)
     q = qkv.new_empty((rows, num_heads, head_size))
     key = {"rows": rows, "heads": num_heads, "kv_heads": num_kv_heads}
@@ -160,7 +160,7 @@ def rope_and_write(
     heads = config["HEADS"]
     grid = (rows, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
     _rope_and_write_kernel[grid](
-        qkv, positions, slots, *rope, q, elements(pool), layer, num_layers, qkv.stride(0),
+        qkv, positions, slots, *rotation, q, elements(pool), layer, num_layers, qkv.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size,
         HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size,
         ROW_SIZE=row_size // 2 if quantized else row_size, QUANTIZED=quantized,
@@ -189,8 +189,9 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         return unpack_rows(pool, torch.float32) if quantized else pool
 
     def run(config: Config | None) -> Outputs:
-        rope = Rope(cos, sin, *(norms if "norms" in shape else (None, None)), 1e-5)
-        q = rope_and_write(qkv, slots, written, rope, pool, 1, heads, kv_heads, config)
+        q_norm, k_norm = norms if "norms" in shape else (None, None)
+        rotation = Rotation(cos, sin, q_norm, k_norm, 1e-5)
+        q = rope_and_write(qkv, slots, written, rotation, pool, 1, heads, kv_heads, config)
         return q, seen(pool)
 
     def reference() -> Outputs:

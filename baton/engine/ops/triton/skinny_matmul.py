@@ -36,7 +36,7 @@ LEAST_OUTPUTS = 16
 
 
 @triton.jit
-def _prefetch(addresses):
+def prefetch(addresses):
     """Asks for the lines at these addresses to be brought to the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses.to(tl.int64)], tl.int32,
@@ -81,9 +81,9 @@ def _skinny_matmul(
     if PDL:
         LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
         ahead = tl.minimum(first + tl.arange(0, 2 * DEPTH // LINE) * LINE, depth - 1)
-        _prefetch(lines[:, None] + ahead[None, :])
+        prefetch(lines[:, None] + ahead[None, :])
         if GATED:
-            _prefetch(lines[:, None] + num_outputs.to(tl.int64) * depth + ahead[None, :])
+            prefetch(lines[:, None] + num_outputs.to(tl.int64) * depth + ahead[None, :])
     wait_for_inputs(PDL)
     if not LATE:
         launch_next(PDL)

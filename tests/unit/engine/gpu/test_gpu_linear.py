@@ -8,7 +8,7 @@ import torch
 from baton.engine.backends.gpu import linear as gpu
 from baton.engine.backends.gpu.backend import LEAST_CAPABILITY
 from baton.engine.ops.triton.rows import EightBitRows
-from baton.engine.weights.weight import DenseWeight, Fp8Weight
+from baton.engine.weights.weight import DenseWeight, Fp8Weight, Int4Weight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -19,7 +19,7 @@ def random(*shape, seed=0, dtype=torch.float32):
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8", "int4"])
 def test_prepare_leaves_what_products_refuse(quantization):
-    kind = {"int8": gpu.GpuInt8Weight, "fp8": gpu.GpuFp8Weight, "int4": gpu.GpuInt4Weight}
+    kind = {"int8": gpu.GpuInt8Weight, "fp8": gpu.GpuFp8Weight, "int4": Int4Weight}
     odd = quantization == "int4"  # which takes any number of outputs
     for shape, fits in (((48, 64), True), ((301, 64), odd), ((48, 65), False)):
         weight = DenseWeight(random(*shape))

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -177,17 +178,20 @@ def test_mxfp4_experts(tmp_path):
 @pytest.mark.parametrize("kind", [Model, GpuModel])
 def test_ranks_with_whole_experts_add_up_to_all(kind, monkeypatch):
     config = replace(CONFIGS["gpt-oss"], experts=replace(EXPERTS, count=5))
-    x = torch.randn(7, config.hidden_size, generator=torch.Generator().manual_seed(1))
-    taken = torch.tensor(
-        [[0, 1, 4], [2, 3, 4], [1, 0, 2], [4, 3, 2], [0, 4, 2], [1, 0, 4], [0, 1, 0]]
-    )
-    shares = torch.linspace(0.1, 0.9, 21).view(7, 3)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(7, config.hidden_size, generator=generator)
+    router = DenseWeight(torch.randn(5, config.hidden_size, generator=generator))
+    rows = SimpleNamespace(placed=SimpleNamespace(lengths=torch.ones(7, dtype=torch.int32)))
 
     def mixed(shard):
         prepare = partial(linear.prepare, quantization="none")
         weights = random_weights(config, torch.float32, CPU, 3, prepare, shard)
         model = kind(config, weights, torch.float32, CPU, shard=shard)
-        return model._mix(x, shares, taken, model._weights.layers[0].experts)
+        tokens = torch.zeros(5, dtype=torch.int64)
+        experts = replace(model._weights.layers[0].experts, router=router, router_bias=None)
+        found = model._mix(x, experts, rows, tokens)
+        assert tokens.sum() == 7 * 3, "each rank counts all"
+        return found
 
     whole = mixed(WHOLE)
     # New memory holds NaN then: what no rank computes must not be read.
@@ -209,7 +213,7 @@ def test_experts_that_are_not_multiplied_together_are_refused():
         ((int4, replace(int4, order=torch.arange(64))), "act-order .* --device cpu"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            GroupedWeight.of(weights, (None, None))
+            GroupedWeight.of(weights, (None, None), torch.bfloat16)
 
 
 def test_bfloat16_is_as_near_to_float32_as_torch_is():

@@ -4,6 +4,7 @@ import functools
 import itertools
 import random
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tokenizers.models import BPE
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.ops.triton import sampling
+from baton.engine.planner import Plan, Work
 from baton.engine.sampling import filters, randomness
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sequence import Sequence
@@ -300,6 +302,24 @@ class TestBlocksThatOthersWriteInto:
         assert stream.pending == 0
 
 
+def test_a_steps_report_tells_how_long_the_host_waited_for_the_device():
+    class Slow(LazyStream):
+        def record_event(self):
+            event = super().record_event()
+            wait = event.synchronize
+            event.synchronize = lambda: time.sleep(0.02) or wait()
+            return event
+
+    driven, reports = on_gpu(Slow(), 40), []
+    driven.engine._publish_report = reports.append
+    driven.add(sequence("a"))
+    for _ in range(5):
+        driven.step()
+    assert len(reports) == 4
+    assert all(report.waited_s >= 0.02 for report in reports)
+    assert sum(report.waited_s for report in reports) == pytest.approx(runner_of(driven).waited_s)
+
+
 def test_a_preempted_sequence_gets_the_token_in_flight():
     driven = decoding(LazyStream())
     driven.planner._preempt(driven.planner.running.last)
@@ -401,6 +421,28 @@ class TestLaunches:
         driven.finish()
         assert driven.tokens["a"] == tokens_alone("a")
         assert driven.tokens["b"] == tokens_alone("b", params)
+
+    @pytest.mark.parametrize(("seconds", "chunks"), [(0.001, 2), (1.0, 1)])
+    def test_a_short_prompt_waits_for_one_chunk_that_takes_long(self, seconds, chunks):
+        driven = on_gpu(LazyStream(), 40)
+        long, short = sequence("long", 60), sequence("short", 3)
+        driven.planner.chunk.took(Plan([Work(long, 0, 40)]), seconds)
+        driven.add(long)
+        driven.step()
+        assert driven.in_flight == ["long"]
+        driven.step()
+        assert (long.num_computed, driven.in_flight == ["long"]) == (16 * chunks, chunks == 2)
+        short.priority = -1.0
+        driven.add(short)
+        driven.step()
+        assert "short" in driven.in_flight
+        driven.finish()
+        for name in ("long", "short"):
+            one = sequence(name, 60 if name == "long" else 3)
+            alone = on_cpu(40)
+            alone.add(one)
+            alone.finish()
+            assert driven.tokens[name] == alone.tokens[name]
 
     def test_masks_are_made_while_the_forward_pass_runs(self, monkeypatch):
         stream, runs = LazyStream(), list[int]()
