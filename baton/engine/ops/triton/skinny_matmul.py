@@ -63,10 +63,9 @@ def _scaled(sums, inverse, row_scales, output_scales, bias, rows, outputs, num_r
 @triton.jit(do_not_specialize=["num_rows"])
 def _skinny_matmul(
     x, weight, row_scales, output_scales, bias, norm, residual, out, partials, counters, num_rows,
-    num_outputs, depth, eps, NORMED: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    SWIGLU_OAI: tl.constexpr, FLOAT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, LATE: tl.constexpr,
-    PDL: tl.constexpr,
+    num_outputs, depth, eps, GATED: tl.constexpr, GELU: tl.constexpr, SWIGLU_OAI: tl.constexpr,
+    FLOAT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
     rows = tl.arange(0, ROWS)
@@ -85,8 +84,7 @@ def _skinny_matmul(
         if GATED:
             prefetch(lines[:, None] + num_outputs.to(tl.int64) * depth + ahead[None, :])
     wait_for_inputs(PDL)
-    if not LATE:
-        launch_next(PDL)
+    launch_next(PDL)
     KIND: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
     TYPE: tl.constexpr = tl.float32 if FLOAT else weight.dtype.element_ty
     sums = tl.zeros([OUTPUTS, ROWS], dtype=KIND)
@@ -102,12 +100,11 @@ def _skinny_matmul(
             inside = to < depth
             w = tl.load(lines[:, None] + to[None, :], mask=inside[None, :], other=0.0)
             a = tl.load(from_x, mask=has_row[None, :] & inside[:, None], other=0.0)
-        if NORMED:
+        if norm is not None:
             wide = a.to(tl.float32)
             squares += tl.sum(tl.reshape(wide * wide, [DEPTH // 8, 8, ROWS]), 1)
-            if norm is not None:
-                factors = tl.load(norm + to, mask=to < depth, other=0.0).to(tl.float32)
-                a = (wide * factors[:, None]).to(x.dtype.element_ty)
+            factors = tl.load(norm + to, mask=to < depth, other=0.0).to(tl.float32)
+            a = (wide * factors[:, None]).to(x.dtype.element_ty)
         sums = tl.dot(w.to(TYPE), a.to(TYPE), sums, input_precision="ieee", out_dtype=KIND)
         if GATED:
             further = lines[:, None] + num_outputs.to(tl.int64) * depth + to[None, :]
@@ -117,8 +114,6 @@ def _skinny_matmul(
                 u = tl.load(further, mask=(to < depth)[None, :], other=0.0)
             ups = tl.dot(u.to(TYPE), a.to(TYPE), ups, input_precision="ieee", out_dtype=KIND)
 
-    if LATE:
-        launch_next(PDL)
     row_squares = tl.sum(squares, 0)
     done = True
     if SPLIT > 1:
@@ -128,7 +123,7 @@ def _skinny_matmul(
         tl.store(mine + ROWS + at, sums.to(tl.float32, bitcast=True))
         if GATED:
             tl.store(mine + ROWS + OUTPUTS * ROWS + at, ups.to(tl.float32, bitcast=True))
-        if NORMED:
+        if norm is not None:
             tl.store(mine + rows, row_squares)
         tl.debug_barrier()
         done = tl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT - 1
@@ -146,11 +141,11 @@ def _skinny_matmul(
                     ups += tl.load(theirs + ROWS + OUTPUTS * ROWS + at, cache_modifier=".cg").to(
                         KIND, bitcast=True
                     )
-                if NORMED:
+                if norm is not None:
                     row_squares += tl.load(theirs + rows, cache_modifier=".cg")
     if done:
         inverse = None
-        if NORMED:
+        if norm is not None:
             inverse = tl.rsqrt(row_squares / depth + eps)
         element = out.dtype.element_ty
         results = _scaled(
@@ -182,7 +177,7 @@ def skinny_matmul(
     dtype: torch.dtype,
     scales: tuple[Tensor, Tensor] | None = None,
     norm: Tensor | None = None,
-    eps: float | None = None,
+    eps: float = 0.0,
     activation: Activation | None = None,
     residual: Tensor | None = None,
     config: Config | None = None,
@@ -192,7 +187,8 @@ def skinny_matmul(
     x: `[rows, in]`, up to MOST_ROWS of them · weight: `[out, in]` of x's type, both contiguous ·
     counters: int32 of `new_counters`, which no other stream uses · bias: `[out]` of any floating
     type · scales: float32 `[rows]` and `[out]` of an int8 or fp8 product · norm, eps: x is normed
-    first, as `rms_norm` of the decoder does but for where it rounds · activation: the first half
+    first, as `rms_norm` of the decoder does but for where it rounds; float32 `[in]`, as a thread
+    loads ahead what has 32 bits · activation: the first half
     of out is the gate of the other: `[rows, out / 2]` · residual: `[rows, out]`, which the product
     is added to, in place · config: of the launch; None is that of `tuning`.
     """
@@ -200,9 +196,8 @@ def skinny_matmul(
     assert num_rows <= MOST_ROWS, "more rows are another kernel's"
     assert x.is_contiguous() and weight.is_contiguous()
     rows = tile_rows(num_rows)
-    config = dict(
-        config or choose(NAME, key_of(x, weight, eps is not None, activation is not None), x.device)
-    )
+    key = key_of(x, weight, norm is not None, activation is not None)
+    config = config or choose(NAME, key, x.device)
     tiles, split = triton.cdiv(num_outputs, config["OUTPUTS"]), config["SPLIT"]
     out = residual
     if out is None:
@@ -216,7 +211,7 @@ def skinny_matmul(
     as_float = x.device.type == "cpu" and x.dtype != torch.int8
     launch(
         _skinny_matmul, (tiles, split), x, weight, row_scales, output_scales, bias, norm, residual,
-        out, partials, counters, num_rows, num_outputs, depth, eps or 0.0, NORMED=eps is not None,
+        out, partials, counters, num_rows, num_outputs, depth, eps,
         GATED=activation is not None, GELU=activation == "gelu_tanh",
         SWIGLU_OAI=activation == "swigluoai", FLOAT=as_float,
         WHOLE=depth % config["DEPTH"] == 0, ROWS=rows, **config,
@@ -263,8 +258,8 @@ def _candidates(key: Key) -> list[Config]:
     rows, outputs, depth = (int(key[name]) for name in ("rows", "outputs", "depth"))
     found: list[Config] = [{"LIBRARY": 1}] if size == 2 else []
     in_flight = min(_IN_FLIGHT, outputs * depth * size // _PROCESSORS // 2)
-    for (tile, warps), step_bytes, split, late in itertools.product(
-        ((16, 4), (32, 4), (64, 4), (128, 8)), (128, 256, 512), (1, 2, 4, 8), (0, 1)
+    for (tile, warps), step_bytes, split in itertools.product(
+        ((16, 4), (32, 4), (64, 4), (128, 8)), (128, 256, 512), (1, 2, 4, 8)
     ):
         width, step = tile * (1 + gate), step_bytes // size
         programs = triton.cdiv(outputs, width) * split
@@ -283,7 +278,7 @@ def _candidates(key: Key) -> list[Config]:
             ):
                 continue
             config = {
-                "OUTPUTS": tile, "DEPTH": step, "SPLIT": split, "LATE": late, "num_warps": warps,
+                "OUTPUTS": tile, "DEPTH": step, "SPLIT": split, "num_warps": warps,
                 "num_stages": stages,
             }  # fmt: skip
             if config not in found:
@@ -339,7 +334,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
             config = next(one for one in _candidates(key) if "LIBRARY" not in one)
         found = skinny_matmul(
             x, weight, counters, bias, dtype=dtype, scales=scales, norm=norm,
-            eps=None if norm is None else _EPS, activation=activation,
+            eps=_EPS, activation=activation,
             residual=None if residual is None else residual.clone(), config=config,
         )  # fmt: skip
         return (found,)

@@ -79,7 +79,7 @@ def test_equals_the_steps(
         more["residual"] = random(rows, outputs).to(dtype)
     expected = wanted(x, weight, bias, more)
     counters = new_counters(outputs, x.device)
-    config = {"OUTPUTS": 64, "DEPTH": 64, "SPLIT": split, "LATE": 0}
+    config = {"OUTPUTS": 64, "DEPTH": 64, "SPLIT": split}
     config |= {"num_warps": 4, "num_stages": 1}
     before = None if more.get("residual") is None else more["residual"].clone()
     for _ in range(2):  # counters and the rest are as they were
@@ -98,7 +98,7 @@ def test_int8_sums_are_exact() -> None:
         torch.randint(-127, 128, (n, 512), generator=generator).to(torch.int8) for n in (20, 96)
     )
     scales = torch.ones(20), torch.ones(96)
-    config = {"OUTPUTS": 64, "DEPTH": 128, "SPLIT": 3, "LATE": 0, "num_warps": 4, "num_stages": 1}
+    config = {"OUTPUTS": 64, "DEPTH": 128, "SPLIT": 3, "num_warps": 4, "num_stages": 1}
     counters = new_counters(96, x.device)
     found = skinny_matmul(x, weight, counters, dtype=torch.float32, scales=scales, config=config)
     assert torch.equal(found, (x.int() @ weight.int().T).float())
