@@ -177,7 +177,9 @@ def group_scaled_linear(
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     tiles, row_tiles = triton.cdiv(num_outputs, config["OUTPUTS"]), triton.cdiv(num_rows, rows)
     sizes = dict(config)
-    parts = min(sizes.pop("SPLIT"), weight.words.shape[1]) if row_tiles == 1 else 1
+    parts = min(sizes.pop("SPLIT"), weight.words.shape[1])
+    if row_tiles > 1:  # for which there are no counters, and enough programs
+        parts = 1
     partials = None
     if parts > 1:
         partials = torch.empty((parts, *out.shape), dtype=torch.float32, device=x.device)
@@ -261,7 +263,7 @@ SPECS = (
             {"rows": rows, "outputs": outputs, "depth": depth, "weight": weight}
             for outputs, depth in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
             for rows in (16, 64)
-            for weight in ("int4", "fp8", "mxfp4")
+            for weight in ("int4", "awq", "fp8", "mxfp4")
         ],
     ),
 )  # fmt: skip

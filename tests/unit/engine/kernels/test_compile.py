@@ -84,6 +84,14 @@ def test_all_kernels_compile_for_all_architectures(tmp_path: Path) -> None:
     assert bfloat16 and not any(map(int, bfloat16)), "attention over a bfloat16 pool spills"
 
 
+def test_products_with_group_quantised_weights_keep_their_budgets() -> None:
+    """As they are served: what unpacks a weight is what they would wait for."""
+    names = ("--kernel", "group_scaled_linear", "--arch", "90", "--most", "8")
+    done = check("--served", *names)
+    assert done.returncode == 0, done.stderr
+    assert "8 of 8 compiled" in done.stdout.splitlines()
+
+
 def test_a_kernel_that_does_not_compile_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken_kernels.py").write_text(BROKEN)
     arguments = ("--module", "broken_kernels", "--kernel", "broken", "--arch", "90")
