@@ -2,11 +2,10 @@
 
 import logging
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from threading import current_thread
 from types import SimpleNamespace
-
-from contextlib import nullcontext
 
 import pytest
 import torch

@@ -123,5 +123,3 @@ def test_every_architecture_has_a_configuration_for_every_kind() -> None:
             for rows in (1, 20, 64):
                 key = {"kind": kind, "rows": tile_rows(rows), "outputs": 4096, "depth": 4096}
                 assert read(file).nearest(NAME, key), (file, key)
-
-
