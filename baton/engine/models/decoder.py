@@ -53,7 +53,8 @@ class Hidden(NamedTuple):
 
     def at(self, rows: Tensor) -> Hidden:
         """Of some rows, int64 `[n]`."""
-        return Hidden(*(None if x is None else x.index_select(0, rows) for x in self))
+        added = None if self.added is None else self.added.index_select(0, rows)
+        return Hidden(self.stream.index_select(0, rows), added)
 
 
 class Model:
@@ -110,7 +111,7 @@ class Model:
         if not batch.wants_hidden:
             return self._logits(hidden).float()
         self.hidden, _ = self._normed(hidden, self._weights.final_norm)
-        return self._scores(self._weights.lm_head.apply(self.hidden)).float()
+        return self._whole_logits(self._weights.lm_head.apply(self.hidden)).float()
 
     def close(self) -> None:
         """Nothing runs elsewhere."""
@@ -236,10 +237,12 @@ class Model:
     def _logits(self, hidden: Hidden) -> Tensor:
         """Next-token scores `[rows, vocab_size]`, of the model's type."""
         norm = self._weights.final_norm
-        return self._scores(self._normed_product(hidden, norm, self._weights.lm_head, None)[0])
+        return self._whole_logits(
+            self._normed_product(hidden, norm, self._weights.lm_head, None)[0]
+        )
 
-    def _scores(self, own: Tensor) -> Tensor:
-        """Those of a rank's part of the vocabulary, of all of it."""
+    def _whole_logits(self, own: Tensor) -> Tensor:
+        """Scores of all of the vocabulary, of a rank's own part."""
         logits = self.collectives.gather(own, self.config.vocab_size)
         if self.config.logit_scale != 1:
             logits = logits * self.config.logit_scale

@@ -282,9 +282,10 @@ def _refuse_formats(
         if kernels == "torch":
             reason = "it needs Triton's kernels on a GPU, and torch's compute here"
         elif value == "fp8" and asked == option and capability == ADA and _torch() < FP8_ON_ADA:
+            needs = ".".join(map(str, FP8_ON_ADA))
             reason = (
-                f"on a GPU of compute capability 8.9 it needs torch {'.'.join(map(str, FP8_ON_ADA))} "
-                f"or above, and this is {torch.__version__}"
+                f"on a GPU of compute capability 8.9 it needs torch {needs} or above, and this is "
+                f"{torch.__version__}"
             )
         elif capability < least:
             needs, found = (f"{major}.{minor}" for major, minor in (least, capability))

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from baton.engine.models.config import Activation
 from baton.engine.models.decoder import Hidden
-from baton.engine.ops.triton.group_scaled_linear import PackedWeight, pack
+from baton.engine.ops.triton.group_packing import PackedWeight, pack
+from baton.engine.ops.triton.group_scaled_linear import group_scaled_linear
 from baton.engine.ops.triton.rows import (
     LARGEST_WHOLE,
     EightBitRows,
@@ -231,6 +232,10 @@ class GpuFp8Weight(_EightBitWeight, Fp8Weight):
 
 class GpuGroupScaledWeight(PackedWeight, GpuWeight):
     """A group-quantised weight; activations stay as they are."""
+
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Never waits for the device."""
+        return group_scaled_linear(x if self.order is None else x[:, self.order], self, bias)
 
 
 _ON_GPU: dict[type[Weight], type[Weight]] = {

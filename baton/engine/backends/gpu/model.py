@@ -141,7 +141,8 @@ class GpuModel(Model):
         return add_up(experts.down.apply(inner, slots), slots, x.dtype, stream)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
-        return act_mul(gate_up, self.config.activation)
+        gated: Tensor = act_mul(gate_up, self.config.activation)
+        return gated
 
     def _normed_product(
         self, hidden: Hidden, norm: Tensor | None, weight: Weight, bias: Tensor | None,

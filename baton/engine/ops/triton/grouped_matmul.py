@@ -22,8 +22,7 @@ from baton.engine.models.config import Activation
 from baton.engine.ops.torch import routing
 from baton.engine.ops.torch.linear import act_mul
 from baton.engine.ops.triton.attention import LEAST_ROWS
-from baton.engine.ops.triton.group_scaled_linear import (
-    _MXFP4_SCALE,
+from baton.engine.ops.triton.group_packing import (
     STEP,
     TILE,
     PackedWeight,
@@ -129,8 +128,7 @@ class GroupedWeight:
         assert x.is_contiguous()
         is_int8 = x.dtype == torch.int8
         if isinstance(first, PackedWeight):
-            factor = _MXFP4_SCALE.value if first.format in ("mxfp4", "int4s") else 1.0
-            options = {**first.options, "padded": first.padded, "FACTOR": factor}
+            options = {**first.options, "padded": first.padded}
         else:  # the interpreter has products of few types
             wide = x.device.type == "cpu" and not is_int8
             options["TYPE"] = tl.float32 if wide else _POINTED[x.dtype]

@@ -136,8 +136,8 @@ def add_rms_norm(
     config = config or choose("add_rms_norm", {"rows": rows, "size": size}, x.device)
     normed, scales = _empty_rows(x, size, to)
     launch(
-        _add_rms_norm_kernel, (rows,), x, residual, weight, normed, scales, size, x.stride(0), eps, FP8=to == quantize.FP8,
-        BLOCK=triton.next_power_of_2(size), **config,
+        _add_rms_norm_kernel, (rows,), x, residual, weight, normed, scales, size, x.stride(0), eps,
+        FP8=to == quantize.FP8, BLOCK=triton.next_power_of_2(size), **config,
     )  # fmt: skip
     return _rows(normed, scales, to, x), x if residual is None else residual
 
@@ -211,8 +211,9 @@ def act_mul(
     out, scales = _empty_rows(gate_up, size, to)
     grid = (rows, triton.cdiv(size, config["BLOCK"]))
     launch(
-        _act_mul_kernel, grid, gate_up, out, scales, size, gate_up.stride(0), GELU=activation == "gelu_tanh",
-        SWIGLU_OAI=activation == "swigluoai", FP8=to == quantize.FP8, **config,
+        _act_mul_kernel, grid, gate_up, out, scales, size, gate_up.stride(0),
+        GELU=activation == "gelu_tanh", SWIGLU_OAI=activation == "swigluoai",
+        FP8=to == quantize.FP8, **config,
     )  # fmt: skip
     return _rows(out, scales, to, gate_up)
 
@@ -263,8 +264,8 @@ def quantize_rows(
     whole = size <= LARGEST_WHOLE
     block = triton.next_power_of_2(size) if whole else config["BLOCK"]
     launch(
-        _quantize_rows_kernel, (rows,), x, values, scales, size, x.stride(0), WHOLE=whole, FP8=dtype == quantize.FP8,
-        **{**config, "BLOCK": block},
+        _quantize_rows_kernel, (rows,), x, values, scales, size, x.stride(0), WHOLE=whole,
+        FP8=dtype == quantize.FP8, **{**config, "BLOCK": block},
     )  # fmt: skip
     return values.view(dtype), scales
 

@@ -433,7 +433,7 @@ def sample(
     rows, vocab_size = logits.shape
     assert logits.stride(1) == 1 and settings.is_contiguous() and settings.shape[1] == NUM_SETTINGS
     assert vocab_size < 1 << 19, "sums of weights are int64"
-    config = dict(config or choose("sample", {"rows": rows, "vocab": vocab_size}, logits.device))
+    config = dict(config or choose("sample", {"vocab": vocab_size}, logits.device))
     block, capacity, warps = (config.pop(name) for name in ("BLOCK", "CAPACITY", "ROW_WARPS"))
     parts = triton.cdiv(vocab_size, block)
     sizes = (vocab_size, logits.stride(0))
@@ -607,7 +607,7 @@ SPECS = (
             num_warps=(4, 8),
             num_stages=(1,),
         ),
-        shapes=product_of(rows=(1, 64, 256), vocab=(32000, 128256, 151936)),
+        shapes=product_of(rows=(64,), vocab=(32000, 128256, 151936)),
     ),
     KernelSpec("adjust", _adjust_trial, cases=({"vocab": 700, "listed": 300},)),
 )

@@ -10,6 +10,7 @@ behind a product in a layer is done on the way: a row's norm, the gate, the resi
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +20,9 @@ from torch import Tensor
 
 from baton.engine.models.config import Activation
 from baton.engine.models.decoder import rms_norm
-from baton.engine.ops.torch.linear import act_mul
+from baton.engine.ops.torch.linear import act_mul as reference_act_mul
 from baton.engine.ops.triton.launch import launch, launch_next, wait_for_inputs
-from baton.engine.ops.triton.rows import gated
+from baton.engine.ops.triton.rows import act_mul, add_rms_norm, gated
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 from baton.engine.ops.triton.tuning import choose
 from baton.engine.weights import quantize
@@ -63,8 +64,8 @@ def _scaled(sums, inverse, row_scales, output_scales, bias, rows, outputs, num_r
 def _skinny_matmul(
     x, weight, row_scales, output_scales, bias, norm, residual, out, partials, counters, num_rows,
     num_outputs, depth, eps, NORMED: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr,
-    SWIGLU_OAI: tl.constexpr, FLOAT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
-    DEPTH: tl.constexpr, SPLIT: tl.constexpr, LATE: tl.constexpr,
+    SWIGLU_OAI: tl.constexpr, FLOAT: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr, LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -142,9 +143,9 @@ def _skinny_matmul(
                 theirs = partials + (tile * SPLIT + other).to(tl.int64) * SIZE
                 sums += tl.load(theirs + ROWS + at, cache_modifier=".cg").to(KIND, bitcast=True)
                 if GATED:
-                    ups += tl.load(
-                        theirs + ROWS + OUTPUTS * ROWS + at, cache_modifier=".cg"
-                    ).to(KIND, bitcast=True)
+                    ups += tl.load(theirs + ROWS + OUTPUTS * ROWS + at, cache_modifier=".cg").to(
+                        KIND, bitcast=True
+                    )
                 if NORMED:
                     row_squares += tl.load(theirs + rows, cache_modifier=".cg")
     if done:
@@ -199,9 +200,9 @@ def skinny_matmul(
     assert num_rows <= MOST_ROWS, "more rows are another kernel's"
     assert x.is_contiguous() and weight.is_contiguous()
     rows = tile_rows(num_rows)
-    config = dict(config or choose(
-        NAME, key_of(x, weight, eps is not None, activation is not None), x.device
-    ))
+    config = dict(
+        config or choose(NAME, key_of(x, weight, eps is not None, activation is not None), x.device)
+    )
     tiles, split = triton.cdiv(num_outputs, config["OUTPUTS"]), config["SPLIT"]
     out = residual
     if out is None:
@@ -256,11 +257,11 @@ _IN_FLIGHT = 40 * 1024  # bytes of weights that a multiprocessor must have asked
 
 
 def _candidates(key: Key) -> list[Config]:
-    """Tiles whose programs keep the memory busy: with much of it asked for, and few parts to join."""
-    kind = str(key["kind"])
-    size, gate = int(kind.split("-")[0]) // 8, int("gate" in kind)
+    """Tiles whose programs keep the memory busy: much is asked for, and few parts are joined."""
+    bits, along = str(key["kind"]).split("-")
+    size, gate = int(bits) // 8, int("gate" in along)
     rows, outputs, depth = (int(key[name]) for name in ("rows", "outputs", "depth"))
-    found = list[Config]()
+    found: list[Config] = [{"LIBRARY": 1}] if size == 2 else []
     in_flight = min(_IN_FLIGHT, outputs * depth * size // _PROCESSORS // 2)
     for (tile, warps), step_bytes, split, late in itertools.product(
         ((16, 4), (32, 4), (64, 4), (128, 8)), (128, 256, 512), (1, 2, 4, 8), (0, 1)
@@ -272,10 +273,13 @@ def _candidates(key: Key) -> list[Config]:
             stages = min(6, _SHARED_BYTES // places // ((width + rows) * step_bytes))
             at_once = min(places, programs / _PROCESSORS)
             if (
-                (fewest > places > 2 or stages < 3)
+                fewest > places > 2
+                or stages < 3
                 or at_once * (stages - 1) * width * step_bytes < in_flight
-                or (depth < 4 * split * step or programs > 4 * _PROCESSORS and split > 1)
-                or (2 * tile < rows or tile > 2 * rows and tile > 64)
+                or depth < 4 * split * step
+                or (programs > 4 * _PROCESSORS and split > 1)
+                or 2 * tile < rows
+                or tile > max(64, 2 * rows)
             ):
                 continue
             config = {
@@ -291,85 +295,101 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     rows, outputs, depth = (int(shape[name]) for name in ("rows", "outputs", "depth"))
     dtype, kind = dtype_of(shape), dtype_of(shape, "weight", str(shape.get("dtype", "bf16")))
     x, weight = torch.randn(rows, depth, device=device), torch.randn(outputs, depth, device=device)
-    scales = None
+    scales = bias = norm = residual = None
     if kind.itemsize == 1:
-        (x, of_rows), (weight, of_outputs) = (quantize.quantize_rows(one, kind) for one in (x, weight))
+        x, of_rows = quantize.quantize_rows(x, kind)
+        weight, of_outputs = quantize.quantize_rows(weight, kind)
         scales = of_rows, of_outputs
     else:
         x, weight = x.to(kind), weight.to(kind)
-    bias, norm, residual = None, None, None
     if shape.get("bias"):
         bias = torch.randn(outputs, device=device).to(dtype)
     if shape.get("norm"):
-        norm = torch.rand(depth, device=device).to(dtype)
+        norm = torch.rand(depth, device=device)
     activation: Activation | None = "silu" if shape.get("gate") else None
     if shape.get("residual"):
         residual = torch.randn(rows, outputs, device=device).to(dtype)
     counters = new_counters(outputs, device)
     key = key_of(x, weight, norm is not None, activation is not None)
 
-    def product(x: Tensor, weight: Tensor) -> Tensor:
-        """In the types of these, step by step."""
-        if norm is not None:
-            x = rms_norm(x, norm.to(x.dtype), _EPS)
-        found = F.linear(x, weight)
+    def reference() -> Outputs:
+        found = x.float() if norm is None else rms_norm(x.float(), norm, _EPS)
+        found = F.linear(found, weight.float())
         if scales is not None:
             found = found * scales[0][:, None] * scales[1]
         if bias is not None:
             found = found + bias
         if activation:
+            found = reference_act_mul(found, activation)
+        return ((found if residual is None else residual + found).to(dtype),)
+
+    def apart() -> Outputs:
+        """With the library's product, as of 16 bits."""
+        normed = x if norm is None else add_rms_norm(x, None, norm, _EPS)[0]
+        found = F.linear(normed, weight, bias)
+        if activation:
             found = act_mul(found, activation)
-        return found if residual is None else residual + found
+        return (found if residual is None else residual + found,)
 
     def run(config: Config | None) -> Outputs:
         config = config or choose(NAME, key, device)
-        if config.get("LIBRARY") and not shape.get("ours"):
-            return (product(x, weight),)
         if config.get("LIBRARY"):
-            config = _candidates(key)[0]
-        to = residual if residual is None else residual.clone()
-        return (
-            skinny_matmul(
-                x, weight, counters, bias, dtype=dtype, scales=scales, norm=norm, eps=None if norm is None else _EPS,
-                activation=activation, residual=to, config=config,
-            ),
+            if not shape.get("ours"):
+                return apart()
+            config = next(one for one in _candidates(key) if "LIBRARY" not in one)
+        found = skinny_matmul(
+            x, weight, counters, bias, dtype=dtype, scales=scales, norm=norm,
+            eps=None if norm is None else _EPS, activation=activation,
+            residual=None if residual is None else residual.clone(), config=config,
         )  # fmt: skip
+        return (found,)
 
     return Trial(
         key,
         run,
-        lambda: (product(x.float(), weight.float()).to(dtype),),
+        reference,
         moved_bytes=kind.itemsize * depth * (outputs + rows) + dtype.itemsize * rows * outputs,
     )
 
 
 _EPS = 1e-5
-_MATRICES = ((6144, 4096, "norm"), (4096, 4096, "residual"), (28672, 4096, "gate"), (4096, 14336, "residual"))
+_MATRICES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+# What a layer's products take along, and what they are without.
+_TUNED: tuple[tuple[Key, Sequence[tuple[int, int]]], ...] = (
+    ({"norm": 1}, _MATRICES[:1]),
+    ({"norm": 1, "gate": 1}, _MATRICES[2:3]),
+    ({"gate": 1}, _MATRICES[2:3]),
+    ({}, _MATRICES),
+    ({"weight": "fp8", "gate": 1}, _MATRICES[2:3]),
+    ({"weight": "fp8"}, _MATRICES),
+)
+_CASES: tuple[tuple[int, int, str, Key], ...] = (
+    (16, 96, "bf16", {"norm": 1, "ours": 1}),
+    (32, 96, "bf16", {"bias": 1, "ours": 1}),
+    (64, 192, "bf16", {"norm": 1, "gate": 1, "ours": 1}),
+    (9, 96, "bf16", {"residual": 1, "ours": 1}),
+    (64, 96, "fp16", {"bias": 1, "residual": 1, "ours": 1}),
+    (16, 96, "bf16", {"weight": "int8"}),
+    (9, 192, "bf16", {"weight": "int8", "gate": 1}),
+    (64, 96, "fp32", {"weight": "int8", "bias": 1}),
+    (16, 96, "bf16", {"weight": "fp8", "residual": 1, "least": 89}),
+    (64, 192, "bf16", {"weight": "fp8", "gate": 1, "least": 89}),
+    (9, 96, "fp16", {"weight": "fp8", "bias": 1, "least": 89}),
+)
 SPECS = (
     KernelSpec(
         NAME,
         _trial,
         cases=[
-            {"rows": rows, "outputs": outputs, "depth": 528 if rows == 9 else 512, "dtype": dtype, **more}
-            for rows, outputs, dtype, more in (
-                (16, 96, "bf16", {"norm": 1, "ours": 1}),
-                (32, 96, "bf16", {"bias": 1, "ours": 1}),
-                (64, 192, "bf16", {"norm": 1, "gate": 1, "ours": 1}),
-                (9, 96, "bf16", {"residual": 1, "ours": 1}),
-                (64, 96, "fp16", {"bias": 1, "residual": 1, "ours": 1}),
-                (16, 96, "bf16", {"weight": "int8"}),
-                (9, 192, "bf16", {"weight": "int8", "gate": 1}),
-                (64, 96, "fp32", {"weight": "int8", "bias": 1}),
-                (16, 96, "bf16", {"weight": "fp8", "residual": 1, "least": 89}),
-                (64, 192, "bf16", {"weight": "fp8", "gate": 1, "least": 89}),
-                (9, 96, "fp16", {"weight": "fp8", "bias": 1, "least": 89}),
-            )
+            {"rows": rows, "outputs": outputs, "depth": 528 if rows == 9 else 512, "dtype": dtype}
+            | dict(more)
+            for rows, outputs, dtype, more in _CASES
         ],
         configs=_candidates,
         shapes=[
-            {"rows": rows, "outputs": outputs, "depth": depth, what: 1, **weight}
-            for weight in ({}, {"weight": "fp8"})
-            for outputs, depth, what in _MATRICES
+            {"rows": rows, "outputs": outputs, "depth": depth, **along}
+            for along, matrices in _TUNED
+            for outputs, depth in matrices
             for rows in (16, 32, 64)
         ],
     ),

@@ -7,13 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.engine.ops.triton import group_scaled_linear as kernels
-from baton.engine.ops.triton.group_scaled_linear import (
-    dequantized,
-    group_scaled_linear,
-    pack,
-    random_weight,
-)
+from baton.engine.backends.gpu.linear import GpuGroupScaledWeight
+from baton.engine.ops.triton import group_packing as packing
+from baton.engine.ops.triton.group_packing import pack, random_weight
+from baton.engine.ops.triton.group_scaled_linear import dequantized, group_scaled_linear
 from baton.engine.ops.triton.spec import relative_error
 from baton.engine.weights.weight import Int4Weight, Mxfp4Weight
 from tests.unit.engine.kernels.ptx import run_ptx
@@ -46,11 +43,11 @@ def test_unpacked_elements_are_those_of_the_reference(format: str, dtype: torch.
 @pytest.mark.parametrize(
     ("format", "kind", "dtype", "text"),
     [
-        ("int4", "int4s", torch.bfloat16, kernels.INT4S_BF16),
-        ("awq", "int4", torch.bfloat16, kernels.INT4_BF16),
-        ("awq", "int4", torch.float16, kernels.INT4_FP16),
-        ("fp8", "fp8", torch.bfloat16, kernels.FP8_BF16),
-        ("mxfp4", "mxfp4", torch.bfloat16, kernels.MXFP4_BF16),
+        ("int4", "int4_symmetric", torch.bfloat16, packing.INT4_SYMMETRIC_BF16),
+        ("awq", "int4", torch.bfloat16, packing.INT4_BF16),
+        ("awq", "int4", torch.float16, packing.INT4_FP16),
+        ("fp8", "fp8", torch.bfloat16, packing.FP8_BF16),
+        ("mxfp4", "mxfp4", torch.bfloat16, packing.MXFP4_BF16),
     ],
 )
 def test_planes_of_words_are_what_was_packed(
@@ -66,7 +63,7 @@ def test_planes_of_words_are_what_was_packed(
     if isinstance(weight, Int4Weight):
         wanted = weight.nibbles().double()
         more = 1024 if dtype == torch.float16 else 128
-        wanted = wanted * 2.0**-133 if kind == "int4s" else wanted + more
+        wanted = wanted * 2.0**-133 if kind == "int4_symmetric" else wanted + more
     else:
         wanted = weight.numbers().double() * 2.0 ** (-120 if kind == "fp8" else -127)
     assert torch.equal(found, wanted)
@@ -106,7 +103,7 @@ def test_inputs_in_another_order() -> None:
     packed = pack(weight, torch.bfloat16)
     assert packed is not None
     x = torch.randn(5, 256).bfloat16()
-    assert relative_error(packed.apply(x), weight.apply(x)) <= 1
+    assert relative_error(GpuGroupScaledWeight(**vars(packed)).apply(x), weight.apply(x)) <= 1
 
 
 @pytest.mark.parametrize("format", ["int4", "awq", "fp8"])
@@ -131,5 +128,5 @@ def test_a_scale_beyond_a_type_keeps_its_weight() -> None:
     weight = random_weight("int4", 64, 256, CPU)
     weight.scales.mul_(torch.tensor([2.0**-40, 2.0**20, 0.0, 1.0]))
     packed = pack(weight, torch.bfloat16)
-    assert packed is not None and packed.format == "int4s"
+    assert packed is not None and packed.format == "int4_symmetric"
     assert torch.equal(dequantized(packed), weight.dequantized(torch.bfloat16))

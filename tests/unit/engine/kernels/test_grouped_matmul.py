@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import GridExecutor
 
 from baton.engine.ops.triton import routing
+from baton.engine.weights.weight import DenseWeight
 from tests.unit.engine.gpu.models import EXPERTS, TINY, both
 
 
@@ -68,6 +69,7 @@ def test_a_mixture_is_few_launches(
     lengths = torch.ones(rows, dtype=torch.int32)
     layer, placed = gpu._weights.layers[0], SimpleNamespace(placed=SimpleNamespace(lengths=lengths))
     assert layer.experts is not None
+    held = replace(layer.experts, router=DenseWeight(layer.experts.router.tensor))  # as loaded
     with torch.inference_mode(), Launches(monkeypatch) as launches:
-        gpu._experts(x, layer, layer.experts, placed, 0)
+        gpu._experts(x, layer, held, placed, 0)
     assert launches.names == launched

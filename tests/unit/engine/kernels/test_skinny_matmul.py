@@ -111,8 +111,9 @@ def test_candidates_fit_a_multiprocessor(kind: str, rows: int, outputs: int, dep
     found = _candidates({"kind": kind, "rows": rows, "outputs": outputs, "depth": depth})
     assert len(found) >= 4
     assert len({tuple(config.values()) for config in found}) == len(found)
-    size, width = int(kind.split("-")[0]) // 8, 2 if "gate" in kind else 1
-    for config in found:
+    size, width = 2 if "16" in kind else 1, 2 if "gate" in kind else 1
+    assert ({"LIBRARY": 1} in found) == (size == 2)
+    for config in found[size == 2 :]:
         tile = (width * config["OUTPUTS"] + rows) * config["DEPTH"] * size
         assert config["num_stages"] * tile <= 227 * 1024
 
