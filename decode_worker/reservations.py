@@ -3,6 +3,9 @@
     RESERVED --Commit--> DECODING --last token--> gone
         \\___________________\\____ cancel, lease, deadline, lost router, failure ____> gone
 
+A sequence decodes from its Commit on, while its KV's checksum is computed; its router hears nothing
+of it until that agrees. Where it does not, the entry ends, and with it all that was computed.
+
 Each entry has a lease that expires by itself, so that no lost message can leak blocks. While a
 remote writer may still write into an entry's blocks they are quarantined, not freed.
 
@@ -42,7 +45,7 @@ from baton.worker.messages import (
 )
 from baton.worker.router_port import RouterConnection
 from kvtransfer.deadline import in_background
-from kvtransfer.receiver import HandoffReceiver, ReservedBlocks
+from kvtransfer.receiver import HandoffReceiver, ReservedBlocks, Verified
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +115,8 @@ class Entry:
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     blocks: ReservedBlocks | None = None
     decoding: bool = False
+    unverified: bool = False  # it decodes, and its router must not be told yet
+    early: list[Progress] = field(default_factory=list)  # what it is told then
     compiled: asyncio.Future[GrammarMatcher] | None = None  # its grammar, if there is one to come
     timer: asyncio.TimerHandle | None = None
     told: bool = False  # its router got an event
@@ -220,13 +225,34 @@ class Reservations:
         self._renew(entry)  # bytes are coming: the sender is alive
         return entry.blocks
 
-    async def committed(self, handoff_id: str, token: str, first_token_id: int) -> None:
+    async def committed(
+        self, handoff_id: str, token: str, first_token_id: int, verified: Verified = None
+    ) -> None:
         self.find(handoff_id, token)
         self._limits.check_token(first_token_id, "first_token_id")
-        entry = self._entries[handoff_id]
+        entry, engine = self._entries[handoff_id], self._engine
+        entry.unverified = verified is not None
         self._start_decoding(entry)
-        resumed = self._engine.resume(handoff_id, entry.num_tokens, first_token_id)
-        await asyncio.wrap_future(resumed)
+        known = not entry.unverified
+        kv = await asyncio.wrap_future(
+            engine.resume(handoff_id, entry.num_tokens, first_token_id, known)
+        )
+        if verified is None:
+            return
+        try:
+            await verified
+        except Exception as error:
+            if self._entries.get(handoff_id) is entry:
+                self._forget(entry)
+                entry.spans.end(str(error) or type(error).__name__)
+            await asyncio.wrap_future(engine.discard(kv))
+            raise
+        engine.accept(kv)
+        if self._entries.get(handoff_id) is not entry:
+            raise Stale(f"handoff {handoff_id} ended while its KV was verified")
+        entry.unverified = False
+        for progress in entry.early:
+            self._pass_on(entry, progress)
 
     async def aborted(self, handoff_id: str, token: str, reason: str) -> None:
         """Nothing is written any more."""
@@ -263,6 +289,13 @@ class Reservations:
         if not entry.decoding:
             self._start_decoding(entry)
         entry.spans.step(report.started_ns, report.ended_ns, progress)
+        if entry.unverified:
+            entry.early.append(progress)
+        else:
+            self._pass_on(entry, progress)
+
+    def _pass_on(self, entry: Entry, progress: Progress) -> None:
+        """Tells the router; with its last progress an entry is over."""
         if progress.token_ids or progress.abort_reason or progress.prompt_logprobs:
             _tell(entry, progress)  # else its prompt is being computed
         if progress.finish_reason or progress.abort_reason:

@@ -19,7 +19,7 @@ from kvtransfer.digest import Digest, WordDigest
 from kvtransfer.kernels import reference
 from kvtransfer.pool import KvPool, Slots
 
-BlockOps: TypeAlias = Any  # the module `kvtransfer.kernels.reference`, or `blocks` in Triton
+BlockOps: TypeAlias = Any  # the module `kvtransfer.kernels.reference`, or a `BlockMover` in Triton
 
 
 class HostCopier:
@@ -67,7 +67,7 @@ class GpuCopier:
     """
 
     def __init__(self, pool: KvPool, ops: BlockOps | None = None) -> None:
-        self._pool, self._ops = pool, ops or block_ops(pool.device)
+        self._pool = pool
         self._stream: torch.cuda.Stream | None = None  # on a CPU all is done at once
         # Ahead of the engine's kernels, whose priority is 0. NCCL's streams, which may wait for a
         # peer, have the highest: of another of torch's pools, so that none of them is this one.
@@ -75,7 +75,9 @@ class GpuCopier:
             self._stream = torch.cuda.Stream(pool.device, priority=-1)
         self._digest = WordDigest()
         self._num_bytes = 0
+        self._waits = False  # whether something is queued that nothing has waited for
         with self._queued():
+            self._ops = ops or block_ops(pool.device)
             self._sums = torch.zeros(1, dtype=torch.int64, device=pool.device)
             self._host_sums = torch.zeros(1, dtype=torch.int64, pin_memory=cuda)
 
@@ -84,11 +86,16 @@ class GpuCopier:
         assert isinstance(digest, WordDigest), "bytes on a GPU are not digested on the host"
         self._digest, self._num_bytes = digest, 0
         with self._queued():
-            self._sums.zero_()
             try:
                 yield
+            except BaseException:
+                self._waits = True  # others' messages may be on their way in this stream, too
+                raise
             finally:
-                self.synchronize(self.record())
+                if self._waits:  # `finish` was not called, or not reached
+                    self._sums.zero_()
+                    self.synchronize(self.record())
+                    self._waits = False
 
     def gather(self, slots: Slots, staging: torch.Tensor) -> torch.Tensor:
         data = self._pool.in_place(slots)
@@ -96,30 +103,37 @@ class GpuCopier:
             data = self._ops.gather(self._pool, slots, staging, self._sums, self._next_word)
         else:
             self._ops.checksum(self._pool, slots, self._sums, self._next_word)
-        self._num_bytes += data.numel()
+        self._moved(data.numel())
         return data
 
     def scatter(self, data: torch.Tensor, slots: Slots) -> None:
         self._ops.scatter(data, self._pool, slots, self._sums, self._next_word)
-        self._num_bytes += data.numel()
+        self._moved(data.numel())
 
     def copy(self, local: Slots, target: KvPool, remote: Slots) -> None:
         self._ops.copy(self._pool, local, target, remote, self._sums, self._next_word)
-        self._num_bytes += self._pool.nbytes(local)
+        self._moved(self._pool.nbytes(local))
 
     def checksum(self, slots: Slots) -> None:
         self._ops.checksum(self._pool, slots, self._sums, self._next_word)
-        self._num_bytes += self._pool.nbytes(slots)
+        self._moved(self._pool.nbytes(slots))
 
     def check_access(self, target: KvPool) -> None:
-        """Reads a block of another pool, as `copy` will write. Raises what the GPU or Triton do."""
+        """Reads a block of another pool, as `copy` will write, and has `copy` compiled for the two.
+
+        Changes no byte. Raises what the GPU or Triton do.
+        """
+        nothing = Slots((), 0)
         with self.transfer(WordDigest()):
+            self.copy(nothing, target, nothing)
             self._ops.checksum(target, Slots((0,), target.block_size), self._sums, 0)
 
     def finish(self) -> None:
         self._host_sums.copy_(self._sums, non_blocking=True)
-        self._sums.zero_()
-        self.synchronize(self.record())
+        copied = self.record()
+        self._sums.zero_()  # nobody has to wait for it
+        self.synchronize(copied)
+        self._waits = False
         self._digest.include(int(self._host_sums), self._num_bytes)
         self._num_bytes = 0
 
@@ -146,12 +160,16 @@ class GpuCopier:
         if event is not None:
             event.synchronize()
 
+    def _moved(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._waits = True
+
     @contextmanager
     def _queued(self) -> Iterator[None]:
         if self._stream is None:
             yield
         else:
-            with torch.cuda.device(self._pool.device), torch.cuda.stream(self._stream):
+            with torch.cuda.stream(self._stream):  # which is also of the right device
                 yield
 
     @property
@@ -188,5 +206,5 @@ def prepare(pool: KvPool) -> None:
 def block_ops(device: torch.device) -> BlockOps:
     """Triton's where the device and the installation can; else torch's."""
     if device.type == "cuda" and importlib.util.find_spec("triton"):
-        return importlib.import_module("kvtransfer.kernels.blocks")
+        return importlib.import_module("kvtransfer.kernels.blocks").BlockMover(device)
     return reference

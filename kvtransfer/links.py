@@ -11,13 +11,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 
-import grpc
-
-from baton import rpc
 from baton.cuda import reachable_gpus
 from baton.errors import (
     BatonError,
@@ -34,8 +31,9 @@ from baton.errors import (
 )
 from baton.log_format import about
 from baton.registry.backoff import Backoff
-from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, worker_pb2
+from baton.v1 import common_pb2, handoff_pb2, prefill_pb2, worker_pb2
 from kvtransfer import pairing, rank_links
+from kvtransfer.control import Control
 from kvtransfer.deadline import Deadline, in_background
 from kvtransfer.interface import FindWorker, Transport
 from kvtransfer.pairing import ONE_HOST, Kind
@@ -46,19 +44,18 @@ log = logging.getLogger(__name__)
 
 # Errors of one handoff; any other error is the link's failure.
 _LINK_IS_GOOD = (Stale, Cancelled, InvalidRequest, KvCorrupted)
-_CONNECTION_LOST = (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.TRANSIENT_FAILURE)
 _REMEMBERED = 256  # peers whose unusable transports are kept; more than ever live at a time
 _CONNECT_S = 5.0  # bounds Offer, and connecting, each
 _NO_ANSWER = (Unavailable, DeadlineExceeded, Cancelled)
 _MAX_PENDING = 4096  # Aborts; each waits for a peer that is silent, or has just failed
 _ABORT_S, _MAX_INTERVAL_S, _CLOSE_S = 2.0, 5.0, 1.0
 
-Metadata = tuple[tuple[str, str], ...]
+Trace = Mapping[str, str]  # W3C trace context
 
 
 @dataclass(eq=False)
 class PairLink:
-    """One open link: its data end, the thread its puts run on, and the channel for its control.
+    """One open link: its data end, the thread its puts run on, and its control.
 
     `turn` is held from Ready to the end of the put: a two-sided receiver takes bytes in Ready's
     order.
@@ -69,8 +66,7 @@ class PairLink:
     transport: Transport
     _link: RankLink
     _thread: ThreadPoolExecutor
-    channel: grpc.aio.Channel
-    stub: handoff_pb2_grpc.HandoffServiceStub
+    control: Control
     fallback: str = ""  # the faster transport that was to be expected, and why it is not used
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0  # handoffs
@@ -82,30 +78,32 @@ class PairLink:
     @property
     def abandoned(self) -> bool:
         """Whether no handoff uses it and its control connection has ended."""
-        return not self.users and self.channel.get_state() in _CONNECTION_LOST
+        return not self.users and self.control.lost
 
     def new_digest(self) -> PairDigest:
         """For one handoff's puts."""
         return self._link.new_digest()
 
-    async def put(self, local: Slots, remote: Slots, digest: PairDigest, timeout_s: float) -> float:
-        """`Link.put` on the link's thread, and the seconds it took.
+    def put(
+        self, local: Slots, remote: Slots, digest: PairDigest, timeout_s: float
+    ) -> asyncio.Future[float]:
+        """Begins `Link.put` on the link's thread; the seconds it took. Raises TransferFailed.
 
         Must not be cancelled: the thread would go on.
         """
         if self._closing:
             raise TransferFailed(f"the link to decode {self.peer} was closed")
+        before = digest.num_bytes
 
         def put() -> float:
             start = time.perf_counter()
             self._link.put(local, remote, digest, timeout_s)
-            return time.perf_counter() - start
+            took_s = time.perf_counter() - start
+            self.sent_bytes += digest.num_bytes - before
+            self.sent_s += took_s
+            return took_s
 
-        before = digest.num_bytes
-        took_s = await asyncio.get_running_loop().run_in_executor(self._thread, put)
-        self.sent_bytes += digest.num_bytes - before
-        self.sent_s += took_s
-        return took_s
+        return asyncio.get_running_loop().run_in_executor(self._thread, put)
 
     async def close_data(self) -> None:
         """Ends a running put, then frees the data end; control still works."""
@@ -195,13 +193,13 @@ class LinkPool:
         self._close_unused(link)
 
     def abort(
-        self, link: PairLink, request: handoff_pb2.AbortRequest, metadata: Metadata
+        self, link: PairLink, request: handoff_pb2.AbortRequest, trace: Trace
     ) -> asyncio.Event:
         """Starts sending it; the event is set after the first try, whatever its result."""
         tried = asyncio.Event()
         give_up_s = self.give_up_s if len(self._aborts) < _MAX_PENDING else _ABORT_S
         link.aborts += 1
-        in_background(self._aborts, self._abort(link, request, metadata, give_up_s, tried))
+        in_background(self._aborts, self._abort(link, request, trace, give_up_s, tried))
         return tried
 
     @contextlib.contextmanager
@@ -307,8 +305,7 @@ class LinkPool:
     async def _connect(self, decode: common_pb2.WorkerRecord) -> PairLink:
         """Offers until a transport works that the decode worker chose."""
         peer = decode.incarnation
-        channel = rpc.channel(decode.address, role="decode")
-        stub = handoff_pb2_grpc.HandoffServiceStub(channel)
+        control = Control(decode.address)
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{peer}")
         run = asyncio.get_running_loop().run_in_executor
         usable = [one for one in self.transports if (peer, one.kind) not in self._unusable]
@@ -321,8 +318,7 @@ class LinkPool:
                     transports=[one.kind for one in usable],
                     reachable_gpus=reachable_gpus(self.pool.device),
                 )
-                with rpc.translated():
-                    offer = await stub.Offer(request, timeout=_CONNECT_S)
+                offer = await control.call(request, _CONNECT_S, {})
                 transport = next((one for one in usable if one.kind == offer.transport), None)
                 if transport is None:
                     raise KvMismatch(f"decode {peer} chose a transport we did not offer")
@@ -340,10 +336,10 @@ class LinkPool:
                     self._unusable[peer, transport.kind] = str(error)
         except BaseException:
             thread.shutdown(wait=False)
-            await channel.close(None)
+            await control.close()
             raise
         fallback = self._fallback(transport, decode)
-        return PairLink(peer, offer.epoch, transport, link, thread, channel, stub, fallback)
+        return PairLink(peer, offer.epoch, transport, link, thread, control, fallback)
 
     def _fallback(self, used: Transport, decode: common_pb2.WorkerRecord) -> str:
         """The faster transport that this pair should have, and why not; warns once of each."""
@@ -378,13 +374,13 @@ class LinkPool:
     def _close_unused(self, link: PairLink) -> None:
         """Ends its control connection if it is out of service, and nothing is sent any more."""
         if not link.users and not link.aborts and self._links.get(link.peer) is not link:
-            in_background(self._closing, link.channel.close(None))
+            in_background(self._closing, link.control.close())
 
     async def _abort(
         self,
         link: PairLink,
         request: handoff_pb2.AbortRequest,
-        metadata: Metadata,
+        trace: Trace,
         give_up_s: float,
         tried: asyncio.Event,
     ) -> None:
@@ -394,8 +390,7 @@ class LinkPool:
             async with asyncio.timeout(give_up_s):
                 while True:
                     try:
-                        with rpc.translated():
-                            await link.stub.Abort(request, timeout=_ABORT_S, metadata=metadata)
+                        await link.control.call(request, _ABORT_S, trace)
                         return
                     except _NO_ANSWER as error:
                         why = "abort of handoff %s is not answered yet: %s"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -47,7 +48,7 @@ class Slots:
             )
         if len(set(ids)) != len(ids):
             raise InvalidRequest("a block is named twice")
-        if any(not 0 <= block < num_blocks for block in ids):
+        if ids and (min(ids) < 0 or max(ids) >= num_blocks):
             raise InvalidRequest(f"a block id is outside the pool of {num_blocks}")
 
 
@@ -97,6 +98,17 @@ class KvPool:
         self.rows = octets[:, :, self.heads.start : self.heads.stop]
         self.blocks = self.rows.view(self.num_blocks, layers * 2, -1)
 
+    @cached_property
+    def words(self) -> torch.Tensor:
+        """All of the tensor from the first row that is meant on, as int32 `[words]`."""
+        first = self.heads.start * self.block_size * self.row_slot_bytes // 4
+        return self.tensor.view(-1).view(torch.uint8).view(torch.int32)[first:]
+
+    @property
+    def side_words(self) -> int:
+        """Of all heads of the tensor, K or V of a layer of a block."""
+        return int(self.tensor.shape[3]) * self.block_size * self.row_slot_bytes // 4
+
     def part(self, heads: range) -> KvPool:
         """Only these heads of the tensor."""
         return self if heads == self.heads else KvPool(self.tensor, self.area, heads)
@@ -145,6 +157,8 @@ class KvPool:
 
     def in_place(self, slots: Slots) -> torch.Tensor | None:
         """The slots' bytes in canonical order where they lie, if that is in one piece."""
+        if not slots.block_ids:
+            return None
         first, count = slots.block_ids[0], len(slots.block_ids)
         full = self.whole and slots.num_tokens == count * self.block_size
         if full and slots.block_ids == tuple(range(first, first + count)):
@@ -217,6 +231,8 @@ class KvPool:
         Both ends split by this rule, so that they agree on every message's length.
         """
         step, ids = max(1, max_bytes // self.block_bytes), slots.block_ids
+        if len(ids) <= step:
+            return [slots]
         most = step * self.block_size
         return [
             Slots(ids[first : first + step], min(slots.num_tokens - first * self.block_size, most))

@@ -124,6 +124,8 @@ class RankListener(_Ends, Listener):
         super().__init__(pools, ends, at_once)
         # What no one-sided sender writes is on another host.
         self._readers = [copier.copier(pool) for pool in pools if isinstance(pool, KvPool)]
+        if at_once:  # on a GPU, what reads these heads is compiled now, and not at the first Commit
+            self.digest(Slots((), 0))
 
     def accept(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""The decode side of handoffs: grants writes, receives blocks, verifies them, starts decoding.
+"""The decode side of handoffs: grants writes, receives blocks, starts decoding, verifies them.
 
 A handoff's record lives from its first Ready to its Commit or Abort. While bytes may still arrive
 in its blocks it outlives its reservation and keeps those blocks in quarantine.
@@ -10,11 +10,12 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+from baton import telemetry
 from baton.cuda import gpu_uuid, nccl_version
 from baton.errors import (
     BatonError,
@@ -29,14 +30,17 @@ from baton.errors import (
 from baton.log_format import about
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
-from baton.v1.handoff_pb2_grpc import HandoffServiceServicer
 from kvtransfer import pairing, rank_links
+from kvtransfer.control import ControlServicer
 from kvtransfer.deadline import in_background, uninterrupted
 from kvtransfer.interface import FindWorker, Transport
 from kvtransfer.pool import Slots
 from kvtransfer.rank_links import PairDigest, RankListener, RankPool, own_pool
 
 log = logging.getLogger(__name__)
+
+Trace: TypeAlias = Mapping[str, str]  # W3C trace context
+Verified: TypeAlias = "asyncio.Future[None] | None"  # fails where the KV is not what was sent
 
 _MAX_LINKS = 64
 
@@ -62,8 +66,12 @@ class BlockOwner(Protocol):
     def find(self, handoff_id: str, token: str) -> ReservedBlocks:
         """What is reserved. Raises Stale when unknown, expired, or the token is wrong."""
 
-    async def committed(self, handoff_id: str, token: str, first_token_id: int) -> None:
-        """All KV is in place and verified: decoding starts with this token."""
+    async def committed(
+        self, handoff_id: str, token: str, first_token_id: int, verified: Verified = None
+    ) -> None:
+        """All KV is in place: decoding starts with this token. Until it is `verified`, if that is
+        not known, nobody is told what comes of it, and no block of it is shared. Where that fails,
+        its reservation ends, and this raises why."""
 
     async def aborted(self, handoff_id: str, token: str, reason: str) -> None:
         """Nothing is written any more: the blocks can be used again, also where the reservation is
@@ -82,6 +90,7 @@ class _Incoming:
     reserved: ReservedBlocks
     next_token: int
     digest: PairDigest
+    trace: Trace
     granted: bool = False  # a one-sided sender may write
     receives: set[asyncio.Task[Any]] = field(default_factory=set)
     failure: BatonError | None = None
@@ -106,7 +115,8 @@ class _Incoming:
             raise Stale(f"handoff {self.handoff_id} belongs to another sender")
 
     def warn(self, error: Exception) -> None:
-        more = about(handoff_id=self.handoff_id)
+        trace_id = telemetry.trace_id_in(telemetry.extract(self.trace.items()))
+        more = about(trace_id=trace_id, handoff_id=self.handoff_id)
         log.warning("handoff %s from %s: %s", self.handoff_id, self.peer, error, extra=more)
 
     def announce(self, first_token: int, num_tokens: int) -> Slots:
@@ -123,21 +133,24 @@ class _Incoming:
         self.next_token = end
         return self._between(first_token, end)
 
-    def verify(self, request: pb.CommitRequest, arrived: PairDigest) -> None:
-        """Raises KvCorrupted unless exactly what was reserved and sent is here; InvalidRequest when
-        it is the KV of other tokens."""
-        reserved, name = self.reserved, f"handoff {self.handoff_id}"
+    def check_tokens(self, request: pb.CommitRequest) -> None:
+        """Raises KvCorrupted unless all that was reserved was sent; InvalidRequest when it is the
+        KV of other tokens."""
+        reserved = self.reserved
         if request.token_digest != reserved.token_digest:
-            text = f"{name}: other tokens were prefilled than were reserved"
+            text = f"handoff {self.handoff_id}: other tokens were prefilled than were reserved"
             raise InvalidRequest(text, "token_digest")
-        for what, theirs, ours in (
-            ("tokens", request.num_tokens, reserved.num_tokens),
-            ("tokens announced", self.next_token, reserved.num_tokens),
-            ("bytes", request.num_bytes, arrived.num_bytes),
-            ("checksum", request.checksum, arrived.value),
-        ):
-            if theirs != ours:
-                raise KvCorrupted(f"{name}: {what}: {theirs} != {ours}")
+        self._compare("tokens", request.num_tokens, reserved.num_tokens)
+        self._compare("tokens announced", self.next_token, reserved.num_tokens)
+
+    def check_bytes(self, request: pb.CommitRequest, arrived: PairDigest) -> None:
+        """Raises KvCorrupted unless exactly what was sent is here."""
+        self._compare("bytes", request.num_bytes, arrived.num_bytes)
+        self._compare("checksum", request.checksum, arrived.value)
+
+    def _compare(self, what: str, theirs: int, ours: int) -> None:
+        if theirs != ours:
+            raise KvCorrupted(f"handoff {self.handoff_id}: {what}: {theirs} != {ours}")
 
     def _between(self, first_token: int, end: int) -> Slots:
         ids = self.reserved.block_ids[first_token // self.block_size : -(-end // self.block_size)]
@@ -164,7 +177,7 @@ class Peer:
 
 
 @dataclass(eq=False)
-class HandoffReceiver(HandoffServiceServicer):
+class HandoffReceiver(ControlServicer):
     """Serves HandoffService for one worker. All methods run on the event loop.
 
     `pools` are those of its ranks, each with some heads of the same blocks. It keeps one link for
@@ -183,6 +196,14 @@ class HandoffReceiver(HandoffServiceServicer):
     timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
+        super().__init__(
+            {
+                "offer": self.offer,
+                "ready": self.ready,
+                "commit": self.commit,
+                "abort": self.abort,
+            }
+        )
         self.pool = own_pool(self.pools)
         self._incoming: dict[str, _Incoming] = {}
         self._epochs = itertools.count(1)  # of all peers: an epoch is never used twice
@@ -190,7 +211,7 @@ class HandoffReceiver(HandoffServiceServicer):
         self._watches: dict[str, int] = {}  # pidfds of prefill processes that write by themselves
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def Offer(self, request: pb.OfferRequest, context: Any) -> pb.OfferResponse:
+    async def offer(self, request: pb.OfferRequest, trace: Trace) -> pb.OfferResponse:
         """A new link, which ends the peer's earlier one.
 
         Raises Stale, KvMismatch, InvalidRequest, Overloaded, TransferFailed.
@@ -218,7 +239,7 @@ class HandoffReceiver(HandoffServiceServicer):
         endpoint = peer.listener.endpoint
         return pb.OfferResponse(transport=transport.kind, epoch=peer.epoch, endpoint=endpoint)
 
-    async def Ready(self, request: pb.ReadyRequest, context: Any) -> pb.ReadyResponse:
+    async def ready(self, request: pb.ReadyRequest, trace: Trace) -> pb.ReadyResponse:
         """Grants the write, or returns once the receive is posted.
 
         Raises Unavailable for a link that is gone, Stale, InvalidRequest, TransferFailed.
@@ -227,7 +248,7 @@ class HandoffReceiver(HandoffServiceServicer):
         await asyncio.wait({peer.accepted})
         peer.accepted.result()
         peer = self._peer(request)
-        record = self._record(request)
+        record = self._record(request, trace)
         slots = record.announce(request.first_token, request.num_tokens)
         slots.check(self.pool.block_size, self.pool.num_blocks)
         if peer.transport.one_sided:
@@ -236,13 +257,14 @@ class HandoffReceiver(HandoffServiceServicer):
             await self._post(peer, record, slots)
         return pb.ReadyResponse(block_ids=slots.block_ids)
 
-    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
-        """Verifies and starts decoding. Raises Unavailable, Stale, KvCorrupted, TransferFailed."""
+    async def commit(self, request: pb.CommitRequest, trace: Trace) -> pb.CommitResponse:
+        """Starts decoding, and returns when the KV is verified. Raises Unavailable, Stale,
+        KvCorrupted, TransferFailed."""
         # To the end even if the caller hangs up: a commit must not stop half-way.
-        await uninterrupted(self._commit(request))
+        await uninterrupted(self._commit(request, trace))
         return pb.CommitResponse()
 
-    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+    async def abort(self, request: pb.AbortRequest, trace: Trace) -> pb.AbortResponse:
         """The sender writes no more, or not before the next Ready if it means to send all again.
 
         Raises Stale when it is not the handoff's sender, and for one that would send again, when
@@ -304,18 +326,20 @@ class HandoffReceiver(HandoffServiceServicer):
             self._unwatch(incarnation)
         for incarnation in list(self._peers):
             self._drop(incarnation)
+        self.close_streams()
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
-    async def _commit(self, request: pb.CommitRequest) -> None:
-        peer, record = self._peer(request), self._record(request)
+    async def _commit(self, request: pb.CommitRequest, trace: Trace) -> None:
+        peer, record = self._peer(request), self._record(request, trace)
         await record.received()
         try:
             if record.failure is not None:
                 raise record.failure
-            arrived = await self._arrived(peer, record)
             self._check_reserved(record)
-            record.verify(request, arrived)
+            record.check_tokens(request)
+            if not peer.transport.one_sided:
+                record.check_bytes(request, record.digest)
             if self._incoming.get(record.handoff_id) is not record:
                 raise Stale(f"handoff {record.handoff_id} was committed already")
             del self._incoming[record.handoff_id]
@@ -326,14 +350,29 @@ class HandoffReceiver(HandoffServiceServicer):
             record.resend = isinstance(error, TransferFailed)
             await self._end(record, str(error))
             raise
-        await self.owner.committed(record.handoff_id, record.token, request.first_token_id)
-
-    async def _arrived(self, peer: Peer, record: _Incoming) -> PairDigest:
-        """The digest of what arrived; for one-sided writes it is computed from the blocks."""
+        ours = record.handoff_id, record.token, request.first_token_id
         if not peer.transport.one_sided:
-            return record.digest
-        run = asyncio.get_running_loop().run_in_executor
-        return await run(peer.thread, peer.listener.digest, record.slots)
+            await self.owner.committed(*ours)
+            return
+        # What was written is read once more, for which decoding does not wait.
+        loop = asyncio.get_running_loop()
+        digest = loop.run_in_executor(peer.thread, peer.listener.digest, record.slots)
+        verified = in_background(self._tasks, self._verify(record, request, digest))
+        verified.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            await self.owner.committed(*ours, verified)
+        except TransferFailed as error:
+            record.warn(error)
+            raise
+
+    async def _verify(
+        self, record: _Incoming, request: pb.CommitRequest, digest: asyncio.Future[PairDigest]
+    ) -> None:
+        """Compares what lies in the blocks with what was sent. Raises TransferFailed."""
+        await asyncio.wait({digest}, timeout=self.timeout_s)
+        if not digest.done():
+            raise TransferFailed("the blocks were not read back in time")
+        record.check_bytes(request, digest.result())
 
     async def _post(self, peer: Peer, record: _Incoming, slots: Slots) -> None:
         """Starts the receive and returns when it is posted. Raises TransferFailed."""
@@ -380,7 +419,7 @@ class HandoffReceiver(HandoffServiceServicer):
             return
         await self.owner.aborted(record.handoff_id, record.token, record.ended)
 
-    def _record(self, request: pb.ReadyRequest | pb.CommitRequest) -> _Incoming:
+    def _record(self, request: pb.ReadyRequest | pb.CommitRequest, trace: Trace) -> _Incoming:
         """The handoff's record, new if this is its first message. Raises Stale."""
         handoff_id, token = request.handoff_id, request.reservation_token
         record = self._incoming.get(handoff_id)
@@ -389,7 +428,7 @@ class HandoffReceiver(HandoffServiceServicer):
             sender = request.incarnation, request.epoch, self.pool.block_size
             digest = self._peer(request).listener.new_digest()
             cached = reserved.cached_tokens
-            record = _Incoming(handoff_id, token, *sender, reserved, cached, digest)
+            record = _Incoming(handoff_id, token, *sender, reserved, cached, digest, dict(trace))
             self._incoming[handoff_id] = record
         record.check_sender(token, request.incarnation)
         if record.epoch != request.epoch:

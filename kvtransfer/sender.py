@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from types import TracebackType
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 
-from baton import rpc, telemetry
+from baton import telemetry
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, TransferFailed
 from baton.log_format import about
 from baton.v1 import handoff_pb2, prefill_pb2
@@ -79,7 +78,7 @@ class Handoff:
 
     def __post_init__(self) -> None:
         self._deadline = Deadline(self.timeout_s)
-        self._metadata = telemetry.inject(self.parent)
+        self._trace = dict(telemetry.inject(self.parent))
         self._names: dict[str, Any] = {  # of every message
             "handoff_id": self.handoff_id,
             "reservation_token": self.target.reservation_token,
@@ -163,14 +162,14 @@ class Handoff:
 
         def when_written(put: asyncio.Future[float]) -> None:
             put.exception()  # its result is not used any more
-            self.links.abort(link, request, self._metadata)
+            self.links.abort(link, request, self._trace)
             self.links.release(link)
 
         if put is not None and not put.done():
             self._link = None  # released when it is written
             put.add_done_callback(when_written)
         else:
-            tried = self.links.abort(link, request, self._metadata)
+            tried = self.links.abort(link, request, self._trace)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.abort_wait_s):
                     await tried.wait()
@@ -217,7 +216,7 @@ class Handoff:
             token_digest=self.token_digest,
         )
         start = time.perf_counter()
-        await self._call(link, link.stub.Commit, request)
+        await self._call(link, request)
         stats.wait_s += time.perf_counter() - start
 
     async def _send_chunk(self, link: PairLink, slots: Slots, granted: tuple[int, ...]) -> None:
@@ -246,8 +245,7 @@ class Handoff:
         remote = Slots(ids, slots.num_tokens)
         with self.links.closing_on_failure(link, self._deadline):
             timeout_s = self._time_left_s()
-            put = asyncio.ensure_future(link.put(slots, remote, self._digest, timeout_s))
-            self._put = put
+            put = self._put = link.put(slots, remote, self._digest, timeout_s)
             # A put waits for its GPU, which never answers if it hangs.
             await asyncio.wait({put}, timeout=timeout_s + _PUT_GRACE_S)
             if not put.done():
@@ -271,8 +269,7 @@ class Handoff:
         request = handoff_pb2.AbortRequest(**self._names, reason=reason, resend=True)
         try:
             timeout_s = min(self._time_left_s(), _RESEND_ABORT_S)
-            with rpc.translated():
-                await link.stub.Abort(request, timeout=timeout_s, metadata=self._metadata)
+            await link.control.call(request, timeout_s, self._trace)
             opened = await self.links.acquire(self.target, self._deadline, skip_backoff=True)
             self.links.release(link)
             return opened
@@ -285,11 +282,11 @@ class Handoff:
         request = handoff_pb2.ReadyRequest(
             **self._names, epoch=link.epoch, first_token=first_token, num_tokens=num_tokens
         )
-        return tuple((await self._call(link, link.stub.Ready, request)).block_ids)
+        return tuple((await self._call(link, request)).block_ids)
 
-    async def _call(self, link: PairLink, method: Callable[..., Any], request: Any) -> Any:
-        with self.links.closing_on_failure(link, self._deadline), rpc.translated():
-            return await method(request, timeout=self._time_left_s(), metadata=self._metadata)
+    async def _call(self, link: PairLink, request: Any) -> Any:
+        with self.links.closing_on_failure(link, self._deadline):
+            return await link.control.call(request, self._time_left_s(), self._trace)
 
     def _time_left_s(self) -> float:
         return self._deadline.left_s(self.step_timeout_s)

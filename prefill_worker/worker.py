@@ -250,7 +250,7 @@ class PrefillWorker(Node):
     async def _compute(self, prompt: Prompt, handoff: Handoff | None, send: Send) -> Progress:
         """Follows the engine until the first token is sampled; blocks are queued on the way.
 
-        Before the step's message: writing one takes as long as a put.
+        Before the step's message and spans: writing one takes as long as a put.
         """
         while True:
             step = await prompt.steps.get()
@@ -260,14 +260,17 @@ class PrefillWorker(Node):
             if progress.abort_reason:
                 failed = InvalidRequest if progress.invalid else InternalError
                 raise failed(progress.abort_reason)
-            started = self._started(prompt, report) if prompt.computed is None else None
-            self._chunk_computed(prompt, report, progress)
+            begins = prompt.computed is None
+            before = prompt.sequence.num_cached if prompt.computed is None else prompt.computed
+            # A step that gives one token and nothing else does not say how much is computed: all.
+            prompt.computed = prompt.num_tokens if progress.token_ids else progress.num_computed
             if handoff and not progress.finish_reason:
                 self._send_blocks(prompt, handoff)
                 if progress.token_ids:
                     handoff.conclude(progress.token_ids[0])
-            if started is not None:
-                send(prefill_pb2.PrefillResponse(started=started))
+            if begins:
+                send(prefill_pb2.PrefillResponse(started=self._started(prompt, report)))
+            self._record_chunk(prompt, report, before)
             if (found := progress.prompt_logprobs) is not None:
                 part = prompt_logprobs_proto(found)
                 send(prefill_pb2.PrefillResponse(prompt_logprobs=part))
@@ -304,14 +307,13 @@ class PrefillWorker(Node):
     def _started(self, prompt: Prompt, report: StepReport) -> prefill_pb2.PrefillStarted:
         waited = prompt.trace, prompt.arrived_ns, report.started_ns
         telemetry.record(self.tracer, "prefill.queue", *waited)
-        prompt.computed = prompt.sequence.num_cached
         queue_ms = max(0.0, (report.started_ns - prompt.arrived_ns) / 1e6)
         self.metrics.prompt_started(queue_ms / 1e3, prompt.trace)
-        return prefill_pb2.PrefillStarted(queue_ms=queue_ms, cached_tokens=prompt.computed)
+        cached_tokens = prompt.sequence.num_cached
+        return prefill_pb2.PrefillStarted(queue_ms=queue_ms, cached_tokens=cached_tokens)
 
-    def _chunk_computed(self, prompt: Prompt, report: StepReport, progress: Progress) -> None:
-        done, before = progress.num_computed, prompt.computed or 0
-        prompt.computed = done
+    def _record_chunk(self, prompt: Prompt, report: StepReport, before: int) -> None:
+        done = prompt.computed or 0
         attributes = {"baton.chunk_tokens": done - before, "baton.computed_tokens": done}
         took = prompt.trace, report.started_ns, report.ended_ns
         telemetry.record(self.tracer, "prefill.chunk", *took, attributes)

@@ -45,7 +45,7 @@ async def interference(
     for number, has_prompts in enumerate((not alone_first, alone_first)):
         salted = replace(workload, salt=workload.salt * 2 + number)
         prompts = load.prompts(salted) if has_prompts else iter(())
-        phases[has_prompts] = await _phase(server, salted, load, prompts, stop)
+        phases[has_prompts] = await phase(server, salted, load, prompts, stop)
     (only_streams, _), (beside_prompts, sent) = phases[False], phases[True]
     alone, beside = (
         stream_stats(run.outcomes, load.window_s) for run in (only_streams, beside_prompts)
@@ -63,14 +63,14 @@ async def interference(
     return stats, [only_streams, beside_prompts, sent]
 
 
-async def _phase(
+async def phase(
     server: Server,
     workload: Workload,
     load: Interference,
     prompts: Iterator[Demand],
-    stop: asyncio.Event | None,
+    stop: asyncio.Event | None = None,
 ) -> tuple[Run, Run]:
-    """The streams' run and the prompts'."""
+    """The streams' run, which ends with the window, and the prompts'."""
     ended = asyncio.Event()
     running, arriving = Generator(server, ended), Generator(server, ended)
     tasks = [

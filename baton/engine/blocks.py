@@ -122,6 +122,12 @@ class BlockPool:
         self._entries[block] = _CacheEntry(block_hash_, parent, tuple(tokens))
         self._changes.stored.add(block_hash_)
 
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Each of these blocks, which are held, has one more holder."""
+        for block in blocks:
+            assert self._refs[block] > 0, f"block {block} is not held"
+            self._refs[block] += 1
+
     def release(self, blocks: Iterable[int]) -> None:
         """One holder of each block is gone. Deeper blocks of a prefix become evictable first."""
         for block in reversed(list(blocks)):

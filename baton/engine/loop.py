@@ -115,6 +115,17 @@ class Reserved:
     started: bool
 
 
+@dataclass(eq=False, frozen=True)
+class UnverifiedKv:
+    """KV of `num_tokens` on which a sequence runs before it is verified. Its blocks, which were the
+    sequence's from index `first` on, are held until then."""
+
+    sequence: Sequence
+    num_tokens: int
+    first: int
+    blocks: list[int]
+
+
 @dataclass(frozen=True)
 class Load:
     """The engine's load after a step: fields of `worker_pb2.Load`, by the same names.
@@ -312,17 +323,55 @@ class Engine:
         return reserved
 
     @_command
-    def resume(self, seq_id: str, num_computed: int, token_id: int) -> None:
-        """A parked sequence's KV is complete up to `num_computed`; it goes on with `token_id`."""
+    def resume(
+        self, seq_id: str, num_computed: int, token_id: int, verified: bool = True
+    ) -> UnverifiedKv:
+        """A parked sequence's KV is complete up to `num_computed`; it goes on with `token_id`.
+
+        Unless the KV is verified, `accept` or `discard` has to follow. No block is shared before.
+        """
         sequence = self._find(seq_id)
         assert num_computed == sequence.num_tokens, "a handoff covers every known token"
-        self._planner.publish(sequence, sequence.num_computed, num_computed)
+        first = sequence.num_computed // self._blocks.block_size
+        kv = UnverifiedKv(sequence, num_computed, first, sequence.block_ids[first:])
+        if verified:
+            self._planner.publish(sequence, sequence.num_computed, num_computed)
+        else:
+            self._blocks.hold(kv.blocks)
+            sequence.unverified = True
         sequence.num_computed = num_computed
         sequence.awaits_kv = False
         sequence.num_scored = None  # it was, where the KV was computed
         sequence.tokens.append(token_id)
         sequence.new_tokens += 1
         self._planner.add(sequence)
+        return kv
+
+    @_command
+    def accept(self, kv: UnverifiedKv) -> None:
+        """It is what was sent: blocks can be shared, also what was computed meanwhile."""
+        sequence = kv.sequence
+        sequence.unverified, start = False, kv.first * self._blocks.block_size
+        if not sequence.dropped:
+            end = sequence.num_computed - sequence.awaits_token  # without a step in flight
+            self._planner.publish(sequence, start, end)
+        else:
+            sequence.block_ids = [-1] * kv.first + kv.blocks
+            self._planner.publish(sequence, start, kv.num_tokens)
+            sequence.block_ids = []
+        self._blocks.release(kv.blocks)
+
+    @_command
+    def discard(self, kv: UnverifiedKv) -> None:
+        """It is not what was sent: its sequence ends, if it has not."""
+        sequence, wrong = kv.sequence, kv.blocks
+        if not sequence.dropped:
+            own = sequence.block_ids[kv.first :]
+            if own[: len(wrong)] == wrong:  # it was not preempted
+                wrong = own  # what was computed from it is no better
+            self._drop(sequence)
+        self._runner.scrub(wrong)
+        self._blocks.release(kv.blocks)
 
     @_command
     def halt(self, seq_id: str) -> None:

@@ -321,7 +321,9 @@ class Planner:
             self._proposer.took(plan.num_tokens - proposed, proposed, seconds)
 
     def publish(self, sequence: Sequence, start: int, end: int) -> None:
-        """Shares the full blocks that verified KV of positions [start, end) completes."""
+        """Shares the full blocks that KV of positions [start, end) completes, if it is verified."""
+        if sequence.unverified:
+            return
         size = self.blocks.block_size
         for index in range(start // size, end // size):
             tokens = sequence.tokens[index * size : (index + 1) * size]

@@ -96,6 +96,7 @@ class Sequence:
     arrival: int = 0  # set by the planner; decides between equal priorities
     park_after: int | None = None  # leave the batch, keep the blocks, after this many new tokens
     awaits_kv: bool = False  # blocks are held and may be written from outside, unverified
+    unverified: bool = False  # it runs on KV from outside whose checksum is not known yet
     # Prompt positions whose logits have told the next token's log-probability, or whose hidden
     # states were pooled; None: not wanted, or told by the worker that computed the prompt.
     num_scored: int | None = field(init=False)

@@ -23,31 +23,42 @@ _sym_db = _symbol_database.Default()
 
 
 from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
+from baton.v1 import dispatch_pb2 as baton_dot_v1_dot_dispatch__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/handoff.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\xbe\x01\n\x0cOfferRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x1a\n\x12target_incarnation\x18\x02 \x01(\t\x12\"\n\x02kv\x18\x04 \x01(\x0b\x32\x16.baton.v1.KvDescriptor\x12\'\n\ntransports\x18\x05 \x03(\x0e\x32\x13.baton.v1.Transport\x12\x16\n\x0ereachable_gpus\x18\x07 \x03(\tJ\x04\x08\x03\x10\x04J\x04\x08\x06\x10\x07R\x07host_idR\x03pid\"X\n\rOfferResponse\x12&\n\ttransport\x18\x01 \x01(\x0e\x32\x13.baton.v1.Transport\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\x0c\"\x8a\x01\n\x0cReadyRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x19\n\x11reservation_token\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0b\x66irst_token\x18\x05 \x01(\r\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\"\"\n\rReadyResponse\x12\x11\n\tblock_ids\x18\x01 \x03(\r\"\xc9\x01\n\rCommitRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x19\n\x11reservation_token\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x06\x12\x16\n\x0e\x66irst_token_id\x18\x08 \x01(\r\x12\x14\n\x0ctoken_digest\x18\t \x01(\x0c\"\x10\n\x0e\x43ommitResponse\"r\n\x0c\x41\x62ortRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x19\n\x11reservation_token\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06resend\x18\x05 \x01(\x08\"\x0f\n\rAbortResponse2\xfb\x01\n\x0eHandoffService\x12\x38\n\x05Offer\x12\x16.baton.v1.OfferRequest\x1a\x17.baton.v1.OfferResponse\x12\x38\n\x05Ready\x12\x16.baton.v1.ReadyRequest\x1a\x17.baton.v1.ReadyResponse\x12;\n\x06\x43ommit\x12\x17.baton.v1.CommitRequest\x1a\x18.baton.v1.CommitResponse\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/handoff.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x17\x62\x61ton/v1/dispatch.proto\"\xdc\x02\n\x0e\x43ontrolRequest\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12\x32\n\x05trace\x18\x02 \x03(\x0b\x32#.baton.v1.ControlRequest.TraceEntry\x12\'\n\x05offer\x18\x03 \x01(\x0b\x32\x16.baton.v1.OfferRequestH\x00\x12\'\n\x05ready\x18\x04 \x01(\x0b\x32\x16.baton.v1.ReadyRequestH\x00\x12)\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x17.baton.v1.CommitRequestH\x00\x12\'\n\x05\x61\x62ort\x18\x06 \x01(\x0b\x32\x16.baton.v1.AbortRequestH\x00\x12)\n\x06\x63\x61ncel\x18\x07 \x01(\x0b\x32\x17.baton.v1.CancelRequestH\x00\x1a,\n\nTraceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x06\n\x04\x63\x61ll\"\xfc\x01\n\x0f\x43ontrolResponse\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\x04\x12(\n\x05offer\x18\x02 \x01(\x0b\x32\x17.baton.v1.OfferResponseH\x00\x12(\n\x05ready\x18\x03 \x01(\x0b\x32\x17.baton.v1.ReadyResponseH\x00\x12*\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x18.baton.v1.CommitResponseH\x00\x12(\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x17.baton.v1.AbortResponseH\x00\x12$\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x11.baton.v1.FailureH\x00\x42\x08\n\x06\x61nswer\"\x0f\n\rCancelRequest\"\xbe\x01\n\x0cOfferRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x1a\n\x12target_incarnation\x18\x02 \x01(\t\x12\"\n\x02kv\x18\x04 \x01(\x0b\x32\x16.baton.v1.KvDescriptor\x12\'\n\ntransports\x18\x05 \x03(\x0e\x32\x13.baton.v1.Transport\x12\x16\n\x0ereachable_gpus\x18\x07 \x03(\tJ\x04\x08\x03\x10\x04J\x04\x08\x06\x10\x07R\x07host_idR\x03pid\"X\n\rOfferResponse\x12&\n\ttransport\x18\x01 \x01(\x0e\x32\x13.baton.v1.Transport\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08\x65ndpoint\x18\x03 \x01(\x0c\"\x8a\x01\n\x0cReadyRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x19\n\x11reservation_token\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0b\x66irst_token\x18\x05 \x01(\r\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\"\"\n\rReadyResponse\x12\x11\n\tblock_ids\x18\x01 \x03(\r\"\xc9\x01\n\rCommitRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x19\n\x11reservation_token\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x07 \x01(\x06\x12\x16\n\x0e\x66irst_token_id\x18\x08 \x01(\r\x12\x14\n\x0ctoken_digest\x18\t \x01(\x0c\"\x10\n\x0e\x43ommitResponse\"r\n\x0c\x41\x62ortRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x19\n\x11reservation_token\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x0e\n\x06resend\x18\x05 \x01(\x08\"\x0f\n\rAbortResponse2T\n\x0eHandoffService\x12\x42\n\x07\x43ontrol\x12\x18.baton.v1.ControlRequest\x1a\x19.baton.v1.ControlResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.handoff_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OFFERREQUEST']._serialized_start=60
-  _globals['_OFFERREQUEST']._serialized_end=250
-  _globals['_OFFERRESPONSE']._serialized_start=252
-  _globals['_OFFERRESPONSE']._serialized_end=340
-  _globals['_READYREQUEST']._serialized_start=343
-  _globals['_READYREQUEST']._serialized_end=481
-  _globals['_READYRESPONSE']._serialized_start=483
-  _globals['_READYRESPONSE']._serialized_end=517
-  _globals['_COMMITREQUEST']._serialized_start=520
-  _globals['_COMMITREQUEST']._serialized_end=721
-  _globals['_COMMITRESPONSE']._serialized_start=723
-  _globals['_COMMITRESPONSE']._serialized_end=739
-  _globals['_ABORTREQUEST']._serialized_start=741
-  _globals['_ABORTREQUEST']._serialized_end=855
-  _globals['_ABORTRESPONSE']._serialized_start=857
-  _globals['_ABORTRESPONSE']._serialized_end=872
-  _globals['_HANDOFFSERVICE']._serialized_start=875
-  _globals['_HANDOFFSERVICE']._serialized_end=1126
+  _globals['_CONTROLREQUEST_TRACEENTRY']._loaded_options = None
+  _globals['_CONTROLREQUEST_TRACEENTRY']._serialized_options = b'8\001'
+  _globals['_CONTROLREQUEST']._serialized_start=85
+  _globals['_CONTROLREQUEST']._serialized_end=433
+  _globals['_CONTROLREQUEST_TRACEENTRY']._serialized_start=381
+  _globals['_CONTROLREQUEST_TRACEENTRY']._serialized_end=425
+  _globals['_CONTROLRESPONSE']._serialized_start=436
+  _globals['_CONTROLRESPONSE']._serialized_end=688
+  _globals['_CANCELREQUEST']._serialized_start=690
+  _globals['_CANCELREQUEST']._serialized_end=705
+  _globals['_OFFERREQUEST']._serialized_start=708
+  _globals['_OFFERREQUEST']._serialized_end=898
+  _globals['_OFFERRESPONSE']._serialized_start=900
+  _globals['_OFFERRESPONSE']._serialized_end=988
+  _globals['_READYREQUEST']._serialized_start=991
+  _globals['_READYREQUEST']._serialized_end=1129
+  _globals['_READYRESPONSE']._serialized_start=1131
+  _globals['_READYRESPONSE']._serialized_end=1165
+  _globals['_COMMITREQUEST']._serialized_start=1168
+  _globals['_COMMITREQUEST']._serialized_end=1369
+  _globals['_COMMITRESPONSE']._serialized_start=1371
+  _globals['_COMMITRESPONSE']._serialized_end=1387
+  _globals['_ABORTREQUEST']._serialized_start=1389
+  _globals['_ABORTREQUEST']._serialized_end=1503
+  _globals['_ABORTRESPONSE']._serialized_start=1505
+  _globals['_ABORTRESPONSE']._serialized_end=1520
+  _globals['_HANDOFFSERVICE']._serialized_start=1522
+  _globals['_HANDOFFSERVICE']._serialized_end=1606
 # @@protoc_insertion_point(module_scope)

@@ -1,4 +1,5 @@
 from baton.v1 import common_pb2 as _common_pb2
+from baton.v1 import dispatch_pb2 as _dispatch_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -6,6 +7,51 @@ from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class ControlRequest(_message.Message):
+    __slots__ = ("call_id", "trace", "offer", "ready", "commit", "abort", "cancel")
+    class TraceEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    trace: _containers.ScalarMap[str, str]
+    offer: OfferRequest
+    ready: ReadyRequest
+    commit: CommitRequest
+    abort: AbortRequest
+    cancel: CancelRequest
+    def __init__(self, call_id: _Optional[int] = ..., trace: _Optional[_Mapping[str, str]] = ..., offer: _Optional[_Union[OfferRequest, _Mapping]] = ..., ready: _Optional[_Union[ReadyRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ...) -> None: ...
+
+class ControlResponse(_message.Message):
+    __slots__ = ("call_id", "offer", "ready", "commit", "abort", "failure")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    offer: OfferResponse
+    ready: ReadyResponse
+    commit: CommitResponse
+    abort: AbortResponse
+    failure: _dispatch_pb2.Failure
+    def __init__(self, call_id: _Optional[int] = ..., offer: _Optional[_Union[OfferResponse, _Mapping]] = ..., ready: _Optional[_Union[ReadyResponse, _Mapping]] = ..., commit: _Optional[_Union[CommitResponse, _Mapping]] = ..., abort: _Optional[_Union[AbortResponse, _Mapping]] = ..., failure: _Optional[_Union[_dispatch_pb2.Failure, _Mapping]] = ...) -> None: ...
+
+class CancelRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class OfferRequest(_message.Message):
     __slots__ = ("incarnation", "target_incarnation", "kv", "transports", "reachable_gpus")

@@ -35,25 +35,10 @@ class HandoffServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Offer = channel.unary_unary(
-                '/baton.v1.HandoffService/Offer',
-                request_serializer=baton_dot_v1_dot_handoff__pb2.OfferRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_handoff__pb2.OfferResponse.FromString,
-                _registered_method=True)
-        self.Ready = channel.unary_unary(
-                '/baton.v1.HandoffService/Ready',
-                request_serializer=baton_dot_v1_dot_handoff__pb2.ReadyRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_handoff__pb2.ReadyResponse.FromString,
-                _registered_method=True)
-        self.Commit = channel.unary_unary(
-                '/baton.v1.HandoffService/Commit',
-                request_serializer=baton_dot_v1_dot_handoff__pb2.CommitRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_handoff__pb2.CommitResponse.FromString,
-                _registered_method=True)
-        self.Abort = channel.unary_unary(
-                '/baton.v1.HandoffService/Abort',
-                request_serializer=baton_dot_v1_dot_handoff__pb2.AbortRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_handoff__pb2.AbortResponse.FromString,
+        self.Control = channel.stream_stream(
+                '/baton.v1.HandoffService/Control',
+                request_serializer=baton_dot_v1_dot_handoff__pb2.ControlRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_handoff__pb2.ControlResponse.FromString,
                 _registered_method=True)
 
 
@@ -61,29 +46,9 @@ class HandoffServiceServicer(object):
     """The control side of KV transfers.
     """
 
-    def Offer(self, request, context):
-        """Pairs two workers: compares descriptors, picks a transport, starts a new epoch.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Ready(self, request, context):
-        """Announces blocks. One-sided: grants the write. Two-sided: the receive is posted.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Commit(self, request, context):
-        """Ends a handoff: tokens, length and checksum are verified, then decoding starts.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Abort(self, request, context):
-        """Gives a handoff up; the caller writes no more into its blocks.
+    def Control(self, request_iterator, context):
+        """A prefill worker's calls, and an answer to each in whatever order they come. One stream for each
+        pair of workers, open as long as their link; its end cancels the calls that are not answered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,25 +57,10 @@ class HandoffServiceServicer(object):
 
 def add_HandoffServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Offer': grpc.unary_unary_rpc_method_handler(
-                    servicer.Offer,
-                    request_deserializer=baton_dot_v1_dot_handoff__pb2.OfferRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_handoff__pb2.OfferResponse.SerializeToString,
-            ),
-            'Ready': grpc.unary_unary_rpc_method_handler(
-                    servicer.Ready,
-                    request_deserializer=baton_dot_v1_dot_handoff__pb2.ReadyRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_handoff__pb2.ReadyResponse.SerializeToString,
-            ),
-            'Commit': grpc.unary_unary_rpc_method_handler(
-                    servicer.Commit,
-                    request_deserializer=baton_dot_v1_dot_handoff__pb2.CommitRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_handoff__pb2.CommitResponse.SerializeToString,
-            ),
-            'Abort': grpc.unary_unary_rpc_method_handler(
-                    servicer.Abort,
-                    request_deserializer=baton_dot_v1_dot_handoff__pb2.AbortRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_handoff__pb2.AbortResponse.SerializeToString,
+            'Control': grpc.stream_stream_rpc_method_handler(
+                    servicer.Control,
+                    request_deserializer=baton_dot_v1_dot_handoff__pb2.ControlRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_handoff__pb2.ControlResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -125,7 +75,7 @@ class HandoffService(object):
     """
 
     @staticmethod
-    def Offer(request,
+    def Control(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -135,93 +85,12 @@ class HandoffService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/baton.v1.HandoffService/Offer',
-            baton_dot_v1_dot_handoff__pb2.OfferRequest.SerializeToString,
-            baton_dot_v1_dot_handoff__pb2.OfferResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Ready(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.HandoffService/Ready',
-            baton_dot_v1_dot_handoff__pb2.ReadyRequest.SerializeToString,
-            baton_dot_v1_dot_handoff__pb2.ReadyResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Commit(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.HandoffService/Commit',
-            baton_dot_v1_dot_handoff__pb2.CommitRequest.SerializeToString,
-            baton_dot_v1_dot_handoff__pb2.CommitResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Abort(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.HandoffService/Abort',
-            baton_dot_v1_dot_handoff__pb2.AbortRequest.SerializeToString,
-            baton_dot_v1_dot_handoff__pb2.AbortResponse.FromString,
+            '/baton.v1.HandoffService/Control',
+            baton_dot_v1_dot_handoff__pb2.ControlRequest.SerializeToString,
+            baton_dot_v1_dot_handoff__pb2.ControlResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,8 @@ class Driver:
             lambda report: self._reports.put((time.perf_counter(), report))
         )
 
+        self.waited_s = 0.0  # of a step of the last `decode`, that the host waited for the device
+
         self._engine.start()
 
     def close(self) -> None:
@@ -75,12 +77,14 @@ class Driver:
                 self._engine.resume(sequence.seq_id, sequence.num_tokens, 7)
 
         self._engine.submit(start).result()
-        ends: list[float] = []
+        ends, waited = list[float](), list[float]()
         while len(ends) < run:
             ended, report = self._next()
             if report.num_sequences == batch:
                 ends.append(ended)
+                waited.append(report.waited_s)
         counted = ends[warm_up - 1 : -1]  # the last one frees everything
+        self.waited_s = sum(waited[warm_up:-1]) / (len(counted) - 1)
         return (counted[-1] - counted[0]) / (len(counted) - 1)
 
     def prefill(self, tokens: int) -> float:

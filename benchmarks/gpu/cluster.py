@@ -19,15 +19,19 @@ from pathlib import Path
 
 import torch
 
-from baton.cuda import CudaArea
+from baton.cuda import CudaArea, nccl_version
 from baton.engine.backends.gpu.device import Work, new_stream
+from baton.engine.ops.triton import timing
+from baton.rendezvous import open_store
 from baton.shared_memory import SharedMemoryArea
 from benchmarks.child import Child, messages
+from benchmarks.gpu.kernels import specs
 from benchmarks.gpu.part import Case, Cells, Part, failure, summary
 from benchmarks.shapes import GPU_SHAPES
 from kvtransfer import copier, transports
 from kvtransfer.interface import Transport
 from kvtransfer.pool import SCALE_BYTES, KvPool, Slots
+from kvtransfer.transports.process_group import NcclTransport
 
 _START_S, _TIMEOUT_S, _HOST = 60.0, 30.0, "127.0.0.1"
 _MOVED = 512 << 20  # bytes
@@ -37,6 +41,8 @@ _ALONE = "nccl is left out: before NCCL 2.30 it refuses two ranks on one GPU"
 def run(part: Part) -> None:
     """Transports, then the cluster."""
     part.measure("transfer", _transfers(part))
+    if part.cuda and torch.distributed.is_nccl_available():
+        part.measure("nccl", [("a group of one", partial(nccl_alone, part))])
     try:
         from benchmarks.gpu.handoff import handoff, ranks  # noqa: PLC0415
     except Exception as error:  # protobuf refuses messages of a newer one with errors of its own
@@ -50,6 +56,16 @@ def run(part: Part) -> None:
         part.note("ranks", f"{_ALONE}, and there is one GPU")
         return
     part.measure("ranks", [("two ranks, demo model", partial(ranks, part))])
+
+
+def served(part: Part) -> None:
+    """Part "serve", where its packages are."""
+    try:
+        from benchmarks.gpu.serve import serve  # noqa: PLC0415
+    except Exception as error:  # as above
+        part.note("serve", f"no cluster is started: {summary(error)}")
+        return
+    part.measure("serve", [(shape.name, partial(serve, part, shape)) for shape in part.models])
 
 
 def _nccl_shares_a_gpu() -> bool:
@@ -81,6 +97,11 @@ class End:
     block_size: int = 16
     dtype: str = "bfloat16"
 
+    @property
+    def row(self) -> int:
+        """Elements of a token's row of one head, with its scale."""
+        return self.head_size + (SCALE_BYTES if getattr(torch, self.dtype).itemsize == 1 else 0)
+
     def slots(self, seed: int) -> Slots:
         """Blocks in random order."""
         ids = random.Random(seed).sample(range(self.num_blocks + 8), self.num_blocks)
@@ -89,8 +110,7 @@ class End:
     def opened(self) -> tuple[KvPool, Transport]:
         """A pool as a worker of that transport has it. Raises OSError."""
         device, dtype = torch.device(self.device), getattr(torch, self.dtype)
-        row = self.head_size + (SCALE_BYTES if dtype.itemsize == 1 else 0)
-        shape = self.num_blocks + 8, self.layers, 2, self.kv_heads, self.block_size, row
+        shape = self.num_blocks + 8, self.layers, 2, self.kv_heads, self.block_size, self.row
         nbytes = dtype.itemsize * math.prod(shape)
         area: CudaArea | SharedMemoryArea | None = None
         if self.transport == "cuda_ipc":
@@ -147,6 +167,7 @@ def transfer(part: Part, sending: End, receiving: End, first: Sequence[str] = ()
     first: what starts the receiving process.
     """
     pool, transport = sending.opened()
+    copier.prepare(pool)  # as a worker does
     pool.tensor.view(torch.uint8).random_()
     if part.cuda:
         torch.cuda.synchronize(pool.device)
@@ -176,6 +197,8 @@ def transfer(part: Part, sending: End, receiving: End, first: Sequence[str] = ()
                 cells = {"MB": moved / 1e6, "ms": seconds * 1e3, **part.of_copy(2 * moved, seconds)}
                 cells |= {"GB/s": moved / seconds / 1e9}  # of what travels, each byte once
                 cells |= {"open ms": open_s * 1e3}
+                if part.cuda:  # a put can do no better than the kernel that copies its blocks
+                    cells["of copy kernel"] = _kernel_s(part, sending) / seconds
                 if transport.one_sided:
                     last = slots, receiving.slots(0), pool.new_digest(), _TIMEOUT_S
                     cells |= beside_products(pool.device, partial(link.put, *last), seconds)
@@ -185,6 +208,41 @@ def transfer(part: Part, sending: End, receiving: End, first: Sequence[str] = ()
     finally:
         if pool.area is not None:
             pool.area.close()
+
+
+def _kernel_s(part: Part, end: End) -> float:
+    """Seconds of a launch that copies a transfer's blocks within the device."""
+    shape = {
+        "use": "copy", "blocks": end.num_blocks, "layers": end.layers, "kv_heads": end.kv_heads,
+        "dtype": end.dtype, "row": end.row,
+    }  # fmt: skip
+    trial = specs()["move_blocks"].trial(shape, part.device)
+    return timing.seconds([partial(trial.run, None)], part.device, captured=False)
+
+
+def nccl_alone(part: Part) -> Cells:
+    """A group of this process alone, built as a link's is: sends to itself, is aborted while it
+    lives, and is built anew. Raises AssertionError where other bytes arrive, RuntimeError."""
+    transport = NcclTransport(_HOST)
+    cells: Cells = {"version": ".".join(map(str, nccl_version()))}
+    for again in ("", " anew"):
+        store, _ = open_store(_HOST)
+        began = time.perf_counter()
+        group = transport.build(store, 0, _TIMEOUT_S, ranks=1)
+        sent = torch.randint(256, (4 << 20,), dtype=torch.uint8, device=part.device)
+        arrived = torch.zeros_like(sent)
+        group._start_coalescing()  # one alone would wait for the other
+        group.send([sent], 0, 0)
+        group.recv([arrived], 0, 0)
+        group._end_coalescing().wait()
+        torch.cuda.synchronize(part.device)
+        cells[f"built{again}, sent ms"] = (time.perf_counter() - began) * 1e3
+        assert torch.equal(arrived, sent), "other bytes arrived"
+        began = time.perf_counter()
+        group.abort()
+        cells[f"aborted{again} ms"] = (time.perf_counter() - began) * 1e3
+        store.close()
+    return cells
 
 
 def beside_products(device: torch.device, put: Work, put_s: float) -> Cells:
@@ -220,6 +278,7 @@ def main() -> None:
         if end.device != "cpu":
             torch.cuda.set_device(end.device)
         pool, transport = end.opened()
+        copier.prepare(pool)
         listener = transport.listen(pool)
         reader = copier.copier(pool)
         send({"endpoint": listener.endpoint.hex()})

@@ -1,8 +1,9 @@
 """Part "engine": decode steps and prompts of whole models with made-up weights, sampling included.
 
 Beside each figure stands its floor, the bytes and the arithmetic that no engine gets around at the
-rates that the device was measured to have, and transformers in turn with it. First of all the
-engine is compared with its reference in float32: the same tokens.
+rates that the device was measured to have, and transformers in turn with it; of decode steps also
+how long the host waited for the device: next to nothing where it was the slower of both. First of
+all the engine is compared with its reference in float32: the same tokens.
 """
 
 from __future__ import annotations
@@ -16,14 +17,11 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.backends.gpu.device import new_stream
-from baton.engine.backends.gpu.device_sampling import DeviceSampler
-from baton.engine.backends.gpu.linear import prepare
 from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.build import Loaded
@@ -32,19 +30,18 @@ from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
 from baton.engine.ops.triton.attention_specs import random_pool
 from baton.engine.runner import Runner, StepRunner
-from baton.engine.sampling.sampler import Sampler, SampleRow
+from baton.engine.sampling.sampler import Sampler
 from baton.engine.weights.weights import random_weights
-from baton.sampling import SamplingParams
 from benchmarks.engine.adapters.protocol import Setup, Timed
 from benchmarks.engine.adapters.transformers_model import Transformers
 from benchmarks.engine.driver import Driver
-from benchmarks.gpu.kernels import seconds
+from benchmarks.gpu.kernels import GROUPS, in_format
 from benchmarks.gpu.part import Case, Cells, Part, is_fatal, summary
 from benchmarks.shapes import GPU_SHAPES, Shape
 
 BATCHES, CONTEXT, STEPS = (1, 8, 64, 256), 512, 64
 PROMPTS, CHUNK = (512, 2048, 8192), 2048
-_OF_EXPERTS = (1, 64), (2048,)  # batches and prompts
+_OF_EXPERTS = (1, 64), (512, 2048)  # batches and prompts
 RIVAL_MOST, _RIVAL_STEPS = 64, 8  # sequences of transformers; its steps
 # What a step of a batch is compared with greedy sampling for: all rows' settings, the first row's.
 SAMPLING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -59,21 +56,35 @@ _SKEWED = (32768,) + 63 * (1024,)  # contexts of a batch
 _SPARE = 6 << 30  # bytes for activations, graphs, and what torch keeps
 
 BLOCK_SIZE = EngineConfig.block_size
+# Of an element of a layer's matrix: int4's groups of 64 and AWQ's of 128 have scales of 16 bits,
+# AWQ's zeros of 4, blocks' scales of 128 x 128 are nothing, and MXFP4's are of 8 bits.
+_ELEMENT_BYTES = {"int8": 1.0, "fp8": 1.0, "fp8 in blocks": 1.0, "int4": 0.5 + 2 / 64,
+                  "AWQ": 0.5 + 2.5 / 128, "MXFP4": 0.5 + 1 / 32}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Formats:
-    """Of what weights, KV and everything else are made."""
+    """Of what weights, KV and everything else are made. name: of FORMATS, or a type's."""
 
     name: str
     dtype: torch.dtype = torch.bfloat16
     kv: torch.dtype = torch.bfloat16
-    quantization: str = "none"
 
     @property
-    def weight_bytes(self) -> int:
-        """Of an element of a matrix."""
-        return self.dtype.itemsize if self.quantization == "none" else 1
+    def weight_bytes(self) -> float:
+        """Bytes of an element of a layer's matrix, with its share of 16-bit scales."""
+        return _ELEMENT_BYTES.get(self.name, self.dtype.itemsize)
+
+    @property
+    def output_bytes(self) -> float:
+        """Bytes of an element of the output layer's matrix, which is never of four bits."""
+        kept = self.name in GROUPS
+        return self.dtype.itemsize if kept else max(1.0, self.weight_bytes)
+
+    @property
+    def eight_bits(self) -> bool:
+        """Whether products of a layer are of 8-bit rows and weights."""
+        return self.name in ("int8", "fp8")
 
     def layout(self, shape: Shape, num_blocks: int = 1) -> KvLayout:
         """Of a pool."""
@@ -81,7 +92,7 @@ class Formats:
         return KvLayout(num_blocks, *sizes, self.kv)
 
 
-BF16, FP8 = Formats("bf16"), Formats("fp8", kv=torch.float8_e4m3fn, quantization="fp8")
+BF16, FP8 = Formats("bf16"), Formats("fp8", kv=torch.float8_e4m3fn)
 FLOAT32 = Formats("f32", torch.float32, torch.float32)
 SMALL = Shape("small", 1024, 6, 16, 4, 2816, 8192)  # quick in float32
 
@@ -100,7 +111,7 @@ class OurEngine:
             path = Path(folder) / "config.json"
             path.write_text(json.dumps(shape.config()), encoding="utf-8")
             self._config = config = ModelConfig.load(path)
-        form = partial(prepare, quantization=formats.quantization)
+        form = partial(in_format, name=formats.name)
         weights = random_weights(config, formats.dtype, device, 1, form)
         self._dtype, self._model_args = formats.dtype, (config, weights, formats.dtype, device)
         self._layout = plan_layout(config, formats.kv, BLOCK_SIZE, num_blocks, 0)
@@ -135,20 +146,33 @@ class OurEngine:
         return Driver(Loaded(*about, settings, context, prepare=lambda: None))
 
 
-def weight_bytes(shape: Shape, formats: Formats = BF16, tokens: int = 1) -> int:
-    """What a step of so many tokens reads of the weights: every matrix once, of the embedding a few
-    rows, and of experts those that are taken."""
-    idle = (shape.experts - shape.experts_taken(tokens)) * shape.mlp_matrices
-    matrices = shape.layers * (shape.layer_matrices - idle) + shape.vocab * shape.hidden
-    return round(matrices * formats.weight_bytes)
+class Product(NamedTuple):
+    """Matrices of one kind in a step: what is read of their weights, and computed with them."""
+
+    weight_bytes: float
+    flops: float
+    eight_bits: bool
 
 
-def prefill_flops(shape: Shape, tokens: int) -> float:
-    """A whole prompt: matrices, causal attention, and the scores of the last token alone."""
-    idle = (shape.experts - shape.per_token) * shape.mlp_matrices
-    matrices = 2.0 * tokens * shape.layers * (shape.layer_matrices - idle)
-    attention = 4.0 * shape.layers * shape.heads * shape.head_size * tokens * (tokens + 1) / 2
-    return matrices + attention + 2.0 * shape.vocab * shape.hidden
+def products(shape: Shape, formats: Formats, tokens: int, logits: int) -> list[Product]:
+    """Those of a step of so many tokens, of which `logits` get scores: attention's matrices, MLPs
+    or the experts that are taken, and the output layer."""
+    attention = 2 * shape.hidden * (shape.hidden + shape.kv_heads * shape.head_size)
+    attention += shape.experts * shape.hidden  # the router
+    read = shape.experts_taken(tokens) * shape.mlp_matrices if shape.experts else shape.mlp_matrices
+    used = (shape.per_token or 1) * shape.mlp_matrices
+    size, head = shape.layers * formats.weight_bytes, shape.vocab * shape.hidden
+    eight = formats.eight_bits
+    return [
+        Product(size * attention, 2.0 * tokens * shape.layers * attention, eight),
+        Product(size * read, 2.0 * tokens * shape.layers * used, eight),
+        Product(head * formats.output_bytes, 2.0 * logits * head, eight),
+    ]
+
+
+def attention_flops(shape: Shape, tokens: int) -> float:
+    """Of causal attention over a whole prompt."""
+    return 4.0 * shape.layers * shape.heads * shape.head_size * tokens * (tokens + 1) / 2
 
 
 def title_of(shape: Shape, formats: Formats, size: str = "") -> str:
@@ -157,16 +181,21 @@ def title_of(shape: Shape, formats: Formats, size: str = "") -> str:
 
 
 def run(part: Part) -> None:
-    """Equality, then each shape in bf16 beside transformers, one with experts, and all in fp8."""
+    """Equality, then each model."""
     part.measure(
         "engine against its reference",
         [("float32, greedy", partial(equality, part)), ("float32, soak", partial(soak, part))],
     )
-    experts = GPU_SHAPES[part.sized("A3B", "smoke experts")]
-    measured = [(shape, BF16) for shape in (*part.models, experts)]
-    measured += [(shape, FP8) for shape in part.models]
     # Made one after the other: what one measured with is freed before the next.
-    part.measure("decode", ((title_of(*one), Measuring(part, *one).run) for one in measured))
+    part.measure("decode", ((title_of(*one), Measuring(part, *one).run) for one in measured(part)))
+
+
+def measured(part: Part) -> list[tuple[Shape, Formats]]:
+    """The models, and of what they are made."""
+    experts = GPU_SHAPES[part.sized("A3B", "smoke experts")]
+    first = [(part.models[0], one) for one in (BF16, FP8, Formats("int4"))]
+    others = [(shape, BF16) for shape in (*part.models[1:], experts)]
+    return [*first, *others, (part.models[0], Formats("fp8 in blocks"))]
 
 
 def equality(part: Part) -> Cells:
@@ -237,7 +266,7 @@ class Measuring:
         """All of it."""
         part, title = self.part, self._title()
         part.free()
-        if self.formats == FP8 and not part.has_fp8:
+        if "fp8" in self.formats.name and not part.has_fp8:
             return part.note("decode", f"{title} is left out: this GPU has no fp8")
         beside = self.formats == BF16 and not self.shape.experts
         batches = self._fitting(beside)
@@ -289,7 +318,7 @@ class Measuring:
         wanted, shape = list(self.batches), self.shape
         if not self.part.cuda:
             return wanted
-        room = torch.cuda.mem_get_info(self.part.device)[0] - _SPARE
+        room = float(torch.cuda.mem_get_info(self.part.device)[0] - _SPARE)
         room -= shape.num_parameters * self.formats.weight_bytes
         if beside:
             theirs = RIVAL_MOST * (CONTEXT + 2 * STEPS)
@@ -309,14 +338,21 @@ class Measuring:
             theirs = partial(self.rival.decode, batch, self.context, steps)
         ours = partial(driver.decode, [self.context] * batch, self.warm_up, self.steps)
         step_s, rival = self._in_turn("decode", batch, ours, theirs, steps)
-        cells: Cells = {"ms a step": step_s * 1e3, "tokens/s": batch / step_s}
+        cells: Cells = {
+            "ms a step": step_s * 1e3, "tokens/s": batch / step_s,
+            "waited us": driver.waited_s * 1e6, "of step waited": driver.waited_s / step_s,
+        }  # fmt: skip
         if part.copy_bytes_per_s:
             middle = self.context + self.warm_up + self.steps // 2  # of what was counted
-            moved = weight_bytes(self.shape, self.formats, batch)
-            moved += batch * middle * self.formats.layout(self.shape).bytes_per_token
-            floor = moved / part.copy_bytes_per_s
+            kv = batch * middle * self.formats.layout(self.shape).bytes_per_token
+            floor = kv / part.copy_bytes_per_s + self._floor_s(batch, batch)
             cells |= {"floor ms": floor * 1e3, "of floor": floor / step_s}
         return cells | rival
+
+    def _floor_s(self, tokens: int, logits: int) -> float:
+        """Seconds of a step's products at the measured rates."""
+        found = products(self.shape, self.formats, tokens, logits)
+        return sum(self.part.floor_s(one.weight_bytes, one.flops, one.eight_bits) for one in found)
 
     def _compared_cases(self, driver: Driver) -> Iterator[Case]:
         """Batches whose lengths or settings differ from row to row, beside others of one kind."""
@@ -327,8 +363,9 @@ class Measuring:
             partial(self._beside, driver, "evenly spread", even, self.skewed),
         )
         for name, (sampling, first) in SAMPLING.items():
-            compared = partial(self._beside_greedy, driver, batch, first, sampling)
-            yield self._title(f"batch {batch}, {name}"), compared
+            contexts = [self.context] * batch
+            compared = partial(self._beside, driver, "greedy", contexts, contexts, first=first)
+            yield self._title(f"batch {batch}, {name}"), partial(compared, **sampling)
 
     def _beside(
         self, driver: Driver, other: str, others: Items[int], contexts: Items[int], **settings: Any
@@ -345,23 +382,6 @@ class Measuring:
             "us more": (step_s - other_s) * 1e6, "ratio": step_s / other_s,
         }  # fmt: skip
 
-    def _beside_greedy(
-        self, driver: Driver, batch: int, first: dict[str, Any], sampling: dict[str, Any]
-    ) -> Cells:
-        """As `_beside`; then the sampler alone, on logits that are there."""
-        contexts, device = [self.context] * batch, self.part.device
-        cells = self._beside(driver, "greedy", contexts, contexts, first=first, **sampling)
-        vocab, tokens = self.shape.vocab, [token % self.shape.vocab for token in range(batch)]
-        params = [SamplingParams(**{**sampling, **first})]
-        params += [SamplingParams(**sampling)] * (batch - 1)
-        sampler = DeviceSampler(new_stream(device), Sampler(frozenset(), vocab), batch)
-        sampler.prepare([SampleRow(one, tokens, len(tokens)) for one in params])
-        logits = torch.randn(batch, vocab, device=device)
-        sampler_s = seconds(partial(sampler.sample, logits), device)
-        step_ms = cells["ms a step"]
-        assert isinstance(step_ms, float)
-        return cells | {"sampler us": sampler_s * 1e6, "of step": sampler_s * 1e3 / step_ms}
-
     def prefill(self, driver: Driver, tokens: int) -> Cells:
         """One prompt in chunks, to its first token."""
         if not self.part.smoke:
@@ -370,11 +390,11 @@ class Measuring:
         ours_s, rival = self._in_turn("prefill", tokens, partial(driver.prefill, tokens), theirs)
         cells: Cells = {"ms": ours_s * 1e3, "tokens/s": tokens / ours_s}
         if rate := self.part.matmul_flops:
-            computed_s = prefill_flops(self.shape, tokens) / rate
-            read_s = weight_bytes(self.shape, self.formats, tokens) / self.part.copy_bytes_per_s
-            floor = max(computed_s, read_s)
+            attention = attention_flops(self.shape, tokens)
+            floor = self._floor_s(tokens, 1) + attention / rate
+            flops = sum(one.flops for one in products(self.shape, self.formats, tokens, 1))
             cells |= {"floor ms": floor * 1e3, "of floor": floor / ours_s}
-            cells |= {"of matmul rate": computed_s / ours_s}
+            cells |= {"of matmul rate": (flops + attention) / rate / ours_s}
         return cells | rival
 
     def _in_turn(

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.pool import IMapIterator, Pool
@@ -25,27 +25,33 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.nn.functional as F
 import triton
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.jit import JITFunction
 
-from baton.engine.backends.gpu.linear import eight_bits, prepare
-from baton.engine.ops.triton import tuning
+from baton.engine.backends.gpu.linear import GpuWeight, prepare
+from baton.engine.ops.triton import timing, tuning
 from baton.engine.ops.triton.check import check as compile_specs
 from baton.engine.ops.triton.rows import EightBitRows, quantize_rows
 from baton.engine.ops.triton.spec import (
     Config,
     KernelSpec,
     Key,
-    Outputs,
     error_of,
-    relative_error,
     small,
     specs_in,
     text_of,
 )
-from baton.engine.weights.weight import DenseWeight, Weight
+from baton.engine.weights.quantize import FP8
+from baton.engine.weights.weight import (
+    DenseWeight,
+    Fp8BlockWeight,
+    Int4Weight,
+    Mxfp4Weight,
+    Weight,
+)
 from benchmarks.gpu.part import Case, Cells, Part, is_fatal, summary
 from benchmarks.gpu.run import run_part
 
@@ -57,6 +63,13 @@ _OF_MEMORY = 0.3  # of what is free: for a pool, and as much for torch's K and V
 TORCH_ATTENTION = {
     "of flash": SDPBackend.FLASH_ATTENTION, "of cuDNN": SDPBackend.CUDNN_ATTENTION
 }  # fmt: skip
+# A layer's, outputs x inputs: gate and up, down, q k v, o; in formats, by decode steps and prompts.
+MATRICES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
+FORMATS = ("bf16", "fp8", "int8", "int4", "fp8 in blocks", "AWQ", "MXFP4")
+_QUANTIZATIONS = ("fp8", "int8", "int4")  # as `--quantization` names them
+_EIGHT_BITS = ("fp8", "int8")  # of rows, too
+GROUPS = {"fp8 in blocks": 128, "AWQ": 128, "MXFP4": 32}  # inputs that share a scale
+_PRODUCT_ROWS = (1, 4, 16, 64, 256, 2048)
 _MOVED = 512 << 20  # bytes of blocks
 # As nvidia-smi names them; the reasons first as drivers do since they are "events".
 _CLOCKS = {
@@ -81,15 +94,6 @@ T = TypeVar("T")
 def specs() -> dict[str, Any]:
     """Every kernel's, by its name."""
     return {spec.name: spec for spec in specs_in(["kvtransfer.kernels.blocks"])}
-
-
-def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Median of some calls on the device with a cold L2 cache; of one on a CPU."""
-    if device.type == "cuda":
-        return float(triton.testing.do_bench(call, return_mode="median")) / 1e3
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def machine(part: Part) -> None:
@@ -118,15 +122,19 @@ def machine(part: Part) -> None:
     left, right = torch.randn(2, size, size, dtype=torch.bfloat16, device=device).unbind()
     if has_smi := "driver" in about:
         part.attempt("clocks", "before", partial(_clocks, part))
-    copy_s = seconds(lambda: target.copy_(source), device)
+    copy_s = timing.seconds([lambda: target.copy_(source)], device)
     values = source.view(torch.float32)
-    read_s = min(seconds(read, device) for read in (values.sum, values.amax))
+    read_s = min(timing.seconds([read], device) for read in (values.sum, values.amax))
     product = torch.empty_like(left)
-    matmul_s = seconds(lambda: torch.mm(left, right, out=product), device)
+    matmul_s = timing.seconds([lambda: torch.mm(left, right, out=product)], device)
+    eight = prepare(DenseWeight(right), False, "fp8" if part.has_fp8 else "int8")
+    rows = _rows_for(eight, left)
+    eight_s = timing.seconds([lambda: eight.apply(rows)], device)
     rates: Cells = {
         "copy GB/s": 2e-9 * nbytes / copy_s,
         "read GB/s": 1e-9 * nbytes / read_s,
         "matmul TFLOP/s": 2e-12 * size**3 / matmul_s,
+        "8-bit TFLOP/s": 2e-12 * size**3 / eight_s,
     }
     part.row("ceilings", "measured", rates)
     if has_smi:
@@ -281,7 +289,8 @@ def correctness(part: Part) -> None:
 
 def _runs(part: Part, shape: Key) -> bool:
     """Whether the device has what a case needs."""
-    return part.has_fp8 or "fp8" not in (shape.get("kv"), shape.get("to"))
+    wanted = 89 if "fp8" in (shape.get("kv"), shape.get("to")) else int(shape.get("least", 80))
+    return part.capability >= wanted
 
 
 def _memcheck(part: Part) -> None:
@@ -336,7 +345,7 @@ def _error(part: Part, spec: Any, shape: Key, number: int) -> float:
     """At the case's own sizes first, then at larger ones; at tiny ones in a dry run."""
     sizes = dict(shape)
     times = random.Random(number).randint(2, 8)
-    if number and spec.name != "int8_matmul":  # whose rows are few
+    if number and spec.name != "skinny_matmul":  # whose rows are few
         for name in {*_GROWING} & {*sizes}:
             sizes[name] = int(sizes[name]) * times * (10 if name == "rows" else 1)
     if "ragged" in shape or spec.name == "move_blocks":
@@ -374,27 +383,85 @@ def _tables(part: Part) -> Iterator[tuple[str, Iterator[KernelCase]]]:
         yield table, (case for case in cases if _runs(part, case[2]))
 
 
-def _products(part: Part) -> Iterator[Case]:
-    """The product before the gate, a layer's largest, in each format, of a decode step's rows.
+def in_format(weight: Weight, is_output: bool, name: str) -> Weight:
+    """A dense matrix as the GPU's model holds it in a format, one of FORMATS.
 
-    If fewer rows than 16 take longer than 16, it pays to pad them.
+    What only checkpoints have is made up: numbers do not matter to how long a product takes.
     """
-    shape = part.sized((28672, 4096), (32, 32))
-    dense = DenseWeight(torch.randn(shape, dtype=torch.bfloat16, device=part.device))
-    for kind in ("none", "int8", "int4", *(["fp8"] if part.has_fp8 else [])):
-        weight = prepare(dense, False, kind)
-        for rows in part.sized((1, 2, 4, 8, 16, 64), (2,)):
-            name = "bf16" if kind == "none" else kind
-            yield f"{name}, {rows} rows", partial(_product, part, weight, rows)
+    if not isinstance(weight, DenseWeight) or (is_output and name in GROUPS):
+        return prepare(weight, is_output, "none")
+    group = GROUPS.get(name, 0)
+    if not group or weight.shape[1] % group:
+        return prepare(weight, is_output, name if name in _QUANTIZATIONS else "none")
+    (outputs, inputs), device = weight.shape, weight.tensor.device
+    scales = torch.full((outputs, inputs // group), 2.0**-7, device=device)
+    if name == "fp8 in blocks":
+        return prepare(Fp8BlockWeight(weight.tensor.mul(64).to(FP8), scales), is_output, "none")
+    pairs = torch.randint(256, (outputs, inputs // 2), dtype=torch.uint8, device=device)
+    if name == "MXFP4":
+        return prepare(Mxfp4Weight(pairs, scales), is_output, "none")
+    zeros = torch.randint(6, 10, scales.shape, dtype=torch.uint8, device=device)
+    return prepare(Int4Weight(pairs, scales, zeros), is_output, "none")
 
 
-def _product(part: Part, weight: Weight, rows: int) -> Cells:
-    """Its rate, on rows of eight bits where it takes those."""
-    x: Any = torch.randn(rows, weight.shape[1], dtype=torch.bfloat16, device=part.device)
-    if dtype := eight_bits(weight):
-        x = EightBitRows(*quantize_rows(x, dtype), x.dtype)
-    took = seconds(partial(weight.apply, x), part.device)
-    return {"us": took * 1e6, **part.of_copy(weight.num_bytes, took)}
+def _products(part: Part) -> Iterator[Case]:
+    """A layer's products in each format, the largest first: a row for each matrix and format.
+
+    Others compile and load their kernels meanwhile, which are many.
+    """
+    work = [
+        (part.device_name, name, shape, rows)
+        for shape in part.sized(MATRICES, ((128, 128),))
+        for name in FORMATS
+        if part.has_fp8 or "fp8" not in name
+        for rows in [part.sized(_PRODUCT_ROWS, (2,))]
+    ]
+    if part.cuda:
+        end = time.monotonic() + _COMPILING * part.left
+        with _pool(part) as pool, suppress(multiprocessing.TimeoutError):
+            for _ in _until(end, pool.imap_unordered(launched_once, work)):
+                pass
+    for _, name, shape, rows in work:
+        yield f"{name}, {shape[0]} x {shape[1]}", partial(_product, part, name, shape, rows)
+
+
+def launched_once(work: tuple[str, str, tuple[int, int], Sequence[int]]) -> None:
+    """In a process of a pool: launches a matrix's products, so that Triton's cache has them."""
+    device_name, name, shape, rows = work
+    options: Any = {"dtype": torch.bfloat16, "device": device_name}
+    weight = _random_weight(name, shape, torch.device(device_name))
+    for count in rows:
+        with suppress(Exception):  # which is reported where it is measured
+            weight.apply(_rows_for(weight, torch.randn(count, shape[1], **options)))
+
+
+def _product(part: Part, name: str, shape: tuple[int, int], rows: Sequence[int]) -> Cells:
+    """Microseconds of each number of rows, and the share that bytes and arithmetic make up."""
+    weights = timing.rotated(
+        lambda: _random_weight(name, shape, part.device), lambda one: one.num_bytes, part.device
+    )
+    cells = Cells()
+    for count in rows:
+        x = torch.randn(count, shape[1], dtype=torch.bfloat16, device=part.device)
+        x = _rows_for(weights[0], x)
+        took = timing.seconds([partial(one.apply, x) for one in weights], part.device)
+        moved = weights[0].num_bytes + 2 * count * sum(shape)
+        cells[f"{count} rows: us"] = took * 1e6
+        if floor := part.floor_s(moved, 2.0 * count * shape[0] * shape[1], name in _EIGHT_BITS):
+            cells[f"of floor, {count}"] = floor / took
+    return cells
+
+
+def _random_weight(name: str, shape: tuple[int, int], device: torch.device) -> Weight:
+    return in_format(
+        DenseWeight(torch.randn(shape, dtype=torch.bfloat16, device=device)), False, name
+    )
+
+
+def _rows_for(weight: Weight, x: Tensor) -> Any:
+    """Rows as a weight takes them: of eight bits where it can."""
+    dtype = weight.takes(x.shape[1]) if isinstance(weight, GpuWeight) else None
+    return x if dtype is None else EightBitRows(*quantize_rows(x, dtype), x.dtype)
 
 
 def decode_name(kv: str, batch: int, context: int) -> str:
@@ -488,32 +555,11 @@ def _tuned(
     with suppress(multiprocessing.TimeoutError):
         for _ in _until(time.monotonic() + min(_CANDIDATES_S, part.left), compiled):
             pass
-    known = tuning.read(file).kernels if file.is_file() else {}
-    trial = spec.trial(shape, part.device)
-    before = seconds(partial(trial.run, None), part.device)
-    measure = tuning.median_ms if part.cuda else partial(seconds, device=part.device)
-    if not [*tuning.tune([(spec, shape)], part.device, file, part.left, measure)]:
-        raise RuntimeError("none of its candidates ran in the time left")
-    _, config = tuning.read(file).kernels[spec.name][-1]
-    found, wanted = (_outputs(part, spec, shape, one) for one in (config, None))
-    try:
-        for pair in zip(found, wanted, strict=True):
-            error = relative_error(*pair, trial.tolerance)
-            if not error <= 2:  # both may be off by what rounding explains
-                raise ValueError(f"{error:.2f} times the error that rounding explains")
-    except Exception as error:
-        tuning.write(file, tuning.Configs(True, known))
-        raise ValueError(f"{text_of(config)}: {error}") from error
-    after = seconds(partial(trial.run, config), part.device)
-    return {"us before": before * 1e6, "us": after * 1e6, "x faster": before / after,
-            "configuration": text_of(config)}  # fmt: skip
-
-
-def _outputs(part: Part, spec: Any, shape: Key, config: Config | None) -> Outputs:
-    """On the same numbers each time, made anew: some kernels change theirs."""
-    torch.manual_seed(0)
-    outputs: Outputs = spec.trial(shape, part.device).run(config)
-    return outputs
+    for one in tuning.tune([(spec, shape)], part.device, file, part.left):
+        before, after = one.seconds_before, one.seconds
+        return {"us before": before * 1e6, "us": after * 1e6, "x faster": before / after,
+                "configuration": text_of(one.config)}  # fmt: skip
+    raise RuntimeError("none of its candidates ran in the time left")
 
 
 def _merged(shipped: Path, measured: Path) -> tuning.Configs:
@@ -531,8 +577,13 @@ def _heads(part: Part) -> dict[str, int | str]:
 
 def _measured(part: Part, kernel: str, shape: Key) -> Cells:
     """A launch's rate; of attention in bfloat16 beside torch's."""
-    trial = specs()[kernel].trial(shape, part.device)
-    took = seconds(partial(trial.run, None), part.device)
+    spec, device = specs()[kernel], part.device
+    trials = timing.rotated(
+        lambda: spec.trial(shape, device), lambda trial: int(trial.moved_bytes), device
+    )
+    trial, launches = trials[0], [partial(one.run, None) for one in trials]
+    # Blocks' numbers come from pinned memory.
+    took = timing.seconds(launches, device, captured=kernel != "move_blocks")
     cells: Cells = {"us": took * 1e6}
     if trial.flops:
         cells["TFLOP/s"] = trial.flops / took / 1e12
@@ -555,23 +606,30 @@ def _torch_attention(part: Part, ours_s: float, shape: Key) -> Cells:
     rows, total, heads = tokens or 1, int(shape["context"]) + tokens, 8 * int(shape["group"])
     kv_heads = heads if tokens else 8
     cells: Cells = dict.fromkeys(TORCH_ATTENTION)
-    try:
-        q, k, v = (
+
+    def inputs() -> list[Tensor]:
+        return [
             torch.randn(
                 (int(shape["batch"]), count, length, int(shape["head_size"])),
                 dtype=torch.bfloat16, device=part.device,
             )
             for count, length in ((heads, rows), (kv_heads, total), (kv_heads, total))
-        )  # fmt: skip
+        ]  # fmt: skip
+
+    try:
+        made = timing.rotated(
+            inputs, lambda one: 0 if tokens else one[1].nbytes + one[2].nbytes, part.device
+        )
         options: dict[str, Any] = {"is_causal": rows == total, "enable_gqa": heads != kv_heads}
         kernels = TORCH_ATTENTION
         if 1 < rows < total:  # cuDNN's would be given the mask as a tensor
             options = {"attn_mask": causal_lower_right(rows, total)}
             kernels = {"of flash": SDPBackend.FLASH_ATTENTION}
-        attend = partial(F.scaled_dot_product_attention, q, k, v, **options)
+        attend: Any = partial(F.scaled_dot_product_attention, **options)
+        launches = [partial(attend, *one) for one in made]
         for name, kernel in kernels.items():
             with sdpa_kernel(kernel):
-                cells[name] = seconds(attend, part.device) / ours_s
+                cells[name] = timing.seconds(launches, part.device) / ours_s
     except Exception as error:  # whatever version of it is there
         if is_fatal(error):
             raise

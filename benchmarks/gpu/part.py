@@ -13,8 +13,8 @@ import pkgutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
@@ -41,8 +41,9 @@ class Part:
     """One part's work, which begins nothing new after `seconds`.
 
     smoke: tiny sizes on the CPU, kernels interpreted, figures without a meaning · copy_bytes_per_s,
-    matmul_flops: what the device was measured to do at best, copies counting bytes read and
-    written; 0 before that · json: where figures go, if anywhere · send: takes its messages.
+    matmul_flops, eight_bit_flops: what the device was measured to do at best, copies counting bytes
+    read and written; 0 before that · step_ms: of decode steps that were measured, by title · json:
+    where figures go, if anywhere · send: takes messages.
     """
 
     send: Callable[[dict[str, Any]], object]
@@ -52,6 +53,8 @@ class Part:
     smoke: bool = False
     copy_bytes_per_s: float = 0.0
     matmul_flops: float = 0.0
+    eight_bit_flops: float = 0.0
+    step_ms: Mapping[str, float] = field(default_factory=dict)
     json: str = ""
 
     def __post_init__(self) -> None:
@@ -144,6 +147,14 @@ class Part:
         if self.copy_bytes_per_s:
             cells["of copy rate"] = moved_bytes / seconds / self.copy_bytes_per_s
         return cells
+
+    def floor_s(self, moved_bytes: float, flops: float, eight_bits: bool = False) -> float:
+        """Seconds that bytes take to move, or arithmetic takes if that is longer, at the measured
+        rates; 0 before those are known."""
+        rate = self.eight_bit_flops if eight_bits else self.matmul_flops
+        if not (rate and self.copy_bytes_per_s):
+            return 0.0
+        return max(moved_bytes / self.copy_bytes_per_s, flops / rate)
 
     def free(self) -> None:
         """Gives memory that nothing refers to back to the device."""

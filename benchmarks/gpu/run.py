@@ -29,8 +29,10 @@ PARTS = {
     "speed": (0.18, "benchmarks.gpu.kernels:speed"),
     "tune": (0.10, "benchmarks.gpu.kernels:tune"),
     "engine": (0.33, "benchmarks.gpu.engine:run"),
+    "steps": (0.07, "benchmarks.gpu.steps:run"),
     "worker": (0.08, "benchmarks.gpu.worker:run"),
     "cluster": (0.14, "benchmarks.gpu.cluster:run"),
+    "serve": (0.15, "benchmarks.gpu.cluster:served"),
 }
 GRACE_S = 30.0  # for what a part began just before its time was over
 DEFAULT_FILE = Path("gpu.json")
@@ -55,17 +57,41 @@ class Target(NamedTuple):
         return f"{self.table}: {self.row}: {self.cell}"
 
 
+# Of what bytes and arithmetic alone would take, each product counted by the longer of both.
+_OF_FLOOR = {
+    "decode": {
+        "8B bf16, batch 1": 0.87, "8B bf16, batch 64": 0.83,
+        "8B fp8, batch 1": 0.63, "8B fp8, batch 64": 0.66,
+        "8B int4, batch 1": 0.45, "8B int4, batch 64": 0.50,
+        "8B fp8 in blocks, batch 1": 0.60, "8B fp8 in blocks, batch 64": 0.60,
+        "1B bf16, batch 1": 0.69, "1B bf16, batch 64": 0.72, "1B bf16, batch 256": 0.75,
+        "A3B bf16, batch 1": 0.55,
+    },
+    "prefill": {
+        "8B bf16, 512 tokens": 0.85, "8B int4, 512 tokens": 0.73,
+        "1B bf16, 512 tokens": 0.57, "A3B bf16, 512 tokens": 0.58,
+    },
+}  # fmt: skip
 TARGETS = (
     Target("decode attention", "bf16, batch 64, context 4096", "of copy rate", 0.80),
     Target("prefill attention", "2048 tokens", "of flash", 0.8),
     Target("prefill attention", "8192 tokens", "of flash", 0.8),
-    Target("decode", "8B bf16, batch 1", "of floor", 0.80),
-    Target("decode", "8B bf16, batch 64", "of floor", 0.65),
+    *(
+        Target(table, row, "of floor", share)
+        for table, rows in _OF_FLOOR.items()
+        for row, share in rows.items()
+    ),
     Target("decode", "8B bf16, batch 64", "x transformers", 3.0),
-    Target("prefill", "8B bf16, 2048 tokens", "of matmul rate", 0.60),
-    Target("transfer", "cuda_ipc", "of copy rate", 0.80),
-    Target("handoff", "cuda_ipc", "bookkeeping p50 ms", 3.0, at_most=True),
-)
+    Target("prefill", "8B bf16, 2048 tokens", "of matmul rate", 0.85),
+    Target("decode compared", "8B bf16, batch 64, top-p", "us more", 100, at_most=True),
+    Target(
+        "decode compared", "8B bf16, batch 64, one row with logprobs", "us more", 30, at_most=True
+    ),
+    Target("transfer", "cuda_ipc", "of copy kernel", 0.64),
+    Target("transfer", "cuda_ipc", "open ms", 5.0, at_most=True),
+    Target("handoff", "cuda_ipc", "bookkeeping p50 ms", 1.5, at_most=True),
+    Target("serve", "8B, 64 streams", "x step", 1.1, at_most=True),
+)  # fmt: skip
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -158,8 +184,14 @@ def run(parts: Sequence[str], settings: dict[str, Any], seconds: float) -> Itera
                 continue
             late |= "late" in message
             if message["table"] == "ceilings" and (cells := message.get("cells")):
-                copy, matmul = cells["copy GB/s"] * 1e9, cells["matmul TFLOP/s"] * 1e12
-                settings = {**settings, "copy_bytes_per_s": copy, "matmul_flops": matmul}
+                settings = {
+                    **settings, "copy_bytes_per_s": cells["copy GB/s"] * 1e9,
+                    "matmul_flops": cells["matmul TFLOP/s"] * 1e12,
+                    "eight_bit_flops": cells["8-bit TFLOP/s"] * 1e12,
+                }  # fmt: skip
+            if message["table"] == "decode" and (cells := message.get("cells")):
+                steps = {**settings.get("step_ms", {}), message["name"]: cells["ms a step"]}
+                settings = {**settings, "step_ms": steps}
             yield message
         if part == "machine" and "copy_bytes_per_s" not in settings and not late:
             return  # what failed has been reported, and would fail everywhere

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import random
-import sys
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -90,7 +91,7 @@ def _load_tile(
 
 @triton.jit(do_not_specialize=["first_word", "num_blocks", "tail_tokens"])
 def move_blocks(
-    source, target, source_ids, target_ids, sums, first_word, num_blocks, tail_tokens,
+    source, target, source_ids, target_ids, sums, first_word: tl.int64, num_blocks, tail_tokens,
     ROWS: tl.constexpr, ROW_WORDS: tl.constexpr, SLOT_WORDS: tl.constexpr,
     SCALE_WORDS: tl.constexpr, RUN_WORDS: tl.constexpr, FROM_SIDE: tl.constexpr,
     TO_SIDE: tl.constexpr, WRITES: tl.constexpr, TILE: tl.constexpr, TAIL_TILE: tl.constexpr,
@@ -159,52 +160,110 @@ def move_blocks(
     tl.atomic_add(sums, found.to(tl.int64, bitcast=True))
 
 
-def gather(pool: KvPool, slots: Slots, out: Tensor, sums: Tensor, first_word: int) -> Tensor:
-    """As `reference.gather`."""
-    data = out[: pool.nbytes(slots)]
-    _launch(pool, slots, pool, data, sums, first_word, (slots, None))
-    return data
+class BlockMover:
+    """Launches the kernel on the current stream of one GPU, for one thread; `reference` in Triton.
+
+    Keeps pinned memory for block ids and, for each kind of pools, the compiled kernel: looking one
+    up by twenty arguments costs the host more than a launch does.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._ids = _DeviceIds(device)
+        self._kernels: dict[tuple[Any, ...], Any] = {}
+
+    def gather(
+        self, pool: KvPool, slots: Slots, out: Tensor, sums: Tensor, first_word: int
+    ) -> Tensor:
+        """As `reference.gather`."""
+        data = out[: pool.nbytes(slots)]
+        self._launch(pool, slots, pool, data, sums, first_word, (slots, None))
+        return data
+
+    def scatter(
+        self, data: Tensor, pool: KvPool, slots: Slots, sums: Tensor, first_word: int
+    ) -> None:
+        """As `reference.scatter`."""
+        self._launch(pool, slots, data, pool, sums, first_word, (None, slots))
+
+    def copy(
+        self, source: KvPool, local: Slots, target: KvPool, remote: Slots, sums: Tensor,
+        first_word: int,
+    ) -> None:  # fmt: skip
+        """As `reference.copy`; `target` may lie on another GPU that this one can write to."""
+        self._launch(source, local, source, target, sums, first_word, (local, remote))
+
+    def checksum(self, pool: KvPool, slots: Slots, sums: Tensor, first_word: int) -> None:
+        """As `reference.checksum`; `pool` may lie on another GPU that this one can read."""
+        self._launch(pool, slots, pool, None, sums, first_word, (slots, None))
+
+    def _launch(
+        self, pool: KvPool, slots: Slots, source: KvPool | Tensor, target: KvPool | Tensor | None,
+        sums: Tensor, first_word: int, ids: tuple[Slots | None, Slots | None],
+    ) -> None:  # fmt: skip
+        """`ids`: which blocks of a pool are read and written; None where staging memory is."""
+        num_blocks = len(slots.block_ids)
+        read, written = self._ids.put(*(() if one is None else one.block_ids for one in ids))
+        sides, heads, row_bytes = pool.rows.shape[1:]
+        source_words, from_side = _words(source)
+        target_words, to_side = (source_words, 0) if target is None else _words(target)
+        assert first_word % 4 == 0, "only the last block may be partly filled"
+        tile = min(TILE, triton.next_power_of_2(pool.block_bytes // 4))
+        programs = min(_programs(sums.device, one.device) for one in (source_words, target_words))
+        grid = max(1, min(programs, num_blocks * -(-pool.block_bytes // (4 * tile)))), 1, 1
+        arguments = (
+            source_words, target_words, read, written, sums,
+            first_word, num_blocks, slots.num_tokens % pool.block_size,
+        )  # fmt: skip
+        # In the order of the kernel's parameters.
+        sizes = (
+            sides * heads, row_bytes // 4, pool.row_slot_bytes // 4, pool.scale_bytes // 4,
+            heads * row_bytes // 4, from_side, to_side, target is not None, tile,
+            min(TAIL_TILE, tile),
+        )  # fmt: skip
+        # Triton compiles for what addresses are multiples of, too.
+        alignment = source_words.data_ptr() % 16, target_words.data_ptr() % 16
+        kernel = self._kernels.get((sizes, alignment))
+        if kernel is not None:
+            kernel[grid](*arguments, *sizes)
+        else:  # an interpreted one is None
+            compiled = move_blocks[grid](*arguments, *sizes, num_warps=WARPS)
+            self._kernels[sizes, alignment] = compiled
 
 
-def scatter(data: Tensor, pool: KvPool, slots: Slots, sums: Tensor, first_word: int) -> None:
-    """As `reference.scatter`."""
-    _launch(pool, slots, data, pool, sums, first_word, (None, slots))
+class _DeviceIds:
+    """Block ids, int32, on their way to a device: a ring of pinned memory, and one there."""
 
+    def __init__(self, device: torch.device, count: int = 1 << 14) -> None:
+        self._device, self._next = device, 0
+        self._hold(count)
 
-def copy(
-    source: KvPool, local: Slots, target: KvPool, remote: Slots, sums: Tensor, first_word: int
-) -> None:
-    """As `reference.copy`; `target` may lie on another GPU that this one can write to."""
-    _launch(source, local, source, target, sums, first_word, (local, remote))
+    def put(self, *lists: Sequence[int]) -> list[Tensor]:
+        """Each list on the device, in the current stream; valid until the ring comes round."""
+        # Each begins at a multiple of 16 bytes, for which the kernel is compiled.
+        sizes = [-(-max(1, len(one)) // 4) * 4 for one in lists]
+        if self._next + sum(sizes) > len(self._host):
+            self._begin_again(sum(sizes))
+        begin = at = self._next
+        found = []
+        for one, size in zip(lists, sizes, strict=True):
+            self._array[at : at + len(one)] = np.frombuffer(array("i", one), np.int32)
+            found.append(self._there[at : at + size])
+            at += size
+        self._there[begin:at].copy_(self._host[begin:at], non_blocking=True)
+        self._next = at
+        return found
 
+    def _begin_again(self, count: int) -> None:
+        if self._device.type == "cuda":  # what was queued may still read the ring
+            torch.cuda.current_stream(self._device).synchronize()
+        if count > len(self._host):
+            self._hold(2 * count)
+        self._next = 0
 
-def checksum(pool: KvPool, slots: Slots, sums: Tensor, first_word: int) -> None:
-    """As `reference.checksum`; `pool` may lie on another GPU that this one can read."""
-    _launch(pool, slots, pool, None, sums, first_word, (slots, None))
-
-
-def _launch(
-    pool: KvPool, slots: Slots, source: KvPool | Tensor, target: KvPool | Tensor | None,
-    sums: Tensor, first_word: int, ids: tuple[Slots | None, Slots | None],
-) -> None:  # fmt: skip
-    """`ids`: which blocks of a pool are read and written; None where staging memory is."""
-    num_blocks = len(slots.block_ids)
-    read, written = (_on_device(one, sums.device) for one in ids)  # `pool` may be a neighbour's
-    sides, heads, row_bytes = pool.rows.shape[1:]
-    source_words, from_side = _words(source)
-    target_words, to_side = (source_words, 0) if target is None else _words(target)
-    assert first_word % 4 == 0, "only the last block may be partly filled"
-    tile = min(TILE, triton.next_power_of_2(pool.block_bytes // 4))
-    programs = min(_programs(sums.device, one.device) for one in (source_words, target_words))
-    move_blocks[(min(programs, num_blocks * -(-pool.block_bytes // (4 * tile))),)](
-        source_words, target_words,
-        sums if read is None else read, sums if written is None else written,
-        sums, first_word, num_blocks, slots.num_tokens % pool.block_size,
-        ROWS=sides * heads, ROW_WORDS=row_bytes // 4, SLOT_WORDS=pool.row_slot_bytes // 4,
-        SCALE_WORDS=pool.scale_bytes // 4, RUN_WORDS=heads * row_bytes // 4, FROM_SIDE=from_side,
-        TO_SIDE=to_side, WRITES=target is not None, TILE=tile, TAIL_TILE=min(TAIL_TILE, tile),
-        num_warps=WARPS,
-    )  # fmt: skip
+    def _hold(self, count: int) -> None:
+        self._host = torch.zeros(count, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        self._array: np.ndarray[Any, Any] = self._host.numpy()
+        self._there = torch.zeros(count, dtype=torch.int32, device=self._device)
 
 
 @cache
@@ -221,18 +280,7 @@ def _words(memory: KvPool | Tensor) -> tuple[Tensor, int]:
     """Its words from the first that is meant on, and for a pool those of all heads of a side."""
     if isinstance(memory, Tensor):
         return memory.view(torch.int32), 0
-    row_words = memory.block_size * memory.row_slot_bytes // 4
-    words = memory.tensor.view(-1).view(torch.uint8).view(torch.int32)
-    return words[memory.heads.start * row_words :], memory.tensor.shape[3] * row_words
-
-
-def _on_device(slots: Slots | None, device: torch.device) -> Tensor | None:
-    """Block ids, int32, on their way to the device in the current stream."""
-    if slots is None:
-        return None
-    pinned = device.type == "cuda"
-    ids = torch.tensor(slots.block_ids, dtype=torch.int32, pin_memory=pinned)
-    return ids.to(device, non_blocking=True)
+    return memory.words, memory.side_words
 
 
 def _trial(shape: Mapping[str, Any], device: torch.device) -> SimpleNamespace:
@@ -252,7 +300,7 @@ def _trial(shape: Mapping[str, Any], device: torch.device) -> SimpleNamespace:
 
     source = KvPool(octets(dtype.itemsize * math.prod(sizes)).view(dtype).view(sizes))
     data = octets(source.nbytes(local))
-    mine = empty()
+    mine, mover = empty(), BlockMover(device)
 
     def run(by: Any, target: KvPool, out: Tensor, sums: Tensor) -> tuple[Tensor, ...]:
         arguments: dict[str, tuple[object, ...]] = {
@@ -266,7 +314,7 @@ def _trial(shape: Mapping[str, Any], device: torch.device) -> SimpleNamespace:
 
     return SimpleNamespace(
         key={},
-        run=lambda config: run(sys.modules[__name__], *mine),
+        run=lambda config: run(mover, *mine),
         reference=lambda: run(reference, *empty()),
         moved_bytes=len(data) * (1 if use == "checksum" else 2),
         flops=0.0,

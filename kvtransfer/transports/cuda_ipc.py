@@ -25,9 +25,8 @@ from kvtransfer.shared_pool import ReceiverProcess, SharedPoolListener, received
 log = logging.getLogger(__name__)
 
 # Between two of these a put checks its deadline and the receiver; two are in flight at a time, so
-# that the check costs nothing. Ten milliseconds over PCIe; over NVLink, and within one GPU, several
-# times what its launch costs the host.
-PIECE_BYTES = 256 << 20
+# that the check costs nothing. Twenty milliseconds over PCIe.
+PIECE_BYTES = 1 << 30
 
 
 class CudaIpcTransport(Transport):
@@ -69,7 +68,7 @@ class _CudaIpcLink(Link):
             octets = driver.view(self._address, num_bytes)
             self._remote: KvPool | None = pool.counterpart(octets, place)
             self._copier = GpuCopier(pool)
-            self._copier.check_access(self._remote)  # else the first put would fail
+            self._copier.check_access(self._remote)  # else the first put would wait, or fail
         except BaseException:
             driver.close(pool.device, self._address, self._size)
             raise

@@ -66,8 +66,8 @@ class ProcessGroupTransport(Transport):
         self.staging = Staging()
 
     @abstractmethod
-    def build(self, store: Rendezvous, rank: int, timeout_s: float) -> Any:
-        """A process group of two."""
+    def build(self, store: Rendezvous, rank: int, timeout_s: float, ranks: int = 2) -> Any:
+        """A process group."""
 
     @abstractmethod
     def wait(self, work: Any, deadline: float) -> None:
@@ -101,12 +101,12 @@ class GlooTransport(ProcessGroupTransport):
     name = "gloo"
     kind = common_pb2.TRANSPORT_GLOO
 
-    def build(self, store: Rendezvous, rank: int, timeout_s: float) -> Any:
+    def build(self, store: Rendezvous, rank: int, timeout_s: float, ranks: int = 2) -> Any:
         options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname=self.host)]
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 1
-        return distributed.ProcessGroupGloo(store, rank, 2, options)
+        return distributed.ProcessGroupGloo(store, rank, ranks, options)
 
     def wait(self, work: Any, deadline: float) -> None:
         work.wait(at_least_1ms(deadline - time.monotonic()))
@@ -131,7 +131,7 @@ class NcclTransport(ProcessGroupTransport):
         if shares_gpu(nccl_version()):
             os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
 
-    def build(self, store: Rendezvous, rank: int, timeout_s: float) -> Any:
+    def build(self, store: Rendezvous, rank: int, timeout_s: float, ranks: int = 2) -> Any:
         # The receiver reads the communicator's id from it, and no abort ends that wait.
         store.set_timeout(at_least_1ms(timeout_s))
         # Ahead of the engine's kernels: a message behind a step would wait for milliseconds.
@@ -139,7 +139,7 @@ class NcclTransport(ProcessGroupTransport):
         options._timeout = timedelta(seconds=max(timeout_s, _WATCHDOG_S))
         options.config.blocking = 0  # a blocking initialisation cannot be timed out
         options.config.min_ctas, options.config.max_ctas = NCCL_MIN_CTAS, NCCL_MAX_CTAS
-        return distributed.ProcessGroupNCCL(store, rank, 2, options)
+        return distributed.ProcessGroupNCCL(store, rank, ranks, options)
 
     def wait(self, work: Any, deadline: float) -> None:
         work.wait()
@@ -213,6 +213,12 @@ class _End(Link, Listener):
                 with self._guard:
                     self._group = group
                 self._check()
+                # On a GPU, what copies these heads is compiled now, and not in the first transfer.
+                nothing, empty = Slots((), 0), torch.empty(0, dtype=torch.uint8)
+                if self._rank == _SENDER:
+                    copying.gather(nothing, empty.to(self._pool.device))
+                else:
+                    copying.scatter(empty.to(self._pool.device), nothing)
                 for sender in (_SENDER, _RECEIVER):
                     hello = self._meeting.hello(sender).to(self._pool.device)
                     if self._rank == sender:

@@ -210,7 +210,13 @@ class Held:
             raise Stale(f"no reservation {handoff_id}")
         return self.blocks[handoff_id]
 
-    async def committed(self, handoff_id, token, first_token_id):
+    async def committed(self, handoff_id, token, first_token_id, verified=None):
+        if verified is not None:
+            try:
+                await verified
+            except TransferFailed as error:
+                await self.aborted(handoff_id, token, str(error))
+                raise
         self.committed_tokens[handoff_id] = first_token_id
 
     async def aborted(self, handoff_id, token, reason):
@@ -220,12 +226,12 @@ class Held:
 
 
 async def answer(receiver, name, request):
-    """One of its RPCs without gRPC; raises."""
-    return await getattr(HandoffReceiver, name)(receiver, request, None)
+    """To one call without gRPC; raises."""
+    return await getattr(HandoffReceiver, name)(receiver, request, {})
 
 
 def acting(name):
-    async def served(receiver, request, context):
+    async def served(receiver, request, trace):
         if inspect.isawaitable(waits := receiver.acts.get(name, bool)(request)):
             await waits
         return await answer(receiver, name, request)
@@ -234,9 +240,9 @@ def acting(name):
 
 
 class Receiver(HandoffReceiver):
-    """Calls `acts[name](request)`, which may raise or wait, before it serves that RPC."""
+    """Calls `acts[name](request)`, which may raise or wait, before it serves that call."""
 
-    Offer, Commit, Abort = map(acting, ("Offer", "Commit", "Abort"))
+    offer, commit, abort = map(acting, ("offer", "commit", "abort"))
 
 
 class Decode:

@@ -30,7 +30,7 @@ from opentelemetry.trace import NoOpTracer
 from baton.engine.blocks import BlockPool
 from baton.engine.loop import Engine
 from baton.engine.planner import ChunkSize, Planner
-from baton.engine.runner import SampledTokens
+from baton.engine.runner import SampledTokens, StepRunner
 from baton.errors import DeadlineExceeded, KvCorrupted, Overloaded, Stale, Unavailable
 from baton.prefix import token_digest
 from baton.structured_output import GrammarCompiler
@@ -71,25 +71,36 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class Inline(Executor):
-    """A link's thread whose work is done at once."""
+    """A link's thread whose work is done at once, but for digests: those wait in `digests`."""
+
+    digests = []  # noqa: RUF012 (emptied for each machine)
 
     def __init__(self, *_, **__):
         pass
 
     def submit(self, work, *arguments):
         future = Future()
-        try:
-            future.set_result(work(*arguments))
-        except Exception as error:
-            future.set_exception(error)
+
+        def do():
+            try:
+                future.set_result(work(*arguments))
+            except Exception as error:
+                future.set_exception(error)
+
+        if work.__name__ == "digest":
+            self.digests.append(do)
+        else:
+            do()
         return future
 
 
-class CheckingRunner:
-    """Stands for the model: the KV of a token is the token, and what is read must be that."""
+class CheckingRunner(StepRunner):
+    """Stands for the model: the KV of a token is the token, and what is read must be that, unless
+    it is not verified yet: what comes of it must not be told."""
 
-    def __init__(self, pool, verified):
-        self.pool, self._verified, self.wrong = pool, verified, []
+    def __init__(self, pool, committed):
+        super().__init__(pool, None)
+        self._committed, self.wrong = committed, []
 
     def run(self, plan):
         return {one.sequence.seq_id: sampled for one in plan.work if (sampled := self._run(one))}
@@ -105,10 +116,10 @@ class CheckingRunner:
 
     def _run(self, work):
         sequence = work.sequence
-        if sequence.awaits_kv or sequence.seq_id not in self._verified:
-            self.wrong.append(f"{sequence.seq_id} was scheduled before its KV was verified")
+        if sequence.awaits_kv or sequence.seq_id not in self._committed:
+            self.wrong.append(f"{sequence.seq_id} was scheduled before Commit")
         found = content_of(self.pool, sequence.block_ids)[: work.start]
-        if found != sequence.tokens[: work.start]:
+        if found != sequence.tokens[: work.start] and not sequence.unverified:
             self.wrong.append(f"{sequence.seq_id} read {found}, not {sequence.tokens}")
         for n in range(work.start, work.start + work.count):
             block = sequence.block_ids[n // BLOCK_SIZE]
@@ -149,7 +160,7 @@ class Writer:
             incarnation=self.incarnation, target_incarnation="d", kv=DESCRIPTOR,
             transports=[common_pb2.TRANSPORT_MEMORY],
         )  # fmt: skip
-        response = await answer(receiver, "Offer", request)
+        response = await answer(receiver, "offer", request)
         self.link = receiver.transports[0].connect(self.pool, response.endpoint, 1.0)
         self.epochs.append(response.epoch)
 
@@ -216,7 +227,7 @@ class Router:
         if (waiting := self.waiting.pop(handoff_id, None)) is not None:
             waiting.set_exception(error)
         else:  # its deadline has ended what was reserved, or it was refused then already
-            assert isinstance(error, (DeadlineExceeded, Stale))
+            assert isinstance(error, (DeadlineExceeded, Overloaded, Stale))
 
 
 class DecodeWorker(RuleBasedStateMachine):
@@ -228,7 +239,9 @@ class DecodeWorker(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.verified = set()  # sequences that may run
+        self.committed = set()  # sequences that may run
+        self.wrong = set()  # of these, what was committed with wrong KV: nobody may hear of it
+        Inline.digests.clear()
         self.numbers, self.calls, self.errors = itertools.count(), set(), []
         self.handoffs, self.writers, self.routers = [], [], []
         self.loop, self.pool = Loop(), new_pool()
@@ -236,7 +249,7 @@ class DecodeWorker(RuleBasedStateMachine):
         self.loop._default_executor = Inline()  # a real thread would not be at rest in time
         self.patch = mock.patch.object(receiver, "ThreadPoolExecutor", Inline)
         self.patch.start()
-        self.runner = CheckingRunner(self.pool, self.verified)
+        self.runner = CheckingRunner(self.pool, self.committed)
         self.blocks = BlockPool(BLOCKS, BLOCK_SIZE)
         planner = Planner(self.blocks, ChunkSize(8), max_batch=4)
         publish = lambda report: self.loop.call_soon(self.reservations.on_step, report)  # noqa: E731
@@ -262,6 +275,11 @@ class DecodeWorker(RuleBasedStateMachine):
                 held = owners and self.blocks._refs[block] == 1
                 assert held or block in self.blocks._quarantined
                 assert block not in self.blocks._entries, "unverified bytes are in the prefix cache"
+        for entry in self.reservations._entries.values():
+            assert not (entry.unverified and entry.told), "a token came before its KV was verified"
+        for router in self.routers:
+            told = {event.handoff_id for event in router.outgoing.events if event.token_ids}
+            assert not told & self.wrong, "tokens of wrong KV were told"
         for block, entry in self.blocks._entries.items():
             assert content_of(self.pool, [block]) == list(entry.tokens)
         free = self.pool[list(self.blocks._free)]
@@ -367,7 +385,7 @@ class DecodeWorker(RuleBasedStateMachine):
 
         async def send():
             if local:
-                self.verified.add(name)  # should it start by itself, it may run at once
+                self.committed.add(name)  # should it start by itself, it may run at once
             try:
                 spans = DecodeSpans(NoOpTracer(), Context())
                 answer = router.waiting[name] = self.loop.create_future()
@@ -377,7 +395,7 @@ class DecodeWorker(RuleBasedStateMachine):
                 return
             if reserved["started"]:
                 return
-            self.verified.discard(name)
+            self.committed.discard(name)
             if entry := self.reservations._entries.get(name):
                 token, cached = reserved["reservation_token"], reserved["cached_tokens"]
                 self.handoffs.append(Handoff(name, tokens, cached, token, entry.sequence))
@@ -418,7 +436,7 @@ class DecodeWorker(RuleBasedStateMachine):
 
         async def send():
             try:
-                response = await answer(self.receiver, "Ready", request)
+                response = await answer(self.receiver, "ready", request)
             except (Stale, Unavailable):
                 return
             if writer.alive and handoff.attempt == attempt:
@@ -461,19 +479,21 @@ class DecodeWorker(RuleBasedStateMachine):
             setattr(request, change, getattr(request, change) ^ 1)
         handoff.stop_writing()
         good = not change and self.is_there(handoff)
-        if good:
-            self.verified.add(handoff.name)  # from here on it may run at any moment
+        if change not in ("num_tokens", "epoch"):
+            self.committed.add(handoff.name)  # from here on it may run at any moment
+            (self.wrong.discard if good else self.wrong.add)(handoff.name)
 
         async def send():
             try:
-                await answer(self.receiver, "Commit", request)
+                await answer(self.receiver, "commit", request)
             except KvCorrupted:
                 assert not good
                 handoff.corrupted = True
+                self.committed.discard(handoff.name)
             except (Stale, Unavailable):
                 entry = self.entry(handoff)
                 if entry is None or not entry.decoding:
-                    self.verified.discard(handoff.name)
+                    self.committed.discard(handoff.name)
             else:
                 assert good, "wrong KV was taken for right"
                 handoff.owes_abort = False
@@ -485,7 +505,7 @@ class DecodeWorker(RuleBasedStateMachine):
     def put_and_commit(self, which, kind):
         """Right, and nothing else happens meanwhile: decoding starts.
 
-        Wrong: the blocks stay reserved for a resend, and until then nothing writes into them.
+        Wrong: what decodes on it ends, and its reservation, too; none of it is told.
         """
         handoff = pick(self.writing(), which)
         self.move()
@@ -495,12 +515,25 @@ class DecodeWorker(RuleBasedStateMachine):
         handoff.writer.put(handoff, kind)
         self.send_commit(handoff, "checksum" if kind == "part" else "", REST)
         if kind == "right":
-            assert (handoff.name in self.verified) == reserved
+            assert (handoff.name in self.committed) == reserved
             return
         assert handoff.corrupted == reserved
         if reserved:
-            assert self.is_reserved(handoff), "the sender has the KV: it may send it again"
+            assert self.entry(handoff) is None
             assert not self.receiver.writing(handoff.name)
+
+    @precondition(lambda self: self.writing())
+    @rule(which=WHICH, kind=PUTS, turns=st.integers(1, 6))
+    def decode_before_the_digest(self, which, kind, turns):
+        """What was committed runs, whole or wrong, while its digest is still to be computed."""
+        handoff = pick(self.writing(), which)
+        self.move()
+        if not handoff.granted:
+            return
+        handoff.writer.put(handoff, kind)
+        self.send_commit(handoff, "checksum" if kind == "part" else "", (8, True))
+        for _ in range(turns):
+            self.steps(1, (3, False))
 
     @precondition(lambda self: self.owing())
     @rule(which=WHICH, how=st.sampled_from(["answered", "lost", "resend"]), pace=PACE)
@@ -526,7 +559,7 @@ class DecodeWorker(RuleBasedStateMachine):
 
         async def send():
             try:
-                await answer(self.receiver, "Abort", request)
+                await answer(self.receiver, "abort", request)
             except Stale:
                 assert resend  # the reservation is gone: the sender still has to abort for good
                 return
@@ -546,7 +579,7 @@ class DecodeWorker(RuleBasedStateMachine):
         self.go(cancel(), pace)
 
     @precondition(lambda self: self.handoffs and self.living())
-    @rule(which=WHICH, whose=WHICH, what=st.sampled_from(["Ready", "Commit", "Abort"]))
+    @rule(which=WHICH, whose=WHICH, what=st.sampled_from(["ready", "commit", "abort"]))
     def message_of_a_stranger(self, which, whose, what):
         """A process that is not the sender, or does not have the token, is refused."""
         handoff, writer = pick(self.handoffs, which), pick(self.living(), whose)
@@ -555,10 +588,10 @@ class DecodeWorker(RuleBasedStateMachine):
         self.move()  # an Abort under way would free the name for any sender
         foreign = writer is not handoff.writer and handoff.name in self.receiver._incoming
         token = handoff.token if foreign else "guessed"
-        request = getattr(pb, f"{what}Request")(
+        request = getattr(pb, f"{what.title()}Request")(
             handoff_id=handoff.name, reservation_token=token, incarnation=writer.incarnation
         )
-        if what != "Abort":
+        if what != "abort":
             request.epoch, request.num_tokens = writer.epochs[-1], 1
 
         async def send():
@@ -566,7 +599,7 @@ class DecodeWorker(RuleBasedStateMachine):
                 await answer(self.receiver, what, request)
             except (Stale, Unavailable):
                 return
-            assert what == "Abort", "a stranger was accepted"  # of which nothing is left to see
+            assert what == "abort", "a stranger was accepted"  # of which nothing is left to see
 
         before = (self.is_reserved(handoff), self.receiver.writing(handoff.name))
         self.go(send())
@@ -621,9 +654,21 @@ class DecodeWorker(RuleBasedStateMachine):
             self.loop.call_soon(self.loop.stop)
             self.loop.run_forever()
 
+    @precondition(lambda self: Inline.digests)
+    @rule(pace=PACE)
+    def digests_are_computed(self, pace):
+        """Links' threads read what was written, which nothing has changed meanwhile."""
+        self.compute_digests()
+        self.move(pace)
+
+    def compute_digests(self):
+        while Inline.digests:
+            Inline.digests.pop(0)()
+
     def settle(self):
         """Everything that can end without time passing ends."""
         for _ in range(100):
+            self.compute_digests()
             self.tick(2)
             if self.quiet():
                 break
@@ -636,6 +681,7 @@ class DecodeWorker(RuleBasedStateMachine):
 
     def quiet(self):
         busy = self.reservations._endings, self.receiver._tasks, self.loop._ready
+        busy = *busy, Inline.digests
         done = all(call.done() for call in self.calls)
         return done and not any(busy) and self.engine._inbox._jobs.empty()
 

@@ -135,12 +135,12 @@ async def test_what_differs_from_the_commit_or_the_reservation_is_refused(join, 
         row = decode.pool.tensor[2, 0, 0, 0, 0]
         changes["overwritten: checksum"] = lambda request: row.add_(1)
     for field, change in changes.items():
-        decode.before["Commit"] = change
+        decode.before["commit"] = change
         to = decode.reserve("h", 8, 1, 2)
         with pytest.raises(errors.KvCorrupted, match=field.split("_")[-1].split(" ")[-1]):
             await prefill.hand_over(to, "h", slots(8, 5, 6))
         assert decode.held.reasons.pop("h")
-    del decode.before["Commit"]
+    del decode.before["commit"]
     for chunk in (slots(3, 1), slots(12, 1, 2, 3)):  # ends in a block; more than is reserved
         async with prefill.opened(decode, 8, 1, 2) as handoff:
             handoff.send(chunk)
@@ -186,7 +186,7 @@ async def test_ready_for_what_is_not_next_or_over_no_link_grants_nothing(join, c
     fields = {"handoff_id": "h", "reservation_token": "token-h", "incarnation": "p"}
     ready = {**fields, "epoch": link.epoch, "num_tokens": 8, **change}
     with pytest.raises(error):
-        await answer(decode.receiver, "Ready", pb.ReadyRequest(**ready))
+        await answer(decode.receiver, "ready", pb.ReadyRequest(**ready))
     assert not decode.receiver.writing("h")
     prefill.links.release(link)
 
@@ -197,7 +197,7 @@ async def test_descriptors_that_differ_are_named_before_anything_is_sent(join):
     other.layout_version = 3
     prefill, decode = await join("memory", prefill={"kv": other})
     aborts = []
-    decode.before["Abort"] = aborts.append
+    decode.before["abort"] = aborts.append
     with pytest.raises(errors.KvMismatch, match=r"prefill p and decode d.*layout_version: 3 != 0"):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 1))
     assert aborts == []  # nothing was granted, so there is nothing to take back
@@ -232,7 +232,7 @@ async def test_a_sender_that_offers_and_does_not_come_holds_up_nothing():
             incarnation="p", target_incarnation="d", kv=DESCRIPTOR,
             transports=[common_pb2.TRANSPORT_SHM],
         )  # fmt: skip
-        endpoints = [(await answer(decode.receiver, "Offer", offer)).endpoint for _ in range(2)]
+        endpoints = [(await answer(decode.receiver, "offer", offer)).endpoint for _ in range(2)]
         begun = time.monotonic()
     assert time.monotonic() - begun < 2.0
     for endpoint in endpoints:
@@ -344,7 +344,7 @@ async def test_a_link_that_fails_ahead_is_logged_and_harms_no_handoff_that_comes
     join, caplog, cls
 ):
     prefill, decode = await join("shm", prefill={"backoff_s": 60.0})
-    decode.before["Offer"] = offers = Times(1, cls("not now"))
+    decode.before["offer"] = offers = Times(1, cls("not now"))
     await prefill.links.open_ahead("d")
     [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
     assert warning.getMessage() == "no link from prefill p to decode d: not now"
@@ -362,7 +362,7 @@ async def test_a_handoff_waits_for_the_link_that_is_opened_ahead_and_fails_with_
         await answered.wait()
         raise errors.TransferFailed("not now")
 
-    decode.before["Offer"] = Times(1, fails)
+    decode.before["offer"] = Times(1, fails)
     ahead = asyncio.create_task(prefill.links.open_ahead("d"))
     await offered.wait()
     to = decode.reserve("h", 4, 1)
@@ -413,23 +413,33 @@ async def test_a_receiver_keeps_no_more_links_than_their_transport_can():
             assert list(decode.receiver._peers) == [prefill.links.record.incarnation]
 
 
-async def test_a_peer_that_ends_during_its_commit_leaves_nothing(join):
+async def test_a_peer_that_ends_while_its_kv_is_verified_has_sent_all_of_it(join):
     prefill, decode = await join("shm")
-    arrived = decode.receiver._arrived
+    verify = decode.receiver._verify
 
-    async def gone_meanwhile(peer, record):
-        digest = await arrived(peer, record)
+    async def gone_meanwhile(*arguments):
         await decode.receiver.peer_gone("p")
-        return digest
+        await verify(*arguments)
 
-    decode.receiver._arrived = gone_meanwhile
-    async with prefill.opened(decode, 4, 1) as handoff:
-        handoff.send(slots(4, 5))
-        with pytest.raises(errors.Stale):
-            await handoff.commit(7)
-        assert not decode.receiver.writing("h")
-        assert "has ended" in decode.held.reasons["h"]
-    assert decode.held.committed_tokens == {}
+    decode.receiver._verify = gone_meanwhile
+    await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
+    assert not decode.receiver.writing("h")
+    assert (decode.held.committed_tokens, decode.held.reasons) == ({"h": 7}, {})
+
+
+@pytest.mark.parametrize("name", ["shm", "cuda_ipc"])
+async def test_blocks_that_are_not_read_back_end_the_handoff(join, name):
+    prefill, decode = await join(name, decode={"timeout_s": 0.2})
+    await prefill.hand_over(decode.reserve("first", 4, 3), "first", slots(4, 5))
+    stuck = threading.Event()
+    decode.before["commit"] = lambda _: decode.receiver._peers["p"].thread.submit(stuck.wait, 10)
+    try:
+        with pytest.raises(errors.TransferFailed, match="not read back in time"):
+            await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
+    finally:
+        stuck.set()
+    assert "not read back" in decode.held.reasons["h"]
+    assert decode.held.committed_tokens == {"first": 7}
 
 
 async def test_sender_lost_between_ready_and_put_frees_the_blocks_at_the_timeout(join):
@@ -437,7 +447,7 @@ async def test_sender_lost_between_ready_and_put_frees_the_blocks_at_the_timeout
     link = await prefill.links.acquire(decode.reserve("h", 8, 1, 2), Deadline(5.0))
     names = {"handoff_id": "h", "reservation_token": "token-h", "incarnation": "p"}
     ready = pb.ReadyRequest(**names, epoch=link.epoch, num_tokens=8)
-    assert (await link.stub.Ready(ready)).block_ids == [1, 2]
+    assert (await link.control.call(ready, 5.0, {})).block_ids == [1, 2]
     assert decode.receiver.writing("h")
     decode.cancel("h")
     assert decode.receiver.writing("h")

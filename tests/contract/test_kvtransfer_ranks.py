@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from baton.errors import TransferFailed
+from baton.errors import KvCorrupted, TransferFailed
 from kvtransfer import remote_pool
 from kvtransfer.pairing import rank_pairs
 from kvtransfer.remote_pool import RemoteDigest
@@ -64,10 +64,11 @@ async def test_other_bytes_in_any_rank_are_found_at_commit(join, name):
     def corrupt(request):
         decode.pools[1].tensor[4, 1, 1] += 1
 
-    decode.receiver.acts = {"Commit": Times(1, corrupt)}
-    stats = await prefill.hand_over(decode.reserve("h", 8, 9, 4), "h", slots(8, 1, 2))
-    assert stats.resends == 1, "and are sent again"
-    assert decode.held.committed_tokens == {"h": 7}
+    decode.receiver.acts = {"commit": Times(1, corrupt)}
+    with pytest.raises(KvCorrupted, match="checksum"):
+        await prefill.hand_over(decode.reserve("h", 8, 9, 4), "h", slots(8, 1, 2))
+    assert "checksum" in decode.held.reasons["h"]
+    assert decode.held.committed_tokens == {}
 
 
 @pytest.mark.parametrize("failing", [0, 1])

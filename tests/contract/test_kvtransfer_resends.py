@@ -16,10 +16,18 @@ from tests.tracing import Traces
 from .kvtransfer_parts import TOKEN_BYTES, TRANSPORTS, Times, expect_only, slots
 
 every_transport = pytest.mark.parametrize("name", list(TRANSPORTS))
+# Others are verified beside decoding: a mismatch ends what runs on the KV, and its reservation.
+verified_before_decoding = pytest.mark.parametrize(
+    "name", [name for name, transport in TRANSPORTS.items() if not transport().one_sided]
+)
 
 
 def corrupt(request):
     request.checksum ^= 1
+
+
+def short(request):
+    request.num_tokens -= 1
 
 
 def expect_sent_again(prefill, decode, stats):
@@ -29,11 +37,11 @@ def expect_sent_again(prefill, decode, stats):
     assert (decode.held.committed_tokens, decode.held.reasons) == ({"h": 7}, {})
 
 
-@every_transport
+@verified_before_decoding
 @pytest.mark.parametrize("cached", [0, 4])
 async def test_corrupted_kv_is_sent_again_on_the_same_link(join, name, cached):
     prefill, decode = await join(name)
-    decode.before["Commit"] = Times(1, corrupt)
+    decode.before["commit"] = Times(1, corrupt)
     to = decode.reserve("h", 18, 9, 4, 5, 6, 20, cached=cached)
     own, there = slots(18 - cached, *(1, 2, 3, 8, 7)[cached // 4 :]), (9, 4, 5, 6, 20)
     chunks = [Slots(own.block_ids[:2], 8), Slots(own.block_ids[2:], own.num_tokens - 8)]
@@ -107,14 +115,14 @@ async def test_a_link_lost_in_the_middle_is_opened_anew_for_the_handoff(join, na
     expect_only(prefill.pool, own, decode.pool, slots(48, *range(12)), decode.content)
 
 
-@every_transport
+@verified_before_decoding
 async def test_resends_are_bounded_and_then_the_blocks_are_given_back(join, name):
     """The span of a handoff that succeeds after all counts them."""
     traces = Traces()
     prefill, decode = await join(name)
     prefill.tracer = traces.tracer
     commits = Times(1 + MAX_RESENDS, corrupt)
-    decode.before["Commit"] = commits
+    decode.before["commit"] = commits
     with pytest.raises(errors.KvCorrupted):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5))
     assert commits.calls == 1 + MAX_RESENDS
@@ -133,6 +141,7 @@ async def test_resends_are_bounded_and_then_the_blocks_are_given_back(join, name
         (Times(9, errors.KvMismatch("x")), errors.KvMismatch, [False]),
         (lambda request: asyncio.sleep(5), errors.DeadlineExceeded, [False]),  # the request's own
         (corrupt, errors.KvCorrupted, [True, False]),  # the reservation is gone by then
+        (short, errors.KvCorrupted, [True, False]),
     ],
 )
 async def test_what_a_resend_cannot_fix_is_not_resent(join, commit, error, aborts):
@@ -141,10 +150,10 @@ async def test_what_a_resend_cannot_fix_is_not_resent(join, commit, error, abort
 
     def cancel(request):
         asked.append(request.resend)
-        if request.resend:
+        if request.resend and "h" in decode.held.blocks:
             decode.cancel("h")
 
-    decode.before.update(Commit=commit, Abort=cancel)
+    decode.before.update(commit=commit, abort=cancel)
     with pytest.raises(error):
         await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5), timeout_s=0.7)
     assert asked == aborts
@@ -159,8 +168,8 @@ async def test_a_handoff_cancelled_while_it_is_withdrawn_ends_for_good(join):
         reached.set()
         await asyncio.sleep(0.2 * request.resend)
 
-    decode.before["Abort"] = slow
-    decode.before["Commit"] = corrupt
+    decode.before["abort"] = slow
+    decode.before["commit"] = corrupt
     to = decode.reserve("h", 4, 1)
     running = asyncio.create_task(prefill.hand_over(to, "h", slots(4, 5)))
     await asyncio.wait_for(reached.wait(), 5)
@@ -179,7 +188,7 @@ REQUEST = handoff_pb2.AbortRequest(handoff_id="h", reservation_token="token-h", 
 async def test_a_lost_abort_is_repeated_until_the_blocks_come_back(join, name):
     prefill, decode = await join(name, prefill={"waits": {"abort_wait_s": 0.0}})
     losses = Times(2, errors.Unavailable("lost"))
-    decode.before["Abort"] = losses
+    decode.before["abort"] = losses
     async with prefill.opened(decode, 8, 1, 2) as handoff:
         handoff.send(slots(4, 5))
         await decode.asked()
@@ -193,7 +202,7 @@ async def test_a_lost_abort_is_repeated_until_the_blocks_come_back(join, name):
 async def test_giving_up_does_not_wait_for_a_peer_that_hangs(join):
     prefill, decode = await join("memory", prefill={"waits": {"abort_wait_s": 0.1}})
     hung = asyncio.Event()
-    decode.before["Abort"] = lambda request: hung.wait()
+    decode.before["abort"] = lambda request: hung.wait()
     async with prefill.opened(decode, 8, 1, 2) as handoff:
         handoff.send(slots(4, 5))
         await decode.asked()
@@ -216,25 +225,26 @@ async def test_giving_up_does_not_wait_for_a_peer_that_hangs(join):
 )
 async def test_every_abort_ends(join, error, times, give_up_s, count, calls):
     prefill, decode = await join("memory", prefill={"give_up_s": give_up_s})
-    answers = decode.before["Abort"] = Times(times, error)
+    answers = decode.before["abort"] = Times(times, error)
     link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(5.0))
     for _ in range(count):
-        prefill.links.abort(link, REQUEST, ())
+        prefill.links.abort(link, REQUEST, {})
     prefill.links.remove(link)
     prefill.links.release(link)  # its control stays open for them
     await asyncio.wait_for(asyncio.gather(*prefill.links._aborts), 10)
     assert answers.calls in calls
-    assert link.channel._channel.closed()
+    await asyncio.wait_for(asyncio.gather(*prefill.links._closing), 10)
+    assert link.control._channel._channel.closed()
 
 
 async def test_closing_waits_shortly_and_ends_what_is_not_answered(join):
     prefill, decode = await join("memory")
     link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(5.0))
     prefill.links.release(link)
-    answers = decode.before["Abort"] = Times(1, errors.Unavailable("once"))
-    await asyncio.wait_for(prefill.links.abort(link, REQUEST, ()).wait(), 10)
-    decode.before["Abort"] = lambda request: asyncio.sleep(30)
-    tried = prefill.links.abort(link, REQUEST, ())
+    answers = decode.before["abort"] = Times(1, errors.Unavailable("once"))
+    await asyncio.wait_for(prefill.links.abort(link, REQUEST, {}).wait(), 10)
+    decode.before["abort"] = lambda request: asyncio.sleep(30)
+    tried = prefill.links.abort(link, REQUEST, {})
     await asyncio.wait_for(prefill.links.close(), 3)  # a second for the last try, and slack
     assert answers.calls == 1 and tried.is_set()
     assert not prefill.links._aborts

@@ -61,7 +61,8 @@ SAMPLING = common_pb2.SamplingParams(max_tokens=3, temperature=0.5, seed=1, top_
 SEQUENCE = common_pb2.SequenceSpec(
     handoff_id="h", token_ids=[1, 2, 3], prompt_tokens=3, sampling=SAMPLING, time_left_ms=500
 )
-# Every RPC but Drain, which ends a worker, by the role of who serves it: requests to begin with.
+# Every RPC but Drain, which ends a worker, by the role of who serves it: a request to begin with,
+# or several.
 RPCS: dict[str, dict[str, Any]] = {
     "router": {
         "InferenceService/Generate": inference_pb2.GenerateRequest(
@@ -79,12 +80,17 @@ RPCS: dict[str, dict[str, Any]] = {
     },
     "prefill": {},
     "decode": {
-        "HandoffService/Offer": handoff_pb2.OfferRequest(
-            incarnation="p", target_incarnation="d", transports=[common_pb2.TRANSPORT_SHM]
-        ),
-        "HandoffService/Ready": handoff_pb2.ReadyRequest(),
-        "HandoffService/Commit": handoff_pb2.CommitRequest(handoff_id="h"),
-        "HandoffService/Abort": handoff_pb2.AbortRequest(handoff_id="h"),
+        "HandoffService/Control": [
+            handoff_pb2.ControlRequest(
+                call_id=1,
+                offer=handoff_pb2.OfferRequest(
+                    incarnation="p", target_incarnation="d", transports=[common_pb2.TRANSPORT_SHM]
+                ),
+            ),
+            handoff_pb2.ControlRequest(ready=handoff_pb2.ReadyRequest()),
+            handoff_pb2.ControlRequest(commit=handoff_pb2.CommitRequest(handoff_id="h")),
+            handoff_pb2.ControlRequest(abort=handoff_pb2.AbortRequest(handoff_id="h")),
+        ],
     },
 }
 
@@ -205,15 +211,23 @@ class Fuzz:
 
     async def rpcs(self, address: str, methods: dict[str, Any]) -> None:
         """Requests to each method of a process: no UNKNOWN and no INTERNAL."""
-        mutators = {m: self.mutator([r.SerializeToString()]) for m, r in methods.items()}
+        mutators = {
+            method: self.mutator(
+                [one.SerializeToString() for one in (seeds if isinstance(seeds, list) else [seeds])]
+            )
+            for method, seeds in methods.items()
+        }
         async with rpc.channel(address) as channel:
             while self.goes_on:
                 for method, mutator in mutators.items():
                     data = mutator.next()
                     call = channel.unary_stream(f"/baton.v1.{method}")(data, timeout=0.5)
                     try:
-                        async for _ in call:
-                            pass
+                        async for answer in call:
+                            if method == "HandoffService/Control":
+                                failure = handoff_pb2.ControlResponse.FromString(answer).failure
+                                if failure.text.startswith("unexpected"):
+                                    self.found(method, data, failure.text)
                     except grpc.aio.AioRpcError as error:
                         code = error.code()
                         text = error.details() or ""

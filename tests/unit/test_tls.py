@@ -119,7 +119,7 @@ def test_which_calls_are_for_which_roles():
     assert not refused("/baton.v1.WorkerService/Drain")  # a port without certificates
     tls._process.client_ca_file = "ca.pem"
     for service, allowed in (
-        ("HandoffService/Commit", {"prefill", "decode"}),
+        ("HandoffService/Control", {"prefill", "decode"}),
         ("WorkerService/Describe", set(tls.ROLES)),
         ("FleetService/GetStatus", set(tls.ROLES)),
     ):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from baton.engine.models.config import ModelConfig
 from baton.engine.models.rope import rope_tables
 from baton.engine.ops.torch.attention import Scoring, attend, place, softcapped, write_kv
 from baton.engine.ops.torch.linear import act_mul
+from baton.engine.ops.torch.routing import route
 from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights.weight import Weight
 from baton.engine.weights.weights import ExpertWeights, LayerWeights, Weights
@@ -44,10 +45,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, mean_square: Tensor | None =
     return (weight * wide.to(weight.dtype)).to(x.dtype)
 
 
+class Hidden(NamedTuple):
+    """The residual stream `[rows, hidden_size]`, and what is to be added to it when it is read."""
+
+    stream: Tensor
+    added: Tensor | None = None
+
+    def at(self, rows: Tensor) -> Hidden:
+        """Of some rows, int64 `[n]`."""
+        added = None if self.added is None else self.added.index_select(0, rows)
+        return Hidden(self.stream.index_select(0, rows), added)
+
+
 class Model:
     """Weights and the arithmetic on them; no state between calls but the pool it is given.
 
-    The six operations of a layer are torch's; `baton.engine.backends.gpu.model` has others.
+    The operations of a layer are torch's; `baton.engine.backends.gpu.model` has others.
     """
 
     def __init__(
@@ -78,24 +91,27 @@ class Model:
         ]
         self.hidden: Tensor | None = None
         self.expert_tokens: Tensor | None = None
+        self._tokens_of: dict[int, Tensor] = {}  # of layers with experts
         if config.experts is not None:
             counts = config.experts.counts
             self.expert_tokens = torch.zeros(counts, dtype=torch.int64, device=device)
+            mixing = [index for index, has in enumerate(config.experts.layers) if has]
+            self._tokens_of = dict(zip(mixing, self.expert_tokens, strict=True))
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """Runs a batch and writes its K and V into the pool: logits `[logit_rows, vocab_size]`."""
         rows, wanted, self.hidden = len(batch.token_ids), len(batch.logit_rows), None
-        hidden, residual = self._forward(batch.token_ids, self._place(batch, pool), pool)
+        hidden = self._forward(batch.token_ids, self._place(batch, pool), pool)
         if not wanted:
-            return hidden.new_empty((0, self.config.vocab_size), dtype=torch.float32)
+            return hidden.stream.new_empty((0, self.config.vocab_size), dtype=torch.float32)
         if wanted < rows:  # as many as there are rows are all of them
-            hidden, residual = (x.index_select(0, batch.logit_rows) for x in (hidden, residual))
-        normed = self._normed(hidden, residual)
-        if batch.wants_hidden:
-            self.hidden = normed
-        return self._logits(normed).float()
+            hidden = hidden.at(batch.logit_rows)
+        if not batch.wants_hidden:
+            return self._logits(hidden).float()
+        self.hidden, _ = self._normed(hidden, self._weights.final_norm)
+        return self._whole_logits(self._weights.lm_head.apply(self.hidden)).float()
 
     def close(self) -> None:
         """Nothing runs elsewhere."""
@@ -109,26 +125,20 @@ class Model:
         """Around what other ranks are to begin, too: this one has none to tell it to."""
         return nullcontext()
 
-    def _forward(self, token_ids: Tensor, rows: Any, pool: Tensor) -> tuple[Tensor, Tensor]:
-        """All layers: what the last one adds, and the residual that it is to be added to."""
-        hidden, residual = self._embedded(token_ids), None
+    def _forward(self, token_ids: Tensor, rows: Any, pool: Tensor) -> Hidden:
+        """The rows behind all layers."""
+        embedded = self._embedded(token_ids)
         if self._embedding_scale != 1:
-            hidden = hidden * self._embedding_scale
-        taken: list[Tensor] = []
+            embedded = embedded * self._embedding_scale
+        hidden = Hidden(embedded)
         for index, layer in enumerate(self._weights.layers):
-            normed, residual = self._add_rms_norm(hidden, residual, layer.input_norm, layer.qkv)
-            qkv = layer.qkv.apply(normed, layer.qkv_bias)
+            norm, bias = layer.input_norm, layer.qkv_bias
+            qkv, hidden = self._normed_product(hidden, norm, layer.qkv, bias)
             q = self._rope_and_write(qkv, rows, index, layer, pool)
-            mixed = layer.o.apply(self._attend(q, rows, index, pool), layer.o_bias)
-            hidden = self._branch(self.collectives.sum(mixed), layer.attention_norm)
-            reader = None if layer.experts else layer.gate_up
-            normed, residual = self._add_rms_norm(hidden, residual, layer.mlp_norm, reader)
-            mixed = self.collectives.sum(self._mlp(normed, layer, taken))
-            hidden = self._branch(mixed, layer.output_norm)
-        assert residual is not None, "a model has layers"
-        if taken:
-            self._count(torch.stack(taken), rows)
-        return hidden, residual
+            mixed, norm = self._attend(q, rows, index, pool), layer.attention_norm
+            hidden = self._added_product(hidden, mixed, layer.o, layer.o_bias, norm)
+            hidden = self._mlp(hidden, layer, rows, index)
+        return hidden
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         """Rows of the embedding `[rows, hidden_size]`, of which each rank has a part."""
@@ -140,86 +150,106 @@ class Model:
         rows = F.embedding(local, embedding).masked_fill(elsewhere[:, None], 0)
         return self.collectives.sum(rows)
 
-    def _mlp(self, x: Tensor, layer: LayerWeights, taken: list[Tensor]) -> Tensor:
-        """The MLP, or the experts that each row takes: `[rows, hidden_size]`.
-
-        Which those are, `[rows, per_token]`, is appended to `taken`.
-        """
+    def _mlp(self, hidden: Hidden, layer: LayerWeights, rows: Any, index: int) -> Hidden:
+        """With what the MLP adds, or the experts that each row takes."""
         if layer.experts is not None:
-            return self._experts(x, layer, layer.experts, taken)
-        return self._dense(x, layer)
-
-    def _count(self, taken: Tensor, rows: Any) -> None:
-        """Counts what a step's rows took, `[layers, rows, per_token]`."""
-        assert self.expert_tokens is not None
-        wanted = self._wanted(rows, taken)[:, None].expand_as(taken)
-        self.expert_tokens.scatter_add_(1, taken.flatten(1), wanted.flatten(1))
-
-    def _wanted(self, rows: Any, taken: Tensor) -> Tensor:
-        """1 for each row, but 0 for padding: int64 `[rows]`."""
-        return taken.new_ones(taken.shape[1])
+            normed, hidden = self._normed(hidden, layer.mlp_norm)
+            mixed = self._experts(normed, layer, layer.experts, rows, index)
+            return self._added(hidden, mixed, layer.output_norm)
+        assert layer.gate_up is not None and layer.down is not None
+        norm, bias = layer.mlp_norm, layer.gate_up_bias
+        inner, hidden = self._normed_product(hidden, norm, layer.gate_up, bias, is_gate=True)
+        norm = layer.output_norm
+        return self._added_product(hidden, inner, layer.down, layer.down_bias, norm)
 
     def _dense(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        """The MLP beside experts, which all rows take."""
         assert layer.gate_up is not None and layer.down is not None
-        gate_up = layer.gate_up.apply(x, layer.gate_up_bias)
-        return layer.down.apply(self._act_mul(gate_up, layer.down), layer.down_bias)
+        inner = self._gated(layer.gate_up.apply(x, layer.gate_up_bias))
+        return layer.down.apply(inner, layer.down_bias)
 
     def _experts(
-        self, x: Tensor, layer: LayerWeights, experts: ExpertWeights, all_taken: list[Tensor]
+        self, x: Tensor, layer: LayerWeights, experts: ExpertWeights, rows: Any, index: int
     ) -> Tensor:
         """The outputs of the experts that rows take, weighed and added up."""
-        config = self.config.experts
-        assert config is not None
-        scores = experts.router.apply(x, experts.router_bias)
-        shares = torch.softmax(scores.float(), dim=-1)
-        shares, taken = torch.topk(shares, config.per_token)  # [rows, per_token]
-        all_taken.append(taken)
-        if config.normed:
-            shares /= shares.sum(dim=-1, keepdim=True)
-        mixed = self._mix(x, shares, taken, experts)
+        mixed = self._mix(x, experts, rows, self._tokens_of[index])
         if experts.shared_gate is not None:
             # Not one behind the other: torch's last bits would depend on the number of rows.
             gates = x.new_empty(len(x), 2)[:, :1].copy_(experts.shared_gate.apply(x))
             mixed += torch.sigmoid(gates) * self._dense(x, layer)
         return mixed
 
-    def _mix(self, x: Tensor, shares: Tensor, taken: Tensor, experts: ExpertWeights) -> Tensor:
-        """The outputs of experts `taken` `[rows, per_token]` times shares, in a row's own order.
+    def _mix(self, x: Tensor, experts: ExpertWeights, rows: Any, tokens: Tensor) -> Tensor:
+        """The outputs of the experts with the best scores, times shares, in a row's own order.
 
-        Those that other ranks have add nothing here.
+        Those that other ranks have add nothing here. tokens: int64 `[experts]`, to which the rows
+        that took each are added.
         """
-        outputs, own = x.new_zeros(*taken.shape, x.shape[1]), self._own_experts
+        config, own = self.config.experts, self._own_experts
+        assert config is not None
+        scores = experts.router.apply(x, experts.router_bias)
+        shares, taken = route(scores, config.per_token, config.normed)
+        tokens += taken.flatten().bincount(minlength=len(tokens))
+        outputs = x.new_zeros(*taken.shape, x.shape[1])
         for number in set(taken.unique().tolist()).intersection(own):
             expert = experts.experts[number - own.start]
-            rows, places = torch.where(taken == number)
-            inner = self._act_mul(expert.gate_up.apply(x[rows], expert.gate_up_bias))
-            outputs[rows, places] = expert.down.apply(inner, expert.down_bias)
+            of, places = torch.where(taken == number)
+            inner = self._gated(expert.gate_up.apply(x[of], expert.gate_up_bias))
+            outputs[of, places] = expert.down.apply(inner, expert.down_bias)
         mixed = (outputs[:, 0] * shares[:, :1]).to(x.dtype)
         for at in range(1, taken.shape[1]):
             mixed += (outputs[:, at] * shares[:, at : at + 1]).to(x.dtype)
         return mixed
 
-    def _branch(self, mixed: Tensor, weight: Tensor | None) -> Tensor:
-        """What attention or MLP adds to the residual stream."""
-        if weight is not None:
-            mixed, _ = self._add_rms_norm(mixed, None, weight)
-        scale = self.config.residual_scale
-        return mixed if scale == 1 else mixed * scale
+    def _normed_product(
+        self, hidden: Hidden, norm: Tensor | None, weight: Weight, bias: Tensor | None,
+        is_gate: bool = False,
+    ) -> tuple[Any, Hidden]:  # fmt: skip
+        """The product of the stream's norm with a weight, and the stream, all added.
 
-    def _logits(self, normed: Tensor) -> Tensor:
+        is_gate: it is the MLP's first, and the gated half is wanted, for `_added_product` alone.
+        """
+        normed, hidden = self._normed(hidden, norm)
+        product = weight.apply(normed, bias)
+        return self._gated(product) if is_gate else product, hidden
+
+    def _added_product(
+        self, hidden: Hidden, x: Any, weight: Weight, bias: Tensor | None, norm: Tensor | None
+    ) -> Hidden:
+        """With the product of x, normed if a norm is given, added to the stream."""
+        return self._added(hidden, weight.apply(x, bias), norm)
+
+    def _added(self, hidden: Hidden, mixed: Tensor, norm: Tensor | None) -> Hidden:
+        """With what a rank's part of attention or MLP adds to the stream."""
+        mixed = self.collectives.sum(mixed)
+        if norm is not None:
+            mixed, _ = self._add_rms_norm(mixed, None, norm)
+        scale = self.config.residual_scale
+        return Hidden(hidden.stream, mixed if scale == 1 else mixed * scale)
+
+    def _normed(self, hidden: Hidden, norm: Tensor | None) -> tuple[Tensor, Hidden]:
+        """The stream's norm, if there is one, and the stream, all added."""
+        stream, added = hidden
+        first, residual = (stream, None) if added is None else (added, stream)
+        normed, stream = self._add_rms_norm(first, residual, norm)
+        return normed, Hidden(stream)
+
+    def _logits(self, hidden: Hidden) -> Tensor:
         """Next-token scores `[rows, vocab_size]`, of the model's type."""
-        own = self._weights.lm_head.apply(normed)
+        norm = self._weights.final_norm
+        return self._whole_logits(
+            self._normed_product(hidden, norm, self._weights.lm_head, None)[0]
+        )
+
+    def _whole_logits(self, own: Tensor) -> Tensor:
+        """Scores of all of the vocabulary, of a rank's own part."""
         logits = self.collectives.gather(own, self.config.vocab_size)
         if self.config.logit_scale != 1:
             logits = logits * self.config.logit_scale
         return softcapped(logits, self.config.logit_softcap)
 
-    def _normed(self, hidden: Tensor, residual: Tensor) -> Tensor:
-        """What the output layer multiplies."""
-        return self._add_rms_norm(hidden, residual, self._weights.final_norm)[0]
-
-    def _act_mul(self, gate_up: Tensor, reader: Weight | None = None) -> Tensor:
-        """The gated half, for `reader` alone if that is one: then in a form that it takes."""
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        """The gated half of `[rows, 2 * size]`."""
         return act_mul(gate_up, self.config.activation)
 
     def _place(self, batch: StepBatch, pool: Tensor) -> Any:
@@ -228,13 +258,9 @@ class Model:
         return attention, self._tables[:, :, positions, None]
 
     def _add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor | None,
-        reader: Weight | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """The residual stream with x added, and its norm, if it is normed: (normed, stream).
-
-        The norm is for `reader` alone if that is one: then in a form that it takes.
-        """
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream with x added, and its norm, if it is normed: (normed, stream)."""
         stream = x if residual is None else residual + x
         return stream if weight is None else rms_norm(stream, weight, self.config.rms_eps), stream
 

@@ -255,7 +255,8 @@ class Int4Weight(FourBitWeight):
     def of(cls, weight: Tensor) -> Self:
         """weight `[out, in]`, whole groups of inputs, rounded to the nearest.
 
-        A group's extreme becomes 0, which is 8 below the zero point (as in GGML's q4_0).
+        A group's extreme becomes 0, which is 8 below the zero point (as in GGML's q4_0). Scales are
+        numbers that bfloat16 has, so that they are 16 bits wherever they are read.
         """
         outputs, inputs = weight.shape
         values = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=weight.device)
@@ -264,8 +265,8 @@ class Int4Weight(FourBitWeight):
             rows = slice(first, first + _ROWS_AT_ONCE)
             groups = weight[rows].float().unflatten(1, (-1, cls.GROUP))
             extremes = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-            scales[rows] = extremes[..., 0] / -cls.MIDDLE
-            units = groups / scales[rows][..., None].where(extremes != 0, 1)
+            scales[rows] = (extremes[..., 0] / -cls.MIDDLE).bfloat16().float()
+            units = groups / scales[rows][..., None].where(scales[rows][..., None] != 0, 1)
             numbers = (units.round() + cls.MIDDLE).clamp(0, 15).to(torch.uint8)
             values[rows] = _pairs(numbers.flatten(1))
         return cls(values, scales)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from baton import connection, rpc
+from baton import connection
 from baton.engine.loop import Progress, StepReport
 from baton.errors import (
     DeadlineExceeded,
@@ -216,7 +216,7 @@ async def test_a_lease_ends_by_itself(directory, store):
         assert 0.5 <= asyncio.get_running_loop().time() - began < 2.5
         load = await decode.blocks()
         assert (load.blocks_held, load.blocks_quarantined) == (2, 0)
-        await decode.handoff.Abort(handoff_pb2.AbortRequest(**names), timeout=PATIENCE_S)
+        await decode.handoff.call(handoff_pb2.AbortRequest(**names), PATIENCE_S, {})
         assert await decode.clean()
 
 
@@ -323,12 +323,13 @@ async def test_an_abort_whose_sender_hangs_up_gives_the_blocks_back(decode, rout
     gate, released = decode.hold_engine(), asked(decode, "release")
     router.connection.outgoing.cancel.append("a")
     await asyncio.wait_for(released.wait(), PATIENCE_S)
-    abort = decode.handoff.Abort(handoff_pb2.AbortRequest(**names, resend=True))
+    request = handoff_pb2.AbortRequest(**names, resend=True)
+    abort = asyncio.ensure_future(decode.handoff.call(request, PATIENCE_S, {}))
     await asyncio.sleep(0.1)
     abort.cancel()
     await asyncio.sleep(0.1)
     gate.set()
-    await decode.handoff.Abort(handoff_pb2.AbortRequest(**names), timeout=PATIENCE_S)
+    await decode.handoff.call(handoff_pb2.AbortRequest(**names), PATIENCE_S, {})
     assert await decode.clean()
 
 
@@ -355,20 +356,20 @@ async def test_reservations_are_given_back_when_draining_takes_too_long(director
 
 
 async def test_only_a_registered_prefill_worker_gets_a_link(decode, router, store, monkeypatch):
-    offering = decode.handoff.Offer(offer_of(decode, "new"), timeout=PATIENCE_S)
+    offering = decode.handoff.call(offer_of(decode, "new"), PATIENCE_S, {})
     asyncio.get_running_loop().call_later(0.05, decode.knows_prefill, "new")
     assert (await offering).epoch > 0
     monkeypatch.setattr(node, "RECORD_WAIT_S", 0.05)
     for incarnation in ("unknown", decode.node.record.incarnation):
         offer = offer_of(decode, incarnation)
-        with pytest.raises(TransferFailed, match="no prefill worker"), rpc.translated():
-            await decode.handoff.Offer(offer, timeout=PATIENCE_S)
+        with pytest.raises(TransferFailed, match="no prefill worker"):
+            await decode.handoff.call(offer, PATIENCE_S, {})
     # What was registered stays known while the registry is away.
     decode.knows_prefill("writer")
     store.stop()
     monkeypatch.setattr(decode, "knows_prefill", lambda *_: None)
     names = await granted(decode, router)
-    await decode.handoff.Abort(handoff_pb2.AbortRequest(**names), timeout=PATIENCE_S)
+    await decode.handoff.call(handoff_pb2.AbortRequest(**names), PATIENCE_S, {})
     store.start()
 
 
@@ -381,6 +382,6 @@ async def test_links_of_prefill_workers_that_have_left_are_closed_once_no_handof
     decode.store.drop("writer")
     await asyncio.sleep(0.02)
     assert list(links) == ["writer"]
-    await decode.handoff.Abort(handoff_pb2.AbortRequest(**names), timeout=PATIENCE_S)
+    await decode.handoff.call(handoff_pb2.AbortRequest(**names), PATIENCE_S, {})
     decode.knows_prefill("another")
     await until(lambda: not links)

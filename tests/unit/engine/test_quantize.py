@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from baton.engine.kv_cache import KvLayout, allocate_pool
+from baton.engine.ops.torch import linear
 from baton.engine.ops.torch.attention import write_kv
 from baton.engine.ops.torch.linear import exact_products, products_by_float
 from baton.engine.weights import weight as weight_module
@@ -85,6 +86,15 @@ def test_a_weight_taken_in_parts_is_the_same(kind, monkeypatch):
     assert parts.shape == weight.shape
     assert same_bytes(parts.values, values)
     assert torch.equal(parts.scales, scales)
+
+
+def test_int8_products_stay_on_the_device_and_leave_out_what_only_cpus_do(monkeypatch):
+    """What a GPU asks of torch's own, more than 16 rows, a reference cannot promise."""
+    monkeypatch.setattr(linear, "_HAS_VNNI", True)
+    monkeypatch.delattr(torch, "_int_mm")
+    x, weight = (torch.empty(n, 2000, dtype=torch.int8, device="meta") for n in (3, 5))
+    sums = exact_products(x, weight)
+    assert (sums.device.type, sums.shape, sums.dtype) == ("meta", (3, 5), torch.int32)
 
 
 @pytest.mark.parametrize("product", [exact_products, products_by_float])
@@ -168,7 +178,7 @@ def test_int4_moves_a_number_by_half_a_unit_or_what_is_beyond_the_far_end(dtype,
     assert (held.shape, held.group, held.scales.shape) == ((70, 192), 64, (70, 3))
     units = held.scales.abs().repeat_interleave(64, dim=1)
     moved = (held.dequantized(torch.float32) - weight.float()).abs()
-    assert (moved <= 1.00001 * units).all()
+    assert (moved <= 1.04 * units).all()  # scales are rounded, too
     # Only what is beyond 7 units, on the side where the extreme of -8 is not, moves further.
     inside = weight.float() / held.scales.repeat_interleave(64, dim=1) <= 7.5
     assert (moved[inside] <= 0.50001 * units[inside]).all()

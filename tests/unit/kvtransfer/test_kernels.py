@@ -8,8 +8,10 @@ import torch
 
 from kvtransfer.digest import word_sum
 from kvtransfer.kernels import blocks, reference
+from kvtransfer.kernels.blocks import BlockMover
 from kvtransfer.pool import KvPool, Slots
 from kvtransfer.transports import shm
+from tests.contract.kvtransfer_driver import CPU
 
 SHAPES = {
     "float32": ((9, 2, 2, 2, 4, 8), torch.float32),
@@ -80,7 +82,7 @@ def test_the_kernel_writes_and_sums_what_its_reference_does(pools, slots, use):
     pool, empty = pools
     before, found = bytes_of(pool), []
     expected = 11 + word_sum(gathered(pool, slots), FIRST)
-    for ops in (reference, blocks):
+    for ops in (reference, BlockMover(CPU)):
         empty.tensor.zero_()
         sums = torch.full((1,), 11)
         found.append(written(use, ops, pool, empty, slots, sums))
@@ -100,9 +102,10 @@ def test_blocks_beyond_what_32_bits_can_count():
     pool.tensor[last] = torch.randn(shape[1:])
     sums = torch.zeros(1, dtype=torch.int64)
     out = torch.empty(pool.block_bytes, dtype=torch.uint8)
-    blocks.gather(pool, Slots((last,), 16), out, sums, 0)
+    mover = BlockMover(CPU)
+    mover.gather(pool, Slots((last,), 16), out, sums, 0)
     assert torch.equal(out, pool.blocks[last].flatten())
-    blocks.copy(pool, Slots((last,), 16), pool, Slots((last - 1,), 16), sums, 0)
+    mover.copy(pool, Slots((last,), 16), pool, Slots((last - 1,), 16), sums, 0)
     assert torch.equal(pool.tensor[last - 1], pool.tensor[last])
     assert int(sums) == int(2 * word_sum(out, 0))
     area.close()
@@ -114,3 +117,14 @@ def test_a_copy_has_as_many_programs_as_its_link_needs(monkeypatch):
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert [blocks._programs.__wrapped__(gpus[0], one) for one in gpus] == [132, 32, 4]
+
+
+def test_ids_come_round_in_the_ring_and_what_exceeds_it_gets_a_larger_one():
+    ids = blocks._DeviceIds(CPU, 16)
+    for first in range(5):
+        read, written, none = ids.put((first, 7), (8, first, 9), ())
+        assert read.tolist()[:2] == [first, 7]
+        assert written.tolist()[:3] == [8, first, 9]
+        assert len(none) == 4
+    many = tuple(range(100))
+    assert ids.put(many, many)[1].tolist() == list(many)

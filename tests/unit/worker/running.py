@@ -15,11 +15,12 @@ from baton import rpc
 from baton.config import EngineConfig, RegistryConfig, WorkerConfig, host_id
 from baton.connection import MessageConnection, connect, error_of
 from baton.telemetry import Telemetry
-from baton.v1 import common_pb2, handoff_pb2, handoff_pb2_grpc, prefill_pb2, worker_pb2_grpc
+from baton.v1 import common_pb2, handoff_pb2, prefill_pb2, worker_pb2_grpc
 from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
 from baton.worker import node
 from decode_worker.worker import DecodeWorker
 from kvtransfer import shared_pool
+from kvtransfer.control import Control
 from prefill_worker.worker import PrefillWorker
 from tests.memory_registry import MemoryRegistry
 from tests.unit.engine.checkpoints import make_checkpoint
@@ -110,11 +111,12 @@ class Worker:
             self.life.result()  # why it did not become READY
         self.channel = rpc.channel(self.node.record.address)
         self.worker = worker_pb2_grpc.WorkerServiceStub(self.channel)
-        self.handoff = handoff_pb2_grpc.HandoffServiceStub(self.channel)
+        self.handoff = Control(self.node.record.address)
         return self
 
     async def __aexit__(self, kind, error, traceback):
         self.stop()
+        await self.handoff.close()
         await self.channel.close()
         await asyncio.wait_for(self.life, PATIENCE_S)
         assert error is not None or not self.spans.open
@@ -384,10 +386,10 @@ async def granted(decode, router, name="a", pid=0):
     names = {"handoff_id": name, "reservation_token": reserved.reservation_token}
     names["incarnation"] = "writer"
     decode.knows_prefill("writer")
-    offer = await decode.handoff.Offer(offer_of(decode, "writer"), timeout=PATIENCE_S)
+    offer = await decode.handoff.call(offer_of(decode, "writer"), PATIENCE_S, {})
     await asyncio.to_thread(join, offer.endpoint, pid or os.getpid())
     ready = handoff_pb2.ReadyRequest(**names, epoch=offer.epoch, num_tokens=20)
-    await decode.handoff.Ready(ready, timeout=PATIENCE_S)
+    await decode.handoff.call(ready, PATIENCE_S, {})
     return names
 
 

@@ -52,6 +52,10 @@ LEAST_CAPABILITY: dict[str, Capability] = {
 SMALL_MEMORY, SMALL_HEAD_SIZE = ((8, 6), (8, 9), (12, 0), (12, 1)), 128
 
 
+# Before, torch's product of many fp8 rows ran on another stream there (pytorch#177651).
+ADA, FP8_ON_ADA = (8, 9), (2, 12)
+
+
 class GpuBackend(Backend):
     """Triton's kernels where they can compute, else torch's."""
 
@@ -93,7 +97,7 @@ class GpuBackend(Backend):
         load = partial(weights_of, settings, path, config, dtype, self.device, kernels)
         if kernels == "torch":
             return Model(config, load(), dtype, self.device)
-        quantize = partial(prepare, quantization=settings.quantization)
+        quantize = partial(prepare, quantization=settings.quantization, dtype=dtype)
         group = exchange if isinstance(exchange, GroupCollectives) else ALONE
         return GpuModel(config, load(quantize, shard), dtype, self.device, shard, group)
 
@@ -226,6 +230,11 @@ class _GpuRank(Rank):
             self._graphs.close()
 
 
+def _torch() -> tuple[int, ...]:
+    """torch's version, as (2, 12)."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
 def choose_kernels(
     settings: EngineConfig, config: ModelConfig, capability: Capability, missing: str
 ) -> str:
@@ -272,6 +281,12 @@ def _refuse_formats(
         reason, least = "", LEAST_CAPABILITY[value]
         if kernels == "torch":
             reason = "it needs Triton's kernels on a GPU, and torch's compute here"
+        elif value == "fp8" and asked == option and capability == ADA and _torch() < FP8_ON_ADA:
+            needs = ".".join(map(str, FP8_ON_ADA))
+            reason = (
+                f"on a GPU of compute capability 8.9 it needs torch {needs} or above, and this is "
+                f"{torch.__version__}"
+            )
         elif capability < least:
             needs, found = (f"{major}.{minor}" for major, minor in (least, capability))
             reason = (

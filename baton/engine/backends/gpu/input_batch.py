@@ -60,8 +60,7 @@ class InputBatch:
         count, sequences = len(work), [item.sequence for item in work]
         self._follow(sequences)
         rows, starts = self._rows, np.array([item.start for item in work])
-        singles, ends = len(sources), starts + 1
-        samples: npt.NDArray[np.bool_] | bool = True
+        singles, ends, samples = len(sources), starts + 1, np.ones(count, np.bool_)
         at: slice | Ints = slice(0, count)
         into.context_lens.fill(PADDING)
         into.positions.fill(0)
@@ -84,7 +83,7 @@ class InputBatch:
         into.settings[at] = self._settings[rows]
         into.block_tables[at] = self._tables[rows, : into.block_tables.shape[1]]
         apart = self._adjusted[rows] | (ends <= self._adjusted_until[rows])
-        return apart[samples].nonzero()[0] if shape.chunk_rows else apart.nonzero()[0]
+        return apart[samples].nonzero()[0]
 
     def _write_chunks(
         self, chunks: list[Work], shape: Shape, into: Sections[npt.NDArray[np.int32]]

@@ -1,7 +1,8 @@
-"""Products with quantised weights on a GPU: W8A8 in int8 and fp8, W4A16, and W8A16.
+"""Weights on a GPU: how each format multiplies, and what of a layer it does on the way.
 
 Where a tensor lies on a CPU, a weight computes as `baton.engine.weights.weight` does, which is the
-reference. Dense weights are torch's, and cuBLAS's.
+reference. Few rows are a product of ours (`ops/triton/skinny_matmul.py`), which can take a norm, a
+gate or the residual stream along; more rows are cuBLAS's, with kernels of ours around it.
 
 What 8-bit products ask of shapes and GPUs is what torch's `_int_mm` and `_scaled_mm` check before
 they call cuBLAS or CUTLASS (aten/src/ATen/native/cuda/Blas.cpp and ScaledBlas.cpp of torch 2.11).
@@ -10,18 +11,31 @@ they call cuBLAS or CUTLASS (aten/src/ATen/native/cuda/Blas.cpp and ScaledBlas.c
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from baton.engine.ops.triton.group_matmul import group_matmul
-from baton.engine.ops.triton.int8_matmul import MOST_ROWS, int8_matmul, scale_sums
-from baton.engine.ops.triton.rows import LARGEST_WHOLE, EightBitRows, Rows, quantize_rows
+from baton.engine.models.config import Activation
+from baton.engine.models.decoder import Hidden
+from baton.engine.ops.triton.group_packing import PackedWeight, pack
+from baton.engine.ops.triton.group_scaled_linear import group_scaled_linear
+from baton.engine.ops.triton.rows import (
+    LARGEST_WHOLE,
+    EightBitRows,
+    Rows,
+    act_mul,
+    add_rms_norm,
+    quantize_rows,
+    scale_sums,
+)
+from baton.engine.ops.triton.skinny_matmul import is_ours, new_counters, skinny_matmul
 from baton.engine.weights.weight import (
     DenseWeight,
-    Fp8BlockWeight,
     Fp8Weight,
-    Int4Weight,
+    GroupScaledWeight,
     Int8Weight,
     RowScaledWeight,
     Weight,
@@ -31,42 +45,178 @@ from baton.engine.weights.weight import (
 MULTIPLE = {"int8": 8, "fp8": 16}  # of inputs and outputs
 
 
-class _GpuWeight(RowScaledWeight):
-    def apply(self, x: Rows, bias: Tensor | None = None) -> Tensor:
-        """x may be quantised already, see `eight_bits`. Never waits for the device."""
-        if isinstance(x, EightBitRows):
-            product = self.product if x.values.is_cuda else self.scaled
-            return product(x.values, x.scales, bias, x.dtype)
-        if not x.is_cuda:
+class Gate(NamedTuple):
+    """Rows `[rows, 2 * size]` that are still to be gated, by whoever takes them."""
+
+    gate_up: Tensor
+    activation: Activation
+
+
+class GpuWeight(Weight):
+    """A weight that takes a layer's other operations along, where its product can.
+
+    What is written here does them one by one, for any format.
+    """
+
+    def takes(self, size: int) -> torch.dtype | None:
+        """The type of rows of that size that products take as `EightBitRows`, if they do."""
+        return None
+
+    def gated(self, x: Any) -> Rows:
+        """Rows that this weight can be applied to, of a tensor or a `Gate`."""
+        if not isinstance(x, Gate):
+            return x
+        return act_mul(x.gate_up, x.activation, to=self.takes(x.gate_up.shape[1] // 2))
+
+    def normed_product(
+        self, hidden: Hidden, norm: Tensor, eps: float, bias: Tensor | None,
+        activation: Activation | None = None,
+    ) -> tuple[Any, Hidden]:  # fmt: skip
+        """The product of the stream's norm, and the stream, all added.
+
+        activation: the product is `[rows, 2 * size]`, gate first, and the gated half is wanted: for
+        another weight's `added_product`, as a tensor or as a `Gate`.
+        """
+        stream, added = hidden
+        first, residual = (stream, None) if added is None else (added, stream)
+        normed, stream = add_rms_norm(first, residual, norm, eps, to=self.takes(stream.shape[1]))
+        return self.gate_product(normed, bias, activation), Hidden(stream)
+
+    def gate_product(self, x: Rows, bias: Tensor | None, activation: Activation | None) -> Any:
+        """`apply`; with an activation as in `normed_product`."""
+        product = self.apply(x, bias)
+        return product if activation is None else Gate(product, activation)
+
+    def added_product(self, hidden: Hidden, x: Any, bias: Tensor | None) -> Hidden:
+        """The stream with the product added, or to be added. x: a tensor or a `Gate`."""
+        return Hidden(hidden.stream, self.apply(self.gated(x), bias))
+
+    @cached_property
+    def _counters(self) -> Tensor:
+        return new_counters(self.shape[0], self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(part.device for part in vars(self).values() if isinstance(part, Tensor))
+
+
+@dataclass(frozen=True)
+class GpuDenseWeight(DenseWeight, GpuWeight):
+    """A matrix as it is: by cuBLAS, or by our product where that measured faster."""
+
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not self._is_ours(x):
             return super().apply(x, bias)
-        return self.product(*quantize_rows(x, self.DTYPE), bias, x.dtype)
+        return skinny_matmul(x, self.tensor, self._counters, bias, dtype=x.dtype)
+
+    def normed_product(
+        self, hidden: Hidden, norm: Tensor, eps: float, bias: Tensor | None,
+        activation: Activation | None = None,
+    ) -> tuple[Any, Hidden]:  # fmt: skip
+        if not self._is_ours(hidden.stream, has_norm=True, has_gate=activation is not None):
+            return super().normed_product(hidden, norm, eps, bias, activation)
+        stream = hidden.stream if hidden.added is None else hidden.stream.add_(hidden.added)
+        product = skinny_matmul(
+            stream, self.tensor, self._counters, bias, dtype=stream.dtype, norm=self._wide(norm),
+            eps=eps, activation=activation,
+        )  # fmt: skip
+        return product, Hidden(stream)
+
+    def gate_product(self, x: Rows, bias: Tensor | None, activation: Activation | None) -> Any:
+        if activation is None or not self._is_ours(x, has_gate=True):
+            return super().gate_product(x, bias, activation)
+        args = (x, self.tensor, self._counters, bias)
+        return skinny_matmul(*args, dtype=x.dtype, activation=activation)
+
+    def added_product(self, hidden: Hidden, x: Any, bias: Tensor | None) -> Hidden:
+        x = self.gated(x)
+        if hidden.added is not None or not self._is_ours(x):
+            return Hidden(hidden.stream, self.apply(x, bias))
+        args = (x, self.tensor, self._counters, bias)
+        return Hidden(skinny_matmul(*args, dtype=x.dtype, residual=hidden.stream))
+
+    def _is_ours(self, x: Tensor, has_norm: bool = False, has_gate: bool = False) -> bool:
+        """Whether a product with these rows is ours; those of float32 have no tensor cores."""
+        return x.dtype != torch.float32 and is_ours(x, self.tensor, has_norm, has_gate)
+
+    def _wide(self, norm: Tensor) -> Tensor:
+        """The norm in front in float32: a thread loads it ahead only by 32 bits at a time."""
+        held = self._norms.get(id(norm))
+        if held is None:
+            held = self._norms[id(norm)] = norm, norm.float()
+        return held[1]
+
+    @cached_property
+    def _norms(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
+
+
+class _EightBitWeight(RowScaledWeight, GpuWeight):
+    """W8A8: quantises rows, or takes them from a norm or a gate that has done so."""
+
+    def takes(self, size: int) -> torch.dtype | None:
+        return self.DTYPE if size <= LARGEST_WHOLE else None
+
+    def apply(self, x: Rows, bias: Tensor | None = None) -> Tensor:
+        """x may be quantised already. Never waits for the device."""
+        x = self._rows(x)
+        if self._is_ours(x):
+            return self._ours(x, bias)
+        by = self._by_library if x.values.is_cuda else self.scaled
+        return by(x.values, x.scales, bias, x.dtype)
+
+    def gate_product(self, x: Rows, bias: Tensor | None, activation: Activation | None) -> Any:
+        x = self._rows(x)
+        if activation is None or not self._is_ours(x, has_gate=True):
+            return super().gate_product(x, bias, activation)
+        return self._ours(x, bias, activation=activation)
+
+    def added_product(self, hidden: Hidden, x: Any, bias: Tensor | None) -> Hidden:
+        x = self._rows(self.gated(x))
+        if hidden.added is not None or not self._is_ours(x):
+            return Hidden(hidden.stream, self.apply(x, bias))
+        return Hidden(self._ours(x, bias, residual=hidden.stream))
+
+    def _rows(self, x: Rows) -> EightBitRows:
+        if isinstance(x, EightBitRows):
+            return x
+        return EightBitRows(*quantize_rows(x, self.DTYPE), x.dtype)
+
+    def _is_ours(self, x: EightBitRows, has_gate: bool = False) -> bool:
+        """Whether a product with these rows is ours."""
+        return is_ours(x.values, self.values, has_gate=has_gate)
+
+    def _ours(
+        self, x: EightBitRows, bias: Tensor | None, activation: Activation | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return skinny_matmul(
+            x.values, self.values, self._counters, bias, dtype=x.dtype,
+            scales=(x.scales, self.scales), activation=activation, residual=residual,
+        )  # fmt: skip
 
     @abstractmethod
-    def product(self, x: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _by_library(
+        self, x: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         """As `scaled`, faster."""
 
 
-def eight_bits(reader: Weight | None) -> torch.dtype | None:
-    """The type in which a weight can take its inputs as `EightBitRows`, if it can."""
-    if isinstance(reader, _GpuWeight) and reader.shape[1] <= LARGEST_WHOLE:
-        return reader.DTYPE
-    return None
-
-
-class GpuInt8Weight(_GpuWeight, Int8Weight):
+class GpuInt8Weight(_EightBitWeight, Int8Weight):
     """W8A8 in int8: the sums are whole numbers and exact, by either kernel."""
 
-    def product(self, x: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        if len(x) <= MOST_ROWS:
-            return int8_matmul(x, self.values, scales, self.scales, bias, dtype)
-        sums = torch._int_mm(x, self.values.T)
-        return scale_sums(sums, scales, self.scales, bias, dtype)
+    def _by_library(
+        self, x: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        return scale_sums(torch._int_mm(x, self.values.T), scales, self.scales, bias, dtype)
 
 
-class GpuFp8Weight(_GpuWeight, Fp8Weight):
+class GpuFp8Weight(_EightBitWeight, Fp8Weight):
     """W8A8 in fp8: sums are taken in the tensor cores' own, faster precision."""
 
-    def product(self, x: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _by_library(
+        self, x: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         fused = None if dtype == torch.float32 else bias  # float32 results take no bias there
         out = torch._scaled_mm(
             x,
@@ -80,41 +230,37 @@ class GpuFp8Weight(_GpuWeight, Fp8Weight):
         return out if bias is None or bias is fused else out.add_(bias)
 
 
-class GpuInt4Weight(Int4Weight):
-    """W4A16, by Triton's kernel for any number of rows."""
+class GpuGroupScaledWeight(PackedWeight, GpuWeight):
+    """A group-quantised weight; activations stay as they are."""
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Never waits for the device."""
-        if not x.is_cuda:
-            return super().apply(x, bias)
-        return group_matmul(x if self.order is None else x[:, self.order], self, bias)
-
-
-class GpuFp8BlockWeight(Fp8BlockWeight):
-    """W8A16, by the same kernel."""
-
-    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Never waits for the device."""
-        return group_matmul(x, self, bias) if x.is_cuda else super().apply(x, bias)
+        return group_scaled_linear(x if self.order is None else x[:, self.order], self, bias)
 
 
 _ON_GPU: dict[type[Weight], type[Weight]] = {
-    Int4Weight: GpuInt4Weight,
+    DenseWeight: GpuDenseWeight,
     Int8Weight: GpuInt8Weight,
     Fp8Weight: GpuFp8Weight,
-    Fp8BlockWeight: GpuFp8BlockWeight,
 }
 
 
-def prepare(weight: Weight, is_output: bool, quantization: str) -> Weight:
-    """A weight as the GPU's model is to apply it; dense ones are quantised.
+def prepare(
+    weight: Weight, is_output: bool, quantization: str, dtype: torch.dtype = torch.bfloat16
+) -> Weight:
+    """A weight as the GPU's model is to apply it to activations of dtype; dense ones, which have
+    theirs, are quantised.
 
     A matrix whose sizes 8-bit products refuse stays as it is (an output layer over an odd
-    vocabulary, at most), and one whose inputs are no whole groups of int4.
+    vocabulary, at most), and one whose inputs are no whole groups of int4. Group-quantised ones are
+    packed, but for groups that kernels do not take.
     """
     kind = "int8" if quantization == "int4" and is_output else quantization
-    if isinstance(weight, DenseWeight) and not any(
-        size % MULTIPLE.get(kind, 1) for size in weight.shape
-    ):
-        weight = quantized(weight, kind)
+    if isinstance(weight, DenseWeight):
+        dtype = weight.tensor.dtype
+        if not any(size % MULTIPLE.get(kind, 1) for size in weight.shape):
+            weight = quantized(weight, kind)
+    if isinstance(weight, GroupScaledWeight):
+        packed = pack(weight, dtype) if weight.values.is_cuda else None
+        return weight if packed is None else GpuGroupScaledWeight(**vars(packed))
     return _ON_GPU.get(type(weight), type(weight))(**vars(weight))

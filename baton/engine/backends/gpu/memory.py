@@ -37,7 +37,7 @@ class Usage:
 
     total: of the GPU · free: now that the weights are there, and nothing else of this engine ·
     weights · activations: the most that a step needs beside weights and KV · graphs: what is
-    reserved for captured decode steps.
+    reserved for captured steps.
     """
 
     total: int
@@ -62,14 +62,14 @@ class Usage:
         return self.free - self.activations - self.graphs
 
 
-def graphs_reserve(decode_bytes: int, graphs: int, layers: int) -> int:
-    """Bytes to be kept for so many captured decode steps; the largest computes in decode_bytes.
+def graphs_reserve(largest_bytes: int, graphs: int, layers: int) -> int:
+    """Bytes to be kept for so many captured steps; the largest computes in largest_bytes.
 
     All graphs share one pool, which the largest fills.
     """
     if not graphs:
         return 0
-    return decode_bytes + graphs * layers * _GRAPH_BYTES_PER_LAYER + _GRAPHS_SCRATCH_BYTES
+    return largest_bytes + graphs * layers * _GRAPH_BYTES_PER_LAYER + _GRAPHS_SCRATCH_BYTES
 
 
 def kv_layout(

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.backends.gpu.linear import eight_bits
+from baton.engine.backends.gpu.linear import GpuWeight
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import ALONE, Collectives
 from baton.engine.models.config import ModelConfig
-from baton.engine.models.decoder import Model
+from baton.engine.models.decoder import Hidden, Model
 from baton.engine.ops.triton.attention import (
     DecodePlan,
     decode_attention,
@@ -25,12 +25,13 @@ from baton.engine.ops.triton.attention import (
     plan_tiles,
     prefill_attention,
 )
-from baton.engine.ops.triton.grouped_matmul import GroupedWeight, sort_slots
+from baton.engine.ops.triton.grouped_matmul import GroupedWeight
 from baton.engine.ops.triton.placement import Placement, place_rows
 from baton.engine.ops.triton.rope_kv import Rotation, rope_and_write
+from baton.engine.ops.triton.routing import Router, add_up, route
 from baton.engine.ops.triton.rows import act_mul, add_rms_norm
 from baton.engine.shard import WHOLE, Shard
-from baton.engine.weights.weight import Weight
+from baton.engine.weights.weight import DenseWeight, Weight
 from baton.engine.weights.weights import ExpertWeights, LayerWeights, Weights
 
 
@@ -52,21 +53,30 @@ class _Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class _GroupedExperts(ExpertWeights):
-    """Experts, and where each one's matrices lie."""
+    """Experts, and where each one's matrices lie.
+
+    few_router: the router where few rows are routed by the launch that scores them.
+    """
 
     gate_up: GroupedWeight
     down: GroupedWeight
+    few_router: Router | None
 
     @classmethod
-    def of(cls, held: ExpertWeights) -> _GroupedExperts:
-        experts = held.experts
+    def of(cls, held: ExpertWeights, dtype: torch.dtype) -> _GroupedExperts:
+        experts, router = held.experts, None
+        if isinstance(held.router, DenseWeight):
+            weight = held.router.tensor
+            arrived = torch.zeros(1, dtype=torch.int32, device=weight.device)
+            router = Router(weight, held.router_bias, arrived)
         return cls(
             **vars(held),
+            few_router=router,
             gate_up=GroupedWeight.of(
-                [one.gate_up for one in experts], [one.gate_up_bias for one in experts]
+                [one.gate_up for one in experts], [one.gate_up_bias for one in experts], dtype
             ),
             down=GroupedWeight.of(
-                [one.down for one in experts], [one.down_bias for one in experts]
+                [one.down for one in experts], [one.down_bias for one in experts], dtype
             ),
         )
 
@@ -84,7 +94,7 @@ class GpuModel(Model):
         ranks: Collectives = ALONE,
     ) -> None:
         layers = tuple(
-            replace(layer, experts=layer.experts and _GroupedExperts.of(layer.experts))
+            replace(layer, experts=layer.experts and _GroupedExperts.of(layer.experts, dtype))
             for layer in weights.layers
         )
         whole = replace(weights, layers=layers)
@@ -102,26 +112,62 @@ class GpuModel(Model):
         """
         placed = place_rows(context_lens, None, block_tables, len(token_ids), pool.shape[4])
         rows = _Rows(placed, len(token_ids), block_tables, context_lens)
-        return self._logits(self._normed(*self._forward(token_ids, rows, pool)))
+        return self._logits(self._forward(token_ids, rows, pool))
 
-    def _mix(self, x: Tensor, shares: Tensor, taken: Tensor, experts: ExpertWeights) -> Tensor:
-        assert isinstance(experts, _GroupedExperts)
-        own, elsewhere = self._own_experts, None
-        if len(own) < experts.router.shape[0]:  # other ranks' come behind, and are not computed
-            elsewhere = (taken < own.start) | (taken >= own.stop)
-            taken = (taken - own.start).masked_fill(elsewhere, len(own))
-        slots = sort_slots(taken, len(own))
-        inner = self._act_mul(experts.gate_up.apply(x, slots))
-        weighed = experts.down.apply(inner, slots, shares.flatten()).view(*taken.shape, -1)
-        if elsewhere is not None:
-            weighed.masked_fill_(elsewhere[..., None], 0)
-        return weighed.sum(dim=1)
+    def _mlp(self, hidden: Hidden, layer: LayerWeights, rows: _Rows, index: int) -> Hidden:
+        experts, norm = layer.experts, layer.output_norm
+        if experts is None or experts.shared_gate is not None or not self._adds_at_once(norm):
+            return super()._mlp(hidden, layer, rows, index)
+        normed, hidden = self._normed(hidden, layer.mlp_norm)
+        return Hidden(self._mix(normed, experts, rows, self._tokens_of[index], hidden.stream))
 
-    def _wanted(self, rows: _Rows, taken: Tensor) -> Tensor:
-        return (rows.placed.lengths > 0).to(taken.dtype)
+    def _mix(
+        self, x: Tensor, experts: ExpertWeights, rows: _Rows, tokens: Tensor,
+        stream: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """stream: to which it is added, in place."""
+        config = self.config.experts
+        assert isinstance(experts, _GroupedExperts) and config is not None
+        router, scored = experts.few_router, None
+        if router is not None and router.takes(x):
+            scores, scored = x.new_empty(len(x), config.count), (router, x)
+        else:
+            scores = experts.router.apply(x, experts.router_bias)
+        slots = route(
+            scores, config.per_token, config.normed, self._own_experts, rows.placed.lengths, tokens,
+            scored=scored,
+        )  # fmt: skip
+        inner = experts.gate_up.apply(x, slots, self.config.activation)
+        return add_up(experts.down.apply(inner, slots), slots, x.dtype, stream)
 
-    def _act_mul(self, gate_up: Tensor, reader: Weight | None = None) -> Any:
-        return act_mul(gate_up, self.config.activation, to=eight_bits(reader))
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        gated: Tensor = act_mul(gate_up, self.config.activation)
+        return gated
+
+    def _normed_product(
+        self, hidden: Hidden, norm: Tensor | None, weight: Weight, bias: Tensor | None,
+        is_gate: bool = False,
+    ) -> tuple[Any, Hidden]:  # fmt: skip
+        if not isinstance(weight, GpuWeight):
+            return super()._normed_product(hidden, norm, weight, bias, is_gate)
+        activation = self.config.activation if is_gate else None
+        if norm is None:
+            stream, hidden = self._normed(hidden, None)
+            return weight.gate_product(stream, bias, activation), hidden
+        return weight.normed_product(hidden, norm, self.config.rms_eps, bias, activation)
+
+    def _added_product(
+        self, hidden: Hidden, x: Any, weight: Weight, bias: Tensor | None, norm: Tensor | None
+    ) -> Hidden:
+        if not isinstance(weight, GpuWeight):
+            return super()._added_product(hidden, x, weight, bias, norm)
+        if self._adds_at_once(norm):
+            return weight.added_product(hidden, x, bias)
+        return self._added(hidden, weight.apply(weight.gated(x), bias), norm)
+
+    def _adds_at_once(self, norm: Tensor | None) -> bool:
+        """Whether what a kernel computes is all that is added to the stream."""
+        return norm is None and self._num_ranks == 1 and self.config.residual_scale == 1
 
     def _place(self, batch: StepBatch, pool: Tensor) -> _Rows:
         rows, num_decodes = len(batch.token_ids), batch.num_decodes
@@ -136,12 +182,11 @@ class GpuModel(Model):
         return _Rows(placed, num_decodes, tables, context_lens, query_lens, tiles)
 
     def _add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor | None,
-        reader: Weight | None = None,
-    ) -> tuple[Any, Tensor]:  # fmt: skip
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         if weight is None:
             return super()._add_rms_norm(x, residual, None)
-        return add_rms_norm(x, residual, weight, self.config.rms_eps, to=eight_bits(reader))
+        return add_rms_norm(x, residual, weight, self.config.rms_eps)
 
     def _rope_and_write(
         self, qkv: Tensor, rows: _Rows, index: int, layer: LayerWeights, pool: Tensor

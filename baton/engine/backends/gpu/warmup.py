@@ -47,9 +47,7 @@ def largest_step(runner: StepRunner, settings: EngineConfig, max_context: int) -
         work.append(_work(max_context, scored, pool, 0, _RANKED))
         work[-1].sequence.prompt_tokens, work[-1].sequence.num_scored = max_context, 0
         rest -= scored
-    while rest > 0:
-        work.append(_work(max_context, min(rest, max_context - 1), pool))
-        rest -= work[-1].count
+    work += _chunks(rest, max_context, pool)
     work.sort(key=lambda item: item.count > 1)  # as planners order it
     runner.run(Plan(work))
 
@@ -60,8 +58,8 @@ def largest_captured(
     """A step of the largest shape that is captured, with full contexts."""
     shapes = shapes_of(settings, max_context) or [Shape(settings.max_batch, 0, 1)]
     work = [_work(max_context, 1, pool)] * shapes[0].decodes
-    if rows := min(shapes[0].chunk_rows, max_context):
-        work.append(_work(max_context, rows, pool))
+    work += _chunks(shapes[0].chunk_rows, max_context, pool)
+    work.sort(key=lambda item: item.count > 1)
     _step(model, pool, work)
 
 
@@ -96,6 +94,13 @@ def _work(
     blocks = [0] * -(-end // pool.shape[4])
     sequence = Sequence("", [0] * (end - proposed), 1, params, block_ids=blocks)
     return Work(sequence, end - count, count, (0,) * proposed)
+
+
+def _chunks(rows: int, max_context: int, pool: Tensor) -> list[Work]:
+    """So many rows, of as many sequences as they need."""
+    longest = max_context - 1
+    counts = [min(longest, rows - done) for done in range(0, rows, longest)]
+    return [_work(max_context, count, pool) for count in counts]
 
 
 def _step(model: StepModel, pool: Tensor, work: list[Work]) -> None:

@@ -18,7 +18,6 @@ from baton.engine.models.decoder import Model
 from baton.engine.ops.native import library
 from baton.engine.ops.native.interface import AttentionShape, Norm, Pool, Span
 from baton.engine.shard import WHOLE, Shard
-from baton.engine.weights.weight import Weight
 from baton.engine.weights.weights import LayerWeights, Weights
 
 ACTIVATIONS = get_args(Activation)  # in the order of `Gate` in src/kernels.h
@@ -52,9 +51,8 @@ class NativeOps(Model):
         self._shapes = list(map(self._shape, range(config.num_layers), weights.layers))
 
     def _add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor | None,
-        reader: Weight | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """The residual is added to where it lies."""
         stream, added = (x, None) if residual is None else (residual, x.data_ptr())
         normed = stream if weight is None else torch.empty_like(stream)
@@ -64,7 +62,7 @@ class NativeOps(Model):
         )  # fmt: skip
         return normed, stream
 
-    def _act_mul(self, gate_up: Tensor, reader: Weight | None = None) -> Tensor:
+    def _gated(self, gate_up: Tensor) -> Tensor:
         rows, size = len(gate_up), gate_up.shape[1] // 2
         out, kind = gate_up.new_empty(rows, size), ACTIVATIONS.index(self.config.activation)
         threads, to = torch.get_num_threads(), out.data_ptr()

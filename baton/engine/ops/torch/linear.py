@@ -103,14 +103,14 @@ _HAS_VNNI = torch.cpu._is_vnni_supported()
 
 def exact_products(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight.T` of int8 `[rows, in]` and `[out, in]`: int32 `[rows, out]`, exact."""
-    # At a depth of 1 torch 2.13 gives wrong sums.
-    fast = _HAS_VNNI and x.shape[1] > 1
+    # At a depth of 1 torch 2.13 gives wrong sums, and on a GPU it takes more than 16 rows only.
+    fast = x.device.type == "cpu" and _HAS_VNNI and x.shape[1] > 1
     return torch._int_mm(x, weight.T) if fast else products_by_float(x, weight)
 
 
 def products_by_float(x: Tensor, weight: Tensor) -> Tensor:
-    """The same on any CPU: the products of short pieces of the depth, in float32."""
-    sums = torch.zeros(len(x), len(weight), dtype=torch.int32)
+    """The same on any device: the products of short pieces of the depth, in float32."""
+    sums = torch.zeros(len(x), len(weight), dtype=torch.int32, device=x.device)
     pieces = zip(x.split(_EXACT_DEPTH, dim=1), weight.split(_EXACT_DEPTH, dim=1), strict=True)
     for left, right in pieces:
         sums += (left.float() @ right.float().T).to(torch.int32)

@@ -59,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
         )
     most = "at most N cases of a kernel, from all over its list"
     checks.add_argument("--most", type=int, metavar="N", help=most)
+    served = "shapes of models as they are served instead, held to their budgets"
+    checks.add_argument("--served", action="store_true", help=served)
     checks.add_argument("--ptx", type=Path, metavar="FOLDER", help="keep the PTX there")
     tunes.add_argument(
         "--shape", action="append", type=_shape, default=[], metavar="rows=64,size=4096",
@@ -85,7 +87,7 @@ def _say(line: str) -> None:
 
 
 def _check(args: argparse.Namespace, specs: Sequence[KernelSpec]) -> int:
-    total, complaints = check(specs, args.arch, _say, args.ptx, args.most)
+    total, complaints = check(specs, args.arch, _say, args.ptx, args.most, args.served)
     sys.stderr.writelines(f"{complaint}\n" for complaint in complaints)
     _say(f"{total - len(complaints)} of {total} compiled")
     return 1 if complaints else 0
@@ -119,7 +121,7 @@ def _tune(args: argparse.Namespace, specs: Sequence[KernelSpec]) -> int:
     _say(f"{len(work)} shapes, at most {args.seconds:.0f} s; results go to {file}")
     done = 0
     for done, best in enumerate(tuning.tune(work, device, file, args.seconds), 1):
-        _say(f"[{done}/{len(work)}] {best}")
+        _say(f"[{done}/{len(work)}] {best.text}")
     if done < len(work):
         _say(f"{len(work) - done} shapes are left: time is up, or none of their candidates ran")
     return 0

@@ -13,6 +13,7 @@ from torch import Tensor
 from baton.engine.models.decoder import rms_norm, rotate
 from baton.engine.ops.torch.attention import Scoring, write_kv
 from baton.engine.ops.triton.attention import (
+    DecodePlan,
     decode_attention,
     plan_decode,
     plan_tiles,
@@ -21,7 +22,15 @@ from baton.engine.ops.triton.attention import (
 )
 from baton.engine.ops.triton.attention_common import attention_reference, pool_sizes
 from baton.engine.ops.triton.rope_kv import Rotation
-from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
+from baton.engine.ops.triton.spec import (
+    Config,
+    KernelSpec,
+    Key,
+    Trial,
+    dtype_of,
+    product_of,
+    text_of,
+)
 from baton.engine.weights.quantize import (
     FP8,
     SCALE_BYTES,
@@ -145,12 +154,14 @@ def _trial(
     if "rope" in shape:
         return _rope_trial(shape, q, pool, block_tables, context_lens, scoring, programs)
     if decodes:
-        seq_lens = context_lens + 1
+        seq_lens, plans = context_lens + 1, dict[str, DecodePlan]()
 
         def run(config: Config | None) -> tuple[Tensor]:
-            plan = plan_decode(q, pool, seq_lens, window, programs, config)
+            name = text_of(config or {})
+            if name not in plans:  # one serves all layers of a step
+                plans[name] = plan_decode(q, pool, seq_lens, window, programs, config)
             out = torch.empty_like(q)
-            decode_attention(*first, plan, scoring, out)
+            decode_attention(*first, plans[name], scoring, out)
             return (out,)
 
         return Trial(

@@ -1,5 +1,5 @@
 """Kernels on rows: addition to the residual stream with its RMS norm, the feed-forward gate, and
-eight-bit rows, for int8 and fp8 products and for the KV pool.
+eight-bit rows, for int8 and fp8 products and for the KV pool; and the scales of int8 products.
 
 The formulas of eight-bit rows are those of `baton.engine.weights.quantize`, to the bit.
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 from baton.engine.models.config import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from baton.engine.models.decoder import rms_norm
 from baton.engine.ops.torch.linear import act_mul as reference_act_mul
+from baton.engine.ops.triton.launch import launch, launch_next, wait_for_inputs
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
 from baton.engine.ops.triton.tuning import choose
 from baton.engine.weights import quantize
@@ -91,14 +92,16 @@ def _store_row(out, scales, row, size, columns, x, FP8: tl.constexpr):
 @triton.jit
 def _add_rms_norm_kernel(
     x, residual, weight, normed, scales, size, row_stride, eps, FP8: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     element = x.dtype.element_ty
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    values = tl.load(x + row * row_stride + columns, mask=inside, other=0.0)
     weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    launch_next(PDL)
+    values = tl.load(x + row * row_stride + columns, mask=inside, other=0.0)
     if residual is not None:
         residual += row * size + columns
         total = tl.load(residual, mask=inside, other=0.0).to(tl.float32) + values.to(tl.float32)
@@ -132,9 +135,9 @@ def add_rms_norm(
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
     config = config or choose("add_rms_norm", {"rows": rows, "size": size}, x.device)
     normed, scales = _empty_rows(x, size, to)
-    _add_rms_norm_kernel[(rows,)](
-        x, residual, weight, normed, scales, size, x.stride(0), eps, FP8=to == quantize.FP8,
-        BLOCK=triton.next_power_of_2(size), **config,
+    launch(
+        _add_rms_norm_kernel, (rows,), x, residual, weight, normed, scales, size, x.stride(0), eps,
+        FP8=to == quantize.FP8, BLOCK=triton.next_power_of_2(size), **config,
     )  # fmt: skip
     return _rows(normed, scales, to, x), x if residual is None else residual
 
@@ -152,16 +155,10 @@ def _rows(out: Tensor, scales: Tensor | None, to: torch.dtype | None, x: Tensor)
 
 
 @triton.jit
-def _act_mul_kernel(
-    gate_up, out, scales, size, row_stride, GELU: tl.constexpr, SWIGLU_OAI: tl.constexpr,
-    FP8: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    element = gate_up.dtype.element_ty
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < size
-    gate = tl.load(gate_up + row * row_stride + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * row_stride + size + columns, mask=inside, other=0.0)
+def gated(gate, up, GELU: tl.constexpr, SWIGLU_OAI: tl.constexpr):
+    """`activation(gate) * up`, of their type and rounded where torch rounds."""
+    element = gate.dtype
+    gate = gate.to(tl.float32)
     factor = up.to(tl.float32)
     if SWIGLU_OAI:
         gate = tl.minimum(gate, LIMIT)
@@ -171,9 +168,25 @@ def _act_mul_kernel(
         slope = ALPHA * gate
     if GELU:  # by tanh: (1 + tanh(y)) / 2 is the sigmoid of 2y
         slope = gate * (1.5957691216 + 0.0713548163 * gate * gate)
-    # Rounded where torch rounds, which multiplies in a second step.
+    # torch multiplies in a second step.
     act = (gate / (1.0 + tl.exp(-slope))).to(element).to(tl.float32)
-    _store_row(out, scales, row, size, columns, (act * factor).to(element), FP8)
+    return (act * factor).to(element)
+
+
+@triton.jit
+def _act_mul_kernel(
+    gate_up, out, scales, size, row_stride, GELU: tl.constexpr, SWIGLU_OAI: tl.constexpr,
+    FP8: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    launch_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    gate = tl.load(gate_up + row * row_stride + columns, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * row_stride + size + columns, mask=inside, other=0.0)
+    result = gated(gate, up, GELU, SWIGLU_OAI)
+    _store_row(out, scales, row, size, columns, result, FP8)
 
 
 def act_mul(
@@ -197,17 +210,21 @@ def act_mul(
     assert gate_up.stride(1) == 1 and width == 2 * size
     out, scales = _empty_rows(gate_up, size, to)
     grid = (rows, triton.cdiv(size, config["BLOCK"]))
-    _act_mul_kernel[grid](
-        gate_up, out, scales, size, gate_up.stride(0), GELU=activation == "gelu_tanh",
-        SWIGLU_OAI=activation == "swigluoai", FP8=to == quantize.FP8, **config,
+    launch(
+        _act_mul_kernel, grid, gate_up, out, scales, size, gate_up.stride(0),
+        GELU=activation == "gelu_tanh", SWIGLU_OAI=activation == "swigluoai",
+        FP8=to == quantize.FP8, **config,
     )  # fmt: skip
     return _rows(out, scales, to, gate_up)
 
 
 @triton.jit
 def _quantize_rows_kernel(
-    x, values, scales, size, row_stride, WHOLE: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr
-):
+    x, values, scales, size, row_stride, WHOLE: tl.constexpr, FP8: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    launch_next(PDL)
     row = tl.program_id(0).to(tl.int64)
     x += row * row_stride
     values += row * size
@@ -246,11 +263,54 @@ def quantize_rows(
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     whole = size <= LARGEST_WHOLE
     block = triton.next_power_of_2(size) if whole else config["BLOCK"]
-    _quantize_rows_kernel[(rows,)](
-        x, values, scales, size, x.stride(0), WHOLE=whole, FP8=dtype == quantize.FP8,
-        **{**config, "BLOCK": block},
+    launch(
+        _quantize_rows_kernel, (rows,), x, values, scales, size, x.stride(0), WHOLE=whole,
+        FP8=dtype == quantize.FP8, **{**config, "BLOCK": block},
     )  # fmt: skip
     return values.view(dtype), scales
+
+
+_SCALE = {"num_warps": 4, "num_stages": 1, "ROWS": 1, "COLUMNS": 1024}
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _scale_sums(
+    sums, row_scales, column_scales, bias, out, num_rows, num_columns, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_inputs(PDL)
+    launch_next(PDL)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    at = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
+    has_row, has_column = rows < num_rows, columns < num_columns
+    inside = has_row[:, None] & has_column[None, :]
+    numbers = tl.load(sums + at, mask=inside, other=0).to(tl.float32)
+    row_scale = tl.load(row_scales + rows, mask=has_row, other=0.0)
+    column_scale = tl.load(column_scales + columns, mask=has_column, other=0.0)
+    numbers *= row_scale[:, None] * column_scale[None, :]
+    if bias is not None:
+        numbers += tl.load(bias + columns, mask=has_column, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + at, numbers.to(out.dtype.element_ty), mask=inside)
+
+
+def scale_sums(
+    sums: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """`sums * row_scales * column_scales + bias`, of dtype: `[rows, columns]`.
+
+    sums: int32 `[rows, columns]`, contiguous · row_scales, column_scales: float32 `[rows]`,
+    `[columns]` · bias: `[columns]` of any floating type.
+    """
+    assert sums.is_contiguous(), "rows of sums lie one after the other"
+    num_rows, num_columns = sums.shape
+    out = torch.empty_like(sums, dtype=dtype)
+    grid = (triton.cdiv(num_rows, _SCALE["ROWS"]), triton.cdiv(num_columns, _SCALE["COLUMNS"]))
+    launch(
+        _scale_sums, grid, sums, row_scales, column_scales, bias, out, num_rows, num_columns,
+        **_SCALE,
+    )  # fmt: skip
+    return out
 
 
 def _parts(rows: Rows) -> tuple[Tensor, ...]:
@@ -320,8 +380,43 @@ def _quantize_trial(shape: Key, device: torch.device) -> Trial:
     )
 
 
+def scaled_reference(
+    sums: Tensor, row_scales: Tensor, column_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor]:
+    """`scale_sums` in torch."""
+    out = sums.float() * (row_scales[:, None] * column_scales)
+    return ((out if bias is None else out + bias.float()).to(dtype),)
+
+
+def random_scales(
+    shape: Key, rows: int, columns: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype]:
+    """Scales of rows and of columns, a bias if the shape has one, and the result's type."""
+    dtype = dtype_of(shape)
+    row_scales, column_scales = (torch.rand(n, device=device) / 100 for n in (rows, columns))
+    bias = torch.randn(columns, device=device).to(dtype) if shape.get("bias") else None
+    return row_scales, column_scales, bias, dtype
+
+
+def _scale_trial(shape: Key, device: torch.device) -> Trial:
+    rows, columns = int(shape["rows"]), int(shape["columns"])
+    sums = torch.randint(-(2**20), 2**20, (rows, columns), dtype=torch.int32, device=device)
+    scales = random_scales(shape, rows, columns, device)
+    return Trial(
+        {},
+        lambda config: (scale_sums(sums, *scales),),
+        lambda: scaled_reference(sums, *scales),
+        moved_bytes=(4 + scales[-1].itemsize) * rows * columns,
+    )
+
+
 _ROWS = (1, 32, 256, 8192)
 SPECS = (
+    KernelSpec(
+        "scale_sums",
+        _scale_trial,
+        cases=product_of(rows=(5,), columns=(1040,), dtype=("fp32", "bf16", "fp16"), bias=(0, 1)),
+    ),
     KernelSpec(
         "add_rms_norm",
         _norm_trial,

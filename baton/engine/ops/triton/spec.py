@@ -126,11 +126,11 @@ def relative_error(found: Tensor, wanted: Tensor, tolerance: float | None = None
     """The error of found `[rows, ...]`, over all and of the worst row, as a share of the tolerance.
 
     ValueError if shapes or types differ, if something is not finite, or if results that have to be
-    equal to the bit are not.
+    equal to the bit, as whole numbers have, are not.
     """
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         raise ValueError(f"{found.shape} {found.dtype}, not {wanted.shape} {wanted.dtype}")
-    if tolerance == 0.0:
+    if tolerance == 0.0 or not wanted.is_floating_point():
         if not torch.equal(*(x.contiguous().view(torch.uint8) for x in (found, wanted))):
             raise ValueError("not equal to the bit")
         return 0.0

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from threading import current_thread
 from types import SimpleNamespace
@@ -192,6 +193,18 @@ def test_8_bit_formats_need_tritons_kernels_and_a_gpu_that_has_them(checkpoint, 
     with pytest.raises(ConfigError, match=rf"{option} fp8: .*8\.9 .*leave it out"):
         on_gpu(checkpoint, FakeGpu((8, 0)), **{kind: "fp8"})
     assert isinstance(on_gpu(checkpoint, FakeGpu((8, 0)), **{kind: "int8"}).runner, GpuRunner)
+
+
+@pytest.mark.parametrize(("version", "runs"), [("2.11.0+cu130", False), ("2.12.0a0", True)])
+def test_fp8_on_ada_needs_a_torch_that_keeps_its_product_on_the_stream(
+    checkpoint, version, runs, monkeypatch
+):
+    monkeypatch.setattr(torch, "__version__", version)
+    expected = nullcontext() if runs else pytest.raises(ConfigError, match=r"8\.9 .*torch 2\.12")
+    with expected:
+        on_gpu(checkpoint, FakeGpu((8, 9)), quantization="fp8")
+    on_gpu(checkpoint, FakeGpu((8, 9)), kv_dtype="fp8")
+    on_gpu(checkpoint, FakeGpu((9, 0)), quantization="fp8")
 
 
 def test_the_gpu_is_the_engine_threads_before_anything_else(checkpoint, monkeypatch):

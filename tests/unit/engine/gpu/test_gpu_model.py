@@ -1,11 +1,14 @@
 """The GPU's model gives what the torch model gives: logits, KV and tokens, batched any way."""
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import GridExecutor
 
 from baton.engine.backends.gpu import linear
 from baton.engine.backends.gpu.backend import refused
@@ -101,22 +104,51 @@ def test_int8_and_fp8(name, kv_dtype, quantization):
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_norms_and_gates_give_the_eight_bits_that_products_take(quantization, monkeypatch):
-    """Of a layer's four products only that of attention's output quantises by itself."""
+@pytest.mark.parametrize(("rows", "apart"), [(5, 2), (70, 1)])
+def test_norms_and_gates_give_the_eight_bits_that_products_take(
+    rows, apart, quantization, monkeypatch
+):
+    """Of a layer's four products only that of attention's output quantises by itself; and that
+    behind a gate that few rows went through in a product."""
     config = replace(TINY, vocab_size=97)  # whose output layer stays whole
     models, steps = both(config, quantization=quantization), []
-    quantize = weight.quantize_rows
+    for module in (weight, linear):
 
-    def counted(x, dtype):
-        steps[-1] += 1
-        return quantize(x, dtype)
+        def counted(x, dtype, quantize=module.quantize_rows):
+            steps[-1] += 1
+            return quantize(x, dtype)
 
-    monkeypatch.setattr(weight, "quantize_rows", counted)
+        monkeypatch.setattr(module, "quantize_rows", counted)
     for model in models:
         steps.append(0)
         run = PagedRun(model)
-        run.step((run.add(tokens(5, 1, 97)), 5))
-    assert steps == [4 * config.num_layers, config.num_layers]
+        run.step((run.add(tokens(rows, 1, 97)), rows))
+    assert steps == [4 * config.num_layers, apart * config.num_layers]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama biases, odd heads", "gemma3", "qwen2 tied"])
+def test_few_rows_of_bfloat16_are_four_products_a_layer(name, monkeypatch):
+    """Their norms, gates and sums are done on the way, unless a branch is normed by itself."""
+    config = CONFIGS[name]
+    model, gpu = both(config, torch.bfloat16)
+    launched, launch = Counter[str](), GridExecutor.__call__
+
+    def counted(self, *args, **kwargs):
+        launched[self.fn.__name__] += 1
+        return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", counted)
+    logits = []
+    for one in (model, gpu):
+        run = PagedRun(one)
+        sequences = [run.add(tokens(length, length)) for length in (9, 4, 6)]
+        run.step(*((sequence, len(sequence.tokens) - 1) for sequence in sequences))
+        launched.clear()
+        logits.append(torch.cat(run.step(*((sequence, 1) for sequence in sequences))))
+    assert (logits[0] - logits[1]).norm() / logits[0].norm() < 0.04
+    layers, branches = config.num_layers, 2 * config.num_layers * (name == "gemma3")
+    assert launched["_skinny_matmul"] == 4 * layers + 1
+    assert launched["_add_rms_norm_kernel"] == branches and not launched["_act_mul_kernel"]
 
 
 def test_int4_experts():
@@ -146,17 +178,20 @@ def test_mxfp4_experts(tmp_path):
 @pytest.mark.parametrize("kind", [Model, GpuModel])
 def test_ranks_with_whole_experts_add_up_to_all(kind, monkeypatch):
     config = replace(CONFIGS["gpt-oss"], experts=replace(EXPERTS, count=5))
-    x = torch.randn(7, config.hidden_size, generator=torch.Generator().manual_seed(1))
-    taken = torch.tensor(
-        [[0, 1, 4], [2, 3, 4], [1, 0, 2], [4, 3, 2], [0, 4, 2], [1, 0, 4], [0, 1, 0]]
-    )
-    shares = torch.linspace(0.1, 0.9, 21).view(7, 3)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(7, config.hidden_size, generator=generator)
+    router = DenseWeight(torch.randn(5, config.hidden_size, generator=generator))
+    rows = SimpleNamespace(placed=SimpleNamespace(lengths=torch.ones(7, dtype=torch.int32)))
 
     def mixed(shard):
         prepare = partial(linear.prepare, quantization="none")
         weights = random_weights(config, torch.float32, CPU, 3, prepare, shard)
         model = kind(config, weights, torch.float32, CPU, shard=shard)
-        return model._mix(x, shares, taken, model._weights.layers[0].experts)
+        tokens = torch.zeros(5, dtype=torch.int64)
+        experts = replace(model._weights.layers[0].experts, router=router, router_bias=None)
+        found = model._mix(x, experts, rows, tokens)
+        assert tokens.sum() == 7 * 3, "each rank counts all"
+        return found
 
     whole = mixed(WHOLE)
     # New memory holds NaN then: what no rank computes must not be read.
@@ -178,7 +213,7 @@ def test_experts_that_are_not_multiplied_together_are_refused():
         ((int4, replace(int4, order=torch.arange(64))), "act-order .* --device cpu"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            GroupedWeight.of(weights, (None, None))
+            GroupedWeight.of(weights, (None, None), torch.bfloat16)
 
 
 def test_bfloat16_is_as_near_to_float32_as_torch_is():

@@ -3,6 +3,7 @@
 import logging
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from baton.engine.backends.gpu.graphs import (
     table_widths,
 )
 from baton.engine.backends.gpu.input_batch import InputBatch
-from baton.engine.backends.gpu.warmup import step_shapes, warm_up
+from baton.engine.backends.gpu.warmup import largest_captured, step_shapes, warm_up
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import ALONE
 from baton.engine.ops.torch.attention import place
@@ -304,6 +305,22 @@ def test_warm_up_runs_every_shape_in_one_block(monkeypatch):
     num_decodes = {(1, 0, 1), (2, 0, 1), (3, 0, 1)}
     assert seen == chunks | num_decodes | {(1, 2, 1)}
     assert pool[0].any() and not pool[1:].any()
+
+
+def test_memory_is_measured_with_the_largest_step_that_is_captured(monkeypatch):
+    step, seen = MODEL.step, []
+
+    def watched(batch, pool):
+        seen.append((batch.num_decodes, batch.query_lens.tolist()))
+        return step(batch, pool)
+
+    monkeypatch.setattr(MODEL, "step", watched)
+    config = EngineConfig(max_batch=3, block_size=SIZE, chunk_tokens=70)
+    prefill_only = replace(config, prefill_only=True)
+    for one in (config, replace(config, graphs=False), prefill_only):
+        largest_captured(MODEL, new_pool(1), one, 24)
+    chunks = [23, 23, 23]
+    assert seen == [(4, [1] * 4 + chunks), (3, [1] * 3), (1, [1, *chunks])]
 
 
 def assert_warmed_up(max_context, tiling, steps):

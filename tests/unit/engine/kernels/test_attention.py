@@ -24,6 +24,7 @@ from baton.engine.ops.triton.attention import (
 from baton.engine.ops.triton.attention_common import FP8_TO_BF16, INT8_TO_BF16
 from baton.engine.ops.triton.attention_specs import decode_trial, draw, prefill_trial
 from baton.engine.ops.triton.spec import Key, Trial, relative_error
+from tests.unit.engine.kernels.ptx import run_ptx
 
 CPU = torch.device("cpu")
 SMALL: Key = {"kv_heads": 2, "group": 2, "head_size": 32, "layers": 2, "dtype": "fp32", "ragged": 1}
@@ -176,52 +177,14 @@ def test_tiles_cover_every_row_once_and_late_ones_first(counts: list[int], group
     assert plan_tiles(short * 5, 160, 4).rows == MOST_ROWS
 
 
-def _run_ptx(text: str, word: Tensor) -> list[Tensor]:
-    """$0 and $1 after a few instructions on $2, all int32; rounding where there should be none
-    fails.
-    """
-    held = {"$2": word}
-
-    def value(name: str) -> Tensor:
-        return held[name] if name in held else torch.tensor(int(name, 0)).to(torch.int32)
-
-    def halves(name: str) -> Tensor:
-        return value(name).expand(word.shape).contiguous().view(torch.bfloat16).double()
-
-    for line in text.strip("{} \n").split(";")[:-1]:
-        operation, _, names = line.strip().partition(" ")
-        to, *given = names.replace(",", "").split()
-        if operation == "mov.b32":
-            held[to] = value(*given)
-        elif operation == "shl.b32":
-            held[to] = value(given[0]) << int(given[1])
-        elif operation == "shr.b32":
-            held[to] = (
-                (value(given[0]).long() & 0xFFFFFFFF).bitwise_right_shift(int(given[1])).int()
-            )
-        elif operation == "and.b32":
-            held[to] = value(given[0]) & value(given[1])
-        elif operation == "lop3.b32":
-            assert given[3] == "0xea", "a & b | c"
-            held[to] = value(given[0]) & value(given[1]) | value(given[2])
-        elif operation == "fma.rn.bf16x2":
-            a, b, c = map(halves, given)
-            result = (a * b + c).to(torch.bfloat16)
-            assert torch.equal(result.double(), a * b + c)
-            held[to] = result.view(torch.int32)
-        else:
-            assert operation == ".reg"
-    return [held["$0"], held["$1"]]
-
-
 @pytest.mark.parametrize(
     ("text", "dtype"), [(INT8_TO_BF16, torch.int8), (FP8_TO_BF16, torch.float8_e4m3fn)]
 )
 def test_eight_bits_to_bfloat16(text: str, dtype: torch.dtype) -> None:
-    """Every pair of elements, beside another one, by what PTX's manual says of the instructions."""
+    """Every pair of elements, beside another one."""
     pairs = torch.arange(1 << 16).to(torch.int16)
     pairs = torch.stack([pairs, pairs.flip(0)], 1).contiguous()
-    even, odd = (x.view(torch.bfloat16) for x in _run_ptx(text, pairs.view(torch.int32)))
+    even, odd = (x.view(torch.bfloat16) for x in run_ptx(text, pairs.view(torch.int32), 2))
     wanted = pairs.view(torch.int8).view(dtype).to(torch.bfloat16).view(-1, 2)
     for found, by in ((even.flatten(), wanted[:, 0]), (odd.flatten(), wanted[:, 1])):
         known = ~by.isnan()

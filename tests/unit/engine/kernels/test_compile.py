@@ -59,6 +59,8 @@ def test_all_kernels_compile_for_all_architectures(tmp_path: Path) -> None:
         for name, text in moved.items():  # 16 bytes at a time
             assert text.count("ld.global.v4.b32") >= 4, name
             assert (text.count("st.global.v4.b32") >= 4) != ("use-checksum" in name), name
+            # The first word's place: beyond 8 GiB it must be no other kernel.
+            assert re.search(r"\.param \.u64 \w+_param_5,", text), name
     assert not re.search(r"^move_blocks( +\S+){4} +[1-9]", done.stdout, re.MULTILINE), "it spills"
     hopper = {name: text for name, text in files.items() if name.endswith("-sm_90.ptx")}
     (prefill,) = (text for name, text in hopper.items() if PREFILL.match(name))
@@ -75,7 +77,9 @@ def test_all_kernels_compile_for_all_architectures(tmp_path: Path) -> None:
     for architecture, shared in DECODE_SIZES.findall(done.stdout):  # as all configurations ask for
         assert 2 * (int(shared) + 1024) <= PROCESSOR_BYTES[architecture], "two fit a multiprocessor"
     bfloat16 = re.findall(
-        r"^(?:pre|de)\S+_attention .* (\d+) +\d+  (?:programs|tokens|window)=.*", done.stdout, re.M
+        r"^(?:pre|de)\S+_attention(?: +\S+){4} +(\d+) .*  (?:programs|tokens|window)=",
+        done.stdout,
+        re.M,
     )
     assert bfloat16 and not any(map(int, bfloat16)), "attention over a bfloat16 pool spills"
 
