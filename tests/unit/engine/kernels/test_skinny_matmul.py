@@ -118,6 +118,21 @@ def test_candidates_fit_a_multiprocessor(kind: str, rows: int, outputs: int, dep
         assert config["num_stages"] * tile <= 227 * 1024
 
 
+@pytest.mark.parametrize(("name", "most"), [("sm_80", 99), ("sm_90", 227), ("sm_100", 227)])
+def test_shipped_configurations_fit_a_multiprocessor(name: str, most: int) -> None:
+    """Of A100's relatives the smallest, too, which have 99 KB."""
+    ours = 0
+    for when, config in read(SHIPPED / f"{name}.json").kernels[NAME]:
+        if "LIBRARY" in config:
+            continue
+        kind, rows = str(when["kind"]), int(when["rows"])
+        size, width = 2 if "16" in kind else 1, 2 if "gate" in kind else 1
+        step = (width * config["OUTPUTS"] + rows) * size + (4 if "norm" in kind else 0)
+        assert config["num_stages"] * config["DEPTH"] * step <= most * 1024, (when, config)
+        ours += 1
+    assert ours >= 10
+
+
 def test_every_architecture_has_a_configuration_for_every_kind() -> None:
     for file in SHIPPED.glob("*.json"):
         for kind in ("16-bit", "16-bit norm gate", "8-bit", "8-bit gate"):
