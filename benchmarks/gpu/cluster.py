@@ -25,7 +25,7 @@ from baton.engine.ops.triton import timing
 from baton.rendezvous import open_store
 from baton.shared_memory import SharedMemoryArea
 from benchmarks.child import Child, messages
-from benchmarks.gpu.kernels import specs
+from benchmarks.gpu.kernels import device_of, specs
 from benchmarks.gpu.part import Case, Cells, Part, failure, summary
 from benchmarks.shapes import GPU_SHAPES
 from kvtransfer import copier, transports
@@ -65,6 +65,8 @@ def served(part: Part) -> None:
     except Exception as error:  # as above
         part.note("serve", f"no cluster is started: {summary(error)}")
         return
+    if not part.copy_bytes_per_s:  # the part "machine" has not run
+        part.row("machine", "device", device_of(part))
     part.measure("serve", [(shape.name, partial(serve, part, shape)) for shape in part.models])
 
 

@@ -98,24 +98,8 @@ def specs() -> dict[str, Any]:
 
 def machine(part: Part) -> None:
     """The device, then a large copy, read and product: its ceilings, and its clocks meanwhile."""
-    device, smoke = part.device, part.smoke
-    versions = {"torch": torch.__version__, "triton": triton.__version__,
-                "python": platform.python_version()}  # fmt: skip
-    about = {"name": f"{device} ({platform.machine()})"}
-    if part.cuda:
-        gpu = torch.cuda.get_device_properties(device)
-        nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
-        about = {
-            "name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}",
-            "memory": f"{gpu.total_memory / 2**30:.0f} GiB",
-            "SMs": str(gpu.multi_processor_count), "L2": f"{gpu.L2_cache_size / 2**20:.0f} MiB",
-            "CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl)),
-        }  # fmt: skip
-    try:
-        (about["driver"],) = _smi(part, "driver_version")
-    except (OSError, subprocess.SubprocessError) as error:
-        part.note("clocks", f"no nvidia-smi: {summary(error)}")
-    part.row("machine", "device", {**about, **versions})
+    device, smoke, about = part.device, part.smoke, device_of(part)
+    part.row("machine", "device", about)
     nbytes, size = (1 << 20, 64) if smoke else (1 << 30, 8192)
     source, target = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     # Zeros would take less power, and so a higher clock.
@@ -141,6 +125,27 @@ def machine(part: Part) -> None:
         for _ in range(part.sized(600, 1)):  # a second: nvidia-smi takes a good part of one
             torch.mm(left, right, out=product)
         part.attempt("clocks", "during products", partial(_clocks, part))
+
+
+def device_of(part: Part) -> Cells:
+    """What it is, and the versions of what runs on it."""
+    device = part.device
+    about: Cells = {"name": f"{device} ({platform.machine()})"}
+    if part.cuda:
+        gpu = torch.cuda.get_device_properties(device)
+        nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
+        about = {
+            "name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}",
+            "memory": f"{gpu.total_memory / 2**30:.0f} GiB",
+            "SMs": str(gpu.multi_processor_count), "L2": f"{gpu.L2_cache_size / 2**20:.0f} MiB",
+            "CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl)),
+        }  # fmt: skip
+    try:
+        (about["driver"],) = _smi(part, "driver_version")
+    except (OSError, subprocess.SubprocessError) as error:
+        part.note("clocks", f"no nvidia-smi: {summary(error)}")
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    return {**about, **versions, "python": platform.python_version()}
 
 
 def _smi(part: Part, *fields: str) -> list[str]:

@@ -34,10 +34,11 @@ from baton.local.cluster import LocalCluster
 from benchmarks.gpu.part import Cells, Part
 from benchmarks.shapes import Shape
 
-STREAMS = (64, 256)
+STREAMS = {"8B": (64,), "1B": (256, 64)}  # of each model
 PROMPT, OUTPUT = 512, 256  # tokens of each stream's requests
 _LONG = Interference(prompt=8192, output=1, every_s=2.0, periods=3, ramp_s=3.0)
 _SMOKE = Interference(prompt=40, output=1, every_s=1.0, periods=1, ramp_s=1.0)
+_START_S = 20.0  # of a cluster, and of its first streams
 _CLIENTS, _STARTED_S = 8, 0.5  # processes; until all of them have been told
 _KV_BYTES, _SPARE_BYTES = 24 << 30, 6 << 30  # of each worker: for KV at most, and for steps
 
@@ -48,7 +49,9 @@ def row_name(shape: Shape, streams: int, beside: bool = False) -> str:
 
 
 def serve(part: Part, shape: Shape) -> None:
-    """All rows of a model, in one cluster."""
+    """All rows of a model, in one cluster, where there is time to start it."""
+    if part.cuda and part.left < _START_S:
+        return part.note("serve", f"no time for {shape.name}")
     clients = part.sized(min(_CLIENTS, max(1, (os.cpu_count() or 2) // 2)), 2)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -57,6 +60,7 @@ def serve(part: Part, shape: Shape) -> None:
     ):
         write_model(shape, Path(folder))
         asyncio.run(_cluster(part, shape, Path(folder), pool, clients))
+    return None
 
 
 def imported() -> None:
@@ -76,10 +80,11 @@ def write_model(shape: Shape, folder: Path) -> None:
 
 
 async def _cluster(part: Part, shape: Shape, folder: Path, pool: Pool, clients: int) -> None:
-    batch, context = part.sized((max(STREAMS), _LONG.prompt + PROMPT), (4, 128))
+    counts = STREAMS.get(shape.name, (2,))
+    context = part.sized(_LONG.prompt + PROMPT, 128)
     engine = EngineConfig(
         model=str(folder), random_weights=True, device=part.device_name, dtype="bfloat16",
-        max_batch=batch, max_context=context, chunk_tokens=part.sized(2048, 32),
+        max_batch=max(counts), max_context=context, chunk_tokens=part.sized(2048, 32),
         kv_cache_bytes=_kv_bytes(part, shape) if part.cuda else 8 << 20,
         kernels="auto" if part.cuda else "torch",
     )  # fmt: skip
@@ -90,7 +95,7 @@ async def _cluster(part: Part, shape: Shape, folder: Path, pool: Pool, clients: 
     async with LocalCluster(config) as cluster:
         url, ready_s = f"http://{cluster.http_addresses[0]}", time.monotonic() - began
         part.row("serve", f"{shape.name}, start", {"ready s": ready_s})
-        for streams in part.sized(STREAMS, (2,)):
+        for streams in counts:
             for beside in (False, True):
                 if part.late:
                     return part.note("serve", f"no time for {row_name(shape, streams, beside)}")

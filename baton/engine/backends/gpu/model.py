@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.engine.backends.gpu.linear import GpuWeight
+from baton.engine.backends.gpu.linear import GpuWeight, prepare
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import ALONE, Collectives
 from baton.engine.models.config import ModelConfig
@@ -64,14 +64,15 @@ class _GroupedExperts(ExpertWeights):
 
     @classmethod
     def of(cls, held: ExpertWeights, dtype: torch.dtype) -> _GroupedExperts:
-        experts, router = held.experts, None
-        if isinstance(held.router, DenseWeight):
-            weight = held.router.tensor
+        experts, few_router = held.experts, None
+        router = prepare(held.router, is_output=False, quantization="none")
+        if isinstance(router, DenseWeight):
+            weight = router.tensor
             arrived = torch.zeros(1, dtype=torch.int32, device=weight.device)
-            router = Router(weight, held.router_bias, arrived)
+            few_router = Router(weight, held.router_bias, arrived)
         return cls(
-            **vars(held),
-            few_router=router,
+            **{**vars(held), "router": router},
+            few_router=few_router,
             gate_up=GroupedWeight.of(
                 [one.gate_up for one in experts], [one.gate_up_bias for one in experts], dtype
             ),

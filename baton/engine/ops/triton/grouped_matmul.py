@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from baton.engine.models.config import Activation
 from baton.engine.ops.torch import routing
 from baton.engine.ops.torch.linear import act_mul
-from baton.engine.ops.triton.attention import LEAST_ROWS
+from baton.engine.ops.triton.attention import LEAST_ROWS, tile_rows
 from baton.engine.ops.triton.group_packing import (
     STEP,
     TILE,
@@ -75,7 +75,10 @@ class GroupedWeight:
 
     @classmethod
     def of(
-        cls, weights: Sequence[Weight], biases: Sequence[Tensor | None], dtype: torch.dtype
+        cls,
+        weights: Sequence[Weight | PackedWeight],
+        biases: Sequence[Tensor | None],
+        dtype: torch.dtype,
     ) -> GroupedWeight:
         """For activations of dtype.
 
@@ -148,7 +151,7 @@ class GroupedWeight:
         return out
 
 
-def _held(weight: Weight, dtype: torch.dtype) -> Held:
+def _held(weight: Weight | PackedWeight, dtype: torch.dtype) -> Held:
     """A weight as the kernel takes it."""
     if isinstance(weight, GroupScaledWeight):
         packed = pack(weight, dtype)
@@ -338,32 +341,36 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         int(shape[name]) for name in ("rows", "experts", "per_row", "outputs", "depth")
     )
     dtype, is_down = dtype_of(shape), bool(shape.get("down"))
-    # Weights are packed by operations that wait.
+    # Weights are packed by operations that wait: one small matrix has the form of all.
     is_packed = shape.get("weight") in ("int4", "fp8_block", "mxfp4")
-    held = torch.device("cpu") if is_packed and device.type == "meta" else device
+    stands_in = is_packed and device.type == "meta"
+    held = torch.device("cpu") if stands_in else device
+    size = (TILE if stands_in else outputs, depth)
     formats: dict[str, Callable[[Tensor], Weight]] = {
         "int8": Int8Weight.of, "fp8": Fp8Weight.of, "int4": Int4Weight.of,
         "fp8_block": lambda dense: Fp8BlockWeight(
-            dense.to(FP8), torch.rand(outputs, depth // 64, device=held) / 8
+            dense.to(FP8), torch.rand(size[0], depth // 64, device=held) / 8
         ),
         "mxfp4": lambda dense: Mxfp4Weight(
-            torch.randint(0, 256, (outputs, depth // 2), dtype=torch.uint8, device=held),
-            2.0 ** torch.randint(-8, -2, (outputs, depth // Mxfp4Weight.GROUP), device=held),
+            torch.randint(0, 256, (size[0], depth // 2), dtype=torch.uint8, device=held),
+            2.0 ** torch.randint(-8, -2, (size[0], depth // Mxfp4Weight.GROUP), device=held),
         ),
     }  # fmt: skip
     made: Callable[[Tensor], Weight] = formats.get(str(shape.get("weight")), DenseWeight)
-    weights = [made(torch.randn(outputs, depth, device=held).to(dtype)) for _ in range(experts)]
+    number = 2 if stands_in else experts
+    weights = [made(torch.randn(size, device=held).to(dtype)) for _ in range(number)]
     if shape.get("zeros"):  # of all but one
         weights[1:] = [
             replace(one, zeros=torch.randint_like(one.scales, 17).to(torch.uint8))
             for one in weights[1:]
             if isinstance(one, Int4Weight)
         ]
-    given: Sequence[Weight] = weights
-    if device != held:
-        packed = map(partial(_held, dtype=dtype), weights)
-        given = [one.to(device) for one in packed if isinstance(one, PackedWeight)]
-    biases = [torch.randn(outputs, device=held).to(dtype) for _ in range(experts)]
+    given: Sequence[Weight | PackedWeight] = weights
+    if stands_in:
+        *_, last = _uniform([_held(one, dtype) for one in weights])
+        assert isinstance(last, PackedWeight)
+        given = [last.empty(outputs, device)] * experts
+    biases = [torch.randn(outputs, device=device).to(dtype) for _ in range(experts)]
     with_bias = bool(shape.get("bias"))
     weight = GroupedWeight.of(given, biases if with_bias else [None] * experts, dtype)
     addresses: dict[str, Any] = {
@@ -401,7 +408,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         return (found.unflatten(0, (rows * per_row, -1)).sum(1).to(dtype),)
 
     return Trial(
-        _key(weight, slots().tile_rows),
+        _key(weight, 1 if rows <= few_rows else tile_rows(rows * per_row, experts, 1)),
         run,
         reference,
         moved_bytes=sum(one.num_bytes for one in weights),
@@ -453,8 +460,11 @@ SPECS = (
         configs=_configs,
         # Of Qwen3-30B-A3B and gpt-oss-120b: batches that decode, and a chunk of 2,048 tokens.
         shapes=[
-            {"rows": rows, "experts": 128, "per_row": per_row, **sizes}
-            for per_row, inner, hidden in ((8, 768, 2048), (4, 2880, 2880))
+            {"rows": rows, "experts": 128, "per_row": per_row, **sizes, **form}
+            for per_row, inner, hidden, form in (
+                (8, 768, 2048, {}),
+                (4, 2880, 2880, {"weight": "mxfp4"}),
+            )
             for sizes in (
                 {"outputs": 2 * inner, "depth": hidden},
                 {"outputs": hidden, "depth": inner, "down": 1},

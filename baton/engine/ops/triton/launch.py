@@ -42,7 +42,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> Non
 
 
 def _has_pdl(device: torch.device) -> bool:
-    """Whether a device has it; launches on the meta device are compiled for another."""
+    """Whether a device has it; launches on the meta device are compiled for another, or interpreted
+    as a CPU's."""
     if device.type == "meta" and not triton.knobs.runtime.interpret:
         return bool(triton.runtime.driver.active.get_current_target().arch >= _LEAST_CAPABILITY)
     return device.type == "cuda" and _capability(device) >= _LEAST_CAPABILITY

@@ -22,7 +22,8 @@ from baton.engine.ops.triton.attention_common import LOWEST
 from baton.engine.ops.triton.launch import launch, wait_for_inputs
 from baton.engine.ops.triton.spec import Config, KernelSpec, Key, Trial, dtype_of
 
-_SCORES = 2048  # that a program takes
+_SCORES = 2048  # that a program takes, at most
+_MANY = 512  # rows
 FEW_ROWS = 4  # rows seldom share experts: each slot is a tile, and none are sorted
 
 
@@ -88,8 +89,9 @@ def route(
         for dtype in (torch.int32, torch.float32)
     )
     columns, device = triton.next_power_of_2(experts), scores.device
-    # Rows of a program, each of them a warp's.
-    step = min(triton.next_power_of_2(rows), max(1, min(16, _SCORES // columns)))
+    # Rows of a program: few take the least time, and many programs each read what all counted.
+    step = min(triton.next_power_of_2(rows), 4 if rows <= _MANY else 16)
+    step = max(1, min(step, _SCORES // columns))
     height, ranks = tile_rows(rows * per_row, len(own), 1), None
     order = tiles = counts = x = weight = bias = arrived = None
     programs, each, depth = triton.cdiv(rows, step), 1, 1
@@ -116,7 +118,7 @@ def route(
         _route, (programs,), scores, x, weight, bias, arrived, lengths, taken, shares, totals,
         ranks, counts, rows, own.start, own.stop, depth, EXPERTS=experts, PER_ROW=per_row,
         NORMED=normed, ROWS=step, COLUMNS=columns, EACH=each,
-        DEPTH=triton.next_power_of_2(depth), num_warps=min(16, step),
+        DEPTH=triton.next_power_of_2(depth), num_warps=min(4, step),
     )  # fmt: skip
     if order is None or tiles is None:
         return Slots(taken, shares, 1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from baton.engine.ops.triton.check import BUDGETS
 
 PREFILL = re.compile(r"prefill_attention-tokens-70-.*ragged-0-prefill_kernel-")
 DECODE = re.compile(r"decode_attention-(programs|window)-.*-decode_kernel-")
@@ -82,6 +85,15 @@ def test_all_kernels_compile_for_all_architectures(tmp_path: Path) -> None:
         re.M,
     )
     assert bfloat16 and not any(map(int, bfloat16)), "attention over a bfloat16 pool spills"
+
+
+def test_launches_as_they_are_served_keep_to_their_budgets() -> None:
+    kernels = ("skinny_matmul", "group_scaled_linear", "grouped_matmul", "route")
+    named = [word for name in kernels for word in ("--kernel", name)]
+    done = check("--served", "--arch", "90", "--most", "12", *named)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for function in json.loads(BUDGETS.read_text())["sm_90"]:
+        assert f" {function} " in done.stdout, "it has a budget, and is launched by none of them"
 
 
 def test_a_kernel_that_does_not_compile_is_named(tmp_path: Path) -> None:
