@@ -227,25 +227,37 @@ class Handoff:
         except TimeoutError as error:
             raise TransferFailed(f"the link to decode {link.peer} was not free in time") from error
         try:
+            if link.transport.one_sided:
+                first = self._sent // self.links.pool.block_size
+                ids = granted[first : first + len(slots.block_ids)]
+                # Begun in this turn of the loop: others that follow may take long.
+                work = self._end_put(link, slots, *self._begin_put(link, slots, ids, start))
+            else:
+                work = self._ready_and_put(link, slots, start)
             # Between Ready and the end of the put the receiver counts on us: no stopping there.
-            await uninterrupted(self._put_chunk(link, slots, granted, start))
+            await uninterrupted(work)
         finally:
             link.turn.release()
 
-    async def _put_chunk(
-        self, link: PairLink, slots: Slots, granted: tuple[int, ...], start: float
-    ) -> None:
-        if link.transport.one_sided:
-            first = self._sent // self.links.pool.block_size
-            ids = granted[first : first + len(slots.block_ids)]
-        else:
-            ids = await self._ready(link, self.target.cached_tokens + self._sent, slots.num_tokens)
+    async def _ready_and_put(self, link: PairLink, slots: Slots, start: float) -> None:
+        ids = await self._ready(link, self.target.cached_tokens + self._sent, slots.num_tokens)
+        await self._end_put(link, slots, *self._begin_put(link, slots, ids, start))
+
+    def _begin_put(
+        self, link: PairLink, slots: Slots, ids: tuple[int, ...], start: float
+    ) -> tuple[asyncio.Future[float], float]:
+        """The put, and the time it has."""
         self._stats.wait_s += time.perf_counter() - start
         self._start_ns = self._start_ns or time.time_ns()
-        remote = Slots(ids, slots.num_tokens)
         with self.links.closing_on_failure(link, self._deadline):
-            timeout_s = self._time_left_s()
-            put = self._put = link.put(slots, remote, self._digest, timeout_s)
+            timeout_s, remote = self._time_left_s(), Slots(ids, slots.num_tokens)
+            self._put = link.put(slots, remote, self._digest, timeout_s)
+        return self._put, timeout_s
+
+    async def _end_put(
+        self, link: PairLink, slots: Slots, put: asyncio.Future[float], timeout_s: float
+    ) -> None:
+        with self.links.closing_on_failure(link, self._deadline):
             # A put waits for its GPU, which never answers if it hangs.
             await asyncio.wait({put}, timeout=timeout_s + _PUT_GRACE_S)
             if not put.done():

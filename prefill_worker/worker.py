@@ -70,6 +70,7 @@ class Prompt:
     computed: int | None = None  # before the first chunk
     pooled: Vector | None = None  # hidden states so far, added up, where an embedding is wanted
     steps: asyncio.Queue[tuple[StepReport, Progress] | None] = field(default_factory=asyncio.Queue)
+    spans: list[Callable[[], None]] = field(default_factory=list)  # recorded at its end
 
 
 class PrefillWorker(Node):
@@ -228,6 +229,8 @@ class PrefillWorker(Node):
                     )
                     send(prefill_pb2.PrefillResponse(committed=committed))
         finally:  # and no earlier: the blocks have to stay until the handoff is aborted
+            for record in prompt.spans:
+                record()
             del self._prompts[seq_id]
             self.engine.release(seq_id)
             if not self._prompts:
@@ -250,7 +253,7 @@ class PrefillWorker(Node):
     async def _compute(self, prompt: Prompt, handoff: Handoff | None, send: Send) -> Progress:
         """Follows the engine until the first token is sampled; blocks are queued on the way.
 
-        Before the step's message and spans: writing one takes as long as a put.
+        Before the step's message, and all spans come later: writing one takes as long as a put.
         """
         while True:
             step = await prompt.steps.get()
@@ -268,6 +271,7 @@ class PrefillWorker(Node):
                 self._send_blocks(prompt, handoff)
                 if progress.token_ids:
                     handoff.conclude(progress.token_ids[0])
+                await asyncio.sleep(0)  # the put begins
             if begins:
                 send(prefill_pb2.PrefillResponse(started=self._started(prompt, report)))
             self._record_chunk(prompt, report, before)
@@ -306,7 +310,7 @@ class PrefillWorker(Node):
 
     def _started(self, prompt: Prompt, report: StepReport) -> prefill_pb2.PrefillStarted:
         waited = prompt.trace, prompt.arrived_ns, report.started_ns
-        telemetry.record(self.tracer, "prefill.queue", *waited)
+        prompt.spans.append(partial(telemetry.record, self.tracer, "prefill.queue", *waited))
         queue_ms = max(0.0, (report.started_ns - prompt.arrived_ns) / 1e6)
         self.metrics.prompt_started(queue_ms / 1e3, prompt.trace)
         cached_tokens = prompt.sequence.num_cached
@@ -316,7 +320,8 @@ class PrefillWorker(Node):
         done = prompt.computed or 0
         attributes = {"baton.chunk_tokens": done - before, "baton.computed_tokens": done}
         took = prompt.trace, report.started_ns, report.ended_ns
-        telemetry.record(self.tracer, "prefill.chunk", *took, attributes)
+        record = partial(telemetry.record, self.tracer, "prefill.chunk", *took, attributes)
+        prompt.spans.append(record)
 
 
 def peers_to_open(records: Mapping[str, WorkerRecord], incarnation: str) -> set[str]:

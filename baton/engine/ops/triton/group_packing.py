@@ -135,14 +135,11 @@ def _plain_plane(words, PLANE: tl.constexpr, FORMAT: tl.constexpr):
 @triton.jit
 def planes(words, FORMAT: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr):
     """The planes of words int16, before `scaled`: of TYPE, or float32 if they are PLAIN."""
-    if PLAIN:
-        first, second = _plain_plane(words, 0, FORMAT), _plain_plane(words, 1, FORMAT)
-        if FORMAT == "fp8":
-            found = first, second
-        else:
-            found = (
-                first, second, _plain_plane(words, 2, FORMAT), _plain_plane(words, 3, FORMAT)
-            )  # fmt: skip
+    if PLAIN:  # fp8's are the first two
+        found = (
+            _plain_plane(words, 0, FORMAT), _plain_plane(words, 1, FORMAT),
+            _plain_plane(words, 2, FORMAT), _plain_plane(words, 3, FORMAT),
+        )  # fmt: skip
     elif FORMAT == "fp8":
         found = tl.inline_asm_elementwise(
             _FP8_BF16, "=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
@@ -153,12 +150,8 @@ def planes(words, FORMAT: tl.constexpr, TYPE: tl.constexpr, PLAIN: tl.constexpr)
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        if FORMAT == "mxfp4":
-            TEXT: tl.constexpr = _MXFP4_BF16
-        elif FORMAT == "int4_symmetric":
-            TEXT: tl.constexpr = _INT4_SYMMETRIC_BF16
-        else:
-            TEXT: tl.constexpr = _INT4_BF16
+        INT4: tl.constexpr = _INT4_BF16 if FORMAT == "int4" else _INT4_SYMMETRIC_BF16
+        TEXT: tl.constexpr = _MXFP4_BF16 if FORMAT == "mxfp4" else INT4
         found = tl.inline_asm_elementwise(
             TEXT, "=&r,=&r,=&r,=&r,r", [words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
@@ -395,7 +388,8 @@ def _by_step(parts: Tensor, group: int) -> Tensor:
     parts = parts.repeat_interleave(max(1, group // STEP), dim=1)
     of_step = max(1, STEP // group)
     whole = pad(parts.T, (0, -parts.shape[0] % TILE, 0, -parts.shape[1] % of_step))
-    return whole.unflatten(0, (-1, of_step))
+    steps: Tensor = whole.unflatten(0, (-1, of_step))
+    return steps
 
 
 def _exponents(weight: Mxfp4Weight) -> Tensor | None:

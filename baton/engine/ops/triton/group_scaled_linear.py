@@ -1,8 +1,8 @@
 """Products with group-quantised weights, packed as `group_packing.py` tells.
 
-A weight is the left factor of its product, which tensor cores take from registers: up to 512 rows
-are multiplied with elements as they are unpacked. More rows are torch's product with a matrix that
-is written out for them, in memory that the next product has again.
+A weight is the left factor of its product, which tensor cores take from registers: few rows are
+multiplied with elements as they are unpacked. More rows are torch's product with a matrix that is
+written out for them, in memory that the next product has again.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ from baton.engine.ops.triton.tuning import choose
 
 NAME = "group_scaled_linear"
 
-# More rows are torch's product; so many are a tile.
-MOST_ROWS = 512
-_TILE_ROWS = 256
+MOST_ROWS = 128  # more are torch's product
 _STEP, _TILE = tl.constexpr(STEP), tl.constexpr(TILE)
 
 
@@ -44,14 +42,14 @@ def _group_scaled_linear(
     WHOLE: tl.constexpr, IS_SPLIT: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
     AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of some rows, over a part of the depth. Grid `[rows, outputs, parts]`.
+    """Some outputs, over a part of the depth. Grid `[outputs, parts]`.
 
     The last program of some outputs adds up all parts of their sums.
     """
     WIDTH: tl.constexpr = _STEP // (2 if FORMAT == "fp8" else 4)
-    tile, part, parts = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
+    tile, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     outputs = tile * OUTPUTS + tl.arange(0, OUTPUTS)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = tl.arange(0, ROWS)
     has_row = rows < num_rows
     steps = tl.cdiv(depth, _STEP)
     first, last = part * steps // parts, (part + 1) * steps // parts
@@ -68,7 +66,7 @@ def _group_scaled_linear(
     left = words + (outputs // _TILE).to(tl.int64)[:, None] * (steps * _TILE * WIDTH)
     left += (outputs % _TILE)[:, None] * WIDTH + column[None, :]
     own_fields = fields + tl.minimum(outputs, padded - 1)
-    right = x + rows.to(tl.int64)[None, :] * depth + inputs[:, None]
+    right = x + rows[None, :] * depth + inputs[:, None]
     sums = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
     # Or else the sums may be zeros behind the loop, for which ptxas waits for each of its products.
     tl.assume(first < last)
@@ -91,7 +89,7 @@ def _group_scaled_linear(
     sums *= FACTOR
     has_output = outputs < num_outputs
     wanted = has_output[:, None] & has_row[None, :]
-    to = rows.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
+    to = rows[None, :] * num_outputs + outputs[:, None]
     if IS_SPLIT:
         size = num_rows * num_outputs
         tl.store(partials + part * size + to, sums, mask=wanted)
@@ -173,19 +171,18 @@ def group_scaled_linear(
         config = choose(NAME, _key(weight, num_rows), x.device)
     if config is None or "LIBRARY" in config:
         return linear(x, dequantized(weight), bias)
-    x, rows = x.contiguous(), min(tile_rows(num_rows), _TILE_ROWS)
+    x = x.contiguous()
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-    tiles, row_tiles = triton.cdiv(num_outputs, config["OUTPUTS"]), triton.cdiv(num_rows, rows)
-    sizes = dict(config)
-    parts = min(sizes.pop("SPLIT"), weight.words.shape[1]) if row_tiles == 1 else 1
+    sizes, tiles = dict(config), triton.cdiv(num_outputs, config["OUTPUTS"])
+    parts = min(sizes.pop("SPLIT"), weight.words.shape[1])
     partials = None
     if parts > 1:
         partials = torch.empty((parts, *out.shape), dtype=torch.float32, device=x.device)
     launch(
-        _group_scaled_linear, (row_tiles, tiles, parts), x, weight.words, weight.fields, bias, out,
-        partials, weight.counters, num_rows, num_outputs, depth, weight.padded,
-        WHOLE=depth % STEP == 0 and weight.padded % config["OUTPUTS"] == 0, ROWS=rows,
-        IS_SPLIT=parts > 1, **weight.options, **sizes,
+        _group_scaled_linear, (tiles, parts), x, weight.words, weight.fields, bias, out, partials,
+        weight.counters, num_rows, num_outputs, depth, weight.padded,
+        WHOLE=depth % STEP == 0 and weight.padded % config["OUTPUTS"] == 0, IS_SPLIT=parts > 1,
+        ROWS=tile_rows(num_rows), **weight.options, **sizes,
     )  # fmt: skip
     return out
 
@@ -261,7 +258,7 @@ SPECS = (
             {"rows": rows, "outputs": outputs, "depth": depth, "weight": weight}
             for outputs, depth in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
             for rows in (16, 64)
-            for weight in ("int4", "fp8", "mxfp4")
+            for weight in ("int4", "awq", "fp8", "mxfp4")
         ],
     ),
 )  # fmt: skip
@@ -270,7 +267,7 @@ SPECS = (
 def _fits(config: Config, key: Key) -> bool:
     """Whether stages fit a multiprocessor, and programs are as many as it takes at once."""
     outputs, bits = config["OUTPUTS"], 8 if key["format"] == "fp8" else 4
-    rows = min(int(key["rows"]), _TILE_ROWS)
+    rows = int(key["rows"])
     bytes_of_stage = STEP * (outputs * bits // 8 + 2 * rows)
     programs = triton.cdiv(int(key["outputs"]), outputs) * config["SPLIT"]
     return (

@@ -124,7 +124,10 @@ def fresh(one):
     """A sequence that has not run, with a matcher where its output is restricted."""
     output, tokens = one.params.structured_output, list(one.tokens)
     matcher = output and grammars().compile(output, tokens, one.prompt_tokens).result(60)
-    return Sequence(one.seq_id, tokens, one.prompt_tokens, one.params, grammar=matcher)
+    return Sequence(
+        one.seq_id, tokens, one.prompt_tokens, one.params, park_after=one.park_after,
+        grammar=matcher,
+    )  # fmt: skip
 
 
 def play(scenario, driven):
@@ -206,6 +209,53 @@ def test_what_is_told_of_prompts_is_that_of_a_cpu(seed):
     assert sum(map(bool, expected.prompts.values())) > 4
     for overlap in (True, False):
         assert_same(play(scenario, on_gpu(LazyStream(seed), 60, overlap=overlap)), expected)
+
+
+def prompt(number, dice):
+    """One that a prefill worker computes, often behind tokens that others begin with, too."""
+    tokens = [7] * dice.choice((0, 9, 17)) + dice.choices(range(2, 90), k=dice.randint(1, 40))
+    params = SamplingParams(max_tokens=9, seed=number, temperature=0.7, ignore_eos=True)
+    return Sequence(f"{number}", tokens, len(tokens), params, park_after=1)
+
+
+def handed_over(driven, dice, coming):
+    """Has prompts come, and some go, at random: the first token of each that stays and, when it is
+    told, the KV. Then how many steps there were, and how many were in flight behind another."""
+    found, steps, in_flight = dict[str, tuple[int, torch.Tensor]](), 0, 0
+    while coming or driven.busy:
+        while coming and dice.random() < 0.5:
+            driven.add(coming.pop())
+        driven.progress = []
+        driven.step()
+        steps, in_flight = steps + 1, in_flight + bool(driven.in_flight)
+        held = driven.engine._sequences
+        for one in driven.progress:
+            if one.token_ids:
+                count = held[one.seq_id].num_computed
+                blocks = driven.runner.pool[held[one.seq_id].block_ids[: -(-count // SIZE)]]
+                by_token = blocks.permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:count]
+                found[one.seq_id] = one.token_ids[0], by_token.clone()
+                driven.cancel(one.seq_id)
+        if held and dice.random() < 0.1:
+            driven.cancel(dice.choice(list(held)))
+    assert driven.blocks.num_held == 0
+    return found, steps, in_flight
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("num_blocks", [24, 200], ids=["tiny pool", "roomy"])
+def test_what_a_prefill_worker_hands_over_is_what_a_cpu_computes(seed, num_blocks):
+    dice = random.Random(seed)
+    prompts = [prompt(number, dice) for number in range(16)]
+    driven = on_gpu(LazyStream(seed), num_blocks, prefill_only=True)
+    found, steps, in_flight = handed_over(driven, dice, [*map(fresh, prompts)])
+    assert len(found) > 8 and in_flight > steps / 2
+    for one in prompts:
+        if one.seq_id in found:
+            alone, _, _ = handed_over(on_cpu(40), random.Random(3), [fresh(one)])
+            token_id, kv = alone[one.seq_id]
+            assert found[one.seq_id][0] == token_id
+            torch.testing.assert_close(found[one.seq_id][1], kv, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -10,7 +10,11 @@ import torch
 from baton.engine.backends.gpu.linear import GpuGroupScaledWeight
 from baton.engine.ops.triton import group_packing as packing
 from baton.engine.ops.triton.group_packing import pack, random_weight
-from baton.engine.ops.triton.group_scaled_linear import dequantized, group_scaled_linear
+from baton.engine.ops.triton.group_scaled_linear import (
+    MOST_ROWS,
+    dequantized,
+    group_scaled_linear,
+)
 from baton.engine.ops.triton.spec import relative_error
 from baton.engine.weights.weight import Int4Weight, Mxfp4Weight
 from tests.unit.engine.kernels.ptx import run_ptx
@@ -69,7 +73,7 @@ def test_planes_of_words_are_what_was_packed(
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("rows", [1, 9, 16, 64, 300])
+@pytest.mark.parametrize("rows", [1, 9, 64, 128, 130])
 @pytest.mark.parametrize(("outputs", "depth"), [(128, 512), (70, 320)])
 @pytest.mark.parametrize("format", FORMATS)
 def test_products_are_those_of_the_reference(
@@ -81,7 +85,7 @@ def test_products_are_those_of_the_reference(
     x, bias = torch.randn(rows, depth).to(dtype), torch.randn(outputs).to(dtype)
     exact = x.double() @ weight.dequantized(torch.float64).T + bias.double()
     config = {"OUTPUTS": 64, "SPLIT": 3, "AHEAD": 0, "num_warps": 4, "num_stages": 1}
-    for chosen in (None, config, {"LIBRARY": 1}):
+    for chosen in (None, config if rows <= MOST_ROWS else None, {"LIBRARY": 1}):
         found = group_scaled_linear(x, packed, bias, chosen)
         assert relative_error(found, exact.to(dtype)) <= 1
         assert not packed.counters.any(), "the next launch counts from zero"

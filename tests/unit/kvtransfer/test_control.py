@@ -1,0 +1,132 @@
+"""Calls over one stream: their order, their time, and what becomes of them when it breaks."""
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+
+from baton import rpc
+from baton.errors import DeadlineExceeded, InvalidRequest, KvCorrupted, Overloaded, Unavailable
+from baton.v1 import handoff_pb2 as pb
+from baton.v1.handoff_pb2_grpc import HandoffServiceStub, add_HandoffServiceServicer_to_server
+from kvtransfer.control import Control, ControlServicer
+
+READY, COMMIT, ABORT = pb.ReadyRequest(handoff_id="h"), pb.CommitRequest(), pb.AbortRequest()
+
+
+@asynccontextmanager
+async def served(**handle):
+    """(the caller's end, the servicer, the address)"""
+    server, servicer = rpc.server(), ControlServicer(handle)
+    add_HandoffServiceServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    control = Control(address)
+    try:
+        yield control, servicer, address
+    finally:
+        await control.close()
+        await server.stop(0)
+
+
+async def test_calls_are_answered_in_any_order_each_with_its_trace_and_its_error():
+    slow, seen = asyncio.Event(), []
+
+    async def ready(request, trace):
+        seen.append((request.handoff_id, dict(trace)))
+        await slow.wait()
+        return pb.ReadyResponse(block_ids=[3])
+
+    async def commit(request, trace):
+        raise KvCorrupted("checksum: 1 != 2")
+
+    async def abort(request, trace):
+        raise Overloaded("later", 1.5)
+
+    async with served(ready=ready, commit=commit, abort=abort) as (control, _, _):
+        first = asyncio.create_task(control.call(READY, 5.0, {"traceparent": "00-1"}))
+        with pytest.raises(KvCorrupted, match="1 != 2"):
+            await control.call(COMMIT, 5.0, {})
+        with pytest.raises(Overloaded) as caught:
+            await control.call(ABORT, 5.0, {})
+        assert caught.value.retry_after_s == 1.5
+        slow.set()
+        assert (await first).block_ids == [3]
+    assert seen == [("h", {"traceparent": "00-1"})]
+
+
+@pytest.mark.parametrize("how", ["in time", "cancelled"])
+async def test_a_call_that_nobody_waits_for_is_cancelled_there_and_the_stream_goes_on(how):
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def ready(request, trace):
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def commit(request, trace):
+        return pb.CommitResponse()
+
+    async with served(ready=ready, commit=commit) as (control, _, _):
+        call = asyncio.create_task(control.call(READY, 0.3 if how == "in time" else 30.0, {}))
+        await asyncio.wait_for(begun.wait(), 5)
+        stream = control._stream
+        if how == "cancelled":
+            call.cancel()
+        with pytest.raises(DeadlineExceeded if how == "in time" else asyncio.CancelledError):
+            await call
+        await asyncio.wait_for(ended.wait(), 5)
+        assert await control.call(COMMIT, 5.0, {}) == pb.CommitResponse()
+        assert control._stream is stream and not stream.waiting
+
+
+async def test_a_stream_that_breaks_fails_what_waits_and_the_next_call_opens_another():
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def ready(request, trace):
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def commit(request, trace):
+        return pb.CommitResponse()
+
+    async with served(ready=ready, commit=commit) as (control, servicer, _):
+        call = asyncio.create_task(control.call(READY, 30.0, {}))
+        await asyncio.wait_for(begun.wait(), 5)
+        (answers,) = servicer._streams
+        answers.put_nowait(None)
+        with pytest.raises(Unavailable, match="has ended"):
+            await call
+        await asyncio.wait_for(ended.wait(), 5)
+        await control.call(COMMIT, 5.0, {})
+        servicer.close_streams()  # the worker leaves
+        with pytest.raises(Unavailable):
+            while True:
+                await control.call(COMMIT, 5.0, {})
+    begun_at = time.monotonic()
+    gone = Control("127.0.0.1:9")
+    with pytest.raises(Unavailable):
+        await gone.call(COMMIT, 5.0, {})
+    assert time.monotonic() - begun_at < 4.0, "it is refused, and not waited for"
+    await gone.close()
+
+
+async def test_a_call_of_no_kind_is_refused_and_one_of_a_used_number_ends_the_stream():
+    async def ready(request, trace):
+        await asyncio.Event().wait()
+
+    async with served(ready=ready) as (_, _, address), rpc.channel(address) as channel:
+        call = HandoffServiceStub(channel).Control()
+        await call.write(pb.ControlRequest(call_id=4))
+        answer = await call.read()
+        assert (answer.call_id, answer.failure.error) == (4, InvalidRequest.__name__)
+        for _ in range(2):
+            await call.write(pb.ControlRequest(call_id=5, ready=READY))
+        with pytest.raises(InvalidRequest, match="call 5 runs already"), rpc.translated():
+            await call.read()
