@@ -5,13 +5,16 @@ and V at 1 of the third axis; or int8 or fp8 rows with their scales (`quantize.p
 
 In float32 on the CPU a query's result is the same to the bit whatever shares its batch or chunk:
 products run over at least `MIN_QUERIES` query rows and over a key count from a fixed ladder
-(`padded_keys`), where the BLAS library's order of additions no longer depends on either. The pool
+(`padded_keys`), `KEY_STEP` keys at a time, where the BLAS library's order of additions no longer
+depends on either. The pool
 holds finite numbers only, so that padded and invisible keys, with a weight of 0, add 0.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from itertools import starmap
 
 import torch
 import torch.nn.functional as F
@@ -227,7 +230,11 @@ def _weigh(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
     if scoring.sinks is not None:
         weights = weights[..., :keys].contiguous()
-    out = torch.bmm(weights, v.reshape(groups, keys, head_size))
+    values = v.reshape(groups, keys, head_size)
+    # A library adds up a deep product in pieces whose lengths follow from the depth: these do not.
+    step = KEY_STEP if is_exact(q) else keys
+    pairs = zip(weights.split(step, dim=2), values.split(step, dim=1), strict=True)
+    out = reduce(torch.add, starmap(torch.bmm, pairs))
     return out[:, :rows].reshape(q.shape)
 
 

@@ -263,7 +263,8 @@ def _edge(row, candidates, above, low, high, wanted, MASS: tl.constexpr, BLOCK: 
     """The bits of the largest weight that has as many tokens as wanted, or their mass, at and above
     it; how many, or how much, lie above it and at it. From low and below high.
     """
-    reached, over = _at_least(row, candidates, above, low, MASS, BLOCK), above
+    reached = _at_least(row, candidates, above, low, MASS, BLOCK)
+    over = tl.where(candidates[3], 0, above)  # the whole row has nothing above a weight of 1
     while high - low > 1:
         middle = (low + high) // 2
         amount = _at_least(row, candidates, above, middle, MASS, BLOCK)

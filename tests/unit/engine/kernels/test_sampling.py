@@ -70,6 +70,8 @@ def rows_of():
         "all equal": x * 0,
         "one of two values": (x > 1).float(),
         "half without": torch.where(x > 0, 2 * x, -torch.inf),
+        "three allowed": torch.where(ranks[None] < 4, 0.0, -torch.inf),
+        "one allowed": torch.where(ranks[None] < 2, -7.0, -torch.inf),
     }
 
 
@@ -86,6 +88,7 @@ SETTINGS = (
     {"top_k": 40},
     {"top_k": 900},
     {"top_k": VOCAB - 1, "top_p": 0.999},
+    {"temperature": 1.7, "top_k": 300, "top_p": 0.999},
     {"temperature": 0.01, "top_k": 40},
     {"top_k": 30, "top_p": 0.6},
     {"min_p": 0.2},
