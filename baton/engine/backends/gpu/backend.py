@@ -164,6 +164,7 @@ class GpuBackend(Backend):
             runner.capture()
             taken = max(0, free - self._gpu.free_and_total()[0])
             log.info("steps as graphs keep %.2f GiB of GPU memory", taken / 2**30)
+        warmup.scored_decode(runner)
         if isinstance(runner.model, RankedModel):
             runner.model.limit_steps(RANK_TIMEOUT_S)
 

@@ -1,4 +1,5 @@
-"""Steps before any request is served: the largest, to measure memory, and one of each shape.
+"""Steps before any request is served: the largest, to measure memory, one of each shape, and one
+that takes log-probabilities of a decode row.
 
 A kernel is compiled on its first launch with new tiles, warps or parts of a row, which takes
 seconds. All of these follow from a step's shapes, by powers of two: from the rows of its chunks,
@@ -85,6 +86,13 @@ def warm_up(model: StepModel, pool: Tensor, settings: EngineConfig, max_context:
         end = min(width * settings.block_size, max_context)
         rows = [1] * num_decodes + [chunk] * bool(chunk)
         _step(model, pool, [_work(end, count, pool) for count in rows])
+
+
+def scored_decode(runner: StepRunner) -> None:
+    """A decode row that wants log-probabilities: its logits are of the model's type, where those
+    of all other steps are float32.
+    """
+    runner.run(Plan([_work(1, 1, runner.pool, params=SamplingParams(logprobs=1))]))
 
 
 def _work(

@@ -14,7 +14,7 @@ from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.backends.cpu import CpuBackend
 from baton.engine.backends.gpu import backend as gpu_backend
-from baton.engine.backends.gpu import memory
+from baton.engine.backends.gpu import device_sampling, memory
 from baton.engine.backends.gpu.backend import GpuBackend, choose_kernels, refused
 from baton.engine.backends.gpu.memory import Usage
 from baton.engine.backends.gpu.runner import GpuRunner
@@ -65,6 +65,19 @@ def test_tokens_and_descriptor_are_those_of_a_cpu(checkpoint, options):
     assert found[0] == found[1]
     assert gpu.descriptor == cpu.descriptor
     assert gpu.max_context == cpu.max_context == 32
+
+
+@pytest.mark.parametrize("options", [{}, {"graphs": False, "overlap": False}], ids=str)
+def test_a_warm_up_takes_log_probabilities_of_each_type_of_logits(checkpoint, options, monkeypatch):
+    score, types = device_sampling.score, set[torch.dtype]()
+
+    def watched(logits, *rest):
+        types.add(logits.dtype)
+        return score(logits, *rest)
+
+    monkeypatch.setattr(device_sampling, "score", watched)
+    build.warm_up(on_gpu(checkpoint, dtype="bfloat16", **options))
+    assert types == {torch.float32, torch.bfloat16}
 
 
 def test_ranks_on_gpus_give_the_tokens_of_one_process(checkpoint):
