@@ -8,6 +8,6 @@ import os
 from pathlib import Path
 
 # On Intel's CPUs MKL may add up a deep product of few rows on several threads, in another order
-# than one of many. Not so in its strict mode, which it has to be told of before its first product.
+# than one of many. Its strict mode does not; MKL reads the variable at its first product.
 if "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="utf-8"):
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")

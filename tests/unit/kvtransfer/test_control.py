@@ -56,21 +56,28 @@ async def test_calls_are_answered_in_any_order_each_with_its_trace_and_its_error
     assert seen == [("h", {"traceparent": "00-1"})]
 
 
-@pytest.mark.parametrize("how", ["in time", "cancelled"])
-async def test_a_call_that_nobody_waits_for_is_cancelled_there_and_the_stream_goes_on(how):
+def never_answered():
+    """(set when the call begins, set when it ends, what handles it)."""
     begun, ended = asyncio.Event(), asyncio.Event()
 
-    async def ready(request, trace):
+    async def handle(request, trace):
         begun.set()
         try:
             await asyncio.Event().wait()
         finally:
             ended.set()
 
-    async def commit(request, trace):
-        return pb.CommitResponse()
+    return begun, ended, handle
 
-    async with served(ready=ready, commit=commit) as (control, _, _):
+
+async def committed(request, trace):
+    return pb.CommitResponse()
+
+
+@pytest.mark.parametrize("how", ["in time", "cancelled"])
+async def test_a_call_that_nobody_waits_for_is_cancelled_there_and_the_stream_goes_on(how):
+    begun, ended, ready = never_answered()
+    async with served(ready=ready, commit=committed) as (control, _, _):
         call = asyncio.create_task(control.call(READY, 0.3 if how == "in time" else 30.0, {}))
         await asyncio.wait_for(begun.wait(), 5)
         stream = control._stream
@@ -84,19 +91,8 @@ async def test_a_call_that_nobody_waits_for_is_cancelled_there_and_the_stream_go
 
 
 async def test_a_stream_that_breaks_fails_what_waits_and_the_next_call_opens_another():
-    begun, ended = asyncio.Event(), asyncio.Event()
-
-    async def ready(request, trace):
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    async def commit(request, trace):
-        return pb.CommitResponse()
-
-    async with served(ready=ready, commit=commit) as (control, servicer, _):
+    begun, ended, ready = never_answered()
+    async with served(ready=ready, commit=committed) as (control, servicer, _):
         call = asyncio.create_task(control.call(READY, 30.0, {}))
         await asyncio.wait_for(begun.wait(), 5)
         (answers,) = servicer._streams

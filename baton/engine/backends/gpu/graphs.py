@@ -203,15 +203,16 @@ class StepGraphs:
         self._sections: dict[Shape, Sections[Tensor]] = {}
 
     def decode_shape(self, rows: int, blocks: int) -> Shape | None:
-        """The shape of a step of so many decode rows, over tables of so many blocks; None if there
-        is none.
+        """The captured shape for a step of `rows` decode rows and block tables of `blocks` entries,
+        or None.
         """
         if rows > self._beside:
             return None
         return Shape(_least(self._batch_sizes, rows), 0, _least(self._widths, blocks))
 
     def chunk_shape(self, counts: list[int], blocks: int) -> Shape | None:
-        """The same of a step in which sequences have so many rows each, single ones first."""
+        """The captured shape for a step with chunks, or None. counts: rows of each sequence, decode
+        rows first · blocks: entries of the longest block table."""
         singles = counts.count(1) if self._beside else 0
         chunks, rows = len(counts) - singles, sum(counts) - singles
         if singles > self._beside or chunks > MAX_CHUNKS:

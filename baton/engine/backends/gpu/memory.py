@@ -63,7 +63,7 @@ class Usage:
 
 
 def graphs_reserve(largest_bytes: int, graphs: int, layers: int) -> int:
-    """Bytes to be kept for so many captured steps; the largest computes in largest_bytes.
+    """Bytes to reserve for captured steps. graphs: their number · largest_bytes: of the largest.
 
     All graphs share one pool, which the largest fills.
     """
