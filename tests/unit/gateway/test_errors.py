@@ -333,7 +333,7 @@ async def begun_with_three_choices(gateway):
             yield message
 
     prefill.scripts = [slow]
-    call = asyncio.create_task(gateway.complete({"x-request-timeout": "2"}, n=3))
+    call = asyncio.create_task(gateway.complete({"x-request-timeout": f"{TIMEOUT_S}"}, n=3))
     await seen(lambda: not prefill.scripts)
     return call, go_on
 

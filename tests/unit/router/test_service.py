@@ -56,7 +56,7 @@ def request_of(max_tokens=5, prompt=PROMPT, **fields):
 class Router:
     """A router's servicers on a real server, and a client's stubs."""
 
-    def __init__(self, cluster, tokenizer, default_timeout_s=10.0, tenants=None):
+    def __init__(self, cluster, tokenizer, default_timeout_s=TIMEOUT_S, tenants=None):
         tenants = tenants or Tenants()
         self.admission = Admission("tiny", tokenizer, default_timeout_s, tenants=tenants)
         self.cluster, self.decode = cluster, (*cluster.decodes, None)[0]
