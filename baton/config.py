@@ -553,6 +553,12 @@ class RouterLimits:
     trace_slow_s: float = option(
         2.0, "--trace-slow SECONDS", "to a first token: slower requests' traces are always kept"
     )
+    trace_content: int = option(
+        0,
+        "--trace-content CHARACTERS",
+        "of each prompt, and of each answer, that are written into the request's span",
+        most=1 << 16,
+    )
     # Measured on two CPU cores: up to 64 tokens decode is sooner and the streams beside it do not
     # notice; from 80 on they do. Half of that, because models whose prompts take longer, next to
     # their steps, disturb streams sooner.

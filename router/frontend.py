@@ -27,6 +27,7 @@ from router.dispatch.dispatch import Dispatch
 from router.dispatch.request_state import ParsedOutput, RequestState, TextStream
 from router.fleet.fleet import Fleet
 from router.placement.placement import RETRY_AFTER_S
+from router.telemetry.request_span import RequestSpan, first_attributes, operation_of
 from router.telemetry.stats import RequestRecord, RouterStats
 
 # Output of one request may wait for a caller that reads slowly: so much of it, and so long.
@@ -217,12 +218,14 @@ class GenerationService:
         dispatch: Dispatch,
         fleet: Fleet,
         tracer: Tracer,
+        trace_content_chars: int = 0,
     ) -> None:
         self.admission = admission
         self.wait_queue = wait_queue
         self._dispatch = dispatch
         self.fleet = fleet
         self._tracer = tracer
+        self._trace_content_chars = trace_content_chars
         self._idle = asyncio.Event()
         self._idle.set()
         self._deliveries: set[_Delivery] = set()  # of requests that run
@@ -298,26 +301,30 @@ class GenerationService:
         choices: Choices,
         number: int,
     ) -> None:
-        parent = telemetry.extract(caller.metadata)
+        parent, operation = telemetry.extract(caller.metadata), operation_of(request)
+        model = self.admission.model
+        known = first_attributes(operation, model)
         with (
             self.stats.request() as record,
-            telemetry.span(self._tracer, "router.generate", parent, kind=SpanKind.SERVER) as span,
+            telemetry.span(
+                self._tracer, f"{operation} {model}", parent, known, SpanKind.SERVER
+            ) as span,
         ):
             record.span, record.trace_id = span, telemetry.trace_id_of(span)
             record.held = telemetry.is_held(span)
             record.in_batch = bool(caller.tenant)
-            record.operation = "chat" if request.HasField("chat") else "text_completion"
+            record.operation = operation
             trace = telemetry.context_of(span)
             with telemetry.span(self._tracer, "router.admit", trace):
                 state, lease = await self._admit(request, caller, record, choices, number)
-            span.set_attribute("gen_ai.request.model", self.admission.model)
             span.set_attribute("baton.request_id", record.request_id)
             span.set_attribute("baton.tenant", record.tenant)
-            span.set_attribute("gen_ai.usage.input_tokens", len(state.request.prompt))
+            told = RequestSpan(span, self.admission.tokenizer, self._trace_content_chars)
+            told.admitted(request, state.request)
             with lease:
                 with telemetry.span(self._tracer, "router.check", trace):
                     self._check(state)
-                await self._deliver(state, lease, record, sink)
+                await self._deliver(state, lease, record, sink, told)
 
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, caller: Caller
@@ -415,7 +422,12 @@ class GenerationService:
             self.stats.on_placed(time.perf_counter() - began)
 
     async def _deliver(
-        self, state: RequestState, lease: AdmissionLease, record: RequestRecord, sink: Sink
+        self,
+        state: RequestState,
+        lease: AdmissionLease,
+        record: RequestRecord,
+        sink: Sink,
+        told: RequestSpan,
     ) -> None:
         span = record.span
         assert span is not None
@@ -438,7 +450,6 @@ class GenerationService:
                 )
                 sink.start(started)
                 await self._dispatch.run(state, trace, delivery.put)
-                span.set_attribute("gen_ai.usage.output_tokens", len(state.delivered))
                 with telemetry.span(self._tracer, "router.finish", trace):
                     finish = inference_pb2.Finish(
                         reason=delivery.reason,
@@ -454,3 +465,4 @@ class GenerationService:
             raise delivery.timed_out from None
         finally:
             self._deliveries.discard(delivery)
+            told.ended(self.admission.model, state, delivery.reason)

@@ -270,7 +270,7 @@ async def test_the_demo_shows_route_and_trace():
     )
     assert re.search(route, shown.out), shown.out
     for span in (
-        "client  generate", "router  router.generate", "decode  decode.run",
+        "client  generate", "router  text_completion demo", "decode  decode.run",
         "prefill  prefill.chunk", "prefill  kv.transfer",
     ):  # fmt: skip
         assert re.search(rf"{re.escape(span)} +\d+\.\d +\d+\.\d ms \|", shown.out)
