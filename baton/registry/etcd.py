@@ -158,10 +158,10 @@ class EtcdRegistration:
 
     async def _say_leaving(self) -> None:
         """Watchers keep a READY worker whose key vanishes: its lease may have ended by mistake."""
-        if isinstance(self._record, WorkerRecord):
-            if self._record.state == WorkerState.WORKER_STATE_READY:
-                self._record.state = WorkerState.WORKER_STATE_DRAINING
-                await self._put()
+        record = self._record
+        if isinstance(record, WorkerRecord) and record.state == WorkerState.WORKER_STATE_READY:
+            record.state = WorkerState.WORKER_STATE_DRAINING
+            await self._put()
 
     async def keep(self) -> None:
         """Writes again and again, until it is cancelled."""
