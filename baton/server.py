@@ -26,16 +26,17 @@ def bind(
     port: int,
     authorize: rpc.Authorize = rpc.authorize_role,
     shared: bool = False,
+    **limits: Any,
 ) -> tuple[grpc.aio.Server, str]:
     """A server, not started, and its host:port; port 0 takes a free one.
 
     It takes TLS where this process has a certificate. The port may be `shared` with processes of
-    the same user that share it, too. Raises ConfigError when it is taken, or would be open to
-    others without TLS.
+    the same user that share it, too; `limits` are those of `rpc.server`. Raises ConfigError when it
+    is taken, or would be open to others without TLS.
     """
     credentials = tls.current()
     credentials.check_exposed(host)
-    server = rpc.server(authorize, shared)
+    server = rpc.server(authorize, shared, **limits)
     wanted = f"{host}:{port}"
     try:
         if credentials.serves:

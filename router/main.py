@@ -31,7 +31,7 @@ from router.admission.wait_queue import WaitQueue
 from router.dispatch.dispatch import Dispatch
 from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
-from router.frontend import GenerationService
+from router.frontend import GenerationService, max_request_bytes
 from router.service import FleetServicer, InferenceServicer, authorize
 from router.shared_state import SharedState
 from router.telemetry.metrics import RouterMetrics
@@ -40,6 +40,7 @@ from router.telemetry.tail_sampling import SamplingPolicy
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
+RECONNECT_S = 300.0  # a client's connection is renewed, so that it finds routers that are new
 _JOIN_S = 10.0
 _SERVICES = ("baton.v1.InferenceService", "baton.v1.FleetService")
 
@@ -66,7 +67,14 @@ async def _run(
     # Only a model with made-up weights may have no tokenizer.
     tokenizer = load_tokenizer(path, required=not config.random_weights)
     tenants = Tenants(config.tenants_file, admin_keys=config.admin_keys, shared=shared)
-    listen = partial(bind, config.host, config.port, partial(authorize, tenants))
+    listen = partial(
+        bind,
+        config.host,
+        config.port,
+        partial(authorize, tenants),
+        max_request_bytes=lambda: max_request_bytes(service.max_context),
+        reconnect_s=RECONNECT_S,
+    )
     bound = None if shared else listen()
     name = {"service.instance.id": config.incarnation}
     trace = telemetry.setup("baton-router", config.otlp, name, config.trace_sample)

@@ -155,7 +155,7 @@ def count(text: str) -> int:
     return int(text)
 
 
-_TARGET_TEXT = "the router's address; more, separated by commas, are tried in turn"
+_TARGET_TEXT = "the router's address; of several, separated by commas, any one and then the others"
 
 
 def add_target_option(group: Options, text: str = _TARGET_TEXT) -> None:
