@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from grpc._cython import cygrpc
 from grpc.aio import _server
 
 from baton import errors, tls
+from baton.log_format import RateLimit
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,6 @@ _NEVER_IDLE = ("grpc.client_idle_timeout_ms", (1 << 31) - 1)
 _MOST_CALLS_A_TURN = 32
 _STATUS_DETAILS = "grpc-status-details-bin"
 _MAX_TEXT_BYTES = 1000  # of a status: metadata of more than 8 KiB may be refused by its receiver
-_LOG_EVERY_S = 10.0
 
 # First match wins when turning an error into a code; the last of equals wins the other way.
 _CODES: list[tuple[type[errors.BatonError], grpc.StatusCode]] = [
@@ -214,8 +213,7 @@ class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._authorize = authorize
         self._max_request_bytes = max_request_bytes
         self._handlers: dict[str, Any] = {}
-        self._log_after = 0.0
-        self._unlogged = 0
+        self._log = RateLimit(log)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """The handler of a method, wrapped; None for a method that no service has."""
@@ -281,14 +279,8 @@ class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if context.code():  # generated code has set it, for a method that is not implemented
             return
         _set_status(context, error)
-        if not isinstance(error, _Malformed):
-            return
-        self._unlogged += 1
-        if (now := time.monotonic()) >= self._log_after:
-            log.warning(
-                "%s (from %s; %d such since the last line)", error, context.peer(), self._unlogged
-            )
-            self._log_after, self._unlogged = now + _LOG_EVERY_S, 0
+        if isinstance(error, _Malformed):
+            self._log.warning("%s (from %s)", error, context.peer())
 
 
 def channel(

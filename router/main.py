@@ -67,6 +67,7 @@ async def _run(
     # Only a model with made-up weights may have no tokenizer.
     tokenizer = load_tokenizer(path, required=not config.random_weights)
     tenants = Tenants(config.tenants_file, admin_keys=config.admin_keys, shared=shared)
+    service: GenerationService
     listen = partial(
         bind,
         config.host,

@@ -210,11 +210,11 @@ def authorize(tenants: Tenants, method: str, context: Any) -> None:
         raise Unauthenticated("authorization is there more than once")
     if method.startswith(_FOR_TENANTS):
         tenants.of(keys)
-    if method.startswith(_FOR_OPERATORS):
-        if tls.current().client_ca_file is None or tenants.is_admin(keys):
-            tenants.check_admin(keys)
-            return
-    rpc.authorize_role(method, context)
+    by_key = tls.current().client_ca_file is None or tenants.is_admin(keys)
+    if method.startswith(_FOR_OPERATORS) and by_key:
+        tenants.check_admin(keys)
+    else:
+        rpc.authorize_role(method, context)
 
 
 def caller_of(context: Any) -> Caller:
