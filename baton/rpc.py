@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 Authorize = Callable[[str, Any], None]  # of a method and a call's context
 
 MAX_MESSAGE_BYTES = 16 << 20
+_MIN_REQUEST_BYTES = 2 << 20  # taken however short the context is: several prompts may come at once
+_REQUEST_BYTES_PER_TOKEN = 16  # of the context; "151643, " has 8
 # Of a process's port. Calls beyond the last are refused before their request is read.
 MAX_CONNECTIONS = 4096
 MAX_CALLS_OF_A_CONNECTION = 2048
@@ -76,6 +78,12 @@ _ERRORS = {code: cls for cls, code in _CODES}
 _NAMED = {cls.__name__: cls for cls, code in _CODES if _ERRORS[code] is not cls}
 _DOMAIN = "baton"
 _ARITY = {False: "unary", True: "stream"}
+
+
+def max_request_bytes(max_context: int) -> int:
+    """Largest request that is read, in any protocol; `max_context` 0 is not known."""
+    most = max_context * _REQUEST_BYTES_PER_TOKEN or MAX_MESSAGE_BYTES
+    return min(max(most, _MIN_REQUEST_BYTES), MAX_MESSAGE_BYTES)
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:

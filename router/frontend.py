@@ -17,7 +17,6 @@ from opentelemetry.trace import SpanKind, Tracer
 
 from baton import telemetry
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable
-from baton.rpc import MAX_MESSAGE_BYTES
 from baton.text import Tokenizer
 from baton.v1 import common_pb2, fleet_pb2, inference_pb2
 from router.admission import feasibility
@@ -33,8 +32,6 @@ from router.telemetry.stats import RequestRecord, RouterStats
 # Output of one request may wait for a caller that reads slowly: so much of it, and so long.
 MAX_UNREAD_BYTES = 1 << 20
 UNREAD_S = 10.0
-_MIN_REQUEST_BYTES = 2 << 20  # taken however short the context is: several prompts may come at once
-_REQUEST_BYTES_PER_TOKEN = 16  # of the context; "151643, " has 8
 _STOP = common_pb2.FINISH_REASON_STOP
 _REASONS = {
     common_pb2.FINISH_REASON_UNSPECIFIED: None,
@@ -81,12 +78,6 @@ class Sink(Protocol):
 
         Raises Cancelled where it does not read for too long.
         """
-
-
-def max_request_bytes(max_context: int) -> int:
-    """Largest request that is read, in any protocol; `max_context` 0 is not known."""
-    most = max_context * _REQUEST_BYTES_PER_TOKEN or MAX_MESSAGE_BYTES
-    return min(max(most, _MIN_REQUEST_BYTES), MAX_MESSAGE_BYTES)
 
 
 class Unread:

@@ -21,6 +21,7 @@ from baton.errors import InvalidRequest
 from baton.metrics.recorder import Recorder
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistry
+from baton.rpc import max_request_bytes
 from baton.server import EventLoop, Health, bind, measure_lag, settle
 from baton.structured_output import GrammarCompiler
 from baton.text import load_tokenizer
@@ -31,7 +32,7 @@ from router.admission.wait_queue import WaitQueue
 from router.dispatch.dispatch import Dispatch
 from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
-from router.frontend import GenerationService, max_request_bytes
+from router.frontend import GenerationService
 from router.service import FleetServicer, InferenceServicer, authorize
 from router.shared_state import SharedState
 from router.telemetry.metrics import RouterMetrics
@@ -116,13 +117,8 @@ async def _run(
         dispatch.stats.listeners = (sampler, metrics)
         service.metrics_page = recorder.render if shared is None else _no_page
         server, address = bound or await _join(listen, fleet, shared)
-        health = Health()
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceServicer(service), server
-        )
         operators = FleetServicer(service, _what_stays(config, address, admission.model), shared)
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(operators, server)
-        health.add_to(server, _SERVICES)
+        health = _add_services(server, service, operators)
         stack.push_async_callback(server.stop, STOP_GRACE_S)
         readiness = _run_within(stack, _follow_readiness(fleet, health), "readiness")
         await server.start()
@@ -162,6 +158,16 @@ async def _join(
                 while fleet.snapshot().why_not_ready:
                     await fleet.changed.wait()
     return listen(shared=True)
+
+
+def _add_services(
+    server: grpc.aio.Server, service: GenerationService, operators: FleetServicer
+) -> Health:
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(service), server)
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(operators, server)
+    health = Health()
+    health.add_to(server, _SERVICES)
+    return health
 
 
 def _what_stays(config: RouterConfig, address: str, model: str) -> fleet_pb2.RouterStatus:

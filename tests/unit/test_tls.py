@@ -134,6 +134,7 @@ class Accepting:
     """A worker, as its port for routers has it."""
 
     incarnation = "d"
+    max_message_bytes = 1 << 20
 
     def __init__(self):
         self.load_tracker, self.taken = LoadTracker(), 0
@@ -143,6 +144,7 @@ class Accepting:
 
     def take(self, router, message):
         self.taken += 1
+        yield
 
     def lost(self, router):
         """Nothing runs here."""
