@@ -123,6 +123,8 @@ async def _run(
         readiness = _run_within(stack, _follow_readiness(fleet, health), "readiness")
         await server.start()
         settle()
+        probed = health.probed(config.host, config.health_port, shared is not None)
+        await stack.enter_async_context(probed)
         if config.metrics_port is not None:
             page = serving(recorder.render, config.host, config.metrics_port)
             await stack.enter_async_context(page)

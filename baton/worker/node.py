@@ -141,6 +141,7 @@ class Node(WorkerServiceServicer, ABC):
         self.record.router_address = f"{host}:{self._port.listen(*wanted)}"
         async with (
             contextlib.aclosing(self._port),
+            self._health.probed(self.config.host, self.config.health_port),
             self._registry.register(self.record) as registration,
             self._registry.watch() as self._members,
         ):
@@ -330,7 +331,7 @@ class Node(WorkerServiceServicer, ABC):
                 continue
             self._stepped.clear()
             log.error("the engine's step has been running for %.0f s", self.engine.step_age_s)
-            await self._health.set(False)
+            await self._health.set(False, alive=False)
             await self._stepped.wait()
             log.warning("the engine's step has ended")
             await self._health.set(self.record.state == common_pb2.WORKER_STATE_READY)
