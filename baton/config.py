@@ -390,6 +390,12 @@ class TlsConfig:
         "--tls-ca FILE",
         "the authority of the other processes' certificates (default: --tls-client-ca)",
     )
+    health_port: int | None = option(
+        None,
+        "--health-port PORT",
+        "for probes, never with TLS: GET /health is 200 while the process is alive, /ready while "
+        "it takes work; nothing else is there (default: none)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

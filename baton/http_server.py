@@ -258,15 +258,15 @@ def listen(
 
 @contextlib.asynccontextmanager
 async def serving(
-    answer: Answer, listener: socket.socket, max_connections: int
+    answer: Answer, listener: socket.socket, max_connections: int, *, plain: bool = False
 ) -> AsyncIterator[Port]:
     """Has every request answered while inside; at the end what is being answered may finish.
 
     A client that hangs up cancels its answer. Connections are at most so many, and at most half of
-    the files that the process may open.
+    the files that the process may open. `plain` is without TLS, also where this process has it.
     """
     max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    credentials = tls.current()
+    credentials = tls.Credentials() if plain else tls.current()
     host, number = listener.getsockname()[:2]
     address = f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
     url = f"{'https' if credentials.serves else 'http'}://{address}"

@@ -108,6 +108,7 @@ class Worker:
         self.kept = []  # trace ids
         self.tasks = {}  # by router and handoff id
         self.is_still = False
+        self.max_message_bytes = 1 << 20
         self.port = None
 
     @property
@@ -162,6 +163,7 @@ class Worker:
         for handoff_id in message.cancel:
             self._end(router, handoff_id)
             self.on_cancel(handoff_id)
+        yield
 
     def lost(self, router):
         self.broken.put_nowait(router.name)

@@ -253,7 +253,25 @@ def test_an_operator_has_a_key_or_where_the_port_asks_for_it_a_certificate_with_
     for method in ("/baton.v1.FleetService/GetStatus", "/grpc.reflection.v1alpha.X/Y"):
         with contextlib.nullcontext() if answered else pytest.raises(Unauthenticated):
             authorize(tenants if has_file else Tenants(), method, context)
-    authorize(tenants, "/baton.v1.InferenceService/Generate", context)
+
+
+@pytest.mark.parametrize(("key", "answered"), [("t", True), ("", False), ("o", False)])
+async def test_a_key_is_looked_at_before_the_request(router_of, tenants, key, answered):
+    """And before a span, the queue and admission."""
+    router = await router_of(tenants=tenants)
+    method = "/baton.v1.InferenceService/Generate"
+    send = router.channel.unary_stream(method, request_serializer=bytes)
+    error = await failure_of(send(b"\xff" * 1000, metadata=rpc.bearer(key), timeout=TIMEOUT_S))
+    wanted = grpc.StatusCode.INVALID_ARGUMENT if answered else grpc.StatusCode.UNAUTHENTICATED
+    assert error.code() is wanted
+
+
+async def test_two_keys_are_one_too_many(router_of):
+    """Who passes requests on may look at the first, and we at the last."""
+    router = await router_of()
+    error = await failure_of(router.stub.Generate(request_of(), metadata=rpc.bearer("t") * 2))
+    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "more than once" in error.details()
 
 
 @pytest.mark.parametrize(
