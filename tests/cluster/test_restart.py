@@ -6,6 +6,7 @@ On simulated engines.
 import asyncio
 import contextlib
 import hashlib
+import os
 import signal
 from functools import partial
 
@@ -24,6 +25,7 @@ from tests.waiting import WAIT_S, eventually
 
 DRAIN_S = WAIT_S
 LEASE_S, OUTAGE_S = 1, 3.0
+PAUSES_S = (2.1, 2.6, 3.2, 4.0)  # longer than etcd's shortest leases, shorter than a watch's time
 ALL = {"engine": SIMULATED, "routers": 2, "restart": True, "drain_s": DRAIN_S}
 LEASES = {role: ["--lease-ttl", f"{LEASE_S}"] for role in ("prefill", "decode")}
 
@@ -238,6 +240,41 @@ async def test_etcd_down_for_three_leases_fails_no_request(clusters, simulated):
     await cluster.add_worker("decode")
     assert before < await members(client, ready=3)
     await Streams(client, simulated, cases).run()
+    await all_blocks_free(client)
+
+
+async def test_etcd_paused_for_longer_than_leases_live_disturbs_no_stream(clusters, simulated):
+    """On waking it ends all leases at once, and says so to watches that are still open.
+
+    Nor does a worker that is late to renew its lease, while its router waits for it.
+    """
+    patient = {"router": ["--silence", "60", "--lease-ttl", "30"]}  # also on a busy machine
+    cluster, client = await clusters(alone=True, engine=SIMULATED, extra_args=LEASES | patient)
+    assert cluster.etcd is not None
+    before, clock = await members(client), asyncio.get_running_loop().time
+
+    def lost():
+        return sum("registering again" in line for p in workers for line in p.log)
+
+    async def pause(pid, pause_s):
+        running = await Streams(client, simulated, simulated.mixed(4, new_tokens=250)).start()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(pause_s)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        end_s, done = clock() + 2 * LEASE_S, []
+        while clock() < end_s:
+            done += await Streams(client, simulated, simulated.mixed(4)).run()
+        assert {one.route.attempts for one in [*done, *await running]} == {1}
+
+    workers = [process for process in cluster.processes.values() if process.role != "router"]
+    for pid, pauses in ((cluster.etcd.pid, PAUSES_S), (workers[-1].pid, PAUSES_S[-1:])):
+        known = lost()
+        for pause_s in pauses:
+            await pause(pid, pause_s)
+        assert lost() > known, "no lease has ended"
+        assert await members(client) == before
     await all_blocks_free(client)
 
 

@@ -16,6 +16,7 @@ from baton.config import RegistryConfig, split_address
 from baton.errors import InvalidRequest, Unavailable
 from baton.local.etcd import EmbeddedEtcd
 from baton.registry import EtcdRegistry, etcd_client
+from baton.registry import etcd as etcd_module
 from baton.registry.etcd_client import EtcdClient
 from baton.v1 import etcd_pb2
 from baton.v1.common_pb2 import RankHost, WorkerRecord, WorkerRole, WorkerState
@@ -351,6 +352,65 @@ async def test_a_silent_etcd_is_an_outage_and_no_loss(etcd, monkeypatch):
             etcd.signal(signal.SIGCONT)
         await until_connected(members, True)
         assert set(members.records) == {"d1"}
+
+
+async def test_a_store_that_was_paused_for_longer_than_leases_live_loses_no_member(
+    etcd, monkeypatch
+):
+    """On waking it ends all leases at once and says so on the watch, which is still open.
+
+    Members are at different moments of their renewals. The time-outs are in the proportion of the
+    usual ones, and the pauses lie between the lease's end and beyond the watch's own time-out.
+    """
+    etcd.ttl(2)
+    monkeypatch.setattr(etcd_client, "CALL_S", 0.8)
+    monkeypatch.setattr(etcd_client, "QUIET_S", 2.0)
+    monkeypatch.setattr(etcd_module, "GRACE_TTLS", 30)  # however busy the machine is
+    registry, other = await etcd.registry(), await etcd.registry()
+    names = {f"d{number}" for number in range(16)}
+    seen, missed = [], set()
+
+    async def collect(membership):
+        async for snapshot in membership.changes():
+            seen.append(set(snapshot))
+            missed.update(membership.missing)
+
+    async with contextlib.AsyncExitStack() as stack:
+        for name in sorted(names):
+            await stack.enter_async_context(registry.register(worker(name)))
+            await asyncio.sleep(0.05)
+        membership = await stack.enter_async_context(other.watch())
+        collecting = asyncio.create_task(collect(membership))
+        for pause_s in (2.1, 2.4, 2.7, 3.2):
+            etcd.signal(signal.SIGSTOP)
+            await asyncio.sleep(pause_s)
+            etcd.signal(signal.SIGCONT)
+            await asyncio.sleep(2.0)  # each has renewed its lease, or taken a new one
+            await until(membership, lambda _: membership.connected and not membership.missing)
+        collecting.cancel()
+    assert missed, "no lease has ended: the pauses were too short"
+    assert all(snapshot == names for snapshot in seen)
+
+
+async def test_a_member_whose_lease_ended_while_it_was_late_is_missing_until_it_is_back(
+    etcd, monkeypatch
+):
+    """Cut off for longer than its lease lives; one that does not come back is dropped."""
+    etcd.ttl(2)
+    monkeypatch.setattr(etcd_module, "GRACE_TTLS", 30)
+    far, near = await etcd.registry(wired=True), await etcd.registry()
+    async with near.watch() as patient, far.register(worker("d1")):
+        await until_names(patient, "d1")
+        monkeypatch.setattr(etcd_module, "GRACE_TTLS", 1)
+        async with near.watch() as hasty:
+            await etcd.cut(far)
+            await until(patient, lambda _: patient.missing == {"d1"})
+            assert set(patient.records) == {"d1"}
+            await until_names(hasty)
+            await etcd.reconnect(far)
+            await until_names(hasty, "d1")
+        await until(patient, lambda _: not patient.missing)
+        assert set(patient.records) == {"d1"}
 
 
 async def test_leaving_during_an_outage_is_bounded(etcd, caplog):

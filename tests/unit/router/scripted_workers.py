@@ -393,6 +393,10 @@ class Cluster:
         """Takes a worker out of the registry; its server stays."""
         await self._stays.pop(worker.record.incarnation).aclose()
 
+    async def store_seen(self):
+        """Gives the fleet time to take in what the registry says now."""
+        await asyncio.sleep(3 * self.fleet._liveness.tick_s)
+
     async def until(self, good):
         """Waits for a snapshot of the fleet that is good, and returns it."""
         async with asyncio.timeout(TIMEOUT_S):
