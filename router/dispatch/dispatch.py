@@ -158,9 +158,12 @@ class Dispatch:
         request, missing = self.placement_request(state), ""
         loop = asyncio.get_running_loop()
 
+        def earmark(kept: frozenset[str]) -> frozenset[str] | None:
+            return placement.soonest_room(self._fleet.snapshot(), request, kept)
+
         def pick(full: Set[str]) -> Pair:
             nonlocal missing
-            began = time.perf_counter()
+            began, full = time.perf_counter(), full | self._wait_queue.kept_from(request.pending)
             try:
                 snapshot = self._fleet.snapshot()
                 if state.request.workers:
@@ -180,7 +183,7 @@ class Dispatch:
             try:
                 async with asyncio.timeout(None) as limit:
                     return await self._wait_queue.place(
-                        state.queue_entry(),
+                        state.queue_entry(earmark),
                         lambda: self._place_once(state, attempt, pick, trace),
                         accepted=state.request.accepted or state.placed_at is not None,
                     )

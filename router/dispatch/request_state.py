@@ -19,7 +19,7 @@ from baton.text.detokenizer import TokenPieces
 from baton.text.tool_calls import ToolCallDelta, ToolFormat, ToolParser
 from baton.v1 import common_pb2, prefill_pb2
 from router.admission.fair_queue import FairQueue, Flow, PendingPrompt
-from router.admission.wait_queue import QueueEntry
+from router.admission.wait_queue import Earmark, QueueEntry
 from router.placement.cost_model import PlacementRequest
 
 WAYS = ("handed_over", "local", "cached", "prefill_only")
@@ -148,7 +148,7 @@ class RequestState:
             )
         return kept
 
-    def queue_entry(self) -> QueueEntry:
+    def queue_entry(self, earmark: Earmark) -> QueueEntry:
         """Its entry in the wait queue. One that has begun to stream has met its TTFT target."""
         request = self.request
         has_target = request.ttft_target_s > 0 and not self.delivered
@@ -156,6 +156,7 @@ class RequestState:
             pending=request.pending,
             num_tokens=len(request.prompt) + len(self.delivered),
             first_token_by=self.started + request.ttft_target_s if has_target else math.inf,
+            earmark=earmark,
         )
 
     def deliver(self, token_ids: Sequence[int]) -> float | None:

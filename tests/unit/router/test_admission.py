@@ -17,7 +17,7 @@ from baton.sampling import (
 )
 from baton.text import ChatTemplate
 from baton.v1 import common_pb2, inference_pb2
-from router.admission.admission import Admission, Choices
+from router.admission.admission import MAX_WORKERS, Admission, Choices
 from router.admission.chat import MAX_MESSAGES
 from router.admission.tenants import Tenants
 
@@ -118,6 +118,7 @@ async def test_a_request_becomes_tokens(admission, admission_of):
         (request(ids=[1] * 32), "input"),
         (request(priority=9), "priority"),
         (request(cache_salt="x" * (MAX_CACHE_SALT_CHARS + 1)), "cache_salt"),
+        (request(workers=["x"] * (MAX_WORKERS + 1)), "workers"),
         (request(stop=[""]), "stop"),
         (request(stop=["x"] * 17), "stop"),
         (request(stop=["x" * 257]), "stop"),
