@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from baton.config import PROVING_TOKENS
+from baton.errors import BatonError, InternalError
 from baton.sampling import Reasoning, ReasoningTracker, SamplingParams
 from baton.slo import Slo
 from baton.text import Detokenizer, StopStrings, Tokenizer
@@ -23,6 +25,7 @@ from router.admission.wait_queue import Earmark, QueueEntry
 from router.placement.cost_model import PlacementRequest
 
 WAYS = ("handed_over", "local", "cached", "prefill_only")
+_MOST_SHARED = 2  # steps that failed with a request before it has to run alone
 _MOST_TIME = (1 << 32) - 1  # what SequenceSpec holds: 49 days in ms, 71 minutes in µs
 # Added by every router: workers need the order, also of times that have passed.
 _VIRTUAL_FINISH_OFFSET_S = 60.0
@@ -83,6 +86,8 @@ class RequestState:
     started_ns: int = field(default_factory=time.time_ns)  # wall clock, for traces
     delivered: list[int] = field(init=False)
     attempts: int = 0
+    failures: float = 0.0  # attempts that failed, less those that delivered tokens pay for
+    failed_steps: int = 0  # of these, attempts that a failed step ended; see `failed`
     workers: set[str] = field(default_factory=set)  # that were called for it
     failed_workers: set[str] = field(default_factory=set)
     cached_tokens: int | None = None
@@ -119,6 +124,7 @@ class RequestState:
             prompt_tokens=len(request.prompt),
             sampling=self._sampling,
             cache_salt=request.cache_salt,
+            alone=self.alone,
         )
         self.set_times(spec)
         return spec
@@ -129,6 +135,24 @@ class RequestState:
         spec.time_left_ms = min(_MOST_TIME, max(1, int(self.request.time_left_s * 1000)))
         spec.virtual_finish_ms = min(_MOST_TIME, max(0, int(virtual_finish_s * 1000)))
         spec.prompt_us = min(_MOST_TIME, max(0, int(self.request.pending.seconds * 1e6)))
+
+    @property
+    def alone(self) -> bool:
+        """Whether it may share no step with others, as it may be what failed steps had in common."""
+        return self.failed_steps >= _MOST_SHARED
+
+    def failed(self, error: BatonError, num_tokens: int) -> bool:
+        """An attempt has failed, after so many tokens; whether the request is the cause.
+
+        A few tokens prove nothing: each attempt brings one, of prefill. With enough of them, what
+        failed was another sequence of the step.
+        """
+        self.failures = max(0.0, self.failures - num_tokens / PROVING_TOKENS) + 1
+        was_alone, is_proven = self.alone, num_tokens >= PROVING_TOKENS
+        if is_proven:
+            self.failed_steps = 0
+        self.failed_steps += isinstance(error, InternalError)
+        return was_alone and not is_proven and isinstance(error, InternalError)
 
     def placement_request(
         self, local_prefill_max_tokens: int, max_itl_s: float
