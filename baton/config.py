@@ -38,6 +38,8 @@ LOG_LEVEL_TEXT = "of log lines on stderr"
 DRAIN_TEXT = "for running requests to end after SIGTERM"
 ROUTER_PROCESSES_TEXT = "processes of each router, at the same ports: one for each core it may use"
 MAX_ROUTER_PROCESSES = 64
+# After so many tokens an attempt has shown that its request is not what fails.
+PROVING_TOKENS = 16
 MAX_STREAM_INTERVAL = 64  # so many may have to be computed again when a worker dies
 MAX_TP = 64
 NAME_TEXT = (
@@ -499,10 +501,17 @@ class RouterLimits:
 
     GROUP: ClassVar[str] = "limits"
     max_queue: int = option(
-        1024, "--max-queue REQUESTS", "waiting; one more is refused at once", least=1
+        1024,
+        "--max-queue REQUESTS",
+        "waiting; when full, one more is refused at once, or displaces the last one of the tenant "
+        "that has most",
+        least=1,
     )
     max_attempts: int = option(
-        4, "--max-attempts N", "in a row without a token before a request fails", least=1
+        4,
+        "--max-attempts N",
+        f"before a request fails; each {PROVING_TOKENS} tokens delivered allow one more",
+        least=1,
     )
     default_timeout_s: float = option(
         600.0, "--default-timeout SECONDS", "for requests without a deadline", least=0.001

@@ -19,6 +19,7 @@ from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, quoted
 from baton.sampling import (
     FILL_CONTEXT,
     MAX_BAD_WORDS,
+    MAX_CACHE_SALT_CHARS,
     MAX_SEED,
     Reasoning,
     SamplingParams,
@@ -35,6 +36,7 @@ from router.dispatch.request_state import TokenizedRequest
 MAX_CHARS_PER_TOKEN = 16  # of a whole prompt; longer texts are refused before they are tokenized
 # Of a prompt's tokens, with the alternatives at each, whose log-probabilities are told: 8 MiB.
 MAX_PROMPT_LOGPROBS = 1 << 20
+MAX_WORKERS = 64  # that one request may name
 _TEXT_THREADS = 4
 _PRIORITIES = common_pb2.Priority.values()
 # Tokens a second before any worker has measured: only the order of virtual finish times matters
@@ -116,8 +118,7 @@ class Admission:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         deadline = time.monotonic() + timeout_s
         self.check_model(request.model)
-        if request.priority not in _PRIORITIES:
-            raise InvalidRequest(f"there is no priority {request.priority}", "priority")
+        _check_fields(request)
         seeded = request.sampling.HasField("seed")
         seed = request.sampling.seed + number if seeded else secrets.randbits(64)
         params = SamplingParams.from_proto(request.sampling, seed & MAX_SEED)
@@ -342,6 +343,16 @@ class Admission:
             raise InvalidRequest(
                 f"the prompt has {len(prompt)} tokens and at most {most} are taken here", "input"
             )
+
+
+def _check_fields(request: inference_pb2.GenerateRequest) -> None:
+    if request.priority not in _PRIORITIES:
+        raise InvalidRequest(f"there is no priority {request.priority}", "priority")
+    if (size := len(request.cache_salt)) > (most := MAX_CACHE_SALT_CHARS):
+        text = f"cache_salt has {size} characters and at most {most} are taken"
+        raise InvalidRequest(text, "cache_salt")
+    if (size := len(request.workers)) > MAX_WORKERS:
+        raise InvalidRequest(f"it names {size} workers and at most {MAX_WORKERS} may be", "workers")
 
 
 def _num_chars(message: inference_pb2.ChatMessage) -> int:
