@@ -108,8 +108,10 @@ class _LineExchange(HttpExchange):
             writable=asyncio.Event(),
         )
         self.status, self.answered = 0, b""
-        self.feed(body)
-        self.feed_end()
+        self._body = body
+
+    async def body(self, max_bytes: int, max_dropped_bytes: int) -> bytes | None:
+        return self._body if len(self._body) <= max_bytes else None
 
     def answer(self, status: int, body: bytes, headers: Any = (), kind: Header = JSON_TYPE) -> None:
         self.started, self.status, self.answered = True, status, body

@@ -15,7 +15,7 @@ from baton.errors import InvalidRequest
 from baton.gateway import api
 from baton.gateway.generation import run_choices
 from baton.gateway.headers import id_headers
-from baton.gateway.request import ParsedRequest, priority_of, prompt_requests
+from baton.gateway.request import ParsedRequest, priority_of
 from baton.http_server import HttpExchange
 from baton.v1 import common_pb2, inference_pb2
 from router.frontend import Caller, GenerationService
@@ -43,7 +43,8 @@ def parse_embeddings(text: bytes) -> ParsedEmbeddings:
     if body.add_special_tokens is not None:
         base.add_special_tokens = body.add_special_tokens
     run = ParsedRequest(
-        prompt_requests(base, api.prompts_of(body.input, "input")),
+        base,
+        api.prompts_of(body.input, "input"),
         api.GenerateOptions(model=body.model),
         n=1,
         kept=1,
@@ -80,7 +81,7 @@ async def embed(
     service: GenerationService, parsed: ParsedEmbeddings, caller: Caller, exchange: HttpExchange
 ) -> None:
     """Answers with the embedding of each input."""
-    sinks = [_Sink(exchange) for _ in parsed.run.requests]
+    sinks = [_Sink(exchange) for _ in range(parsed.run.num_prompts)]
     try:
         await run_choices(service, parsed.run, caller, sinks)
         data = [

@@ -215,7 +215,7 @@ class CompletionGeneration(Generation):
         usage = options.stream_options is not None and options.stream_options.include_usage
         self._no_usage: dict[str, Any] = {"usage": None} if usage else {}
         self._prompt_logprobs = 0  # that have come
-        prompts = [self._prompt(index) for index in range(len(parsed.requests))]
+        prompts = [self._prompt(index) for index in range(parsed.num_prompts)]
         self._outputs = [
             self.kind(
                 index,
@@ -229,7 +229,7 @@ class CompletionGeneration(Generation):
                 event=self._event,
                 send=self.send if options.stream else None,
             )
-            for index in range(len(parsed.requests) * parsed.n)
+            for index in range(parsed.num_prompts * parsed.n)
         ]
 
     @property
@@ -319,33 +319,32 @@ async def run_choices(
     first of them has its first token: by then its prompt is cached, so that it is computed once.
     If one fails, all end: the others that have not entered do not.
     """
-    requests, n = parsed.requests, parsed.n
-    total = len(requests) * n
+    num_prompts, n = parsed.num_prompts, parsed.n
+    total = num_prompts * n
     cut = not parsed.max_tokens_given
     if total == 1:
-        await service.generate(requests[0], caller, sinks[0], Choices(cut_output=cut))
+        await service.generate(parsed.request(0), caller, sinks[0], Choices(cut_output=cut))
         return
     loop = asyncio.get_running_loop()
     left_s = (
         service.admission.default_timeout_s if caller.time_left_s is None else caller.time_left_s
     )
     deadline = loop.time() + left_s  # one for all, also for those that begin later
-    computed = [asyncio.Event() for _ in requests]
+    computed = [asyncio.Event() for _ in range(num_prompts)]
     places = Places()
     shared = [
-        Choices(total, first=i == 0, cut_output=cut, places=places) for i in range(len(requests))
+        Choices(total, first=i == 0, cut_output=cut, places=places) for i in range(num_prompts)
     ]
     entrance = asyncio.Semaphore()
 
     async def one(choice: int) -> None:
         index, number = divmod(choice, n)
-        prompt, request = computed[index], requests[index]
+        prompt = computed[index]
         if number:
             await prompt.wait()
-            if request.sampling.HasField("prompt_logprobs"):  # they are told once
-                request = inference_pb2.GenerateRequest.FromString(request.SerializeToString())
-                request.sampling.ClearField("prompt_logprobs")
         await entrance.acquire()
+        request = parsed.request(index, number)
+        shared[index].params = shared[0].params
         sink = _Choice(sinks[choice], entrance.release, prompt.set)
         left = replace(caller, time_left_s=deadline - loop.time())
         await service.generate(request, left, sink, shared[index], number)

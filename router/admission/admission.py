@@ -53,6 +53,7 @@ class Choices:
     first: bool = True  # of these prompts: the one that is charged as a request
     cut_output: bool = False  # max_tokens is a default: cut to what the context leaves
     prompt: Sequence[int] | None = None  # once its first choice was admitted
+    params: SamplingParams | None = None  # checked; not the seed and the prompt's log-probabilities
     places: Places = field(default_factory=Places)  # of all the prompts' choices
 
     def charged(self, number: int) -> int:
@@ -120,10 +121,16 @@ class Admission:
             raise InvalidRequest(f"there is no priority {request.priority}", "priority")
         seeded = request.sampling.HasField("seed")
         seed = request.sampling.seed + number if seeded else secrets.randbits(64)
-        params = SamplingParams.from_proto(request.sampling, seed & MAX_SEED)
-        if request.bad_words:
-            params = replace(params, bad_words=self._bad_words(request.bad_words))
-        params.validate(self.tokenizer.vocab_size)
+        if (params := choices.params) is None:
+            params = SamplingParams.from_proto(request.sampling, seed & MAX_SEED)
+            if request.bad_words:
+                params = replace(params, bad_words=self._bad_words(request.bad_words))
+            params.validate(self.tokenizer.vocab_size)
+            choices.params = params
+        else:
+            told = request.sampling.HasField("prompt_logprobs")
+            top = request.sampling.prompt_logprobs if told else None
+            params = replace(params, seed=seed & MAX_SEED, prompt_logprobs=top)
         check_stop_strings(request.stop)
         if request.stop and not self.tokenizer.has_text:
             raise InvalidRequest("this model has no text: stop at token ids instead", "stop")
