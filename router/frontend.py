@@ -6,6 +6,7 @@ gRPC (`service`) and HTTP are thin over this.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections import Counter
@@ -40,6 +41,16 @@ _REASONS = {
 }
 
 
+# What a caller may call its request by, in its headers or metadata: for logs and traces.
+CALLERS_ID = "x-request-id"
+CALLERS_ID_PATTERN = r"^[A-Za-z0-9._:/+=@-]{1,128}$"
+
+
+def is_callers_id(text: str) -> bool:
+    """Whether that can be an id; others are taken for none."""
+    return re.fullmatch(CALLERS_ID_PATTERN, text) is not None
+
+
 @dataclass(frozen=True)
 class Caller:
     """What a request's transport knows of it: headers (lower-case names) and its deadline."""
@@ -47,6 +58,12 @@ class Caller:
     metadata: tuple[tuple[str, str | bytes], ...] = ()
     time_left_s: float | None = None  # None: no deadline of its own
     tenant: str = ""  # of a caller within this process, which has no key
+
+    @property
+    def request_id(self) -> str:
+        """What the caller calls its request, or nothing."""
+        given = (value for name, value in self.metadata if name == CALLERS_ID)
+        return next((value for value in given if isinstance(value, str) and is_callers_id(value)), "")
 
 
 class Sink(Protocol):
@@ -230,6 +247,7 @@ class GenerationService:
         self.batches: Counter[str] = Counter()  # of the HTTP API that run here, by status
         self.batch_lines: Counter[str] = Counter()  # their requests that ended here, by result
         self.draining = False
+        self.trusts_traceparent = False  # also of tenants' callers
         # Calls that end the taking of connections, where a sibling takes them.
         self.on_leave: list[Callable[[], None]] = []
         # Of an HTTP Accept header: (content type, body). For servers of /metrics beside us.
@@ -247,6 +265,11 @@ class GenerationService:
     def why_not_ready(self) -> str:
         """Why new requests are not taken; empty when they are."""
         return "the router is draining" if self.draining else self.fleet.snapshot().why_not_ready
+
+    @property
+    def joins_traces(self) -> bool:
+        """Whether requests belong to the traces of their callers, who decide on their sampling."""
+        return self.trusts_traceparent or self.admission.tenants.is_open
 
     @property
     def max_context(self) -> int:
@@ -298,7 +321,7 @@ class GenerationService:
         choices: Choices,
         number: int,
     ) -> None:
-        parent = telemetry.extract(caller.metadata)
+        parent = telemetry.extract(caller.metadata if self.joins_traces else ())
         with (
             self.stats.request() as record,
             telemetry.span(self._tracer, "router.generate", parent, kind=SpanKind.SERVER) as span,
@@ -306,6 +329,9 @@ class GenerationService:
             record.span, record.trace_id = span, telemetry.trace_id_of(span)
             record.held = telemetry.is_held(span)
             record.in_batch = bool(caller.tenant)
+            if callers_id := caller.request_id:
+                record.callers_id = callers_id
+                span.set_attribute("baton.callers_request_id", callers_id)
             record.operation = "chat" if request.HasField("chat") else "text_completion"
             trace = telemetry.context_of(span)
             with telemetry.span(self._tracer, "router.admit", trace):

@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded, quoted
+from baton.gateway import api
 from baton.http_errors import HttpError
 
 MAX_FILE_BYTES = 200 << 20  # OpenAI's, as are the next two
@@ -35,10 +36,6 @@ _RETRY_S = 60.0  # until there may be room for one more
 _BLOCK_BYTES = 4096  # taken by the smallest file
 _ID = re.compile(r"(file-[0-9a-f]{24}(-output|-errors)?|batch_[0-9a-f]{24})")
 
-Metadata = Annotated[
-    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
-    Meta(max_length=16),
-]
 Status = Literal[
     "validating", "failed", "in_progress", "completed", "expired", "cancelling", "cancelled"
 ]
@@ -72,7 +69,7 @@ class BatchRequest(Struct, kw_only=True):
     input_file_id: str
     endpoint: str
     completion_window: Literal["24h"]
-    metadata: Metadata | None = None
+    metadata: api.Metadata | None = None
 
 
 class BatchError(Struct):
@@ -121,7 +118,7 @@ class Batch(Struct, kw_only=True):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: RequestCounts = msgspec.field(default_factory=RequestCounts)
-    metadata: Metadata | None = None
+    metadata: api.Metadata | None = None
 
     @property
     def finished(self) -> bool:

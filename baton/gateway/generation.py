@@ -11,6 +11,7 @@ import contextlib
 import logging
 import re
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import msgspec
 
 from baton.errors import BatonError, Cancelled, InvalidRequest, quoted
 from baton.gateway import api
-from baton.gateway.headers import caller_of, id_headers
+from baton.gateway.headers import caller_of, correlated, id_headers
 from baton.gateway.output import Output, usage_of
 from baton.gateway.prompt_output import PromptOutput
 from baton.gateway.request import ParsedRequest
@@ -38,6 +39,8 @@ MAX_BODY_BYTES = MAX_MESSAGE_BYTES
 _MIN_BODY_BYTES = 2 << 20  # taken however short the context is: several prompts may come together
 _BODY_BYTES_PER_TOKEN = 16  # of the context; "151643, " has 8
 _LARGE_BODY_BYTES = 64 << 10  # larger ones are parsed on a thread, off the event loop
+_CODINGS = frozenset(("gzip", "x-gzip", "deflate"))  # of bodies
+_MAX_CODINGS = 2  # one around the other
 _ROUTE_HEADER = b"x-baton-route"  # its presence asks for `usage.baton`
 _MANY_LOGPROBS = 4096  # of prompts; more are written on a thread
 _LOGPROB_BYTES = 64  # of a log-probability in a chunk, with its token, about
@@ -70,7 +73,7 @@ class Endpoint(Generic[T]):
     ) -> None:
         """Answers a POST, of `caller` where its headers do not say whose it is."""
         caller = caller or caller_of(exchange)
-        service.check_key(caller)
+        service.tenant_of(caller).check()
         await self.answer(service, await self._parsed(service, exchange), caller, exchange)
 
     async def _parsed(self, service: GenerationService, exchange: HttpExchange) -> T:
@@ -83,6 +86,8 @@ class Endpoint(Generic[T]):
         if body is None:
             close = ((b"connection", b"close"),)  # what is left of it is not read
             raise HttpError(413, f"the body is over {max_bytes} bytes", close)
+        if codings := exchange.headers.get(b"content-encoding"):
+            body = await service.admission.in_thread(decoded, body, codings, max_bytes)
         try:
             if len(body) <= _LARGE_BODY_BYTES:
                 return self.parse(body)
@@ -96,6 +101,39 @@ class Endpoint(Generic[T]):
             ) from error
 
 
+def decoded(body: bytes, codings: bytes, max_bytes: int) -> bytes:
+    """A body without its Content-Encoding.
+
+    Raises HttpError 415 for other codings than gzip and deflate, HttpError 413 where it has more
+    than `max_bytes`, and InvalidRequest where it is not what its coding says.
+    """
+    names = [name.strip() for name in codings.decode("latin-1").lower().split(",")]
+    names = [name for name in names if name not in ("", "identity")]
+    if len(names) > _MAX_CODINGS or not _CODINGS.issuperset(names):
+        raise HttpError(
+            415,
+            f"content-encoding may be gzip or deflate, not {quoted(', '.join(names))}: send the "
+            "body without it",
+            ((b"accept-encoding", b"gzip, deflate"),),
+        )
+    for name in reversed(names):
+        if name == "deflate":  # zlib's format; some clients send what is within alone
+            has_header = body[:1] == b"x" and int.from_bytes(body[:2], "big") % 31 == 0
+            inflater = zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
+        else:
+            inflater = zlib.decompressobj(16 + zlib.MAX_WBITS)
+        try:
+            body = inflater.decompress(body, max_bytes + 1)
+        except zlib.error as error:
+            raise InvalidRequest(f"the body is not {name}: {error}") from error
+        if len(body) > max_bytes:
+            raise HttpError(413, f"the body is over {max_bytes} bytes without its {name}")
+        if not inflater.eof or inflater.unused_data:
+            where = "behind its end" if inflater.eof else "missing at its end"
+            raise InvalidRequest(f"the body is not one piece of {name}: bytes are {where}")
+    return body
+
+
 async def generate(
     kind: Callable[..., Generation],
     service: GenerationService,
@@ -104,6 +142,7 @@ async def generate(
     exchange: HttpExchange,
 ) -> None:
     """Answers a request to generate; a client that hangs up cancels it."""
+    caller = correlated(exchange, caller, parsed.options.request_id)
     await kind(service, parsed, caller, exchange).run()
 
 
@@ -147,7 +186,7 @@ class Generation(ABC):
         except InvalidRequest as error:
             name = error.field.removeprefix("sampling.").removeprefix("chat.")
             name = _FUNCTION.sub(r"\1.function.", name)
-            raise InvalidRequest(str(error), self.parsed.fields.get(name, name)) from error
+            raise error.renamed(self.parsed.fields.get(name, name)) from error
         finally:
             self.forget()
 

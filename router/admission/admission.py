@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from baton.config import MAX_STREAM_INTERVAL
-from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, quoted
+from baton.errors import (
+    ContextOverflow,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    quoted,
+)
 from baton.sampling import (
     FILL_CONTEXT,
     MAX_BAD_WORDS,
@@ -346,8 +352,10 @@ class Admission:
             )
         most = _smallest(self.max_prompt_tokens, tenant.config.max_prompt_tokens)
         if most and len(prompt) > most:
-            raise InvalidRequest(
-                f"the prompt has {len(prompt)} tokens and at most {most} are taken here", "input"
+            raise ContextOverflow(
+                f"the prompt has {len(prompt)} tokens and at most {most} are taken here",
+                "input",
+                most,
             )
 
 
@@ -375,19 +383,21 @@ def _check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
 def check_length(num_tokens: int, limit: int) -> None:
     """Raises InvalidRequest where the context has no room for output."""
     if limit and num_tokens >= limit:
-        raise InvalidRequest(
+        raise ContextOverflow(
             f"the prompt has {num_tokens} tokens and the context holds {limit}, "
             "of which one must be left for output",
             "input",
+            limit,
         )
 
 
 def _check_chars(num_chars: int, limit: int) -> None:
     if limit and num_chars > limit * MAX_CHARS_PER_TOKEN:
-        raise InvalidRequest(
+        raise ContextOverflow(
             f"the prompt has {num_chars} characters and the context holds {limit} tokens, "
             f"{MAX_CHARS_PER_TOKEN} characters each at most",
             "input",
+            limit,
         )
 
 
@@ -402,9 +412,10 @@ def fitting(
     if not limit or params.max_tokens <= left:
         return params
     if not cut and params.max_tokens != FILL_CONTEXT:
-        raise InvalidRequest(
+        raise ContextOverflow(
             f"max_tokens is {params.max_tokens}, but the context of {limit} tokens leaves "
             f"{left} behind a prompt of {prompt_tokens}",
             "sampling.max_tokens",
+            limit,
         )
     return replace(params, max_tokens=min(left, most))
