@@ -25,6 +25,7 @@ from baton.errors import (
 from baton.sampling import (
     FILL_CONTEXT,
     MAX_BAD_WORDS,
+    MAX_CACHE_SALT_CHARS,
     MAX_SEED,
     Reasoning,
     SamplingParams,
@@ -125,6 +126,9 @@ class Admission:
         self.check_model(request.model)
         if request.priority not in _PRIORITIES:
             raise InvalidRequest(f"there is no priority {request.priority}", "priority")
+        if (size := len(request.cache_salt)) > (most := MAX_CACHE_SALT_CHARS):
+            text = f"cache_salt has {size} characters and at most {most} are taken"
+            raise InvalidRequest(text, "cache_salt")
         seeded = request.sampling.HasField("seed")
         seed = request.sampling.seed + number if seeded else secrets.randbits(64)
         if (params := choices.params) is None:

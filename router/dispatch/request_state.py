@@ -98,6 +98,7 @@ class RequestState:
     prompt_logprobs: common_pb2.PromptLogprobs | None = None
     embedding: Sequence[float] = ()
     _placement: PlacementRequest | None = field(default=None, repr=False)
+    _sampling: common_pb2.SamplingParams | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.delivered = list(self.request.resumed)
@@ -110,11 +111,13 @@ class RequestState:
     def spec(self, handoff_id: str) -> common_pb2.SequenceSpec:
         """The failover rule: prompt and delivered tokens are the new prompt, positions go on."""
         request = self.request
+        if self._sampling is None:  # the same for all attempts; it may have thousands of token ids
+            self._sampling = request.params.to_proto()
         spec = common_pb2.SequenceSpec(
             handoff_id=handoff_id,
             token_ids=(*request.prompt, *self.delivered),
             prompt_tokens=len(request.prompt),
-            sampling=request.params.to_proto(),
+            sampling=self._sampling,
             cache_salt=request.cache_salt,
         )
         self.set_times(spec)

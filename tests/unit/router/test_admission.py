@@ -8,7 +8,13 @@ import time
 import pytest
 
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Overloaded
-from baton.sampling import FILL_CONTEXT, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from baton.sampling import (
+    FILL_CONTEXT,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_CACHE_SALT_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+)
 from baton.text import ChatTemplate
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.admission import Admission, Choices
@@ -111,6 +117,7 @@ async def test_a_request_becomes_tokens(admission, admission_of):
         (request(chat=[("", "")] * (MAX_MESSAGES + 1)), "chat"),
         (request(ids=[1] * 32), "input"),
         (request(priority=9), "priority"),
+        (request(cache_salt="x" * (MAX_CACHE_SALT_CHARS + 1)), "cache_salt"),
         (request(stop=[""]), "stop"),
         (request(stop=["x"] * 17), "stop"),
         (request(stop=["x" * 257]), "stop"),
@@ -119,6 +126,7 @@ async def test_a_request_becomes_tokens(admission, admission_of):
             for name, value in (
                 ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1)),
                 ("stop_token_ids", [1] * (MAX_STOP_TOKEN_IDS + 1)),
+                ("allowed_token_ids", [1] * (MAX_ALLOWED_TOKEN_IDS + 1)),
                 ("temperature", -1),
                 ("temperature", math.nan),
                 ("top_p", 0),
