@@ -63,7 +63,9 @@ class Caller:
     def request_id(self) -> str:
         """What the caller calls its request, or nothing."""
         given = (value for name, value in self.metadata if name == CALLERS_ID)
-        return next((value for value in given if isinstance(value, str) and is_callers_id(value)), "")
+        return next(
+            (value for value in given if isinstance(value, str) and is_callers_id(value)), ""
+        )
 
 
 class Sink(Protocol):
@@ -234,12 +236,14 @@ class GenerationService:
         dispatch: Dispatch,
         fleet: Fleet,
         tracer: Tracer,
+        trust_traceparent: bool = False,
     ) -> None:
         self.admission = admission
         self.wait_queue = wait_queue
         self._dispatch = dispatch
         self.fleet = fleet
         self._tracer = tracer
+        self._trust_traceparent = trust_traceparent  # of tenants' callers
         self._idle = asyncio.Event()
         self._idle.set()
         self._deliveries: set[_Delivery] = set()  # of requests that run
@@ -247,7 +251,6 @@ class GenerationService:
         self.batches: Counter[str] = Counter()  # of the HTTP API that run here, by status
         self.batch_lines: Counter[str] = Counter()  # their requests that ended here, by result
         self.draining = False
-        self.trusts_traceparent = False  # also of tenants' callers
         # Calls that end the taking of connections, where a sibling takes them.
         self.on_leave: list[Callable[[], None]] = []
         # Of an HTTP Accept header: (content type, body). For servers of /metrics beside us.
@@ -269,7 +272,7 @@ class GenerationService:
     @property
     def joins_traces(self) -> bool:
         """Whether requests belong to the traces of their callers, who decide on their sampling."""
-        return self.trusts_traceparent or self.admission.tenants.is_open
+        return self._trust_traceparent or self.admission.tenants.is_open
 
     @property
     def max_context(self) -> int:

@@ -96,8 +96,9 @@ async def _run(
         )
         queue = WaitQueue(config.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
         dispatch = Dispatch(fleet, queue, config, trace.tracer)
-        service = GenerationService(admission, queue, dispatch, fleet, trace.tracer)
-        service.trusts_traceparent = config.trust_traceparent
+        service = GenerationService(
+            admission, queue, dispatch, fleet, trace.tracer, config.trust_traceparent
+        )
         recorder = Recorder("router", name)
         slos = slo.parse_all(config.slos)
         metrics = RouterMetrics(recorder, admission.model, slos)

@@ -130,17 +130,7 @@ class Admission:
             text = f"cache_salt has {size} characters and at most {most} are taken"
             raise InvalidRequest(text, "cache_salt")
         seeded = request.sampling.HasField("seed")
-        seed = request.sampling.seed + number if seeded else secrets.randbits(64)
-        if (params := choices.params) is None:
-            params = SamplingParams.from_proto(request.sampling, seed & MAX_SEED)
-            if request.bad_words:
-                params = replace(params, bad_words=self._bad_words(request.bad_words))
-            params.validate(self.tokenizer.vocab_size)
-            choices.params = params
-        else:
-            told = request.sampling.HasField("prompt_logprobs")
-            top = request.sampling.prompt_logprobs if told else None
-            params = replace(params, seed=seed & MAX_SEED, prompt_logprobs=top)
+        params = self._params(request, choices, number)
         check_stop_strings(request.stop)
         if request.stop and not self.tokenizer.has_text:
             raise InvalidRequest("this model has no text: stop at token ids instead", "stop")
@@ -326,6 +316,22 @@ class Admission:
         reasoning: Reasoning | None = None,
     ) -> None:
         await asyncio.wrap_future(self.grammars.check(output, resumed, reasoning))
+
+    def _params(
+        self, request: inference_pb2.GenerateRequest, choices: Choices, number: int
+    ) -> SamplingParams:
+        """Settings of a choice, which have in common with the first one's what takes memory."""
+        own = request.sampling
+        seed = own.seed + number if own.HasField("seed") else secrets.randbits(64)
+        if choices.params is not None:
+            top = own.prompt_logprobs if own.HasField("prompt_logprobs") else None
+            return replace(choices.params, seed=seed & MAX_SEED, prompt_logprobs=top)
+        params = SamplingParams.from_proto(own, seed & MAX_SEED)
+        if request.bad_words:
+            params = replace(params, bad_words=self._bad_words(request.bad_words))
+        params.validate(self.tokenizer.vocab_size)
+        choices.params = params
+        return params
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         if len(words) > MAX_BAD_WORDS or any(len(word) > MAX_STOP_CHARS for word in words):
