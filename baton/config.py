@@ -549,6 +549,12 @@ class RouterLimits:
     tenants_file: Path | None = option(
         None, "--tenants FILE", "TOML: tenants, keys, shares, limits (default: one, unlimited)"
     )
+    trust_traceparent: bool = option(
+        False,
+        "--trust-traceparent",
+        "with --tenants: requests join the traces that their callers name, who decide then what is "
+        "exported (without --tenants they always do)",
+    )
     silence_s: float = option(
         1.5, "--silence SECONDS", "without a heartbeat until a worker counts as lost", least=0.3
     )
@@ -608,6 +614,18 @@ def origins(text: str) -> tuple[str, ...]:
     return found
 
 
+def host_names(text: str) -> tuple[str, ...]:
+    """Names of this server, as Host headers have them, or "*" alone. Raises ConfigError."""
+    found = tuple(text.lower().split(","))
+    for name in found:
+        if not re.fullmatch(r"\*|[a-z0-9._-]+", name):
+            raise ConfigError(
+                f"{name!r} is no host name: write chat.example,gpu1, without a scheme and a port, "
+                "or *"
+            )
+    return found
+
+
 @dataclass(frozen=True)
 class ApiConfig:
     """What a router's API offers beside its model: the same for every router of a cluster."""
@@ -622,6 +640,26 @@ class ApiConfig:
         "of web pages that may call the HTTP API (CORS), separated by commas, as "
         "https://chat.example; * is all (default: none)",
         origins,
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "--allowed-hosts NAMES",
+        "of this server that requests may name in their Host header, separated by commas, beside "
+        "addresses and localhost; * is all (default: all, but on a loopback address none)",
+        host_names,
+    )
+    max_http_requests: int = option(
+        2048,
+        "--max-http-requests N",
+        "over HTTP at a time, waiting or running, in each process; one more is a 503",
+        least=1,
+    )
+    max_http_connections: int = option(
+        4096,
+        "--max-http-connections N",
+        "to each process, and at most half of the files that it may open (ulimit -n); one more is "
+        "a 503",
+        least=1,
     )
     batch_dir: Path | None = option(
         None,
@@ -666,7 +704,11 @@ class RouterConfig(RouterLimits, ApiConfig, ServedModel, TlsConfig, ServiceConfi
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for flag, value in (("--batch-dir", self.batch_dir), ("--cors-origins", self.cors_origins)):
+        for flag, value in (
+            ("--batch-dir", self.batch_dir),
+            ("--cors-origins", self.cors_origins),
+            ("--allowed-hosts", self.allowed_hosts),
+        ):
             if value and not self.http_port:
                 raise ConfigError(f"{flag} is for the HTTP API: give --http-port PORT too")
 

@@ -6,6 +6,7 @@ gRPC (`service`) and HTTP are thin over this.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections import Counter
@@ -41,6 +42,16 @@ _REASONS = {
 }
 
 
+# What a caller may call its request by, in its headers or metadata: for logs and traces.
+CALLERS_ID = "x-request-id"
+CALLERS_ID_PATTERN = r"^[A-Za-z0-9._:/+=@-]{1,128}$"
+
+
+def is_callers_id(text: str) -> bool:
+    """Whether that can be an id; others are taken for none."""
+    return re.fullmatch(CALLERS_ID_PATTERN, text) is not None
+
+
 @dataclass(frozen=True)
 class Caller:
     """What a request's transport knows of it: headers (lower-case names) and its deadline."""
@@ -48,6 +59,14 @@ class Caller:
     metadata: tuple[tuple[str, str | bytes], ...] = ()
     time_left_s: float | None = None  # None: no deadline of its own
     tenant: str = ""  # of a caller within this process, which has no key
+
+    @property
+    def request_id(self) -> str:
+        """What the caller calls its request, or nothing."""
+        given = (value for name, value in self.metadata if name == CALLERS_ID)
+        return next(
+            (value for value in given if isinstance(value, str) and is_callers_id(value)), ""
+        )
 
 
 class Sink(Protocol):
@@ -219,6 +238,7 @@ class GenerationService:
         fleet: Fleet,
         tracer: Tracer,
         trace_content_chars: int = 0,
+        trust_traceparent: bool = False,
     ) -> None:
         self.admission = admission
         self.wait_queue = wait_queue
@@ -226,6 +246,7 @@ class GenerationService:
         self.fleet = fleet
         self._tracer = tracer
         self._trace_content_chars = trace_content_chars
+        self._trust_traceparent = trust_traceparent  # of tenants' callers
         self._idle = asyncio.Event()
         self._idle.set()
         self._deliveries: set[_Delivery] = set()  # of requests that run
@@ -250,6 +271,11 @@ class GenerationService:
     def why_not_ready(self) -> str:
         """Why new requests are not taken; empty when they are."""
         return "the router is draining" if self.draining else self.fleet.snapshot().why_not_ready
+
+    @property
+    def joins_traces(self) -> bool:
+        """Whether requests belong to the traces of their callers, who decide on their sampling."""
+        return self._trust_traceparent or self.admission.tenants.is_open
 
     @property
     def max_context(self) -> int:
@@ -301,8 +327,8 @@ class GenerationService:
         choices: Choices,
         number: int,
     ) -> None:
-        parent, operation = telemetry.extract(caller.metadata), operation_of(request)
-        model = self.admission.model
+        parent = telemetry.extract(caller.metadata if self.joins_traces else ())
+        operation, model = operation_of(request), self.admission.model
         known = first_attributes(operation, model)
         with (
             self.stats.request() as record,
@@ -314,6 +340,9 @@ class GenerationService:
             record.held = telemetry.is_held(span)
             record.in_batch = bool(caller.tenant)
             record.operation = operation
+            if callers_id := caller.request_id:
+                record.callers_id = callers_id
+                span.set_attribute("baton.callers_request_id", callers_id)
             trace = telemetry.context_of(span)
             with telemetry.span(self._tracer, "router.admit", trace):
                 state, lease = await self._admit(request, caller, record, choices, number)

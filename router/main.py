@@ -107,7 +107,13 @@ async def _run(
         queue = WaitQueue(config.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
         dispatch = Dispatch(fleet, queue, config, trace.tracer)
         service = GenerationService(
-            admission, queue, dispatch, fleet, trace.tracer, config.trace_content
+            admission,
+            queue,
+            dispatch,
+            fleet,
+            trace.tracer,
+            config.trace_content,
+            config.trust_traceparent,
         )
         recorder = Recorder("router", name)
         slos = slo.parse_all(config.slos)
