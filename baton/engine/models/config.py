@@ -41,11 +41,12 @@ TOKENS = Check(
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 FULL, SLIDING = "full_attention", "sliding_attention"
 # What transformers knows inside `rope_parameters`, of whichever kind; it reads no other key.
-_ROPE_KEYS = frozenset(
-    "rope_type type rope_theta partial_rotary_factor factor finetuned attention_factor mscale "
-    "mscale_all_dim original_max_position_embeddings beta_fast beta_slow truncate short_factor "
-    "long_factor low_freq_factor high_freq_factor".split()
-)
+_ROPE_KEYS = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "finetuned"),
+    *("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor"),
+    *("low_freq_factor", "high_freq_factor"),
+}
 
 
 Activation = Literal["silu", "gelu_tanh", "swigluoai"]

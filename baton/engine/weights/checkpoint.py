@@ -29,7 +29,9 @@ LORA_FILE = "adapter_model.safetensors"
 MAX_TEXT = 256  # of names and reasons that come from files, as errors show them
 # safetensors' names.
 FLOATS = ("F32", "F16", "BF16", "F64")
-ELEMENT_BYTES = dict(F64=8, F32=4, F16=2, BF16=2, I64=8, I32=4, I8=1, U8=1, F8_E4M3=1)
+ELEMENT_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1,
+}  # fmt: skip
 
 # The fingerprint reads this much of a file's data at this many places.
 SAMPLE_BYTES = 4096
