@@ -26,6 +26,7 @@ Event = (
 )
 _CONNECT_TIMEOUT_S = 2.0
 _QUARANTINED = "QUARANTINED"
+_MOST_TOGETHER_BYTES = 16 << 10  # in a message; more begin another one
 _ALIVE_S = 5.0  # between two messages that say that this router is there
 
 
@@ -134,6 +135,8 @@ class Member:
         Raises Unavailable where it is not connected, and Stale where it was replaced.
         """
         if self._connection is not None:
+            if self._connection.outgoing.ByteSize() > _MOST_TOGETHER_BYTES:
+                self._connection.flush()
             return self._connection.outgoing
         if self._closed:
             raise Unavailable(f"worker {self._name} has left")
@@ -145,7 +148,7 @@ class Member:
     def cancel(self, handoff_id: str) -> None:
         """Frees a sequence's or prompt's blocks; without a connection the worker has done so."""
         if self._connection is not None:
-            self._connection.outgoing.cancel.append(handoff_id)
+            self.outgoing.cancel.append(handoff_id)
 
     def keep_traces(self, trace_ids: Iterable[str]) -> None:
         """Has the worker export the spans of these traces, if it is connected."""
