@@ -28,7 +28,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 CPU_KV_CACHE_BYTES = 512 << 20  # on a CPU, without --kv-cache or --kv-blocks
 MAX_TTFT_TARGET_S = 60  # who writes more means milliseconds
 HTTP_PORT = 7780
-_EACH_ROLE = "a cluster serves with a worker of each role"
+_ONE_DECODE = "only decode workers generate tokens"
 # Where processes that write into each other's memory meet; containers share it with `ipc: host`.
 SHARED_FOLDER = Path("/dev/shm")  # noqa: S108 (names in it cannot be guessed, nor taken by others)
 DEMO_MODEL = Path(__file__).parent / "demo_model"
@@ -726,8 +726,10 @@ class ClusterConfig(WorkerServiceConfig):
     limits: RouterLimits = part(RouterLimits)
     api: ApiConfig = part(ApiConfig)
     etcd_access: RegistryConfig = part(RegistryConfig, without=("etcd", "lease_ttl_s"))
-    prefill: int = option(1, "--prefill N", "prefill workers", least=1, hint=_EACH_ROLE)
-    decode: int = option(1, "--decode N", "decode workers", least=1, hint=_EACH_ROLE)
+    prefill: int = option(
+        1, "--prefill N", "prefill workers; with 0 decode workers compute prompts", least=0
+    )
+    decode: int = option(1, "--decode N", "decode workers", least=1, hint=_ONE_DECODE)
     prefill_tp: int = option(
         0, "--prefill-tp RANKS", "of prefill workers alone (default: --tp)", most=MAX_TP
     )

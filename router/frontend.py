@@ -432,9 +432,6 @@ class GenerationService:
             choices,
             number,
         )
-        # No request enters while none could be served; those admitted wait for workers.
-        if not number and (why_not := self.fleet.snapshot().why_not_ready):
-            raise Unavailable(why_not, RETRY_AFTER_S)
         lease = self.admission.enter(admitted, tenant, request.priority, choices, number)
         state = RequestState(admitted, record.arrived, record.arrived_ns)
         self.stats.admitted(record, state)

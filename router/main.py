@@ -87,7 +87,13 @@ async def _run(
         membership = await stack.enter_async_context(registry.watch())
         _run_within(stack, tenants.follow(), "tenants")
         liveness = LivenessConfig(config.silence_s, config.stall_s)
-        fleet = Fleet(membership, config.incarnation, tokenizer.fingerprint, liveness)
+        fleet = Fleet(
+            membership,
+            config.incarnation,
+            tokenizer.fingerprint,
+            liveness,
+            decode_alone=config.local_prefill_max_tokens > 0,
+        )
         following = _run_within(stack, fleet.follow(), "fleet")
         following.add_done_callback(lambda _: stop.set())  # a router is nothing without it
         admission = Admission(

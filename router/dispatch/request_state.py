@@ -180,6 +180,7 @@ class RequestState:
             pending=request.pending,
             num_tokens=len(request.prompt) + len(self.delivered),
             first_token_by=self.started + request.ttft_target_s if has_target else math.inf,
+            decodes=self.decodes,
             earmark=earmark,
         )
 
