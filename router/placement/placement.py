@@ -140,9 +140,10 @@ def soonest_room(
     if request.decodes:
         found = ((d, costs.decode_at(j)) for j, d in enumerate(numbers[split:]))
         decode = [(room_ms(d, on.blocks, on.most_busy), j) for j, (d, on) in enumerate(found)]
-    for (d_ms, j), (p_ms, i) in product(sorted(decode), sorted(prefill)):
+    finite = (sorted(one for one in waits if one[0] < inf) for waits in (decode, prefill))
+    for (d_ms, j), (p_ms, i) in product(*finite):
         fits = snapshot.fits(numbers[i], numbers[split + j])
-        if max(d_ms, p_ms) < inf and fits and j not in snapshot.excluded_rows.get(i, ()):
+        if fits and j not in snapshot.excluded_rows.get(i, ()):
             waits = ((p_ms, snapshot.prefill[i]), (d_ms, snapshot.decode[j]))
             return frozenset(view.incarnation for ms, view in waits if ms > 0)
     return None

@@ -20,6 +20,7 @@ from baton.v1 import common_pb2, inference_pb2
 from router.admission.admission import MAX_WORKERS, Admission, Choices
 from router.admission.chat import MAX_MESSAGES
 from router.admission.tenants import Tenants
+from tests.waiting import WAIT_S
 
 from .small_tokenizers import byte_tokenizer, ids_only_tokenizer
 
@@ -234,9 +235,9 @@ async def test_a_passed_deadline_is_reported_before_anything_else(admission, mon
         with pytest.raises(DeadlineExceeded):
             await admit(admission, model="other", time_left_s=time_left_s)
     stuck = threading.Event()
-    patch_slow_chats(monkeypatch, admission, lambda: stuck.wait(5))
+    patch_slow_chats(monkeypatch, admission, lambda: stuck.wait(2 * WAIT_S))
     try:
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(WAIT_S):
             with pytest.raises(DeadlineExceeded, match="tokenizing"):
                 await admit(admission, chat=[("user", "Hi")], time_left_s=0.02)
     finally:

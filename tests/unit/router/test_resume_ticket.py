@@ -1,4 +1,4 @@
-"""Tickets for resuming a stream: good at every router of a cluster, for one use, and not for long."""
+"""Tickets for resuming a stream: good at each router of a cluster, for one use, not for long."""
 
 from array import array
 

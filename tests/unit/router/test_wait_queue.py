@@ -17,6 +17,7 @@ from router.admission.wait_queue import (
     QueueEntry,
     WaitQueue,
 )
+from tests.waiting import WAIT_S
 
 from .snapshots import pending
 
@@ -250,7 +251,7 @@ async def test_a_large_request_is_placed_among_small_ones_that_never_end(room_of
     for _ in range(12):
         room.tasks.append(asyncio.create_task(small()))
     await asyncio.sleep(0.05)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         assert await room.place(0.3, tokens=4, name="large") == "large"
 
 
@@ -287,7 +288,7 @@ async def test_tries_run_one_at_a_time_or_up_to_a_bound_while_workers_answer_slo
     for finish in range(2 * MOST_TRYING):
         await room.add(room.attempt(float(finish), trying(finish)))
     room.change(1000)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         await enough.wait()
         await asyncio.sleep(0.05)
         assert asked == list(range(at_once))
@@ -314,7 +315,7 @@ async def test_a_try_that_hangs_neither_holds_up_others_nor_misses_a_change(room
     room.change()
     await settled()
     silent.set()
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(WAIT_S):
         assert await hanging == "placed"
 
 
@@ -337,7 +338,7 @@ async def test_with_random_cancels_all_others_are_placed(room_of, seed):
     for task in cancelled:
         await asyncio.sleep(dice.random() * 0.001)
         task.cancel()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         await asyncio.gather(*tasks, return_exceptions=True)
     assert all(task.cancelled() or task.exception() is None for task in tasks)
     assert all(not task.cancelled() for task in set(tasks) - set(cancelled))
