@@ -179,6 +179,11 @@ class RegistryConfig:
         return f"/baton/v1/{self.cluster}/workers/"
 
     @property
+    def ticket_keys_prefix(self) -> str:
+        """The key of what routers sign tickets with begins with this."""
+        return f"/baton/v1/{self.cluster}/ticket-keys/"
+
+    @property
     def ranks_prefix(self) -> str:
         """The key of every host with ranks of a worker that is elsewhere begins with this."""
         return f"/baton/v1/{self.cluster}/ranks/"

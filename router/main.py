@@ -27,6 +27,7 @@ from baton.structured_output import GrammarCompiler
 from baton.text import load_tokenizer
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
 from router.admission.admission import Admission
+from router.admission.resume_ticket import ResumeTickets
 from router.admission.tenants import Tenants
 from router.admission.wait_queue import WaitQueue
 from router.dispatch.dispatch import Dispatch
@@ -109,6 +110,7 @@ async def _run(
             grammars=GrammarCompiler(path, tokenizer.vocab_size, tokenizer.eos_token_ids),
             tool_parser=config.tool_parser,
             reasoning_parser=config.reasoning_parser,
+            tickets=ResumeTickets(await registry.ticket_key()),
         )
         queue = WaitQueue(config.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
         dispatch = Dispatch(fleet, queue, config, trace.tracer)

@@ -36,6 +36,7 @@ from baton.text import MAX_CHARS_AT_ONCE, Detokenizer, Tokenizer, check_stop_str
 from baton.text.stop_strings import MAX_STOP_CHARS
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.chat import ChatFormats, check_messages
+from router.admission.resume_ticket import ResumeTickets
 from router.admission.tenants import AdmissionLease, Places, Tenant, Tenants
 from router.dispatch.request_state import TokenizedRequest
 
@@ -85,6 +86,7 @@ class Admission:
     grammars: GrammarCompiler = field(default_factory=lambda: GrammarCompiler(Path(), 0, ()))
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    tickets: ResumeTickets = field(default_factory=ResumeTickets)
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_TEXT_THREADS, "text"), init=False, repr=False
     )

@@ -106,6 +106,10 @@ class TokenBucket:
         return max(0.0, spent - (now - at) * self._per_s) if spent > 0 and now > at else spent
 
 
+class LimitReached(Overloaded):
+    """A limit of the tenant's own, of which it may be told."""
+
+
 class Tenant:
     """One tenant's limits and what of them is in use. Event-loop thread only."""
 
@@ -214,11 +218,11 @@ class Tenant:
                 f"{choices} choices run at once and this tenant may run {most}: ask for fewer", "n"
             )
         if running + choices > most:
-            raise Overloaded(f"{running} requests of this tenant run already", _BUSY_RETRY_S)
+            raise LimitReached(f"{running} requests of this tenant run already", _BUSY_RETRY_S)
         if (wait_s := self._requests.wait_s(1)) > 0:
-            raise Overloaded("this tenant's requests a minute are used up", wait_s)
+            raise LimitReached("this tenant's requests a minute are used up", wait_s)
         if tokens is not None and (wait_s := self._tokens.wait_s(tokens)) > 0:
-            raise Overloaded("this tenant's tokens a minute are used up", wait_s)
+            raise LimitReached("this tenant's tokens a minute are used up", wait_s)
 
     def _charge(self, requests: int, tokens: int) -> None:
         self._requests.take(requests)
@@ -384,9 +388,13 @@ class Tenants:
         key = _key(metadata or ()) if self._admins else None  # else keys are ignored
         return key is not None and hashlib.sha256(key).digest() in self._admins
 
+    def is_operator(self, metadata: Metadata | None) -> bool:
+        """Whether the call may see how the cluster is made up; without a file all may."""
+        return self.is_open or self.is_admin(metadata)
+
     def check_admin(self, metadata: Metadata | None) -> None:
         """Raises Unauthenticated for a call without an operator's key, where there is a file."""
-        if self.is_open or self.is_admin(metadata):
+        if self.is_operator(metadata):
             return
         missing = "" if self._names_admins else ", which has none yet"
         raise Unauthenticated(
