@@ -219,16 +219,20 @@ class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         async def respond(raw: Any, context: Any) -> Any:
             try:
                 return await behaviour(take(raw, context), context)
-            except Exception as error:
-                self._failed(context, error)
+            except errors.ENDINGS:
+                raise
+            except BaseException as error:
+                self._failed(context, errors.as_exception(error))
 
         async def stream(raw: Any, context: Any) -> AsyncIterator[Any]:
             try:
                 async with contextlib.aclosing(behaviour(take(raw, context), context)) as responses:
                     async for response in responses:
                         yield response
-            except Exception as error:
-                self._failed(context, error)
+            except errors.ENDINGS:
+                raise
+            except BaseException as error:
+                self._failed(context, errors.as_exception(error))
 
         # A method that answers with a stream may also write to its context.
         wrapped = stream if inspect.isasyncgenfunction(behaviour) else respond
