@@ -37,7 +37,8 @@ from router.dispatch.request_state import TokenizedRequest
 MAX_CHARS_PER_TOKEN = 16  # of a whole prompt; longer texts are refused before they are tokenized
 # Of a prompt's tokens, with the alternatives at each, whose log-probabilities are told: 8 MiB.
 MAX_PROMPT_LOGPROBS = 1 << 20
-_TEXT_THREADS = 4
+# What they do holds the interpreter lock: more of them would only delay the event loop.
+_THREADS = 2
 _PRIORITIES = common_pb2.Priority.values()
 # Tokens a second before any worker has measured: only the order of virtual finish times matters
 # then, and that follows from the prompts' sizes whatever the rate.
@@ -80,7 +81,7 @@ class Admission:
     reasoning_parser: str = "auto"
     text_processes: int = 2  # for long texts
     _threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(_TEXT_THREADS, "text"), init=False, repr=False
+        default_factory=lambda: ThreadPoolExecutor(_THREADS, "text"), init=False, repr=False
     )
 
     def __post_init__(self) -> None:
@@ -224,7 +225,7 @@ class Admission:
             raise ModelNotFound(f"model {quoted(model)} is not served here; {self.model!r} is")
 
     async def in_thread(self, work: Callable[..., T], *args: object) -> T:
-        """Runs long work on one of a few threads, which do nothing else."""
+        """Runs long work on one of two threads, which do nothing else."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     async def tokenize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import signal
 import socket
@@ -28,11 +29,13 @@ HEAD = struct.Struct("<II")  # of a job: bytes of its JSON, and of the text behi
 ANSWER = struct.Struct("<cI")  # what kind it is, and its bytes
 IDS, REFUSAL, FAILURE = b"i", b"r", b"f"
 MEMORY_BYTES = 1 << 30  # for a job, beside what the process has when it begins
+_NICE = 2  # streams go before new prompts, as on workers
 _CACHED_BYTES = 64 << 20  # of the ids of chats' parts
 
 
 def main(path: str, fingerprint: str, tool_parser: str) -> None:
     """Serves until the router closes its end."""
+    os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the router's to handle
     formats, failure = None, ""
