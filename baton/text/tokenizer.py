@@ -9,7 +9,13 @@ from typing import Any
 import tokenizers
 from tokenizers import models
 
-from baton.errors import ENDINGS, CheckpointError, InternalError, InvalidRequest
+from baton.errors import (
+    ENDINGS,
+    CheckpointError,
+    ContextOverflow,
+    InternalError,
+    InvalidRequest,
+)
 from baton.text import detokenizer
 from baton.text.chat_template import ChatTemplate, Message
 from baton.text.detokenizer import TokenPieces
@@ -239,9 +245,9 @@ class Tokenizer:
             raise InternalError(f"the tokenizer failed: {error}") from error
 
 
-def _too_many(num_tokens: int, max_tokens: int, field: str) -> InvalidRequest:
+def _too_many(num_tokens: int, max_tokens: int, field: str) -> ContextOverflow:
     text = f"{field} has more than {num_tokens} tokens and the context holds {max_tokens}"
-    return InvalidRequest(text, field)
+    return ContextOverflow(text, field, max_tokens)
 
 
 def load_tokenizer(path: Path, *, required: bool = False) -> Tokenizer:

@@ -309,7 +309,8 @@ class Tenants:
         self._configure(self._file.read() if self._file else _WITHOUT_FILE)
 
     @property
-    def _open(self) -> bool:
+    def is_open(self) -> bool:
+        """Whether keys are ignored, there being no file."""
         return self._file is None
 
     async def follow(self) -> None:
@@ -346,13 +347,13 @@ class Tenants:
 
     def _newcomer(self, config: TenantConfig) -> Tenant:
         usage = Usage()
-        if self._shared is not None and not self._open:
+        if self._shared is not None and not self.is_open:
             usage = self._shared.usage(config.name)
-        return Tenant(config, self._fair_queue, self._clock, usage, salted=not self._open)
+        return Tenant(config, self._fair_queue, self._clock, usage, salted=not self.is_open)
 
     def of(self, metadata: Metadata | None) -> Tenant:
         """The tenant whose key the call carries. Raises Unauthenticated."""
-        key = None if self._open else _key(metadata or ())
+        key = None if self.is_open else _key(metadata or ())
         if key is None:
             if self._keyless is None:
                 raise Unauthenticated("this router needs an API key: authorization: Bearer KEY")
@@ -385,7 +386,7 @@ class Tenants:
 
     def check_admin(self, metadata: Metadata | None) -> None:
         """Raises Unauthenticated for a call without an operator's key, where there is a file."""
-        if self._open or self.is_admin(metadata):
+        if self.is_open or self.is_admin(metadata):
             return
         missing = "" if self._names_admins else ", which has none yet"
         raise Unauthenticated(

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.errors import InternalError, InvalidRequest, Overloaded
+from baton.errors import ContextOverflow, InternalError, InvalidRequest, Overloaded
 from router.admission.fair_queue import FairQueue, Flow, PendingPrompt
 from router.admission.text_process import ANSWER, FAILURE, HEAD, IDS, MEMORY_BYTES
 
@@ -184,7 +184,8 @@ def _ids(kind: bytes, answer: bytes) -> array[int]:
         return ids
     if kind == FAILURE:
         raise InternalError(f"it cannot be tokenized: {answer.decode()}")
-    raise InvalidRequest(*json.loads(answer))
+    text, where, most = json.loads(answer)
+    raise InvalidRequest(text, where) if most is None else ContextOverflow(text, where, most)
 
 
 def _why_ended(status: int, text: Text) -> Exception:

@@ -84,10 +84,11 @@ def _do(formats: ChatFormats, job: dict[str, Any], text: bytes) -> tuple[bytes, 
             ids = between(before, after, most) if after else encode(before, most, special)
         return IDS, array("I", ids).tobytes()
     except InvalidRequest as error:
-        return REFUSAL, json.dumps([str(error), error.field]).encode()
+        most = getattr(error, "max_context", None)  # of a ContextOverflow
+        return REFUSAL, json.dumps([str(error), error.field, most]).encode()
     except MemoryError:
         reason = f"it takes over {MEMORY_BYTES >> 20} MiB to render and tokenize it"
-        return REFUSAL, json.dumps([reason, job["field"]]).encode()
+        return REFUSAL, json.dumps([reason, job["field"], None]).encode()
     except ENDINGS:
         raise
     except BaseException as error:

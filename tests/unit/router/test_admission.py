@@ -6,9 +6,15 @@ import time
 import pytest
 
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Overloaded
-from baton.sampling import FILL_CONTEXT, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from baton.sampling import (
+    FILL_CONTEXT,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_CACHE_SALT_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+)
 from baton.v1 import common_pb2, inference_pb2
-from router.admission.admission import Admission, Choices
+from router.admission.admission import MAX_WORKERS, Admission, Choices
 from router.admission.chat import MAX_MESSAGES
 from router.admission.tenants import Tenants
 from router.admission.text_pool import TextPool
@@ -102,6 +108,8 @@ async def test_a_request_becomes_tokens(admission, admission_of):
         (request(chat=[("", "")] * (MAX_MESSAGES + 1)), "chat"),
         (request(ids=[1] * 32), "input"),
         (request(priority=9), "priority"),
+        (request(cache_salt="x" * (MAX_CACHE_SALT_CHARS + 1)), "cache_salt"),
+        (request(workers=["x"] * (MAX_WORKERS + 1)), "workers"),
         (request(stop=[""]), "stop"),
         (request(stop=["x"] * 17), "stop"),
         (request(stop=["x" * 257]), "stop"),
@@ -110,6 +118,7 @@ async def test_a_request_becomes_tokens(admission, admission_of):
             for name, value in (
                 ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1)),
                 ("stop_token_ids", [1] * (MAX_STOP_TOKEN_IDS + 1)),
+                ("allowed_token_ids", [1] * (MAX_ALLOWED_TOKEN_IDS + 1)),
                 ("temperature", -1),
                 ("temperature", math.nan),
                 ("top_p", 0),

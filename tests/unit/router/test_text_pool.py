@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.config import DEMO_MODEL
-from baton.errors import InternalError, InvalidRequest, Overloaded
+from baton.errors import ContextOverflow, InternalError, InvalidRequest, Overloaded
 from baton.text import load_tokenizer
 from baton.v1 import inference_pb2
 from router.admission import text_pool
@@ -80,9 +80,9 @@ async def test_ids_are_those_of_this_process_and_a_process_is_used_again(pool_of
     plain = Text("text", "é x".encode() * 5000, add_special_tokens=True)
     assert [*await pool.encode(plain, flow)] == tokenizer.encode("é x" * 5000)
     assert len(pool.pids) == 1
-    with pytest.raises(InvalidRequest, match="the context holds 100") as caught:
+    with pytest.raises(ContextOverflow, match="the context holds 100") as caught:
         await pool.encode(text_of("x y" * 40_000, max_tokens=100), flow)
-    assert caught.value.field == "chat"
+    assert (caught.value.field, caught.value.max_context) == ("chat", 100)
     with pytest.raises(InvalidRequest, match="middle of a text") as caught:
         await pool.encode(Text("text", b"a", b"b"), flow)
     assert caught.value.field == "suffix"
