@@ -551,6 +551,14 @@ class RouterLimits:
         "for what a model thinks before it answers (default: by the chat template)",
         choices=REASONING_PARSERS,
     )
+    text_processes: int = option(
+        2,
+        "--text-processes N",
+        "that render and tokenize prompts of over 4 KiB beside the router, each with a tokenizer "
+        "of its own; they start when there is one",
+        least=1,
+        most=64,
+    )
     tenants_file: Path | None = option(
         None, "--tenants FILE", "TOML: tenants, keys, shares, limits (default: one, unlimited)"
     )

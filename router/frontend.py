@@ -19,6 +19,7 @@ from opentelemetry.trace import SpanKind, Tracer
 
 from baton import telemetry
 from baton.errors import (
+    ENDINGS,
     BatonError,
     Cancelled,
     DeadlineExceeded,
@@ -28,6 +29,7 @@ from baton.errors import (
     Stale,
     TransferFailed,
     Unavailable,
+    as_exception,
 )
 from baton.text import Tokenizer
 from baton.v1 import common_pb2, fleet_pb2, inference_pb2
@@ -222,8 +224,10 @@ class _Delivery:
                 self._on_first = None
                 on_first()
             return stopped
-        except Exception as error:
-            self._error = error
+        except ENDINGS:
+            raise
+        except BaseException as error:
+            self._error = as_exception(error)
             return True
 
     def _tell_prompt(self) -> None:
@@ -402,7 +406,8 @@ class GenerationService:
         tenant = self.tenant_of(caller)
         self.admission.check_model(request.model)
         tenant.charge_request()
-        token_ids = await self.admission.tokenize(request, self.fleet.snapshot().max_context)
+        most = self.fleet.snapshot().max_context
+        token_ids = await self.admission.tokenize(request, most, tenant=tenant)
         tenant.charge_tokens(len(token_ids))
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_context=self.max_context)
 

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from typing import Any
 
@@ -97,20 +97,25 @@ async def _run(
         )
         following = _run_within(stack, fleet.follow(), "fleet")
         following.add_done_callback(lambda _: stop.set())  # a router is nothing without it
-        admission = Admission(
-            config.served_name,
-            tokenizer,
-            config.default_timeout_s,
-            ttft_target_s=config.ttft_target_s,
-            max_prompt_tokens=config.max_prompt_tokens,
-            stream_interval=config.stream_interval,
-            prefill_rate=lambda: fleet.snapshot().prefill_rate,
-            tenants=tenants,
-            aliases=config.model_aliases,
-            grammars=GrammarCompiler(path, tokenizer.vocab_size, tokenizer.eos_token_ids),
-            tool_parser=config.tool_parser,
-            reasoning_parser=config.reasoning_parser,
-            tickets=ResumeTickets(await registry.ticket_key()),
+        admission = await stack.enter_async_context(
+            aclosing(
+                Admission(
+                    config.served_name,
+                    tokenizer,
+                    config.default_timeout_s,
+                    ttft_target_s=config.ttft_target_s,
+                    max_prompt_tokens=config.max_prompt_tokens,
+                    stream_interval=config.stream_interval,
+                    prefill_rate=lambda: fleet.snapshot().prefill_rate,
+                    tenants=tenants,
+                    aliases=config.model_aliases,
+                    grammars=GrammarCompiler(path, tokenizer.vocab_size, tokenizer.eos_token_ids),
+                    tool_parser=config.tool_parser,
+                    reasoning_parser=config.reasoning_parser,
+                    tickets=ResumeTickets(await registry.ticket_key()),
+                    text_processes=config.text_processes,
+                )
+            )
         )
         queue = WaitQueue(config.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
         dispatch = Dispatch(fleet, queue, config, trace.tracer)

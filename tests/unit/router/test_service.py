@@ -91,6 +91,7 @@ class Router:
             await self.service.idle()
         await self.channel.close()
         await self._server.stop(0)
+        await self.admission.aclose()
 
     def generate(self, **fields):
         """A call under way."""
