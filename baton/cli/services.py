@@ -92,6 +92,7 @@ def add_commands(commands: options.Commands) -> None:
             options.add_config_option(parser)
         if name in ("router", "prefill-worker", "decode-worker"):  # for the process that starts it
             parser.add_argument("--die-with-parent", type=int, help=argparse.SUPPRESS)
+            parser.add_argument("--listeners", default="", help=argparse.SUPPRESS)
         if name == "router":  # for one of several processes, from what starts them
             parser.add_argument("--process-of", default="", help=argparse.SUPPRESS)
             parser.add_argument("--process", type=int, default=0, help=argparse.SUPPRESS)
@@ -167,7 +168,7 @@ def _run_demo(args: argparse.Namespace) -> int:
 
 
 def _run_router(args: argparse.Namespace) -> int:
-    _follow_parent(args.die_with_parent)
+    _follow_parent(args)
     config = router_config(args)
     _log_to_stderr(config.log_level, config.log_format)
     shared = None
@@ -189,12 +190,12 @@ def _run_router(args: argparse.Namespace) -> int:
     if config.http_port:
         from baton import gateway
 
-        frontends.append(gateway.frontend(config, shared=shared is not None))
+        frontends.append(gateway.frontend(config))
     return main.run(config, frontends, shared)
 
 
 def _run_worker(args: argparse.Namespace) -> int:
-    _follow_parent(args.die_with_parent)
+    _follow_parent(args)
     config = worker_config(args)
     _log_to_stderr(config.log_level, config.log_format)
     from baton.local.model_check import check_model
@@ -219,13 +220,18 @@ def _run_worker(args: argparse.Namespace) -> int:
     return node.run(config, DecodeWorker)
 
 
-def _follow_parent(parent: int | None) -> None:
-    if parent:
+def _follow_parent(args: argparse.Namespace) -> None:
+    """Ends with the parent that started this process, if any, and listens at its sockets."""
+    if args.die_with_parent:
         from baton.local.child import die_with_parent
 
         die_with_parent()
-        if os.getppid() != parent:
+        if os.getppid() != args.die_with_parent:
             raise Unavailable("the process that started this one has ended")
+    if args.listeners:
+        from baton import http_server
+
+        http_server.inherit(map(int, args.listeners.split(",")))
 
 
 def _log_to_stderr(level: str, form: str) -> None:
