@@ -66,7 +66,9 @@ async def _run(
     path = model_path(config.model)
     # Only a model with made-up weights may have no tokenizer.
     tokenizer = load_tokenizer(path, required=not config.random_weights)
-    tenants = Tenants(config.tenants_file, admin_keys=config.admin_keys, shared=shared)
+    tenants = Tenants(
+        config.tenants_file, admin_keys=config.admin_keys, api_keys=config.api_keys, shared=shared
+    )
     listen = partial(bind, config.host, config.port, partial(authorize, tenants))
     bound = None if shared else listen()
     name = {"service.instance.id": config.incarnation}

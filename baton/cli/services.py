@@ -38,7 +38,8 @@ EXTRAS = {  # which extra of the package brings which library
 _UP_TEXT = """\
 Starts etcd, routers and workers as processes of this machine, shares its cores out to the workers,
 restarts what crashes, and stops everything in order on ctrl-C. SIGHUP restarts all routers and
-workers, one after the other, each when the one before serves again."""
+workers, one after the other: each leaves when its successor serves, and no request fails.
+`baton serve DIR` is the same as `baton up --model DIR`, and vLLM's names of options are taken."""
 _UP_EXAMPLES = """\
   baton up                                       the built-in demo model, one worker of each role
   baton up --prefill 2 --decode 2 --trace        with the trace of every request
@@ -85,9 +86,12 @@ def add_commands(commands: options.Commands) -> None:
         ("decode-worker", "run a worker that generates tokens", _DECODE_TEXT, _WORKER_EXAMPLES,
          {"run": _run_worker, "role": "decode", "extra": "worker"}),
     ):  # fmt: skip
-        parser = options.add_command(commands, name, summary, text, examples.format(name=name))
+        aliases = ["serve"] if name == "up" else []
+        example = examples.format(name=name)
+        parser = options.add_command(commands, name, summary, text, example, aliases)
         parser.set_defaults(**defaults)
         if name in options.CONFIGS:
+            parser.set_defaults(takes_model=True)
             options.add_declared(parser, options.CONFIGS[name])
             options.add_config_option(parser)
         if name in ("router", "prefill-worker", "decode-worker"):  # for the process that starts it
