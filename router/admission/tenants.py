@@ -391,10 +391,11 @@ class Tenants:
         if self._open or self.is_admin(metadata):
             return
         missing = "" if self._names_admins else ", which has none yet"
-        key = f"a key of [admin] in the tenants file{missing}" if self._file else "the API key"
+        what = "this is for operators: send the API key"
+        if self._file:
+            what = f"this is for operators: send a key of [admin] in the tenants file{missing}"
         raise Unauthenticated(
-            f"this is for operators: send {key} "
-            "(BATON_API_KEY or --api-key-file; authorization: Bearer KEY)"
+            f"{what} (BATON_API_KEY or --api-key-file; authorization: Bearer KEY)"
         )
 
 
