@@ -223,7 +223,8 @@ async def test_markdown_is_shown_and_nothing_in_it_is_html(page, gateway):
     shown = re.sub(r' (class|tabindex|type|title|target|rel)="[^"]*"', "", shown)
     assert shown == (
         "<h1>One <em>two</em> <code>three</code></h1>"
-        '<ol start="1"><li><p>a</p><div><pre>def f():\n    pass</pre><button>Copy</button></div></li>'
+        '<ol start="1"><li><p>a</p>'
+        "<div><pre>def f():\n    pass</pre><button>Copy</button></div></li>"
         '<li><p><strong>b</strong> <a href="https://a.example/b">link</a> [no](javascript:alert(1))'
         " &lt;img src=x onerror=alert(1)&gt;</p><ul><li><p>c</p></li></ul></li></ol>"
         "<table><tr><th>x</th><th>y</th></tr>"
