@@ -39,6 +39,8 @@ LOG_LEVEL_TEXT = "of log lines on stderr"
 DRAIN_TEXT = "for running requests to end after SIGTERM"
 ROUTER_PROCESSES_TEXT = "processes of each router, at the same ports: one for each core it may use"
 MAX_ROUTER_PROCESSES = 64
+# After so many tokens an attempt has shown that its request is not what fails.
+PROVING_TOKENS = 16
 MAX_STREAM_INTERVAL = 64  # so many may have to be computed again when a worker dies
 MAX_TP = 64
 NAME_TEXT = (
@@ -391,6 +393,12 @@ class TlsConfig:
         "--tls-ca FILE",
         "the authority of the other processes' certificates (default: --tls-client-ca)",
     )
+    health_port: int | None = option(
+        None,
+        "--health-port PORT",
+        "for probes, never with TLS: GET /health is 200 while the process is alive, /ready while "
+        "it takes work; nothing else is there (default: none)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -506,10 +514,17 @@ class RouterLimits:
 
     GROUP: ClassVar[str] = "limits"
     max_queue: int = option(
-        1024, "--max-queue REQUESTS", "waiting; one more is refused at once", least=1
+        1024,
+        "--max-queue REQUESTS",
+        "waiting; when full, one more is refused at once, or displaces the last one of the tenant "
+        "that has most",
+        least=1,
     )
     max_attempts: int = option(
-        4, "--max-attempts N", "in a row without a token before a request fails", least=1
+        4,
+        "--max-attempts N",
+        f"before a request fails; each {PROVING_TOKENS} tokens delivered allow one more",
+        least=1,
     )
     default_timeout_s: float = option(
         600.0, "--default-timeout SECONDS", "for requests without a deadline", least=0.001
@@ -555,6 +570,12 @@ class RouterLimits:
         api_key_digest,
         many=True,
     )
+    trust_traceparent: bool = option(
+        False,
+        "--trust-traceparent",
+        "with --tenants: requests join the traces that their callers name, who decide then what is "
+        "exported (without --tenants they always do)",
+    )
     silence_s: float = option(
         1.5, "--silence SECONDS", "without a heartbeat until a worker counts as lost", least=0.3
     )
@@ -573,6 +594,12 @@ class RouterLimits:
     )
     trace_slow_s: float = option(
         2.0, "--trace-slow SECONDS", "to a first token: slower requests' traces are always kept"
+    )
+    trace_content: int = option(
+        0,
+        "--trace-content CHARACTERS",
+        "of each prompt, and of each answer, that are written into the request's span",
+        most=1 << 16,
     )
     # Measured on two CPU cores: up to 64 tokens decode is sooner and the streams beside it do not
     # notice; from 80 on they do. Half of that, because models whose prompts take longer, next to
@@ -608,6 +635,18 @@ def origins(text: str) -> tuple[str, ...]:
     return found
 
 
+def host_names(text: str) -> tuple[str, ...]:
+    """Names of this server, as Host headers have them, or "*" alone. Raises ConfigError."""
+    found = tuple(text.lower().split(","))
+    for name in found:
+        if not re.fullmatch(r"\*|[a-z0-9._-]+", name):
+            raise ConfigError(
+                f"{name!r} is no host name: write chat.example,gpu1, without a scheme and a port, "
+                "or *"
+            )
+    return found
+
+
 @dataclass(frozen=True)
 class ApiConfig:
     """What a router's API offers beside its model: the same for every router of a cluster."""
@@ -622,6 +661,26 @@ class ApiConfig:
         "of web pages that may call the HTTP API (CORS), separated by commas, as "
         "https://chat.example; * is all (default: none)",
         origins,
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "--allowed-hosts NAMES",
+        "of this server that requests may name in their Host header, separated by commas, beside "
+        "addresses and localhost; * is all (default: all, but on a loopback address none)",
+        host_names,
+    )
+    max_http_requests: int = option(
+        2048,
+        "--max-http-requests N",
+        "over HTTP at a time, waiting or running, in each process; one more is a 503",
+        least=1,
+    )
+    max_http_connections: int = option(
+        4096,
+        "--max-http-connections N",
+        "to each process, and at most half of the files that it may open (ulimit -n); one more is "
+        "a 503",
+        least=1,
     )
     batch_dir: Path | None = option(
         None,
@@ -666,7 +725,11 @@ class RouterConfig(RouterLimits, ApiConfig, ServedModel, TlsConfig, ServiceConfi
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for flag, value in (("--batch-dir", self.batch_dir), ("--cors-origins", self.cors_origins)):
+        for flag, value in (
+            ("--batch-dir", self.batch_dir),
+            ("--cors-origins", self.cors_origins),
+            ("--allowed-hosts", self.allowed_hosts),
+        ):
             if value and not self.http_port:
                 raise ConfigError(f"{flag} is for the HTTP API: give --http-port PORT too")
 

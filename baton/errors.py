@@ -7,7 +7,9 @@ that an error keeps its meaning across processes. This module imports neither gR
 from __future__ import annotations
 
 import argparse
+import copy
 import reprlib
+from typing import Self
 
 MAX_QUOTED_CHARS = 200
 _repr = reprlib.Repr()
@@ -34,6 +36,20 @@ class InvalidRequest(BatonError):
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
         self.field = field
+
+    def renamed(self, field: str) -> Self:
+        """The same error, of a field that is called otherwise where it is told."""
+        named = copy.copy(self)
+        named.field = field
+        return named
+
+
+class ContextOverflow(InvalidRequest):
+    """Prompt and output do not fit in the context, which holds `max_context` tokens."""
+
+    def __init__(self, message: str, field: str = "", max_context: int = 0) -> None:
+        super().__init__(message, field)
+        self.max_context = max_context
 
 
 class ModelNotFound(BatonError):

@@ -6,6 +6,7 @@ gRPC (`service`) and HTTP are thin over this.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections import Counter
@@ -27,6 +28,7 @@ from router.dispatch.dispatch import Dispatch
 from router.dispatch.request_state import ParsedOutput, RequestState, TextStream
 from router.fleet.fleet import Fleet
 from router.placement.placement import RETRY_AFTER_S
+from router.telemetry.request_span import RequestSpan, first_attributes, operation_of
 from router.telemetry.stats import RequestRecord, RouterStats
 
 # Output of one request may wait for a caller that reads slowly: so much of it, and so long.
@@ -40,6 +42,16 @@ _REASONS = {
 }
 
 
+# What a caller may call its request by, in its headers or metadata: for logs and traces.
+CALLERS_ID = "x-request-id"
+CALLERS_ID_PATTERN = r"^[A-Za-z0-9._:/+=@-]{1,128}$"
+
+
+def is_callers_id(text: str) -> bool:
+    """Whether that can be an id; others are taken for none."""
+    return re.fullmatch(CALLERS_ID_PATTERN, text) is not None
+
+
 @dataclass(frozen=True)
 class Caller:
     """What a request's transport knows of it: headers (lower-case names) and its deadline."""
@@ -47,6 +59,14 @@ class Caller:
     metadata: tuple[tuple[str, str | bytes], ...] = ()
     time_left_s: float | None = None  # None: no deadline of its own
     tenant: str = ""  # of a caller within this process, which has no key
+
+    @property
+    def request_id(self) -> str:
+        """What the caller calls its request, or nothing."""
+        given = (value for name, value in self.metadata if name == CALLERS_ID)
+        return next(
+            (value for value in given if isinstance(value, str) and is_callers_id(value)), ""
+        )
 
 
 class Sink(Protocol):
@@ -217,12 +237,16 @@ class GenerationService:
         dispatch: Dispatch,
         fleet: Fleet,
         tracer: Tracer,
+        trace_content_chars: int = 0,
+        trust_traceparent: bool = False,
     ) -> None:
         self.admission = admission
         self.wait_queue = wait_queue
         self._dispatch = dispatch
         self.fleet = fleet
         self._tracer = tracer
+        self._trace_content_chars = trace_content_chars
+        self._trust_traceparent = trust_traceparent  # of tenants' callers
         self._idle = asyncio.Event()
         self._idle.set()
         self._deliveries: set[_Delivery] = set()  # of requests that run
@@ -247,6 +271,11 @@ class GenerationService:
     def why_not_ready(self) -> str:
         """Why new requests are not taken; empty when they are."""
         return "the router is draining" if self.draining else self.fleet.snapshot().why_not_ready
+
+    @property
+    def joins_traces(self) -> bool:
+        """Whether requests belong to the traces of their callers, who decide on their sampling."""
+        return self._trust_traceparent or self.admission.tenants.is_open
 
     @property
     def max_context(self) -> int:
@@ -298,26 +327,33 @@ class GenerationService:
         choices: Choices,
         number: int,
     ) -> None:
-        parent = telemetry.extract(caller.metadata)
+        parent = telemetry.extract(caller.metadata if self.joins_traces else ())
+        operation, model = operation_of(request), self.admission.model
+        known = first_attributes(operation, model)
         with (
             self.stats.request() as record,
-            telemetry.span(self._tracer, "router.generate", parent, kind=SpanKind.SERVER) as span,
+            telemetry.span(
+                self._tracer, f"{operation} {model}", parent, known, SpanKind.SERVER
+            ) as span,
         ):
             record.span, record.trace_id = span, telemetry.trace_id_of(span)
             record.held = telemetry.is_held(span)
             record.in_batch = bool(caller.tenant)
-            record.operation = "chat" if request.HasField("chat") else "text_completion"
+            record.operation = operation
+            if callers_id := caller.request_id:
+                record.callers_id = callers_id
+                span.set_attribute("baton.callers_request_id", callers_id)
             trace = telemetry.context_of(span)
             with telemetry.span(self._tracer, "router.admit", trace):
                 state, lease = await self._admit(request, caller, record, choices, number)
-            span.set_attribute("gen_ai.request.model", self.admission.model)
             span.set_attribute("baton.request_id", record.request_id)
             span.set_attribute("baton.tenant", record.tenant)
-            span.set_attribute("gen_ai.usage.input_tokens", len(state.request.prompt))
+            told = RequestSpan(span, self.admission.tokenizer, self._trace_content_chars)
+            told.admitted(request, state.request)
             with lease:
                 with telemetry.span(self._tracer, "router.check", trace):
                     self._check(state)
-                await self._deliver(state, lease, record, sink)
+                await self._deliver(state, lease, record, sink, told)
 
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, caller: Caller
@@ -415,7 +451,12 @@ class GenerationService:
             self.stats.on_placed(time.perf_counter() - began)
 
     async def _deliver(
-        self, state: RequestState, lease: AdmissionLease, record: RequestRecord, sink: Sink
+        self,
+        state: RequestState,
+        lease: AdmissionLease,
+        record: RequestRecord,
+        sink: Sink,
+        told: RequestSpan,
     ) -> None:
         span = record.span
         assert span is not None
@@ -438,7 +479,6 @@ class GenerationService:
                 )
                 sink.start(started)
                 await self._dispatch.run(state, trace, delivery.put)
-                span.set_attribute("gen_ai.usage.output_tokens", len(state.delivered))
                 with telemetry.span(self._tracer, "router.finish", trace):
                     finish = inference_pb2.Finish(
                         reason=delivery.reason,
@@ -454,3 +494,4 @@ class GenerationService:
             raise delivery.timed_out from None
         finally:
             self._deliveries.discard(delivery)
+            told.ended(self.admission.model, state, delivery.reason)

@@ -21,6 +21,7 @@ from baton.errors import InvalidRequest
 from baton.metrics.recorder import Recorder
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistry, Membership
+from baton.rpc import max_request_bytes
 from baton.server import EventLoop, Health, bind, measure_lag, settle
 from baton.structured_output import GrammarCompiler
 from baton.text import load_tokenizer
@@ -41,6 +42,7 @@ from router.telemetry.tail_sampling import SamplingPolicy
 log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 2.0
+RECONNECT_S = 300.0  # a client's connection is renewed, so that it finds routers that are new
 _JOIN_S = 10.0  # at most, until all workers that are there have been connected
 _SERVICES = ("baton.v1.InferenceService", "baton.v1.FleetService")
 
@@ -69,7 +71,15 @@ async def _run(
     tenants = Tenants(
         config.tenants_file, admin_keys=config.admin_keys, api_keys=config.api_keys, shared=shared
     )
-    listen = partial(bind, config.host, config.port, partial(authorize, tenants))
+    service: GenerationService
+    listen = partial(
+        bind,
+        config.host,
+        config.port,
+        partial(authorize, tenants),
+        max_request_bytes=lambda: max_request_bytes(service.max_context),
+        reconnect_s=RECONNECT_S,
+    )
     bound = None if shared else listen()
     name = {"service.instance.id": config.incarnation}
     trace = telemetry.setup("baton-router", config.otlp, name, config.trace_sample)
@@ -99,7 +109,15 @@ async def _run(
         )
         queue = WaitQueue(config.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
         dispatch = Dispatch(fleet, queue, config, trace.tracer)
-        service = GenerationService(admission, queue, dispatch, fleet, trace.tracer)
+        service = GenerationService(
+            admission,
+            queue,
+            dispatch,
+            fleet,
+            trace.tracer,
+            config.trace_content,
+            config.trust_traceparent,
+        )
         recorder = Recorder("router", name)
         slos = slo.parse_all(config.slos)
         metrics = RouterMetrics(recorder, admission.model, slos)
@@ -111,17 +129,14 @@ async def _run(
         service.metrics_page = recorder.render if config.router_processes == 1 else _no_page
         await _workers_connected(membership, fleet, shared)
         server, address = bound or listen(shared=True)
-        health = Health()
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceServicer(service), server
-        )
         operators = FleetServicer(service, _what_stays(config, address, admission.model), shared)
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(operators, server)
-        health.add_to(server, _SERVICES)
+        health = _add_services(server, service, operators)
         stack.push_async_callback(server.stop, STOP_GRACE_S)
         readiness = _run_within(stack, _follow_readiness(fleet, health), "readiness")
         await server.start()
         settle()
+        probed = health.probed(config.host, config.health_port, shared is not None)
+        await stack.enter_async_context(probed)
         if config.metrics_port is not None:
             page = serving(recorder.render, config.host, config.metrics_port)
             await stack.enter_async_context(page)
@@ -192,6 +207,16 @@ async def _workers_connected(
                 if ready <= known and not (snapshot.why_not_ready and _has_siblings(shared)):
                     return
                 await changed.wait()
+
+
+def _add_services(
+    server: grpc.aio.Server, service: GenerationService, operators: FleetServicer
+) -> Health:
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(service), server)
+    fleet_pb2_grpc.add_FleetServiceServicer_to_server(operators, server)
+    health = Health()
+    health.add_to(server, _SERVICES)
+    return health
 
 
 def _what_stays(config: RouterConfig, address: str, model: str) -> fleet_pb2.RouterStatus:

@@ -12,6 +12,7 @@ class MemoryRegistry:
 
     def __init__(self):
         self.entries = {}
+        self.missing = set()
         self._up = True
         self._registrations = []
         self._watches = []
@@ -29,8 +30,17 @@ class MemoryRegistry:
         self.entries[record.incarnation] = copy.deepcopy(record)
         self._settle()
 
+    def lose(self, incarnation):
+        """Ends the lease of a record, which its worker may yet write again with `find`."""
+        self.missing.add(incarnation)
+        self._settle()
+
+    def find(self, incarnation):
+        self.missing.discard(incarnation)
+        self._settle()
+
     def drop(self, incarnation):
-        """Ends a record's lease."""
+        """Removes a record."""
         del self.entries[incarnation]
         self._settle()
 
@@ -73,7 +83,8 @@ class MemoryRegistry:
             if self._up:
                 self.entries[registration.record.incarnation] = registration.record
         for one in self._watches:
-            one.publish(self.entries if self._up else one.records, connected=self._up)
+            records = self.entries if self._up else one.records
+            one.publish(records, connected=self._up, missing=self.missing & records.keys())
 
 
 class MemoryRegistration:

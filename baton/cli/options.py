@@ -197,9 +197,19 @@ def settings(cls: type[C], command: str, args: argparse.Namespace, **given: Any)
     mine = options.declared(CONFIGS[command])
     line = {key: vars(args)[key] for key in mine if key in vars(args)}
     line = {key: tuple(value) if mine[key].many else value for key, value in line.items()}
-    known = {"config"}.union(*map(options.declared, CONFIGS.values()))
-    source: str = args.config or os.environ.get(f"{options.PREFIX}CONFIG", "")
-    return options.build(cls, options.read(mine, known, os.environ, source) | line, **given)
+    return options.build(cls, _read(mine, args.config) | line, **given)
+
+
+def service_values() -> options.Values:
+    """What environment and file say to a service beside which this command runs, by key."""
+    return _read(options.declared(RouterConfig) | options.declared(WorkerConfig), "")
+
+
+def _read(mine: Mapping[str, Option], config: str) -> options.Values:
+    known = {"config", *(flag.removeprefix("--") for flag in _TLS_OPTIONS)}
+    known = known.union(*map(options.declared, CONFIGS.values()))
+    source = config or os.environ.get(f"{options.PREFIX}CONFIG", "")
+    return options.read(mine, known, os.environ, source)
 
 
 def positive(text: str, error: str = "{!r} is no number above 0") -> float:
@@ -232,7 +242,7 @@ def count(text: str) -> int:
     return int(text)
 
 
-_TARGET_TEXT = "the router's address; more, separated by commas, are tried in turn"
+_TARGET_TEXT = "the router's address; of several, separated by commas, any one and then the others"
 
 
 def add_target_option(group: Options, text: str = _TARGET_TEXT) -> None:
@@ -256,7 +266,10 @@ def add_tls_options(group: Options) -> None:
     """How to call with TLS; also from the environment, as the services' options are."""
     for flag, (metavar, text) in _TLS_OPTIONS.items():
         variable = options.PREFIX + flag.strip("-").upper().replace("-", "_")
-        group.add_argument(flag, default=os.environ.get(variable, ""), metavar=metavar, help=text)
+        default = os.environ.get(variable, "")
+        if flag == "--tls-ca":
+            default = default or os.environ.get(f"{options.PREFIX}TLS_CLIENT_CA", "")
+        group.add_argument(flag, default=default, metavar=metavar, help=text)
 
 
 def add_key_option(group: Options) -> None:

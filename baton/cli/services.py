@@ -7,8 +7,10 @@ import asyncio
 import importlib.util
 import logging
 import os
-from collections.abc import Sequence
+import resource
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from baton import log_format
 from baton.cli import options
@@ -17,6 +19,8 @@ from baton.errors import ConfigError, Unavailable
 
 log = logging.getLogger(__name__)
 
+MIN_FILES = 256  # to be opened by a service; etcd alone wants 150
+_MOST_FILES = 1 << 20
 EXTRAS = {  # which extra of the package brings which library
     "router": (
         "grpc_health",
@@ -89,7 +93,7 @@ def add_commands(commands: options.Commands) -> None:
         aliases = ["serve"] if name == "up" else []
         example = examples.format(name=name)
         parser = options.add_command(commands, name, summary, text, example, aliases)
-        parser.set_defaults(**defaults)
+        parser.set_defaults(**{**defaults, "run": partial(_run_service, defaults["run"])})
         if name in options.CONFIGS:
             parser.set_defaults(takes_model=True)
             options.add_declared(parser, options.CONFIGS[name])
@@ -147,11 +151,33 @@ def fix_for(error: ModuleNotFoundError, needed: str | None) -> str:
     return ""
 
 
+def raise_file_limit() -> None:
+    """Lets this process and its children open as many files as the system lets them.
+
+    Each connection is one, and shells and containers often begin with 1,024. Raises ConfigError
+    where they are too few to start with.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if wanted > soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < MIN_FILES:
+        raise ConfigError(
+            f"this process may open {wanted} files and needs {MIN_FILES} at least: raise the limit "
+            "(ulimit -n; LimitNOFILE of systemd; ulimits: nofile of compose)"
+        )
+
+
 def require(*extras: str) -> None:
     """Raises ModuleNotFoundError when a library is missing, before other processes trip over it."""
     for module in (module for extra in extras for module in EXTRAS[extra]):
         if importlib.util.find_spec(module) is None:
             raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+
+def _run_service(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    raise_file_limit()
+    return run(args)
 
 
 def _run_up(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 from baton.errors import ConfigError, Unavailable
 from baton.local.ports import Listener
@@ -191,7 +191,7 @@ class ChildProcess:
                 self.on_line(text)
 
 
-async def cancelled(task: asyncio.Task[None] | None) -> None:
+async def cancelled(task: asyncio.Task[Any] | None) -> None:
     """Cancels a task and returns when it has ended."""
     if task is not None:
         task.cancel()

@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import models
 
-from baton.errors import CheckpointError, InvalidRequest
+from baton.errors import CheckpointError, ContextOverflow, InvalidRequest
 from baton.text import detokenizer
 from baton.text.chat_template import ChatTemplate, Message
 from baton.text.detokenizer import TokenPieces
@@ -171,9 +171,10 @@ class Tokenizer:
             for start in range(0, len(text), _PIECE_CHARS):
                 count += len(encode([text[start : start + _PIECE_CHARS]])[0]) - _CUT_TOKENS
                 if count > max_tokens:
-                    raise InvalidRequest(
+                    raise ContextOverflow(
                         f"{field} has more than {count} tokens and the context holds {max_tokens}",
                         field,
+                        max_tokens,
                     )
         (encoding,) = encode([text], add_special_tokens=add_special_tokens)
         token_ids: list[int] = encoding.ids

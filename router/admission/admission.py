@@ -15,10 +15,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from baton.config import MAX_STREAM_INTERVAL
-from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, quoted
+from baton.errors import (
+    ContextOverflow,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    quoted,
+)
 from baton.sampling import (
     FILL_CONTEXT,
     MAX_BAD_WORDS,
+    MAX_CACHE_SALT_CHARS,
     MAX_SEED,
     Reasoning,
     SamplingParams,
@@ -35,6 +42,7 @@ from router.dispatch.request_state import TokenizedRequest
 MAX_CHARS_PER_TOKEN = 16  # of a whole prompt; longer texts are refused before they are tokenized
 # Of a prompt's tokens, with the alternatives at each, whose log-probabilities are told: 8 MiB.
 MAX_PROMPT_LOGPROBS = 1 << 20
+MAX_WORKERS = 64  # that one request may name
 _TEXT_THREADS = 4
 _PRIORITIES = common_pb2.Priority.values()
 # Tokens a second before any worker has measured: only the order of virtual finish times matters
@@ -53,6 +61,7 @@ class Choices:
     first: bool = True  # of these prompts: the one that is charged as a request
     cut_output: bool = False  # max_tokens is a default: cut to what the context leaves
     prompt: Sequence[int] | None = None  # once its first choice was admitted
+    params: SamplingParams | None = None  # checked; not the seed and the prompt's log-probabilities
     places: Places = field(default_factory=Places)  # of all the prompts' choices
 
     def charged(self, number: int) -> int:
@@ -116,14 +125,9 @@ class Admission:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         deadline = time.monotonic() + timeout_s
         self.check_model(request.model)
-        if request.priority not in _PRIORITIES:
-            raise InvalidRequest(f"there is no priority {request.priority}", "priority")
+        _check_fields(request)
         seeded = request.sampling.HasField("seed")
-        seed = request.sampling.seed + number if seeded else secrets.randbits(64)
-        params = SamplingParams.from_proto(request.sampling, seed & MAX_SEED)
-        if request.bad_words:
-            params = replace(params, bad_words=self._bad_words(request.bad_words))
-        params.validate(self.tokenizer.vocab_size)
+        params = self._params(request, choices, number)
         check_stop_strings(request.stop)
         if request.stop and not self.tokenizer.has_text:
             raise InvalidRequest("this model has no text: stop at token ids instead", "stop")
@@ -310,6 +314,22 @@ class Admission:
     ) -> None:
         await asyncio.wrap_future(self.grammars.check(output, resumed, reasoning))
 
+    def _params(
+        self, request: inference_pb2.GenerateRequest, choices: Choices, number: int
+    ) -> SamplingParams:
+        """Settings of a choice, which have in common with the first one's what takes memory."""
+        own = request.sampling
+        seed = own.seed + number if own.HasField("seed") else secrets.randbits(64)
+        if choices.params is not None:
+            top = own.prompt_logprobs if own.HasField("prompt_logprobs") else None
+            return replace(choices.params, seed=seed & MAX_SEED, prompt_logprobs=top)
+        params = SamplingParams.from_proto(own, seed & MAX_SEED)
+        if request.bad_words:
+            params = replace(params, bad_words=self._bad_words(request.bad_words))
+        params.validate(self.tokenizer.vocab_size)
+        choices.params = params
+        return params
+
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         if len(words) > MAX_BAD_WORDS or any(len(word) > MAX_STOP_CHARS for word in words):
             raise InvalidRequest(
@@ -339,9 +359,21 @@ class Admission:
             )
         most = _smallest(self.max_prompt_tokens, tenant.config.max_prompt_tokens)
         if most and len(prompt) > most:
-            raise InvalidRequest(
-                f"the prompt has {len(prompt)} tokens and at most {most} are taken here", "input"
+            raise ContextOverflow(
+                f"the prompt has {len(prompt)} tokens and at most {most} are taken here",
+                "input",
+                most,
             )
+
+
+def _check_fields(request: inference_pb2.GenerateRequest) -> None:
+    if request.priority not in _PRIORITIES:
+        raise InvalidRequest(f"there is no priority {request.priority}", "priority")
+    if (size := len(request.cache_salt)) > (most := MAX_CACHE_SALT_CHARS):
+        text = f"cache_salt has {size} characters and at most {most} are taken"
+        raise InvalidRequest(text, "cache_salt")
+    if (size := len(request.workers)) > MAX_WORKERS:
+        raise InvalidRequest(f"it names {size} workers and at most {MAX_WORKERS} may be", "workers")
 
 
 def _num_chars(message: inference_pb2.ChatMessage) -> int:
@@ -368,19 +400,21 @@ def _check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
 def check_length(num_tokens: int, limit: int) -> None:
     """Raises InvalidRequest where the context has no room for output."""
     if limit and num_tokens >= limit:
-        raise InvalidRequest(
+        raise ContextOverflow(
             f"the prompt has {num_tokens} tokens and the context holds {limit}, "
             "of which one must be left for output",
             "input",
+            limit,
         )
 
 
 def _check_chars(num_chars: int, limit: int) -> None:
     if limit and num_chars > limit * MAX_CHARS_PER_TOKEN:
-        raise InvalidRequest(
+        raise ContextOverflow(
             f"the prompt has {num_chars} characters and the context holds {limit} tokens, "
             f"{MAX_CHARS_PER_TOKEN} characters each at most",
             "input",
+            limit,
         )
 
 
@@ -395,9 +429,10 @@ def fitting(
     if not limit or params.max_tokens <= left:
         return params
     if not cut and params.max_tokens != FILL_CONTEXT:
-        raise InvalidRequest(
+        raise ContextOverflow(
             f"max_tokens is {params.max_tokens}, but the context of {limit} tokens leaves "
             f"{left} behind a prompt of {prompt_tokens}",
             "sampling.max_tokens",
+            limit,
         )
     return replace(params, max_tokens=min(left, most))

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.errors import ConfigError, InvalidRequest, quoted
+from baton.json_schema import JSON_OPTIONS, prepare_schema
 from baton.sampling import MAX_STRUCTURED_OUTPUT_CHARS, Reasoning, SamplingParams, StructuredOutput
-from baton.structured_output import JSON_OPTIONS, check_schema
 from baton.text import Tokenizer
 from baton.text.chat_template import Message
 from baton.text.detokenizer import TokenPieces
@@ -148,11 +148,11 @@ class ChatFormats:
         for at, tool in enumerate(chat.tools):
             if chat.tool_name in ("", tool.name):
                 schema = json.loads(tool.parameters) if tool.parameters else None
-                check_schema(schema or {}, "the schema", f"chat.tools[{at}].parameters")
+                prepare_schema(schema or {}, "the schema", f"chat.tools[{at}].parameters")
                 parameters[tool.name] = schema
         schema = _object(answer.json_schema, _RESTRICTION) if answer else None
         if schema is not None:
-            check_schema(schema, field=_RESTRICTION)
+            prepare_schema(schema, field=_RESTRICTION)
         grammar = tools.grammar(
             parameters,
             self.markers or {},

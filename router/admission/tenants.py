@@ -311,7 +311,7 @@ class Tenants:
         self._unlimited = Tenant(TenantConfig(""), self._fair_queue, clock, Usage())
         self._known: dict[str, Tenant] = {}  # by name, also those that the file has no more
         digests = _digests(api_keys, "--api-key")
-        self._open = not (path or digests)
+        self.is_open = not (path or digests)  # keys are ignored then
         only = TenantConfig(DEFAULT, keyless=not digests, key_digests=digests)
         self._configure(self._file.read() if self._file else _Content([only], digests))
 
@@ -349,13 +349,13 @@ class Tenants:
 
     def _newcomer(self, config: TenantConfig) -> Tenant:
         usage = Usage()
-        if self._shared is not None and not self._open:
+        if self._shared is not None and not self.is_open:
             usage = self._shared.usage(config.name)
-        return Tenant(config, self._fair_queue, self._clock, usage, salted=not self._open)
+        return Tenant(config, self._fair_queue, self._clock, usage, salted=not self.is_open)
 
     def of(self, metadata: Metadata | None) -> Tenant:
         """The tenant whose key the call carries. Raises Unauthenticated."""
-        key = None if self._open else _key(metadata or ())
+        key = None if self.is_open else _key(metadata or ())
         if key is None:
             if self._keyless is None:
                 raise Unauthenticated("this router needs an API key: authorization: Bearer KEY")
@@ -388,7 +388,7 @@ class Tenants:
 
     def check_admin(self, metadata: Metadata | None) -> None:
         """Raises Unauthenticated for a call without an operator's key, where keys are needed."""
-        if self._open or self.is_admin(metadata):
+        if self.is_open or self.is_admin(metadata):
             return
         missing = "" if self._names_admins else ", which has none yet"
         what = "this is for operators: send the API key"

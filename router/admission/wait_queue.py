@@ -1,8 +1,9 @@
 """The wait queue for room on workers: bounded, by virtual finish time, tried one by one.
 
 The first entry tries again at each change of the fleet. Those behind may pass it where it finds no
-room (a large request must not keep small ones from room it cannot use), but only for so long: after
-that none passes, so that room gathers until it fits. So neither long nor short requests starve.
+room (a large request must not keep small ones from room it cannot use), but only for so long on all
+workers: after that one worker, or a pair, is kept for it, so that room gathers there until it fits,
+and others pass it elsewhere only. So neither long nor short requests starve.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from typing import TypeVar
 from baton.errors import Overloaded
 from router.admission.fair_queue import PendingPrompt
 
-PASSING_S = 1.0  # how long the first may be passed, from when it first found no room
-MOST_REFUSED = 4  # tries without success at one change: bounds the load on a full fleet
+# How long the first may be passed on all workers, from when it first found no room.
+PASSING_S = 1.0
+# Tries without success at one change, which bounds the load on a full fleet: after that only those
+# try that need no more than half of the least that found no room.
+MOST_REFUSED = 4
 # A try that lasts longer has found room as far as the router knows and waits for the worker's
 # answer, which takes a step of its engine: the others must not be held up meanwhile.
 SLOW_TRY_S = 0.002
@@ -30,6 +34,7 @@ _MEMORY_S, _MEMORY_PLACED, _LEAST_S = 5.0, 12, 0.5
 
 T = TypeVar("T")
 Clock = Callable[[], float]
+Earmark = Callable[[frozenset[str]], frozenset[str] | None]
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,10 @@ class QueueEntry:
     pending: PendingPrompt  # the earliest virtual finish goes first
     num_tokens: int
     first_token_by: float = math.inf  # time.monotonic(): its TTFT target
+    # The names of workers to keep for it, where others took their room for long; called with those
+    # that are kept already. None: they can pass it, it never has room. Empty: they cannot, it soon
+    # has.
+    earmark: Earmark = lambda kept: kept
 
 
 @dataclass(eq=False)
@@ -53,6 +62,7 @@ class _Waiter:
     slow: bool = False  # the waking task has gone on without the outcome of this try
     left: bool = False
     refused_first: float = math.inf  # when it first found no room while first in the queue
+    passable: bool | None = None  # while it finds no room: see `QueueEntry.earmark`
 
 
 class DrainRate:
@@ -131,11 +141,18 @@ class WaitQueue:
         self._waiting: list[_Waiter] = []
         self._stirred = asyncio.Event()  # an entry came or went
         self._waking: asyncio.Task[None] | None = None  # runs while anything waits
+        self._owner: _Waiter | None = None  # for whom workers are kept, and
+        self._kept = frozenset[str]()  # their names
         self._rate = DrainRate(clock, in_flight)
 
     @property
     def depth(self) -> int:
         return len(self._waiting)
+
+    def kept_from(self, pending: PendingPrompt) -> frozenset[str]:
+        """Names of workers that are kept for another request."""
+        owner = self._owner
+        return self._kept if owner and owner.entry.pending is not pending else frozenset()
 
     def tokens_before(self, pending: PendingPrompt) -> int:
         """Tokens of entries that go before that prompt."""
@@ -239,6 +256,8 @@ class WaitQueue:
 
     def _leave(self, waiter: _Waiter) -> None:
         self._waiting.remove(waiter)
+        if self._owner is waiter:
+            self._owner, self._kept = None, frozenset()
         waiter.left = True
         waiter.tried.set()
         self._stirred.set()
@@ -254,21 +273,50 @@ class WaitQueue:
                 await _either(changed, self._stirred)
 
     async def _round(self, changed: asyncio.Event) -> None:
-        """Lets entries try in order, each once for one change, until enough have found no room."""
-        refused = trying = 0
+        """Lets entries try in order, each once for one change, until enough have found no room.
+
+        The first of those that waited for too long gets workers of its own.
+        """
+        refused, trying, least, overdue = list[_Waiter](), 0, math.inf, False
         for waiter in tuple(self._in_order()):
             if waiter.left:
                 continue
+            if len(refused) >= MOST_REFUSED:
+                if waiter.entry.num_tokens > least / 2:
+                    continue
+                if not self._may_pass(refused[0]):
+                    return
             if waiter.tried_at is not changed and not waiter.trying:
                 waiter.tried_at = changed
                 await _let_try(waiter)
             if waiter.left:
                 continue
-            refused += not waiter.trying
-            trying += waiter.trying
-            blocks = self._clock() - waiter.refused_first > PASSING_S
-            if blocks or refused >= MOST_REFUSED or trying >= MOST_TRYING:
-                return
+            if waiter.trying:
+                trying += 1
+                if trying >= MOST_TRYING:
+                    return
+                continue
+            refused.append(waiter)
+            least = min(least, waiter.entry.num_tokens)
+            if not overdue and self._clock() - waiter.refused_first > PASSING_S:
+                overdue = True
+                if not self._keep_workers(waiter):
+                    return
+
+    def _keep_workers(self, waiter: _Waiter) -> bool:
+        """Keeps workers for one that was passed for long; whether others may still pass it."""
+        kept = self._kept if self._owner is waiter else frozenset[str]()
+        names = waiter.entry.earmark(kept)
+        self._owner, self._kept = waiter, names or frozenset()
+        waiter.passable = names != frozenset()
+        return waiter.passable
+
+    @staticmethod
+    def _may_pass(first: _Waiter) -> bool:
+        """Whether others may pass the first one, however many wait behind it without room."""
+        if first.passable is None:
+            first.passable = first.entry.earmark(frozenset()) != frozenset()
+        return first.passable
 
 
 async def _let_try(waiter: _Waiter) -> None:

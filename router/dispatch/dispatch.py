@@ -74,7 +74,6 @@ class Dispatch:
         `deliver` adds to `state.delivered` what it has given to the caller. Raises what ended the
         last attempt.
         """
-        failures = 0  # in a row without a token
         while True:
             state.attempts += 1
             before = len(state.delivered)
@@ -82,21 +81,23 @@ class Dispatch:
                 await self._attempt(state, parent, deliver)
                 return
             except BatonError as error:
-                failures = 1 if len(state.delivered) > before else failures + 1
-                if failures >= self._limits.max_attempts or not _is_retryable(error, state):
+                is_cause = state.failed(error, len(state.delivered) - before)
+                no_more = state.failures > self._limits.max_attempts - 1
+                if is_cause or no_more or not _is_retryable(error, state):
                     raise
                 trace_id, request_id = telemetry.trace_id_in(parent), state.request.request_id
                 log.warning(
-                    "request %s: attempt %d failed, placing it elsewhere: %s",
+                    "request %s: attempt %d failed, placing it elsewhere%s: %s",
                     request_id,
                     state.attempts,
+                    ", alone in its steps" if state.alone else "",
                     error,
                     extra=about(trace_id=trace_id, request_id=request_id),
                 )
                 self.stats.failed_over(state, trace_id, error)
             with telemetry.span(self._tracer, "router.backoff", parent):
                 shortest_s, longest_s = _BACKOFF_S
-                pause_s = min(longest_s, shortest_s * 4 ** (failures - 1))
+                pause_s = min(longest_s, shortest_s * 4 ** (state.failures - 1))
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
 
     def placement_request(self, state: RequestState) -> PlacementRequest:
@@ -158,9 +159,12 @@ class Dispatch:
         request, missing = self.placement_request(state), ""
         loop = asyncio.get_running_loop()
 
+        def earmark(kept: frozenset[str]) -> frozenset[str] | None:
+            return placement.soonest_room(self._fleet.snapshot(), request, kept)
+
         def pick(full: Set[str]) -> Pair:
             nonlocal missing
-            began = time.perf_counter()
+            began, full = time.perf_counter(), full | self._wait_queue.kept_from(request.pending)
             try:
                 snapshot = self._fleet.snapshot()
                 if state.request.workers:
@@ -180,7 +184,7 @@ class Dispatch:
             try:
                 async with asyncio.timeout(None) as limit:
                     return await self._wait_queue.place(
-                        state.queue_entry(),
+                        state.queue_entry(earmark),
                         lambda: self._place_once(state, attempt, pick, trace),
                         accepted=state.request.accepted or state.placed_at is not None,
                     )

@@ -8,6 +8,7 @@ worker without one.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ _NEW_TOKENS, _MOST_NEW_TOKENS = 64, 256
 # rises with the square of the share in use: half a pool costs little.
 _FULL_POOL_MS = 100.0
 
+_REFUSED = "refused just now, or is kept for another request"
 _FEW = 12  # workers: so many take as long one by one as in columns
 
 
@@ -153,12 +155,14 @@ class Costs(ABC):
     @abstractmethod
     def full(self, refused: Set[str]) -> tuple[Any, Any]:
         """By prefill and by decode worker: whether it takes nothing now. Those in `refused` have
-        just said so."""
+        just said so, or are kept for another request."""
 
-    def on_prefill(self, row: int) -> Estimate:
+    def on_prefill(self, row: int, refused: Set[str] = frozenset()) -> Estimate:
         worker, found = self.snapshot.prefill[row], self.prefill_at(row)
         queued, no_room = int(found.ahead), ""
-        if queued >= found.window:
+        if worker.incarnation in refused:
+            no_room = _REFUSED
+        elif queued >= found.window:
             no_room = (
                 f"has {queued} tokens to compute first and is given no more than "
                 f"{found.window:.0f} ahead"
@@ -171,7 +175,7 @@ class Costs(ABC):
         worker, found, no_room = self.snapshot.decode[row], self.decode_at(row), ""
         d = self.snapshot.numbers[len(self.snapshot.prefill) + row]
         if worker.incarnation in refused:
-            no_room = "refused just now"
+            no_room = _REFUSED
         elif d.busy >= found.most_busy:
             no_room = f"has {d.busy} sequences for a batch of {d.max_batch}"
         elif found.full:
@@ -221,9 +225,10 @@ class RowCosts(Costs):
         return self.decode[row]
 
     def full(self, refused: Set[str]) -> tuple[list[bool], list[bool]]:
+        prefill = zip(self.snapshot.prefill, self.prefill, strict=True)
         decode = zip(self.snapshot.decode, self.decode, strict=True)
         return (
-            [found.full for found in self.prefill],
+            [found.full or worker.incarnation in refused for worker, found in prefill],
             [found.full or worker.incarnation in refused for worker, found in decode],
         )
 
@@ -251,8 +256,11 @@ class ColumnCosts(Costs):
         return OnDecode(*(column[row] for column in self.decode))
 
     def full(self, refused: Set[str]) -> tuple[Flags, Flags]:
-        full = self.decode.full
-        return self.prefill.full, full | self.snapshot.flags(refused)[1] if refused else full
+        p_full, d_full = self.prefill.full, self.decode.full
+        if not refused:
+            return p_full, d_full
+        p_refused, d_refused = self.snapshot.flags(refused)
+        return p_full | p_refused, d_full | d_refused
 
     def of(self, p: Any, d: Any) -> tuple[Any, Any]:
         """What pairs cost, and whether decode prefills: see `pair_cost`."""
@@ -354,6 +362,19 @@ def _blocks(xp: Any, workers: Row, request: PlacementRequest, cached: Any) -> An
 def costs_of(snapshot: Snapshot, request: PlacementRequest) -> RowCosts | ColumnCosts:
     """Admission predicts, and placement picks, by the same, unless the fleet changes between."""
     return (RowCosts if len(snapshot.numbers) <= _FEW else ColumnCosts)(snapshot, request)
+
+
+def room_ms(worker: Row, blocks: float, most_busy: float = math.inf) -> float:
+    """How soon a worker has so many blocks and a place: 0 if it has, infinite if it never has.
+
+    Comparable between workers, and no more than that: by the share of what runs there that has to
+    end, which nobody knows when it does, and by the time of a step.
+    """
+    if not worker.ready or blocks > worker.blocks_total:
+        return math.inf
+    places = (worker.busy + 1 - most_busy) / max(1, worker.busy)
+    share = max(0.0, places, (blocks - worker.blocks_available) / max(1, worker.blocks_held))
+    return float(share * (worker.step_ms or _STEP_MS))
 
 
 def _blocks_missing(worker: Row, needed: float) -> str:

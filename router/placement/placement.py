@@ -15,21 +15,25 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.errors import Overloaded, Unavailable
-from router.fleet.snapshot import Column, Flags, Snapshot, WorkerView, kv_difference
+from router.fleet.snapshot import Column, Flags, Row, Snapshot, WorkerView, kv_difference
 from router.placement.cost_model import (
     HANDOFF_S,
     ColumnCosts,
     Costs,
     Estimate,
+    OnPrefill,
     PlacementRequest,
     RowCosts,
     costs_of,
     pair_cost,
+    room_ms,
 )
 
 RETRY_AFTER_S = 1.0
@@ -90,10 +94,10 @@ def pick(
 ) -> Pair:
     """The best pair for a request.
 
-    Workers in `failed` are taken only if there are no others, decode workers in `full`, which have
-    just refused, not at all. Of equal pairs the one is taken whose workers have been given less,
-    lately and ever. Raises Unavailable when no two workers can be used, Overloaded when none of
-    them has room now.
+    Workers in `failed` are taken only if there are no others; those in `full`, which have just
+    refused or are kept for another request, not at all. Of equal pairs the one is taken whose
+    workers have been given less, lately and ever. Raises Unavailable when no two workers can be
+    used, Overloaded when none of them has room now.
     """
     if snapshot.why_not_ready:
         raise Unavailable(snapshot.why_not_ready, RETRY_AFTER_S)
@@ -116,6 +120,37 @@ def predict(snapshot: Snapshot, request: PlacementRequest) -> tuple[float, bool]
     if best is None or not snapshot.prefill_rate:
         return 0.0, with_room is not None
     return best.ttft_s, with_room is not None
+
+
+def soonest_room(
+    snapshot: Snapshot, request: PlacementRequest, kept: frozenset[str] = frozenset()
+) -> frozenset[str] | None:
+    """The workers to keep for a request that finds no room: what is full of the pair that has room
+    first. Those that are `kept` already stay as long as they are READY.
+
+    Empty where nothing is in the way but prompts that go first; None where no pair ever has room.
+    """
+    views = (*snapshot.prefill, *snapshot.decode)
+    rows = [snapshot.rows.get(name) for name in kept]
+    if kept and all(row is not None and views[row].ready for row in rows):
+        return kept
+    costs, numbers, split = costs_of(snapshot, request), snapshot.numbers, len(snapshot.prefill)
+    prefill = [(_prefill_room_ms(p, costs.prefill_at(i)), i) for i, p in enumerate(numbers[:split])]
+    decode = [(0.0, j) for j in range(len(numbers) - split)]
+    if request.decodes:
+        found = ((d, costs.decode_at(j)) for j, d in enumerate(numbers[split:]))
+        decode = [(room_ms(d, on.blocks, on.most_busy), j) for j, (d, on) in enumerate(found)]
+    for (d_ms, j), (p_ms, i) in product(sorted(decode), sorted(prefill)):
+        fits = snapshot.fits(numbers[i], numbers[split + j])
+        if max(d_ms, p_ms) < inf and fits and j not in snapshot.excluded_rows.get(i, ()):
+            waits = ((p_ms, snapshot.prefill[i]), (d_ms, snapshot.decode[j]))
+            return frozenset(view.incarnation for ms, view in waits if ms > 0)
+    return None
+
+
+def _prefill_room_ms(worker: Row, found: OnPrefill) -> float:
+    """As `room_ms`, of blocks alone: a window is full of prompts that go first."""
+    return room_ms(worker, found.blocks) if worker.blocks_held else 0.0 if worker.ready else inf
 
 
 def rank_all(
@@ -259,7 +294,7 @@ def _pair(costs: Costs, p: int, d: int, full: Set[str] = frozenset(), candidates
     cost_us, decode_prefills = pair_cost(on_prefill, on_decode, same_host)
     handoff_ttft_s = on_prefill.us / 1e6 + HANDOFF_S[same_host]
     return Pair(
-        on_prefill=costs.on_prefill(p),
+        on_prefill=costs.on_prefill(p, full),
         on_decode=costs.on_decode(d, full),
         request=costs.request,
         unusable=_why_unusable(snapshot, prefill, decode),
@@ -293,7 +328,7 @@ def _why_no_room(costs: Costs, refused: Set[str]) -> str:
         )
     )
     found = [costs.on_decode(row, refused) for row in d[:_MOST_REASONS]]
-    found += [costs.on_prefill(row) for row in p[: _MOST_REASONS - len(found)]]
+    found += [costs.on_prefill(row, refused) for row in p[: _MOST_REASONS - len(found)]]
     more = len(d) + len(p) - len(found)
     reasons = "; ".join(estimate.no_room for estimate in found)
     return reasons + (f"; and {more} more" if more else "")

@@ -42,6 +42,7 @@ class RequestRecord:
     kept: bool = False  # that trace is exported nevertheless
     operation: str = ""  # as GenAI conventions call it
     tenant: str = ""  # empty until it is known
+    callers_id: str = ""  # what the caller calls it
     in_batch: bool = False  # nobody waits for it, and a refusal only puts it off
     state: RequestState | None = None  # None until it is admitted
     finished: bool = False  # its caller has all of it
@@ -174,8 +175,9 @@ class RouterStats:
         self._note(kind, f"{outcome.status}: {why}", record.request_id, record.trace_id)
         log.log(
             logging.WARNING if record.placed else logging.INFO,
-            "request %s of tenant %s ended with %s: %s",
+            "request %s%s of tenant %s ended with %s: %s",
             record.request_id or "(not admitted)",
+            record.callers_id and f" ({record.callers_id})",
             record.tenant or "(unknown)",
             outcome.status,
             outcome.error,

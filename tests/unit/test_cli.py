@@ -230,13 +230,18 @@ def test_flags_override_the_environment_which_overrides_the_file(tmp_path, monke
     assert settings("router", "--config", options.to_json(child)).max_queue == 9
 
 
+def test_sizes_are_in_powers_of_two_or_ten():
+    sizes = {"7": 7, "2GiB": 2 << 30, "2GB": 2 * 10**9, "512MB": 512 * 10**6, "3 KiB": 3 << 10}
+    assert {text: options.size(text) for text in sizes} == sizes
+
+
 @pytest.mark.parametrize(
     ("content", "variable", "message"),
     [
         ("max-bach = 1", "", "baton.toml: there is no option 'max-bach'; do you mean 'max-batch'?"),
         ("[router]", "", "there is no option 'router'; do you mean 'routers'?"),
         ("max-batch = 0", "", "--max-batch must be at least 1, not 0"),
-        ("kv-cache = '1XB'", "", "baton.toml: kv-cache: '1XB' is no size: write 512MiB, 2GiB or"),
+        ("kv-cache = '1XB'", "", "baton.toml: kv-cache: '1XB' is no size: write 512MiB, 2GB or"),
         ("graphs = 2", "", "baton.toml: graphs: '2' is neither true nor false"),
         ("dtype = 'int3'", "", "--dtype must be one of auto, float32, bfloat16"),
         ("max-batch =", "", "baton.toml cannot be read"),

@@ -24,6 +24,7 @@ from tests.unit.bench.outcomes import NO_SERVER
 from tests.unit.bench.scripted_openai import HELLO, ScriptedOpenAI, serving, text
 from tests.unit.client import scripted_router
 from tests.unit.client.scripted_router import ScriptedRouter
+from tests.waiting import WAIT_S
 
 LOAD = Workload(
     concurrency=2, count=8, prompt_lengths=Lengths(3, 9), output_lengths=Lengths(2, 2), seed=3
@@ -34,7 +35,7 @@ async def bench(load, url, **settings):
     """The report and what was said meanwhile."""
     said = io.StringIO()
     made = Settings(load, (url, RequestOptions()), **settings)
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(WAIT_S):
         report = await serve.run(made, Progress(Console(file=said)))
     return report, said.getvalue()
 

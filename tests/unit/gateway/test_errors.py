@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from baton import errors
+from baton import errors, rpc
 from baton.gateway import api, generation
-from baton.gateway.generation import MAX_BODY_BYTES, max_body_bytes
+from baton.gateway.generation import MAX_BODY_BYTES
 from baton.gateway.request import parse_chat, parse_completion
 from baton.http_errors import failure_of
 from router import frontend
@@ -247,8 +247,11 @@ def test_a_body_of_many_values_costs_little_to_refuse(body):
 
 
 async def test_a_large_body_is_parsed_on_a_thread(gateway, monkeypatch):
-    assert max_body_bytes(0) == max_body_bytes(1 << 24) == MAX_BODY_BYTES
-    assert (max_body_bytes(4096), max_body_bytes(1 << 18)) == (2 << 20, 4 << 20)
+    assert rpc.max_request_bytes(0) == rpc.max_request_bytes(1 << 24) == MAX_BODY_BYTES
+    assert (rpc.max_request_bytes(4096), rpc.max_request_bytes(1 << 18)) == (
+        2 << 20,
+        4 << 20,
+    )
     threads, decode = [], api.decode
 
     def watched(*args):
@@ -333,7 +336,7 @@ async def begun_with_three_choices(gateway):
             yield message
 
     prefill.scripts = [slow]
-    call = asyncio.create_task(gateway.complete({"x-request-timeout": "2"}, n=3))
+    call = asyncio.create_task(gateway.complete({"x-request-timeout": f"{TIMEOUT_S}"}, n=3))
     await seen(lambda: not prefill.scripts)
     return call, go_on
 

@@ -13,10 +13,10 @@ import pytest
 
 from tests.unit.router.scripted_workers import TIMEOUT_S
 from tests.unit.router.small_tokenizers import byte_tokenizer
+from tests.waiting import WAIT_S
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), "")
-WAIT_S = 30.0
 
 
 class Page:

@@ -20,7 +20,7 @@ from baton.local.cluster import LocalCluster
 from baton.local.process import ChildProcess
 from baton.local.router_processes import RouterProcess
 from baton.local.supervisor import restart_delay_s
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 MEMBER = [sys.executable, str(Path(__file__).with_name("member.py"))]
 MEMBERS = {"router": MEMBER, "prefill": MEMBER, "decode": MEMBER}
@@ -149,7 +149,7 @@ def test_a_held_port_is_for_those_who_share_it_and_for_nobody_else():
             bound(shared=False)
         with bound(shared=True) as first, bound(shared=True) as second:
             for _ in range(20):  # the held socket takes no connection
-                socket.create_connection((host, port), timeout=5.0).close()
+                socket.create_connection((host, port), timeout=WAIT_S).close()
             first.accept()[0].close()
             second.accept()[0].close()
     with bound(shared=True), pytest.raises(ConfigError, match="already in use"):
@@ -206,7 +206,7 @@ async def test_a_rolling_restart_takes_one_process_after_the_other(monkeypatch):
         with pytest.raises(DeadlineExceeded, match="missing: router-1"):
             started.kill("router-1")  # the other still serves
             await started.wait_ready(timeout_s=0.2)
-        await started.wait_ready(timeout_s=30)
+        await started.wait_ready(timeout_s=WAIT_S)
         assert started.processes["router-1"].starts == 3
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
@@ -230,7 +230,7 @@ async def test_without_restarts_a_process_comes_back_when_asked():
         assert await process.wait() == -signal.SIGKILL
         await started.start_again("decode-0")
         name = await started.add_worker("decode")
-        await started.wait_ready(timeout_s=30)
+        await started.wait_ready(timeout_s=WAIT_S)
         assert (name, process.starts) == ("decode-1", 4)
         with pytest.raises(DeadlineExceeded, match="missing: decode-1"):
             started.kill("decode-1", signal.SIGSTOP)
@@ -290,11 +290,11 @@ async def test_a_process_that_cannot_be_started_now_is_tried_again(monkeypatch):
         failing = 2
         started.kill("decode-0")
         await lines_with(said, f"{why}; starting it again in 0.4 s")
-        await started.wait_ready(timeout_s=30)
+        await started.wait_ready(timeout_s=WAIT_S)
         failing = 1
         with pytest.raises(Unavailable, match="decode-0 cannot be started"):
             await started.restart("decode-0")
-        await started.wait_ready(timeout_s=30)
+        await started.wait_ready(timeout_s=WAIT_S)
         failing = 1
         with pytest.raises(Unavailable, match="decode-1 cannot be started"):
             await started.add_worker("decode")
@@ -318,7 +318,7 @@ async def test_restarts_back_off_until_a_process_was_ready_for_a_while(monkeypat
         with pytest.raises(DeadlineExceeded, match="missing: decode-1"):
             await started.wait_ready(timeout_s=0.1)
         crashing.argv.remove("--fail")
-        await started.wait_ready(timeout_s=30)
+        await started.wait_ready(timeout_s=WAIT_S)
         assert crashing.pid in {record.pid for record in started.membership.records.values()}
         monkeypatch.setattr(supervisor, "_HEALTHY_S", 0.0)
         started.kill("decode-1")

@@ -8,12 +8,19 @@ import time
 import pytest
 
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Overloaded
-from baton.sampling import FILL_CONTEXT, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
+from baton.sampling import (
+    FILL_CONTEXT,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_CACHE_SALT_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+)
 from baton.text import ChatTemplate
 from baton.v1 import common_pb2, inference_pb2
-from router.admission.admission import Admission, Choices
+from router.admission.admission import MAX_WORKERS, Admission, Choices
 from router.admission.chat import MAX_MESSAGES
 from router.admission.tenants import Tenants
+from tests.waiting import WAIT_S
 
 from .small_tokenizers import byte_tokenizer, ids_only_tokenizer
 
@@ -111,6 +118,8 @@ async def test_a_request_becomes_tokens(admission, admission_of):
         (request(chat=[("", "")] * (MAX_MESSAGES + 1)), "chat"),
         (request(ids=[1] * 32), "input"),
         (request(priority=9), "priority"),
+        (request(cache_salt="x" * (MAX_CACHE_SALT_CHARS + 1)), "cache_salt"),
+        (request(workers=["x"] * (MAX_WORKERS + 1)), "workers"),
         (request(stop=[""]), "stop"),
         (request(stop=["x"] * 17), "stop"),
         (request(stop=["x" * 257]), "stop"),
@@ -119,6 +128,7 @@ async def test_a_request_becomes_tokens(admission, admission_of):
             for name, value in (
                 ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1)),
                 ("stop_token_ids", [1] * (MAX_STOP_TOKEN_IDS + 1)),
+                ("allowed_token_ids", [1] * (MAX_ALLOWED_TOKEN_IDS + 1)),
                 ("temperature", -1),
                 ("temperature", math.nan),
                 ("top_p", 0),
@@ -225,9 +235,9 @@ async def test_a_passed_deadline_is_reported_before_anything_else(admission, mon
         with pytest.raises(DeadlineExceeded):
             await admit(admission, model="other", time_left_s=time_left_s)
     stuck = threading.Event()
-    patch_slow_chats(monkeypatch, admission, lambda: stuck.wait(5))
+    patch_slow_chats(monkeypatch, admission, lambda: stuck.wait(2 * WAIT_S))
     try:
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(WAIT_S):
             with pytest.raises(DeadlineExceeded, match="tokenizing"):
                 await admit(admission, chat=[("user", "Hi")], time_left_s=0.02)
     finally:

@@ -9,6 +9,7 @@ from opentelemetry.trace import INVALID_SPAN
 
 from baton.errors import InternalError, InvalidRequest, Overloaded, TransferFailed, Unavailable
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from router.admission import wait_queue
 from router.dispatch.attempt import Attempt
 
 from .scripted_workers import (
@@ -20,6 +21,7 @@ from .scripted_workers import (
     prompt_logprobs,
     received,
     request_state,
+    seen,
     started,
 )
 from .snapshots import pending
@@ -300,6 +302,32 @@ async def test_waiting_requests_get_room_in_order_of_virtual_finish(cluster):
         assert [tokens for tokens, _ in await asyncio.gather(*waiting)] == [counting(5)] * 5
     order = [request.sequence.handoff_id for request in decode.requests]
     assert order == ["1-1", "2-1", "3-1", "4-1", "5-1"]
+
+
+async def test_small_requests_pass_a_large_one_that_waits_but_not_on_the_worker_kept_for_it(
+    cluster_of, monkeypatch
+):
+    """The router's part of what `test_wait_queue` shows: d1 has room first, and gets no other."""
+    cluster = await cluster_of(decode=2)
+    first, kept = cluster.decodes
+    first.tell(blocks_free=50, blocks_held=50)
+    kept.tell(blocks_free=60, blocks_held=40)
+    await cluster.until(lambda s: {w.load.blocks_held for w in s.decode} == {50, 40})
+    monkeypatch.setattr(wait_queue, "PASSING_S", 0.0)
+    large = request_state(request_id="large", prompt=range(4 * 75), pending=pending(1.0))
+    small = [request_state(request_id=f"s{at}", pending=pending(2.0 + at)) for at in range(4)]
+    async with asyncio.timeout(TIMEOUT_S):
+        waiting = asyncio.create_task(cluster.run(large))
+        await cluster.until_waiting(1)
+        first.tell(blocks_free=50, blocks_held=50, steps=1)  # another change, after a while
+        await seen(lambda: cluster.wait_queue.kept_from(small[0].request.pending) == {"d1"})
+        for state in small:
+            assert await cluster.run(state) == (counting(5), LENGTH)
+        assert {state.final_route().decode for state in small} == {"d0"}
+        kept.tell(blocks_free=80, blocks_held=20)
+        assert await waiting == (counting(5), LENGTH)
+    assert large.final_route().decode == "d1"
+    assert cluster.wait_queue.kept_from(small[0].request.pending) == frozenset()
 
 
 async def test_the_recovery_timeout_stops_when_workers_are_back_though_full(cluster_of):

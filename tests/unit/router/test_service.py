@@ -56,13 +56,16 @@ def request_of(max_tokens=5, prompt=PROMPT, **fields):
 class Router:
     """A router's servicers on a real server, and a client's stubs."""
 
-    def __init__(self, cluster, tokenizer, default_timeout_s=10.0, tenants=None):
+    def __init__(
+        self, cluster, tokenizer, default_timeout_s=TIMEOUT_S, tenants=None, trace_content=0
+    ):
         tenants = tenants or Tenants()
         self.admission = Admission("tiny", tokenizer, default_timeout_s, tenants=tenants)
         self.cluster, self.decode = cluster, (*cluster.decodes, None)[0]
         self.service = GenerationService(
-            self.admission, cluster.wait_queue, cluster.dispatch, cluster.fleet, cluster.tracer
-        )
+            self.admission, cluster.wait_queue, cluster.dispatch, cluster.fleet, cluster.tracer,
+            trace_content,
+        )  # fmt: skip
         self._server = rpc.server(partial(authorize, tenants))
 
     async def __aenter__(self):
@@ -250,7 +253,25 @@ def test_an_operator_has_a_key_or_where_the_port_asks_for_it_a_certificate_with_
     for method in ("/baton.v1.FleetService/GetStatus", "/grpc.reflection.v1alpha.X/Y"):
         with contextlib.nullcontext() if answered else pytest.raises(Unauthenticated):
             authorize(tenants if has_file else Tenants(), method, context)
-    authorize(tenants, "/baton.v1.InferenceService/Generate", context)
+
+
+@pytest.mark.parametrize(("key", "answered"), [("t", True), ("", False), ("o", False)])
+async def test_a_key_is_looked_at_before_the_request(router_of, tenants, key, answered):
+    """And before a span, the queue and admission."""
+    router = await router_of(tenants=tenants)
+    method = "/baton.v1.InferenceService/Generate"
+    send = router.channel.unary_stream(method, request_serializer=bytes)
+    error = await failure_of(send(b"\xff" * 1000, metadata=rpc.bearer(key), timeout=TIMEOUT_S))
+    wanted = grpc.StatusCode.INVALID_ARGUMENT if answered else grpc.StatusCode.UNAUTHENTICATED
+    assert error.code() is wanted
+
+
+async def test_two_keys_are_one_too_many(router_of):
+    """Who passes requests on may look at the first, and we at the last."""
+    router = await router_of()
+    error = await failure_of(router.stub.Generate(request_of(), metadata=rpc.bearer("t") * 2))
+    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "more than once" in error.details()
 
 
 @pytest.mark.parametrize(
@@ -379,7 +400,7 @@ async def test_a_caller_that_hangs_up_frees_everything_and_its_spans_end(router_
     ended = {span.name: span for span in traces.spans}
     assert len(ended) == len(traces.spans)
     assert ended["router.attempt"].attributes["baton.cancelled"] is True
-    assert ended["router.generate"].attributes["baton.cancelled"] is True
+    assert ended["text_completion tiny"].attributes["baton.cancelled"] is True
 
 
 # Refusals.
@@ -425,6 +446,66 @@ async def test_a_full_queue_refuses_at_once_with_retry_info(router_of, monkeypat
 # What operators see.
 
 
+def of_genai(span):
+    return {name: value for name, value in span.attributes.items() if name.startswith("gen_ai.")}
+
+
+async def test_the_span_of_a_request_has_the_names_of_the_genai_conventions(router_of):
+    """And no word of what was said, unless that is asked for."""
+    traces = Traces()
+    router = await router_of(cluster={"tracer": traces.tracer})
+    begun, _, _ = await router.complete(max_tokens=3)
+    await failure_of(router.generate(stop=[""]))
+    await router.service.idle()
+    ended = [span for span in traces.spans if span.name == "text_completion tiny"]
+    done, refused = (of_genai(span) for span in ended)
+    asked = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "baton",
+        "gen_ai.request.model": "tiny",
+    }
+    assert refused == asked
+    assert ended[1].attributes["error.type"] == "InvalidRequest"
+    assert "error.type" not in ended[0].attributes
+    assert (
+        done.items()
+        >= {
+            **asked,
+            "gen_ai.request.max_tokens": 3,
+            "gen_ai.request.temperature": 0.0,
+            "gen_ai.response.id": begun.request_id,
+            "gen_ai.response.model": "tiny",
+            "gen_ai.response.finish_reasons": ("length",),
+            "gen_ai.usage.input_tokens": begun.prompt_tokens,
+            "gen_ai.usage.output_tokens": 3,
+        }.items()
+    )
+    assert not [name for name in done if "messages" in name or "seed" in name]
+
+
+async def test_prompt_and_answer_are_recorded_where_that_is_asked_for_and_cut(router_of):
+    traces = Traces()
+    router = await router_of(cluster={"tracer": traces.tracer}, trace_content=8, max_context=1024)
+    messages = [("system", "Be brief."), ("user", "x" * 90 + "the end!")]
+    chat = inference_pb2.Chat(
+        messages=[inference_pb2.ChatMessage(role=role, content=text) for role, text in messages]
+    )
+    sampling = common_pb2.SamplingParams(max_tokens=20, ignore_eos=True)
+    for asked in ({"chat": chat}, {"text": "Once upon a time"}):
+        request = inference_pb2.GenerateRequest(sampling=sampling, **asked)
+        async for _ in router.stub.Generate(request):
+            pass
+    await router.service.idle()
+    found = {span.name: of_genai(span) for span in traces.spans if "tiny" in span.name}
+    for name, text in (("chat tiny", "the end!"), ("text_completion tiny", " a time"[-8:])):
+        (said,) = json.loads(found[name]["gen_ai.input.messages"])
+        assert said["role"] == "user" and said["parts"][0]["type"] == "text"
+        assert said["parts"][0]["content"].endswith(text) and len(said["parts"][0]["content"]) == 8
+        (answer,) = json.loads(found[name]["gen_ai.output.messages"])
+        assert (answer["role"], answer["finish_reason"]) == ("assistant", "length")
+        assert 0 < len(answer["parts"][0]["content"]) <= 8
+
+
 async def test_status_and_spans_of_a_request_that_fails_over(router_of):
     traces = Traces()
     router = await router_of(prefill=2, decode=2, cluster={"tracer": traces.tracer})
@@ -440,9 +521,9 @@ async def test_status_and_spans_of_a_request_that_fails_over(router_of):
     ended = traces.spans
     assert sorted(span.name for span in ended) == [
         "router.admit", "router.attempt", "router.attempt", "router.backoff", "router.check",
-        "router.finish", "router.first_token", "router.generate", "router.place",
-        "router.place", "router.prefill", "router.prefill", "router.stream",
-        "router.stream"]  # fmt: skip
+        "router.finish", "router.first_token", "router.place", "router.place",
+        "router.prefill", "router.prefill", "router.stream", "router.stream",
+        "text_completion tiny"]  # fmt: skip
     assert {f"{span.context.trace_id:032x}" for span in ended} == {begun.trace_id}
     first, second = sorted(
         (span for span in ended if span.name == "router.attempt"), key=lambda span: span.start_time

@@ -16,6 +16,7 @@ from router.admission.wait_queue import (
     QueueEntry,
     WaitQueue,
 )
+from tests.waiting import WAIT_S
 
 from .snapshots import pending
 
@@ -145,6 +146,74 @@ async def test_small_requests_pass_a_large_one_only_until_its_patience_ends(room
     assert await room.give(1) == ["late"]
 
 
+@pytest.mark.parametrize("large", [1, 2, 6])
+async def test_large_requests_on_full_workers_stop_no_placement_and_are_placed(clock, large):
+    """20 workers of 100 blocks, full of requests of one block; each large one needs 60 blocks.
+
+    The clock is advanced by hand, 0.1 s at a time, in which about one request in 150 ends.
+    """
+    dice, changed = random.Random(1), asyncio.Event()
+    free, ends, tasks, placed = [0] * 20, [], [], []
+    ends = [(dice.uniform(0, 15), worker, 1) for worker in range(20) for _ in range(100)]
+    queue = WaitQueue(1 << 20, lambda: changed, clock=clock)
+
+    def place(finish, blocks, name):
+        prompt = pending(finish)
+
+        def earmark(kept):
+            return kept or frozenset({max(range(20), key=free.__getitem__)})
+
+        async def attempt():
+            kept = queue.kept_from(prompt)
+            worker = max(set(range(20)) - kept, key=free.__getitem__)
+            if free[worker] < blocks:
+                raise Overloaded("no room")
+            free[worker] -= blocks
+            ends.append((clock.now - begun + dice.uniform(0, 15), worker, blocks))
+            placed.append(name)
+
+        entry = QueueEntry(prompt, blocks, earmark=earmark)
+        tasks.append(asyncio.create_task(queue.place(entry, attempt)))
+
+    begun, by_second = clock.now, []
+    for number in range(large):
+        place(0.001 * number, 60, "large")
+    for step in range(600):
+        for number in range(20):
+            place(1.0 + 20 * step + number, 1, "small")
+        clock.now += 0.1
+        over = [one for one in ends if one[0] <= clock.now - begun]
+        ends = [one for one in ends if one[0] > clock.now - begun]
+        for _, worker, blocks in over:
+            free[worker] += blocks
+        changed.set()
+        changed = asyncio.Event()
+        before = placed.count("small")
+        while True:  # until nothing more is placed
+            count = len(placed)
+            await settled()
+            if len(placed) == count:
+                break
+        if step % 10 == 0:
+            by_second.append(0)
+        by_second[-1] += placed.count("small") - before
+        if placed.count("large") == large:
+            break
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert placed.count("large") == large, f"after {clock.now - begun:.0f} s"
+    assert min(by_second[:-1]) > 60, by_second  # about 133 a second end
+
+
+async def test_a_request_that_never_has_room_stops_no_other(room):
+    await room.add(room.place(1.0, tokens=100, name="huge", earmark=lambda kept: None))
+    room.clock.now += PASSING_S + 0.1
+    await room.give(0)
+    await room.add(room.place(2.0, tokens=1, name="small"))
+    assert await room.give(1) == ["small"]
+
+
 async def test_a_large_request_is_placed_among_small_ones_that_never_end(room_of, monkeypatch):
     """Small ones with earlier finishes come without end, each holding its room a while."""
     monkeypatch.setattr(wait_queue_module, "PASSING_S", 0.05)
@@ -160,7 +229,7 @@ async def test_a_large_request_is_placed_among_small_ones_that_never_end(room_of
     for _ in range(12):
         room.tasks.append(asyncio.create_task(small()))
     await asyncio.sleep(0.05)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         assert await room.place(0.3, tokens=4, name="large") == "large"
 
 
@@ -197,7 +266,7 @@ async def test_tries_run_one_at_a_time_or_up_to_a_bound_while_workers_answer_slo
     for finish in range(2 * MOST_TRYING):
         await room.add(room.attempt(float(finish), trying(finish)))
     room.change(1000)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         await enough.wait()
         await asyncio.sleep(0.05)
         assert asked == list(range(at_once))
@@ -224,7 +293,7 @@ async def test_a_try_that_hangs_neither_holds_up_others_nor_misses_a_change(room
     room.change()
     await settled()
     silent.set()
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(WAIT_S):
         assert await hanging == "placed"
 
 
@@ -247,7 +316,7 @@ async def test_with_random_cancels_all_others_are_placed(room_of, seed):
     for task in cancelled:
         await asyncio.sleep(dice.random() * 0.001)
         task.cancel()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         await asyncio.gather(*tasks, return_exceptions=True)
     assert all(task.cancelled() or task.exception() is None for task in tasks)
     assert all(not task.cancelled() for task in set(tasks) - set(cancelled))
