@@ -11,9 +11,9 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from opentelemetry.trace import SpanKind, Tracer
 
@@ -281,8 +281,8 @@ class GenerationService:
         self.batches: Counter[str] = Counter()  # of the HTTP API that run here, by status
         self.batch_lines: Counter[str] = Counter()  # their requests that ended here, by result
         self.draining = False
-        # Calls that end the taking of connections, where a sibling takes them.
-        self.on_leave: list[Callable[[], None]] = []
+        # Leave a port to a sibling; each returns once its last connection is closed.
+        self.on_leave: list[Callable[[], Coroutine[Any, Any, None]]] = []
         # Of an HTTP Accept header: (content type, body). For servers of /metrics beside us.
         self.metrics_page: Callable[[str], tuple[str, bytes]] = lambda accept: ("text/plain", b"")
 
