@@ -6,6 +6,7 @@ nothing else reads options or the environment.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -177,6 +178,11 @@ class RegistryConfig:
     def workers_prefix(self) -> str:
         """Every worker's key begins with this."""
         return f"/baton/v1/{self.cluster}/workers/"
+
+    @property
+    def ticket_keys_prefix(self) -> str:
+        """The key of what routers sign tickets with begins with this."""
+        return f"/baton/v1/{self.cluster}/ticket-keys/"
 
     @property
     def ranks_prefix(self) -> str:
@@ -495,6 +501,18 @@ TOOL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral")
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
 
 
+def api_key_digest(key: str) -> str:
+    """A key as settings keep it, so that no process shows it: sha256: and a digest, which stays.
+
+    Raises ConfigError, without the key.
+    """
+    if re.fullmatch(r"sha256:[0-9a-fA-F]{64}", key):
+        return key
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError("an API key must be ASCII without spaces")
+    return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+
+
 @dataclass(frozen=True)
 class RouterLimits:
     """What a router accepts and how long it waits: the same for every router of a cluster."""
@@ -546,8 +564,24 @@ class RouterLimits:
         "for what a model thinks before it answers (default: by the chat template)",
         choices=REASONING_PARSERS,
     )
+    text_processes: int = option(
+        2,
+        "--text-processes N",
+        "that render and tokenize prompts of over 4 KiB beside the router, each with a tokenizer "
+        "of its own; they start when there is one",
+        least=1,
+        most=64,
+    )
     tenants_file: Path | None = option(
         None, "--tenants FILE", "TOML: tenants, keys, shares, limits (default: one, unlimited)"
+    )
+    api_keys: tuple[str, ...] = option(
+        (),
+        "--api-key KEY",
+        "that every request and operator must show, in place of --tenants; may be given as "
+        "sha256:DIGEST. Other users see command lines: BATON_OPT_API_KEY is safer",
+        api_key_digest,
+        many=True,
     )
     trust_traceparent: bool = option(
         False,

@@ -222,7 +222,8 @@ def _run_health(args: argparse.Namespace) -> int:
 
     from baton import rpc
 
-    with rpc.translated(), rpc.channel(target, kind=grpc) as channel:
+    asking = options.calling(target, args.timeout, "router or worker")
+    with asking, rpc.translated(), rpc.channel(target, kind=grpc) as channel:
         request = health_pb2.HealthCheckRequest()
         answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=args.timeout)
     status = str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

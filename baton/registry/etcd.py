@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import logging
+import secrets
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -30,6 +31,7 @@ from baton.v1.common_pb2 import RankHost, WorkerRecord, WorkerState
 
 log = logging.getLogger(__name__)
 
+TICKET_KEY_BYTES = 32
 GRACE_TTLS = 2  # lease TTLs that a missing member has to register again
 
 
@@ -95,6 +97,20 @@ class EtcdRegistry:
                 yield watch.membership
         finally:
             watch.close()
+
+    async def ticket_key(self) -> bytes:
+        """Random bytes that all routers of the cluster share. Raises as entering `watch` does.
+
+        Several may be written at once by routers that start together: the oldest one counts.
+        """
+        prefix = self._config.ticket_keys_prefix
+        found = (await self._client.connect(prefix)).kvs
+        if not found:
+            new = secrets.token_bytes(TICKET_KEY_BYTES)
+            await self._client.put(prefix + secrets.token_hex(8), new, lease=0)
+            found = (await self._client.range(prefix)).kvs
+        oldest: etcd_pb2.KeyValue = min(found, key=lambda kv: kv.create_revision)
+        return oldest.value
 
     async def close(self) -> None:
         """Closes the connections; registrations and watches must have been left before."""

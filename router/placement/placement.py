@@ -152,9 +152,10 @@ def soonest_room(
         ms, row = min(alone if request.decodes else prefill, default=(inf, 0))
         lone = (snapshot.decode if request.decodes else snapshot.prefill)[row : row + 1]
         return None if ms == inf else frozenset(view.incarnation for view in lone if ms > 0)
-    for (d_ms, j), (p_ms, i) in product(sorted(decode), sorted(prefill)):
+    finite = (sorted(one for one in waits if one[0] < inf) for waits in (decode, prefill))
+    for (d_ms, j), (p_ms, i) in product(*finite):
         fits = snapshot.fits(numbers[i], numbers[split + j])
-        if max(d_ms, p_ms) < inf and fits and j not in snapshot.excluded_rows.get(i, ()):
+        if fits and j not in snapshot.excluded_rows.get(i, ()):
             waits = ((p_ms, snapshot.prefill[i]), (d_ms, snapshot.decode[j]))
             return frozenset(view.incarnation for ms, view in waits if ms > 0)
     return None

@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from baton.local.cluster import LocalCluster, router_says, serves, workers_ready
+from baton.local.router_processes import RouterProcess
 from tests.proxy import Proxy
 from tests.waiting import WAIT_S
 
@@ -263,7 +264,8 @@ class Injector:
             while process.starts == starts:  # noqa: ASYNC110 - its supervisor sends no event
                 await asyncio.sleep(0.05)
             if name in self.routers:
-                await router_says(serves, self.routers[name])
+                assert isinstance(process, RouterProcess)
+                await router_says(serves, process)
             else:
                 await workers_ready(self.cluster.membership, lambda: {process.pid})
 

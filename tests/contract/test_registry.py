@@ -121,6 +121,14 @@ def worker(name, role=WorkerRole.WORKER_ROLE_DECODE, state=READY):
     return WorkerRecord(incarnation=name, role=role, address="127.0.0.1:7001", state=state)
 
 
+async def test_all_routers_of_a_cluster_get_the_same_ticket_key(store):
+    """Also those that start at once, before there is one."""
+    registries = [await store.registry() for _ in range(6)]
+    keys = await asyncio.gather(*(registry.ticket_key() for registry in registries[:5]))
+    assert {*keys, await registries[5].ticket_key()} == {keys[0]}
+    assert len(keys[0]) == 32
+
+
 async def test_lists_members_and_follows_changes(store):
     """Two watchers in two processes see the same; a snapshot never changes."""
     registry, other = await store.registry(), await store.registry()
