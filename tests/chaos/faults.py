@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import math
-import os
 import random
 import signal
 from collections import Counter
@@ -243,11 +242,12 @@ class Injector:
                 await self.cluster.etcd.start()
             case "etcd_stop":
                 assert self.cluster.etcd is not None
-                os.kill(self.cluster.etcd.pid, signal.SIGSTOP)
+                etcd = psutil.Process(self.cluster.etcd.pid)
+                etcd.suspend()
                 try:
                     await asyncio.sleep(duration_s)
                 finally:
-                    os.kill(self.cluster.etcd.pid, signal.SIGCONT)
+                    etcd.resume()
         if fault.kind not in HARMLESS:
             await asyncio.sleep(RECOVERED_S)
 
