@@ -11,14 +11,15 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from opentelemetry.trace import SpanKind, Tracer
 
 from baton import telemetry
 from baton.errors import (
+    ENDINGS,
     BatonError,
     Cancelled,
     DeadlineExceeded,
@@ -28,6 +29,7 @@ from baton.errors import (
     Stale,
     TransferFailed,
     Unavailable,
+    as_exception,
 )
 from baton.text import Tokenizer
 from baton.v1 import common_pb2, fleet_pb2, inference_pb2
@@ -222,8 +224,10 @@ class _Delivery:
                 self._on_first = None
                 on_first()
             return stopped
-        except Exception as error:
-            self._error = error
+        except ENDINGS:
+            raise
+        except BaseException as error:
+            self._error = as_exception(error)
             return True
 
     def _tell_prompt(self) -> None:
@@ -277,8 +281,8 @@ class GenerationService:
         self.batches: Counter[str] = Counter()  # of the HTTP API that run here, by status
         self.batch_lines: Counter[str] = Counter()  # their requests that ended here, by result
         self.draining = False
-        # Calls that end the taking of connections, where a sibling takes them.
-        self.on_leave: list[Callable[[], None]] = []
+        # Leave a port to a sibling; each returns once its last connection is closed.
+        self.on_leave: list[Callable[[], Coroutine[Any, Any, None]]] = []
         # Of an HTTP Accept header: (content type, body). For servers of /metrics beside us.
         self.metrics_page: Callable[[str], tuple[str, bytes]] = lambda accept: ("text/plain", b"")
 
@@ -402,7 +406,8 @@ class GenerationService:
         tenant = self.tenant_of(caller)
         self.admission.check_model(request.model)
         tenant.charge_request()
-        token_ids = await self.admission.tokenize(request, self.fleet.snapshot().max_context)
+        most = self.fleet.snapshot().max_context
+        token_ids = await self.admission.tokenize(request, most, tenant=tenant)
         tenant.charge_tokens(len(token_ids))
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_context=self.max_context)
 
@@ -482,9 +487,6 @@ class GenerationService:
         )
         if resumes and tickets.is_for(ticket, admitted.prompt, admitted.cache_salt):
             admitted.has_ticket = True
-        # No request enters while none could be served; those admitted wait for workers.
-        if not number and (why_not := self.fleet.snapshot().why_not_ready):
-            raise Unavailable(why_not, RETRY_AFTER_S)
         lease = self.admission.enter(admitted, tenant, request.priority, choices, number)
         state = RequestState(admitted, record.arrived, record.arrived_ns)
         self.stats.admitted(record, state)

@@ -16,6 +16,7 @@ import os
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -29,9 +30,7 @@ _PAUSE_S = 50e-6
 _ROW = 1 << 20  # bytes for a process's status, by length; pages that are not used cost nothing
 _LENGTH = 4
 MAX_TENANTS = 4096
-_DIGEST = 16  # of a tenant's name
-_UNUSED = bytes(_DIGEST)  # in a slot that never had one: no search goes on behind it
-_FREED = b"\xff" * _DIGEST  # in one that had
+_DIGEST = 16  # of a tenant's name: zeros where a slot was never used
 _BUCKETS, _DOUBLE = 4, 8
 
 
@@ -75,9 +74,11 @@ class SharedState:
     def __init__(self, path: str | Path, processes: int, process: int = 0) -> None:
         """Of that many processes this is number `process`, from 0. Raises OSError.
 
-        `path` is that of the parent's, or empty in the parent.
+        `path` is that of the parent's, or empty in the parent. Twice as many have room: each beside
+        its successor.
         """
-        self._process, self._processes = process, processes
+        self._process, self._half = process, processes
+        self._processes = processes = 2 * processes
         # A tenant's buckets; of each process, what runs there, and 1 where it knows the tenant.
         self._slot = _DIGEST + (_BUCKETS + 2 * processes) * _DOUBLE
         self._tenants = processes * _ROW  # where they begin
@@ -100,46 +101,36 @@ class SharedState:
         many."""
         digest = _digest(tenant)
         with self._table_lock:
-            start, free = self._find(digest)
-            if start is None:
-                if free is None:
-                    text = f"processes of one router share limits of {MAX_TENANTS} tenants at most"
-                    raise ConfigError(text)
-                start = free
+            if (start := self._find(digest)) is None:
+                text = f"processes of one router share limits of {MAX_TENANTS} tenants at most"
+                raise ConfigError(text)
+            if self._memory[start : start + _DIGEST] != digest:
                 self._memory[start : start + self._slot] = digest + bytes(self._slot - _DIGEST)
-            end = start + self._slot
-            values = memoryview(self._memory)[start + _DIGEST : end].cast("d")
+            values = self._values(start)
             values[_BUCKETS + self._processes + self._process] = 1.0
             counts = values[: _BUCKETS + self._processes]
             return Usage(counts, self._process, self._lock(start, self._slot))
 
     def release(self, tenant: str) -> None:
-        """This process has no use for a tenant's limits any more; nothing of it may run here."""
+        """This process does not know a tenant any more; nothing of it may run here."""
         with self._table_lock:
-            start, _ = self._find(_digest(tenant))
-            if start is not None:
-                self._leave(start, self._process)
+            if (start := self._find(_digest(tenant))) is not None:
+                self._values(start)[_BUCKETS + self._processes + self._process] = 0.0
 
-    def _find(self, digest: bytes) -> tuple[int | None, int | None]:
-        """Where a tenant's slot begins, if it has one, and else one that is free, if any is."""
-        first, free = int.from_bytes(digest[:4], "little"), None
-        for number in range(MAX_TENANTS):
-            start = self._tenants + (first + number) % MAX_TENANTS * self._slot
-            found = self._memory[start : start + _DIGEST]
-            if found == digest:
-                return start, None
-            if free is None and found in (_UNUSED, _FREED):
-                free = start
-            if found == _UNUSED:
-                break
-        return None, free
+    def _find(self, digest: bytes) -> int | None:
+        """Where the slot of a tenant begins, or one that it may have: where all were used, that of
+        a tenant that no process knows any more."""
+        first = int.from_bytes(digest[:4], "little")
+        starts = range(self._tenants, self._tenants + MAX_TENANTS * self._slot, self._slot)
+        first %= MAX_TENANTS
+        for start in chain(starts[first:], starts[:first]):
+            if self._memory[start : start + _DIGEST] in (digest, bytes(_DIGEST)):
+                return start
+        known = _BUCKETS + self._processes
+        return next((one for one in starts if not any(self._values(one)[known:])), None)
 
-    def _leave(self, start: int, process: int) -> None:
-        """Frees a slot when the last process leaves it."""
-        values = memoryview(self._memory)[start + _DIGEST : start + self._slot].cast("d")
-        values[_BUCKETS + process] = values[_BUCKETS + self._processes + process] = 0.0
-        if not any(values[_BUCKETS + self._processes :]):
-            self._memory[start : start + _DIGEST] = _FREED
+    def _values(self, start: int) -> memoryview[float]:
+        return memoryview(self._memory)[start + _DIGEST : start + self._slot].cast("d")
 
     @property
     def _table_lock(self) -> _Lock:
@@ -169,14 +160,17 @@ class SharedState:
         others = (n for n in range(self._processes) if n != self._process)
         return [status.router for n in others if (status := self.status(n))]
 
+    def successor(self, process: int) -> int:
+        """The number of what takes a process's place, while both run."""
+        return (process + self._half) % self._processes
+
     def forget(self, process: int) -> None:
         """For the parent: a process has ended, and its requests with it."""
         self._write(process, b"")
         with self._table_lock:
             for number in range(MAX_TENANTS):
-                start = self._tenants + number * self._slot
-                if self._memory[start : start + _DIGEST] not in (_UNUSED, _FREED):
-                    self._leave(start, process)
+                values = self._values(self._tenants + number * self._slot)
+                values[_BUCKETS + process] = values[_BUCKETS + self._processes + process] = 0.0
 
     def close(self) -> None:
         """For the parent, which uses no limits."""

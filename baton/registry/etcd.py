@@ -138,7 +138,7 @@ class EtcdRegistration:
     def __init__(self, client: EtcdClient, ttl_s: int, key: str, record: Message) -> None:
         self._client, self._ttl_s, self.key = client, ttl_s, key
         self._record = copy.deepcopy(record)
-        self._written = b""
+        self._written, self._revision = b"", 0
         self._lease = 0  # 0: none
         self._renew_s = self._ttl_s / 3
         self.connected = False  # whether etcd answered the last time it was asked
@@ -174,10 +174,10 @@ class EtcdRegistration:
 
     async def _say_leaving(self) -> None:
         """Watchers keep a READY worker whose key vanishes: its lease may have ended by mistake."""
-        if isinstance(self._record, WorkerRecord):
-            if self._record.state == WorkerState.WORKER_STATE_READY:
-                self._record.state = WorkerState.WORKER_STATE_DRAINING
-                await self._put()
+        record = self._record
+        if isinstance(record, WorkerRecord) and record.state == WorkerState.WORKER_STATE_READY:
+            record.state = WorkerState.WORKER_STATE_DRAINING
+            await self._put()
 
     async def keep(self) -> None:
         """Writes again and again, until it is cancelled."""
@@ -216,11 +216,13 @@ class EtcdRegistration:
 
     async def _put(self) -> None:
         self._written = json_format.MessageToJson(self._record, indent=None).encode()
-        await self._client.put(self.key, self._written, self._lease)
+        self._revision = await self._client.put(self.key, self._written, self._lease)
 
     async def _check_stored(self) -> None:
         """Has the record written again if the store does not hold it as it was written."""
-        stored = await self._client.get(self.key)
+        stored, revision = await self._client.get(self.key)
+        if revision < self._revision:
+            return  # that member of etcd is behind; where data were lost, the lease was, too
         if stored is None or (stored.value, stored.lease) != (self._written, self._lease):
             what = "was changed" if stored else "was deleted"
             log.warning("%s %s by another process; writing it again", self.key, what)

@@ -97,6 +97,8 @@ def explain(
 
 def _candidate(pair: Pair) -> fleet_pb2.Candidate:
     prefill, decode = pair.names
+    if pair.alone:
+        prefill, decode = ("", decode) if pair.decode_prefills else (prefill, "")
     return fleet_pb2.Candidate(
         prefill=prefill,
         decode=decode,

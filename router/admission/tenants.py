@@ -311,13 +311,17 @@ class Tenants:
         path: Path | None = None,
         clock: Clock = time.monotonic,
         admin_keys: Iterable[str] = (),
+        api_keys: Iterable[str] = (),
         shared: SharedState | None = None,
     ) -> None:
         """From the file, or without one. Raises ConfigError naming file, tenant and field.
 
-        `admin_keys`, as the file has them, are those of operators whom the file does not name. With
-        `shared`, limits hold over all processes of this router together.
+        `admin_keys`, as the file has them, are those of operators whom the file does not name;
+        `api_keys`, in place of a file, those of the only tenant and of operators. With `shared`,
+        limits hold over all processes of this router together.
         """
+        if path and api_keys:
+            raise ConfigError("--api-key and --tenants do not go together: add the key to the file")
         self._clock, self._shared = clock, shared
         self._fair_queue = FairQueue(clock)
         self._file = _TenantsFile(path) if path else None
@@ -325,12 +329,10 @@ class Tenants:
         self._unlimited = Tenant(TenantConfig(""), self._fair_queue, clock, Usage())
         self._known: dict[str, Tenant] = {}  # by name; of those that the file has no more, some
         self._names: Sequence[str] = ()
-        self._configure(self._file.read() if self._file else _WITHOUT_FILE)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether keys are ignored, there being no file."""
-        return self._file is None
+        digests = _digests(api_keys, "--api-key")
+        self.is_open = not (path or digests)  # keys are ignored then
+        only = TenantConfig(DEFAULT, keyless=not digests, key_digests=digests)
+        self._configure(self._file.read() if self._file else _Content([only], digests))
 
     async def follow(self) -> None:
         """Takes up the files' changes until cancelled; with a mistake in them nothing changes."""
@@ -420,13 +422,15 @@ class Tenants:
         return self.is_open or self.is_admin(metadata)
 
     def check_admin(self, metadata: Metadata | None) -> None:
-        """Raises Unauthenticated for a call without an operator's key, where there is a file."""
+        """Raises Unauthenticated for a call without an operator's key, where keys are needed."""
         if self.is_operator(metadata):
             return
         missing = "" if self._names_admins else ", which has none yet"
+        what = "this is for operators: send the API key"
+        if self._file:
+            what = f"this is for operators: send a key of [admin] in the tenants file{missing}"
         raise Unauthenticated(
-            f"this is for operators: send a key of [admin] in the tenants file{missing} "
-            "(BATON_API_KEY or --api-key-file; authorization: Bearer KEY)"
+            f"{what} (BATON_API_KEY or --api-key-file; authorization: Bearer KEY)"
         )
 
 
@@ -475,9 +479,6 @@ _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 class _Content:
     tenants: Sequence[TenantConfig]
     admin_digests: Sequence[bytes] = ()
-
-
-_WITHOUT_FILE = _Content([TenantConfig(DEFAULT, keyless=True)])
 
 
 class _TenantsFile:

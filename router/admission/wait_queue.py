@@ -41,6 +41,10 @@ Clock = Callable[[], float]
 Earmark = Callable[[frozenset[str]], frozenset[str] | None]
 
 
+class NoWorker(Overloaded):
+    """No worker that could serve the request is there: others need not wait behind it."""
+
+
 @dataclass(frozen=True)
 class QueueEntry:
     """A request that waits for room."""
@@ -48,6 +52,7 @@ class QueueEntry:
     pending: PendingPrompt  # the earliest virtual finish goes first
     num_tokens: int
     first_token_by: float = math.inf  # time.monotonic(): its TTFT target
+    decodes: bool = True  # those that do not need other workers
     # The names of workers to keep for it, where others took their room for long; called with those
     # that are kept already. None: they can pass it, it never has room. Empty: they cannot, it soon
     # has.
@@ -66,6 +71,7 @@ class _Waiter:
     trying: bool = False
     slow: bool = False  # the waking task has gone on without the outcome of this try
     left: bool = False
+    no_worker: bool = False  # at its last try: it takes no room from anyone
     refused_first: float = math.inf  # when it first found no room while first in the queue
     passable: bool | None = None  # while it finds no room: see `QueueEntry.earmark`
 
@@ -253,8 +259,8 @@ class WaitQueue:
                     raise self._full("another tenant, with fewer requests waiting, took its place")
                 try:
                     result = await attempt()
-                except Overloaded:
-                    self._refused(waiter)
+                except Overloaded as error:
+                    self._refused(waiter, isinstance(error, NoWorker))
                 else:
                     self._rate.placed(entry.num_tokens)
                     return result
@@ -276,8 +282,11 @@ class WaitQueue:
         if self._waking is None or self._waking.done():
             self._waking = asyncio.create_task(self._wake(), name="wait queue")
 
-    def _refused(self, waiter: _Waiter) -> None:
-        if min(self._waiting, key=_virtual_finish) is waiter:
+    def _refused(self, waiter: _Waiter, no_worker: bool) -> None:
+        if waiter.no_worker is not no_worker:
+            waiter.no_worker, waiter.refused_first = no_worker, math.inf
+            self._rate.waiting(self._waits_for_room)
+        if not no_worker and min(self._waiting, key=_virtual_finish) is waiter:
             waiter.refused_first = min(waiter.refused_first, self._clock())
         waiter.trying = False
         waiter.tried.set()
@@ -298,7 +307,11 @@ class WaitQueue:
         waiter.left = True
         waiter.tried.set()
         self._stirred.set()
-        self._rate.waiting(bool(self._waiting))
+        self._rate.waiting(self._waits_for_room)
+
+    @property
+    def _waits_for_room(self) -> bool:
+        return any(not waiter.no_worker for waiter in self._waiting)
 
     async def _wake(self) -> None:
         """Runs while anything waits: a round at each change, and when an entry comes or goes."""
@@ -315,8 +328,11 @@ class WaitQueue:
         The first of those that waited for too long gets workers of its own.
         """
         refused, trying, least, overdue = list[_Waiter](), 0, math.inf, False
+        no_worker: Counter[bool] = Counter()  # tries, by `QueueEntry.decodes`
         for waiter in tuple(self._in_order()):
-            if waiter.left:
+            if waiter.left or (
+                waiter.no_worker and no_worker[waiter.entry.decodes] >= MOST_REFUSED
+            ):
                 continue
             if len(refused) >= MOST_REFUSED:
                 if waiter.entry.num_tokens > least / 2:
@@ -332,6 +348,9 @@ class WaitQueue:
                 trying += 1
                 if trying >= MOST_TRYING:
                     return
+                continue
+            if waiter.no_worker:
+                no_worker[waiter.entry.decodes] += 1
                 continue
             refused.append(waiter)
             least = min(least, waiter.entry.num_tokens)

@@ -181,6 +181,7 @@ class RequestState:
             pending=request.pending,
             num_tokens=len(request.prompt) + len(self.delivered),
             first_token_by=self.started + request.ttft_target_s if has_target else math.inf,
+            decodes=self.decodes,
             earmark=earmark,
         )
 
@@ -309,8 +310,8 @@ class TextStream:
         shown = token_ids[:-1] if finish_reason == "stop" else token_ids
         reasoned = parser.take_reasoning(shown, self._detokenizer, last=finish_reason is not None)
         text, count = self._text(token_ids[reasoned:], finish_reason)
-        last = finish_reason is not None or self.stop is not None
-        text, self.parsed = parser.parse(text, last=last)
+        cut = finish_reason == "length" or self.stop is not None
+        text, self.parsed = parser.parse(text, last=cut or finish_reason is not None, cut=cut)
         return text, reasoned + count
 
     def _text(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[str, int]:
@@ -372,11 +373,11 @@ class _OutputParser:
             self._space = text[len(self._reasoning) :]
         return count
 
-    def parse(self, text: str, *, last: bool) -> tuple[str, ParsedOutput]:
-        """Content, and what else there is."""
+    def parse(self, text: str, *, last: bool, cut: bool) -> tuple[str, ParsedOutput]:
+        """Content, and what else there is; see `ToolParser.push`."""
         if self._behind_reasoning and (text := text.lstrip()):
             self._behind_reasoning = False
         calls: Sequence[ToolCallDelta] = ()
         if self._tools is not None:
-            text, calls = self._tools.push(text, last=last)
+            text, calls = self._tools.push(text, last=last, cut=cut)
         return text, ParsedOutput(self._reasoning, calls)

@@ -68,6 +68,7 @@ class Gateway:
     async def __aexit__(self, *exc):
         await self.idle()
         await self._stack.aclose()
+        await self.service.admission.aclose()
 
     async def idle(self):
         """Returns once no request runs."""

@@ -91,6 +91,7 @@ class Router:
             await self.service.idle()
         await self.channel.close()
         await self._server.stop(0)
+        await self.admission.aclose()
 
     def generate(self, **fields):
         """A call under way."""
@@ -408,7 +409,7 @@ async def test_a_caller_that_hangs_up_frees_everything_and_its_spans_end(router_
 
 
 async def test_refusals_have_a_status_and_advice_before_any_work(router_of):
-    router = await router_of(cluster={"max_queue": 1})
+    router = await router_of(cluster={"max_queue": 1, "recovery_s": 0.1})
     for fields, code, field in (
         ({"stop": [""]}, "INVALID_ARGUMENT", "stop"),
         ({"resumed_token_ids": [100] * 5}, "INVALID_ARGUMENT", "resumed_token_ids"),
@@ -417,11 +418,11 @@ async def test_refusals_have_a_status_and_advice_before_any_work(router_of):
         error = await failure_of(router.generate(**fields))
         assert error.code().name == code
         assert getattr(rpc.error_of(error), "field", None) == field
-    await router.cluster.leave(router.cluster.prefills[0])
-    await router.cluster.until(lambda s: not s.prefill)
+    await router.cluster.leave(router.decode)
+    await router.cluster.until(lambda s: not s.decode)
     error = await failure_of(router.generate())
     assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "no prefill worker" in error.details()
+    assert "no decode worker" in error.details()
     assert retry_after_s(error) == 1.0
     assert router.decode.requests == []
     router.service.draining = True

@@ -139,16 +139,20 @@ def test_a_tenant_that_no_process_knows_any_more_makes_room_for_others(shared, m
     for number in range(10):
         name = f"t{number}"
         for one in (ours, theirs):
-            one.usage(name).requests[0] += 1.0
+            usage = one.usage(name)
+            usage.requests[0] += 1.0
+            usage.add_running(1)
+        assert (usage.requests[0], usage.running) == (2.0, 2), "none of an earlier tenant's"
         ours.release(name)
-        assert theirs.usage(name).requests[0] == 2.0, "another process knows it"
-        theirs.usage(name).add_running(1)
+        theirs.usage("other")
+        with pytest.raises(ConfigError):  # another process knows it
+            theirs.usage("one more")
+        theirs.release("other")
         if number % 2:
             theirs.release(name)
         else:
             shared.forget(1)  # it has died
-        assert ours.usage(name).requests[0] == 0.0 and ours.usage(name).running == 0
-        ours.release(name)
+            theirs.usage("stays")
     assert theirs.usage("stays").requests[0] == 7.0
 
 

@@ -14,6 +14,7 @@ from router.admission.wait_queue import (
     MOST_TRYING,
     PASSING_S,
     RETRY_AFTER_S,
+    NoWorker,
     QueueEntry,
     WaitQueue,
 )
@@ -104,6 +105,26 @@ async def test_entries_are_placed_by_virtual_finish_then_by_arrival(room):
         await room.add(room.place(finish, name=name))
     assert room.queue.depth == 5
     assert [await room.give(1) for _ in range(5)] == [["a"], ["b"], ["c"], ["d"], ["e"]]
+
+
+async def test_entries_that_no_worker_could_serve_keep_nobody_from_room(room, clock):
+    """However many they are and however long they wait; few of them try at each change."""
+    tries = []
+
+    async def finds_no_worker():
+        tries.append(1)
+        raise NoWorker("no prefill worker")
+
+    for _ in range(3 * MOST_REFUSED):
+        entry = QueueEntry(pending(0.0), 1, decodes=False)
+        await room.add(room.queue.place(entry, finds_no_worker))
+    await room.add(room.place(5.0, tokens=9))
+    clock.now += 10 * PASSING_S
+    await room.give(0)
+    tries.clear()
+    assert await room.give(9) == [5.0]
+    assert len(tries) == MOST_REFUSED
+    assert await room.add(room.place(6.0, tokens=0)) and room.placed[-1] == 6.0
 
 
 async def test_a_newcomer_with_an_early_virtual_finish_need_not_wait_for_changes(room):
