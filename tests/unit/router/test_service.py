@@ -432,6 +432,20 @@ async def test_refusals_have_a_status_and_advice_before_any_work(router_of):
     assert (await router.status()).router.state == "NOT_SERVING"
 
 
+async def test_refusals_are_a_line_now_and_then_and_a_count_each(router_of, caplog):
+    """Lines are written while the loop waits, and an overload refuses thousands a second."""
+    router = await router_of()
+    with caplog.at_level("INFO", "router"):
+        for _ in range(20):
+            await failure_of(router.generate(stop=[""]))
+            await failure_of(router.generate(model="other"))
+    said = [one.getMessage() for one in caplog.records if "ended with" in one.getMessage()]
+    assert [text for text in said if "INVALID_ARGUMENT" in text] == said[:1]
+    assert [text for text in said if "NOT_FOUND" in text] == said[1:]
+    assert all("such since the last line" in text for text in said) and len(said) == 2
+    assert router.service.stats.counts.refused == 40
+
+
 async def test_a_full_queue_refuses_at_once_with_retry_info(router_of, monkeypatch):
     router = await router_of(cluster={"max_queue": 1})
     await router.cluster.fill()
