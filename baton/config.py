@@ -6,6 +6,7 @@ nothing else reads options or the environment.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -28,7 +29,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 CPU_KV_CACHE_BYTES = 512 << 20  # on a CPU, without --kv-cache or --kv-blocks
 MAX_TTFT_TARGET_S = 60  # who writes more means milliseconds
 HTTP_PORT = 7780
-_EACH_ROLE = "a cluster serves with a worker of each role"
+_ONE_DECODE = "only decode workers generate tokens"
 # Where processes that write into each other's memory meet; containers share it with `ipc: host`.
 SHARED_FOLDER = Path("/dev/shm")  # noqa: S108 (names in it cannot be guessed, nor taken by others)
 DEMO_MODEL = Path(__file__).parent / "demo_model"
@@ -177,6 +178,11 @@ class RegistryConfig:
     def workers_prefix(self) -> str:
         """Every worker's key begins with this."""
         return f"/baton/v1/{self.cluster}/workers/"
+
+    @property
+    def ticket_keys_prefix(self) -> str:
+        """The key of what routers sign tickets with begins with this."""
+        return f"/baton/v1/{self.cluster}/ticket-keys/"
 
     @property
     def ranks_prefix(self) -> str:
@@ -495,6 +501,18 @@ TOOL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral")
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
 
 
+def api_key_digest(key: str) -> str:
+    """A key as settings keep it, so that no process shows it: sha256: and a digest, which stays.
+
+    Raises ConfigError, without the key.
+    """
+    if re.fullmatch(r"sha256:[0-9a-fA-F]{64}", key):
+        return key
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError("an API key must be ASCII without spaces")
+    return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+
+
 @dataclass(frozen=True)
 class RouterLimits:
     """What a router accepts and how long it waits: the same for every router of a cluster."""
@@ -556,6 +574,14 @@ class RouterLimits:
     )
     tenants_file: Path | None = option(
         None, "--tenants FILE", "TOML: tenants, keys, shares, limits (default: one, unlimited)"
+    )
+    api_keys: tuple[str, ...] = option(
+        (),
+        "--api-key KEY",
+        "that every request and operator must show, in place of --tenants; may be given as "
+        "sha256:DIGEST. Other users see command lines: BATON_OPT_API_KEY is safer",
+        api_key_digest,
+        many=True,
     )
     trust_traceparent: bool = option(
         False,
@@ -734,8 +760,10 @@ class ClusterConfig(WorkerServiceConfig):
     limits: RouterLimits = part(RouterLimits)
     api: ApiConfig = part(ApiConfig)
     etcd_access: RegistryConfig = part(RegistryConfig, without=("etcd", "lease_ttl_s"))
-    prefill: int = option(1, "--prefill N", "prefill workers", least=1, hint=_EACH_ROLE)
-    decode: int = option(1, "--decode N", "decode workers", least=1, hint=_EACH_ROLE)
+    prefill: int = option(
+        1, "--prefill N", "prefill workers; with 0 decode workers compute prompts", least=0
+    )
+    decode: int = option(1, "--decode N", "decode workers", least=1, hint=_ONE_DECODE)
     prefill_tp: int = option(
         0, "--prefill-tp RANKS", "of prefill workers alone (default: --tp)", most=MAX_TP
     )

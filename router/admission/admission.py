@@ -37,6 +37,7 @@ from baton.text.stop_strings import MAX_STOP_CHARS
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.chat import ChatFormats, check_messages
 from router.admission.fair_queue import Flow
+from router.admission.resume_ticket import ResumeTickets
 from router.admission.tenants import AdmissionLease, Places, Tenant, Tenants
 from router.admission.text_pool import Text, TextPool
 from router.dispatch.request_state import TokenizedRequest
@@ -88,6 +89,7 @@ class Admission:
     grammars: GrammarCompiler = field(default_factory=lambda: GrammarCompiler(Path(), 0, ()))
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    tickets: ResumeTickets = field(default_factory=ResumeTickets)
     text_processes: int = 2  # for long texts
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_THREADS, "text"), init=False, repr=False

@@ -6,6 +6,7 @@ On simulated engines.
 import asyncio
 import contextlib
 import hashlib
+import json
 import os
 import signal
 from functools import partial
@@ -87,6 +88,60 @@ async def test_a_rolling_restart_under_load_fails_no_request(clusters, simulated
         assert not set(before.values()) & {p.pid for p in cluster.processes.values()}
         for client in clients:
             await all_blocks_free(client)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_rolling_restart_under_http_clients_that_never_retry(clusters, simulated, workers):
+    """With one router, and one or two workers of each role, whose drain is shorter than a stream.
+
+    Some clients keep their connections, some make one for each request, some read long streams.
+    """
+    cluster, _ = await clusters(
+        alone=True, engine=SIMULATED, restart=True, drain_s=1.0, prefill=workers, decode=workers,
+        metrics_port=0,
+    )  # fmt: skip
+    before = {name: process.pid for name, process in cluster.processes.items()}
+    url = f"http://{cluster.http_addresses[0]}/v1/completions"
+    stopping, answered = asyncio.Event(), asyncio.Queue()
+    long, short = simulated.case(30, 0, "seeded", 1500), simulated.case(30, 0, "seeded")
+
+    async def ask(client, case, stream):
+        body = {"prompt": list(case.prompt), "stream": stream, **case.options}
+        response = await client.post(url, json=body)
+        assert response.status_code == 200, response.text
+        text = response.json()["choices"][0]["text"] if not stream else "".join(
+            json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+            for line in response.text.splitlines() if line.startswith("data: {")
+        )  # fmt: skip
+        assert text == expected[case]
+        answered.put_nowait(None)
+
+    async def call(case, keeps, stream):
+        while not stopping.is_set():
+            async with httpx.AsyncClient(timeout=120.0) as client:
+                await ask(client, case, stream)
+                while keeps and not stopping.is_set():
+                    await ask(client, case, stream)
+
+    expected = {case: simulated.text(simulated.tokens(case)) for case in (long, short)}
+    async with asyncio.TaskGroup() as callers:
+        for keeps in (True, False):
+            for stream in (True, False):
+                callers.create_task(call(short, keeps, stream))
+            callers.create_task(call(long, keeps, True))
+        for _ in range(10):
+            await answered.get()
+        assert await cluster.rolling_restart() == dict.fromkeys(before, 0)
+        while not answered.empty():
+            answered.get_nowait()
+        for _ in range(10):
+            await answered.get()
+        stopping.set()
+    assert not set(before.values()) & {p.pid for p in cluster.processes.values()}
+    async with httpx.AsyncClient(timeout=30.0) as client:
+        for address in cluster.metrics.values():
+            assert (await client.get(f"http://{address}/metrics")).status_code == 200
 
 
 async def test_etcd_restarts_and_one_of_two_routers_is_killed(clusters, simulated):

@@ -193,13 +193,23 @@ async def test_unknown_paths_methods_and_models(gateway):
 
 
 async def test_no_worker_is_503_with_retry_after(gateway_of):
-    gateway = await gateway_of(prefill=0)
+    gateway = await gateway_of(decode=0, cluster={"recovery_s": 0.1})
     response = await gateway.complete()
-    assert "no prefill worker" in error_of(response, 503)["message"]
+    assert "no decode worker" in error_of(response, 503)["message"]
     assert response.headers["retry-after"] == "1"
     response = await gateway.client.get("/ready")
-    assert "no prefill worker" in error_of(response, 503)["message"]
+    assert "no decode worker" in error_of(response, 503)["message"]
     assert (await gateway.client.get("/health")).status_code == 200
+
+
+async def test_decode_workers_alone_serve_all_but_embeddings(gateway_of):
+    gateway = await gateway_of(prefill=0, cluster={"recovery_s": 0.1})
+    assert (await gateway.client.get("/ready")).status_code == 200
+    gateway.decode.reserves = [gateway.decode.accept_and_start]
+    assert (await gateway.complete()).status_code == 200
+    response = await gateway.post("/v1/embeddings", {"input": [3, 4]})
+    message = error_of(response, 503)["message"]
+    assert "no prefill worker" in message and "only what generates tokens" in message
 
 
 async def test_a_full_queue_is_429_with_retry_after(gateway_of):
