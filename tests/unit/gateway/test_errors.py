@@ -41,6 +41,25 @@ def test_an_unexpected_error_is_logged_and_advice_is_in_whole_seconds(caplog):
         assert (b"retry-after-ms" in headers) is (after_s > 0)
 
 
+class Panic(BaseException):
+    """As Rust's panics are, which no `except Exception` catches."""
+
+
+@pytest.mark.parametrize("asked", [{"prompt": "a"}, {"prompt": ["a", "b"]}, {"stream": True}])
+async def test_a_panic_of_a_library_is_a_status_at_once(gateway, monkeypatch, caplog, asked):
+    def panic(*args):
+        raise Panic("no entry found for key")
+
+    monkeypatch.setattr(type(gateway.tokenizer), "encode", panic)
+    for answer in (
+        await gateway.complete(**{"prompt": "a", **asked}),
+        await gateway.post("/tokenize", {"prompt": "a"}),
+    ):
+        assert "Panic: no entry found for key" in error_of(answer, 500)["message"]
+    assert "Traceback" in caplog.text
+    assert (await gateway.complete()).status_code == 200, "what needs no text"
+
+
 JSON = {"content-type": "application/json"}
 # One of each kind; schemathesis tries what else breaks the description. The context holds 32.
 BAD = [

@@ -408,6 +408,24 @@ async def test_a_caller_that_hangs_up_frees_everything_and_its_spans_end(router_
 # Refusals.
 
 
+async def test_a_panic_of_a_library_is_a_status_at_once(router_of, monkeypatch):
+    class Panic(BaseException):
+        pass
+
+    def panic(*args):
+        raise Panic("no entry found for key")
+
+    router = await router_of()
+    monkeypatch.setattr(type(router.admission.tokenizer), "encode", panic)
+    generate = failure_of(router.stub.Generate(inference_pb2.GenerateRequest(text="a")))
+    with pytest.raises(grpc.RpcError) as tokenize:
+        await router.stub.Tokenize(inference_pb2.TokenizeRequest(text="a"), timeout=TIMEOUT_S)
+    for error in (await generate, tokenize.value):
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert "Panic: no entry found for key" in error.details()
+    assert (await router.status()).router.state == "SERVING"
+
+
 async def test_refusals_have_a_status_and_advice_before_any_work(router_of):
     router = await router_of(cluster={"max_queue": 1, "recovery_s": 0.1})
     for fields, code, field in (
