@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import functools
 import ipaddress
 import logging
 import re
 import resource
 import socket
+import struct
+import termios
 import time
 from collections import deque
 from collections.abc import (
@@ -35,7 +38,7 @@ from urllib.parse import unquote
 import httptools
 
 from baton import tls
-from baton.errors import ConfigError, Unavailable, quoted
+from baton.errors import ENDINGS, ConfigError, Unavailable, as_exception, quoted
 from baton.http_errors import JSON_TYPE, Header, HttpError, failure_of
 
 log = logging.getLogger(__name__)
@@ -50,6 +53,7 @@ HEADERS_TIMEOUT_S = 10.0  # of a request, a new connection's first one, and of t
 BODY_TIMEOUT_S = 60.0
 KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections: they, not we, should hang up
 LINGER_S = 5.0  # for what comes after the answer, or is not read by the client
+LEAVE_S = 5.0  # for one more request on an idle connection, before the server leaves
 UNREAD_S = 60.0  # for the end of an answer that was cut because the client did not read
 _STOP_GRACE_S = 2.0  # for the last bytes of answers that ended before the server does
 _BACKLOG = 2048
@@ -252,6 +256,19 @@ class HttpExchange:
 Answer = Callable[[HttpExchange], Coroutine[Any, Any, None]]
 
 
+_inherited: dict[int, socket.socket] = {}  # listening, by their ports
+
+
+def inherit(descriptors: Iterable[int]) -> None:
+    """Makes `listen` return these listening sockets of the parent process for their ports.
+
+    What waits there is never lost: the process that follows this one has the same sockets.
+    """
+    for descriptor in descriptors:
+        listener = socket.socket(fileno=descriptor)
+        _inherited[listener.getsockname()[1]] = listener
+
+
 def listen(
     host: str, port: int, purpose: str, option: str, *, shared: bool = False
 ) -> socket.socket:
@@ -260,6 +277,8 @@ def listen(
     It listens at once, so that a port in use is a ConfigError, which names `option`, before
     anything has begun.
     """
+    if listener := _inherited.pop(port, None):
+        return listener
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         both = family == socket.AF_INET6  # "::" takes IPv4 too
@@ -284,15 +303,18 @@ async def serving(
     listener: socket.socket,
     max_connections: int,
     allowed_hosts: Collection[str] = (),
+    *,
+    plain: bool = False,
 ) -> AsyncIterator[Port]:
     """Has every request answered while inside; at the end what is being answered may finish.
 
     A client that hangs up cancels its answer. Connections are at most so many, and at most half of
     the files that the process may open. On a loopback address, and with `allowed_hosts`, requests
-    must be for this host or one of those: see `is_allowed_host`.
+    must be for this host or one of those: see `is_allowed_host`. `plain` is without TLS, also where
+    this process has it.
     """
     max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    credentials = tls.current()
+    credentials = tls.Credentials() if plain else tls.current()
     host, number = listener.getsockname()[:2]
     checked = allowed_hosts or ipaddress.ip_address(host.partition("%")[0]).is_loopback
     address = f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
@@ -335,6 +357,7 @@ class Port:
     connections: set[Connection] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     on_leave: Callable[[], None] = lambda: None
+    leaves: bool = False  # each answer says that its connection closes
 
     def check_host(self, headers: Mapping[bytes, bytes]) -> None:
         """Raises HttpError for a request to another host's name.
@@ -353,8 +376,22 @@ class Port:
     def leave(self) -> None:
         """Takes no connections any more, and closes each once what it asked is answered."""
         self.on_leave()
+        self.leaves = True
         for connection in tuple(self.connections):
             connection.finish()
+
+    async def hand_over(self) -> None:
+        """Leaves the listening socket to another process; returns once all connections are closed.
+
+        Where the client expects a connection to stay, its next request is answered here, and the
+        answer says that the connection closes: a client never sends into one that is closing.
+        """
+        self.on_leave()
+        self.leaves = True
+        for connection in tuple(self.connections):
+            connection.finish_with_next()
+        while self.connections:
+            await asyncio.wait([connection.closed for connection in self.connections])
 
     async def ended(self) -> None:
         """Returns once all that is open now has ended, or after a moment."""
@@ -504,7 +541,7 @@ class Connection(asyncio.Protocol):
             query=url.query or b"",
             writable=self._writable,
             chunked=is_1_1,
-            keep_alive=is_1_1 and self._parser.should_keep_alive(),
+            keep_alive=is_1_1 and self._parser.should_keep_alive() and not self._port.leaves,
             on_end=self._on_answered,
             on_pause=self._look,
         )
@@ -555,6 +592,14 @@ class Connection(asyncio.Protocol):
         else:
             self._hang_up()
 
+    def finish_with_next(self) -> None:
+        """Closes it behind the next answer that can say so, or where no request comes."""
+        if not self._exchanges:
+            if self._expected == "request":
+                self._expect(self._timed, LEAVE_S)
+        elif not self._exchanges[-1].started:
+            self._exchanges[-1].keep_alive = False
+
     def _start(self) -> None:
         self._answering = self._loop.create_task(self._answer(self._exchanges[0]))
         self._port.tasks.add(self._answering)
@@ -564,12 +609,14 @@ class Connection(asyncio.Protocol):
         try:
             self._port.check_host(exchange.headers)
             await self._port.answer(exchange)
-        except Exception as error:
+        except ENDINGS:
+            raise
+        except BaseException as error:
             if exchange.started:
                 log.exception("%s %s: the answer broke off", exchange.method, exchange.path)
                 self._hang_up()
             else:
-                failure = failure_of(error)
+                failure = failure_of(as_exception(error))
                 exchange.answer(failure.status, failure.body, failure.headers)
 
     def _on_answered(self) -> None:
@@ -584,7 +631,7 @@ class Connection(asyncio.Protocol):
             if len(self._exchanges) == 1:
                 self.transport.resume_reading()
         elif self._expected == "request":
-            self._expect("next request", KEEP_ALIVE_S)
+            self._expect("next request", LEAVE_S if self._port.leaves else KEEP_ALIVE_S)
         elif self._expected == "body":
             exchange.resume()
             self._expect("body", LINGER_S)
@@ -595,6 +642,13 @@ class Connection(asyncio.Protocol):
         if self._expected == "body" and len(self._exchanges) == 1:
             return self._exchanges[0].started
         return bool(self._exchanges)
+
+    @property
+    def _has_unread(self) -> bool:
+        """Whether something has come that was not read yet."""
+        descriptor = self.transport.get_extra_info("socket").fileno()
+        (waiting,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+        return bool(waiting)
 
     def _expect(self, what: str, seconds: float) -> None:
         """Starts the time that is left for what is to come next."""
@@ -610,7 +664,10 @@ class Connection(asyncio.Protocol):
         elif self._waits_for_us or (self._exchanges and self._exchanges[-1].has_progressed()):
             self._expect(self._timed, seconds)
         elif self._expected == "request":
-            self._hang_up()
+            if self._has_unread:  # it came while the loop was busy
+                self._expect(self._timed, LINGER_S)
+            else:
+                self._hang_up()
         else:
             self._refuse(HttpError(408, f"the {self._expected} took more than {seconds:.0f} s"))
 

@@ -37,6 +37,7 @@ _PROPAGATOR = TraceContextTextMapPropagator()
 for _name in ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext"):
     logging.getLogger(_name).setLevel(logging.ERROR)  # they tell of callers' mistakes
 _NO_SPAN = contextlib.nullcontext(INVALID_SPAN)
+PROVIDER = "baton"  # `gen_ai.provider.name` of spans and metrics
 _MAX_STATUS_CHARS = 1000  # spans are held by the thousand, and an error may quote a whole request
 Attributes = Mapping[str, str | int | float | bool]
 
@@ -186,7 +187,8 @@ def _recorded(
 
 
 def failed(span: Span, error: Exception) -> None:
-    """Marks a span as failed."""
+    """Marks a span as failed, and says by which kind of error."""
+    span.set_attribute("error.type", type(error).__name__)
     span.set_status(StatusCode.ERROR, str(error)[:_MAX_STATUS_CHARS])
 
 

@@ -42,7 +42,8 @@ EXTRAS = {  # which extra of the package brings which library
 _UP_TEXT = """\
 Starts etcd, routers and workers as processes of this machine, shares its cores out to the workers,
 restarts what crashes, and stops everything in order on ctrl-C. SIGHUP restarts all routers and
-workers, one after the other, each when the one before serves again."""
+workers, one after the other: each leaves when its successor serves, and no request fails.
+`baton serve DIR` is the same as `baton up --model DIR`, and vLLM's names of options are taken."""
 _UP_EXAMPLES = """\
   baton up                                       the built-in demo model, one worker of each role
   baton up --prefill 2 --decode 2 --trace        with the trace of every request
@@ -89,13 +90,17 @@ def add_commands(commands: options.Commands) -> None:
         ("decode-worker", "run a worker that generates tokens", _DECODE_TEXT, _WORKER_EXAMPLES,
          {"run": _run_worker, "role": "decode", "extra": "worker"}),
     ):  # fmt: skip
-        parser = options.add_command(commands, name, summary, text, examples.format(name=name))
+        aliases = ["serve"] if name == "up" else []
+        example = examples.format(name=name)
+        parser = options.add_command(commands, name, summary, text, example, aliases)
         parser.set_defaults(**{**defaults, "run": partial(_run_service, defaults["run"])})
         if name in options.CONFIGS:
+            parser.set_defaults(takes_model=True)
             options.add_declared(parser, options.CONFIGS[name])
             options.add_config_option(parser)
         if name in ("router", "prefill-worker", "decode-worker"):  # for the process that starts it
             parser.add_argument("--die-with-parent", type=int, help=argparse.SUPPRESS)
+            parser.add_argument("--listeners", default="", help=argparse.SUPPRESS)
         if name == "router":  # for one of several processes, from what starts them
             parser.add_argument("--process-of", default="", help=argparse.SUPPRESS)
             parser.add_argument("--process", type=int, default=0, help=argparse.SUPPRESS)
@@ -193,7 +198,7 @@ def _run_demo(args: argparse.Namespace) -> int:
 
 
 def _run_router(args: argparse.Namespace) -> int:
-    _follow_parent(args.die_with_parent)
+    _follow_parent(args)
     config = router_config(args)
     _log_to_stderr(config.log_level, config.log_format)
     shared = None
@@ -215,12 +220,12 @@ def _run_router(args: argparse.Namespace) -> int:
     if config.http_port:
         from baton import gateway
 
-        frontends.append(gateway.frontend(config, shared=shared is not None))
+        frontends.append(gateway.frontend(config))
     return main.run(config, frontends, shared)
 
 
 def _run_worker(args: argparse.Namespace) -> int:
-    _follow_parent(args.die_with_parent)
+    _follow_parent(args)
     config = worker_config(args)
     _log_to_stderr(config.log_level, config.log_format)
     from baton.local.model_check import check_model
@@ -245,13 +250,18 @@ def _run_worker(args: argparse.Namespace) -> int:
     return node.run(config, DecodeWorker)
 
 
-def _follow_parent(parent: int | None) -> None:
-    if parent:
+def _follow_parent(args: argparse.Namespace) -> None:
+    """Ends with the parent that started this process, if any, and listens at its sockets."""
+    if args.die_with_parent:
         from baton.local.child import die_with_parent
 
         die_with_parent()
-        if os.getppid() != parent:
+        if os.getppid() != args.die_with_parent:
             raise Unavailable("the process that started this one has ended")
+    if args.listeners:
+        from baton import http_server
+
+        http_server.inherit(map(int, args.listeners.split(",")))
 
 
 def _log_to_stderr(level: str, form: str) -> None:

@@ -27,7 +27,7 @@ from baton.gateway.prompt_output import PromptOutput
 from baton.gateway.request import ParsedRequest
 from baton.http_errors import Failure, Header, HttpError, failure_of
 from baton.http_server import HttpExchange
-from baton.rpc import MAX_MESSAGE_BYTES
+from baton.rpc import MAX_MESSAGE_BYTES, max_request_bytes
 from baton.v1 import inference_pb2
 from router.admission.admission import MAX_PROMPT_LOGPROBS, Choices
 from router.admission.tenants import Places
@@ -36,8 +36,6 @@ from router.frontend import Caller, GenerationService, Sink, Unread
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
-_MIN_BODY_BYTES = 2 << 20  # taken however short the context is: several prompts may come together
-_BODY_BYTES_PER_TOKEN = 16  # of the context; "151643, " has 8
 _LARGE_BODY_BYTES = 64 << 10  # larger ones are parsed on a thread, off the event loop
 _CODINGS = frozenset(("gzip", "x-gzip", "deflate"))  # of bodies
 _MAX_CODINGS = 2  # one around the other
@@ -53,12 +51,6 @@ _STREAM_HEADERS: tuple[Header, ...] = (
 _FUNCTION = re.compile(r"(tools\[\d+\]|tool_calls\[\d+\])\.")  # as fields of both are called here
 
 T = TypeVar("T")
-
-
-def max_body_bytes(max_context: int) -> int:
-    """Largest body that is read; `max_context` 0 is not known."""
-    most = max_context * _BODY_BYTES_PER_TOKEN or MAX_BODY_BYTES
-    return min(max(most, _MIN_BODY_BYTES), MAX_BODY_BYTES)
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,7 @@ class Endpoint(Generic[T]):
 
         That lets web pages post here, but not with a key, which is no cookie that a browser adds.
         """
-        max_bytes = max_body_bytes(service.max_context)
+        max_bytes = max_request_bytes(service.max_context)
         body = await exchange.body(max_bytes, MAX_BODY_BYTES)
         if body is None:
             close = ((b"connection", b"close"),)  # what is left of it is not read

@@ -56,18 +56,17 @@ _MODEL = "/v1/models/"  # and a name
 _PAGE = Path(__file__).with_name("chat.html").read_bytes()  # to try a model in a browser
 
 
-def frontend(config: RouterConfig, *, shared: bool = False) -> Frontend:
-    """HTTP at `config.http_port`, perhaps `shared` with other processes, for `router.main.run`.
+def frontend(config: RouterConfig) -> Frontend:
+    """HTTP at `config.http_port`, for `router.main.run`.
 
-    Listens at once, so that a port in use is a ConfigError before anything has begun; where it is
-    `shared` only once it serves: siblings take connections until then.
+    Listens at once, so that a port in use is a ConfigError before anything has begun; connections
+    wait until it serves.
     """
     where = config.host, config.http_port
     if config.batch_dir:
         batch_store.prepare(config.batch_dir)
-    listen = partial(http_server.listen, *where, "HTTP", "--http-port", shared=shared)
-    listener = None if shared else listen()
-    return lambda service: serving(service, listener or listen(), config)
+    listener = http_server.listen(*where, "HTTP", "--http-port")
+    return lambda service: serving(service, listener, config)
 
 
 @contextlib.asynccontextmanager
@@ -83,7 +82,7 @@ async def serving(
         app.batches.running(),
     ):
         log.info("HTTP at %s", port.url)
-        service.on_leave.append(port.leave)
+        service.on_leave.append(port.hand_over)
         yield
 
 
@@ -202,7 +201,7 @@ def _model(service: GenerationService, exchange: HttpExchange) -> api.Model:
 
 def _ready(service: GenerationService, exchange: HttpExchange) -> api.Status:
     if why_not := service.why_not_ready:
-        raise Unavailable(why_not, _RETRY_AFTER_S)
+        raise service.shown(Unavailable(why_not, _RETRY_AFTER_S), caller_of(exchange))
     return api.Status("ready")
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from opentelemetry.trace import Span
 
 from baton import rpc
-from baton.errors import BatonError, DeadlineExceeded
+from baton.errors import BatonError, DeadlineExceeded, as_exception
 from baton.log_format import about
 from baton.v1 import fleet_pb2
 from router.dispatch.request_state import WAYS, RequestState
@@ -106,9 +106,14 @@ class RouterStats:
         except (asyncio.CancelledError, GeneratorExit):
             self._end(record, _cut_off(record))
             raise
-        except Exception as error:
-            self._end(record, Outcome(rpc.code_of(error).name, error))
+        except (KeyboardInterrupt, SystemExit):
             raise
+        except BaseException as failure:
+            error = as_exception(failure)
+            self._end(record, Outcome(rpc.code_of(error).name, error))
+            if error is failure:
+                raise
+            raise error from failure
         else:
             self._end(record, Outcome(OK))
 

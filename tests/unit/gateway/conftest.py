@@ -44,7 +44,9 @@ class Gateway:
         limits.setdefault("aliases", self.api.model_aliases)
         self.host = limits.pop("host", "127.0.0.1")
         trust_traceparent = limits.pop("trust_traceparent", False)
-        admission = Admission("tiny", tokenizer, limits.pop("default_timeout_s", 10.0), **limits)
+        admission = Admission(
+            "tiny", tokenizer, limits.pop("default_timeout_s", TIMEOUT_S), **limits
+        )
         self.cluster = cluster
         self.tokenizer = tokenizer
         self.service = GenerationService(
@@ -73,6 +75,7 @@ class Gateway:
     async def __aexit__(self, *exc):
         await self.idle()
         await self._stack.aclose()
+        await self.service.admission.aclose()
 
     async def idle(self):
         """Returns once no request runs."""

@@ -90,7 +90,7 @@ async def test_fields_of_chats_reach_the_template_and_the_workers(says):
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ({"max_thinking_tokens": -1}, "max_thinking_tokens"),
         ({"messages": [{"role": "assistant", "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}]}]},
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[]"}}]}]},
          "messages[0].tool_calls[0].function.arguments"),
     ],
 )  # fmt: skip
