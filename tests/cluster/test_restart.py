@@ -6,6 +6,8 @@ On simulated engines.
 import asyncio
 import contextlib
 import hashlib
+import json
+import os
 import signal
 from functools import partial
 
@@ -24,6 +26,7 @@ from tests.waiting import WAIT_S, eventually
 
 DRAIN_S = WAIT_S
 LEASE_S, OUTAGE_S = 1, 3.0
+PAUSES_S = (2.1, 2.6, 3.2, 4.0)  # longer than etcd's shortest leases, shorter than a watch's time
 ALL = {"engine": SIMULATED, "routers": 2, "restart": True, "drain_s": DRAIN_S}
 LEASES = {role: ["--lease-ttl", f"{LEASE_S}"] for role in ("prefill", "decode")}
 
@@ -70,6 +73,7 @@ async def clients_of(cluster):
     """A client for each router: that one first, the others when it is away."""
     first, second = cluster.addresses
     async with AsyncClient([first, second]) as one, AsyncClient([second, first]) as other:
+        one._preferred = other._preferred = 0  # else they begin at any
         yield [one, other]
 
 
@@ -84,6 +88,60 @@ async def test_a_rolling_restart_under_load_fails_no_request(clusters, simulated
         assert not set(before.values()) & {p.pid for p in cluster.processes.values()}
         for client in clients:
             await all_blocks_free(client)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_rolling_restart_under_http_clients_that_never_retry(clusters, simulated, workers):
+    """With one router, and one or two workers of each role, whose drain is shorter than a stream.
+
+    Some clients keep their connections, some make one for each request, some read long streams.
+    """
+    cluster, _ = await clusters(
+        alone=True, engine=SIMULATED, restart=True, drain_s=1.0, prefill=workers, decode=workers,
+        metrics_port=0,
+    )  # fmt: skip
+    before = {name: process.pid for name, process in cluster.processes.items()}
+    url = f"http://{cluster.http_addresses[0]}/v1/completions"
+    stopping, answered = asyncio.Event(), asyncio.Queue()
+    long, short = simulated.case(30, 0, "seeded", 1500), simulated.case(30, 0, "seeded")
+
+    async def ask(client, case, stream):
+        body = {"prompt": list(case.prompt), "stream": stream, **case.options}
+        response = await client.post(url, json=body)
+        assert response.status_code == 200, response.text
+        text = response.json()["choices"][0]["text"] if not stream else "".join(
+            json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+            for line in response.text.splitlines() if line.startswith("data: {")
+        )  # fmt: skip
+        assert text == expected[case]
+        answered.put_nowait(None)
+
+    async def call(case, keeps, stream):
+        while not stopping.is_set():
+            async with httpx.AsyncClient(timeout=120.0) as client:
+                await ask(client, case, stream)
+                while keeps and not stopping.is_set():
+                    await ask(client, case, stream)
+
+    expected = {case: simulated.text(simulated.tokens(case)) for case in (long, short)}
+    async with asyncio.TaskGroup() as callers:
+        for keeps in (True, False):
+            for stream in (True, False):
+                callers.create_task(call(short, keeps, stream))
+            callers.create_task(call(long, keeps, True))
+        for _ in range(10):
+            await answered.get()
+        assert await cluster.rolling_restart() == dict.fromkeys(before, 0)
+        while not answered.empty():
+            answered.get_nowait()
+        for _ in range(10):
+            await answered.get()
+        stopping.set()
+    assert not set(before.values()) & {p.pid for p in cluster.processes.values()}
+    async with httpx.AsyncClient(timeout=30.0) as client:
+        for address in cluster.metrics.values():
+            assert (await client.get(f"http://{address}/metrics")).status_code == 200
 
 
 async def test_etcd_restarts_and_one_of_two_routers_is_killed(clusters, simulated):
@@ -237,6 +295,41 @@ async def test_etcd_down_for_three_leases_fails_no_request(clusters, simulated):
     await cluster.add_worker("decode")
     assert before < await members(client, ready=3)
     await Streams(client, simulated, cases).run()
+    await all_blocks_free(client)
+
+
+async def test_etcd_paused_for_longer_than_leases_live_disturbs_no_stream(clusters, simulated):
+    """On waking it ends all leases at once, and says so to watches that are still open.
+
+    Nor does a worker that is late to renew its lease, while its router waits for it.
+    """
+    patient = {"router": ["--silence", "60", "--lease-ttl", "30"]}  # also on a busy machine
+    cluster, client = await clusters(alone=True, engine=SIMULATED, extra_args=LEASES | patient)
+    assert cluster.etcd is not None
+    before, clock = await members(client), asyncio.get_running_loop().time
+
+    def lost():
+        return sum("registering again" in line for p in workers for line in p.log)
+
+    async def pause(pid, pause_s):
+        running = await Streams(client, simulated, simulated.mixed(4, new_tokens=250)).start()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(pause_s)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        end_s, done = clock() + 2 * LEASE_S, []
+        while clock() < end_s:
+            done += await Streams(client, simulated, simulated.mixed(4)).run()
+        assert {one.route.attempts for one in [*done, *await running]} == {1}
+
+    workers = [process for process in cluster.processes.values() if process.role != "router"]
+    for pid, pauses in ((cluster.etcd.pid, PAUSES_S), (workers[-1].pid, PAUSES_S[-1:])):
+        known = lost()
+        for pause_s in pauses:
+            await pause(pid, pause_s)
+        assert lost() > known, "no lease has ended"
+        assert await members(client) == before
     await all_blocks_free(client)
 
 

@@ -12,7 +12,7 @@ from baton import errors
 from baton.cuda import CudaError
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
-from kvtransfer import sender
+from kvtransfer import sender, shared_pool
 from kvtransfer.deadline import Deadline
 from kvtransfer.receiver import ReservedBlocks
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
@@ -288,6 +288,26 @@ async def test_memory_that_cannot_be_opened_is_left_out_and_the_pair_uses_the_ne
         with pytest.raises(errors.TransferFailed, match="invalid device ordinal"):
             await prefill.hand_over(decode.reserve("h", 4, 9), "h", slots(4, 1))
         assert [pair.state for pair in prefill.links.status()] == ["QUARANTINED"]
+
+
+async def test_where_no_socket_can_be_made_the_pair_uses_the_next_transport(
+    monkeypatch, tmp_path, caplog
+):
+    """As a full /dev/shm, which was good when the worker began."""
+    (folder := tmp_path / ("x" * 100)).mkdir()  # a socket's path has 107 bytes at most
+    monkeypatch.setattr(shared_pool, "SHARED_FOLDER", folder)
+    shm, gloo = TRANSPORTS["shm"](), TRANSPORTS["gloo"]()
+    async with Decode(shm, gloo) as decode, Prefill(shm, gloo) as prefill:
+        stats = await prefill.hand_over(decode.reserve("h", 4, 9), "h", slots(4, 1))
+        assert (stats.transport, stats.resends) == ("gloo", 0)
+        prefill.links.remove(prefill.links._links["d"], quarantine=False)
+        again = await prefill.hand_over(decode.reserve("i", 4, 9), "i", slots(4, 1))
+        assert again.transport == "gloo"
+        said = [one.getMessage() for one in caplog.records if "cannot listen" in one.getMessage()]
+        assert len(said) == 1
+    async with Decode(shm) as decode, Prefill(shm, backoff_s=60.0) as prefill:
+        with pytest.raises(errors.TransferFailed, match="cannot listen"):  # nothing else is left
+            await prefill.hand_over(decode.reserve("h", 4, 9), "h", slots(4, 1))
 
 
 async def test_receiver_that_never_posts_fails_on_time_and_is_quarantined(join):

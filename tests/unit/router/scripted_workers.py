@@ -108,6 +108,7 @@ class Worker:
         self.kept = []  # trace ids
         self.tasks = {}  # by router and handoff id
         self.is_still = False
+        self.max_message_bytes = 1 << 20
         self.port = None
 
     @property
@@ -162,6 +163,7 @@ class Worker:
         for handoff_id in message.cancel:
             self._end(router, handoff_id)
             self.on_cancel(handoff_id)
+        yield
 
     def lost(self, router):
         self.broken.put_nowait(router.name)
@@ -390,6 +392,10 @@ class Cluster:
     async def leave(self, worker):
         """Takes a worker out of the registry; its server stays."""
         await self._stays.pop(worker.record.incarnation).aclose()
+
+    async def store_seen(self):
+        """Gives the fleet time to take in what the registry says now."""
+        await asyncio.sleep(3 * self.fleet._liveness.tick_s)
 
     async def until(self, good):
         """Waits for a snapshot of the fleet that is good, and returns it."""

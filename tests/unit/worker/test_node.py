@@ -251,8 +251,9 @@ async def test_health_says_when_a_step_stalls_and_when_it_has_ended(directory, s
         assert (await read(updates)).status == SERVING
         await router.reserve(spec("a", prompt(20), max_tokens=1), local=20)
         assert (await read(updates)).status == NOT_SERVING
+        assert not worker.node._health.alive
         monkeypatch.setattr(node, "STALL_MIN_S", math.inf)
         paced.allow.release()
-        assert (await read(updates)).status == SERVING
+        assert (await read(updates)).status == SERVING and worker.node._health.alive
         await router.tokens("a")
         updates.cancel()
