@@ -26,7 +26,7 @@ from baton.errors import ConfigError
 
 PREFIX = "BATON_OPT_"
 MAX_PORT = 65535
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "MB": 10**6, "GB": 10**9}
 _SWITCH = {"true": True, "yes": True, "on": True, "1": True}
 _SWITCH |= {"false": False, "no": False, "off": False, "0": False}
 
@@ -223,10 +223,10 @@ def switch(text: str) -> bool:
 
 
 def size(text: str) -> int:
-    """Bytes from "512MiB", "2GiB" or "1048576"."""
-    match = re.fullmatch(r"(\d+)\s*(|KiB|MiB|GiB)", text)
+    """Bytes from "512MiB", "2GB" (of 1,000 each) or "1048576"."""
+    match = re.fullmatch(rf"(\d+)\s*({'|'.join(_UNITS)})", text)
     if not match:
-        raise ConfigError(f"{text!r} is no size: write 512MiB, 2GiB or bytes")
+        raise ConfigError(f"{text!r} is no size: write 512MiB, 2GB or bytes")
     return int(match[1]) * _UNITS[match[2]]
 
 

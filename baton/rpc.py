@@ -298,8 +298,10 @@ class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         async def respond(requests: Any, context: Any) -> Any:
             try:
                 return await behaviour(await take(requests, context), context)
-            except Exception as error:
-                self._failed(context, error)
+            except errors.ENDINGS:
+                raise
+            except BaseException as error:
+                self._failed(context, errors.as_exception(error))
             finally:
                 _end_in_time()
 
@@ -309,8 +311,10 @@ class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 async with contextlib.aclosing(behaviour(request, context)) as responses:
                     async for response in responses:
                         yield response
-            except Exception as error:
-                self._failed(context, error)
+            except errors.ENDINGS:
+                raise
+            except BaseException as error:
+                self._failed(context, errors.as_exception(error))
             finally:
                 _end_in_time()
 

@@ -9,11 +9,10 @@ never sent: whoever has the tokens has it.
 from __future__ import annotations
 
 import json
-import math
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from functools import cached_property, lru_cache
@@ -22,54 +21,27 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from baton.checkpoint_files import MAX_TOKENIZER_BYTES, read_bytes
-from baton.errors import BatonError, InvalidRequest, Overloaded, quoted
+from baton.errors import BatonError, InvalidRequest, Overloaded
+from baton.json_schema import JSON_OPTIONS, LIMITS, parts, prepare_schema
 from baton.sampling import Reasoning, ReasoningTracker, StructuredOutput
 
 T = TypeVar("T")
 Words = npt.NDArray[np.int32]  # of a mask: token t is bit t % 32 of word t // 32
 
 FIELD = "sampling.structured_output"
-# With these, whatever is sent, compiling takes up to a third of a second and a mask up to 10 ms (a
-# vocabulary of 128,000, an EPYC). A thousand properties fit, and choices of five thousand texts.
-LIMITS = LLParserLimits(
-    max_items_in_row=1000,
-    initial_lexer_fuel=50_000,
-    step_lexer_fuel=100_000,
-    step_max_items=5000,
-    max_lexer_states=10_000,
-    max_grammar_size=30_000,
-    verbose_errors=False,
-)
 MAX_CHECKED = 256  # of which a router remembers that they can be compiled
 MAX_WAITING = 64  # to be compiled
 # llguidance recurs through chains of references, thousands of which fit into a request; at the end
 # of a thread's stack the process would end. Only what is used takes memory.
 _STACK_BYTES = 256 << 20
-# Between JSON's tokens, as in llama.cpp: a model that writes nothing but spaces never ends.
-# No \u: written with it, the name of a property would pass for that of an additional one. So what
-# has to hold control characters cannot be written, and is refused.
-JSON_OPTIONS: Any = {
-    "whitespace_pattern": r" |\n[ \t]{0,20}",
-    "json_allowed_escapes": 'nrbtf\\"',
-}
-_CONTROLS = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-_CONTROLS_IN_PATTERN = re.compile(  # outside of a class that has others, too
-    r"\[(?:\^|[^]]*-)[^]]*\]|(\\(?:x[01{]|x7f|u\{|u00[01]|u007f|U|c|0)|[\x00-\x07\x0b\x0e-\x1f\x7f])",
-    re.IGNORECASE,
-)
-_NO_CONTROLS = "there can be no control characters but \\b, \\f, \\n, \\r and \\t"
 _PLACE_S = 0.25  # of looking for what is wrong in a schema
 _MAX_REASON_CHARS = 300
 _REGEX_ERROR = re.compile(r"regex parse error:\n    .*\n    ( *)\^+\nerror: (.*)")
 _LARK_ERROR = re.compile(r"(?:at )?(\d+)\((\d+)\): (.*)")
 _TOO_COMPLEX = re.compile(r"too (many|big|large)|fuel|max is|precomputation", re.IGNORECASE)
-# Keywords that hold schemas by name, a list of them, or one.
-_NAMED = ("$defs", "definitions", "properties", "patternProperties")
-_LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SINGLE = ("items", "additionalItems", "additionalProperties", "not", "contains")
 
 
 class GrammarMatcher:
@@ -128,7 +100,8 @@ class GrammarMatcher:
         if guessed:  # in a copy: behind a mask, llguidance's rollback leaves wrong later masks
             matcher = matcher.deep_copy()
             matcher.consume_tokens(guessed)
-        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        # A tokenizer may have tokens behind those that the model has logits for.
+        words[:] = np.frombuffer(matcher.compute_bitmask(), np.int32)[: len(words)]
         if matcher.is_error():
             self._fail(matcher)
             words.fill(-1)
@@ -282,12 +255,24 @@ class GrammarCompiler:
             text = read_bytes(file, MAX_TOKENIZER_BYTES).decode().lstrip()
             if not text.startswith("{"):  # llguidance would take it for a name or a path
                 raise ValueError("it is no JSON object")
-            return LLTokenizer(text, self._vocab_size, sorted(self._eos_token_ids))
+            return self._tokenizer(text)
         except FileNotFoundError:
             reason = "it has none"
         except (BatonError, ValueError) as error:
             reason = _first_line(str(error))
         return InvalidRequest(f"{needs} the model's {file.name}: {reason}", FIELD)
+
+    def _tokenizer(self, text: str) -> LLTokenizer:
+        """Raises ValueError."""
+        ends, size = sorted(self._eos_token_ids), self._vocab_size
+        try:
+            return LLTokenizer(text, size, ends)
+        except ValueError:
+            larger = LLTokenizer(text, None, ends)
+            # Gemma 3's text models have no row for the special token of an image, which none needs.
+            if all(map(larger.is_special_token, range(size, larger.vocab_size))):
+                return larger
+            raise
 
 
 def _grammar(output: StructuredOutput) -> str:
@@ -316,58 +301,8 @@ def _schema(text: str) -> dict[str, Any]:
         raise InvalidRequest(f"json_schema cannot be read: {error}", FIELD) from error
     if not isinstance(schema, dict):
         raise InvalidRequest("json_schema must be a JSON object", FIELD)
-    check_schema(schema)
+    prepare_schema(schema, field=FIELD)
     return schema
-
-
-def check_schema(schema: dict[str, Any], name: str = "json_schema", field: str = FIELD) -> None:
-    """Refuses what llguidance 1.9 compiles and does not keep to. `name` is for the message.
-
-    Raises InvalidRequest for the field.
-    """
-    if "x-guidance" in schema:
-        raise InvalidRequest(f"{name} at /x-guidance: it is not taken here: leave it out", field)
-    left: list[tuple[str, Any]] = [("", schema)]
-    while left:
-        place, part = left.pop()
-        if _CONTROLS.search(part if isinstance(part, str) else place):
-            raise InvalidRequest(f"{name} at {quoted(place)}: {_NO_CONTROLS}", field)
-        if isinstance(part, list):
-            left += ((f"{place}/{at}", one) for at, one in enumerate(part))
-        elif isinstance(part, dict):
-            left += ((f"{place}/{_escaped(key)}", one) for key, one in part.items())
-            for keyword, why in _not_kept(part):
-                raise InvalidRequest(f"{name} at {place}/{keyword}: {why}", field)
-
-
-def _not_kept(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keywords of a schema, and why they are refused."""
-    # A name that `properties` has not may come twice, and is one property: so of those that are
-    # not required only one is sure to be there.
-    least, required = schema.get("minProperties"), schema.get("required")
-    most = 1 + len(required if isinstance(required, list) else ())
-    if isinstance(least, int) and least > most:
-        yield "minProperties", f"{most} at most, one more than `required` has"
-    # The bound itself would be allowed, were it written without a fraction.
-    lower, upper = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-    for keyword, others in ((lower[1], upper), (upper[1], lower)):
-        bound = _number(schema, keyword)
-        for other in (_number(schema, name) for name in others):
-            near = abs(other - bound) < 1 and abs(other) > abs(bound)
-            if near and bound % 1 == 0 and schema.get("type") != "integer":
-                yield keyword, "a whole number needs the other bound to be 1 from it, or more"
-
-    patterns: Any = schema.get("patternProperties")
-    patterns = list(patterns) if isinstance(patterns, dict) else []
-    for pattern in (schema.get("pattern"), *patterns):
-        found = _CONTROLS_IN_PATTERN.finditer(pattern) if isinstance(pattern, str) else ()
-        if any(match[1] for match in found):
-            yield "pattern" if pattern not in patterns else "patternProperties", _NO_CONTROLS
-
-
-def _number(schema: dict[str, Any], keyword: str) -> float:
-    value = schema.get(keyword)
-    return value if isinstance(value, (int, float)) else math.nan
 
 
 def _schema_grammar(schema: dict[str, Any]) -> str:
@@ -413,24 +348,9 @@ def _place_of_error(schema: dict[str, Any]) -> str:
 
     place, part = "", dict[str, Any](schema)
     while time.monotonic() < ends:
-        found = next(((key, one) for key, one in _parts(part) if wrong(one)), None)
+        found = next(((key, one) for key, one in parts(part) if wrong(one)), None)
         if found is None:
             break
         place += f"/{found[0]}"
         part = found[1]
     return place
-
-
-def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas directly in a schema, by their places."""
-    for keyword in _NAMED:
-        if isinstance(named := schema.get(keyword), dict):
-            yield from ((f"{keyword}/{_escaped(name)}", one) for name, one in named.items())
-    for keyword in _LISTED:
-        if isinstance(listed := schema.get(keyword), list):
-            yield from ((f"{keyword}/{at}", one) for at, one in enumerate(listed))
-    yield from ((keyword, schema[keyword]) for keyword in _SINGLE if keyword in schema)
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import re
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import msgspec
 
 from baton.errors import BatonError, Cancelled, InvalidRequest, quoted
 from baton.gateway import api
-from baton.gateway.headers import caller_of, id_headers
+from baton.gateway.headers import caller_of, correlated, id_headers
 from baton.gateway.output import Output, usage_of
 from baton.gateway.prompt_output import PromptOutput
 from baton.gateway.request import ParsedRequest
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
 _LARGE_BODY_BYTES = 64 << 10  # larger ones are parsed on a thread, off the event loop
+_CODINGS = frozenset(("gzip", "x-gzip", "deflate"))  # of bodies
+_MAX_CODINGS = 2  # one around the other
 _ROUTE_HEADER = b"x-baton-route"  # its presence asks for `usage.baton`
 _MANY_LOGPROBS = 4096  # of prompts; more are written on a thread
 _LOGPROB_BYTES = 64  # of a log-probability in a chunk, with its token, about
@@ -62,7 +65,7 @@ class Endpoint(Generic[T]):
     ) -> None:
         """Answers a POST, of `caller` where its headers do not say whose it is."""
         caller = caller or caller_of(exchange)
-        service.check_key(caller)
+        service.tenant_of(caller).check()
         await self.answer(service, await self._parsed(service, exchange), caller, exchange)
 
     async def _parsed(self, service: GenerationService, exchange: HttpExchange) -> T:
@@ -75,6 +78,8 @@ class Endpoint(Generic[T]):
         if body is None:
             close = ((b"connection", b"close"),)  # what is left of it is not read
             raise HttpError(413, f"the body is over {max_bytes} bytes", close)
+        if codings := exchange.headers.get(b"content-encoding"):
+            body = await service.admission.in_thread(decoded, body, codings, max_bytes)
         try:
             if len(body) <= _LARGE_BODY_BYTES:
                 return self.parse(body)
@@ -88,6 +93,39 @@ class Endpoint(Generic[T]):
             ) from error
 
 
+def decoded(body: bytes, codings: bytes, max_bytes: int) -> bytes:
+    """A body without its Content-Encoding.
+
+    Raises HttpError 415 for other codings than gzip and deflate, HttpError 413 where it has more
+    than `max_bytes`, and InvalidRequest where it is not what its coding says.
+    """
+    names = [name.strip() for name in codings.decode("latin-1").lower().split(",")]
+    names = [name for name in names if name not in ("", "identity")]
+    if len(names) > _MAX_CODINGS or not _CODINGS.issuperset(names):
+        raise HttpError(
+            415,
+            f"content-encoding may be gzip or deflate, not {quoted(', '.join(names))}: send the "
+            "body without it",
+            ((b"accept-encoding", b"gzip, deflate"),),
+        )
+    for name in reversed(names):
+        if name == "deflate":  # zlib's format; some clients send what is within alone
+            has_header = body[:1] == b"x" and int.from_bytes(body[:2], "big") % 31 == 0
+            inflater = zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
+        else:
+            inflater = zlib.decompressobj(16 + zlib.MAX_WBITS)
+        try:
+            body = inflater.decompress(body, max_bytes + 1)
+        except zlib.error as error:
+            raise InvalidRequest(f"the body is not {name}: {error}") from error
+        if len(body) > max_bytes:
+            raise HttpError(413, f"the body is over {max_bytes} bytes without its {name}")
+        if not inflater.eof or inflater.unused_data:
+            where = "behind its end" if inflater.eof else "missing at its end"
+            raise InvalidRequest(f"the body is not one piece of {name}: bytes are {where}")
+    return body
+
+
 async def generate(
     kind: Callable[..., Generation],
     service: GenerationService,
@@ -96,6 +134,7 @@ async def generate(
     exchange: HttpExchange,
 ) -> None:
     """Answers a request to generate; a client that hangs up cancels it."""
+    caller = correlated(exchange, caller, parsed.options.request_id)
     await kind(service, parsed, caller, exchange).run()
 
 
@@ -139,7 +178,7 @@ class Generation(ABC):
         except InvalidRequest as error:
             name = error.field.removeprefix("sampling.").removeprefix("chat.")
             name = _FUNCTION.sub(r"\1.function.", name)
-            raise InvalidRequest(str(error), self.parsed.fields.get(name, name)) from error
+            raise error.renamed(self.parsed.fields.get(name, name)) from error
         finally:
             self.forget()
 
@@ -207,7 +246,7 @@ class CompletionGeneration(Generation):
         usage = options.stream_options is not None and options.stream_options.include_usage
         self._no_usage: dict[str, Any] = {"usage": None} if usage else {}
         self._prompt_logprobs = 0  # that have come
-        prompts = [self._prompt(index) for index in range(len(parsed.requests))]
+        prompts = [self._prompt(index) for index in range(parsed.num_prompts)]
         self._outputs = [
             self.kind(
                 index,
@@ -221,7 +260,7 @@ class CompletionGeneration(Generation):
                 event=self._event,
                 send=self.send if options.stream else None,
             )
-            for index in range(len(parsed.requests) * parsed.n)
+            for index in range(parsed.num_prompts * parsed.n)
         ]
 
     @property
@@ -311,33 +350,32 @@ async def run_choices(
     first of them has its first token: by then its prompt is cached, so that it is computed once.
     If one fails, all end: the others that have not entered do not.
     """
-    requests, n = parsed.requests, parsed.n
-    total = len(requests) * n
+    num_prompts, n = parsed.num_prompts, parsed.n
+    total = num_prompts * n
     cut = not parsed.max_tokens_given
     if total == 1:
-        await service.generate(requests[0], caller, sinks[0], Choices(cut_output=cut))
+        await service.generate(parsed.request(0), caller, sinks[0], Choices(cut_output=cut))
         return
     loop = asyncio.get_running_loop()
     left_s = (
         service.admission.default_timeout_s if caller.time_left_s is None else caller.time_left_s
     )
     deadline = loop.time() + left_s  # one for all, also for those that begin later
-    computed = [asyncio.Event() for _ in requests]
+    computed = [asyncio.Event() for _ in range(num_prompts)]
     places = Places()
     shared = [
-        Choices(total, first=i == 0, cut_output=cut, places=places) for i in range(len(requests))
+        Choices(total, first=i == 0, cut_output=cut, places=places) for i in range(num_prompts)
     ]
     entrance = asyncio.Semaphore()
 
     async def one(choice: int) -> None:
         index, number = divmod(choice, n)
-        prompt, request = computed[index], requests[index]
+        prompt = computed[index]
         if number:
             await prompt.wait()
-            if request.sampling.HasField("prompt_logprobs"):  # they are told once
-                request = inference_pb2.GenerateRequest.FromString(request.SerializeToString())
-                request.sampling.ClearField("prompt_logprobs")
         await entrance.acquire()
+        request = parsed.request(index, number)
+        shared[index].params = shared[0].params
         sink = _Choice(sinks[choice], entrance.release, prompt.set)
         left = replace(caller, time_left_s=deadline - loop.time())
         await service.generate(request, left, sink, shared[index], number)

@@ -17,12 +17,12 @@ def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
     Reads no tensors and imports no torch. A worker uses only the tokenizer's fingerprint.
     """
     path = model_path(settings.model)
-    if path.is_file() and not settings.random_weights:
+    if path.is_file() and path.suffix != ".gguf" and not settings.random_weights:
         raise ConfigError(f"--model {settings.model} is a file: give its directory")
     config = ModelConfig.load(path)
     weight_format(settings, config.quantization)
     if not (settings.random_weights or settings.simulate):
-        check_tensors(path, config, stored_tensors(path))
+        check_tensors(path, config, stored_tensors(path, config.tie_embeddings))
     if worker:
         text_fingerprint(path)
         return

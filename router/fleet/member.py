@@ -78,7 +78,7 @@ class Member:
         self._mismatch = mismatch
         self._liveness = liveness
         self._on_change = on_change
-        self._draining = False  # the registry or the worker says so; no worker comes back from it
+        self.draining = False  # the registry or the worker says so; no worker comes back from it
         self._closed = False
         self._replaced = ""  # by which process
         self._stalled = ""  # why
@@ -98,10 +98,15 @@ class Member:
             self.record, self.load, state, reason, prompts, len(self._subscribers), self._slot
         )
 
+    @property
+    def answers(self) -> bool:
+        """Whether it is connected and not lost."""
+        return self._stream is not None and self._stream.alive
+
     def update(self, record: common_pb2.WorkerRecord) -> None:
         """The registry has a newer record of the same incarnation."""
         self.record = record
-        self._draining |= record.state == common_pb2.WORKER_STATE_DRAINING
+        self.draining |= record.state == common_pb2.WORKER_STATE_DRAINING
         self._touched.add(self._name)
 
     def assign(self, handoff_id: str, prompt: AssignedPrompt) -> None:
@@ -198,8 +203,8 @@ class Member:
         """Its state, and the reason when that is not READY."""
         if self._mismatch:
             return MISMATCH, self._mismatch
-        if self._draining or self.record.state != common_pb2.WORKER_STATE_READY:
-            state = "DRAINING" if self._draining else "STARTING"
+        if self.draining or self.record.state != common_pb2.WORKER_STATE_READY:
+            state = "DRAINING" if self.draining else "STARTING"
             return state, f"the worker is {state.lower()}"
         if self._stream is not None and not self._stream.alive:
             return self._stream.state, self._stream.why
@@ -278,11 +283,9 @@ class Member:
             self._quarantined[self._name] = [
                 (pair.prefill, pair.decode) for pair in report.pairs if pair.state == _QUARANTINED
             ]
-            if report.cache.cleared:
-                self._index.clear(self._slot)
-            self._index.evict(self._slot, report.cache.evicted)
-            self._index.store(self._slot, report.cache.stored)
-            self._draining |= report.state == common_pb2.WORKER_STATE_DRAINING
+            cache = report.cache
+            self._index.take(self._slot, cache.stored, cache.evicted, cleared=cache.cleared)
+            self.draining |= report.state == common_pb2.WORKER_STATE_DRAINING
             self._stalled = self._liveness.why_stalled(self.load)
 
     def _deliver(self, handoff_id: str, event: Event) -> None:

@@ -6,12 +6,15 @@ import io
 import json
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
 import threading
 import types
 from concurrent import futures
+from functools import partial
+from hashlib import sha256
 from typing import Any
 from unittest import mock
 
@@ -57,6 +60,17 @@ WRONG = [
     ("up --gpu-memory 80GiB", 2, "argument --gpu-memory: invalid float value: '80GiB'"),
     ("up --max-batch many", 2, "argument --max-batch: invalid int value: 'many'"),
     ("up --model /nowhere", 1, "model '/nowhere' not found"),
+    ("up --max-contxt 9", 2, "there is no option --max-contxt: do you mean --max-context?"),
+    ("serve m --enforce-eager", 2, "no option --enforce-eager: do you mean --no-graphs?"),
+    ("serve m --trust-remote-code", 2, "a model directory is never run: leave it out"),
+    ("bench serve --foo", 2, "baton bench serve: error: there is no option --foo (`baton bench"),
+    *((line, 2, "error: unrecognized arguments: n") for line in
+      ("serve n o", "up --model m n", "up --random-weights m n", "status n")),
+    ("serve /nowhere", 1, "model '/nowhere' not found"),
+    ("router --decode 2 /nowhere", 2, "no option --decode"),
+    ("prefill-worker --port 7710 /nowhere", 1, "model '/nowhere' not found"),
+    *((f"{command} --api-key é", 2, "argument --api-key: an API key must be ASCII")
+      for command in ("up", "router")),
     ("up --decode 0", 2, "argument --decode: --decode must be at least 1, not 0: a cluster"),
     ("up --http-port 65535 --routers 2", 1, "--http-port 65535 leaves no ports for all routers"),
     ("router --config {", 1, "--config is no JSON object"),
@@ -149,6 +163,34 @@ def test_every_option_reaches_the_processes_of_a_local_cluster():
     assert (worker.engine.nice, worker.engine.threads) == (7, 1)
 
 
+VLLM = {
+    "--max-model-len": ("max-context", "4096"), "--served-model-name": ("model-name", "m"),
+    "--tensor-parallel-size": ("tp", "2"), "-tp": ("tp", "2"),
+    "--gpu-memory-utilization": ("gpu-memory", "0.5"), "--max-num-seqs": ("max-batch", "7"),
+    "--kv-cache-dtype": ("kv-dtype", "fp8"), "--tool-call-parser": ("tool-parser", "hermes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", VLLM)
+def test_an_option_may_have_the_name_that_vllm_gives_it(flag):
+    """They are no options more: neither help nor files know them."""
+    key, value = VLLM[flag]
+    assert settings("up", flag, value) == settings("up", f"--{key}", value) != settings("up")
+    assert f" {flag} " not in parse("up").parser.format_help()
+
+
+def test_an_api_key_is_shown_to_nobody(monkeypatch):
+    """Neither in settings nor on the command lines of processes."""
+    for argv in (["--api-key", "secret", "--api-key", "other"], []):
+        monkeypatch.setenv("BATON_OPT_API_KEY", "" if argv else "secret;other")
+        cluster = settings("up", *argv)
+        digests = tuple(f"sha256:{sha256(key).hexdigest()}" for key in (b"secret", b"other"))
+        assert cluster.limits.api_keys == digests
+        line = commands.router(cluster, "h:1", 7701)
+        assert "secret" not in repr(cluster) + str(line)
+        assert settings(*line).api_keys == digests
+
+
 def test_a_worker_runs_on_its_share_of_the_machine():
     _, worker = children("--device", "cuda", share=Share((0, 2), 2, "cuda:7", 0.25))
     assert worker.engine == EngineConfig(
@@ -190,13 +232,18 @@ def test_flags_override_the_environment_which_overrides_the_file(tmp_path, monke
     assert settings("router", "--config", options.to_json(child)).max_queue == 9
 
 
+def test_sizes_are_in_powers_of_two_or_ten():
+    sizes = {"7": 7, "2GiB": 2 << 30, "2GB": 2 * 10**9, "512MB": 512 * 10**6, "3 KiB": 3 << 10}
+    assert {text: options.size(text) for text in sizes} == sizes
+
+
 @pytest.mark.parametrize(
     ("content", "variable", "message"),
     [
         ("max-bach = 1", "", "baton.toml: there is no option 'max-bach'; do you mean 'max-batch'?"),
         ("[router]", "", "there is no option 'router'; do you mean 'routers'?"),
         ("max-batch = 0", "", "--max-batch must be at least 1, not 0"),
-        ("kv-cache = '1XB'", "", "baton.toml: kv-cache: '1XB' is no size: write 512MiB, 2GiB or"),
+        ("kv-cache = '1XB'", "", "baton.toml: kv-cache: '1XB' is no size: write 512MiB, 2GB or"),
         ("graphs = 2", "", "baton.toml: graphs: '2' is neither true nor false"),
         ("dtype = 'int3'", "", "--dtype must be one of auto, float32, bfloat16"),
         ("max-batch =", "", "baton.toml cannot be read"),
@@ -230,6 +277,39 @@ def test_threads_are_set_and_cores_checked(monkeypatch, caplog):
     assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
     with pytest.raises(ConfigError, match=r"may run on \[0, 1\], not on \[9\]"):
         services.limit_cpu(1, (9,))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((64, 300), (300, 300)),
+        ((300, 300), (300, 300)),
+        ((300, resource.RLIM_INFINITY), (1 << 20, resource.RLIM_INFINITY)),
+        ((300, 1 << 30), (1 << 20, 1 << 30)),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+        ((64, 64), "may open 64 files and needs 256 at least: raise the limit .ulimit -n"),
+        ((32, 100), "may open 100 files"),
+    ],
+)
+def test_a_service_may_open_as_many_files_as_the_system_lets_it(monkeypatch, before, after):
+    limits = [before]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, new: limits.append(new))
+    if isinstance(after, str):
+        with pytest.raises(ConfigError, match=after):
+            services.raise_file_limit()
+    else:
+        services.raise_file_limit()
+        assert limits[-1] == (after or before)
+
+
+@pytest.mark.parametrize("command", ["up", "demo", "router", "prefill-worker", "decode-worker"])
+def test_every_service_says_when_it_may_open_too_few_files(command):
+    few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (64, 64))
+    baton = [sys.executable, "-m", "baton", command]
+    done = subprocess.run(baton, check=False, capture_output=True, text=True, preexec_fn=few)
+    assert done.returncode == 1
+    assert done.stderr.startswith("baton: error: this process may open 64 files and needs 256")
 
 
 def install(monkeypatch, name, **members):
@@ -433,9 +513,26 @@ def test_a_closed_pipe_is_no_traceback(client, tmp_path, monkeypatch, capsys):
     os.close(read_end)
     with open(write_end, "w") as pipe, open(os.devnull, "w") as safe:  # noqa: PTH123
         monkeypatch.setattr(sys, "stdout", pipe)
-        assert cli.main(["generate", "x"]) == 1
+        assert cli.main(["generate", "x"]) == cli.CLOSED_PIPE
         monkeypatch.setattr(sys, "stdout", safe)
-    assert "went away" in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("line", ["up --help", "--help", "doctor", "trace", "status --json"])
+def test_a_command_whose_reader_leaves_ends_silently(line):
+    """Whatever it prints, and whenever; what it could not do is still said."""
+    command = [sys.executable, "-m", "baton", *line.split()]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as pipe:
+        ended = subprocess.run(
+            command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
+    if line in ("trace", "status --json"):
+        assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
+        assert "no router answers" in ended.stderr
+    else:  # argparse gives up by itself in the midst of a long help
+        assert (ended.returncode or cli.CLOSED_PIPE, ended.stderr) == (cli.CLOSED_PIPE, "")
 
 
 @pytest.mark.parametrize("command", [["generate", "x"], ["chat"], ["status", "--timeout", "2"]])
@@ -554,4 +651,5 @@ def test_health_is_an_exit_status_for_container_checks(capsys):
                 taken.listen()
             target = f"127.0.0.1:{taken.getsockname()[1]}"
             assert cli.main(["health", "--target", target, "--timeout", "0.3"]) == 1
-        assert ("error:" if listens else "failed to connect") in capsys.readouterr().err
+        why = "not finished within" if listens else f"no router or worker answers at {target}:"
+        assert f"error: {why}" in capsys.readouterr().err

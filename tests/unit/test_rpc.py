@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton import errors, rpc
 from baton.server import Health, bind
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from tests.waiting import WAIT_S
 
 BASES = {errors.BatonError, errors.RetryableError, errors.TransferFailed}
 AT_START = {errors.ConfigError, errors.CheckpointError}  # no caller meets them
@@ -83,14 +84,14 @@ async def scripted():
 async def failure(stub):
     """What a unary call raises."""
     with pytest.raises(errors.BatonError) as failed, rpc.translated():
-        await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=10)
+        await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=WAIT_S)
     return failed.value
 
 
 async def stream_failure(stub):
     """What a stream raises after its messages."""
     with pytest.raises(errors.BatonError) as failed, rpc.translated():
-        async for _ in stub.Generate(inference_pb2.GenerateRequest(), timeout=10):
+        async for _ in stub.Generate(inference_pb2.GenerateRequest(), timeout=WAIT_S):
             pass
     return failed.value
 
@@ -119,7 +120,7 @@ async def test_a_channel_to_a_role_stays_connected_while_nothing_is_called(monke
     async with rpc.channel(address, role="decode") as held, rpc.channel(address) as other:
         for channel in (held, other):
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-        await asyncio.wait_for(other.wait_for_state_change(ChannelConnectivity.READY), 10)
+        await asyncio.wait_for(other.wait_for_state_change(ChannelConnectivity.READY), WAIT_S)
         await asyncio.sleep(0.5)
         assert held.get_state() is ChannelConnectivity.READY
     await server.stop(None)
@@ -135,7 +136,7 @@ async def test_a_bug_and_an_unknown_code_are_internal(scripted, caplog):
     (record,) = (record for record in caplog.records if record.name == "baton.rpc")
     assert record.exc_info is not None and record.exc_info[1] is servicer.error
     with pytest.raises(errors.InternalError, match=r"^UNIMPLEMENTED: "), rpc.translated():
-        await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=10)
+        await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=WAIT_S)
 
 
 @pytest.fixture
@@ -185,7 +186,7 @@ async def test_malformed_requests_are_refused_with_one_line(scripted, caplog):
         arity = "stream" if "Reflection" in method else "unary"
         raw: Any = b"\xff\xff" if arity == "unary" else iter([b"\xff\xff"])
         with pytest.raises(errors.InvalidRequest, match=method), rpc.translated():
-            async for _ in getattr(channel, f"{arity}_stream")(method)(raw, timeout=10):
+            async for _ in getattr(channel, f"{arity}_stream")(method)(raw, timeout=WAIT_S):
                 pass
     (record,) = caplog.records
     assert record.name == "baton.rpc" and record.exc_info is None

@@ -1,6 +1,8 @@
 """Restrictions of an output: what can be compiled, what cannot and where, what that may cost."""
 
+import contextlib
 import json
+import random
 import re
 import shutil
 import string
@@ -9,6 +11,7 @@ import sys
 import time
 from itertools import product
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -22,9 +25,9 @@ from baton.sampling import (
 )
 from baton.structured_output import GrammarCompiler
 from baton.text import load_tokenizer
+from tests.waiting import WAIT_S
 
 VOCAB, EOS = 4096, 1
-WAIT_S = 60.0
 TOKENIZER = load_tokenizer(DEMO_MODEL)
 
 
@@ -231,6 +234,19 @@ def test_a_model_that_cannot_do_it_says_why(tmp_path):
             GrammarCompiler(path, vocab, ends).compile(asked, (), 0).result(WAIT_S)
 
 
+def test_a_tokenizer_may_have_a_special_token_that_the_model_has_no_logits_for(tmp_path):
+    stored = json.loads((DEMO_MODEL / "tokenizer.json").read_text())
+    added = {**stored["added_tokens"][0], "id": VOCAB, "content": "<image>"}
+    tokens = [*stored["added_tokens"], added]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**stored, "added_tokens": tokens}))
+    matcher, same = (
+        GrammarCompiler(path, VOCAB, {EOS}).compile(schema(OBJECT), (), 0).result(WAIT_S)
+        for path in (tmp_path, DEMO_MODEL)
+    )
+    for text in ("", '{"a"', '{"a":12}'):
+        assert allowed(matcher, ids_of(text)) == allowed(same, ids_of(text))
+
+
 def names():
     return map("".join, (p for n in (1, 2, 3) for p in product(string.ascii_lowercase, repeat=n)))
 
@@ -337,6 +353,18 @@ def test_another_thread_runs_while_a_large_one_is_compiled(grammars):
     assert turns > 3
 
 
+INT64 = {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1}
+ENDLESS = {
+    "$defs": {
+        "x": {"type": "object", "properties": {"y": {"$ref": "#/$defs/x"}}, "required": ["y"]}
+    }
+}
+NO_NAME_LEFT = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "patternProperties": {"^a$": {"type": "integer"}},
+    "additionalProperties": False,
+}
 NAMED = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
 
 
@@ -348,6 +376,21 @@ NAMED = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"typ
         ({"minProperties": 2, "required": ["a"]}, '{"a":1,"b":2}', '{"a":1,"a":2}'),
         ({"exclusiveMinimum": 0, "maximum": 1}, "0.5", "0"),
         ({"pattern": "^[^\\x00-\\x1f]$"}, '"a"', r'"\n"'),
+        ({"const": 9007199254740994}, "9007199254740994", "9007199254740993"),
+        (INT64, "9223372036854775807", "9223372036854775808"),
+        (INT64, "-9223372036854774784", "-9223372036854775809"),
+        ({"type": "integer", "maximum": (1 << 64) - 1, "minimum": 0}, "18", "-1"),
+        ({"type": "number", "minimum": -(1 << 63)}, "-1.5", "-1e3"),
+        ({"type": "integer", "minimum": 10**18}, str(10**18), str(10**18 - 1)),
+        ({"type": "integer", "exclusiveMaximum": 1 << 63}, "5", "9223372036854775808"),
+        # Optional, and without a finite instance.
+        ({"properties": {"a": {"$ref": "#/$defs/x"}}, **ENDLESS}, '{"b":1}', '{"a":{"y":{}}}'),
+        ({"items": {"$ref": "#/$defs/x"}, "type": "array", **ENDLESS}, "[]", "[{}]"),
+        ({"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}], **ENDLESS}, "null", "{}"),
+        # A further property would need a name, and none is left.
+        (NO_NAME_LEFT, '{"a":1}', '{"a":1,"a":1}'),
+        ({**NO_NAME_LEFT, "properties": {}, "required": ["a"]}, '{"a":1}', '{"a":"x"}'),
+        ({"type": "object", "patternProperties": {"": False}}, "{}", '{"a":1}'),
     ],
 )  # fmt: skip
 def test_what_is_compiled_is_kept_to(grammars, value, right, wrong):
@@ -371,8 +414,114 @@ def test_what_is_compiled_is_kept_to(grammars, value, right, wrong):
         ({"pattern": "^a\\x01b$"}, "/pattern: there can be no control"),
         ({"patternProperties": {"[\\u0001]": {}}}, "/patternProperties: there can be no control"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "/x-guidance: it is not taken"),
+        ({"const": 9007199254740993}, "/const: as a float64 it is another number"),
+        ({"const": -(1 << 63)}, "/const: as a float64"),  # llguidance's stack would overflow
+        ({"enum": [1, {"a": [10**30]}]}, "/enum: as a float64"),
+        ({"const": 123456789.12345679}, "/const: as a float64"),  # llguidance reads ...68
+        ({"type": "integer", "const": 1e22}, "/const: as a float64"),
+        ({"minimum": 9007199254740993}, "/minimum: as a float64"),
+        ({"exclusiveMinimum": 1 << 53}, "/exclusiveMinimum: a bound that is excluded"),
+        ({"type": "integer", "minimum": -1e300, "maximum": -1e300}, "/maximum: numbers have 64"),
+        ({"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}},
+         "/properties/a: nothing matches it"),
+        ({"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/x"}, **ENDLESS},
+         "/$defs/x/properties/y: nothing matches it"),
+        ({"type": "object", "patternProperties": {"": False}, "minProperties": 1},
+         "its root: nothing matches it"),
+        ({"patternProperties": {f"^a{n}$": {} for n in range(40)},
+          "properties": {f"b{n}": {} for n in range(40)}}, "/patternProperties: times the prop"),
     ],
 )  # fmt: skip
 def test_what_would_not_be_kept_to_is_refused_with_its_place(grammars, value, place):
     with pytest.raises(InvalidRequest, match=f"^json_schema at {re.escape(place)}"):
         grammars.compile(schema(value), (), 0).result(WAIT_S)
+
+
+class RandomSchemas:
+    """Schemas of which many have no instance, or have some whose parts have none."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+
+    def schema(self, depth):
+        one = self.random.choice
+        if depth == 0:
+            leaves = ({"type": "integer"}, {"type": "string"}, False, {"const": 1}, {"enum": ["x"]})
+            return one(leaves)
+        make = one((self.reference, self.joined, self.number, self.array, *[self.object] * 4))
+        return make(depth - 1)
+
+    def maybe(self, chance, **keywords):
+        return {k: make() for k, make in keywords.items() if self.random.random() < chance}
+
+    def reference(self, _depth):
+        return {"$ref": f"#/$defs/{self.random.choice('xy')}"}
+
+    def joined(self, depth):
+        keyword = self.random.choice(("anyOf", "allOf"))
+        return {keyword: [self.schema(depth) for _ in range(self.random.randint(1, 2))]}
+
+    def number(self, _depth):
+        bounds = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+        values = {key: lambda: self.random.choice((0, 1, -1, 5, 2.5)) for key in bounds}
+        return {
+            "type": self.random.choice(("integer", "number")),
+            **self.maybe(0.4, **values, multipleOf=lambda: self.random.choice((2, 7, 0.5))),
+        }
+
+    def array(self, depth):
+        return {
+            "type": "array",
+            **self.maybe(
+                0.5,
+                items=lambda: self.schema(depth),
+                prefixItems=lambda: [self.schema(depth)],
+                minItems=lambda: self.random.randint(0, 2),
+                maxItems=lambda: self.random.randint(0, 2),
+            ),
+        }
+
+    def object(self, depth):
+        patterns = ("^a$", "^a", "^(a|b)$", ".*", "b")
+        return {
+            "type": "object",
+            **self.maybe(
+                0.6,
+                properties=lambda: {name: self.schema(depth) for name in "ab"},
+                patternProperties=lambda: {self.random.choice(patterns): self.schema(depth)},
+                additionalProperties=lambda: self.random.choice((False, self.schema(depth))),
+                required=lambda: self.random.sample("abc", 1),
+                minProperties=lambda: self.random.randint(0, 1),
+            ),
+        }
+
+    def token(self, matcher):
+        """A token that may follow; those that end something more often."""
+        found = sorted(allowed(matcher))
+        ends = [t for t in found if t == EOS or TOKENIZER.decode([t]).strip() in tuple('}]"01')]
+        return self.random.choice(ends if ends and self.random.random() < 0.6 else found)
+
+
+def test_no_schema_that_is_compiled_comes_to_a_dead_end(grammars):
+    """Of those that are refused since nothing matches them, nothing does."""
+    values = [None, 0, 1, 2, 7, 0.5, -1, 5, "x", "a", [], [1], ["x"], [1, 1], {}]
+    values += [{k: v} for k in "abc" for v in values] + [{"a": v, "b": 1} for v in (1, "x", {})]
+    compiled = refused = 0
+    for seed in range(250):
+        made = RandomSchemas(seed)
+        value = {"allOf": [made.schema(3)], "$defs": {name: made.schema(2) for name in "xy"}}
+        try:
+            matcher = grammars.compile(schema(value), (), 0).result(WAIT_S)
+        except InvalidRequest as error:
+            if str(error).endswith("nothing matches it"):
+                refused += 1
+                with contextlib.suppress(RecursionError):  # a definition that is itself
+                    assert not any(map(jsonschema.Draft202012Validator(value).is_valid, values))
+            continue
+        compiled, tokens = compiled + 1, []
+        while len(tokens) < 60 and (token := made.token(matcher)) != EOS:
+            tokens.append(token)
+            matcher.advance(tokens, len(tokens))
+            allowed(matcher)
+            assert not matcher.failure, (value, TOKENIZER.decode(tokens))
+    assert compiled > 100 and refused > 5

@@ -47,7 +47,10 @@ def test_context_travels_in_metadata_also_to_spans_that_are_recorded_later(recor
     assert second.context.trace_id == first.context.trace_id
     assert (second.start_time, second.end_time) == (10**18, 10**18 + 5)
     malformed = ((("traceparent", "nonsense"),), (("traceparent-bin", b"\xff"),))
-    for metadata in (None, (), (("other", "x"),), *malformed):  # a caller without a trace
+    (good,) = metadata
+    zeros = (("traceparent", f"00-{'0' * 32}-{'ab' * 8}-01"),)
+    for metadata in (None, (), (("other", "x"),), (good, good), zeros, *malformed):
+        # A caller without a trace.
         with telemetry.span(recorded.tracer, "work", telemetry.extract(metadata)):
             pass
         assert recorded.spans[-1].parent is None
@@ -77,6 +80,8 @@ def test_a_span_says_how_its_work_ended(recorded, raised, status, description):
     (done,) = recorded.spans
     if raised and status is StatusCode.UNSET:
         attributes["baton.cancelled"] = True
+    elif raised:
+        attributes["error.type"] = type(raised).__name__
     assert (done.name, done.kind, dict(done.attributes or {})) == ("work", kind, attributes)
     assert (done.status.status_code, done.status.description) == (status, description)
 

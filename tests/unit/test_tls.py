@@ -19,8 +19,9 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
 from baton.worker.metrics import LoadTracker
 from baton.worker.router_port import RouterPort
+from tests.waiting import WAIT_S
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = WAIT_S
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ async def call(address, credentials, method="Describe", role="decode"):
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         with rpc.translated():
             request = getattr(worker_pb2, f"{method}Request")()
-            answer = getattr(stub, method)(request, timeout=TIMEOUT_S / 2)
+            answer = getattr(stub, method)(request, timeout=TIMEOUT_S)
             return await answer
 
 

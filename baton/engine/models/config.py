@@ -40,6 +40,13 @@ TOKENS = Check(
 )
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 FULL, SLIDING = "full_attention", "sliding_attention"
+# What transformers knows inside `rope_parameters`, of whichever kind; it reads no other key.
+_ROPE_KEYS = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "finetuned"),
+    *("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+    *("mscale", "mscale_all_dim", "truncate", "short_factor", "long_factor"),
+    *("low_freq_factor", "high_freq_factor"),
+}
 
 
 Activation = Literal["silu", "gelu_tanh", "swigluoai"]
@@ -140,6 +147,11 @@ class ModelConfig:
         Raises CheckpointError naming the file, the key, its value and what is supported.
         """
         file = path / "config.json" if path.is_dir() else path
+        if path.suffix == ".gguf" or (not file.exists() and any(path.glob("*.gguf"))):
+            raise CheckpointError(
+                f"{path}: GGUF is not supported yet: give a directory with config.json and "
+                "safetensors weights"
+            )
         fields = Fields(file, read_json(file))
         named = fields.values.get("architectures")
         architecture = named[0] if isinstance(named, list) and named else named
@@ -161,6 +173,8 @@ class ModelConfig:
         fields.read("use_bidirectional_attention", one_of(False), False)
         fields.read("is_causal", one_of(True), True)  # false in models made for embeddings
         fields.read("clip_qkv", Check(lambda value: value is None, "null"))
+        if "attn_logit_softcapping" not in differs.defaults:  # nor does transformers in Gemma 3
+            fields.read("attn_logit_softcapping", Check(lambda value: not value, "null"))
         act = "hidden_activation" if "hidden_activation" in differs.defaults else "hidden_act"
         num_heads = fields.read("num_attention_heads", COUNT)
         hidden_size = fields.read("hidden_size", COUNT)
@@ -395,6 +409,8 @@ def _rope(
     fields: Fields, differs: Architecture, inside: Fields, theta: float, head_size: int
 ) -> tuple[Rope, int]:
     """One rope, as the object `inside` describes it, and the longest context."""
+    for key in inside.values.keys() - _ROPE_KEYS:
+        inside.read(key, Check(lambda value: not value, "null, for what it does is not followed"))
     context = fields.read("max_position_embeddings", COUNT)
     rope = Rope(
         float(inside.read("rope_theta", NUMBER, theta)),

@@ -28,8 +28,10 @@ LORA_CONFIG = "adapter_config.json"  # PEFT's names
 LORA_FILE = "adapter_model.safetensors"
 MAX_TEXT = 256  # of names and reasons that come from files, as errors show them
 # safetensors' names.
-FLOATS = ("F32", "F16", "BF16")
-ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
+FLOATS = ("F32", "F16", "BF16", "F64")
+ELEMENT_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1,
+}  # fmt: skip
 
 # The fingerprint reads this much of a file's data at this many places.
 SAMPLE_BYTES = 4096
@@ -54,15 +56,16 @@ def read_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is missing") from error
 
 
-def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+def stored_tensors(directory: Path, is_tied: bool = False) -> dict[str, StoredTensor]:
     """Every tensor of the model in `directory`, by name, after its files' headers were checked.
 
     Embedding models are stored without the "model." that others' names begin with: it is added.
+    A tied model may be stored with its output layer alone: that is the embedding.
     """
     if (directory / SINGLE_FILE).is_file():
-        return _named(file_tensors(directory / SINGLE_FILE))
+        return _named(file_tensors(directory / SINGLE_FILE), is_tied)
     if (directory / INDEX_FILE).is_file():
-        return _named(_sharded_tensors(directory))
+        return _named(_sharded_tensors(directory), is_tied)
     missing = f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}"
     pickles = sorted(file for end in ("bin", "pt", "pth") for file in directory.glob(f"*.{end}"))
     if pickles:
@@ -73,8 +76,10 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     raise CheckpointError(f"{missing}: give a directory with safetensors weights")
 
 
-def _named(tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _named(tensors: dict[str, StoredTensor], is_tied: bool) -> dict[str, StoredTensor]:
     if "embed_tokens.weight" not in tensors:
+        if is_tied and "lm_head.weight" in tensors:
+            tensors.setdefault("model.embed_tokens.weight", tensors["lm_head.weight"])
         return tensors
     return {f"model.{name}": tensor for name, tensor in tensors.items()}
 

@@ -143,7 +143,7 @@ def load_weights(
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a model directory: it has no weights to load")
-    stored = stored_tensors(path)
+    stored = stored_tensors(path, config.tie_embeddings)
     if config.tie_embeddings and _has_own_head(stored):
         log.warning(
             "%s has an lm_head.weight of its own, which is used: tie_word_embeddings in "

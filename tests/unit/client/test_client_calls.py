@@ -20,6 +20,7 @@ from baton.client.call import Attempts
 from baton.local import certs, ports
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 from tests.unit.client.scripted_router import HELLO, ScriptedRouter, delta, finish, serving, started
+from tests.waiting import WAIT_S
 
 
 async def test_calls_arrive_with_their_input_key_and_deadline(connect, serve):
@@ -225,7 +226,7 @@ async def test_a_closed_client_leaves_no_thread(serve):
             client.models()
         left = [t for t in threading.enumerate() if t not in before]
         for thread in left:
-            thread.join(10)
+            thread.join(WAIT_S)
         return [t.name for t in left if t.is_alive()]
 
     assert await asyncio.to_thread(use) == []

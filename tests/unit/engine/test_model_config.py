@@ -234,6 +234,17 @@ REFUSED_FORMATS: list[Any] = [
         ({"use_bidirectional_attention": True}, ["use_bidirectional_attention", "True"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor", "0.5"]),
+        ({**GEMMA, "attn_logit_softcapping": 2.0}, ["attn_logit_softcapping", "2.0", "null"]),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.1}},
+            ["rope_parameters.llama_4_scaling_beta", "0.1", "not followed"],
+        ),
+        ({"rope_scaling": {"rope_type": "dynamic", "alpha": 1e3}}, ["rope_scaling.alpha"]),
+        ({"rope_parameters": {"full_attention": {"factor": 2}}}, ["full_attention"]),
+        (
+            {**GEMMA, "rope_parameters": {"full_attention": {"attn_factor": 2}}},
+            ["rope_parameters.full_attention.attn_factor"],
+        ),
         ({"rope_scaling": {"rope_type": "ntk"}}, ["rope_scaling.rope_type", "ntk", "yarn"]),
         ({"rope_scaling": {"type": "dynamic"}}, ["rope_scaling.factor", "None"]),
         (

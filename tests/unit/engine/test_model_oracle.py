@@ -107,10 +107,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "gemma3 cap of scores, which it has not": (
-        "Gemma3ForCausalLM",
-        {**GEMMA, "attn_logit_softcapping": 2.0},
-    ),
     "phi3": ("Phi3ForCausalLM", {"sliding_window": 24}),
     "phi3 partly turned": ("Phi3ForCausalLM", {"rope_parameters": PARTIAL}),
     "phi3 longrope": ("Phi3ForCausalLM", {"rope_parameters": LONG}),

@@ -20,6 +20,7 @@ from baton.engine.weights.checkpoint import INDEX_FILE, SINGLE_FILE
 from baton.engine.weights.weight import DenseWeight, Int8Weight
 from baton.engine.weights.weights import load_weights, random_seed, random_weights
 from baton.errors import CheckpointError
+from baton.local.model_check import check_model
 from tests.unit.engine.checkpoints import load_reference, make_checkpoint
 
 CPU = torch.device("cpu")
@@ -92,6 +93,28 @@ def test_tied_copies_and_old_rotary_tables_are_ignored(tmp_path):
     )
     weights = load(tmp_path)
     assert weights.lm_head.tensor is weights.embedding
+
+
+def test_a_tied_model_may_be_stored_with_its_output_layer_alone(tmp_path):
+    make_checkpoint(tmp_path, tie_word_embeddings=True)
+    matrix = load_reference(tmp_path).lm_head.weight
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    assert torch.equal(load_reference(tmp_path).model.embed_tokens.weight, matrix)
+    check_model(EngineConfig(model=str(tmp_path)), worker=True)
+    weights = load(tmp_path)
+    assert torch.equal(weights.embedding, matrix)
+    assert weights.lm_head.tensor is weights.embedding
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float64_is_read_as_transformers_does(tmp_path, dtype):
+    make_checkpoint(tmp_path)
+    rewrite(tmp_path, lambda t: t.update({name: one.double() / 3 for name, one in t.items()}))
+    weights, reference = load(tmp_path, dtype), load_reference(tmp_path, dtype)
+    assert torch.equal(weights.embedding, reference.model.embed_tokens.weight)
+    assert torch.equal(
+        weights.layers[1].o.tensor, reference.model.layers[1].self_attn.o_proj.weight
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import threading
+import time
 
 import pytest
 
@@ -14,7 +16,8 @@ from baton.errors import ConfigError, Overloaded, Unauthenticated, Unavailable
 from baton.gateway import batch_runner, batch_store, batches, frontend
 from baton.v1 import common_pb2
 from router.admission.tenants import Tenants
-from tests.waiting import eventually
+from tests.unit.router.scripted_workers import seen
+from tests.waiting import WAIT_S, eventually
 
 from .conftest import PROMPT
 
@@ -407,7 +410,7 @@ async def test_a_tenants_share_of_the_disk_holds_for_uploads_and_results(gateway
     batch_store.prepare(config.batch_dir)
     gateway = await gateway_of(api=config)
     async with sending(gateway, UPLOAD % 70_000) as (reader, _):  # before any of it is sent
-        assert b" 400 " in await asyncio.wait_for(reader.readline(), 5)
+        assert b" 400 " in await asyncio.wait_for(reader.readline(), WAIT_S)
 
     async def chunks(size):
         yield PURPOSE + b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\n'
@@ -464,7 +467,7 @@ UPLOAD = (
 
 async def test_an_upload_goes_no_faster_than_the_disk(gateway, monkeypatch, connections):
     go_on, write = threading.Event(), batches._Upload.write
-    monkeypatch.setattr(batches._Upload, "write", lambda *args: (go_on.wait(20), write(*args)))
+    monkeypatch.setattr(batches._Upload, "write", lambda *args: (go_on.wait(WAIT_S), write(*args)))
     form = PURPOSE + FORM % (b"file", b"", b"x" * (16 << 20)) + END
     async with sending(gateway, UPLOAD % len(form) + form) as (reader, writer):
         sent = asyncio.create_task(writer.drain())
@@ -487,17 +490,17 @@ async def test_an_upload_goes_no_faster_than_the_disk(gateway, monkeypatch, conn
 
 
 async def test_an_upload_may_take_long_while_it_comes(gateway, monkeypatch):
-    monkeypatch.setattr(http_server, "BODY_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(http_server, "BODY_TIMEOUT_S", 1.2)
     monkeypatch.setattr(http_server, "MIN_BODY_BYTES", 100)
     form = PURPOSE + FORM % (b"file", b"", b"x" * 2000) + END
-    for piece, status in ((300, b" 200 "), (10, b" 408 ")):
+    for piece, status in ((100, b" 200 "), (10, b" 408 ")):
         async with sending(gateway, UPLOAD % len(form)) as (reader, writer):
             answered = asyncio.create_task(reader.readline())
             for start in range(0, len(form), piece):
                 if not answered.done():
                     writer.write(form[start : start + piece])
                     await asyncio.sleep(0.15)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(WAIT_S):
                 assert status in await answered
     await eventually(
         lambda: asyncio.sleep(0, list(gateway.api.batch_dir.glob("*/*.part"))),
@@ -522,7 +525,103 @@ async def test_a_file_is_sent_no_faster_than_it_is_read(gateway, monkeypatch, co
     async with sending(gateway, b"GET %b HTTP/1.1\r\n\r\n" % path.encode()) as (reader, _):
         await asyncio.sleep(1.0)
         read = b""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             with contextlib.suppress(ConnectionResetError):
                 read = await reader.read()
         assert len(read) < len(text)
+
+
+class SetClock:
+    """Stands for the module `time` in modules whose wall clock somebody sets."""
+
+    def __init__(self, monkeypatch):
+        self.ahead_s = 0.0
+        for module in (batch_runner, batch_store):
+            monkeypatch.setattr(module, "time", self)
+
+    def __getattr__(self, name):
+        return getattr(time, name)
+
+    def time(self):
+        return time.time() + self.ahead_s
+
+    def time_ns(self):
+        return time.time_ns() + int(self.ahead_s * 1e9)
+
+
+DAY_S = 24 * 3600.0
+
+
+@pytest.mark.parametrize("jumps_s", [(DAY_S,), (-DAY_S,), (3 * DAY_S, -3 * DAY_S), (-DAY_S, DAY_S)])
+async def test_batches_keep_their_time_when_the_clock_is_set(gateway, monkeypatch, jumps_s):
+    clock, held = SetClock(monkeypatch), []
+    gateway.decode.runs = [lambda *run: held.append(run)] * 20
+    running = await create(gateway, [line(0), line(1)])
+    await seen(lambda: len(held) == 2)
+    waiting = await create(gateway, [line(2)])  # for the one before
+    for jump_s in jumps_s:
+        clock.ahead_s += jump_s
+        looked = gateway.service.batches.copy
+        await asyncio.sleep(0.2)  # ten looks
+        assert looked() == {"in_progress": 1, "validating": 1}
+    for batch in (running, waiting):
+        left_s = (await get(gateway, batch))["expires_at"] - clock.time()
+        assert DAY_S - 600 < left_s < DAY_S + 600
+    for run in held:
+        gateway.decode.run_to_end(*run)
+    for batch in (running, waiting):
+        gateway.decode.runs.clear()
+        assert (await finished(gateway, batch))["status"] == "completed"
+
+
+async def test_ids_are_in_the_order_of_their_making_when_the_clock_is_set_back(
+    gateway, monkeypatch
+):
+    clock, files, made = SetClock(monkeypatch), [], []
+    for ahead_s in (0.0, -DAY_S, 2 * DAY_S, 0.0):
+        clock.ahead_s = ahead_s
+        files.append((await upload(gateway, [line(0)])).json()["id"])
+        made.append((await create(gateway, [line(0)]))["id"])
+    listed = (await gateway.client.get("/v1/batches")).json()["data"]
+    assert [each["id"] for each in listed] == made[::-1]
+    assert sorted(files) == files
+
+
+ROWS = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES]
+
+
+@pytest.mark.parametrize("number", ROWS, ids=[errno.errorcode[number] for number in ROWS])
+@pytest.mark.parametrize("where", ["_keep", "part", "_all", "write"])
+async def test_a_folder_that_cannot_be_used_is_named_with_a_507(
+    gateway, api, monkeypatch, caplog, number, where
+):
+    file = (await upload(gateway, [line(0)])).json()
+
+    def fails(*args, **more):
+        raise OSError(number, os.strerror(number), str(api.batch_dir / "default" / "x"))
+
+    if where == "_keep":
+        monkeypatch.setattr(batch_store, "_keep", fails)
+    elif where == "write":
+        monkeypatch.setattr(batches._Upload, "_add_data", fails)
+    else:
+        monkeypatch.setattr(batch_store.BatchStore, where, fails)
+    answers = []
+    if where in ("_keep", "part", "write"):
+        answers.append(await upload(gateway, [line(0)]))
+    if where == "_all":
+        answers.append(await gateway.client.get("/v1/files"))
+    if where != "write":
+        body = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
+        answers.append(await gateway.post("/v1/batches", body))
+    for answer in answers:
+        assert answer.status_code == 507, answer.text
+        message = answer.json()["error"]["message"]
+        assert str(api.batch_dir) in message and os.strerror(number) in message
+    assert "Traceback" not in caplog.text
+    assert not list(api.batch_dir.glob("*/*.part"))
+
+
+async def test_a_form_is_not_taken_compressed(gateway):
+    headers = {"content-encoding": "gzip"}
+    assert (await upload(gateway, [line(0)], headers)).status_code == 415
