@@ -8,9 +8,10 @@ import importlib.util
 import logging
 import os
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from baton import log_format
 from baton.cli import options
@@ -175,7 +176,7 @@ def require(*extras: str) -> None:
             raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
-def _run_service(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+def _run_service(run: Any, args: argparse.Namespace) -> int:
     raise_file_limit()
     return run(args)
 
