@@ -29,7 +29,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 CPU_KV_CACHE_BYTES = 512 << 20  # on a CPU, without --kv-cache or --kv-blocks
 MAX_TTFT_TARGET_S = 60  # who writes more means milliseconds
 HTTP_PORT = 7780
-_EACH_ROLE = "a cluster serves with a worker of each role"
+_ONE_DECODE = "only decode workers generate tokens"
 # Where processes that write into each other's memory meet; containers share it with `ipc: host`.
 SHARED_FOLDER = Path("/dev/shm")  # noqa: S108 (names in it cannot be guessed, nor taken by others)
 DEMO_MODEL = Path(__file__).parent / "demo_model"
@@ -178,6 +178,11 @@ class RegistryConfig:
     def workers_prefix(self) -> str:
         """Every worker's key begins with this."""
         return f"/baton/v1/{self.cluster}/workers/"
+
+    @property
+    def ticket_keys_prefix(self) -> str:
+        """The key of what routers sign tickets with begins with this."""
+        return f"/baton/v1/{self.cluster}/ticket-keys/"
 
     @property
     def ranks_prefix(self) -> str:
@@ -559,6 +564,14 @@ class RouterLimits:
         "for what a model thinks before it answers (default: by the chat template)",
         choices=REASONING_PARSERS,
     )
+    text_processes: int = option(
+        2,
+        "--text-processes N",
+        "that render and tokenize prompts of over 4 KiB beside the router, each with a tokenizer "
+        "of its own; they start when there is one",
+        least=1,
+        most=64,
+    )
     tenants_file: Path | None = option(
         None, "--tenants FILE", "TOML: tenants, keys, shares, limits (default: one, unlimited)"
     )
@@ -747,8 +760,10 @@ class ClusterConfig(WorkerServiceConfig):
     limits: RouterLimits = part(RouterLimits)
     api: ApiConfig = part(ApiConfig)
     etcd_access: RegistryConfig = part(RegistryConfig, without=("etcd", "lease_ttl_s"))
-    prefill: int = option(1, "--prefill N", "prefill workers", least=1, hint=_EACH_ROLE)
-    decode: int = option(1, "--decode N", "decode workers", least=1, hint=_EACH_ROLE)
+    prefill: int = option(
+        1, "--prefill N", "prefill workers; with 0 decode workers compute prompts", least=0
+    )
+    decode: int = option(1, "--decode N", "decode workers", least=1, hint=_ONE_DECODE)
     prefill_tp: int = option(
         0, "--prefill-tp RANKS", "of prefill workers alone (default: --tp)", most=MAX_TP
     )

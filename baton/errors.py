@@ -7,6 +7,7 @@ that an error keeps its meaning across processes. This module imports neither gR
 from __future__ import annotations
 
 import argparse
+import asyncio
 import copy
 import reprlib
 from typing import Self
@@ -104,6 +105,23 @@ class KvCorrupted(TransferFailed):
 
 class InternalError(BatonError):
     """A bug or an unknown failure."""
+
+
+# Raised past whoever answers for failures: they end the task, or the process.
+ENDINGS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+
+
+def as_exception(error: BaseException) -> Exception:
+    """The error itself, or a RuntimeError that a panic in a Rust library caused.
+
+    A panic is no Exception, so `except Exception` lets it pass and a request would get no answer:
+    catch BaseException behind ENDINGS.
+    """
+    if isinstance(error, Exception):
+        return error
+    failure = RuntimeError(f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 class ConfigError(BatonError, argparse.ArgumentTypeError):

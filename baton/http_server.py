@@ -38,7 +38,7 @@ from urllib.parse import unquote
 import httptools
 
 from baton import tls
-from baton.errors import ConfigError, Unavailable, quoted
+from baton.errors import ENDINGS, ConfigError, Unavailable, as_exception, quoted
 from baton.http_errors import JSON_TYPE, Header, HttpError, failure_of
 
 log = logging.getLogger(__name__)
@@ -609,12 +609,14 @@ class Connection(asyncio.Protocol):
         try:
             self._port.check_host(exchange.headers)
             await self._port.answer(exchange)
-        except Exception as error:
+        except ENDINGS:
+            raise
+        except BaseException as error:
             if exchange.started:
                 log.exception("%s %s: the answer broke off", exchange.method, exchange.path)
                 self._hang_up()
             else:
-                failure = failure_of(error)
+                failure = failure_of(as_exception(error))
                 exchange.answer(failure.status, failure.body, failure.headers)
 
     def _on_answered(self) -> None:

@@ -266,8 +266,10 @@ class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         async def respond(requests: Any, context: Any) -> Any:
             try:
                 return await behaviour(await take(requests, context), context)
-            except Exception as error:
-                self._failed(context, error)
+            except errors.ENDINGS:
+                raise
+            except BaseException as error:
+                self._failed(context, errors.as_exception(error))
 
         async def stream(requests: Any, context: Any) -> AsyncIterator[Any]:
             try:
@@ -275,8 +277,10 @@ class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 async with contextlib.aclosing(behaviour(request, context)) as responses:
                     async for response in responses:
                         yield response
-            except Exception as error:
-                self._failed(context, error)
+            except errors.ENDINGS:
+                raise
+            except BaseException as error:
+                self._failed(context, errors.as_exception(error))
 
         # A method that answers with a stream may also write to its context.
         wrapped = stream if inspect.isasyncgenfunction(behaviour) else respond

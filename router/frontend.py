@@ -6,6 +6,7 @@ gRPC (`service`) and HTTP are thin over this.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import secrets
 import time
@@ -17,15 +18,32 @@ from typing import Any, Protocol
 from opentelemetry.trace import SpanKind, Tracer
 
 from baton import telemetry
-from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable
+from baton.errors import (
+    ENDINGS,
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    KvMismatch,
+    Overloaded,
+    RetryableError,
+    Stale,
+    TransferFailed,
+    Unavailable,
+    as_exception,
+)
 from baton.text import Tokenizer
 from baton.v1 import common_pb2, fleet_pb2, inference_pb2
 from router.admission import feasibility
 from router.admission.admission import Admission, Choices
-from router.admission.tenants import AdmissionLease, Tenant
+from router.admission.tenants import AdmissionLease, LimitReached, Tenant
 from router.admission.wait_queue import WaitQueue
 from router.dispatch.dispatch import Dispatch
-from router.dispatch.request_state import ParsedOutput, RequestState, TextStream
+from router.dispatch.request_state import (
+    ParsedOutput,
+    RequestState,
+    TextStream,
+    TokenizedRequest,
+)
 from router.fleet.fleet import Fleet
 from router.placement.placement import RETRY_AFTER_S
 from router.telemetry.request_span import RequestSpan, first_attributes, operation_of
@@ -34,6 +52,12 @@ from router.telemetry.stats import RequestRecord, RouterStats
 # Output of one request may wait for a caller that reads slowly: so much of it, and so long.
 MAX_UNREAD_BYTES = 1 << 20
 UNREAD_S = 10.0
+# What a tenant is told instead of what failed within the cluster.
+_FOR_TENANTS = (
+    (Overloaded, "there is no room for this request now: try again later"),
+    (Unavailable, "the request cannot be served now: try again"),
+    ((TransferFailed, Stale, KvMismatch), "the request failed within the cluster: try again"),
+)
 _STOP = common_pb2.FINISH_REASON_STOP
 _REASONS = {
     common_pb2.FINISH_REASON_UNSPECIFIED: None,
@@ -59,6 +83,7 @@ class Caller:
     metadata: tuple[tuple[str, str | bytes], ...] = ()
     time_left_s: float | None = None  # None: no deadline of its own
     tenant: str = ""  # of a caller within this process, which has no key
+    resumes: bool = False  # whether it can go on with a broken stream at another router
 
     @property
     def request_id(self) -> str:
@@ -199,8 +224,10 @@ class _Delivery:
                 self._on_first = None
                 on_first()
             return stopped
-        except Exception as error:
-            self._error = error
+        except ENDINGS:
+            raise
+        except BaseException as error:
+            self._error = as_exception(error)
             return True
 
     def _tell_prompt(self) -> None:
@@ -296,6 +323,19 @@ class GenerationService:
         """Raises Unauthenticated unless the caller has an operator's key, or none is needed."""
         self.admission.tenants.check_admin(caller.metadata)
 
+    def shown(self, error: BatonError, caller: Caller) -> BatonError:
+        """An error as its caller may see it: names of workers, their addresses and sizes of queues
+        are for operators, and are in the router's log.
+        """
+        text = next((text for kind, text in _FOR_TENANTS if isinstance(error, kind)), None)
+        if text is None or isinstance(error, LimitReached):
+            return error
+        if self.admission.tenants.is_operator(caller.metadata):
+            return error
+        if isinstance(error, RetryableError):
+            return type(error)(text, error.retry_after_s)
+        return type(error)(text)
+
     async def generate(
         self,
         request: inference_pb2.GenerateRequest,
@@ -314,6 +354,10 @@ class GenerationService:
         self._idle.clear()
         try:
             await self._generate(request, caller, sink, choices or Choices(), number)
+        except BatonError as error:
+            if (shown := self.shown(error, caller)) is error:
+                raise
+            raise shown from error
         finally:
             self.running -= 1
             if not self.running:
@@ -335,6 +379,7 @@ class GenerationService:
             telemetry.span(
                 self._tracer, f"{operation} {model}", parent, known, SpanKind.SERVER
             ) as span,
+            contextlib.ExitStack() as held,
         ):
             record.span, record.trace_id = span, telemetry.trace_id_of(span)
             record.held = telemetry.is_held(span)
@@ -345,15 +390,15 @@ class GenerationService:
                 span.set_attribute("baton.callers_request_id", callers_id)
             trace = telemetry.context_of(span)
             with telemetry.span(self._tracer, "router.admit", trace):
-                state, lease = await self._admit(request, caller, record, choices, number)
+                state, lease = await self._admit(request, caller, record, choices, number, held)
             span.set_attribute("baton.request_id", record.request_id)
             span.set_attribute("baton.tenant", record.tenant)
             told = RequestSpan(span, self.admission.tokenizer, self._trace_content_chars)
             told.admitted(request, state.request)
-            with lease:
-                with telemetry.span(self._tracer, "router.check", trace):
-                    self._check(state)
-                await self._deliver(state, lease, record, sink, told)
+            held.enter_context(lease)
+            with telemetry.span(self._tracer, "router.check", trace):
+                self._check(state)
+            await self._deliver(state, lease, record, sink, told, caller, request.resume_ticket)
 
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, caller: Caller
@@ -361,7 +406,8 @@ class GenerationService:
         tenant = self.tenant_of(caller)
         self.admission.check_model(request.model)
         tenant.charge_request()
-        token_ids = await self.admission.tokenize(request, self.fleet.snapshot().max_context)
+        most = self.fleet.snapshot().max_context
+        token_ids = await self.admission.tokenize(request, most, tenant=tenant)
         tenant.charge_tokens(len(token_ids))
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_context=self.max_context)
 
@@ -415,14 +461,21 @@ class GenerationService:
         record: RequestRecord,
         choices: Choices,
         number: int,
+        held: contextlib.ExitStack,
     ) -> tuple[RequestState, AdmissionLease]:
+        """`held` is left at the request's end."""
         # A further choice was accepted with the first one, wherever that could be.
         if self.draining and not number:
             raise Unavailable("the router is draining: try another one", RETRY_AFTER_S)
-        if not (number or request.resumed_token_ids):
-            self.wait_queue.check_room()
         tenant = self.tenant_of(caller)
         record.tenant = tenant.name
+        if request.workers:
+            self.check_operator(caller)
+        ticket, tickets = request.resume_ticket, self.admission.tickets
+        resumes = bool(request.resumed_token_ids and ticket)
+        resumes = resumes and held.enter_context(tickets.taken(ticket, tenant.name))
+        if not (number or resumes):
+            self.wait_queue.check_room(tenant.flow)
         admitted = await self.admission.admit(
             request,
             caller.time_left_s,
@@ -432,13 +485,21 @@ class GenerationService:
             choices,
             number,
         )
-        # No request enters while none could be served; those admitted wait for workers.
-        if not number and (why_not := self.fleet.snapshot().why_not_ready):
-            raise Unavailable(why_not, RETRY_AFTER_S)
+        if resumes and tickets.is_for(ticket, admitted.prompt, admitted.cache_salt):
+            admitted.has_ticket = True
         lease = self.admission.enter(admitted, tenant, request.priority, choices, number)
         state = RequestState(admitted, record.arrived, record.arrived_ns)
         self.stats.admitted(record, state)
         return state, lease
+
+    def _ticket(self, request: TokenizedRequest, caller: Caller, shown: bytes) -> bytes:
+        """For the request that resumes this one, if it could: the one that it has shown itself."""
+        if not caller.resumes or request.has_ticket:
+            return shown if request.has_ticket else b""
+        left_s = request.time_left_s
+        return self.admission.tickets.give(
+            request.tenant, request.prompt, request.cache_salt, left_s
+        )
 
     def _check(self, state: RequestState) -> None:
         """Predicts its first token. Raises Overloaded where that would be too late."""
@@ -457,7 +518,10 @@ class GenerationService:
         record: RequestRecord,
         sink: Sink,
         told: RequestSpan,
+        caller: Caller,
+        ticket: bytes,
     ) -> None:
+        """`ticket` is the one that the request has shown."""
         span = record.span
         assert span is not None
         trace = telemetry.context_of(span)
@@ -476,16 +540,20 @@ class GenerationService:
                     trace_id=record.trace_id,
                     prompt_tokens=len(state.request.prompt),
                     resumed_tokens=len(state.request.resumed),
+                    resume_ticket=self._ticket(state.request, caller, ticket),
                 )
                 sink.start(started)
                 await self._dispatch.run(state, trace, delivery.put)
                 with telemetry.span(self._tracer, "router.finish", trace):
+                    route = state.final_route()
+                    if not self.admission.tenants.is_operator(caller.metadata):
+                        route.prefill = route.decode = ""
                     finish = inference_pb2.Finish(
                         reason=delivery.reason,
                         stop=delivery.stop,
                         usage=delivery.usage(),
                         timing=state.timing(),
-                        route=state.final_route(),
+                        route=route,
                         embedding=state.embedding,
                     )
                     record.finished = True

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from baton.structured_output import GrammarCompiler
 from baton.text import load_tokenizer
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
 from router.admission.admission import Admission
+from router.admission.resume_ticket import ResumeTickets
 from router.admission.tenants import Tenants
 from router.admission.wait_queue import WaitQueue
 from router.dispatch.dispatch import Dispatch
@@ -90,22 +91,34 @@ async def _run(
         membership = await stack.enter_async_context(registry.watch())
         _run_within(stack, tenants.follow(), "tenants")
         liveness = LivenessConfig(config.silence_s, config.stall_s)
-        fleet = Fleet(membership, config.incarnation, tokenizer.fingerprint, liveness)
+        fleet = Fleet(
+            membership,
+            config.incarnation,
+            tokenizer.fingerprint,
+            liveness,
+            decode_alone=config.local_prefill_max_tokens > 0,
+        )
         # A router is nothing without its fleet.
         _run_within(stack, fleet.follow(), "fleet").add_done_callback(lambda _: stop.set())
-        admission = Admission(
-            config.served_name,
-            tokenizer,
-            config.default_timeout_s,
-            ttft_target_s=config.ttft_target_s,
-            max_prompt_tokens=config.max_prompt_tokens,
-            stream_interval=config.stream_interval,
-            prefill_rate=lambda: fleet.snapshot().prefill_rate,
-            tenants=tenants,
-            aliases=config.model_aliases,
-            grammars=GrammarCompiler(path, tokenizer.vocab_size, tokenizer.eos_token_ids),
-            tool_parser=config.tool_parser,
-            reasoning_parser=config.reasoning_parser,
+        admission = await stack.enter_async_context(
+            aclosing(
+                Admission(
+                    config.served_name,
+                    tokenizer,
+                    config.default_timeout_s,
+                    ttft_target_s=config.ttft_target_s,
+                    max_prompt_tokens=config.max_prompt_tokens,
+                    stream_interval=config.stream_interval,
+                    prefill_rate=lambda: fleet.snapshot().prefill_rate,
+                    tenants=tenants,
+                    aliases=config.model_aliases,
+                    grammars=GrammarCompiler(path, tokenizer.vocab_size, tokenizer.eos_token_ids),
+                    tool_parser=config.tool_parser,
+                    reasoning_parser=config.reasoning_parser,
+                    tickets=ResumeTickets(await registry.ticket_key()),
+                    text_processes=config.text_processes,
+                )
+            )
         )
         queue = WaitQueue(config.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
         dispatch = Dispatch(fleet, queue, config, trace.tracer)

@@ -219,4 +219,5 @@ def authorize(tenants: Tenants, method: str, context: Any) -> None:
 
 def caller_of(context: Any) -> Caller:
     """A call's metadata and the time that is left of it."""
-    return Caller(tuple(context.invocation_metadata() or ()), context.time_remaining())
+    metadata = tuple(context.invocation_metadata() or ())
+    return Caller(metadata, context.time_remaining(), resumes=True)

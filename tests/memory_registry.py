@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import secrets
 
 from baton.errors import Unavailable
 from baton.registry.membership import Membership, copy_for_update, key_of
@@ -12,6 +13,7 @@ class MemoryRegistry:
 
     def __init__(self):
         self.entries = {}
+        self._ticket_key = secrets.token_bytes(32)
         self.missing = set()
         self._up = True
         self._registrations = []
@@ -68,6 +70,10 @@ class MemoryRegistry:
         finally:
             self._watches.remove(membership)
             membership.close()
+
+    async def ticket_key(self):
+        self._require()
+        return self._ticket_key
 
     async def close(self):
         pass

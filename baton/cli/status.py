@@ -182,10 +182,12 @@ def render_explanation(explanation: Mapping[str, Any]) -> str:
     if explanation["refused"]:
         verdict = f"would be refused or wait: {explanation['refused']}"
     elif explanation["decode_prefills"]:
-        best = rows[0]
+        best, instead = rows[0], "no prefill worker is ready"
+        if best["prefill"]:
+            instead = f"handed over in {best['handed_over_ttft_ms']:.1f} ms"
         verdict = (
             f"would run on {best['decode']}, which would compute the prompt itself: first token in "
-            f"{best['ttft_ms']} ms, handed over in {best['handed_over_ttft_ms']:.1f} ms"
+            f"{best['ttft_ms']} ms, {instead}"
         )
     else:
         verdict = f"would run on {rows[0]['prefill']} and {rows[0]['decode']}"

@@ -300,6 +300,7 @@ class GenerateCall:
             self._fail(final)
             raise
         self.request.resumed_token_ids[:] = self._token_ids
+        self.request.resume_ticket = self._started.resume_ticket
         return wait_s
 
     def ended(self) -> float | None:

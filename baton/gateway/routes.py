@@ -201,7 +201,7 @@ def _model(service: GenerationService, exchange: HttpExchange) -> api.Model:
 
 def _ready(service: GenerationService, exchange: HttpExchange) -> api.Status:
     if why_not := service.why_not_ready:
-        raise Unavailable(why_not, _RETRY_AFTER_S)
+        raise service.shown(Unavailable(why_not, _RETRY_AFTER_S), caller_of(exchange))
     return api.Status("ready")
 
 

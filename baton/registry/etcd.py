@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import logging
+import secrets
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -30,6 +31,7 @@ from baton.v1.common_pb2 import RankHost, WorkerRecord, WorkerState
 
 log = logging.getLogger(__name__)
 
+TICKET_KEY_BYTES = 32
 GRACE_TTLS = 2  # lease TTLs that a missing member has to register again
 
 
@@ -96,6 +98,20 @@ class EtcdRegistry:
         finally:
             watch.close()
 
+    async def ticket_key(self) -> bytes:
+        """Random bytes that all routers of the cluster share. Raises as entering `watch` does.
+
+        Several may be written at once by routers that start together: the oldest one counts.
+        """
+        prefix = self._config.ticket_keys_prefix
+        found = (await self._client.connect(prefix)).kvs
+        if not found:
+            new = secrets.token_bytes(TICKET_KEY_BYTES)
+            await self._client.put(prefix + secrets.token_hex(8), new, lease=0)
+            found = (await self._client.range(prefix)).kvs
+        oldest: etcd_pb2.KeyValue = min(found, key=lambda kv: kv.create_revision)
+        return oldest.value
+
     async def close(self) -> None:
         """Closes the connections; registrations and watches must have been left before."""
         await self._client.close()
@@ -122,7 +138,7 @@ class EtcdRegistration:
     def __init__(self, client: EtcdClient, ttl_s: int, key: str, record: Message) -> None:
         self._client, self._ttl_s, self.key = client, ttl_s, key
         self._record = copy.deepcopy(record)
-        self._written = b""
+        self._written, self._revision = b"", 0
         self._lease = 0  # 0: none
         self._renew_s = self._ttl_s / 3
         self.connected = False  # whether etcd answered the last time it was asked
@@ -158,10 +174,10 @@ class EtcdRegistration:
 
     async def _say_leaving(self) -> None:
         """Watchers keep a READY worker whose key vanishes: its lease may have ended by mistake."""
-        if isinstance(self._record, WorkerRecord):
-            if self._record.state == WorkerState.WORKER_STATE_READY:
-                self._record.state = WorkerState.WORKER_STATE_DRAINING
-                await self._put()
+        record = self._record
+        if isinstance(record, WorkerRecord) and record.state == WorkerState.WORKER_STATE_READY:
+            record.state = WorkerState.WORKER_STATE_DRAINING
+            await self._put()
 
     async def keep(self) -> None:
         """Writes again and again, until it is cancelled."""
@@ -200,11 +216,13 @@ class EtcdRegistration:
 
     async def _put(self) -> None:
         self._written = json_format.MessageToJson(self._record, indent=None).encode()
-        await self._client.put(self.key, self._written, self._lease)
+        self._revision = await self._client.put(self.key, self._written, self._lease)
 
     async def _check_stored(self) -> None:
         """Has the record written again if the store does not hold it as it was written."""
-        stored = await self._client.get(self.key)
+        stored, revision = await self._client.get(self.key)
+        if revision < self._revision:
+            return  # that member of etcd is behind; where data were lost, the lease was, too
         if stored is None or (stored.value, stored.lease) != (self._written, self._lease):
             what = "was changed" if stored else "was deleted"
             log.warning("%s %s by another process; writing it again", self.key, what)

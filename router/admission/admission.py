@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,14 +36,18 @@ from baton.text import MAX_CHARS_AT_ONCE, Detokenizer, Tokenizer, check_stop_str
 from baton.text.stop_strings import MAX_STOP_CHARS
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.chat import ChatFormats, check_messages
+from router.admission.fair_queue import Flow
+from router.admission.resume_ticket import ResumeTickets
 from router.admission.tenants import AdmissionLease, Places, Tenant, Tenants
+from router.admission.text_pool import Text, TextPool
 from router.dispatch.request_state import TokenizedRequest
 
 MAX_CHARS_PER_TOKEN = 16  # of a whole prompt; longer texts are refused before they are tokenized
 # Of a prompt's tokens, with the alternatives at each, whose log-probabilities are told: 8 MiB.
 MAX_PROMPT_LOGPROBS = 1 << 20
 MAX_WORKERS = 64  # that one request may name
-_TEXT_THREADS = 4
+# What they do holds the interpreter lock: more of them would only delay the event loop.
+_THREADS = 2
 _PRIORITIES = common_pb2.Priority.values()
 # Tokens a second before any worker has measured: only the order of virtual finish times matters
 # then, and that follows from the prompts' sizes whatever the rate.
@@ -85,13 +89,19 @@ class Admission:
     grammars: GrammarCompiler = field(default_factory=lambda: GrammarCompiler(Path(), 0, ()))
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    tickets: ResumeTickets = field(default_factory=ResumeTickets)
+    text_processes: int = 2  # for long texts
     _threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(_TEXT_THREADS, "text"), init=False, repr=False
+        default_factory=lambda: ThreadPoolExecutor(_THREADS, "text"), init=False, repr=False
     )
 
     def __post_init__(self) -> None:
         """Raises ConfigError for parsers that do not fit the model."""
         self.chat_formats  # noqa: B018 - made now
+
+    async def aclose(self) -> None:
+        """Ends the processes for long texts."""
+        await self._text_pool.close()
 
     def __str__(self) -> str:
         """For a log: what is served."""
@@ -101,6 +111,12 @@ class Admission:
     def chat_formats(self) -> ChatFormats:
         """How the model writes tool calls and reasoning."""
         return ChatFormats.of(self.tokenizer, self.tool_parser, self.reasoning_parser)
+
+    @cached_property
+    def _text_pool(self) -> TextPool:
+        tokenizer = self.tokenizer
+        arguments = (str(tokenizer.path.absolute()), tokenizer.fingerprint, self.tool_parser)
+        return TextPool(arguments, self.text_processes)
 
     async def admit(
         self,
@@ -135,7 +151,7 @@ class Admission:
         if not request.truncate_prompt_tokens:
             check_length(len(request.token_ids.ids) + len(resumed), limit)
         if choices.prompt is None:
-            tokens = await self.tokenize(request, max_context, timeout_s)
+            tokens = await self.tokenize(request, max_context, timeout_s, tenant)
             # Four bytes a token, for as long as the request waits.
             choices.prompt = array("I", tokens[-request.truncate_prompt_tokens :])
         prompt, output_format = choices.prompt, None
@@ -215,7 +231,7 @@ class Admission:
             raise ModelNotFound(f"model {quoted(model)} is not served here; {self.model!r} is")
 
     async def in_thread(self, work: Callable[..., T], *args: object) -> T:
-        """Runs long work on one of a few threads, which serve nothing but texts."""
+        """Runs long work on one of two threads, which do nothing else."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     async def tokenize(
@@ -223,10 +239,12 @@ class Admission:
         request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
         max_context: int,
         timeout_s: float | None = None,
-    ) -> list[int]:
-        """The prompt's token ids, whichever way it was given. Raises DeadlineExceeded.
+        tenant: Tenant | None = None,
+    ) -> Sequence[int]:
+        """The prompt's token ids, whichever way it was given. Raises as `TextPool.encode`.
 
-        Short texts are tokenized at once: a thread would take several times as long.
+        DeadlineExceeded, too. Short texts are tokenized at once: a process would take several times
+        as long.
         """
         limit = self._limit(max_context)
         kind, special = request.WhichOneof("input"), request.add_special_tokens
@@ -238,27 +256,42 @@ class Admission:
             return list(request.token_ids.ids)  # type: ignore[union-attr]
         # That of a prompt which is cut holds for what is left.
         most = 0 if getattr(request, "truncate_prompt_tokens", 0) else limit
+        is_short, suffix = True, getattr(request, "suffix", "")
         if kind == "text":
-            text, suffix = request.text, getattr(request, "suffix", "")
-            num_chars = len(text) + len(suffix)
+            num_chars = len(request.text) + len(suffix)
             _check_chars(num_chars, limit)
-            work = partial(self.tokenizer.encode, text, most, special)
-            if suffix:
-                work = partial(self.tokenizer.encode_between, text, suffix, most)
-            if num_chars <= MAX_CHARS_AT_ONCE:
-                return work()
+            is_short = num_chars <= MAX_CHARS_AT_ONCE
         else:
             check_messages(request.chat.messages)
-            _check_chars(sum(map(_num_chars, request.chat.messages)), limit)
-            work = partial(self.chat_formats.encode, request.chat, most, special)
-            if request.chat.ByteSize() <= MAX_CHARS_AT_ONCE:
-                with contextlib.suppress(TimeoutError):
-                    return work(at_once=True)
+            num_bytes = request.chat.ByteSize()
+            is_short = num_bytes <= MAX_CHARS_AT_ONCE
+            if num_bytes > limit * MAX_CHARS_PER_TOKEN:  # to count takes longer
+                _check_chars(sum(map(_num_chars, request.chat.messages)), limit)
+        if is_short or not self.tokenizer.has_text:
+            with contextlib.suppress(TimeoutError):
+                return self._encode_at_once(request, suffix, most, special)
+        salt = tenant.salt(getattr(request, "cache_salt", "")) if tenant else ""
+        data = request.text.encode() if kind == "text" else request.chat.SerializeToString()
+        text = Text(kind, data, suffix.encode(), most, special, salt)
         try:
             async with asyncio.timeout(timeout_s):
-                return await self.in_thread(work)
+                return await self._text_pool.encode(text, tenant.flow if tenant else Flow(""))
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed during tokenizing") from None
+
+    def _encode_at_once(
+        self,
+        request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
+        suffix: str,
+        most: int,
+        special: bool,
+    ) -> list[int]:
+        """Raises TimeoutError for a chat that takes longer than an event loop may be held."""
+        if request.HasField("chat"):
+            return self.chat_formats.encode(request.chat, most, special, at_once=True)
+        if suffix:
+            return self.tokenizer.encode_between(request.text, suffix, most)
+        return self.tokenizer.encode(request.text, most, special)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included. Raises InvalidRequest."""
@@ -352,7 +385,8 @@ class Admission:
         if not prompt:
             raise InvalidRequest("the prompt has no tokens", "input")
         check_length(len(prompt) + len(resumed), limit)
-        if (largest := max(*prompt, *resumed, 0)) >= self.tokenizer.vocab_size:
+        largest = max(prompt)
+        if (largest := max(largest, *resumed, 0)) >= self.tokenizer.vocab_size:
             raise InvalidRequest(
                 f"token id {largest} is not below the vocabulary size {self.tokenizer.vocab_size}",
                 "token_ids",

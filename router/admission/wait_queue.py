@@ -1,5 +1,8 @@
 """The wait queue for room on workers: bounded, by virtual finish time, tried one by one.
 
+When it is full, a tenant has the part of it that is its share: one with less takes the place of the
+last entry of the one with most.
+
 The first entry tries again at each change of the fleet. Those behind may pass it where it finds no
 room (a large request must not keep small ones from room it cannot use), but only for so long on all
 workers: after that one worker, or a pair, is kept for it, so that room gathers there until it fits,
@@ -11,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from baton.errors import Overloaded
-from router.admission.fair_queue import PendingPrompt
+from router.admission.fair_queue import Flow, PendingPrompt
 
 # How long the first may be passed on all workers, from when it first found no room.
 PASSING_S = 1.0
@@ -37,6 +41,10 @@ Clock = Callable[[], float]
 Earmark = Callable[[frozenset[str]], frozenset[str] | None]
 
 
+class NoWorker(Overloaded):
+    """No worker that could serve the request is there: others need not wait behind it."""
+
+
 @dataclass(frozen=True)
 class QueueEntry:
     """A request that waits for room."""
@@ -44,6 +52,7 @@ class QueueEntry:
     pending: PendingPrompt  # the earliest virtual finish goes first
     num_tokens: int
     first_token_by: float = math.inf  # time.monotonic(): its TTFT target
+    decodes: bool = True  # those that do not need other workers
     # The names of workers to keep for it, where others took their room for long; called with those
     # that are kept already. None: they can pass it, it never has room. Empty: they cannot, it soon
     # has.
@@ -55,12 +64,14 @@ class _Waiter:
     """An entry in the queue, and the handshake between its owner and the task that wakes it."""
 
     entry: QueueEntry
+    accepted: bool  # before it came: nobody displaces it
     tried_at: asyncio.Event | None  # the change at which it tried last
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     tried: asyncio.Event = field(default_factory=asyncio.Event)
     trying: bool = False
     slow: bool = False  # the waking task has gone on without the outcome of this try
     left: bool = False
+    no_worker: bool = False  # at its last try: it takes no room from anyone
     refused_first: float = math.inf  # when it first found no room while first in the queue
     passable: bool | None = None  # while it finds no room: see `QueueEntry.earmark`
 
@@ -141,6 +152,7 @@ class WaitQueue:
         self._waiting: list[_Waiter] = []
         self._stirred = asyncio.Event()  # an entry came or went
         self._waking: asyncio.Task[None] | None = None  # runs while anything waits
+        self._counts, self._shares = Counter[str](), dict[str, float]()  # of tenants that wait
         self._owner: _Waiter | None = None  # for whom workers are kept, and
         self._kept = frozenset[str]()  # their names
         self._rate = DrainRate(clock, in_flight)
@@ -189,16 +201,32 @@ class WaitQueue:
                 slack = min(slack, left_s - needed_s * safety)
         return slack
 
-    def check_room(self) -> None:
-        """Raises Overloaded when the queue is full; by the time it gives, half of it should go."""
-        if self.depth < self._capacity:
-            return
+    def check_room(self, flow: Flow) -> None:
+        """Raises Overloaded when the queue is full and another tenant has no more of it than its
+        share; by the time it gives, half of it should go.
+        """
+        if self.depth >= self._capacity and self._displaced_by(flow) is None:
+            raise self._full(f"{self._capacity} requests are waiting already")
+
+    def _full(self, why: str) -> Overloaded:
         shortest, longest = RETRY_AFTER_S
         rate = self.drain_rate()
         tokens = sum(waiter.entry.num_tokens for waiter in self._waiting)
         half_s = tokens / rate / 2 if rate else 0.0
-        retry_after_s = min(longest, max(shortest, half_s))
-        raise Overloaded(f"{self._capacity} requests are waiting already", retry_after_s)
+        return Overloaded(why, min(longest, max(shortest, half_s)))
+
+    def _displaced_by(self, flow: Flow) -> _Waiter | None:
+        """Who gives way to one more entry of a tenant, where the queue is full: the last one of the
+        tenant that has most by its share, unless the two would change places by that.
+        """
+        counts, tenant = self._counts, flow.tenant
+        most = max(counts, key=lambda name: counts[name] / self._shares[name])
+        if (counts[tenant] + 1) / flow.share > (counts[most] - 1) / self._shares[most]:
+            return None
+        for waiter in reversed(self._in_order()):
+            if waiter.entry.pending.flow.tenant == most and not (waiter.trying or waiter.accepted):
+                return waiter
+        return None
 
     async def place(
         self, entry: QueueEntry, attempt: Callable[[], Awaitable[T]], *, accepted: bool = False
@@ -206,8 +234,8 @@ class WaitQueue:
         """What `attempt` returns once it finds room: tried at once if none waits, else in order.
 
         `attempt` raises Overloaded where there is no room; what else it raises ends the wait.
-        Raises Overloaded itself when the queue is full, unless the request was `accepted` before.
-        The caller sets the time limit, by cancelling.
+        Raises Overloaded itself when the queue is full, or when it gives way to another tenant's,
+        unless the request was `accepted` before. The caller sets the time limit, by cancelling.
         """
         tried_at = None
         if not self._waiting:
@@ -216,18 +244,23 @@ class WaitQueue:
                 return await attempt()
             except Overloaded:
                 pass  # it waits
-        if not accepted:
-            self.check_room()
-        waiter = _Waiter(entry, tried_at)
+        if not accepted and self.depth >= self._capacity:
+            if (displaced := self._displaced_by(entry.pending.flow)) is None:
+                raise self._full(f"{self._capacity} requests are waiting already")
+            self._leave(displaced)
+            displaced.turn.set()
+        waiter = _Waiter(entry, accepted, tried_at)
         self._join(waiter)
         try:
             while True:
                 await waiter.turn.wait()
                 waiter.turn.clear()
+                if waiter.left:
+                    raise self._full("another tenant, with fewer requests waiting, took its place")
                 try:
                     result = await attempt()
-                except Overloaded:
-                    self._refused(waiter)
+                except Overloaded as error:
+                    self._refused(waiter, isinstance(error, NoWorker))
                 else:
                     self._rate.placed(entry.num_tokens)
                     return result
@@ -241,13 +274,19 @@ class WaitQueue:
 
     def _join(self, waiter: _Waiter) -> None:
         self._waiting.append(waiter)
+        flow = waiter.entry.pending.flow
+        self._counts[flow.tenant] += 1
+        self._shares[flow.tenant] = flow.share
         self._rate.waiting(True)
         self._stirred.set()
         if self._waking is None or self._waking.done():
             self._waking = asyncio.create_task(self._wake(), name="wait queue")
 
-    def _refused(self, waiter: _Waiter) -> None:
-        if min(self._waiting, key=_virtual_finish) is waiter:
+    def _refused(self, waiter: _Waiter, no_worker: bool) -> None:
+        if waiter.no_worker is not no_worker:
+            waiter.no_worker, waiter.refused_first = no_worker, math.inf
+            self._rate.waiting(self._waits_for_room)
+        if not no_worker and min(self._waiting, key=_virtual_finish) is waiter:
             waiter.refused_first = min(waiter.refused_first, self._clock())
         waiter.trying = False
         waiter.tried.set()
@@ -255,13 +294,24 @@ class WaitQueue:
             self._stirred.set()  # there may have been a change meanwhile
 
     def _leave(self, waiter: _Waiter) -> None:
+        """May be called again."""
+        if waiter.left:
+            return
         self._waiting.remove(waiter)
+        tenant = waiter.entry.pending.flow.tenant
+        self._counts[tenant] -= 1
+        if not self._counts[tenant]:
+            del self._counts[tenant], self._shares[tenant]
         if self._owner is waiter:
             self._owner, self._kept = None, frozenset()
         waiter.left = True
         waiter.tried.set()
         self._stirred.set()
-        self._rate.waiting(bool(self._waiting))
+        self._rate.waiting(self._waits_for_room)
+
+    @property
+    def _waits_for_room(self) -> bool:
+        return any(not waiter.no_worker for waiter in self._waiting)
 
     async def _wake(self) -> None:
         """Runs while anything waits: a round at each change, and when an entry comes or goes."""
@@ -278,8 +328,11 @@ class WaitQueue:
         The first of those that waited for too long gets workers of its own.
         """
         refused, trying, least, overdue = list[_Waiter](), 0, math.inf, False
+        no_worker: Counter[bool] = Counter()  # tries, by `QueueEntry.decodes`
         for waiter in tuple(self._in_order()):
-            if waiter.left:
+            if waiter.left or (
+                waiter.no_worker and no_worker[waiter.entry.decodes] >= MOST_REFUSED
+            ):
                 continue
             if len(refused) >= MOST_REFUSED:
                 if waiter.entry.num_tokens > least / 2:
@@ -295,6 +348,9 @@ class WaitQueue:
                 trying += 1
                 if trying >= MOST_TRYING:
                     return
+                continue
+            if waiter.no_worker:
+                no_worker[waiter.entry.decodes] += 1
                 continue
             refused.append(waiter)
             least = min(least, waiter.entry.num_tokens)

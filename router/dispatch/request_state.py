@@ -46,7 +46,7 @@ class OutputFormat:
 
 @dataclass(slots=True)
 class TokenizedRequest:
-    """A validated request in tokens. Only its place in the fair queue is set later."""
+    """A validated request in tokens. Its place in the fair queue, and its ticket, are set later."""
 
     request_id: str
     prompt: Sequence[int]
@@ -59,6 +59,7 @@ class TokenizedRequest:
     ttft_target_s: float = 0.0  # 0: none
     show_special_tokens: bool = False  # in the text
     resumed: tuple[int, ...] = ()  # output tokens that another stream has delivered
+    has_ticket: bool = False  # that a router gave it: it was admitted there
     further_choice: bool = False  # of a prompt whose first one has begun
     # Its place in the fair queue; before it enters that, the first one.
     pending: PendingPrompt = _FIRST
@@ -69,7 +70,7 @@ class TokenizedRequest:
     @property
     def accepted(self) -> bool:
         """Whether that was decided before it came, so that it is not refused for want of room."""
-        return self.further_choice or bool(self.resumed)
+        return self.further_choice or self.has_ticket
 
     @property
     def time_left_s(self) -> float:
@@ -138,7 +139,7 @@ class RequestState:
 
     @property
     def alone(self) -> bool:
-        """Whether it may share no step with others, as it may be what failed steps had in common."""
+        """Whether it shares no step with others: it may be what the failed ones had in common."""
         return self.failed_steps >= _MOST_SHARED
 
     def failed(self, error: BatonError, num_tokens: int) -> bool:
@@ -180,6 +181,7 @@ class RequestState:
             pending=request.pending,
             num_tokens=len(request.prompt) + len(self.delivered),
             first_token_by=self.started + request.ttft_target_s if has_target else math.inf,
+            decodes=self.decodes,
             earmark=earmark,
         )
 
@@ -308,8 +310,8 @@ class TextStream:
         shown = token_ids[:-1] if finish_reason == "stop" else token_ids
         reasoned = parser.take_reasoning(shown, self._detokenizer, last=finish_reason is not None)
         text, count = self._text(token_ids[reasoned:], finish_reason)
-        last = finish_reason is not None or self.stop is not None
-        text, self.parsed = parser.parse(text, last=last)
+        cut = finish_reason == "length" or self.stop is not None
+        text, self.parsed = parser.parse(text, last=cut or finish_reason is not None, cut=cut)
         return text, reasoned + count
 
     def _text(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[str, int]:
@@ -371,11 +373,11 @@ class _OutputParser:
             self._space = text[len(self._reasoning) :]
         return count
 
-    def parse(self, text: str, *, last: bool) -> tuple[str, ParsedOutput]:
-        """Content, and what else there is."""
+    def parse(self, text: str, *, last: bool, cut: bool) -> tuple[str, ParsedOutput]:
+        """Content, and what else there is; see `ToolParser.push`."""
         if self._behind_reasoning and (text := text.lstrip()):
             self._behind_reasoning = False
         calls: Sequence[ToolCallDelta] = ()
         if self._tools is not None:
-            text, calls = self._tools.push(text, last=last)
+            text, calls = self._tools.push(text, last=last, cut=cut)
         return text, ParsedOutput(self._reasoning, calls)

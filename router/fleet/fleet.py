@@ -40,7 +40,10 @@ class Fleet:
         router_id: str,
         text_fingerprint: str,
         liveness: LivenessConfig,
+        decode_alone: bool = True,
     ) -> None:
+        """`decode_alone`: decode workers serve without prefill workers where none is READY."""
+        self._decode_alone = decode_alone
         self.breakers = CircuitBreakers()
         self.on_ejected: Callable[[Key], None] = lambda key: None
         self._membership = membership
@@ -99,7 +102,7 @@ class Fleet:
         return self._judged
 
     def tokens_in_flight(self) -> int:
-        """Prompt tokens that prefill workers have and did not compute yet."""
+        """Prompt tokens that workers have and did not compute yet."""
         return self._look().tokens_in_flight
 
     def member(self, incarnation: str) -> Member:
@@ -129,7 +132,7 @@ class Fleet:
             views.sort(key=lambda view: view.incarnation)
             prefill = tuple(view for view in views if view.record.role == _PREFILL)
             decode = tuple(view for view in views if view.record.role != _PREFILL)
-            self._seen = Snapshot(prefill, decode, excluded, self._index)
+            self._seen = Snapshot(prefill, decode, excluded, self._index, self._decode_alone)
         elif views:
             is_other = excluded != self._seen.excluded_pairs
             self._seen = self._seen.replaced(views, excluded if is_other else None)

@@ -115,7 +115,8 @@ class OnDecode(NamedTuple):
     """The request on a decode worker, or on many.
 
     A pair costs `OnPrefill.us` and the handoff's, or `local_us` where that is less, as decode then
-    computes the prompt itself. Either is infinite where it is out of the question.
+    computes the prompt itself. Either is infinite where it is out of the question. It costs
+    `alone_us` where there is no prefill worker.
     """
 
     cached: Any
@@ -125,6 +126,7 @@ class OnDecode(NamedTuple):
     tpot_s: Any
     local_ttft_s: Any
     local_us: Any
+    alone_us: Any
     near_us: Any  # of a handoff on one host, and of what follows
     far_us: Any
 
@@ -321,7 +323,7 @@ def _on_decode(
     # Decode's batch waits while it computes, so that costs its time once a sequence.
     # And it costs no less than a handoff: where nothing waits, prefill workers compute.
     here_s = _DECODE_PRICE * (wait_s + compute_s * (1 + d.busy)) + HANDOFF_S[False]
-    local_us = xp.rint(here_s * 1e6 + rest_us)
+    alone_us = xp.rint(here_s * 1e6 + rest_us)
     most_local = request.local_prefill_max_tokens
     always = uncached <= most_local
     # One step computes it and what waits there, and lasts no longer than streams can bear.
@@ -342,7 +344,8 @@ def _on_decode(
         full,
         tpot_s,
         wait_s + compute_s,
-        xp.where(always | may, local_us, np.inf),
+        xp.where(always | may, alone_us, np.inf),
+        alone_us,
         handoff_us(True),
         handoff_us(False),
     )

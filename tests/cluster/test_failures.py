@@ -31,6 +31,7 @@ from tests.waiting import WAIT_S, eventually
 
 SILENCE_S = 2.0  # a busy machine is not silent for that long
 KILLED_GAP_S, SILENT_GAP_S = 1.0, 2 * SILENCE_S  # docs/failures.md
+RECOVERY_S = 2.0
 STORM = 300
 PORTS = {name: ports.free() for name in ("prefill-0", "decode-0")}
 # Two of each role; some have fixed ports, and prompts take several chunks.
@@ -196,20 +197,37 @@ async def test_a_decode_worker_outlives_its_prefill_workers(clusters, simulated)
     await check(client, simulated, simulated.case(100), cache_salt="mapped")
 
 
-async def test_no_worker_of_a_role(clusters):
-    """UNAVAILABLE with RetryInfo, and the router's readiness says NOT_SERVING."""
-    cluster, _ = await clusters(**TWO)
+async def test_no_worker_of_a_role(clusters, simulated):
+    """Decode serves alone, also what prefill is lost with; without it requests wait, then end."""
+    limits = RouterLimits(silence_s=SILENCE_S, recovery_s=RECOVERY_S)
+    cluster, _ = await clusters(**{**TWO, "limits": limits})
+
+    async def until_state(client, role, alive, state):
+        def holds(status):
+            ready = {one["role"] for one in status["workers"] if one["state"] == "READY"}
+            return (role in ready) is alive and status["router"]["state"] == state
+
+        await eventually(client.status, holds, f"not {state}")
+
     async with AsyncClient(cluster.address, retry=RetryPolicy(max_attempts=1)) as client:
-        for role in ("prefill", "decode"):
-            for state in ("SERVING", "NOT_SERVING"):
-                is_so = lambda s, state=state: s["router"]["state"] == state  # noqa: E731
-                await eventually(client.status, is_so, f"not {state}")
-                if state == "SERVING":
-                    cluster.kill(f"{role}-0")
-            with pytest.raises(Unavailable, match=f"no {role} worker is ready") as refused:
-                await client.generate([5] * 40, max_tokens=4, timeout=WAIT_S)
-            assert refused.value.retry_after_s > 0
-            await start_again(cluster, f"{role}-0")
+        streams = Streams(client, simulated, simulated.mixed(4))
+        running = await streams.start()
+        cluster.kill("prefill-0")
+        await running
+        await until_state(client, "prefill", False, "SERVING")
+        done = await check(client, simulated, simulated.case(1000, 9))
+        assert (done.route.prefill, done.route.decode[:8]) == (None, "decode-0")
+        await start_again(cluster, "prefill-0")
+        await until_state(client, "prefill", True, "SERVING")
+
+        cluster.kill("decode-0")
+        await until_state(client, "decode", False, "NOT_SERVING")
+        with pytest.raises(Unavailable, match="no decode worker is ready") as refused:
+            await client.generate([5] * 40, max_tokens=4, timeout=WAIT_S)
+        assert refused.value.retry_after_s > 0
+        await start_again(cluster, "decode-0")
+        await until_state(client, "decode", True, "SERVING")
+        await check(client, simulated, simulated.case(64, 7))
 
 
 async def test_a_deadline_is_kept_wherever_it_passes(clusters, simulated):

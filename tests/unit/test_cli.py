@@ -6,12 +6,14 @@ import io
 import json
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
 import threading
 import types
 from concurrent import futures
+from functools import partial
 from hashlib import sha256
 from typing import Any
 from unittest import mock
@@ -275,6 +277,39 @@ def test_threads_are_set_and_cores_checked(monkeypatch, caplog):
     assert os.environ["OMP_NUM_THREADS"] == os.environ["MKL_NUM_THREADS"] == "3"
     with pytest.raises(ConfigError, match=r"may run on \[0, 1\], not on \[9\]"):
         services.limit_cpu(1, (9,))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((64, 300), (300, 300)),
+        ((300, 300), (300, 300)),
+        ((300, resource.RLIM_INFINITY), (1 << 20, resource.RLIM_INFINITY)),
+        ((300, 1 << 30), (1 << 20, 1 << 30)),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+        ((64, 64), "may open 64 files and needs 256 at least: raise the limit .ulimit -n"),
+        ((32, 100), "may open 100 files"),
+    ],
+)
+def test_a_service_may_open_as_many_files_as_the_system_lets_it(monkeypatch, before, after):
+    limits = [before]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, new: limits.append(new))
+    if isinstance(after, str):
+        with pytest.raises(ConfigError, match=after):
+            services.raise_file_limit()
+    else:
+        services.raise_file_limit()
+        assert limits[-1] == (after or before)
+
+
+@pytest.mark.parametrize("command", ["up", "demo", "router", "prefill-worker", "decode-worker"])
+def test_every_service_says_when_it_may_open_too_few_files(command):
+    few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (64, 64))
+    baton = [sys.executable, "-m", "baton", command]
+    done = subprocess.run(baton, check=False, capture_output=True, text=True, preexec_fn=few)
+    assert done.returncode == 1
+    assert done.stderr.startswith("baton: error: this process may open 64 files and needs 256")
 
 
 def install(monkeypatch, name, **members):

@@ -120,10 +120,13 @@ async def test_a_signal_ends_it_early(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("partial", "answered", "status"), [(False, (3, 1), 0), (False, (3, 0), 1), (True, (3, 0), 130)]
+    ("partial", "errors", "status"),
+    [(False, [], 0), (False, [("HTTP_400", "too long")], 1), (True, [("HTTP_400", "no")], 130)],
 )
-def test_the_exit_status_says_how_it_ended(partial, answered, status, monkeypatch, capsys):
-    stages = [{"figures": {"requests": {"ok": number}}} for number in answered]
+def test_the_exit_status_says_how_it_ended(partial, errors, status, monkeypatch, capsys):
+    """A request that failed is a failure, and the reason is said."""
+    found = [{"status": status, "count": 2, "message": message} for status, message in errors]
+    stages = [{"figures": {"errors": some}} for some in ([], found)]
     report = {"partial": partial, "stages": stages, "interference": None}
 
     async def run(settings, progress):
@@ -131,7 +134,9 @@ def test_the_exit_status_says_how_it_ended(partial, answered, status, monkeypatc
 
     monkeypatch.setattr(serve, "run", run)
     assert cli.main(["bench", "serve", "--json"]) == status
-    assert json.loads(capsys.readouterr().out) == report
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == report
+    assert ("2 requests failed: HTTP_400: too long" in shown.err) == (status == 1)
 
 
 async def test_a_server_that_does_not_answer_is_an_error(tmp_path):

@@ -203,7 +203,7 @@ def test_of_one_step_the_rest_of_a_call_comes_before_text_and_text_before_the_ne
     assert [(call.name, call.arguments) for call in (first, second)] == [("f", "{}"), ("g", "")]
 
 
-CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}
+CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "[]"}
 
 
 @pytest.mark.parametrize(

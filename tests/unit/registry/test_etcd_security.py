@@ -161,7 +161,7 @@ async def test_mutual_tls_and_what_wrong_certificates_say(tmp_path, monkeypatch)
         with pytest.raises(ConfigError, match="did not sign"):
             await client.get("x")
         shutil.copy(ca, changing)
-        assert await client.get("x") is None
+        assert (await client.get("x"))[0] is None
         await client.close()
         await refused(RegistryConfig(etcd=address, ca_file=ca), "client certificate")
         await refused(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import time
 
 import pytest
 from opentelemetry.trace import INVALID_SPAN
@@ -72,6 +73,50 @@ async def test_decode_that_started_by_itself_needs_no_prefill_worker(cluster):
     assert (state.route.prefill, state.route.decode, state.cached_tokens) == ("", "d0", 8)
 
 
+async def test_without_prefill_workers_a_decode_worker_computes_the_prompt(cluster):
+    decode = cluster.decodes[0]
+    await cluster.leave(cluster.prefills[0])
+    await cluster.until(lambda s: s.alone)
+    decode.reserves = [decode.accept_and_start]
+    state = request_state(prompt=tuple(range(20)))
+    assert await cluster.run(state) == (counting(5), LENGTH)
+    assert decode.requests[0].local_prefill_max_tokens == 20
+    assert (state.route.prefill, state.route.decode) == ("", "d0")
+    assert (await cluster.until_state(decode, "READY")).assigned == ()
+
+
+async def test_what_a_missing_role_alone_can_serve_waits_and_keeps_nobody_else(cluster_of):
+    """An embedding waits for a prefill worker; those behind it do not."""
+    cluster = await cluster_of(recovery_s=30.0)
+    decode, prefill = cluster.decodes[0], cluster.prefills[0]
+    await cluster.leave(prefill)
+    await cluster.until(lambda s: s.alone)
+    prompts = [request_state(request_id=f"alone{i}", max_tokens=0) for i in range(6)]
+    waiting = [asyncio.create_task(cluster.run(prompt)) for prompt in prompts]
+    await cluster.until_waiting(6)
+    decode.reserves = [decode.accept_and_start] * 20
+    for number in range(20):
+        assert await cluster.run(request_state(request_id=f"{number}")) == (counting(5), LENGTH)
+    await cluster.leave(decode)
+    await cluster.join(prefill)
+    for running in waiting:
+        assert await running == ([], LENGTH)
+
+
+@pytest.mark.parametrize(("role", "max_tokens"), [("prefill", 0), ("decode", 5)])
+async def test_a_new_request_waits_for_a_missing_role_as_long_as_the_recovery_timeout_says(
+    cluster_of, role, max_tokens
+):
+    cluster = await cluster_of(recovery_s=0.2)
+    await cluster.leave(cluster.prefills[0] if role == "prefill" else cluster.decodes[0])
+    await cluster.until(lambda s: not (s.prefill if role == "prefill" else s.decode))
+    began, state = time.monotonic(), request_state(max_tokens=max_tokens)
+    with pytest.raises(Unavailable, match=f"no {role} worker is ready") as caught:
+        await cluster.run(state)
+    assert time.monotonic() - began >= 0.2 and caught.value.retry_after_s > 0
+    assert state.attempts == 1, "it is not waited for again and again"
+
+
 async def test_a_prompt_alone_takes_a_prefill_worker_and_nothing_of_a_full_decode_worker(cluster):
     await cluster.fill()
     state = request_state(max_tokens=0, prompt_logprobs=1)
@@ -135,7 +180,8 @@ async def test_the_acknowledgement_of_a_handoff_is_waited_for_but_not_for_ever(
     cluster, monkeypatch, late_s
 ):
     """Decode finishes before the prefill worker's last message, which has the numbers."""
-    monkeypatch.setattr("router.dispatch.attempt._COMMIT_ACK_S", TIMEOUT_S if late_s else 0.01)
+    limits = (TIMEOUT_S, TIMEOUT_S) if late_s else (0.01, 0.01)
+    monkeypatch.setattr("router.dispatch.attempt._COMMIT_ACK_S", limits)
     prefill = cluster.prefills[0]
 
     async def late_acknowledgement(request):
@@ -148,6 +194,18 @@ async def test_the_acknowledgement_of_a_handoff_is_waited_for_but_not_for_ever(
     state = request_state(max_tokens=2)
     assert await cluster.run(state) == ([100, 101], LENGTH)
     assert state.transfer_bytes == (77 if late_s else 0)
+
+
+async def test_a_prefill_worker_that_stands_still_delays_no_end_by_more_than_the_request_took():
+    attempt = Attempt("h", lambda *_: False)
+    attempt.prefill_sent(INVALID_SPAN)
+    attempt.finished_on_decode = True
+    acknowledged = asyncio.create_task(attempt.acknowledged())
+    await asyncio.sleep(0.5)  # timers end in order, however slow the machine is
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert acknowledged.done()
+    await acknowledged
 
 
 async def test_a_first_token_that_is_the_last_frees_the_reservation(cluster):

@@ -84,6 +84,42 @@ def test_without_a_usable_pair_the_router_says_what_is_missing(prefill, decode, 
     assert all(pair.refused for pair in rank_all(snapshot, needs()))
 
 
+@pytest.mark.parametrize("few", [True, False])  # row by row, or in columns
+def test_without_prefill_workers_decode_workers_compute_any_prompt(few):
+    """The least busy one with room; each way of asking gives the same."""
+    busy = {"running": 4, "step_ms": 10, **POOL, **RATE}
+    more = [] if few else [worker(f"x{i:02}", "DRAINING") for i in range(20)]
+    decode = [worker("d0", **busy), worker("d1", **busy | {"running": 1}), *more]
+    snapshot = fleet([worker("p0", SILENT)], [*decode, worker("d2", blocks_free=1)], None, True)
+    request = needs(5000, local_prefill_max_tokens=4)
+    assert snapshot.why_not_ready == "" and snapshot.prefill_rate > 0
+    pair = pick(snapshot, request)
+    assert (pair.decode.incarnation, pair.decode_prefills, pair.alone) == ("d1", True, True)
+    assert pair.local_prefill_max_tokens == 5000 and pair.candidates == 3
+    assert predict(snapshot, request) == (pair.ttft_s, True) and 5 < pair.ttft_s < 6
+    assert pick(snapshot, request, failed={"d1"}).decode.incarnation == "d0"
+    ranked = rank_all(snapshot, request)
+    assert [one.decode.incarnation for one in ranked if not one.refused] == ["d1", "d0"]
+    assert "KV blocks available" in ranked[2].refused
+    with pytest.raises(Overloaded, match="no room for 5000 tokens"):
+        pick(snapshot, request, full={"d0", "d1"})
+    full = fleet([], [worker("d0", **{**POOL, "blocks_free": 5}), worker("d1")], None, True)
+    assert soonest_room(full, request) == {"d0"}, "the pool of the other one is too small"
+    assert soonest_room(fleet([], [worker("d1")], None, True), request) is None
+    assert soonest_room(full, replace(request, decodes=False)) is None
+    with pytest.raises(Unavailable, match=r"no prefill worker .* only what generates"):
+        pick(snapshot, replace(request, decodes=False))
+
+
+def test_without_decode_workers_prefill_workers_serve_prompts_alone():
+    snapshot = fleet([worker("p0", tokens=400, **RATE), worker("p1", **RATE)], [], None, True)
+    pair = pick(snapshot, needs(decodes=False))
+    assert (pair.prefill.incarnation, pair.alone, pair.decode_prefills) == ("p1", True, False)
+    assert snapshot.why_not_ready == "no decode worker is ready (none is registered)"
+    with pytest.raises(Unavailable, match="no decode worker is ready"):
+        pick(snapshot, needs())
+
+
 def test_one_usable_pair_is_enough():
     bare = WorkerView(common_pb2.WorkerRecord(incarnation="d1"), worker_pb2.Load(), "READY")
     decode = [bare, worker("d2", dtype="bfloat16", max_context=8), worker("d0", max_context=32)]

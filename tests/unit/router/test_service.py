@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -90,6 +91,7 @@ class Router:
             await self.service.idle()
         await self.channel.close()
         await self._server.stop(0)
+        await self.admission.aclose()
 
     def generate(self, **fields):
         """A call under way."""
@@ -406,8 +408,26 @@ async def test_a_caller_that_hangs_up_frees_everything_and_its_spans_end(router_
 # Refusals.
 
 
+async def test_a_panic_of_a_library_is_a_status_at_once(router_of, monkeypatch):
+    class Panic(BaseException):
+        pass
+
+    def panic(*args):
+        raise Panic("no entry found for key")
+
+    router = await router_of()
+    monkeypatch.setattr(type(router.admission.tokenizer), "encode", panic)
+    generate = failure_of(router.stub.Generate(inference_pb2.GenerateRequest(text="a")))
+    with pytest.raises(grpc.RpcError) as tokenize:
+        await router.stub.Tokenize(inference_pb2.TokenizeRequest(text="a"), timeout=TIMEOUT_S)
+    for error in (await generate, tokenize.value):
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert "Panic: no entry found for key" in error.details()
+    assert (await router.status()).router.state == "SERVING"
+
+
 async def test_refusals_have_a_status_and_advice_before_any_work(router_of):
-    router = await router_of(cluster={"max_queue": 1})
+    router = await router_of(cluster={"max_queue": 1, "recovery_s": 0.1})
     for fields, code, field in (
         ({"stop": [""]}, "INVALID_ARGUMENT", "stop"),
         ({"resumed_token_ids": [100] * 5}, "INVALID_ARGUMENT", "resumed_token_ids"),
@@ -416,11 +436,11 @@ async def test_refusals_have_a_status_and_advice_before_any_work(router_of):
         error = await failure_of(router.generate(**fields))
         assert error.code().name == code
         assert getattr(rpc.error_of(error), "field", None) == field
-    await router.cluster.leave(router.cluster.prefills[0])
-    await router.cluster.until(lambda s: not s.prefill)
+    await router.cluster.leave(router.decode)
+    await router.cluster.until(lambda s: not s.decode)
     error = await failure_of(router.generate())
     assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "no prefill worker" in error.details()
+    assert "no decode worker" in error.details()
     assert retry_after_s(error) == 1.0
     assert router.decode.requests == []
     router.service.draining = True
@@ -428,6 +448,20 @@ async def test_refusals_have_a_status_and_advice_before_any_work(router_of):
     assert error.code() is grpc.StatusCode.UNAVAILABLE and retry_after_s(error) > 0
     assert "draining" in error.details()
     assert (await router.status()).router.state == "NOT_SERVING"
+
+
+async def test_refusals_are_a_line_now_and_then_and_a_count_each(router_of, caplog):
+    """Lines are written while the loop waits, and an overload refuses thousands a second."""
+    router = await router_of()
+    with caplog.at_level("INFO", "router"):
+        for _ in range(20):
+            await failure_of(router.generate(stop=[""]))
+            await failure_of(router.generate(model="other"))
+    said = [one.getMessage() for one in caplog.records if "ended with" in one.getMessage()]
+    assert [text for text in said if "INVALID_ARGUMENT" in text] == said[:1]
+    assert [text for text in said if "NOT_FOUND" in text] == said[1:]
+    assert all("such since the last line" in text for text in said) and len(said) == 2
+    assert router.service.stats.counts.refused == 40
 
 
 async def test_a_full_queue_refuses_at_once_with_retry_info(router_of, monkeypatch):
@@ -443,7 +477,72 @@ async def test_a_full_queue_refuses_at_once_with_retry_info(router_of, monkeypat
     assert (await finish_of(waiting)).usage.completion_tokens == 5
 
 
+async def test_a_broken_stream_is_resumed_at_a_full_queue_but_with_its_ticket_only(router_of):
+    router = await router_of(cluster={"max_queue": 1})
+    router.decode.runs = [pauses]
+    call = router.generate(max_tokens=8)
+    async with asyncio.timeout(TIMEOUT_S):
+        ticket = (await call.read()).started.resume_ticket
+        tokens = list((await call.read()).delta.token_ids)
+    assert ticket and tokens
+    call.cancel()
+    await router.cluster.all_freed()
+    await router.cluster.fill()
+    waiting = router.generate()
+    await router.cluster.until_waiting(1)
+    resumed = {"resumed_token_ids": tokens, "max_tokens": 8}
+    other = {**resumed, "prompt": [1, 2], "resume_ticket": ticket}
+    for fields in (resumed, {**resumed, "resume_ticket": b"x" * len(ticket)}, other):
+        error = await failure_of(router.generate(**fields))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, fields
+    call = router.generate(**resumed, resume_ticket=ticket)
+    async with asyncio.timeout(TIMEOUT_S):
+        started = (await call.read()).started
+    assert (started.resumed_tokens, started.resume_ticket) == (len(tokens), ticket)
+    again = await failure_of(router.generate(**resumed, resume_ticket=ticket))
+    assert again.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, "one at a time"
+    router.decode.tell()
+    for one in (waiting, call):
+        assert (await finish_of(one)).reason == LENGTH
+
+
 # What operators see.
+
+
+@pytest.mark.parametrize("who", ["tenant", "operator too", "without a file"])
+async def test_names_of_workers_and_sizes_of_queues_are_for_operators(
+    router_of, tenants, tmp_path, who
+):
+    if who == "operator too":
+        (tmp_path / "o.key").write_text("t")
+    settings = {} if who == "without a file" else {"tenants": Tenants(tmp_path / "tenants.toml")}
+    router = await router_of(cluster={"max_queue": 1, "recovery_s": 0.1}, **settings)
+    shown, key = who != "tenant", rpc.bearer("t")
+
+    def generate(**fields):
+        return router.stub.Generate(request_of(**fields), metadata=key, timeout=TIMEOUT_S)
+
+    finish = await finish_of(generate())
+    assert (finish.route.prefill, finish.route.decode) == (("p0", "d0") if shown else ("", ""))
+    assert finish.route.attempts == 1
+    pinned = generate(workers=["p0", "d0"])
+    if shown:
+        assert (await finish_of(pinned)).route.decode == "d0"
+    else:
+        error = await failure_of(pinned)
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert "this is for operators" in error.details()
+    await router.cluster.fill()
+    waiting = generate()
+    await router.cluster.until_waiting(1)
+    refused = [(await failure_of(generate()), "1 requests are waiting already")]
+    await router.cluster.leave(router.decode)
+    refused.append((await failure_of(waiting), "no decode worker is ready (none is registered)"))
+    refused.append((await failure_of(generate()), "no decode worker is ready (none is registered)"))
+    for error, text in refused:
+        assert (text in error.details()) == shown, error.details()
+        assert retry_after_s(error) > 0
+        assert shown or not re.search(r"\d|worker", error.details())
 
 
 def of_genai(span):

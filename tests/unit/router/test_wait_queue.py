@@ -8,11 +8,13 @@ import pytest
 
 from baton.errors import Overloaded, Unavailable
 from router.admission import wait_queue as wait_queue_module
+from router.admission.fair_queue import Flow
 from router.admission.wait_queue import (
     MOST_REFUSED,
     MOST_TRYING,
     PASSING_S,
     RETRY_AFTER_S,
+    NoWorker,
     QueueEntry,
     WaitQueue,
 )
@@ -105,6 +107,26 @@ async def test_entries_are_placed_by_virtual_finish_then_by_arrival(room):
     assert [await room.give(1) for _ in range(5)] == [["a"], ["b"], ["c"], ["d"], ["e"]]
 
 
+async def test_entries_that_no_worker_could_serve_keep_nobody_from_room(room, clock):
+    """However many they are and however long they wait; few of them try at each change."""
+    tries = []
+
+    async def finds_no_worker():
+        tries.append(1)
+        raise NoWorker("no prefill worker")
+
+    for _ in range(3 * MOST_REFUSED):
+        entry = QueueEntry(pending(0.0), 1, decodes=False)
+        await room.add(room.queue.place(entry, finds_no_worker))
+    await room.add(room.place(5.0, tokens=9))
+    clock.now += 10 * PASSING_S
+    await room.give(0)
+    tries.clear()
+    assert await room.give(9) == [5.0]
+    assert len(tries) == MOST_REFUSED
+    assert await room.add(room.place(6.0, tokens=0)) and room.placed[-1] == 6.0
+
+
 async def test_a_newcomer_with_an_early_virtual_finish_need_not_wait_for_changes(room):
     await room.add(room.place(5.0, tokens=10))
     room.room = 5  # without an event
@@ -122,6 +144,27 @@ async def test_a_full_queue_refuses_with_a_time_but_not_what_was_accepted_before
     assert shortest <= caught.value.retry_after_s <= longest
     await room.add(room.place(0.0, accepted=True))
     assert await room.give(3) == [0.0, 1.0, 2.0]
+
+
+async def test_a_tenant_fills_no_more_of_the_queue_than_its_share(room_of):
+    """At a full queue one with less takes the place of the last one of the tenant with most."""
+    room = room_of(capacity=8)
+    flood = [await room.add(room.place(at, tenant="flood", name=at)) for at in range(8)]
+    more = [await room.add(room.place(9 + at, tenant="flood", accepted=True)) for at in range(2)]
+    with pytest.raises(Overloaded, match="8 requests are waiting already"):
+        room.queue.check_room(Flow("flood"))
+    room.queue.check_room(Flow("light"))
+    light = [await room.add(room.place(20.0, tenant="light", name=f"l{at}")) for at in range(5)]
+    late = await room.add(room.place(20.0, tenant="light"))
+    assert [one.done() for one in (*flood, *more)] == [False] * 3 + [True] * 5 + [False] * 2
+    for one in flood[3:]:
+        with pytest.raises(Overloaded, match="took its place") as displaced:
+            one.result()
+        assert displaced.value.retry_after_s > 0
+    assert late.done() and isinstance(late.exception(), Overloaded), "it has its half"
+    room.queue.check_room(Flow("heavy", weight=2.0))
+    assert room.queue.depth == 10 and not any(one.done() for one in light)
+    assert len(await room.give(100)) == 10
 
 
 async def test_other_errors_end_the_wait(room):
