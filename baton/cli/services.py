@@ -148,7 +148,8 @@ def fix_for(error: ModuleNotFoundError, needed: str | None) -> str:
     missing = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if missing in modules:
-            return f"{missing} is not installed: pip install 'baton-serving[{needed or extra}]'"
+            install = f"pip install '.[{needed or extra}]' in Baton's source tree"
+            return f"{missing} is not installed: {install}"
     return ""
 
 
