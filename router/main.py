@@ -18,6 +18,7 @@ import uvloop
 from baton import slo, telemetry
 from baton.config import RouterConfig, model_path
 from baton.errors import InvalidRequest
+from baton.generation_config import DEFAULTS, sampling_defaults
 from baton.metrics.recorder import Recorder
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistry
@@ -93,6 +94,9 @@ async def _run(
             grammars=GrammarCompiler(path, tokenizer.vocab_size, tokenizer.eos_token_ids),
             tool_parser=config.tool_parser,
             reasoning_parser=config.reasoning_parser,
+            sampling_defaults=(
+                sampling_defaults(path) if config.generation_config == "auto" else DEFAULTS
+            ),
         )
         queue = WaitQueue(config.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
         dispatch = Dispatch(fleet, queue, config, trace.tracer)

@@ -7,15 +7,16 @@ import contextlib
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from baton.config import MAX_STREAM_INTERVAL
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, quoted
+from baton.generation_config import DEFAULTS
 from baton.sampling import (
     FILL_CONTEXT,
     MAX_BAD_WORDS,
@@ -76,6 +77,7 @@ class Admission:
     grammars: GrammarCompiler = field(default_factory=lambda: GrammarCompiler(Path(), 0, ()))
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    sampling_defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(_TEXT_THREADS, "text"), init=False, repr=False
     )
@@ -120,7 +122,9 @@ class Admission:
             raise InvalidRequest(f"there is no priority {request.priority}", "priority")
         seeded = request.sampling.HasField("seed")
         seed = request.sampling.seed + number if seeded else secrets.randbits(64)
-        params = SamplingParams.from_proto(request.sampling, seed & MAX_SEED)
+        params = SamplingParams.from_proto(
+            request.sampling, seed & MAX_SEED, self.sampling_defaults
+        )
         if request.bad_words:
             params = replace(params, bad_words=self._bad_words(request.bad_words))
         params.validate(self.tokenizer.vocab_size)
@@ -154,7 +158,8 @@ class Admission:
         self._check_prompt(prompt, resumed, limit, tenant)
         _check_prompt_logprobs(params, len(prompt))
         most = max(tenant.most_output(len(prompt), choices.total), len(resumed) + 1)
-        cut = choices.cut_output or not request.sampling.HasField("max_tokens")
+        own_most = request.sampling.HasField("max_tokens") and request.sampling.max_tokens
+        cut = choices.cut_output or own_most in (False, FILL_CONTEXT)
         interval = request.stream_interval or self.stream_interval
         return TokenizedRequest(
             request_id=request_id,
