@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import reprlib
+from collections.abc import Mapping, Set
 
 MAX_QUOTED_CHARS = 200
 _repr = reprlib.Repr()
@@ -15,7 +16,14 @@ _repr.maxstring = _repr.maxother = MAX_QUOTED_CHARS
 
 
 def quoted(value: object) -> str:
-    """A value from outside as error messages show it: it may be megabytes or deeply nested."""
+    """A value from outside as error messages show it: it may be megabytes or deeply nested.
+
+    Whatever holds them, sets are shown as lists and mappings as dicts.
+    """
+    if isinstance(value, Set):
+        value = list(value)
+    elif isinstance(value, Mapping):
+        value = dict(value)
     return _repr.repr(value)[:MAX_QUOTED_CHARS]
 
 

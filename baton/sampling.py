@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -177,13 +178,21 @@ class SamplingParams:
                 all(t < vocab_size for t in self.allowed_token_ids),
                 "known tokens",
             ),
-            ("bad_words", all(w and max(w) < vocab_size for w in self.bad_words), "known tokens"),
+            ("bad_words", all(self.bad_words), "not empty"),
+            (
+                "bad_words",
+                all(max(w, default=0) < vocab_size for w in self.bad_words),
+                "known tokens",
+            ),
         )
         for name, valid, expected in checks:
             if not valid:
+                value = getattr(self, name)
+                if expected.endswith("known tokens"):
+                    ids = chain(*value) if name == "bad_words" else value
+                    value = sorted({token for token in ids if token >= vocab_size})
                 raise InvalidRequest(
-                    f"{name} must be {expected}, not {quoted(getattr(self, name))}",
-                    f"sampling.{name}",
+                    f"{name} must be {expected}, not {quoted(value)}", f"sampling.{name}"
                 )
         if self.embedding and (self.max_tokens or self.prompt_logprobs is not None):
             raise InvalidRequest(
