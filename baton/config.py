@@ -6,6 +6,7 @@ nothing else reads options or the environment.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -28,7 +29,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 CPU_KV_CACHE_BYTES = 512 << 20  # on a CPU, without --kv-cache or --kv-blocks
 MAX_TTFT_TARGET_S = 60  # who writes more means milliseconds
 HTTP_PORT = 7780
-_EACH_ROLE = "a cluster serves with a worker of each role"
+_ONE_DECODE = "only decode workers generate tokens"
 # Where processes that write into each other's memory meet; containers share it with `ipc: host`.
 SHARED_FOLDER = Path("/dev/shm")  # noqa: S108 (names in it cannot be guessed, nor taken by others)
 DEMO_MODEL = Path(__file__).parent / "demo_model"
@@ -38,6 +39,8 @@ LOG_LEVEL_TEXT = "of log lines on stderr"
 DRAIN_TEXT = "for running requests to end after SIGTERM"
 ROUTER_PROCESSES_TEXT = "processes of each router, at the same ports: one for each core it may use"
 MAX_ROUTER_PROCESSES = 64
+# After so many tokens an attempt has shown that its request is not what fails.
+PROVING_TOKENS = 16
 MAX_STREAM_INTERVAL = 64  # so many may have to be computed again when a worker dies
 MAX_TP = 64
 NAME_TEXT = (
@@ -175,6 +178,11 @@ class RegistryConfig:
     def workers_prefix(self) -> str:
         """Every worker's key begins with this."""
         return f"/baton/v1/{self.cluster}/workers/"
+
+    @property
+    def ticket_keys_prefix(self) -> str:
+        """The key of what routers sign tickets with begins with this."""
+        return f"/baton/v1/{self.cluster}/ticket-keys/"
 
     @property
     def ranks_prefix(self) -> str:
@@ -390,6 +398,12 @@ class TlsConfig:
         "--tls-ca FILE",
         "the authority of the other processes' certificates (default: --tls-client-ca)",
     )
+    health_port: int | None = option(
+        None,
+        "--health-port PORT",
+        "for probes, never with TLS: GET /health is 200 while the process is alive, /ready while "
+        "it takes work; nothing else is there (default: none)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -487,16 +501,35 @@ TOOL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral")
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
 
 
+def api_key_digest(key: str) -> str:
+    """A key as settings keep it, so that no process shows it: sha256: and a digest, which stays.
+
+    Raises ConfigError, without the key.
+    """
+    if re.fullmatch(r"sha256:[0-9a-fA-F]{64}", key):
+        return key
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError("an API key must be ASCII without spaces")
+    return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+
+
 @dataclass(frozen=True)
 class RouterLimits:
     """What a router accepts and how long it waits: the same for every router of a cluster."""
 
     GROUP: ClassVar[str] = "limits"
     max_queue: int = option(
-        1024, "--max-queue REQUESTS", "waiting; one more is refused at once", least=1
+        1024,
+        "--max-queue REQUESTS",
+        "waiting; when full, one more is refused at once, or displaces the last one of the tenant "
+        "that has most",
+        least=1,
     )
     max_attempts: int = option(
-        4, "--max-attempts N", "in a row without a token before a request fails", least=1
+        4,
+        "--max-attempts N",
+        f"before a request fails; each {PROVING_TOKENS} tokens delivered allow one more",
+        least=1,
     )
     default_timeout_s: float = option(
         600.0, "--default-timeout SECONDS", "for requests without a deadline", least=0.001
@@ -531,8 +564,30 @@ class RouterLimits:
         "for what a model thinks before it answers (default: by the chat template)",
         choices=REASONING_PARSERS,
     )
+    text_processes: int = option(
+        2,
+        "--text-processes N",
+        "that render and tokenize prompts of over 4 KiB beside the router, each with a tokenizer "
+        "of its own; they start when there is one",
+        least=1,
+        most=64,
+    )
     tenants_file: Path | None = option(
         None, "--tenants FILE", "TOML: tenants, keys, shares, limits (default: one, unlimited)"
+    )
+    api_keys: tuple[str, ...] = option(
+        (),
+        "--api-key KEY",
+        "that every request and operator must show, in place of --tenants; may be given as "
+        "sha256:DIGEST. Other users see command lines: BATON_OPT_API_KEY is safer",
+        api_key_digest,
+        many=True,
+    )
+    trust_traceparent: bool = option(
+        False,
+        "--trust-traceparent",
+        "with --tenants: requests join the traces that their callers name, who decide then what is "
+        "exported (without --tenants they always do)",
     )
     silence_s: float = option(
         1.5, "--silence SECONDS", "without a heartbeat until a worker counts as lost", least=0.3
@@ -552,6 +607,12 @@ class RouterLimits:
     )
     trace_slow_s: float = option(
         2.0, "--trace-slow SECONDS", "to a first token: slower requests' traces are always kept"
+    )
+    trace_content: int = option(
+        0,
+        "--trace-content CHARACTERS",
+        "of each prompt, and of each answer, that are written into the request's span",
+        most=1 << 16,
     )
     # Measured on two CPU cores: up to 64 tokens decode is sooner and the streams beside it do not
     # notice; from 80 on they do. Half of that, because models whose prompts take longer, next to
@@ -587,6 +648,18 @@ def origins(text: str) -> tuple[str, ...]:
     return found
 
 
+def host_names(text: str) -> tuple[str, ...]:
+    """Names of this server, as Host headers have them, or "*" alone. Raises ConfigError."""
+    found = tuple(text.lower().split(","))
+    for name in found:
+        if not re.fullmatch(r"\*|[a-z0-9._-]+", name):
+            raise ConfigError(
+                f"{name!r} is no host name: write chat.example,gpu1, without a scheme and a port, "
+                "or *"
+            )
+    return found
+
+
 @dataclass(frozen=True)
 class ApiConfig:
     """What a router's API offers beside its model: the same for every router of a cluster."""
@@ -608,6 +681,26 @@ class ApiConfig:
         "sampling settings of requests that give none: of the model's generation_config.json, or "
         "none of it",
         choices=("auto", "none"),
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "--allowed-hosts NAMES",
+        "of this server that requests may name in their Host header, separated by commas, beside "
+        "addresses and localhost; * is all (default: all, but on a loopback address none)",
+        host_names,
+    )
+    max_http_requests: int = option(
+        2048,
+        "--max-http-requests N",
+        "over HTTP at a time, waiting or running, in each process; one more is a 503",
+        least=1,
+    )
+    max_http_connections: int = option(
+        4096,
+        "--max-http-connections N",
+        "to each process, and at most half of the files that it may open (ulimit -n); one more is "
+        "a 503",
+        least=1,
     )
     batch_dir: Path | None = option(
         None,
@@ -652,7 +745,11 @@ class RouterConfig(RouterLimits, ApiConfig, ServedModel, TlsConfig, ServiceConfi
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for flag, value in (("--batch-dir", self.batch_dir), ("--cors-origins", self.cors_origins)):
+        for flag, value in (
+            ("--batch-dir", self.batch_dir),
+            ("--cors-origins", self.cors_origins),
+            ("--allowed-hosts", self.allowed_hosts),
+        ):
             if value and not self.http_port:
                 raise ConfigError(f"{flag} is for the HTTP API: give --http-port PORT too")
 
@@ -670,8 +767,10 @@ class ClusterConfig(WorkerServiceConfig):
     limits: RouterLimits = part(RouterLimits)
     api: ApiConfig = part(ApiConfig)
     etcd_access: RegistryConfig = part(RegistryConfig, without=("etcd", "lease_ttl_s"))
-    prefill: int = option(1, "--prefill N", "prefill workers", least=1, hint=_EACH_ROLE)
-    decode: int = option(1, "--decode N", "decode workers", least=1, hint=_EACH_ROLE)
+    prefill: int = option(
+        1, "--prefill N", "prefill workers; with 0 decode workers compute prompts", least=0
+    )
+    decode: int = option(1, "--decode N", "decode workers", least=1, hint=_ONE_DECODE)
     prefill_tp: int = option(
         0, "--prefill-tp RANKS", "of prefill workers alone (default: --tp)", most=MAX_TP
     )

@@ -8,10 +8,12 @@ routers alone, as `baton.tls` has roles for gRPC's ports.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -23,10 +25,14 @@ from baton.v1 import dispatch_pb2
 
 log = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 64 << 20
+MAX_FRAME_BYTES = 64 << 20  # of a message from a worker
 CLOSE_S = 2.0  # for the last messages
 MAX_UNREAD_BYTES = 16 << 20  # that the other end leaves unread
 _LENGTH = struct.Struct(">I")
+# Kinds of fields, by protobuf's encoding.
+_VARINT, _LENGTH_DELIMITED = 0, 2
+_FIXED_BYTES = {1: 8, 5: 4}
+_MAX_SHIFT = 63
 _ERRORS = {
     name: cls
     for name, cls in vars(errors).items()
@@ -44,6 +50,8 @@ class MessageConnection(asyncio.Protocol, ABC, Generic[Received, Sent]):
     received: type[Received]
     sent: type[Sent]
 
+    max_frame_bytes = MAX_FRAME_BYTES  # of a message that is taken now
+
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._outgoing: Sent | None = None
@@ -55,6 +63,20 @@ class MessageConnection(asyncio.Protocol, ABC, Generic[Received, Sent]):
     @abstractmethod
     def take(self, message: Received) -> None:
         """Handles a message. A BatonError that it raises ends the connection."""
+
+    def parse(self, frame: bytes) -> Received:
+        """A message of its bytes. Raises DecodeError, and BatonError where it is not taken."""
+        return self.received.FromString(frame)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Bytes of a message that has not come as a whole."""
+        return len(self._buffer)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it takes no message now; `data_received` is called when it does again."""
+        return False
 
     @property
     def outgoing(self) -> Sent:
@@ -100,15 +122,26 @@ class MessageConnection(asyncio.Protocol, ABC, Generic[Received, Sent]):
             self._buffer += data
             frames = self._buffer
         begin, at = 0, _LENGTH.size
-        try:
-            while at <= len(frames) and not self.transport.is_closing():
+        with self.failing():
+            while at <= len(frames) and not (self.busy or self.transport.is_closing()):
                 (size,) = _LENGTH.unpack_from(frames, begin)
-                if size > MAX_FRAME_BYTES:
+                if size > self.max_frame_bytes:
                     raise InvalidRequest(f"a message of {size} bytes is too large")
                 if at + size > len(frames):
                     break
-                self.take(self.received.FromString(bytes(frames[at : at + size])))
+                message = self.parse(bytes(frames[at : at + size]))
                 begin, at = at + size, at + size + _LENGTH.size
+                self.take(message)
+        if frames is self._buffer:
+            del self._buffer[:begin]
+        else:
+            self._buffer += data[begin:]
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Ends the connection for what is raised inside."""
+        try:
+            yield
         except DecodeError:
             self.fail(InvalidRequest(f"these bytes are no {self.received.DESCRIPTOR.name}"))
         except BatonError as error:
@@ -116,15 +149,46 @@ class MessageConnection(asyncio.Protocol, ABC, Generic[Received, Sent]):
         except Exception as error:
             log.exception("a message was not handled")
             self.fail(InternalError(f"{type(error).__name__}: {error}"))
-        if frames is self._buffer:
-            del self._buffer[:begin]
-        else:
-            self._buffer += data[begin:]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The other end is gone."""
         if not self.closed.done():
             self.closed.set_exception(Unavailable(str(exc or "the connection was closed")))
+
+
+def count_fields(message: bytes, most: int) -> int:
+    """How many fields a message has, as it was sent, not counting those of its fields; no further
+    than `most` and one. A parsed field takes many times the bytes that an empty one has.
+
+    Raises DecodeError where it is no message.
+    """
+    at, count = 0, 0
+    try:
+        while at < len(message) and count <= most:
+            tag, at = _varint(message, at)
+            kind = tag & 7
+            if kind == _LENGTH_DELIMITED:
+                size, at = _varint(message, at)
+                at += size
+            elif kind == _VARINT:
+                _, at = _varint(message, at)
+            else:
+                at += _FIXED_BYTES[kind]
+            count += 1
+    except (IndexError, KeyError):
+        raise DecodeError("truncated or unknown field") from None
+    return count
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number that begins there, and where it ends."""
+    value = shift = 0
+    while (byte := data[at]) & 0x80:
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if shift > _MAX_SHIFT:
+            raise DecodeError("a number is too long")
+    return value | byte << shift, at + 1
 
 
 def framed(message: Message) -> bytes:

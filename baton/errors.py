@@ -7,8 +7,11 @@ that an error keeps its meaning across processes. This module imports neither gR
 from __future__ import annotations
 
 import argparse
+import asyncio
+import copy
 import reprlib
 from collections.abc import Mapping, Set
+from typing import Self
 
 MAX_QUOTED_CHARS = 200
 _repr = reprlib.Repr()
@@ -42,6 +45,20 @@ class InvalidRequest(BatonError):
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
         self.field = field
+
+    def renamed(self, field: str) -> Self:
+        """The same error, of a field that is called otherwise where it is told."""
+        named = copy.copy(self)
+        named.field = field
+        return named
+
+
+class ContextOverflow(InvalidRequest):
+    """Prompt and output do not fit in the context, which holds `max_context` tokens."""
+
+    def __init__(self, message: str, field: str = "", max_context: int = 0) -> None:
+        super().__init__(message, field)
+        self.max_context = max_context
 
 
 class ModelNotFound(BatonError):
@@ -96,6 +113,23 @@ class KvCorrupted(TransferFailed):
 
 class InternalError(BatonError):
     """A bug or an unknown failure."""
+
+
+# Raised past whoever answers for failures: they end the task, or the process.
+ENDINGS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+
+
+def as_exception(error: BaseException) -> Exception:
+    """The error itself, or a RuntimeError that a panic in a Rust library caused.
+
+    A panic is no Exception, so `except Exception` lets it pass and a request would get no answer:
+    catch BaseException behind ENDINGS.
+    """
+    if isinstance(error, Exception):
+        return error
+    failure = RuntimeError(f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 class ConfigError(BatonError, argparse.ArgumentTypeError):

@@ -13,6 +13,7 @@ log = logging.getLogger(__name__)
 
 Header = tuple[bytes, bytes]
 JSON_TYPE: Header = (b"content-type", b"application/json")
+CONTEXT_OVERFLOW = "context_length_exceeded"  # OpenAI's; agents shorten their prompts then
 CLIENT_GONE = 499  # nginx's; no client reads it
 
 
@@ -28,6 +29,7 @@ class HttpError(Exception):
 _INVALID = "invalid_request_error"
 # (status, type, code) of each error; the first match wins.
 _STATUSES: list[tuple[type[Exception], tuple[int, str, str | None]]] = [
+    (errors.ContextOverflow, (400, _INVALID, CONTEXT_OVERFLOW)),
     (errors.InvalidRequest, (400, _INVALID, None)),
     (errors.ModelNotFound, (404, _INVALID, "model_not_found")),
     (errors.Unauthenticated, (401, "authentication_error", "invalid_api_key")),
@@ -60,6 +62,10 @@ def failure_of(error: Exception) -> Failure:
             param = "model"
         elif isinstance(error, errors.InvalidRequest):
             param = error.field or None
+            if isinstance(error, errors.ContextOverflow):  # clients look for OpenAI's words, too
+                text = f"This model's maximum context length is {error.max_context} tokens. " + (
+                    f"However, {text}"
+                )
         elif isinstance(error, errors.Unauthenticated):
             headers = ((b"www-authenticate", b"Bearer"),)
         elif isinstance(error, errors.RetryableError):

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import functools
+import ipaddress
 import logging
+import re
 import resource
 import socket
+import struct
+import termios
 import time
 from collections import deque
 from collections.abc import (
     AsyncIterator,
     Callable,
+    Collection,
     Coroutine,
     Iterable,
     Iterator,
@@ -32,12 +38,13 @@ from urllib.parse import unquote
 import httptools
 
 from baton import tls
-from baton.errors import ConfigError, Unavailable
+from baton.errors import ENDINGS, ConfigError, Unavailable, as_exception, quoted
 from baton.http_errors import JSON_TYPE, Header, HttpError, failure_of
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING_BYTES = 1 << 20  # of a body that is read in parts; more stays with the client
+# Of a body that is read in parts, or not at all; more stays with the client.
+MAX_WAITING_BYTES = 1 << 20
 MIN_BODY_BYTES = 1 << 20  # of such a body must come in each BODY_TIMEOUT_S
 MAX_PIPELINED = 16  # requests behind the one that is being answered
 MAX_HEADERS = 128
@@ -46,9 +53,17 @@ HEADERS_TIMEOUT_S = 10.0  # of a request, a new connection's first one, and of t
 BODY_TIMEOUT_S = 60.0
 KEEP_ALIVE_S = 75.0  # longer than clients keep idle connections: they, not we, should hang up
 LINGER_S = 5.0  # for what comes after the answer, or is not read by the client
+LEAVE_S = 5.0  # for one more request on an idle connection, before the server leaves
 UNREAD_S = 60.0  # for the end of an answer that was cut because the client did not read
 _STOP_GRACE_S = 2.0  # for the last bytes of answers that ended before the server does
 _BACKLOG = 2048
+# What the kernel holds of an answer beyond what the client takes; the rest waits here, where
+# `HttpExchange.unread_bytes` counts it. Else a client that reads nothing has megabytes of room.
+_MAX_NOT_SENT_BYTES = 16 << 10
+_LOOK_S = 1.0  # between two looks whether a client is there from whom nothing is read
+_ESTABLISHED = 1  # TCP's state, in the first byte of TCP_INFO
+# Headers that may come once. A proxy might have looked at one of them, and this server at another.
+_SINGLE = frozenset((b"authorization", b"content-type", b"host", b"origin"))
 _MAX_KEPT_UNREAD_BYTES = 64 << 10  # a connection with more at an answer's end is not kept
 _CHUNK = 512  # body chunks of that size or more have their framing for free
 _CLOSE: Header = (b"connection", b"close")
@@ -72,8 +87,12 @@ class HttpExchange:
         chunked: bool = False,
         keep_alive: bool = False,
         on_end: Callable[[], None] = lambda: None,
+        on_pause: Callable[[], None] = lambda: None,
     ) -> None:
-        """`chunked` is whether the client knows chunks, which HTTP/1.0 has not."""
+        """`chunked` is whether the client knows chunks, which HTTP/1.0 has not.
+
+        `on_pause` is called whenever no more of the body is read until the rest is taken.
+        """
         self.method = method
         self.path = path
         self.query = query  # behind the path's question mark, encoded
@@ -85,12 +104,14 @@ class HttpExchange:
         self.headers = headers  # of the request, by their names in lower case
         self._chunked = chunked
         self._on_end = on_end
+        self._on_pause = on_pause
         self._head = b""  # of an answer in parts, until the first one is sent
         self._parts: list[bytes] = []  # of the request's body
         self._size = 0
         self._max_bytes = self._max_dropped_bytes = 1 << 62
         self._body_ended = asyncio.Event()
         self._part_came: asyncio.Event | None = None  # of a body that is read in parts
+        self._is_whole = False  # the body is wanted in one piece
         self._is_paused = False
         self._waiting_bytes = self._size_seen = 0
 
@@ -101,8 +122,10 @@ class HttpExchange:
         its connection is closed does not see the answer.
         """
         self._max_bytes, self._max_dropped_bytes = max_bytes, max_dropped_bytes
+        self._is_whole = True
         if not self._body_ended.is_set():
             self._continue()
+            self.resume()
             await self._body_ended.wait()
         return b"".join(self._parts) if self._size <= max_bytes else None
 
@@ -119,7 +142,7 @@ class HttpExchange:
         finally:
             self._max_bytes = -1
             self._parts.clear()
-            self._resume()
+            self.resume()
 
     async def _body_parts(self, came: asyncio.Event) -> AsyncIterator[bytes]:
         while self._parts or not self._body_ended.is_set():
@@ -127,7 +150,7 @@ class HttpExchange:
                 whole = b"".join(self._parts)
                 self._parts.clear()
                 self._waiting_bytes = 0
-                self._resume()
+                self.resume()
                 yield whole
             else:
                 came.clear()
@@ -142,22 +165,24 @@ class HttpExchange:
         if self._chunked and self.headers.get(b"expect", b"").lower() == b"100-continue":
             self._send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """Reads on where that was paused."""
         if self._is_paused and not self._transport.is_closing():
             self._transport.resume_reading()
         self._is_paused = False
 
     def feed(self, part: bytes) -> None:
-        """Takes a part of the body."""
+        """Takes a part of the body, and no more than MAX_WAITING_BYTES before it is asked for."""
         self._size += len(part)
         if self._size <= self._max_bytes:
             self._parts.append(part)
             self._waiting_bytes += len(part)
             if self._part_came is not None:
                 self._part_came.set()
-                if self._waiting_bytes > MAX_WAITING_BYTES:
-                    self._is_paused = True
-                    self._transport.pause_reading()
+            if self._waiting_bytes > MAX_WAITING_BYTES and not self._is_whole:
+                self._is_paused = True
+                self._transport.pause_reading()
+                self._on_pause()
         else:
             self._parts.clear()
             if self._size > self._max_dropped_bytes:
@@ -168,7 +193,7 @@ class HttpExchange:
         self._body_ended.set()
         if self._part_came is not None:
             self._part_came.set()
-        self._resume()  # before a request behind it may pause reading
+        self.resume()  # before a request behind it may pause reading
 
     @property
     def unread_bytes(self) -> int:
@@ -231,6 +256,19 @@ class HttpExchange:
 Answer = Callable[[HttpExchange], Coroutine[Any, Any, None]]
 
 
+_inherited: dict[int, socket.socket] = {}  # listening, by their ports
+
+
+def inherit(descriptors: Iterable[int]) -> None:
+    """Makes `listen` return these listening sockets of the parent process for their ports.
+
+    What waits there is never lost: the process that follows this one has the same sockets.
+    """
+    for descriptor in descriptors:
+        listener = socket.socket(fileno=descriptor)
+        _inherited[listener.getsockname()[1]] = listener
+
+
 def listen(
     host: str, port: int, purpose: str, option: str, *, shared: bool = False
 ) -> socket.socket:
@@ -239,6 +277,8 @@ def listen(
     It listens at once, so that a port in use is a ConfigError, which names `option`, before
     anything has begun.
     """
+    if listener := _inherited.pop(port, None):
+        return listener
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         both = family == socket.AF_INET6  # "::" takes IPv4 too
@@ -247,6 +287,7 @@ def listen(
         )
         # Connections inherit it: without, a stream's second chunk waits for a delayed ACK.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _MAX_NOT_SENT_BYTES)
     except OSError as error:
         reason = str(error.strerror).partition(" (while")[0]
         raise ConfigError(
@@ -258,19 +299,34 @@ def listen(
 
 @contextlib.asynccontextmanager
 async def serving(
-    answer: Answer, listener: socket.socket, max_connections: int
+    answer: Answer,
+    listener: socket.socket,
+    max_connections: int,
+    allowed_hosts: Collection[str] = (),
+    *,
+    plain: bool = False,
 ) -> AsyncIterator[Port]:
     """Has every request answered while inside; at the end what is being answered may finish.
 
     A client that hangs up cancels its answer. Connections are at most so many, and at most half of
-    the files that the process may open.
+    the files that the process may open. On a loopback address, and with `allowed_hosts`, requests
+    must be for this host or one of those: see `is_allowed_host`. `plain` is without TLS, also where
+    this process has it.
     """
     max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    credentials = tls.current()
+    credentials = tls.Credentials() if plain else tls.current()
     host, number = listener.getsockname()[:2]
+    checked = allowed_hosts or ipaddress.ip_address(host.partition("%")[0]).is_loopback
     address = f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
     url = f"{'https' if credentials.serves else 'http'}://{address}"
     port = Port(url, answer, min(max_connections, max_files // 2))
+    if checked and "*" not in allowed_hosts:
+        port.allowed_hosts = {*allowed_hosts, socket.gethostname().lower()}
+    if port.max_connections < max_connections:
+        log.warning(
+            "%s takes %d connections at most, not %d: the process may open %d files (ulimit -n)",
+            url, port.max_connections, max_connections, max_files,
+        )  # fmt: skip
     server = await asyncio.get_running_loop().create_server(
         lambda: Connection(port),
         sock=listener,
@@ -297,20 +353,63 @@ class Port:
     url: str
     answer: Answer
     max_connections: int
+    allowed_hosts: Collection[str] | None = None  # beside this host's own names; None: any
     connections: set[Connection] = field(default_factory=set)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     on_leave: Callable[[], None] = lambda: None
+    leaves: bool = False  # each answer says that its connection closes
+
+    def check_host(self, headers: Mapping[bytes, bytes]) -> None:
+        """Raises HttpError for a request to another host's name.
+
+        A web page may make its own name resolve to this address, and its browser would take our
+        answers for those of the page's server (DNS rebinding).
+        """
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self.allowed_hosts is not None and not is_allowed_host(host, self.allowed_hosts):
+            raise HttpError(
+                403,
+                f"the host {quoted(host)} is not served here: call this server by its address, or "
+                "start it with --allowed-hosts",
+            )
 
     def leave(self) -> None:
         """Takes no connections any more, and closes each once what it asked is answered."""
         self.on_leave()
+        self.leaves = True
         for connection in tuple(self.connections):
             connection.finish()
+
+    async def hand_over(self) -> None:
+        """Leaves the listening socket to another process; returns once all connections are closed.
+
+        Where the client expects a connection to stay, its next request is answered here, and the
+        answer says that the connection closes: a client never sends into one that is closing.
+        """
+        self.on_leave()
+        self.leaves = True
+        for connection in tuple(self.connections):
+            connection.finish_with_next()
+        while self.connections:
+            await asyncio.wait([connection.closed for connection in self.connections])
 
     async def ended(self) -> None:
         """Returns once all that is open now has ended, or after a moment."""
         if ends := [*self.tasks, *(connection.closed for connection in self.connections)]:
             await asyncio.wait(ends, timeout=_STOP_GRACE_S)
+
+
+def is_allowed_host(host: str, allowed: Collection[str]) -> bool:
+    """Whether a Host header is an address, a name of this host, or one of the `allowed` names.
+
+    Names below .internal are private networks', as Docker's for its host; no page has one.
+    """
+    name = re.sub(r":\d*$", "", host).rstrip(".").lower()
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
+        return True
+    is_own = name in ("", "localhost") or name.endswith((".localhost", ".internal"))
+    return is_own or name in allowed
 
 
 class Connection(asyncio.Protocol):
@@ -333,6 +432,7 @@ class Connection(asyncio.Protocol):
         self._timed = ""  # what the timer is for
         self._timer: asyncio.TimerHandle | None = None
         self._bytes_left, self._headers_left = MAX_HEADER_BYTES, MAX_HEADERS
+        self._looks = False  # for the client's end
         self._ends = False  # with what has been asked: what else comes is not read
         self.closed = self._loop.create_future()
 
@@ -405,12 +505,21 @@ class Connection(asyncio.Protocol):
         self._url += part
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; trailers, which would replace those that were acted on, are dropped."""
+        """A header; one that is repeated is a list (RFC 9110, 5.2).
+
+        Trailers, which would replace those that were acted on, are dropped.
+        """
         self._headers_left -= 1
         if self._headers_left < 0:
             raise _OverLimit("headers")
-        if self._expected == "headers":
-            self._headers[name.lower()] = value
+        if self._expected != "headers":
+            return
+        name = name.lower()
+        if (before := self._headers.get(name)) is not None:
+            if name in _SINGLE:
+                raise HttpError(400, f"the request has more than one header {name.decode()}")
+            value = before + b", " + value
+        self._headers[name] = value
 
     def on_headers_complete(self) -> None:
         """The request can be answered, or waits for those before it."""
@@ -432,14 +541,16 @@ class Connection(asyncio.Protocol):
             query=url.query or b"",
             writable=self._writable,
             chunked=is_1_1,
-            keep_alive=is_1_1 and self._parser.should_keep_alive(),
+            keep_alive=is_1_1 and self._parser.should_keep_alive() and not self._port.leaves,
             on_end=self._on_answered,
+            on_pause=self._look,
         )
         self._exchanges.append(exchange)
         if len(self._exchanges) == 1:
             self._start()
         else:
             self.transport.pause_reading()
+            self._look()
 
     def on_body(self, body: bytes) -> None:
         """A part of a body: its own limit is the application's."""
@@ -456,12 +567,38 @@ class Connection(asyncio.Protocol):
             self._exchanges[-1].feed_end()
             self._ends = not self._exchanges[-1].keep_alive
 
+    def _look(self) -> None:
+        """Looks for the client's end now and then, which nobody is told while nothing is read."""
+        if not self._looks:
+            self._looks = True
+            self._loop.call_later(_LOOK_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._looks = False
+        if self.transport.is_closing() or self.transport.is_reading():
+            return
+        info = self.transport.get_extra_info("socket").getsockopt(
+            socket.IPPROTO_TCP, socket.TCP_INFO, 1
+        )
+        if info[0] == _ESTABLISHED:
+            self._look()
+        else:
+            self.transport.abort()
+
     def finish(self) -> None:
         """Closes it once what has been asked is answered."""
         if self._exchanges:
             self._exchanges[-1].keep_alive = False
         else:
             self._hang_up()
+
+    def finish_with_next(self) -> None:
+        """Closes it behind the next answer that can say so, or where no request comes."""
+        if not self._exchanges:
+            if self._expected == "request":
+                self._expect(self._timed, LEAVE_S)
+        elif not self._exchanges[-1].started:
+            self._exchanges[-1].keep_alive = False
 
     def _start(self) -> None:
         self._answering = self._loop.create_task(self._answer(self._exchanges[0]))
@@ -470,13 +607,16 @@ class Connection(asyncio.Protocol):
 
     async def _answer(self, exchange: HttpExchange) -> None:
         try:
+            self._port.check_host(exchange.headers)
             await self._port.answer(exchange)
-        except Exception as error:
+        except ENDINGS:
+            raise
+        except BaseException as error:
             if exchange.started:
                 log.exception("%s %s: the answer broke off", exchange.method, exchange.path)
                 self._hang_up()
             else:
-                failure = failure_of(error)
+                failure = failure_of(as_exception(error))
                 exchange.answer(failure.status, failure.body, failure.headers)
 
     def _on_answered(self) -> None:
@@ -491,8 +631,9 @@ class Connection(asyncio.Protocol):
             if len(self._exchanges) == 1:
                 self.transport.resume_reading()
         elif self._expected == "request":
-            self._expect("next request", KEEP_ALIVE_S)
+            self._expect("next request", LEAVE_S if self._port.leaves else KEEP_ALIVE_S)
         elif self._expected == "body":
+            exchange.resume()
             self._expect("body", LINGER_S)
 
     @property
@@ -501,6 +642,13 @@ class Connection(asyncio.Protocol):
         if self._expected == "body" and len(self._exchanges) == 1:
             return self._exchanges[0].started
         return bool(self._exchanges)
+
+    @property
+    def _has_unread(self) -> bool:
+        """Whether something has come that was not read yet."""
+        descriptor = self.transport.get_extra_info("socket").fileno()
+        (waiting,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+        return bool(waiting)
 
     def _expect(self, what: str, seconds: float) -> None:
         """Starts the time that is left for what is to come next."""
@@ -516,7 +664,10 @@ class Connection(asyncio.Protocol):
         elif self._waits_for_us or (self._exchanges and self._exchanges[-1].has_progressed()):
             self._expect(self._timed, seconds)
         elif self._expected == "request":
-            self._hang_up()
+            if self._has_unread:  # it came while the loop was busy
+                self._expect(self._timed, LINGER_S)
+            else:
+                self._hang_up()
         else:
             self._refuse(HttpError(408, f"the {self._expected} took more than {seconds:.0f} s"))
 
@@ -552,6 +703,8 @@ class _OverLimit(Exception):
 def _parse_error(error: Exception) -> HttpError:
     """The answer to a request that cannot be parsed, or has too much of something."""
     cause = error if isinstance(error, _OverLimit) else error.__context__
+    if isinstance(cause, HttpError):
+        return cause
     if isinstance(cause, _OverLimit):
         limits = f"{MAX_HEADERS} headers, {MAX_HEADER_BYTES >> 10} KiB without its body"
         return HttpError(431, f"too many {cause} in the request: at most {limits}")

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
@@ -22,12 +21,23 @@ from grpc._cython import cygrpc
 from grpc.aio import _server
 
 from baton import errors, tls
+from baton.log_format import RateLimit
 
 log = logging.getLogger(__name__)
 
 Authorize = Callable[[str, Any], None]  # of a method and a call's context
 
 MAX_MESSAGE_BYTES = 16 << 20
+_MIN_REQUEST_BYTES = 2 << 20  # taken however short the context is: several prompts may come at once
+_REQUEST_BYTES_PER_TOKEN = 16  # of the context; "151643, " has 8
+# Of a process's port. Calls beyond the last are refused before their request is read.
+MAX_CONNECTIONS = 4096
+MAX_CALLS_OF_A_CONNECTION = 2048
+MAX_CALLS = 8192
+RECEIVE_S = 60.0  # for a request to come as a whole
+# For calls on a connection whose client was told to open another one. A longer stream breaks, and
+# the SDK goes on with it elsewhere.
+LONGEST_CALL_S = 3600.0
 
 OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -47,7 +57,6 @@ _NEVER_IDLE = ("grpc.client_idle_timeout_ms", (1 << 31) - 1)
 _MOST_CALLS_A_TURN = 32
 _STATUS_DETAILS = "grpc-status-details-bin"
 _MAX_TEXT_BYTES = 1000  # of a status: metadata of more than 8 KiB may be refused by its receiver
-_LOG_EVERY_S = 10.0
 
 # First match wins when turning an error into a code; the last of equals wins the other way.
 _CODES: list[tuple[type[errors.BatonError], grpc.StatusCode]] = [
@@ -69,6 +78,12 @@ _ERRORS = {code: cls for cls, code in _CODES}
 _NAMED = {cls.__name__: cls for cls, code in _CODES if _ERRORS[code] is not cls}
 _DOMAIN = "baton"
 _ARITY = {False: "unary", True: "stream"}
+
+
+def max_request_bytes(max_context: int) -> int:
+    """Largest request that is read, in any protocol; `max_context` 0 is not known."""
+    most = max_context * _REQUEST_BYTES_PER_TOKEN or MAX_MESSAGE_BYTES
+    return min(max(most, _MIN_REQUEST_BYTES), MAX_MESSAGE_BYTES)
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
@@ -111,24 +126,43 @@ def authorize_role(method: str, context: Any) -> None:
         raise errors.Unauthenticated(why)
 
 
-def server(authorize: Authorize = authorize_role, shared: bool = False) -> grpc.aio.Server:
+def server(
+    authorize: Authorize = authorize_role,
+    shared: bool = False,
+    max_request_bytes: Callable[[], int] = lambda: MAX_MESSAGE_BYTES,
+    reconnect_s: float = 0.0,
+) -> grpc.aio.Server:
     """An asyncio server with our options, for which no port is open yet.
 
     Unless its port is `shared` with other processes, one that is in use is an error at once.
-    What a handler of it raises becomes the call's status; malformed requests are refused, and those
-    of callers for whom `authorize(method, context)` raises.
+    What a handler of it raises becomes the call's status. Callers for whom `authorize(method,
+    context)` raises are refused before their request is read, requests larger than
+    `max_request_bytes` before they are parsed.
+
+    `reconnect_s`: age of a connection from which on its client opens another one for new calls,
+    perhaps to another process behind the same address; those that run on it may end there. 0: none.
     """
-    options = [*OPTIONS, ("grpc.so_reuseport", int(shared))]
-    return _Server(options, authorize)  # type: ignore[return-value]  # stubs know its base alone
+    options = [
+        *OPTIONS,
+        ("grpc.so_reuseport", int(shared)),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.max_concurrent_streams", MAX_CALLS_OF_A_CONNECTION),
+    ]
+    if reconnect_s:
+        options += [
+            ("grpc.max_connection_age_ms", int(reconnect_s * 1000)),
+            ("grpc.max_connection_age_grace_ms", int(LONGEST_CALL_S * 1000)),
+        ]
+    translator = _Translator(authorize, max_request_bytes)
+    return _Server(options, translator)  # type: ignore[return-value]  # stubs know its base alone
 
 
 class _Server(_server.Server):
     """grpc.aio's, with another way to take calls."""
 
-    def __init__(self, options: Sequence[tuple[str, Any]], authorize: Authorize) -> None:
+    def __init__(self, options: Sequence[tuple[str, Any]], translator: _Translator) -> None:
         self._loop = asyncio.get_running_loop()
-        interceptors = (_Translator(authorize),)
-        self._server = _Acceptor(self._loop, None, (), interceptors, options, None)
+        self._server = _Acceptor(self._loop, None, (), (translator,), options, MAX_CALLS)
 
 
 class _Acceptor(cygrpc.AioServer):  # type: ignore[misc]
@@ -178,15 +212,16 @@ class _Malformed(errors.InvalidRequest):
 class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Gives what the handlers of a server raise as a status, and checks callers and requests.
 
-    For a malformed request gRPC by itself would answer UNKNOWN and log a traceback; here a line is
-    logged now and then.
+    gRPC by itself reads and parses a request, up to 16 MiB of it on the event loop, before any
+    handler sees who calls, and waits for it without end. For a malformed one it would answer
+    UNKNOWN and log a traceback; here a line is logged now and then.
     """
 
-    def __init__(self, authorize: Authorize) -> None:
+    def __init__(self, authorize: Authorize, max_request_bytes: Callable[[], int]) -> None:
         self._authorize = authorize
+        self._max_request_bytes = max_request_bytes
         self._handlers: dict[str, Any] = {}
-        self._log_after = 0.0
-        self._unlogged = 0
+        self._log = RateLimit(log)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """The handler of a method, wrapped; None for a method that no service has."""
@@ -198,12 +233,15 @@ class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return handler
 
     def _wrapped(self, handler: Any, method: str) -> Any:
-        kind = f"{_ARITY[handler.request_streaming]}_{_ARITY[handler.response_streaming]}"
-        behaviour, deserialize = getattr(handler, kind), handler.request_deserializer
+        """One that gets its requests as a stream of bytes, and so reads and parses them itself."""
+        response_arity = _ARITY[handler.response_streaming]
+        behaviour = getattr(handler, f"{_ARITY[handler.request_streaming]}_{response_arity}")
 
         def parsed(raw: bytes) -> Any:
+            if len(raw) > (most := self._max_request_bytes()):
+                raise errors.InvalidRequest(f"the request has {len(raw)} bytes, of at most {most}")
             try:
-                return deserialize(raw)
+                return handler.request_deserializer(raw)
             except DecodeError:
                 text = f"the request of {method} is not a message of its type"
                 raise _Malformed(text) from None
@@ -212,40 +250,49 @@ class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             async for raw in requests:
                 yield parsed(raw)
 
-        def take(raw: Any, context: Any) -> Any:
+        async def take(requests: Any, context: Any) -> Any:
             self._authorize(method, context)
-            return all_parsed(raw) if handler.request_streaming else parsed(raw)
-
-        async def respond(raw: Any, context: Any) -> Any:
+            if handler.request_streaming:
+                return all_parsed(requests)
             try:
-                return await behaviour(take(raw, context), context)
-            except Exception as error:
-                self._failed(context, error)
+                async with asyncio.timeout(RECEIVE_S):
+                    return parsed(await anext(aiter(requests)))
+            except TimeoutError:
+                text = f"the request did not come within {RECEIVE_S:.0f} s"
+                raise errors.DeadlineExceeded(text) from None
+            except StopAsyncIteration:
+                raise _Malformed(f"the call of {method} has no request") from None
 
-        async def stream(raw: Any, context: Any) -> AsyncIterator[Any]:
+        async def respond(requests: Any, context: Any) -> Any:
             try:
-                async with contextlib.aclosing(behaviour(take(raw, context), context)) as responses:
+                return await behaviour(await take(requests, context), context)
+            except errors.ENDINGS:
+                raise
+            except BaseException as error:
+                self._failed(context, errors.as_exception(error))
+
+        async def stream(requests: Any, context: Any) -> AsyncIterator[Any]:
+            try:
+                request = await take(requests, context)
+                async with contextlib.aclosing(behaviour(request, context)) as responses:
                     async for response in responses:
                         yield response
-            except Exception as error:
-                self._failed(context, error)
+            except errors.ENDINGS:
+                raise
+            except BaseException as error:
+                self._failed(context, errors.as_exception(error))
 
         # A method that answers with a stream may also write to its context.
         wrapped = stream if inspect.isasyncgenfunction(behaviour) else respond
-        return handler._replace(**{"request_deserializer": None, kind: wrapped})
+        kind = {"request_streaming": True, f"stream_{response_arity}": wrapped}
+        return handler._replace(request_deserializer=None, **kind)
 
     def _failed(self, context: Any, error: Exception) -> None:
         if context.code():  # generated code has set it, for a method that is not implemented
             return
         _set_status(context, error)
-        if not isinstance(error, _Malformed):
-            return
-        self._unlogged += 1
-        if (now := time.monotonic()) >= self._log_after:
-            log.warning(
-                "%s (from %s; %d such since the last line)", error, context.peer(), self._unlogged
-            )
-            self._log_after, self._unlogged = now + _LOG_EVERY_S, 0
+        if isinstance(error, _Malformed):
+            self._log.warning("%s (from %s)", error, context.peer())
 
 
 def channel(

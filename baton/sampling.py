@@ -20,6 +20,8 @@ FILL_CONTEXT = (1 << 32) - 1  # as max_tokens: as many as the context leaves
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1 << 14  # a millisecond of the router's loop, and 48 KiB a message
+MAX_CACHE_SALT_CHARS = 256
 MAX_BAD_WORDS = 256  # each may be two, with and without a space before it
 MAX_STRUCTURED_OUTPUT_CHARS = 64 << 10
 MAX_SEED = (1 << 64) - 1
@@ -175,7 +177,7 @@ class SamplingParams:
             ("stop_token_ids", all(t < vocab_size for t in self.stop_token_ids), "known tokens"),
             (
                 "allowed_token_ids",
-                all(t < vocab_size for t in self.allowed_token_ids),
+                max(self.allowed_token_ids, default=0) < vocab_size,
                 "known tokens",
             ),
             ("bad_words", all(self.bad_words), "not empty"),
@@ -224,7 +226,7 @@ class SamplingParams:
         values = {name: getattr(self, name) for name in _NAMES}
         values["logit_bias"] = dict(self.logit_bias)
         for name in ("stop_token_ids", "allowed_token_ids"):
-            values[name] = sorted(getattr(self, name))
+            values[name] = list(getattr(self, name))
         values["bad_words"] = [common_pb2.BadWord(token_ids=word) for word in self.bad_words]
         for name in ("structured_output", "reasoning"):
             if values[name] is not None:
@@ -248,6 +250,7 @@ class SamplingParams:
         limits = (
             ("logit_bias", MAX_LOGIT_BIAS),
             ("stop_token_ids", MAX_STOP_TOKEN_IDS),
+            ("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS),
             ("bad_words", 2 * MAX_BAD_WORDS),
         )
         for name, most in limits:

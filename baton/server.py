@@ -1,14 +1,15 @@
-"""What every gRPC server here offers beside its own services: a port, health and reflection."""
+"""What every server here offers beside its own services: a port, health and reflection."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import gc
 import struct
 import termios
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,8 +18,10 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from baton import rpc, tls
+from baton import http_server, rpc, tls
 from baton.errors import ConfigError
+from baton.http_errors import HttpError
+from baton.http_server import HttpExchange
 
 
 def bind(
@@ -26,16 +29,17 @@ def bind(
     port: int,
     authorize: rpc.Authorize = rpc.authorize_role,
     shared: bool = False,
+    **limits: Any,
 ) -> tuple[grpc.aio.Server, str]:
     """A server, not started, and its host:port; port 0 takes a free one.
 
     It takes TLS where this process has a certificate. The port may be `shared` with processes of
-    the same user that share it, too. Raises ConfigError when it is taken, or would be open to
-    others without TLS.
+    the same user that share it, too; `limits` are those of `rpc.server`. Raises ConfigError when it
+    is taken, or would be open to others without TLS.
     """
     credentials = tls.current()
     credentials.check_exposed(host)
-    server = rpc.server(authorize, shared)
+    server = rpc.server(authorize, shared, **limits)
     wanted = f"{host}:{port}"
     try:
         if credentials.serves:
@@ -66,6 +70,7 @@ def settle() -> None:
 
 
 _LAG_EVERY_S = 0.05
+_MOST_PROBES = 16  # connections at a time
 
 
 async def measure_lag(record: Callable[[float], None]) -> None:
@@ -101,11 +106,12 @@ def _handle_all(wake_ups: Any, handle_events: Callable[[], None]) -> None:
 
 
 class Health:
-    """grpc.health.v1 for the whole process."""
+    """Whether the whole process is alive and takes work: grpc.health.v1, and HTTP for probes."""
 
     def __init__(self) -> None:
         self._servicer: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self.serving: bool | None = None
+        self.alive = True
 
     def add_to(self, server: grpc.aio.Server, services: Iterable[str]) -> None:
         """Adds health, and reflection over `services` (full names)."""
@@ -113,9 +119,34 @@ class Health:
         names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
 
-    async def set(self, serving: bool) -> None:
+    async def set(self, serving: bool, *, alive: bool = True) -> None:
+        self.alive = alive
         if serving is self.serving:
             return
         self.serving = serving
         answer = health_pb2.HealthCheckResponse
         await self._servicer.set("", answer.SERVING if serving else answer.NOT_SERVING)
+
+    @contextlib.asynccontextmanager
+    async def probed(self, host: str, port: int | None, shared: bool = False) -> AsyncIterator[str]:
+        """Answers `GET /health` and `/ready` at that port meanwhile; gives its URL. None: nowhere.
+
+        Without TLS, which no kubelet speaks with a certificate; it tells nothing else. The port may
+        be `shared` with processes of the same user. Raises ConfigError when it is taken.
+        """
+        if port is None:
+            yield ""
+            return
+        listener = http_server.listen(host, port, "probes", "--health-port", shared=shared)
+        async with http_server.serving(
+            self._answer, listener, _MOST_PROBES, plain=True
+        ) as listening:
+            yield listening.url
+
+    async def _answer(self, exchange: HttpExchange) -> None:
+        states = {"/health": (self.alive, "alive"), "/ready": (self.serving, "ready")}
+        if exchange.path not in states or exchange.method not in ("GET", "HEAD"):
+            raise HttpError(404, "only GET /health and GET /ready are served here")
+        good, name = states[exchange.path]
+        body = name if good else f"not {name}"
+        exchange.answer(200 if good else 503, body.encode(), kind=(b"content-type", b"text/plain"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,7 +34,10 @@ from baton.errors import ConfigError, InvalidRequest
 
 _TRACE_ID = re.compile("[0-9a-f]{32}")
 _PROPAGATOR = TraceContextTextMapPropagator()
+for _name in ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext"):
+    logging.getLogger(_name).setLevel(logging.ERROR)  # they tell of callers' mistakes
 _NO_SPAN = contextlib.nullcontext(INVALID_SPAN)
+PROVIDER = "baton"  # `gen_ai.provider.name` of spans and metrics
 _MAX_STATUS_CHARS = 1000  # spans are held by the thousand, and an error may quote a whole request
 Attributes = Mapping[str, str | int | float | bool]
 
@@ -102,9 +106,15 @@ def inject(context: Context | None = None) -> tuple[tuple[str, str], ...]:
 
 
 def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
-    """The context that a caller's metadata carries."""
-    carrier = {k: v for k, v in metadata or () if isinstance(v, str)}
-    return _PROPAGATOR.extract(carrier) if "traceparent" in carrier else Context()
+    """The context that a caller's metadata carries; an empty one where it is not valid.
+
+    That is, by the W3C's Trace Context, where `traceparent` comes twice, too.
+    """
+    carrier: dict[str, list[str]] = {}
+    for key, value in metadata or ():
+        if key in _PROPAGATOR.fields and isinstance(value, str):
+            carrier.setdefault(key, []).append(value)
+    return _PROPAGATOR.extract(carrier) if len(carrier.get("traceparent", ())) == 1 else Context()
 
 
 def context_of(span: Span) -> Context:
@@ -177,7 +187,8 @@ def _recorded(
 
 
 def failed(span: Span, error: Exception) -> None:
-    """Marks a span as failed."""
+    """Marks a span as failed, and says by which kind of error."""
+    span.set_attribute("error.type", type(error).__name__)
     span.set_status(StatusCode.ERROR, str(error)[:_MAX_STATUS_CHARS])
 
 

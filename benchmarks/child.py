@@ -16,6 +16,7 @@ from typing import Any, Self
 from baton.local.child import tied
 
 ROOT = Path(__file__).parents[1]
+TAIL_LINES = 20  # of a log: a cause is often above the last ones
 _ENDING_S = 10.0  # what a killed process has for it, and one that closed its output by itself
 
 
@@ -25,7 +26,7 @@ class Failed(Exception):
 
 def exit_text(status: int, log: Path) -> str:
     """How a process ended, with the last lines of what it printed."""
-    lines = log.read_text(errors="replace").splitlines()[-5:]
+    lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
     return " | ".join([f"it ended with status {status}", *lines])
 
 

@@ -22,6 +22,7 @@ import aiohttp
 from rich.console import Console
 
 from baton.bench import serve
+from baton.bench.report import failures_of
 from baton.bench.request import RequestOptions
 from baton.bench.stats import FIGURES, INTERFERENCE_FIGURES, Stats
 from baton.bench.terminal import Progress, median_table
@@ -33,7 +34,7 @@ from baton.local.cluster import LocalCluster
 from baton.local.process import ChildProcess
 from baton.slo import Slo
 from benchmarks import checkpoint, environment
-from benchmarks.child import Failed
+from benchmarks.child import TAIL_LINES, Failed
 from benchmarks.engine.adapters.gguf_file import gguf_of
 from benchmarks.environment import Missing, Rivals, console, cores, rotated
 from benchmarks.shapes import SHAPES
@@ -42,7 +43,7 @@ SCHEMA = "baton.bench.comparison/2"
 _READY_S, _END_S, _POLL_S, _TIMEOUT_S = 600.0, 20.0, 0.5, 300.0
 _MOST_CONTEXT, _SLOTS = 4096, 16
 _EVERY_PROMPT = 1 << 20  # longer than any: decode computes all of them itself
-_IDLE_BLOCKS = 64
+_IDLE_BLOCKS = _MOST_CONTEXT // 16  # the smallest worker's bound every prompt
 _FIRST_ID = 10
 STREAMS = Workload(concurrency=6, prompt_lengths=Lengths(64, 64), output_lengths=Lengths(200, 200))
 # Prompts of 363 tokens on average and outputs of 58.
@@ -63,12 +64,14 @@ class Comparison:
     """Variants under the same loads, one at a time, in rounds whose order rotates.
 
     Loads are runs of `baton bench serve`, by name. A variant that fails is left out from then on;
-    what there is when ctrl-C comes is kept.
+    one whose requests fail is measured on, and named with the first reason. What there is when
+    ctrl-C comes is kept.
     """
 
     loads: Mapping[str, Settings]
     results: dict[str, dict[str, list[Stats]]] = field(default_factory=dict)  # by load, by variant
     absent: dict[str, str] = field(default_factory=dict)  # and why
+    failed: dict[str, str] = field(default_factory=dict)  # requests, and why
     is_partial: bool = False
 
     def run(self, variants: Variants, rounds: int) -> int:
@@ -82,7 +85,12 @@ class Comparison:
             title = f"{kind}: median (min-max){', PARTIAL: ended early' * self.is_partial}"
             figures = INTERFERENCE_FIGURES if load.interference else FIGURES
             console.print("", median_table(title, figures, self.results[kind]), sep="\n")
-        return 130 if self.is_partial else int(bool(self.absent) and not any(self.results.values()))
+        for name, why in (self.absent | self.failed).items():
+            console.print(f"{name}: {why}")
+        if self.is_partial:
+            return 130
+        nothing = bool(self.absent) and not any(self.results.values())
+        return int(nothing or bool(self.failed))
 
     async def _rounds(self, variants: Variants, rounds: int) -> None:
         for round_ in range(rounds):
@@ -106,6 +114,9 @@ class Comparison:
                 raise KeyboardInterrupt
             for complaint in report["generator"]["complaints"]:
                 console.print(f"{name}, {kind}: the generator was slow: {complaint}")
+            if why := failures_of(report):
+                self.failed.setdefault(name, f"{kind}: {why}")
+                console.print(f"{name}, {kind}: {why}")
             stats = report["interference"] or report["stages"][0]["figures"]
             self.results[kind].setdefault(name, []).append(stats)
 
@@ -196,9 +207,9 @@ async def program(argv: Sequence[str], env: Mapping[str, str]) -> AsyncIterator[
         while not await _is_healthy(url):
             if process.exit_status is not None:
                 await process.wait()
-                raise Failed(f"{process.failure} | {process.log_tail(5)}")
+                raise Failed(f"{process.failure} | {process.log_tail(TAIL_LINES)}")
             if process.age_s > _READY_S:
-                raise Failed(f"not ready after {_READY_S:g} s")
+                raise Failed(f"not ready after {_READY_S:g} s | {process.log_tail(TAIL_LINES)}")
             await asyncio.sleep(_POLL_S)
         yield url
     finally:
@@ -255,7 +266,8 @@ def main(args: argparse.Namespace) -> int:
     comparison = Comparison({kind: loads[kind] for kind in args.loads})
     variants = {name: partial(target, name, start) for name in args.servers}
     status = comparison.run(variants, args.rounds)
-    found = {"partial": comparison.is_partial, "absent": comparison.absent, **comparison.results}
+    found = {"partial": comparison.is_partial, "absent": comparison.absent}
+    found |= {"failed": comparison.failed, **comparison.results}
     shape = SHAPES[args.shape].config()
     environment.write(args.json, {"schema": SCHEMA, "machine": machine, "shape": shape, **found})
     return status

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 
 import grpc
 
@@ -58,7 +59,7 @@ class DecodeWorker(Node):
             async for records in changes:
                 self._receiver.keep_links(records.keys())
 
-    def dispatch(self, router: RouterConnection, message: RouterMessage) -> None:
+    def dispatch(self, router: RouterConnection, message: RouterMessage) -> Iterator[None]:
         for request in message.reserve:
             spans = DecodeSpans(self.tracer, telemetry.extract(request.trace.items()))
             try:
@@ -67,8 +68,10 @@ class DecodeWorker(Node):
                 self._reservations.refuse(router, request.sequence.handoff_id, spans, error)
             else:
                 self._reservations.reserve(router, request, spans)
-        if message.cancel:
-            self._reservations.cancel(router, *message.cancel)
+            yield
+        for handoff_id in message.cancel:
+            self._reservations.cancel(router, handoff_id)
+            yield
 
     def lost(self, router: RouterConnection) -> None:
         self._reservations.lost(router)

@@ -27,7 +27,7 @@ from baton.errors import (
     TransferFailed,
     Unavailable,
 )
-from baton.log_format import about
+from baton.log_format import RateLimit, about
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from kvtransfer import pairing, rank_links
@@ -205,6 +205,7 @@ class HandoffReceiver(ControlServicer):
             }
         )
         self.pool = own_pool(self.pools)
+        self._log = RateLimit(log)
         self._incoming: dict[str, _Incoming] = {}
         self._epochs = itertools.count(1)  # of all peers: an epoch is never used twice
         self._peers: dict[str, Peer] = {}  # the one offered first comes first
@@ -229,10 +230,18 @@ class HandoffReceiver(ControlServicer):
             reachable=tuple(request.reachable_gpus),
             nccl=nccl_version(),
         )
-        transports = {transport.kind: transport for transport in self.transports}
-        transport = transports[pairing.choose(request.transports, transports, ends)]
-        self._make_room(transport)
-        peer = await self._listen(theirs, transport, sender.kv_pools or 1)
+        usable = {transport.kind: transport for transport in self.transports}
+        while True:
+            transport = usable.pop(pairing.choose(request.transports, usable, ends))
+            self._make_room(transport)
+            try:
+                peer = await self._listen(theirs, transport, sender.kv_pools or 1)
+                break
+            except TransferFailed as error:
+                left = usable.keys() & set(request.transports)
+                if transport.kind not in pairing.ONE_HOST or not left:
+                    raise
+                self._log.warning("the link of prefill %s goes another way: %s", theirs, error)
         self._drop(theirs)
         self._peers[theirs] = peer
         peer.accepted.add_done_callback(lambda done: self._accepted(peer, done))

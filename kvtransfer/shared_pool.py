@@ -186,6 +186,18 @@ def _ask(secret: bytes, deadline: float) -> tuple[int, int]:
     return fds[0], fds[1]
 
 
+def check_folder() -> None:
+    """Raises OSError where processes cannot meet in the folder."""
+    path = _path(secrets.token_bytes(_SECRET_BYTES))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as trial:
+        try:
+            trial.bind(str(path))
+            trial.listen()
+            _connect(path, 0.0).close()
+        finally:
+            path.unlink(missing_ok=True)
+
+
 def _path(secret: bytes) -> Path:
     """Which does not tell the secret."""
     return SHARED_FOLDER / (_PREFIX + hashlib.sha256(secret).hexdigest()[:32])

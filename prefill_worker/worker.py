@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -129,17 +129,19 @@ class PrefillWorker(Node):
                     tried.add(peer)
                     await self._links.open_ahead(peer)
 
-    def dispatch(self, router: RouterConnection, message: RouterMessage) -> None:
+    def dispatch(self, router: RouterConnection, message: RouterMessage) -> Iterator[None]:
         for request in message.prefill:
             key = router, request.sequence.handoff_id
             if key in self._tasks:
                 router.failed(key[1], InvalidRequest(f"handoff {key[1]} runs here", _HANDOFF_ID))
-                continue
-            self._tasks[key] = asyncio.create_task(self._answer(router, request))
-            self._tasks[key].add_done_callback(partial(self._answered, key))
+            else:
+                self._tasks[key] = asyncio.create_task(self._answer(router, request))
+                self._tasks[key].add_done_callback(partial(self._answered, key))
+            yield
         for handoff_id in message.cancel:
             if task := self._tasks.get((router, handoff_id)):
                 task.cancel()
+            yield
 
     def _answered(self, key: tuple[RouterConnection, str], _: asyncio.Task[None]) -> None:
         del self._tasks[key]

@@ -6,38 +6,74 @@ gRPC (`service`) and HTTP are thin over this.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from opentelemetry.trace import SpanKind, Tracer
 
 from baton import telemetry
-from baton.errors import BatonError, Cancelled, DeadlineExceeded, Unavailable
+from baton.errors import (
+    ENDINGS,
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    KvMismatch,
+    Overloaded,
+    RetryableError,
+    Stale,
+    TransferFailed,
+    Unavailable,
+    as_exception,
+)
 from baton.text import Tokenizer
 from baton.v1 import common_pb2, fleet_pb2, inference_pb2
 from router.admission import feasibility
 from router.admission.admission import Admission, Choices
-from router.admission.tenants import AdmissionLease, Tenant
+from router.admission.tenants import AdmissionLease, LimitReached, Tenant
 from router.admission.wait_queue import WaitQueue
 from router.dispatch.dispatch import Dispatch
-from router.dispatch.request_state import ParsedOutput, RequestState, TextStream
+from router.dispatch.request_state import (
+    ParsedOutput,
+    RequestState,
+    TextStream,
+    TokenizedRequest,
+)
 from router.fleet.fleet import Fleet
 from router.placement.placement import RETRY_AFTER_S
+from router.telemetry.request_span import RequestSpan, first_attributes, operation_of
 from router.telemetry.stats import RequestRecord, RouterStats
 
 # Output of one request may wait for a caller that reads slowly: so much of it, and so long.
 MAX_UNREAD_BYTES = 1 << 20
 UNREAD_S = 10.0
+# What a tenant is told instead of what failed within the cluster.
+_FOR_TENANTS = (
+    (Overloaded, "there is no room for this request now: try again later"),
+    (Unavailable, "the request cannot be served now: try again"),
+    ((TransferFailed, Stale, KvMismatch), "the request failed within the cluster: try again"),
+)
 _STOP = common_pb2.FINISH_REASON_STOP
 _REASONS = {
     common_pb2.FINISH_REASON_UNSPECIFIED: None,
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
 }
+
+
+# What a caller may call its request by, in its headers or metadata: for logs and traces.
+CALLERS_ID = "x-request-id"
+CALLERS_ID_PATTERN = r"^[A-Za-z0-9._:/+=@-]{1,128}$"
+
+
+def is_callers_id(text: str) -> bool:
+    """Whether that can be an id; others are taken for none."""
+    return re.fullmatch(CALLERS_ID_PATTERN, text) is not None
 
 
 @dataclass(frozen=True)
@@ -47,6 +83,15 @@ class Caller:
     metadata: tuple[tuple[str, str | bytes], ...] = ()
     time_left_s: float | None = None  # None: no deadline of its own
     tenant: str = ""  # of a caller within this process, which has no key
+    resumes: bool = False  # whether it can go on with a broken stream at another router
+
+    @property
+    def request_id(self) -> str:
+        """What the caller calls its request, or nothing."""
+        given = (value for name, value in self.metadata if name == CALLERS_ID)
+        return next(
+            (value for value in given if isinstance(value, str) and is_callers_id(value)), ""
+        )
 
 
 class Sink(Protocol):
@@ -179,8 +224,10 @@ class _Delivery:
                 self._on_first = None
                 on_first()
             return stopped
-        except Exception as error:
-            self._error = error
+        except ENDINGS:
+            raise
+        except BaseException as error:
+            self._error = as_exception(error)
             return True
 
     def _tell_prompt(self) -> None:
@@ -217,12 +264,16 @@ class GenerationService:
         dispatch: Dispatch,
         fleet: Fleet,
         tracer: Tracer,
+        trace_content_chars: int = 0,
+        trust_traceparent: bool = False,
     ) -> None:
         self.admission = admission
         self.wait_queue = wait_queue
         self._dispatch = dispatch
         self.fleet = fleet
         self._tracer = tracer
+        self._trace_content_chars = trace_content_chars
+        self._trust_traceparent = trust_traceparent  # of tenants' callers
         self._idle = asyncio.Event()
         self._idle.set()
         self._deliveries: set[_Delivery] = set()  # of requests that run
@@ -230,8 +281,8 @@ class GenerationService:
         self.batches: Counter[str] = Counter()  # of the HTTP API that run here, by status
         self.batch_lines: Counter[str] = Counter()  # their requests that ended here, by result
         self.draining = False
-        # Calls that end the taking of connections, where a sibling takes them.
-        self.on_leave: list[Callable[[], None]] = []
+        # Leave a port to a sibling; each returns once its last connection is closed.
+        self.on_leave: list[Callable[[], Coroutine[Any, Any, None]]] = []
         # Of an HTTP Accept header: (content type, body). For servers of /metrics beside us.
         self.metrics_page: Callable[[str], tuple[str, bytes]] = lambda accept: ("text/plain", b"")
 
@@ -247,6 +298,11 @@ class GenerationService:
     def why_not_ready(self) -> str:
         """Why new requests are not taken; empty when they are."""
         return "the router is draining" if self.draining else self.fleet.snapshot().why_not_ready
+
+    @property
+    def joins_traces(self) -> bool:
+        """Whether requests belong to the traces of their callers, who decide on their sampling."""
+        return self._trust_traceparent or self.admission.tenants.is_open
 
     @property
     def max_context(self) -> int:
@@ -267,6 +323,19 @@ class GenerationService:
         """Raises Unauthenticated unless the caller has an operator's key, or none is needed."""
         self.admission.tenants.check_admin(caller.metadata)
 
+    def shown(self, error: BatonError, caller: Caller) -> BatonError:
+        """An error as its caller may see it: names of workers, their addresses and sizes of queues
+        are for operators, and are in the router's log.
+        """
+        text = next((text for kind, text in _FOR_TENANTS if isinstance(error, kind)), None)
+        if text is None or isinstance(error, LimitReached):
+            return error
+        if self.admission.tenants.is_operator(caller.metadata):
+            return error
+        if isinstance(error, RetryableError):
+            return type(error)(text, error.retry_after_s)
+        return type(error)(text)
+
     async def generate(
         self,
         request: inference_pb2.GenerateRequest,
@@ -285,6 +354,10 @@ class GenerationService:
         self._idle.clear()
         try:
             await self._generate(request, caller, sink, choices or Choices(), number)
+        except BatonError as error:
+            if (shown := self.shown(error, caller)) is error:
+                raise
+            raise shown from error
         finally:
             self.running -= 1
             if not self.running:
@@ -298,26 +371,34 @@ class GenerationService:
         choices: Choices,
         number: int,
     ) -> None:
-        parent = telemetry.extract(caller.metadata)
+        parent = telemetry.extract(caller.metadata if self.joins_traces else ())
+        operation, model = operation_of(request), self.admission.model
+        known = first_attributes(operation, model)
         with (
             self.stats.request() as record,
-            telemetry.span(self._tracer, "router.generate", parent, kind=SpanKind.SERVER) as span,
+            telemetry.span(
+                self._tracer, f"{operation} {model}", parent, known, SpanKind.SERVER
+            ) as span,
+            contextlib.ExitStack() as held,
         ):
             record.span, record.trace_id = span, telemetry.trace_id_of(span)
             record.held = telemetry.is_held(span)
             record.in_batch = bool(caller.tenant)
-            record.operation = "chat" if request.HasField("chat") else "text_completion"
+            record.operation = operation
+            if callers_id := caller.request_id:
+                record.callers_id = callers_id
+                span.set_attribute("baton.callers_request_id", callers_id)
             trace = telemetry.context_of(span)
             with telemetry.span(self._tracer, "router.admit", trace):
-                state, lease = await self._admit(request, caller, record, choices, number)
-            span.set_attribute("gen_ai.request.model", self.admission.model)
+                state, lease = await self._admit(request, caller, record, choices, number, held)
             span.set_attribute("baton.request_id", record.request_id)
             span.set_attribute("baton.tenant", record.tenant)
-            span.set_attribute("gen_ai.usage.input_tokens", len(state.request.prompt))
-            with lease:
-                with telemetry.span(self._tracer, "router.check", trace):
-                    self._check(state)
-                await self._deliver(state, lease, record, sink)
+            told = RequestSpan(span, self.admission.tokenizer, self._trace_content_chars)
+            told.admitted(request, state.request)
+            held.enter_context(lease)
+            with telemetry.span(self._tracer, "router.check", trace):
+                self._check(state)
+            await self._deliver(state, lease, record, sink, told, caller, request.resume_ticket)
 
     async def tokenize(
         self, request: inference_pb2.TokenizeRequest, caller: Caller
@@ -325,7 +406,8 @@ class GenerationService:
         tenant = self.tenant_of(caller)
         self.admission.check_model(request.model)
         tenant.charge_request()
-        token_ids = await self.admission.tokenize(request, self.fleet.snapshot().max_context)
+        most = self.fleet.snapshot().max_context
+        token_ids = await self.admission.tokenize(request, most, tenant=tenant)
         tenant.charge_tokens(len(token_ids))
         return inference_pb2.TokenizeResponse(token_ids=token_ids, max_context=self.max_context)
 
@@ -379,14 +461,21 @@ class GenerationService:
         record: RequestRecord,
         choices: Choices,
         number: int,
+        held: contextlib.ExitStack,
     ) -> tuple[RequestState, AdmissionLease]:
+        """`held` is left at the request's end."""
         # A further choice was accepted with the first one, wherever that could be.
         if self.draining and not number:
             raise Unavailable("the router is draining: try another one", RETRY_AFTER_S)
-        if not (number or request.resumed_token_ids):
-            self.wait_queue.check_room()
         tenant = self.tenant_of(caller)
         record.tenant = tenant.name
+        if request.workers:
+            self.check_operator(caller)
+        ticket, tickets = request.resume_ticket, self.admission.tickets
+        resumes = bool(request.resumed_token_ids and ticket)
+        resumes = resumes and held.enter_context(tickets.taken(ticket, tenant.name))
+        if not (number or resumes):
+            self.wait_queue.check_room(tenant.flow)
         admitted = await self.admission.admit(
             request,
             caller.time_left_s,
@@ -396,13 +485,21 @@ class GenerationService:
             choices,
             number,
         )
-        # No request enters while none could be served; those admitted wait for workers.
-        if not number and (why_not := self.fleet.snapshot().why_not_ready):
-            raise Unavailable(why_not, RETRY_AFTER_S)
+        if resumes and tickets.is_for(ticket, admitted.prompt, admitted.cache_salt):
+            admitted.has_ticket = True
         lease = self.admission.enter(admitted, tenant, request.priority, choices, number)
         state = RequestState(admitted, record.arrived, record.arrived_ns)
         self.stats.admitted(record, state)
         return state, lease
+
+    def _ticket(self, request: TokenizedRequest, caller: Caller, shown: bytes) -> bytes:
+        """For the request that resumes this one, if it could: the one that it has shown itself."""
+        if not caller.resumes or request.has_ticket:
+            return shown if request.has_ticket else b""
+        left_s = request.time_left_s
+        return self.admission.tickets.give(
+            request.tenant, request.prompt, request.cache_salt, left_s
+        )
 
     def _check(self, state: RequestState) -> None:
         """Predicts its first token. Raises Overloaded where that would be too late."""
@@ -415,8 +512,16 @@ class GenerationService:
             self.stats.on_placed(time.perf_counter() - began)
 
     async def _deliver(
-        self, state: RequestState, lease: AdmissionLease, record: RequestRecord, sink: Sink
+        self,
+        state: RequestState,
+        lease: AdmissionLease,
+        record: RequestRecord,
+        sink: Sink,
+        told: RequestSpan,
+        caller: Caller,
+        ticket: bytes,
     ) -> None:
+        """`ticket` is the one that the request has shown."""
         span = record.span
         assert span is not None
         trace = telemetry.context_of(span)
@@ -435,17 +540,20 @@ class GenerationService:
                     trace_id=record.trace_id,
                     prompt_tokens=len(state.request.prompt),
                     resumed_tokens=len(state.request.resumed),
+                    resume_ticket=self._ticket(state.request, caller, ticket),
                 )
                 sink.start(started)
                 await self._dispatch.run(state, trace, delivery.put)
-                span.set_attribute("gen_ai.usage.output_tokens", len(state.delivered))
                 with telemetry.span(self._tracer, "router.finish", trace):
+                    route = state.final_route()
+                    if not self.admission.tenants.is_operator(caller.metadata):
+                        route.prefill = route.decode = ""
                     finish = inference_pb2.Finish(
                         reason=delivery.reason,
                         stop=delivery.stop,
                         usage=delivery.usage(),
                         timing=state.timing(),
-                        route=state.final_route(),
+                        route=route,
                         embedding=state.embedding,
                     )
                     record.finished = True
@@ -454,3 +562,4 @@ class GenerationService:
             raise delivery.timed_out from None
         finally:
             self._deliveries.discard(delivery)
+            told.ended(self.admission.model, state, delivery.reason)

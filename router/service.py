@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from baton import rpc, tls
+from baton.errors import Unauthenticated
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from baton.v1.common_pb2 import WorkerRecord
 from router import frontend
@@ -16,6 +17,7 @@ from router.dispatch.request_state import ParsedOutput
 from router.frontend import Caller, GenerationService, Unread
 from router.shared_state import SharedState
 
+_FOR_TENANTS = "/baton.v1.InferenceService/"
 _FOR_OPERATORS = ("/baton.v1.FleetService/", "/baton.v1.TraceService/", "/grpc.reflection.")
 _PUBLISH_S = 0.5
 _MOST_JOINED = 64  # tokens in a message of output that waited
@@ -200,16 +202,22 @@ def authorize(tenants: Tenants, method: str, context: Any) -> None:
     """Raises Unauthenticated where a caller may not call a method of a router.
 
     What is for operators takes an operator's key, or a certificate with a role where the port asks
-    for certificates; without either of these settings it is for everybody.
+    for certificates; without either of these settings it is for everybody. Generation takes a
+    tenant's key, where there are tenants.
     """
-    if method.startswith(_FOR_OPERATORS):
-        keys = context.invocation_metadata()
-        if tls.current().client_ca_file is None or tenants.is_admin(keys):
-            tenants.check_admin(keys)
-            return
-    rpc.authorize_role(method, context)
+    keys = tuple(context.invocation_metadata() or ())
+    if sum(name == "authorization" for name, _ in keys) > 1:
+        raise Unauthenticated("authorization is there more than once")
+    if method.startswith(_FOR_TENANTS):
+        tenants.of(keys)
+    by_key = tls.current().client_ca_file is None or tenants.is_admin(keys)
+    if method.startswith(_FOR_OPERATORS) and by_key:
+        tenants.check_admin(keys)
+    else:
+        rpc.authorize_role(method, context)
 
 
 def caller_of(context: Any) -> Caller:
     """A call's metadata and the time that is left of it."""
-    return Caller(tuple(context.invocation_metadata() or ()), context.time_remaining())
+    metadata = tuple(context.invocation_metadata() or ())
+    return Caller(metadata, context.time_remaining(), resumes=True)

@@ -67,9 +67,11 @@ class SharedState:
     def __init__(self, path: str | Path, processes: int, process: int = 0) -> None:
         """Of that many processes this is number `process`, from 0. Raises OSError.
 
-        `path` is that of the parent's, or empty in the parent.
+        `path` is that of the parent's, or empty in the parent. Twice as many have room: each beside
+        its successor.
         """
-        self._process, self._processes = process, processes
+        self._process, self._half = process, processes
+        self._processes = processes = 2 * processes
         self._slot = _DIGEST + (_BUCKETS + processes) * _DOUBLE
         self._tenants = processes * _ROW  # where they begin
         size = self._tenants + MAX_TENANTS * self._slot
@@ -120,6 +122,10 @@ class SharedState:
         """The other processes, as they showed themselves last."""
         others = (n for n in range(self._processes) if n != self._process)
         return [status.router for n in others if (status := self.status(n))]
+
+    def successor(self, process: int) -> int:
+        """The number of what takes a process's place, while both run."""
+        return (process + self._half) % self._processes
 
     def forget(self, process: int) -> None:
         """For the parent: a process has ended, and its requests with it."""

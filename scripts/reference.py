@@ -74,7 +74,8 @@ def _parsers(prefix: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str
     """All commands with their parsers, `bench serve` for a command of a command."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for name, command in action.choices.items():
+            first = {command: name for name, command in reversed(action.choices.items())}
+            for command, name in reversed(first.items()):  # each once, whatever its aliases
                 inner = list(_parsers(f"{prefix}{name} ", command))
                 yield from inner or [(f"{prefix}{name}", command)]
 

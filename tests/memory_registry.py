@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import secrets
 
 from baton.errors import Unavailable
 from baton.registry.membership import Membership, copy_for_update, key_of
@@ -12,6 +13,8 @@ class MemoryRegistry:
 
     def __init__(self):
         self.entries = {}
+        self._ticket_key = secrets.token_bytes(32)
+        self.missing = set()
         self._up = True
         self._registrations = []
         self._watches = []
@@ -29,8 +32,17 @@ class MemoryRegistry:
         self.entries[record.incarnation] = copy.deepcopy(record)
         self._settle()
 
+    def lose(self, incarnation):
+        """Ends the lease of a record, which its worker may yet write again with `find`."""
+        self.missing.add(incarnation)
+        self._settle()
+
+    def find(self, incarnation):
+        self.missing.discard(incarnation)
+        self._settle()
+
     def drop(self, incarnation):
-        """Ends a record's lease."""
+        """Removes a record."""
         del self.entries[incarnation]
         self._settle()
 
@@ -59,6 +71,10 @@ class MemoryRegistry:
             self._watches.remove(membership)
             membership.close()
 
+    async def ticket_key(self):
+        self._require()
+        return self._ticket_key
+
     async def close(self):
         pass
 
@@ -73,7 +89,8 @@ class MemoryRegistry:
             if self._up:
                 self.entries[registration.record.incarnation] = registration.record
         for one in self._watches:
-            one.publish(self.entries if self._up else one.records, connected=self._up)
+            records = self.entries if self._up else one.records
+            one.publish(records, connected=self._up, missing=self.missing & records.keys())
 
 
 class MemoryRegistration:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from baton.bench.generator import Generator, Run
 from baton.bench.request import INTERRUPTED, Demand, Outcome
 from baton.bench.servers import Server
-from baton.bench.stats import LONG_GAP_S, Stats, spread_of
+from baton.bench.stats import LONG_GAP_S, Stats, errors_of, spread_of
 from baton.bench.workload import Interference, Workload
 
 _LATEST_END_S = 40.0  # after the window; a prompt that is not answered by then has failed
@@ -39,7 +39,7 @@ async def interference(
 
     The workload's `concurrency` is the number of streams. With `stop` set it ends early, and the
     statistics are of what there was. `kept` is the streams' tokens/s with prompts over those
-    without.
+    without, and None unless every prompt was answered: one that is refused disturbs nobody.
     """
     phases: dict[bool, tuple[Run, Run]] = {}
     for number, has_prompts in enumerate((not alone_first, alone_first)):
@@ -50,6 +50,8 @@ async def interference(
     alone, beside = (
         stream_stats(run.outcomes, load.window_s) for run in (only_streams, beside_prompts)
     )
+    answered = bool(sent.outcomes) and all(outcome.ok for outcome in sent.outcomes)
+    whole = answered and alone["tokens_per_s"] > 0
     stats = {
         "alone": alone,
         "beside": beside,
@@ -57,8 +59,9 @@ async def interference(
             "sent": len(sent.outcomes),
             "failed": sum(not outcome.ok for outcome in sent.outcomes),
             "ttft_s": spread_of(outcome.ttft_s for outcome in sent.outcomes if outcome.ok),
+            "errors": errors_of(sent.outcomes),
         },
-        "kept": beside["tokens_per_s"] / alone["tokens_per_s"] if alone["tokens_per_s"] else 0.0,
+        "kept": beside["tokens_per_s"] / alone["tokens_per_s"] if whole else None,
     }
     return stats, [only_streams, beside_prompts, sent]
 
@@ -111,4 +114,5 @@ def stream_stats(outcomes: Sequence[Outcome], window_s: tuple[float, float]) -> 
         "long_gap_share": waited_s / streamed_s if streamed_s else 0.0,
         "ttft_s": spread_of(o.ttft_s for o in outcomes if begin_s <= o.sent_s < end_s),
         "failed": sum(not o.ok and o.status != INTERRUPTED for o in outcomes),
+        "errors": errors_of(o for o in outcomes if o.status != INTERRUPTED),
     }

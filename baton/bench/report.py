@@ -27,6 +27,7 @@ SCHEMA = "baton.bench.serve/3"
 Report = dict[str, Any]
 
 _GOOD_SHARE = 0.9
+_MOST_REASON = 300  # characters
 _LATE_MS, _BUSY = 10.0, 0.85  # of the generator: beyond these the results are in doubt
 
 
@@ -71,6 +72,22 @@ def report_of(
         "knee": knee_of(swept),
         "generator": generator_stats([*(stage.run for stage in stages), *further]),
     }
+
+
+def failures_of(report: Report) -> str:
+    """How many requests failed and why, in one line; empty when none did.
+
+    What was cancelled at the end of a run has not failed.
+    """
+    parts = [stage["figures"] for stage in report["stages"]]
+    if found := report["interference"]:
+        parts += [found["alone"], found["beside"], found["prompts"]]
+    errors = [error for part in parts for error in part["errors"]]
+    if not errors:
+        return ""
+    number = sum(error["count"] for error in errors)
+    reasons = {f"{error['status']}: {error['message'][:_MOST_REASON]}": None for error in errors}
+    return f"{number} requests failed: {'; '.join(reasons)}"
 
 
 def generator_stats(runs: Sequence[Run]) -> dict[str, Any]:

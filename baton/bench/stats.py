@@ -130,7 +130,7 @@ def stats_of(outcomes: Iterable[Outcome], seconds: float, slo: Slo | None = None
             "interrupted": len(every) - len(sent),
         },
         "statuses": dict(Counter(outcome.status for outcome in every)),
-        "errors": _errors(sent),
+        "errors": errors_of(sent),
         "requests_per_s": len(ok) * per_s,
         "input_tokens": inputs,
         "output_tokens": outputs,
@@ -174,7 +174,8 @@ def goodput_of(sent: Sequence[Outcome], per_s: float, limits: dict[str, float]) 
     }
 
 
-def _errors(sent: Sequence[Outcome]) -> list[dict[str, Any]]:
+def errors_of(sent: Iterable[Outcome]) -> list[dict[str, Any]]:
+    """Requests that failed, by status: how many, and the message of the first."""
     failed = [outcome for outcome in sent if not outcome.ok]
     first = {outcome.status: outcome.message for outcome in reversed(failed)}
     counts = Counter(outcome.status for outcome in failed)

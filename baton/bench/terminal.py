@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.bench.generator import Run
-from baton.bench.report import Report
+from baton.bench.report import Report, failures_of
 from baton.bench.stats import FIGURES, INTERFERENCE_FIGURES, Figure, percentile
 
 _SWEPT = (
@@ -39,6 +39,8 @@ def _parts(report: Report) -> Iterator[RenderableType]:
     if report["interference"]:
         yield Text()
         yield median_table("interference", INTERFERENCE_FIGURES, {"": [report["interference"]]})
+        if why := failures_of(report):
+            yield Text(f"  {why}")
     if len(report["stages"]) > 1:
         yield from _sweep(report)
     yield from _generator(report["generator"])

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from baton.cli import bench, certs, chat, doctor, generate, services, status, top, trace
-from baton.cli.options import HelpFormatter, use_tls
+from baton.cli.options import HelpFormatter, take_rest, use_tls
 from baton.cli.services import fix_for
 from baton.errors import BatonError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+CLOSED_PIPE = 141  # 128 + SIGPIPE
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,13 +41,27 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; the exit status is 0 only if it did what it was asked to do."""
-    args = parser().parse_args(argv)
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our output has all that it wants, as `head`, and nobody is to be told. The
+        # interpreter's last flush must not trip over it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    args, rest = parser().parse_known_args(argv)
+    if rest:
+        take_rest(args, rest)
     # Our own errors tell what gRPC's C core would write to stderr; it reads this when it is loaded.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         use_tls(args)
         exit_status: int = args.run(args)
-        sys.stdout.flush()
         return exit_status
     except BatonError as error:
         return _fail(str(error) or type(error).__name__)
@@ -56,10 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(fix)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has left; the interpreter's last flush must not trip over it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _fail("the reader of the output went away")
 
 
 def _fail(message: str) -> int:

@@ -88,6 +88,7 @@ def _run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from baton.bench import serve, terminal
+    from baton.bench.report import failures_of
 
     settings = settings_of(args)
     progress = terminal.Progress(Console(stderr=True))
@@ -101,10 +102,10 @@ def _run(args: argparse.Namespace) -> int:
         print(f"report: {settings.output / 'report.json'}", file=sys.stderr)
     if report["partial"]:
         return 130
-    answered = [stage["figures"]["requests"]["ok"] for stage in report["stages"]]
-    if report["interference"]:
-        answered.append(report["interference"]["alone"]["tokens_per_s"])
-    return 0 if all(answered) else 1
+    if why := failures_of(report):
+        print(f"baton: error: {why}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

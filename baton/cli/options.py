@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import http.client
 import os
 import socket
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -35,6 +36,45 @@ CONFIGS: dict[str, type[Any]] = {
     "generate": EngineConfig,  # with --local
     "doctor": EngineConfig,  # with --model
 }
+# vLLM's names of options that mean the same here; each is taken where ours is one.
+ALIASES = {
+    "--max-model-len": "--max-context",
+    "--served-model-name": "--model-name",
+    "--tensor-parallel-size": "--tp",
+    "-tp": "--tp",
+    "--gpu-memory-utilization": "--gpu-memory",
+    "--max-num-seqs": "--max-batch",
+    "--kv-cache-dtype": "--kv-dtype",
+    "--kv-cache-memory-bytes": "--kv-cache",
+    "--enable-prefix-caching": "--prefix-cache",
+    "--enable-expert-parallel": "--expert-parallel",
+    "--tool-call-parser": "--tool-parser",
+    "--ssl-certfile": "--tls-cert",
+    "--ssl-keyfile": "--tls-key",
+    "--ssl-ca-certs": "--tls-client-ca",
+    "--uvicorn-log-level": "--log-level",
+}
+# Those of which ours is another thing, or which nothing here needs.
+_NOT_NEEDED = "nothing here needs it: leave it out"
+SIMILAR = {
+    "--max-num-batched-tokens": "do you mean --chunk-tokens?",
+    "--num-gpu-blocks-override": "do you mean --kv-blocks?",
+    "--data-parallel-size": "do you mean --decode (and --prefill) of `baton up`?",
+    "--pipeline-parallel-size": "layers are not divided among processes: --tp divides each layer",
+    "--enforce-eager": "do you mean --no-graphs?",
+    "--speculative-config": "do you mean --speculate TOKENS?",
+    "--enable-lora": "do you mean --lora DIR?",
+    "--lora-modules": "do you mean --lora DIR?",
+    "--allowed-origins": "do you mean --cors-origins?",
+    "--tokenizer": "the tokenizer is read from --model DIR",
+    "--seed": "a request has its own seed",
+    "--trust-remote-code": "code of a model directory is never run: leave it out",
+    "--enable-chunked-prefill": _NOT_NEEDED,
+    "--enable-auto-tool-choice": _NOT_NEEDED,
+    "--enable-reasoning": _NOT_NEEDED,
+    "--disable-log-requests": _NOT_NEEDED,
+    "--no-enable-log-requests": _NOT_NEEDED,
+}
 _NO_ANSWER = ("failed to connect", "errors resolving")
 _PROBE_S = 1.0
 
@@ -58,15 +98,48 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return text if silent or is_stated else f"{text} (default: %(default)s)"
 
 
-def add_command(commands: Commands, name: str, summary: str, text: str, examples: str) -> Any:
+def add_command(
+    commands: Commands,
+    name: str,
+    summary: str,
+    text: str,
+    examples: str,
+    aliases: Sequence[str] = (),
+) -> Any:
     """A command's parser with help in our form: summary, explanation, options, examples."""
-    return commands.add_parser(
+    parser = commands.add_parser(
         name,
+        aliases=aliases,
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}.\n\n{text}",
         epilog=f"examples:\n{examples}",
         formatter_class=HelpFormatter,
     )
+    parser.set_defaults(parser=parser, takes_model=False)
+    return parser
+
+
+def take_rest(args: argparse.Namespace, rest: Sequence[str]) -> None:
+    """What the command's parser left: one model, as of `vllm serve MODEL`, where it takes --model.
+
+    Anything else ends the process, as a wrong option does, with what was probably meant.
+    """
+    parser: argparse.ArgumentParser = args.parser
+    flags = parser._option_string_actions
+    unknown = [text for text in rest if text.startswith("-")]
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        hint = SIMILAR.get(flag, "")
+        if near := difflib.get_close_matches(flag, flags, 1, 0.7):
+            hint = hint or f"do you mean {near[0]}?"
+        text = f"there is no option {flag}" + (f": {hint}" if hint else "")
+    elif len(rest) == 1 and args.takes_model and not {"model", "random-weights"} & set(vars(args)):
+        vars(args)["model"] = rest[0]
+        return
+    else:
+        text = f"unrecognized arguments: {' '.join(rest)}"
+    # The usage, which argparse puts before, would be forty lines.
+    parser.exit(2, f"{parser.prog}: error: {text} (`{parser.prog} --help` lists all)\n")
 
 
 def add_declared(
@@ -98,7 +171,11 @@ def _add(group: Any, one: Option, text: str) -> None:
     if not one.is_switch:
         kind = {"action": "append" if one.many else "store", "type": one.read}
         kind |= {"choices": one.choices} if one.choices else {"metavar": one.metavar or None}
-    group.add_argument(one.flag, dest=one.key, default=argparse.SUPPRESS, help=text, **kind)
+    kind |= {"dest": one.key, "default": argparse.SUPPRESS}
+    group.add_argument(one.flag, help=text, **kind)
+    for alias, flag in ALIASES.items():
+        if flag == one.flag:
+            group.add_argument(alias, help=argparse.SUPPRESS, **kind)
 
 
 def add_config_option(parser: argparse.ArgumentParser) -> None:
@@ -120,9 +197,19 @@ def settings(cls: type[C], command: str, args: argparse.Namespace, **given: Any)
     mine = options.declared(CONFIGS[command])
     line = {key: vars(args)[key] for key in mine if key in vars(args)}
     line = {key: tuple(value) if mine[key].many else value for key, value in line.items()}
-    known = {"config"}.union(*map(options.declared, CONFIGS.values()))
-    source: str = args.config or os.environ.get(f"{options.PREFIX}CONFIG", "")
-    return options.build(cls, options.read(mine, known, os.environ, source) | line, **given)
+    return options.build(cls, _read(mine, args.config) | line, **given)
+
+
+def service_values() -> options.Values:
+    """What environment and file say to a service beside which this command runs, by key."""
+    return _read(options.declared(RouterConfig) | options.declared(WorkerConfig), "")
+
+
+def _read(mine: Mapping[str, Option], config: str) -> options.Values:
+    known = {"config", *(flag.removeprefix("--") for flag in _TLS_OPTIONS)}
+    known = known.union(*map(options.declared, CONFIGS.values()))
+    source = config or os.environ.get(f"{options.PREFIX}CONFIG", "")
+    return options.read(mine, known, os.environ, source)
 
 
 def positive(text: str, error: str = "{!r} is no number above 0") -> float:
@@ -155,7 +242,7 @@ def count(text: str) -> int:
     return int(text)
 
 
-_TARGET_TEXT = "the router's address; more, separated by commas, are tried in turn"
+_TARGET_TEXT = "the router's address; of several, separated by commas, any one and then the others"
 
 
 def add_target_option(group: Options, text: str = _TARGET_TEXT) -> None:
@@ -179,7 +266,10 @@ def add_tls_options(group: Options) -> None:
     """How to call with TLS; also from the environment, as the services' options are."""
     for flag, (metavar, text) in _TLS_OPTIONS.items():
         variable = options.PREFIX + flag.strip("-").upper().replace("-", "_")
-        group.add_argument(flag, default=os.environ.get(variable, ""), metavar=metavar, help=text)
+        default = os.environ.get(variable, "")
+        if flag == "--tls-ca":
+            default = default or os.environ.get(f"{options.PREFIX}TLS_CLIENT_CA", "")
+        group.add_argument(flag, default=default, metavar=metavar, help=text)
 
 
 def add_key_option(group: Options) -> None:
@@ -229,7 +319,7 @@ def add_question_options(
 
 
 @contextlib.contextmanager
-def calling(target: str, timeout_s: float | None) -> Iterator[None]:
+def calling(target: str, timeout_s: float | None, what: str = "router") -> Iterator[None]:
     """Says in our words what gRPC says of a router that is not there or takes too long."""
     try:
         yield
@@ -239,7 +329,7 @@ def calling(target: str, timeout_s: float | None) -> Iterator[None]:
         if hint := _http_hint(target) or _tls_hint(target):
             raise Unavailable(hint) from error
         raise Unavailable(
-            f"no router answers at {target}: start one with `baton up`, or name one with --target",
+            f"no {what} answers at {target}: start one with `baton up`, or name one with --target",
             error.retry_after_s,
         ) from error
     except DeadlineExceeded as error:

@@ -7,8 +7,10 @@ import asyncio
 import importlib.util
 import logging
 import os
-from collections.abc import Sequence
+import resource
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from baton import log_format
 from baton.cli import options
@@ -17,6 +19,8 @@ from baton.errors import ConfigError, Unavailable
 
 log = logging.getLogger(__name__)
 
+MIN_FILES = 256  # to be opened by a service; etcd alone wants 150
+_MOST_FILES = 1 << 20
 EXTRAS = {  # which extra of the package brings which library
     "router": (
         "grpc_health",
@@ -38,7 +42,8 @@ EXTRAS = {  # which extra of the package brings which library
 _UP_TEXT = """\
 Starts etcd, routers and workers as processes of this machine, shares its cores out to the workers,
 restarts what crashes, and stops everything in order on ctrl-C. SIGHUP restarts all routers and
-workers, one after the other, each when the one before serves again."""
+workers, one after the other: each leaves when its successor serves, and no request fails.
+`baton serve DIR` is the same as `baton up --model DIR`, and vLLM's names of options are taken."""
 _UP_EXAMPLES = """\
   baton up                                       the built-in demo model, one worker of each role
   baton up --prefill 2 --decode 2 --trace        with the trace of every request
@@ -85,13 +90,17 @@ def add_commands(commands: options.Commands) -> None:
         ("decode-worker", "run a worker that generates tokens", _DECODE_TEXT, _WORKER_EXAMPLES,
          {"run": _run_worker, "role": "decode", "extra": "worker"}),
     ):  # fmt: skip
-        parser = options.add_command(commands, name, summary, text, examples.format(name=name))
-        parser.set_defaults(**defaults)
+        aliases = ["serve"] if name == "up" else []
+        example = examples.format(name=name)
+        parser = options.add_command(commands, name, summary, text, example, aliases)
+        parser.set_defaults(**{**defaults, "run": partial(_run_service, defaults["run"])})
         if name in options.CONFIGS:
+            parser.set_defaults(takes_model=True)
             options.add_declared(parser, options.CONFIGS[name])
             options.add_config_option(parser)
         if name in ("router", "prefill-worker", "decode-worker"):  # for the process that starts it
             parser.add_argument("--die-with-parent", type=int, help=argparse.SUPPRESS)
+            parser.add_argument("--listeners", default="", help=argparse.SUPPRESS)
         if name == "router":  # for one of several processes, from what starts them
             parser.add_argument("--process-of", default="", help=argparse.SUPPRESS)
             parser.add_argument("--process", type=int, default=0, help=argparse.SUPPRESS)
@@ -142,11 +151,33 @@ def fix_for(error: ModuleNotFoundError, needed: str | None) -> str:
     return ""
 
 
+def raise_file_limit() -> None:
+    """Lets this process and its children open as many files as the system lets them.
+
+    Each connection is one, and shells and containers often begin with 1,024. Raises ConfigError
+    where they are too few to start with.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if wanted > soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < MIN_FILES:
+        raise ConfigError(
+            f"this process may open {wanted} files and needs {MIN_FILES} at least: raise the limit "
+            "(ulimit -n; LimitNOFILE of systemd; ulimits: nofile of compose)"
+        )
+
+
 def require(*extras: str) -> None:
     """Raises ModuleNotFoundError when a library is missing, before other processes trip over it."""
     for module in (module for extra in extras for module in EXTRAS[extra]):
         if importlib.util.find_spec(module) is None:
             raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+
+def _run_service(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    raise_file_limit()
+    return run(args)
 
 
 def _run_up(args: argparse.Namespace) -> int:
@@ -167,7 +198,7 @@ def _run_demo(args: argparse.Namespace) -> int:
 
 
 def _run_router(args: argparse.Namespace) -> int:
-    _follow_parent(args.die_with_parent)
+    _follow_parent(args)
     config = router_config(args)
     _log_to_stderr(config.log_level, config.log_format)
     shared = None
@@ -189,12 +220,12 @@ def _run_router(args: argparse.Namespace) -> int:
     if config.http_port:
         from baton import gateway
 
-        frontends.append(gateway.frontend(config, shared=shared is not None))
+        frontends.append(gateway.frontend(config))
     return main.run(config, frontends, shared)
 
 
 def _run_worker(args: argparse.Namespace) -> int:
-    _follow_parent(args.die_with_parent)
+    _follow_parent(args)
     config = worker_config(args)
     _log_to_stderr(config.log_level, config.log_format)
     from baton.local.model_check import check_model
@@ -219,13 +250,18 @@ def _run_worker(args: argparse.Namespace) -> int:
     return node.run(config, DecodeWorker)
 
 
-def _follow_parent(parent: int | None) -> None:
-    if parent:
+def _follow_parent(args: argparse.Namespace) -> None:
+    """Ends with the parent that started this process, if any, and listens at its sockets."""
+    if args.die_with_parent:
         from baton.local.child import die_with_parent
 
         die_with_parent()
-        if os.getppid() != parent:
+        if os.getppid() != args.die_with_parent:
             raise Unavailable("the process that started this one has ended")
+    if args.listeners:
+        from baton import http_server
+
+        http_server.inherit(map(int, args.listeners.split(",")))
 
 
 def _log_to_stderr(level: str, form: str) -> None:

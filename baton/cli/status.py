@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import http.client
 import json
+import socket
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 from baton.cli import options
 from baton.cli.generate import add_prompt_options, prompt_of
+from baton.config import RouterConfig, split_address
 from baton.errors import Unavailable
 
 _STATES = {
@@ -55,9 +60,13 @@ _CANDIDATE_COLUMNS = {
     "prefill_cached_tokens": "cached: prefill", "decode_cached_tokens": "decode",
     "same_host": "host", "refused": "left out",
 }  # fmt: skip
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - of services that listen there
+_MOST_SAID = 1000  # bytes of an answer
 _HEALTH_TEXT = """\
 Asks a router or a worker by the gRPC health protocol (grpc.health.v1). Exit status 0 if it takes
-work; 1 if it does not, with the reason on stderr. Made for health checks of containers."""
+work; 1 if it does not, with the reason on stderr. Without --target it asks the service whose
+environment it shares, as in a container: at BATON_OPT_HEALTH_PORT by HTTP, else at BATON_OPT_PORT,
+with the certificates that BATON_OPT_TLS_CERT and its like name."""
 _HEALTH_EXAMPLES = """\
   baton health
   baton health --target 10.0.0.7:7710 --timeout 2"""
@@ -83,7 +92,9 @@ def add_commands(commands: options.Commands) -> None:
 
     summary = "ask whether a process takes work"
     parser = options.add_command(commands, "health", summary, _HEALTH_TEXT, _HEALTH_EXAMPLES)
-    options.add_question_options(parser, "address of a router or worker", json=False)
+    text = "address of a router or worker (default: of the service with this environment)"
+    options.add_question_options(parser, text, json=False)
+    parser.set_defaults(target="")
     parser.set_defaults(run=_run_health, extra="router")
 
 
@@ -171,10 +182,12 @@ def render_explanation(explanation: Mapping[str, Any]) -> str:
     if explanation["refused"]:
         verdict = f"would be refused or wait: {explanation['refused']}"
     elif explanation["decode_prefills"]:
-        best = rows[0]
+        best, instead = rows[0], "no prefill worker is ready"
+        if best["prefill"]:
+            instead = f"handed over in {best['handed_over_ttft_ms']:.1f} ms"
         verdict = (
             f"would run on {best['decode']}, which would compute the prompt itself: first token in "
-            f"{best['ttft_ms']} ms, handed over in {best['handed_over_ttft_ms']:.1f} ms"
+            f"{best['ttft_ms']} ms, {instead}"
         )
     else:
         verdict = f"would run on {rows[0]['prefill']} and {rows[0]['decode']}"
@@ -194,16 +207,61 @@ def _row(candidate: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _run_health(args: argparse.Namespace) -> int:
+    target = args.target
+    if not target:
+        own = options.service_values()
+        host = str(own.get("host", RouterConfig.host))
+        host = _LOOPBACK.get(host.strip("[]"), host)
+        if (port := own.get("health-port")) is not None:
+            return _ask_by_http(host, port, args.timeout)
+        target = f"{host}:{own.get('port', RouterConfig.port)}"
+        if args.tls_ca and not args.tls_name:
+            _take_its_name(target, args.timeout)
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     from baton import rpc
 
-    with rpc.translated(), rpc.channel(args.target, kind=grpc) as channel:
+    asking = options.calling(target, args.timeout, "router or worker")
+    with asking, rpc.translated(), rpc.channel(target, kind=grpc) as channel:
         request = health_pb2.HealthCheckRequest()
         answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=args.timeout)
     status = str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
     if status != "SERVING":
-        raise Unavailable(f"{args.target} says {status}")
+        raise Unavailable(f"{target} says {status}")
     print(status)
     return 0
+
+
+def _ask_by_http(host: str, port: int, timeout_s: float) -> int:
+    connection = http.client.HTTPConnection(host.strip("[]"), port, timeout=timeout_s)
+    try:
+        with contextlib.closing(connection):
+            connection.request("GET", "/ready")
+            response = connection.getresponse()
+            said = response.read(_MOST_SAID).decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        raise Unavailable(f"no answer at --health-port {port}: {error}") from error
+    if response.status != HTTPStatus.OK:
+        raise Unavailable(f"{host}:{port} says {said}")
+    print(said)
+    return 0
+
+
+def _take_its_name(target: str, timeout_s: float) -> None:
+    """Calls our own service by a name that its certificate has, whatever its address."""
+    from baton import tls
+
+    host, port = split_address(target)
+    context = tls.current().client_context()
+    context.check_hostname = False  # its authority is verified
+    try:
+        with (
+            socket.create_connection((host.strip("[]"), port), timeout_s) as connection,
+            context.wrap_socket(connection) as encrypted,
+        ):
+            certificate: dict[str, Any] = encrypted.getpeercert() or {}
+    except OSError as error:
+        raise Unavailable(f"no answer at {target}: {error}") from error
+    names = [name for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS"]
+    tls.current().server_name = (*names, "")[0]

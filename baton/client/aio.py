@@ -70,8 +70,7 @@ class AsyncStream(BaseStream, AbstractAsyncContextManager["AsyncStream"]):
         self._cancel()
 
     def __del__(self) -> None:
-        # grpc.aio cancels a call that is dropped; only the span is left to end.
-        self._call.close()
+        self._cancel()  # not every version of grpc.aio does so for a call that is dropped
 
 
 class AsyncClient(BaseClient, AbstractAsyncContextManager["AsyncClient"]):

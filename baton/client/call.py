@@ -5,6 +5,7 @@ The clients add only the waiting: they send, receive and sleep as this module sa
 
 from __future__ import annotations
 
+import math
 import random
 import time
 import weakref
@@ -94,7 +95,9 @@ class BaseClient:
         retry: RetryPolicy | None = None,
     ) -> None:
         self._addresses = _addresses(target)
-        self._preferred = 0  # index of the address to try first
+        # Index of the address to try first. By chance: clients share out among the routers.
+        self._preferred = random.randrange(len(self._addresses))  # noqa: S311 - guards nothing
+        self._failed_at = [-math.inf] * len(self._addresses)  # by index, time.monotonic()
         self._retry = retry or RetryPolicy()
         self._closed = False
         self._metadata = rpc.bearer(api_key)
@@ -142,6 +145,7 @@ class Attempts:
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._count = 1
         self._address = client._preferred
+        self._tried: set[int] = set()  # since all were
         self._begun = False
         self._failing_since: float | None = None  # time.monotonic()
 
@@ -185,10 +189,24 @@ class Attempts:
         if wait_s is None:
             raise error
         self._count += 1
+        self._client._failed_at[self._address] = now
         # Later calls start there too, so that one dead router is paid for once.
-        self._address = (self._address + 1) % len(self._client._addresses)
-        self._client._preferred = self._address
+        self._client._preferred = self._address = self._next_address()
         return wait_s
+
+    def _next_address(self) -> int:
+        """Of two that were not tried yet, taken by chance, the one that failed the longest ago.
+
+        A router that fails or is full sends its clients to several others, and few of them to one
+        that has just refused them.
+        """
+        self._tried.add(self._address)
+        everywhere = range(len(self._client._addresses))
+        if not (left := [one for one in everywhere if one not in self._tried]):
+            self._tried.clear()
+            left = [one for one in everywhere if one != self._address] or [self._address]
+        two = random.sample(left, min(2, len(left)))
+        return min(two, key=self._client._failed_at.__getitem__)
 
 
 class GenerateCall:
@@ -283,6 +301,7 @@ class GenerateCall:
             self._fail(final)
             raise
         self.request.resumed_token_ids[:] = self._token_ids
+        self.request.resume_ticket = self._started.resume_ticket
         return wait_s
 
     def ended(self) -> float | None:

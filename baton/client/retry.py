@@ -11,7 +11,7 @@ _ADVICE_JITTER = 0.25
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Exponential backoff with jitter, at the next router address each time.
+    """Exponential backoff with jitter, at another router address each time.
 
     A server's advice is the shortest wait, and is stretched by chance, so that clients that were
     refused together do not come back together. What one router has no room for another has not
@@ -39,7 +39,7 @@ class RetryPolicy:
         failing_s: float = 0.0,
         begun: bool = False,
     ) -> float | None:
-        """Seconds until the next attempt, after `attempts` of them, at the next router address.
+        """Seconds until the next attempt, after `attempts` of them, at another router address.
 
         `jitter` in [0, 1) is random, `failing_s` how long it has failed, `begun` whether messages
         had come before. None means that the error is final: it cannot pass, there were enough

@@ -73,8 +73,8 @@ class Stream(BaseStream, AbstractContextManager["Stream"]):
 class Client(BaseClient, AbstractContextManager["Client"]):
     """A client of one or several routers of a cluster. Safe to share between threads.
 
-    `target` is "host:port", several of them separated by commas, or a sequence of them: when one
-    router is gone or overloaded, the next is tried. `ca_file` turns TLS on and names the
+    `target` is "host:port", several of them separated by commas, or a sequence of them: any one is
+    called, and another where that is gone or overloaded. `ca_file` turns TLS on and names the
     certificates to trust, `cert_file` and `key_file` are for routers that ask for a certificate;
     `api_key` is sent as a bearer token.
 

@@ -204,13 +204,17 @@ class StepReport:
 
 
 log = logging.getLogger(__name__)
-MAX_FAILED_STEPS = 3  # in a row; then the cause is not in the sequences
+MAX_FAILED_STEPS = 3  # in a row, with no prompt in all of them: then the cause is elsewhere
 # Reserved, waiting and running sequences for each place in the batch. Without a bound, sequences
 # whose KV has come would pile up and wait too long for their next token.
 SEQUENCES_PER_PLACE = 2
 # A step with chunks that takes longer is not followed by one that was planned while it ran.
 LAUNCH_AHEAD_S = 0.010
 RETRY_S = 0.2  # advised when there is no room: room comes whenever a sequence ends
+
+
+def _prompt_hash(sequence: Sequence) -> int:
+    return hash((sequence.cache_salt, *sequence.tokens[: sequence.prompt_tokens]))
 
 
 def _command(
@@ -252,6 +256,7 @@ class Engine:
         self._steps = 0
         self._step_began: float | None = None  # written by the thread, read by any
         self._failed_steps = 0  # in a row
+        self._suspects = set[int]()  # prompts in all of these, by hash
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
         self.ended: Future[None] = Future()  # fails if the thread does; do not cancel it
         self.ended.set_running_or_notify_cancel()
@@ -452,6 +457,7 @@ class Engine:
             return
         plan, launch = self._planner.plan(), None
         ahead = self._overlap and bool(plan.work) and self._runner.launches_ahead(plan)
+        ahead = ahead and not plan.alone
         if before is not None:
             launch = self._launch_behind(plan) if ahead else None
             self._flight = None
@@ -542,15 +548,18 @@ class Engine:
     def _fail(self, plan: Plan, works: list[Work], failure: str, began_ns: int) -> None:
         """Ends the sequences of a step that failed.
 
-        Raises InternalError when steps keep failing: a new process may do better.
+        Raises InternalError when steps keep failing, whatever they run: a new process may do
+        better. One prompt that is sent again and again does not end the process.
         """
         self._runner.wait_for_writes()
         progress = [
             self._give_up(work.sequence, failure) for work in works if not work.sequence.dropped
         ]
         self._publish(plan, progress, began_ns)
+        prompts = {_prompt_hash(work.sequence) for work in works}
+        self._suspects = self._suspects & prompts if self._failed_steps else prompts
         self._failed_steps += 1
-        if self._failed_steps >= MAX_FAILED_STEPS:
+        if self._failed_steps >= MAX_FAILED_STEPS and not self._suspects:
             raise InternalError(f"{self._failed_steps} steps in a row failed; the last: {failure}")
 
     def _publish(

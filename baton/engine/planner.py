@@ -100,11 +100,13 @@ class Work:
 class Plan:
     """What one step runs: single-token rows first, then chunks.
 
-    prompts: those of the works whose sequences have not sampled a token here.
+    prompts: those of the works whose sequences have not sampled a token here · alone: its sequence
+    shares no step, so that nothing is in flight with it.
     """
 
     work: list[Work] = field(default_factory=list)
     prompts: list[Work] = field(default_factory=list)
+    alone: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -194,6 +196,8 @@ class Planner:
         self.late_s = 0.0  # by which the clock is ahead of the virtual time of prompts
         self._proposer = proposer
         self._arrivals = itertools.count(1)
+        self._alone: list[Sequence] = []  # those that share no step
+        self._alone_ran = False  # when the last one had a step
 
     @property
     def num_waiting(self) -> int:
@@ -212,6 +216,8 @@ class Planner:
         Those do not queue behind one that needs blocks: it might wait for theirs, for ever.
         """
         sequence.arrival = next(self._arrivals)
+        if sequence.alone:
+            self._alone.append(sequence)
         if not sequence.block_ids:
             self.waiting.add(sequence)
         else:
@@ -258,6 +264,8 @@ class Planner:
         if self._proposer is not None:
             self._propose(plan, self.chunk.most - plan.num_chunk_tokens, self._proposer)
             plan.sort()
+        if self._alone:
+            self._set_apart(plan)
         return plan
 
     def launched(self, plan: Plan) -> None:
@@ -330,6 +338,18 @@ class Planner:
             block_hash = sequence.hash_of(index, size)
             parent = sequence.parent_hash(index)
             self.blocks.publish(sequence.block_ids[index], block_hash, parent, tokens)
+
+    def _set_apart(self, plan: Plan) -> None:
+        """Leaves one sequence that shares no step in the plan, or all others, in turns."""
+        self._alone = [one for one in self._alone if one.alone and not one.dropped]
+        alone = [work for work in plan.work if work.sequence.alone]
+        if not alone:
+            return
+        plan.alone = self._alone_ran = len(alone) == len(plan.work) or not self._alone_ran
+        kept = alone[:1] if plan.alone else [w for w in plan.work if not w.sequence.alone]
+        sequences = {id(work.sequence) for work in kept}
+        plan.work = kept
+        plan.prompts = [work for work in plan.prompts if id(work.sequence) in sequences]
 
     def _decode(self, plan: Plan) -> None:
         """Plans the running sequences that are one token behind.

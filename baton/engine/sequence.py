@@ -94,6 +94,7 @@ class Sequence:
     priority: float = 0.0  # smaller goes first: time.monotonic() of its virtual finish time
     prompt_s: float = 0.0  # by how much its prompt advances virtual time; 0: not known
     arrival: int = 0  # set by the planner; decides between equal priorities
+    alone_tokens: int = 0  # before it has got so many here, it shares no step with others
     park_after: int | None = None  # leave the batch, keep the blocks, after this many new tokens
     awaits_kv: bool = False  # blocks are held and may be written from outside, unverified
     unverified: bool = False  # it runs on KV from outside whose checksum is not known yet
@@ -132,6 +133,11 @@ class Sequence:
     def scores(self) -> bool:
         """Whether log-probabilities of its prompt are still to be computed."""
         return self.num_scored is not None and self.num_scored < self.prompt_tokens - 1
+
+    @property
+    def alone(self) -> bool:
+        """Whether it still shares no step with others."""
+        return self.new_tokens < self.alone_tokens
 
     def tokens_left(self, max_context: int) -> int:
         """The most tokens that it can still get here."""

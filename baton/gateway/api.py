@@ -15,13 +15,16 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from baton.errors import InvalidRequest
 from baton.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
+    MAX_CACHE_SALT_CHARS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
 )
 from baton.text.stop_strings import MAX_STOP_CHARS, MAX_STOPS
 from router.admission.chat import MAX_MESSAGES, MAX_TOOLS
+from router.frontend import CALLERS_ID_PATTERN
 
 MAX_N = 128
 MAX_PROMPTS = 1024
@@ -30,6 +33,9 @@ _MAX_NEUTRAL_BYTES = 64  # of a value that means "without this feature"
 
 _UINT32 = (1 << 32) - 1
 Text = Annotated[str, Meta(min_length=1)]
+ModelName = Annotated[str, Meta(max_length=1024)]
+Salt = Annotated[str, Meta(max_length=MAX_CACHE_SALT_CHARS)]
+CallersId = Annotated[str, Meta(pattern=CALLERS_ID_PATTERN)]
 Count = Annotated[int, Meta(ge=0, le=_UINT32)]
 TokenIds = Annotated[list[Count], Meta(min_length=1)]
 Positive = Annotated[int, Meta(ge=1, le=_UINT32)]
@@ -38,6 +44,10 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenKey = Annotated[int, Meta(ge=0, lt=10**9)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 LogitBias = Annotated[dict[TokenKey, Bias], Meta(max_length=MAX_LOGIT_BIAS)]
+Metadata = Annotated[  # OpenAI's limits
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
 # 64 bits, signed or not: msgspec's own bounds are those of int64.
 Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
 PriorityNumber = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
@@ -113,7 +123,7 @@ class GenerateOptions(Struct, kw_only=True):
 
     unsupported: ClassVar[Unsupported] = _UNSUPPORTED
 
-    model: str | None = None
+    model: ModelName | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=_UINT32)] | None = None
@@ -130,7 +140,7 @@ class GenerateOptions(Struct, kw_only=True):
     min_tokens: Count | None = None
     max_tokens: Count | None = None
     prompt_logprobs: TopLogprobs | None = None
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: Annotated[TokenIds, Meta(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[StopText], Meta(max_length=MAX_BAD_WORDS)] | None = None
     truncate_prompt_tokens: Positive | None = None
     add_special_tokens: bool | None = None
@@ -142,7 +152,8 @@ class GenerateOptions(Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     priority: Priority | None = None
     ttft_target_ms: Count | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
+    request_id: CallersId | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
@@ -279,7 +290,7 @@ class TokenizeRequest(Struct, kw_only=True):
 
     unsupported: ClassVar[Unsupported] = _TEMPLATE
 
-    model: str | None = None
+    model: ModelName | None = None
     prompt: str | None = None
     messages: Messages | None = None
     tools: Tools | None = None
@@ -296,13 +307,14 @@ class EmbeddingRequest(Struct, kw_only=True):
     unsupported: ClassVar[Unsupported] = {"truncation_side": ("left",)}
 
     input: Annotated[Raw, Meta(extra_json_schema={"anyOf": _PROMPT_SCHEMAS})]  # see `prompts_of`
-    model: str | None = None
+    model: ModelName | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Positive | None = None
     truncate_prompt_tokens: Positive | None = None
     add_special_tokens: bool | None = None
     priority: Priority | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
+    request_id: CallersId | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True):
@@ -311,7 +323,7 @@ class DetokenizeRequest(Struct, kw_only=True):
     unsupported: ClassVar[Unsupported] = {}
 
     tokens: Annotated[list[Count], Meta(max_length=MAX_DETOKENIZED)]
-    model: str | None = None
+    model: ModelName | None = None
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]

@@ -36,6 +36,7 @@ from baton.gateway.batch_store import (
     FINISHED,
     LOCK,
     MAX_LINES,
+    WINDOW_S,
     Batch,
     BatchError,
     BatchErrors,
@@ -61,7 +62,8 @@ _MAX_FAILURES = 3  # of a line that had begun: it may be what ends its workers
 _GRACE_S = 60.0
 _TRY_S = 3600.0  # for a line, its wait for room included
 _RESTART_S = 30.0  # before a batch goes on whose files could not be read or written
-_STALE_PART_S = 3600.0  # what an upload left behind that a kill ended
+_STALE_PART_S = 4 * 3600.0  # longer than an upload may take: what a kill left behind of one
+_JUMP_S = 60.0  # of the wall clock, which somebody set: batches get it back
 _READ_BYTES = 1 << 20
 _MAX_LINE_BYTES = MAX_BODY_BYTES + 4096
 _MAX_ERRORS = 100  # of a batch's input that are told
@@ -76,7 +78,7 @@ _ENDS: dict[str, tuple[Status, str]] = {
     "disk_share_used_up": ("failed", "The tenant's share is full (--batch-disk): delete files."),
 }
 # A line is answered whole and waits for room, whatever its body asks for.
-_DROPPED = ("stream", "stream_options", "ttft_target_ms")
+_DROPPED = ("stream", "stream_options", "ttft_target_ms", "request_id")
 
 T = TypeVar("T")
 
@@ -108,8 +110,10 @@ class _LineExchange(HttpExchange):
             writable=asyncio.Event(),
         )
         self.status, self.answered = 0, b""
-        self.feed(body)
-        self.feed_end()
+        self._body = body
+
+    async def body(self, max_bytes: int, max_dropped_bytes: int) -> bytes | None:
+        return self._body if len(self._body) <= max_bytes else None
 
     def answer(self, status: int, body: bytes, headers: Any = (), kind: Header = JSON_TYPE) -> None:
         self.started, self.status, self.answered = True, status, body
@@ -179,7 +183,9 @@ class BatchRunner:
         self._disk = ThreadPoolExecutor(1, "batches")  # one: writes end before what follows them
         self._finished: dict[str, Status] = {}  # of batches, which are not read again
         self._jobs: dict[str, _Job] = {}
-        self._not_before: dict[str, float] = {}
+        self._not_before: dict[str, float] = {}  # by a batch's id; of the loop's clock
+        self._parts: dict[Path, float] = {}  # uploads, by when they were seen first
+        self._clocks = time.time(), _elapsed_s()  # of the last look
 
     async def on_disk(self, work: Callable[..., T], *args: Any) -> T:
         """Runs it on the thread that alone writes what this runner writes."""
@@ -208,7 +214,9 @@ class BatchRunner:
         try:
             unfinished, counts = await self.on_disk(self._scan)
         except Exception as error:
-            log.exception("%s cannot be read or written: %s", self._folder, error)
+            # Nobody needs to see where in our code a disk was full.
+            trace = not isinstance(error, OSError)
+            log.error("%s cannot be read or written: %s", self._folder, error, exc_info=trace)
             await asyncio.sleep(_RESTART_S)
             return
         self.service.batches.clear()
@@ -219,29 +227,31 @@ class BatchRunner:
             may_start = is_next or end in ("batch_cancelled", "batch_expired")
             if job and end and not job.end:
                 job.task.cancel()  # and with the next look a job begins that ends it
-            elif not job and may_start and time.time() >= self._not_before.get(batch.id, 0):
+            elif not job and may_start and time.monotonic() >= self._not_before.get(batch.id, 0):
                 job = self._jobs[batch.id] = _Job(self, store, batch, end)
                 job.task = group.create_task(self._run(job), name=batch.id)
 
     async def _run(self, job: _Job) -> None:
         try:
             await job.run()
-        except Exception:
-            log.exception("%s goes on in %.0f s", job.batch.id, _RESTART_S)
-            self._not_before[job.batch.id] = time.time() + _RESTART_S
+        except Exception as error:
+            failed = error
+            while isinstance(failed, ExceptionGroup):  # its lines are tasks
+                failed = failed.exceptions[0]
+            trace = not isinstance(failed, OSError)
+            text = "%s goes on in %.0f s: %s"
+            log.error(text, job.batch.id, _RESTART_S, failed, exc_info=trace)
+            self._not_before[job.batch.id] = time.monotonic() + _RESTART_S
         finally:
             del self._jobs[job.batch.id]
             self.wake.set()
 
     def _scan(self) -> tuple[list[tuple[BatchStore, Batch, str]], Counter[str]]:
         """Saves how far batches are. What has not finished, and why it must end; all by status."""
+        jump_s, now = self._jump_s(), time.time()
         for job in tuple(self._jobs.values()):
-            job.save_progress()
-        now = time.time()
-        for part in self._folder.glob("*/*.part"):
-            with contextlib.suppress(FileNotFoundError):
-                if part.stat().st_mtime < now - _STALE_PART_S:
-                    part.unlink()
+            job.save_progress(jump_s)
+        self._remove_stale_parts()
         finished, unfinished = {}, []
         counts: Counter[str] = Counter()
         for folder in sorted(path for path in self._folder.iterdir() if path.is_dir()):
@@ -255,11 +265,45 @@ class BatchRunner:
                 if status in FINISHED:
                     finished[batch_id] = status
                 else:
+                    if batch_id not in self._jobs and shift(batch, jump_s, now):
+                        store.save(batch)
                     running.append(batch)
             is_full = bool(running) and store.is_full
             unfinished += [(store, batch, _why_ends(batch, now, is_full)) for batch in running]
         self._finished = finished
         return unfinished, counts
+
+    def _jump_s(self) -> float:
+        """How far the wall clock was set ahead since the last call; below 0, back."""
+        wall, elapsed = self._clocks
+        self._clocks = time.time(), _elapsed_s()
+        jump_s = (self._clocks[0] - wall) - (self._clocks[1] - elapsed)
+        if abs(jump_s) < _JUMP_S:
+            return 0.0
+        log.warning("the clock was set by %+.0f s: batches keep the time that they have", jump_s)
+        return jump_s
+
+    def _remove_stale_parts(self) -> None:
+        seen, now = self._parts, time.monotonic()
+        self._parts = {part: seen.get(part, now) for part in self._folder.glob("*/*.part")}
+        for part, since in self._parts.items():
+            if since < now - _STALE_PART_S:
+                part.unlink(missing_ok=True)
+
+
+def _elapsed_s() -> float:
+    """Time that passes, a suspended machine's too, whatever the wall clock is set to."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def shift(batch: Batch, jump_s: float, now: float) -> bool:
+    """Puts off a batch's expiry by what the wall clock jumped ahead, and no further than a window.
+
+    Whether that changed it.
+    """
+    before = batch.expires_at
+    batch.expires_at = int(min(before + max(0.0, jump_s), now + WINDOW_S + 1))
+    return batch.expires_at != before
 
 
 def _why_ends(batch: Batch, now: float, is_full: bool) -> str:
@@ -348,10 +392,11 @@ class _Job:
 
     # From here on: for the disk thread.
 
-    def save_progress(self) -> None:
-        """The counts, for whoever asks."""
+    def save_progress(self, jump_s: float) -> None:
+        """The counts, for whoever asks; the clock may have jumped."""
         counts = str(self.batch.request_counts)
-        if self.batch.status == "in_progress" and counts != self._saved:
+        jumped = shift(self.batch, jump_s, time.time())
+        if self.batch.status == "in_progress" and (jumped or counts != self._saved):
             self._store.save(self.batch)
             self._saved = counts
 

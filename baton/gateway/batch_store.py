@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded, quoted
+from baton.gateway import api
 from baton.http_errors import HttpError
 
 MAX_FILE_BYTES = 200 << 20  # OpenAI's, as are the next two
@@ -35,10 +36,6 @@ _RETRY_S = 60.0  # until there may be room for one more
 _BLOCK_BYTES = 4096  # taken by the smallest file
 _ID = re.compile(r"(file-[0-9a-f]{24}(-output|-errors)?|batch_[0-9a-f]{24})")
 
-Metadata = Annotated[
-    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
-    Meta(max_length=16),
-]
 Status = Literal[
     "validating", "failed", "in_progress", "completed", "expired", "cancelling", "cancelled"
 ]
@@ -72,7 +69,7 @@ class BatchRequest(Struct, kw_only=True):
     input_file_id: str
     endpoint: str
     completion_window: Literal["24h"]
-    metadata: Metadata | None = None
+    metadata: api.Metadata | None = None
 
 
 class BatchError(Struct):
@@ -121,7 +118,7 @@ class Batch(Struct, kw_only=True):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: RequestCounts = msgspec.field(default_factory=RequestCounts)
-    metadata: Metadata | None = None
+    metadata: api.Metadata | None = None
 
     @property
     def finished(self) -> bool:
@@ -185,9 +182,10 @@ def try_lock(lock: BinaryIO) -> bool:
     return True
 
 
-def new_id() -> str:
-    """Later ones sort behind earlier ones."""
-    return f"{time.time_ns() // 1_000_000:012x}{secrets.token_hex(6)}"
+def new_id(after: str = "") -> str:
+    """Later ones sort behind earlier ones, and behind `after`: the clock may be set back."""
+    now = max(time.time_ns() // 1_000_000, int(after[:12] or "0", 16) + 1)
+    return f"{now:012x}{secrets.token_hex(6)}"
 
 
 class BatchStore:
@@ -223,11 +221,16 @@ class BatchStore:
     def add(self, part: BinaryIO, filename: str) -> File:
         """Makes a file of what was written there."""
         self.check_room()
-        file_id, now = f"file-{new_id()}", int(time.time())
+        file_id, now = self._new_id("file-"), int(time.time())
         file = File(id=file_id, bytes=part.tell(), created_at=now, filename=filename)
         _keep(part, self.content(file_id))
         self.save(file)
         return file
+
+    def _new_id(self, kind: str) -> str:
+        """An id behind all that are here of that kind."""
+        last = max((path.stem for path in self._folder.glob(f"{kind}*.json")), default="")
+        return kind + new_id(last.removeprefix(kind))
 
     def save(self, item: File | Batch) -> None:
         """Whole or not at all, and on the disk; a batch for the process that runs it."""
@@ -273,7 +276,7 @@ class BatchStore:
                 path.unlink(missing_ok=True)
         now = time.time()
         batch = Batch(
-            id=f"batch_{new_id()}",
+            id=self._new_id("batch_"),
             endpoint=request.endpoint,
             input_file_id=request.input_file_id,
             created_at=int(now),

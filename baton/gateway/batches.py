@@ -44,6 +44,7 @@ from baton.http_server import UNREAD_S, HttpExchange
 from router.admission.tenants import Tenant
 from router.frontend import Caller, GenerationService
 
+log = logging.getLogger(__name__)
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it tells of clients' mistakes
 
 MAX_UPLOADS = 16  # of a tenant at a time
@@ -54,6 +55,7 @@ _RETRY_S = 1.0
 _CONTENT: tuple[Header, ...] = ((b"content-type", b"application/octet-stream"),)
 
 Item = TypeVar("Item", File, Batch)
+T = TypeVar("T")
 Query = TypeVar("Query", FilesQuery, BatchesQuery)
 
 
@@ -97,6 +99,15 @@ class BatchApi:
             self._runner.wake.set()
         exchange.answer(200, msgspec.json.encode(found))
 
+    async def on_disk(self, work: Callable[..., T], *args: Any) -> T:
+        """Runs it on a thread. Raises HttpError 507 where the folder cannot be used."""
+        try:
+            return await asyncio.to_thread(work, *args)
+        except OSError as error:
+            text = f"{self.config.batch_dir} cannot be read or written: {error.strerror}"
+            log.error("%s (--batch-dir)", text)
+            raise HttpError(507, f"{text}: its operator must make room, or it possible") from error
+
     async def create_file(self, exchange: HttpExchange) -> None:
         """Takes an upload."""
         tenant, store = self.called(exchange)
@@ -106,6 +117,8 @@ class BatchApi:
             raise InvalidRequest(
                 "send multipart/form-data with the fields purpose and file", "file"
             )
+        if exchange.headers.get(b"content-encoding", b"identity").lower() != b"identity":
+            raise HttpError(415, "a file is taken without content-encoding")
         size = int(exchange.headers.get(b"content-length", b"0"))
         _check_size(size)
         if self._uploads[tenant.name] >= MAX_UPLOADS:
@@ -114,11 +127,11 @@ class BatchApi:
         self._uploads[tenant.name] += 1
         try:
             with exchange.body_parts() as parts:
-                upload = await asyncio.to_thread(_Upload, store, options[b"boundary"], size)
+                upload = await self.on_disk(_Upload, store, options[b"boundary"], size)
                 with contextlib.closing(upload):
                     async for part in parts:
-                        await asyncio.to_thread(upload.write, part)
-                    file = await asyncio.to_thread(upload.finish)
+                        await self.on_disk(upload.write, part)
+                    file = await self.on_disk(upload.finish)
         finally:
             self._uploads[tenant.name] -= 1
         self.answer(exchange, file)
@@ -141,13 +154,13 @@ class BatchApi:
             known = ", ".join(self.endpoints)
             raise InvalidRequest(f"endpoint must be one of {known}", "endpoint")
         tenant.charge_request()
-        self.answer(exchange, await asyncio.to_thread(store.create, request))
+        self.answer(exchange, await self.on_disk(store.create, request))
 
     async def content(self, exchange: HttpExchange) -> None:
         """The bytes of a file, no faster than they are read."""
         _, store = self.called(exchange)
-        with await asyncio.to_thread(store.open, _id(exchange)) as file:
-            part = await asyncio.to_thread(file.read, _READ_BYTES)
+        with await self.on_disk(store.open, _id(exchange)) as file:
+            part = await self.on_disk(file.read, _READ_BYTES)
             exchange.start(200, _CONTENT)
             while more := await asyncio.to_thread(file.read, _READ_BYTES):
                 exchange.write(part)
@@ -207,7 +220,7 @@ def _finding(find: Callable[[BatchStore, HttpExchange], Any]) -> Handler:
 
     async def handler(batch_api: BatchApi, exchange: HttpExchange) -> None:
         _, store = batch_api.called(exchange)
-        batch_api.answer(exchange, await asyncio.to_thread(find, store, exchange))
+        batch_api.answer(exchange, await batch_api.on_disk(find, store, exchange))
 
     return handler
 
@@ -221,12 +234,13 @@ _FORM = {
     "required": ["purpose", "file"],
     "properties": {"purpose": {"enum": ["batch"]}, "file": BYTES},
 }
-_LISTING, _ONE = ("400", "401", "404"), ("401", "404")  # errors
+_LISTING, _ONE = ("400", "401", "404", "507"), ("401", "404", "507")  # errors
+_POST = (*ERRORS, "507")
 # All are 404 without --batch-dir.
 ROUTES: Routes = {
     "/v1/files": {
         "GET": Route(_finding(_files), "The caller's files.", Files, _LISTING, query=FilesQuery),
-        "POST": Route(BatchApi.create_file, "Upload a file of requests.", File, ERRORS, form=_FORM),
+        "POST": Route(BatchApi.create_file, "Upload a file of requests.", File, _POST, form=_FORM),
     },
     "/v1/files/{id}": {
         "GET": Route(_by_id(BatchStore.file), "One file.", File, _ONE),
@@ -239,13 +253,11 @@ ROUTES: Routes = {
         "GET": Route(
             _finding(_batches), "The caller's batches.", Batches, _LISTING, query=BatchesQuery
         ),
-        "POST": Route(
-            BatchApi.create_batch, "Run a file of requests.", Batch, ERRORS, BatchRequest
-        ),
+        "POST": Route(BatchApi.create_batch, "Run a file of requests.", Batch, _POST, BatchRequest),
     },
     "/v1/batches/{id}": {"GET": Route(_by_id(BatchStore.batch), "One batch.", Batch, _ONE)},
     "/v1/batches/{id}/cancel": {
-        "POST": Route(_by_id(BatchStore.cancel), "Cancel a batch.", Batch, (*ERRORS, "409")),
+        "POST": Route(_by_id(BatchStore.cancel), "Cancel a batch.", Batch, (*_POST, "409")),
     },
 }
 
@@ -301,8 +313,10 @@ class _Upload:
 
     def close(self) -> None:
         """Removes what is not a file yet."""
-        self._file.close()
-        Path(self._file.name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a full disk is told where it is written to
+            self._file.close()
+        with contextlib.suppress(OSError):
+            Path(self._file.name).unlink()
 
     def _begin(self) -> None:
         self._field = b""

@@ -14,8 +14,8 @@ import msgspec
 from baton.errors import InvalidRequest
 from baton.gateway import api
 from baton.gateway.generation import run_choices
-from baton.gateway.headers import id_headers
-from baton.gateway.request import ParsedRequest, priority_of, prompt_requests
+from baton.gateway.headers import correlated, id_headers
+from baton.gateway.request import ParsedRequest, priority_of
 from baton.http_server import HttpExchange
 from baton.v1 import common_pb2, inference_pb2
 from router.frontend import Caller, GenerationService
@@ -28,6 +28,7 @@ class ParsedEmbeddings:
     run: ParsedRequest
     base64: bool
     dimensions: int | None
+    request_id: str | None
 
 
 def parse_embeddings(text: bytes) -> ParsedEmbeddings:
@@ -43,7 +44,8 @@ def parse_embeddings(text: bytes) -> ParsedEmbeddings:
     if body.add_special_tokens is not None:
         base.add_special_tokens = body.add_special_tokens
     run = ParsedRequest(
-        prompt_requests(base, api.prompts_of(body.input, "input")),
+        base,
+        api.prompts_of(body.input, "input"),
         api.GenerateOptions(model=body.model),
         n=1,
         kept=1,
@@ -51,7 +53,8 @@ def parse_embeddings(text: bytes) -> ParsedEmbeddings:
         max_tokens_given=True,
         fields=dict.fromkeys(("input", "text", "token_ids"), "input"),
     )
-    return ParsedEmbeddings(run, body.encoding_format == "base64", body.dimensions)
+    in_base64 = body.encoding_format == "base64"
+    return ParsedEmbeddings(run, in_base64, body.dimensions, body.request_id)
 
 
 class _Sink:
@@ -80,7 +83,8 @@ async def embed(
     service: GenerationService, parsed: ParsedEmbeddings, caller: Caller, exchange: HttpExchange
 ) -> None:
     """Answers with the embedding of each input."""
-    sinks = [_Sink(exchange) for _ in parsed.run.requests]
+    caller = correlated(exchange, caller, parsed.request_id)
+    sinks = [_Sink(exchange) for _ in range(parsed.run.num_prompts)]
     try:
         await run_choices(service, parsed.run, caller, sinks)
         data = [
@@ -88,7 +92,7 @@ async def embed(
             for index, sink in enumerate(sinks)
         ]
     except InvalidRequest as error:
-        raise InvalidRequest(str(error), parsed.run.fields.get(error.field, error.field)) from error
+        raise error.renamed(parsed.run.fields.get(error.field, error.field)) from error
     tokens = sum(sink.end.usage.prompt_tokens for sink in sinks)
     model = parsed.run.options.model or service.admission.model
     answer = api.Embeddings(data, model, api.EmbeddingUsage(tokens, tokens))

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import re
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,13 +22,13 @@ import msgspec
 
 from baton.errors import BatonError, Cancelled, InvalidRequest, quoted
 from baton.gateway import api
-from baton.gateway.headers import caller_of, id_headers
+from baton.gateway.headers import caller_of, correlated, id_headers
 from baton.gateway.output import Output, usage_of
 from baton.gateway.prompt_output import PromptOutput
 from baton.gateway.request import ParsedRequest
 from baton.http_errors import Failure, Header, HttpError, failure_of
 from baton.http_server import HttpExchange
-from baton.rpc import MAX_MESSAGE_BYTES
+from baton.rpc import MAX_MESSAGE_BYTES, max_request_bytes
 from baton.v1 import inference_pb2
 from router.admission.admission import MAX_PROMPT_LOGPROBS, Choices
 from router.admission.tenants import Places
@@ -36,9 +37,9 @@ from router.frontend import Caller, GenerationService, Sink, Unread
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
-_MIN_BODY_BYTES = 2 << 20  # taken however short the context is: several prompts may come together
-_BODY_BYTES_PER_TOKEN = 16  # of the context; "151643, " has 8
 _LARGE_BODY_BYTES = 64 << 10  # larger ones are parsed on a thread, off the event loop
+_CODINGS = frozenset(("gzip", "x-gzip", "deflate"))  # of bodies
+_MAX_CODINGS = 2  # one around the other
 _ROUTE_HEADER = b"x-baton-route"  # its presence asks for `usage.baton`
 _MANY_LOGPROBS = 4096  # of prompts; more are written on a thread
 _LOGPROB_BYTES = 64  # of a log-probability in a chunk, with its token, about
@@ -53,12 +54,6 @@ _FUNCTION = re.compile(r"(tools\[\d+\]|tool_calls\[\d+\])\.")  # as fields of bo
 T = TypeVar("T")
 
 
-def max_body_bytes(max_context: int) -> int:
-    """Largest body that is read; `max_context` 0 is not known."""
-    most = max_context * _BODY_BYTES_PER_TOKEN or MAX_BODY_BYTES
-    return min(max(most, _MIN_BODY_BYTES), MAX_BODY_BYTES)
-
-
 @dataclass(frozen=True)
 class Endpoint(Generic[T]):
     """What answers the POSTs to one path: `parse` reads a body, `answer` does what it asks for."""
@@ -71,7 +66,7 @@ class Endpoint(Generic[T]):
     ) -> None:
         """Answers a POST, of `caller` where its headers do not say whose it is."""
         caller = caller or caller_of(exchange)
-        service.check_key(caller)
+        service.tenant_of(caller).check()
         await self.answer(service, await self._parsed(service, exchange), caller, exchange)
 
     async def _parsed(self, service: GenerationService, exchange: HttpExchange) -> T:
@@ -79,11 +74,13 @@ class Endpoint(Generic[T]):
 
         That lets web pages post here, but not with a key, which is no cookie that a browser adds.
         """
-        max_bytes = max_body_bytes(service.max_context)
+        max_bytes = max_request_bytes(service.max_context)
         body = await exchange.body(max_bytes, MAX_BODY_BYTES)
         if body is None:
             close = ((b"connection", b"close"),)  # what is left of it is not read
             raise HttpError(413, f"the body is over {max_bytes} bytes", close)
+        if codings := exchange.headers.get(b"content-encoding"):
+            body = await service.admission.in_thread(decoded, body, codings, max_bytes)
         try:
             if len(body) <= _LARGE_BODY_BYTES:
                 return self.parse(body)
@@ -97,6 +94,39 @@ class Endpoint(Generic[T]):
             ) from error
 
 
+def decoded(body: bytes, codings: bytes, max_bytes: int) -> bytes:
+    """A body without its Content-Encoding.
+
+    Raises HttpError 415 for other codings than gzip and deflate, HttpError 413 where it has more
+    than `max_bytes`, and InvalidRequest where it is not what its coding says.
+    """
+    names = [name.strip() for name in codings.decode("latin-1").lower().split(",")]
+    names = [name for name in names if name not in ("", "identity")]
+    if len(names) > _MAX_CODINGS or not _CODINGS.issuperset(names):
+        raise HttpError(
+            415,
+            f"content-encoding may be gzip or deflate, not {quoted(', '.join(names))}: send the "
+            "body without it",
+            ((b"accept-encoding", b"gzip, deflate"),),
+        )
+    for name in reversed(names):
+        if name == "deflate":  # zlib's format; some clients send what is within alone
+            has_header = body[:1] == b"x" and int.from_bytes(body[:2], "big") % 31 == 0
+            inflater = zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
+        else:
+            inflater = zlib.decompressobj(16 + zlib.MAX_WBITS)
+        try:
+            body = inflater.decompress(body, max_bytes + 1)
+        except zlib.error as error:
+            raise InvalidRequest(f"the body is not {name}: {error}") from error
+        if len(body) > max_bytes:
+            raise HttpError(413, f"the body is over {max_bytes} bytes without its {name}")
+        if not inflater.eof or inflater.unused_data:
+            where = "behind its end" if inflater.eof else "missing at its end"
+            raise InvalidRequest(f"the body is not one piece of {name}: bytes are {where}")
+    return body
+
+
 async def generate(
     kind: Callable[..., Generation],
     service: GenerationService,
@@ -105,6 +135,7 @@ async def generate(
     exchange: HttpExchange,
 ) -> None:
     """Answers a request to generate; a client that hangs up cancels it."""
+    caller = correlated(exchange, caller, parsed.options.request_id)
     await kind(service, parsed, caller, exchange).run()
 
 
@@ -148,7 +179,7 @@ class Generation(ABC):
         except InvalidRequest as error:
             name = error.field.removeprefix("sampling.").removeprefix("chat.")
             name = _FUNCTION.sub(r"\1.function.", name)
-            raise InvalidRequest(str(error), self.parsed.fields.get(name, name)) from error
+            raise error.renamed(self.parsed.fields.get(name, name)) from error
         finally:
             self.forget()
 
@@ -216,9 +247,9 @@ class CompletionGeneration(Generation):
         told = options.stream_options or api.StreamOptions()
         self._no_usage: dict[str, Any] = {"usage": None} if told.include_usage else {}
         self._with_usage = bool(told.continuous_usage_stats)
-        self._prompt_tokens = [0] * len(parsed.requests)
+        self._prompt_tokens = [0] * parsed.num_prompts
         self._prompt_logprobs = 0  # that have come
-        prompts = [self._prompt(index) for index in range(len(parsed.requests))]
+        prompts = [self._prompt(index) for index in range(parsed.num_prompts)]
         self._outputs = [
             self.kind(
                 index,
@@ -235,7 +266,7 @@ class CompletionGeneration(Generation):
                 event=self._event,
                 send=self.send if options.stream else None,
             )
-            for index in range(len(parsed.requests) * parsed.n)
+            for index in range(parsed.num_prompts * parsed.n)
         ]
 
     @property
@@ -333,33 +364,32 @@ async def run_choices(
     first of them has its first token: by then its prompt is cached, so that it is computed once.
     If one fails, all end: the others that have not entered do not.
     """
-    requests, n = parsed.requests, parsed.n
-    total = len(requests) * n
+    num_prompts, n = parsed.num_prompts, parsed.n
+    total = num_prompts * n
     cut = not parsed.max_tokens_given
     if total == 1:
-        await service.generate(requests[0], caller, sinks[0], Choices(cut_output=cut))
+        await service.generate(parsed.request(0), caller, sinks[0], Choices(cut_output=cut))
         return
     loop = asyncio.get_running_loop()
     left_s = (
         service.admission.default_timeout_s if caller.time_left_s is None else caller.time_left_s
     )
     deadline = loop.time() + left_s  # one for all, also for those that begin later
-    computed = [asyncio.Event() for _ in requests]
+    computed = [asyncio.Event() for _ in range(num_prompts)]
     places = Places()
     shared = [
-        Choices(total, first=i == 0, cut_output=cut, places=places) for i in range(len(requests))
+        Choices(total, first=i == 0, cut_output=cut, places=places) for i in range(num_prompts)
     ]
     entrance = asyncio.Semaphore()
 
     async def one(choice: int) -> None:
         index, number = divmod(choice, n)
-        prompt, request = computed[index], requests[index]
+        prompt = computed[index]
         if number:
             await prompt.wait()
-            if request.sampling.HasField("prompt_logprobs"):  # they are told once
-                request = inference_pb2.GenerateRequest.FromString(request.SerializeToString())
-                request.sampling.ClearField("prompt_logprobs")
         await entrance.acquire()
+        request = parsed.request(index, number)
+        shared[index].params = shared[0].params
         sink = _Choice(sinks[choice], entrance.release, prompt.set)
         left = replace(caller, time_left_s=deadline - loop.time())
         await service.generate(request, left, sink, shared[index], number)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection
+from dataclasses import replace
 
+from baton import telemetry
 from baton.errors import InvalidRequest
 from baton.http_errors import Header
 from baton.http_server import HttpExchange
-from router.frontend import Caller
+from router.frontend import CALLERS_ID, Caller, is_callers_id
 
 TIMEOUT_HEADER = "x-request-timeout"
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86400.0
 ALLOW_ORIGIN = b"access-control-allow-origin"
 _REQUEST_ID, _TRACE_ID = b"x-request-id", b"x-trace-id"
 _EXPOSED = b"x-request-id, x-trace-id, traceparent, retry-after, retry-after-ms"
-_TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def caller_of(exchange: HttpExchange) -> Caller:
@@ -29,19 +29,36 @@ def caller_of(exchange: HttpExchange) -> Caller:
     ]
     if (key := headers.get(b"authorization")) is not None:
         metadata.append(("authorization", key))
+    if (request_id := headers.get(_REQUEST_ID)) is not None:
+        metadata.append((CALLERS_ID, request_id.decode("latin-1")))
     return Caller(tuple(metadata), _time_left_s(headers.get(TIMEOUT_HEADER.encode())))
 
 
 def id_headers(
     exchange: HttpExchange, request_id: str = "", trace_id: str = ""
 ) -> dict[bytes, bytes]:
-    """Response headers that name the request and its trace."""
-    headers = {_REQUEST_ID: request_id.encode()} if request_id else {}
-    if found := _TRACEPARENT.fullmatch(exchange.headers.get(b"traceparent", b"")):
-        headers |= {_TRACE_ID: found[1], b"traceparent": found[0]}
-    elif trace_id:
+    """Response headers that name the request, as its caller does, and its trace."""
+    headers = {}
+    given = exchange.headers.get(_REQUEST_ID, b"").decode("latin-1")
+    if request_id := given if is_callers_id(given) else request_id:
+        headers[_REQUEST_ID] = request_id.encode()
+    if b"traceparent" in exchange.headers:
+        parent = telemetry.extract(caller_of(exchange).metadata)
+        if found := telemetry.trace_id_in(parent):
+            trace_id = found
+            headers[b"traceparent"] = dict(telemetry.inject(parent))["traceparent"].encode()
+    if trace_id:
         headers[_TRACE_ID] = trace_id.encode()
     return headers
+
+
+def correlated(exchange: HttpExchange, caller: Caller, request_id: str | None) -> Caller:
+    """The caller of a request whose body has an id; one in the headers goes first."""
+    if not request_id or is_callers_id(exchange.headers.get(_REQUEST_ID, b"").decode("latin-1")):
+        return caller
+    exchange.headers[_REQUEST_ID] = request_id.encode()
+    exchange.answer_headers = {**exchange.answer_headers, **id_headers(exchange)}
+    return replace(caller, metadata=(*caller.metadata, (CALLERS_ID, request_id)))
 
 
 def cors_headers(exchange: HttpExchange, origins: Collection[str]) -> dict[bytes, bytes]:

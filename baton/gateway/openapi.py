@@ -14,7 +14,7 @@ from baton.gateway.headers import MAX_TIMEOUT_S, MIN_TIMEOUT_S, TIMEOUT_HEADER
 
 Part = dict[str, Any]
 # Of a request with a body.
-ERRORS = ("400", "401", "404", "408", "413", "429", "500", "503", "504")
+ERRORS = ("400", "401", "404", "408", "413", "415", "429", "500", "503", "504")
 BYTES: Part = {"type": "string", "format": "binary"}
 Handler = Callable[..., Awaitable[None]]  # of an `HttpExchange`, behind whom the route is bound to
 _STRING: Part = {"type": "string"}
@@ -53,6 +53,7 @@ _DESCRIPTIONS = {
     "max_thinking_tokens": "Then the model has to end its reasoning and answer.",
     "chat_template_kwargs": "Further variables of the chat template.",
     "continue_final_message": "Go on with the last message instead of answering it.",
+    "request_id": "Of the caller's: for logs and traces, and returned as x-request-id.",
     "cache_salt": "Shares cached prefixes only with requests of the same salt.",
     "add_special_tokens": "As the tokenizer does by default; true for a text, false for messages.",
     "skip_special_tokens": "False: special tokens of the output are text.",

@@ -20,12 +20,14 @@ from baton.gateway.responses import (
     ResponsesRequest,
     TextOptions,
 )
-from baton.http_errors import Failure
+from baton.http_errors import CONTEXT_OVERFLOW, Failure
 from baton.v1 import common_pb2, inference_pb2
 from router.dispatch.request_state import ParsedOutput
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
-FailureCode = Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
+FailureCode = Literal[
+    "server_error", "rate_limit_exceeded", "invalid_prompt", "context_length_exceeded"
+]
 
 
 class OutputText(Struct, tag="output_text"):
@@ -185,6 +187,8 @@ class ResponseGeneration(Generation):
             return self._events(f"response.{response.status}", response=response)
         error = msgspec.json.decode(failure.body, type=api.Error).error
         code: FailureCode = _CODES.get(failure.status, "server_error")
+        if error.code == CONTEXT_OVERFLOW:
+            code = "context_length_exceeded"
         if not self._num_events:  # only comments were sent
             return self._event("error", code=code, message=error.message, param=error.param)
         failed = ResponseError(code, error.message, error.type, error.param)

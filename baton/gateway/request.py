@@ -36,14 +36,40 @@ _SAME = (
 class ParsedRequest:
     """What to generate and return. Choice i belongs to prompt i // n."""
 
-    requests: Sequence[inference_pb2.GenerateRequest]  # one for each prompt
+    base: inference_pb2.GenerateRequest  # the request of a chat; else of each prompt, without it
+    prompts: Sequence[str | Sequence[int]]  # none for a chat
     options: api.GenerateOptions
     n: int  # choices that are run for each prompt, of which
     kept: int  # so many are returned: the likeliest
     logprobs: int | None  # how many alternatives are shown; None: nothing of it
     max_tokens_given: bool  # by the caller; a default is cut to what the context leaves
     fields: Mapping[str, str]  # what the router's fields are called in this body
+    prompt_logprobs: int | None = None  # of each prompt's first choice
     echoes: Sequence[str | Sequence[int]] = ()  # by prompt; what its text begins with
+
+    @property
+    def num_prompts(self) -> int:
+        """How many there are, a chat being one."""
+        return len(self.prompts) or 1
+
+    def request(self, index: int, number: int = 0) -> inference_pb2.GenerateRequest:
+        """The request for choice `number` of a prompt, until the next call.
+
+        All have one message: a copy for each would take a thousand times the body's size.
+        """
+        base = self.base
+        if number:  # its prompt is known, and its log-probabilities are told once
+            base.sampling.ClearField("prompt_logprobs")
+        elif self.prompts:
+            prompt = self.prompts[index]
+            if isinstance(prompt, str):
+                base.text = prompt
+            else:
+                del base.token_ids.ids[:]
+                base.token_ids.ids.extend(prompt)
+            if self.prompt_logprobs is not None:
+                base.sampling.prompt_logprobs = self.prompt_logprobs
+        return base
 
 
 def parse_completion(text: bytes) -> ParsedRequest:
@@ -64,9 +90,17 @@ def parse_completion(text: bytes) -> ParsedRequest:
     if body.suffix and not all(isinstance(prompt, str) for prompt in prompts):
         raise InvalidRequest("suffix needs a prompt that is text", "suffix")
     base.suffix = body.suffix or ""
-    _check_choices(body, n, len(prompts), sum(map(len, prompts)))
+    suffixes = len(base.suffix) * len(prompts)
+    if len(prompts) > 1 and suffixes > MAX_CHOICES_SIZE:
+        raise InvalidRequest(
+            f"suffix is tokenized with each prompt: all may have {MAX_CHOICES_SIZE} characters "
+            f"together, not {suffixes}",
+            "suffix",
+        )
+    _check_choices(body, n, len(prompts), sum(map(len, prompts)) + suffixes)
     return ParsedRequest(
-        prompt_requests(base, prompts),
+        base,
+        prompts,
         body,
         n=n,
         kept=kept,
@@ -77,23 +111,8 @@ def parse_completion(text: bytes) -> ParsedRequest:
             "structured_output": restriction,
         },
         echoes=prompts if body.echo else (),
+        prompt_logprobs=_prompt_logprobs(body, echoed),
     )
-
-
-def prompt_requests(
-    base: inference_pb2.GenerateRequest, prompts: Sequence[str | Sequence[int]]
-) -> list[inference_pb2.GenerateRequest]:
-    """The same request for each of several prompts."""
-    requests = []
-    for prompt in prompts:
-        request = inference_pb2.GenerateRequest()
-        request.CopyFrom(base)
-        if isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.token_ids.ids.extend(prompt)
-        requests.append(request)
-    return requests
 
 
 def parse_chat(text: bytes) -> ParsedRequest:
@@ -117,7 +136,8 @@ def parsed_chat(body: api.ChatRequest) -> ParsedRequest:
     _check_choices(body, n, 1, size)
     older_name = body.max_tokens is not None and not body.max_completion_tokens
     return ParsedRequest(
-        [request],
+        request,
+        (),
         body,
         n=n,
         kept=n,
@@ -289,7 +309,6 @@ def _base(
     echoed: int | None = None,
 ) -> inference_pb2.GenerateRequest:
     """All but the prompt, of which log-probabilities with `echoed` alternatives are echoed."""
-    told = [top for top in (body.prompt_logprobs, echoed) if top is not None]
     if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 64:
         raise InvalidRequest("seed must be an integer of 64 bits", "seed")
     sampling = common_pb2.SamplingParams(
@@ -297,7 +316,7 @@ def _base(
         seed=None if body.seed is None else body.seed % (1 << 64),
         max_tokens=max_tokens,
         logprobs=logprobs,
-        prompt_logprobs=max(told, default=None),
+        prompt_logprobs=_prompt_logprobs(body, echoed),
         structured_output=output,
         **{name: getattr(body, name) for name in _SAME},
     )
@@ -317,6 +336,12 @@ def _base(
     if body.add_special_tokens is not None:
         request.add_special_tokens = body.add_special_tokens
     return request
+
+
+def _prompt_logprobs(body: api.GenerateOptions, echoed: int | None) -> int | None:
+    """How many alternatives at each position of a prompt are computed; None: nothing of it."""
+    told = [top for top in (body.prompt_logprobs, echoed) if top is not None]
+    return max(told, default=None)
 
 
 def priority_of(value: str | int | None) -> common_pb2.Priority:

@@ -12,8 +12,6 @@ from baton.gateway import api
 from baton.gateway.request import ParsedRequest, parsed_chat
 from router.admission.chat import MAX_MESSAGES, MAX_TOOLS
 
-_MAX_METADATA = 16  # as OpenAI has it
-
 
 class TextContent(Struct):
     """A part of an item; only text is supported."""
@@ -95,7 +93,7 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    metadata: Annotated[dict[str, str], Meta(max_length=_MAX_METADATA)] | None = None
+    metadata: api.Metadata | None = None
     # Reasoning is returned as text, so nothing is encrypted.
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     previous_response_id: str | None = None

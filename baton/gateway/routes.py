@@ -51,25 +51,22 @@ from router.main import Frontend
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 4096
-MAX_REQUESTS = 2048  # that generate, waiting or running
 _RETRY_AFTER_S = 1.0
 _MODEL = "/v1/models/"  # and a name
 _PAGE = Path(__file__).with_name("chat.html").read_bytes()  # to try a model in a browser
 
 
-def frontend(config: RouterConfig, *, shared: bool = False) -> Frontend:
-    """HTTP at `config.http_port`, perhaps `shared` with other processes, for `router.main.run`.
+def frontend(config: RouterConfig) -> Frontend:
+    """HTTP at `config.http_port`, for `router.main.run`.
 
-    Listens at once, so that a port in use is a ConfigError before anything has begun; where it is
-    `shared` only once it serves: siblings take connections until then.
+    Listens at once, so that a port in use is a ConfigError before anything has begun; connections
+    wait until it serves.
     """
     where = config.host, config.http_port
     if config.batch_dir:
         batch_store.prepare(config.batch_dir)
-    listen = partial(http_server.listen, *where, "HTTP", "--http-port", shared=shared)
-    listener = None if shared else listen()
-    return lambda service: serving(service, listener or listen(), config)
+    listener = http_server.listen(*where, "HTTP", "--http-port")
+    return lambda service: serving(service, listener, config)
 
 
 @contextlib.asynccontextmanager
@@ -79,11 +76,13 @@ async def serving(
     """The API over one service, while inside."""
     app = App(service, config)
     async with (
-        http_server.serving(app, listener, MAX_CONNECTIONS) as port,
+        http_server.serving(
+            app, listener, config.max_http_connections, config.allowed_hosts
+        ) as port,
         app.batches.running(),
     ):
         log.info("HTTP at %s", port.url)
-        service.on_leave.append(port.leave)
+        service.on_leave.append(port.hand_over)
         yield
 
 
@@ -115,7 +114,9 @@ class App:
     """The API over one service."""
 
     def __init__(self, service: GenerationService, config: ApiConfig) -> None:
+        self._service = service
         self._origins = config.cors_origins
+        self._max_posts = config.max_http_requests
         self._num_posts = 0  # being answered
         for_batches: dict[str, Any] = {  # endpoints
             path: methods["POST"].handler
@@ -131,6 +132,9 @@ class App:
         }
 
     async def __call__(self, exchange: HttpExchange) -> None:
+        exchange.path = exchange.path.rstrip("/") or "/"
+        if not self._service.joins_traces:
+            exchange.headers.pop(b"traceparent", None)
         cors = cors_headers(exchange, self._origins)
         exchange.answer_headers = {**cors, **id_headers(exchange)}
         method, path = exchange.method, exchange.path
@@ -149,7 +153,7 @@ class App:
             await handlers[method](exchange)
 
     async def _post(self, handler: Handler, exchange: HttpExchange) -> None:
-        if self._num_posts >= MAX_REQUESTS:
+        if self._num_posts >= self._max_posts:
             raise Unavailable("too many requests at a time", _RETRY_AFTER_S)
         self._num_posts += 1
         try:
@@ -181,6 +185,9 @@ async def _metrics(service: GenerationService, exchange: HttpExchange) -> None:
 
 def _models(service: GenerationService, exchange: HttpExchange) -> api.Models:
     models = service.models(caller_of(exchange))
+    # Clients wait for this path before their first request, as other servers open no port before.
+    if why_not := service.fleet.snapshot().why_not_ready:
+        raise Unavailable(why_not, _RETRY_AFTER_S)
     return api.Models([api.Model(model.name, model.max_context) for model in models])
 
 
@@ -194,7 +201,7 @@ def _model(service: GenerationService, exchange: HttpExchange) -> api.Model:
 
 def _ready(service: GenerationService, exchange: HttpExchange) -> api.Status:
     if why_not := service.why_not_ready:
-        raise Unavailable(why_not, _RETRY_AFTER_S)
+        raise service.shown(Unavailable(why_not, _RETRY_AFTER_S), caller_of(exchange))
     return api.Status("ready")
 
 
@@ -213,7 +220,7 @@ async def _tokenize(
         found = await service.tokenize(request, caller)
     except InvalidRequest as error:
         field = "prompt" if request.HasField("text") else "messages"
-        raise InvalidRequest(str(error), field) from error
+        raise error.renamed(field) from error
     tokens = list(found.token_ids)
     strings = [shown(service.tokenizer, token)[0] for token in tokens] if with_strings else None
     answer = api.Tokens(len(tokens), found.max_context, tokens, strings)
@@ -281,8 +288,8 @@ ROUTES: Routes = {
         Endpoint(parse_detokenize, _detokenize),
         "The text of token ids.", api.Detokenized, ERRORS, api.DetokenizeRequest,
     )},
-    "/v1/models": _get(_models, "The served models.", api.Models, "401"),
-    f"{_MODEL}{{model}}": _get(_model, "One model.", api.Model, "401", "404"),
+    "/v1/models": _get(_models, "The served models.", api.Models, "401", "503"),
+    f"{_MODEL}{{model}}": _get(_model, "One model.", api.Model, "401", "404", "503"),
     "/health": _get(lambda *_: api.Status("ok"), "Whether this process answers.", api.Status),
     "/ready": _get(_ready, "Whether requests are let in.", api.Status, "503"),
     "/version": _get(_version, "The server's version.", api.Version),

@@ -7,9 +7,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import secrets
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
@@ -17,9 +15,6 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-import grpc
-
-from baton import rpc, tls
 from baton.config import ClusterConfig
 from baton.errors import DeadlineExceeded, Unavailable
 from baton.local import certs, commands, ports, resources
@@ -30,16 +25,14 @@ from baton.local.router_processes import RouterProcess, SharedPorts
 from baton.local.supervisor import Supervisor
 from baton.registry import EtcdRegistry, Membership
 from baton.registry.backoff import Backoff
-from baton.v1 import fleet_pb2, fleet_pb2_grpc
+from baton.v1 import fleet_pb2
 from baton.v1.common_pb2 import WORKER_STATE_READY, WorkerRecord
 
 log = logging.getLogger(__name__)
 
 _GPU_START_S = 900.0  # a large model's weights come from a disk, and kernels are compiled
-_STATUS_S = 5.0
 _LOOK_S = 0.2  # at most between two looks at a router
 
-Access = tuple[grpc.ChannelCredentials | None, str | None]  # and an API key
 Condition = Callable[[fleet_pb2.GetStatusResponse], bool]
 
 
@@ -75,9 +68,6 @@ class LocalCluster(Supervisor):
         self.http_addresses: tuple[str, ...] = ()  # the same for HTTP; empty where it is off
         self.metrics: dict[str, str] = {}  # host:port by process name, where metrics are served
         self.certs: Path | None = None  # folder of certificates, with `--tls`
-        # With which this process asks routers: those with a tenants file answer operators alone.
-        self._api_key = secrets.token_urlsafe()
-        self._credentials: grpc.ChannelCredentials | None = None
         self.etcd: EmbeddedEtcd | None = None  # the cluster's own; None when it uses another
         self.etcd_address = ""  # host:port
         self.membership: Membership  # the workers that etcd lists
@@ -85,16 +75,12 @@ class LocalCluster(Supervisor):
         self._programs = programs
         self._extra_args = extra_args
         self._env = env
-        self._all_routers: dict[str, str | RouterProcess] = {}  # where each is asked, by name
+        self._on_gpus: set[str] = set()  # names of workers
 
     @property
     def address(self) -> str:
         """host:port of the first router."""
         return self.addresses[0]
-
-    @property
-    def _access(self) -> Access:
-        return self._credentials, self._api_key
 
     @property
     def targets(self) -> str:
@@ -112,8 +98,8 @@ class LocalCluster(Supervisor):
             async with asyncio.timeout(timeout_s):
                 await self._until(lambda: all(p.is_ready for p in self._wanted()))
                 await workers_ready(self.membership, self._worker_pids)
-                for address in self._routers.values():
-                    await router_says(sees(self._worker_pids()), address, self._access)
+                for router in self._routers:
+                    await router_says(sees(self._worker_pids()), router)
         except TimeoutError:
             waiting = [process.name for process in self._wanted() if not process.is_ready]
             missing = ", ".join(waiting) or "a worker's record in etcd"
@@ -125,11 +111,17 @@ class LocalCluster(Supervisor):
         """Starts one more "prefill" or "decode" worker, by default unpinned; returns its name."""
         name = f"{role}-{sum(process.role == role for process in self.processes.values())}"
         share = share or resources.Share((), 1)
+        if share.device:
+            self._on_gpus.add(name)
         metrics_port = self._metrics_port(name, "127.0.0.1")
         args = commands.worker(
             self.config, self.etcd_address, role, share, metrics_port, self.certs
         )
-        await self._start_process(name, role, args)
+        metrics = ports.metrics_listener("127.0.0.1", metrics_port)
+        argv, surroundings = self._command(name, role, args), self._surroundings(name)
+        listeners = [metrics] if metrics else []
+        await self._launch(ChildProcess(name, role, argv, *surroundings, listeners))
+        self._say(f"{name} loading model {self.config.engine.model}…")
         return name
 
     async def _start(self) -> None:
@@ -163,37 +155,25 @@ class LocalCluster(Supervisor):
     async def _start_router(self, name: str, port: int, http_port: int) -> None:
         """Starts one router, of as many processes as it has."""
         config, processes = self.config, self.config.router_processes
-        names, shared = [name], None
-        if processes > 1:
-            names = [f"{name}-{number}" for number in range(processes)]
-            shared = SharedPorts(config.host, port, http_port, processes)
-            self._stack.callback(shared.close)
-        for number, each in enumerate(names):
+        shared = SharedPorts(config.host, port, http_port, processes)
+        self._stack.callback(shared.close)
+        for number in range(processes):
+            each = f"{name}-{number}" if processes > 1 else name
             metrics_port = self._metrics_port(each, config.host)
             args = commands.router(
-                config,
-                self.etcd_address,
-                port,
-                http_port,
-                metrics_port,
-                self.certs,
-                self._api_key,
+                config, self.etcd_address, port, http_port, metrics_port, self.certs
             )
-            if shared is None:
-                self._all_routers[each] = f"{config.host}:{port}"
-                await self._start_process(each, "router", args)
-            else:
-                one = self._all_routers[each] = shared.process(number)
-                await self._start_process(each, "router", [*args, *one.args], one.forget)
+            argv, surroundings = self._command(each, "router", args), self._surroundings(each)
+            metrics = ports.metrics_listener(config.host, metrics_port)
+            await self._launch(shared.process(number, each, argv, *surroundings, metrics))
+            self._say(f"{each} starting…")
 
     def _use_tls(self) -> None:
-        """Makes certificates; this process calls the others as the cluster's administrator."""
+        """Makes certificates."""
         folder = tempfile.TemporaryDirectory(prefix="baton-tls-")
         self._stack.callback(folder.cleanup)
         self.certs = Path(folder.name)
         certs.write(self.certs, [self.config.host])
-        admin, key = self.certs / "admin.pem", self.certs / "admin-key.pem"
-        self._credentials = tls.Credentials(admin, key, self.certs / "ca.pem").of_client()
 
     async def _start_etcd(self) -> None:
         if self.config.etcd is None:
@@ -210,27 +190,20 @@ class LocalCluster(Supervisor):
         self._stack.push_async_callback(registry.close)
         self.membership = await self._stack.enter_async_context(registry.watch())
 
-    async def _start_process(
-        self,
-        name: str,
-        role: str,
-        args: Sequence[str],
-        on_end: Callable[[], None] = lambda: None,
-    ) -> None:
+    def _command(self, name: str, role: str, args: Sequence[str]) -> list[str]:
         program = self._programs.get(name) or self._programs.get(role) or commands.PROGRAM
         extra = [*self._extra_args.get(role, ()), *self._extra_args.get(name, ())]
-        argv = [*program, *args, "--name", name, *extra]
+        return [*program, *args, "--name", name, *extra]
+
+    def _surroundings(self, name: str) -> tuple[Mapping[str, str], Callable[[str], None]]:
+        """A process's environment, and where its output goes."""
         on_line = partial(self._on_line, name) if self._on_line else lambda line: None
-        await self._launch(ChildProcess(name, role, argv, self._env, on_line, on_end))
-        what = "starting…" if role == "router" else f"loading model {self.config.engine.model}…"
-        self._say(f"{name} {what}")
+        return self._env, on_line
 
     async def _serves(self, process: ChildProcess) -> str:
-        if process.role == "router":
-            router = self._all_routers[process.name]
-            await router_says(serves, router, self._access)
-            address = router if isinstance(router, str) else router.address
-            return f"serving after {process.age_s:.1f} s ({address}, pid {process.pid})"
+        if isinstance(process, RouterProcess):
+            await router_says(serves, process)
+            return f"serving after {process.age_s:.1f} s ({process.address}, pid {process.pid})"
         ready = await workers_ready(self.membership, lambda: {process.pid})
         record = ready[process.pid]
         where = f"{record.address}, pid {record.pid}, {record.blocks_total} KV blocks"
@@ -238,13 +211,18 @@ class LocalCluster(Supervisor):
 
     async def _is_back(self, process: ChildProcess) -> None:
         if process.role != "router":
-            for router in self._routers.values():
-                await router_says(sees({process.pid}), router, self._access)
+            for router in self._routers:
+                await router_says(sees({process.pid}), router)
+
+    def _has_room_for_two(self, process: ChildProcess) -> bool:
+        return process.name not in self._on_gpus  # its memory is divided already
+
+    def _leave_s(self, process: ChildProcess) -> float:
+        return self.config.limits.default_timeout_s if process.role == "router" else 0.0
 
     def _groups(self) -> Sequence[Sequence[ChildProcess]]:
         """Routers before workers."""
-        every = self.processes.values()
-        return [[p for p in every if (p.role == "router") == first] for first in (True, False)]
+        return [[p for p in self._all if (p.role == "router") == first] for first in (True, False)]
 
     def _metrics_port(self, name: str, host: str) -> int | None:
         """Where a new process serves its metrics: the port after the last one's."""
@@ -256,9 +234,9 @@ class LocalCluster(Supervisor):
         return port
 
     @property
-    def _routers(self) -> dict[str, str | RouterProcess]:
-        """Where routers are asked that run or are going to, by name."""
-        return {name: at for name, at in self._all_routers.items() if self.processes[name].wanted}
+    def _routers(self) -> list[RouterProcess]:
+        """Those that run or are going to."""
+        return [process for process in self._wanted() if isinstance(process, RouterProcess)]
 
     def _worker_pids(self) -> set[int]:
         """Process ids of the workers that should be READY; 0 for one about to be restarted."""
@@ -290,21 +268,8 @@ def sees(pids: Set[int]) -> Condition:
     return lambda status: pids <= {w.record.pid for w in status.workers if w.state == "READY"}
 
 
-async def router_says(
-    condition: Condition, router: str | RouterProcess, access: Access = (None, None)
-) -> None:
-    """Returns once a router, by its address, says so, however late it starts to listen."""
+async def router_says(condition: Condition, router: RouterProcess) -> None:
+    """Returns once a router says so, however late it starts; a call might reach a sibling."""
     backoff = Backoff(most_s=_LOOK_S)
-    if isinstance(router, RouterProcess):  # a call would reach any of its siblings
-        while (status := router.status()) is None or not condition(status):
-            await backoff.wait()
-        return
-    credentials, api_key = access
-    async with rpc.channel(router, credentials, role="router") as channel:
-        fleet = fleet_pb2_grpc.FleetServiceStub(channel)
-        while True:
-            with contextlib.suppress(Unavailable, DeadlineExceeded), rpc.translated():
-                request, key = fleet_pb2.GetStatusRequest(), rpc.bearer(api_key)
-                if condition(await fleet.GetStatus(request, timeout=_STATUS_S, metadata=key)):
-                    return
-            await backoff.wait()
+    while (status := router.status()) is None or not condition(status):
+        await backoff.wait()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from dataclasses import fields, replace
@@ -23,15 +22,8 @@ def router(
     http_port: int = 0,
     metrics_port: int | None = None,
     certs: Path | None = None,
-    admin_key: str = "",
 ) -> list[str]:
-    """A router's arguments; `certs` is a folder that `baton.local.certs.write` has filled.
-
-    Of an operator's key, which it asks for where it has tenants, it gets the digest: other users of
-    this machine see command lines.
-    """
-    has_operators = admin_key and config.limits.tenants_file
-    digest = hashlib.sha256(admin_key.encode()).hexdigest() if has_operators else ""
+    """A router's arguments; `certs` is a folder that `baton.local.certs.write` has filled."""
     settings = RouterConfig(
         **vars(config.limits),
         **vars(config.api),
@@ -43,7 +35,6 @@ def router(
         http_port=http_port,
         registry=config.registry(etcd),
         metrics_port=metrics_port,
-        admin_keys=(f"sha256:{digest}",) if digest else (),
         **(_tls(certs, "router") if certs else {}),
     )
     return arguments("router", settings)

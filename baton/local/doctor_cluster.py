@@ -125,7 +125,8 @@ def check_requests(client: Client, status: GetStatusResponse) -> Finding:
     shown = ", ".join(f"{number} {way}" for way, number in sorted(served.items()))
     if not total:
         return ok("requests", "none has ended OK yet: `baton doctor --test` sends some")
-    if "handed_over" in served or total == served.get("prefill_only"):
+    alone = status.workers and not _workers(status, common_pb2.WORKER_ROLE_PREFILL)
+    if alone or "handed_over" in served or total == served.get("prefill_only"):
         return ok("requests", f"{total} ended OK: {shown}")
     text = f"{total} ended OK, and for none was KV handed over: {shown}"
     try:
@@ -162,8 +163,13 @@ def _workers(
 
 def _check_workers(status: GetStatusResponse) -> Iterator[Finding]:
     for role, name in ROLES.items():
-        if not _workers(status, role):
-            yield fail("cluster", f"has no {name} worker", f"start one: baton {name}-worker")
+        if _workers(status, role):
+            continue
+        text, fix = f"has no {name} worker", f"start one: baton {name}-worker"
+        if status.router.state == "SERVING":
+            yield warn("cluster", f"{text}: decode workers compute prompts, but no embeddings", fix)
+        else:
+            yield fail("cluster", text, fix)
     if not status.router.registry_connected:
         yield warn("registry", "the router does not reach etcd: no worker joins or leaves")
     for worker in status.workers:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import importlib.util
+import json
 import logging
 import os
 import shutil
@@ -28,6 +29,7 @@ STOP_S = 5.0
 _LOG_LINES = 40  # shown of one that fails
 _PORT_ATTEMPTS = 3
 _LOCK = "owner.lock"
+_FEW_FILES = "file descriptor limit"
 
 
 def etcd_binary() -> Path:
@@ -172,7 +174,8 @@ class EmbeddedEtcd:
         except BaseException as error:
             await self.kill()
             if isinstance(error, Unavailable):
-                raise type(error)(f"{error}; etcd said: {process.log_tail(_LOG_LINES)}") from error
+                said = _in_words(process.log_tail(_LOG_LINES))
+                raise type(error)(f"{error}; etcd said: {said}") from error
             raise
         finally:
             for task in (answered, exited):
@@ -207,6 +210,25 @@ class EmbeddedEtcd:
         shutil.copyfile(self._binary, copy)
         copy.chmod(0o700)
         return copy
+
+
+def _in_words(log: str) -> str:
+    """Lines of etcd's log, without what only its makers read, and with the remedy where it is
+    known."""
+    texts = []
+    for line in log.splitlines():
+        text = line
+        with contextlib.suppress(ValueError):
+            if isinstance(entry := json.loads(line), dict):
+                if _FEW_FILES in (message := str(entry.get("msg", ""))):
+                    text = (
+                        f"this process may open {entry.get('limit')} files and etcd wants more than "
+                        f"{entry.get('recommended-limit')}: raise the limit, as by `ulimit -n 4096`"
+                    )
+                else:
+                    text = ": ".join(filter(None, (message, str(entry.get("error", "")))))
+        texts.append(text)
+    return "\n".join(texts)
 
 
 @contextlib.contextmanager

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from baton import http_server
 from baton.errors import ConfigError
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -67,6 +70,41 @@ def hold(host: str, port: int, option: str = "--port") -> socket.socket:
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     return held
+
+
+class Listener:
+    """A port of a child process, whose successor listens at the same socket.
+
+    Both accept from one queue, so that no connection is lost when one of them closes it. It is open
+    while a child has it: where none serves, clients are refused at once.
+    """
+
+    def __init__(self, listen: Callable[[], socket.socket]) -> None:
+        """`listen` opens it."""
+        self._listen = listen
+        self._socket: socket.socket | None = None
+        self._users = 0
+
+    def take(self) -> int:
+        """A descriptor for one more child. Raises ConfigError where the port is in use."""
+        if self._socket is None:
+            self._socket = self._listen()
+        self._users += 1
+        return self._socket.fileno()
+
+    def give_back(self) -> None:
+        """A child that had it has ended."""
+        self._users -= 1
+        if not self._users and self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def metrics_listener(host: str, port: int | None) -> Listener | None:
+    """For a page of metrics; none where there is no port."""
+    if port is None:
+        return None
+    return Listener(partial(http_server.listen, host, port, "metrics", "--metrics-port"))
 
 
 def consecutive(host: str, first: int, count: int, option: str = "--port") -> list[int]:

@@ -12,10 +12,12 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
-from baton.errors import Unavailable
+from baton.errors import ConfigError, Unavailable
+from baton.local.ports import Listener
 
 ERROR = "baton: error: "  # how our commands begin their last line
 _LOG_LINES = 500
@@ -27,9 +29,9 @@ _OUTPUT_GRACE_S = 1.0
 class ChildProcess:
     """A command that can be started again after it ended. `log` keeps the last lines of all runs.
 
-    `on_line` is called with each line of its output (stdout and stderr together), `on_end` when a
-    run has ended. `wanted` and `ready_at` are its owner's: whether it runs or is going to, and
-    since when this run serves.
+    `on_line` is called with each line of its output (stdout and stderr together); `listeners` are
+    ports that it shares with its successor. `wanted` and `ready_at` are its owner's: whether it
+    runs or is going to, and since when this run serves.
     """
 
     spawn = staticmethod(asyncio.create_subprocess_exec)  # what starts a run
@@ -39,13 +41,14 @@ class ChildProcess:
     argv: list[str]
     env: Mapping[str, str] = field(default_factory=dict)  # added to our own
     on_line: Callable[[str], None] = lambda line: None
-    on_end: Callable[[], None] = lambda: None
+    listeners: Sequence[Listener] = ()
     log: deque[str] = field(init=False, default_factory=lambda: deque(maxlen=_LOG_LINES))
     starts: int = field(init=False, default=0)
     started_at: float = field(init=False, default=0.0)  # time.monotonic()
     wanted: bool = field(init=False, default=False)
     ready_at: float = field(init=False, default=0.0)  # time.monotonic(); 0: not yet
     _killed: bool = field(init=False, default=False)
+    _listens: bool = field(init=False, default=False)
     _process: asyncio.subprocess.Process | None = field(init=False, default=None)
     _reader: asyncio.Task[None] | None = field(init=False, default=None)
 
@@ -69,6 +72,21 @@ class ChildProcess:
         return self.ready_at > 0 and self.running
 
     @property
+    def command(self) -> list[str]:
+        """What a run is started with, but for the descriptors of its listeners."""
+        return self.argv
+
+    def successor(self) -> Self:
+        """Another process of the same command, which is to take this one's place; the log goes on,
+        and so does the number of starts."""
+        new = replace(self)
+        new.log, new.starts = self.log, self.starts
+        return new
+
+    def on_end(self) -> None:
+        """A run has ended."""
+
+    @property
     def age_s(self) -> float:
         return time.monotonic() - self.started_at
 
@@ -89,8 +107,17 @@ class ChildProcess:
         """Starts a run; the one before must have ended. Raises Unavailable where that fails."""
         assert self._process is None or self._process.returncode is not None, "it runs already"
         try:
+            descriptors = [listener.take() for listener in self.listeners]
+        except ConfigError as error:
+            raise Unavailable(f"{self.name} cannot be started: {error}") from error
+        self._listens = True
+        numbers = ",".join(map(str, descriptors))
+        listeners = ["--listeners", numbers] if descriptors else []
+        try:
             self._process = await self.spawn(
-                *self.argv,
+                *self.command,
+                *listeners,
+                pass_fds=descriptors,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
@@ -98,6 +125,7 @@ class ChildProcess:
                 process_group=0,
             )
         except OSError as error:  # the program is not there, or no process can be made now
+            self._give_back()
             raise Unavailable(f"{self.name} cannot be started: {error}") from error
         self._killed, self.ready_at = False, 0.0
         self.starts += 1
@@ -108,6 +136,7 @@ class ChildProcess:
         """The exit status, once the process ended and its output is in `log`."""
         assert self._process is not None and self._reader is not None
         status = await self._process.wait()
+        self._give_back()
         self.on_end()
         # A grandchild may hold the pipe open for longer than the child lived.
         await asyncio.wait([self._reader], timeout=_OUTPUT_GRACE_S)
@@ -134,6 +163,12 @@ class ChildProcess:
                 self.kill()
         return await self.wait()
 
+    def _give_back(self) -> None:
+        if self._listens:
+            self._listens = False
+            for listener in self.listeners:
+                listener.give_back()
+
     def kill(self) -> None:
         """SIGKILL to the process and to what it started."""
         if self._process is not None and self._process.returncode is None:
@@ -156,7 +191,7 @@ class ChildProcess:
                 self.on_line(text)
 
 
-async def cancelled(task: asyncio.Task[None] | None) -> None:
+async def cancelled(task: asyncio.Task[Any] | None) -> None:
     """Cancels a task and returns when it has ended."""
     if task is not None:
         task.cancel()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Self
 
-from baton import tls
+from baton import http_server, tls
 from baton.config import RouterConfig
 from baton.local import commands, ports, supervisor
+from baton.local.ports import Listener
 from baton.local.process import ChildProcess
 from baton.local.supervisor import Supervisor, echo
 from baton.registry.backoff import Backoff
@@ -23,24 +25,32 @@ _LOOK_S = 0.2  # at most between two looks at a process's status
 _RESTART_TIMEOUT_S = 120.0
 
 
-class RouterProcess(NamedTuple):
-    """One of a router's processes, as their parent sees it."""
+@dataclass(eq=False, kw_only=True)
+class RouterProcess(ChildProcess):
+    """One of a router's processes, also where it is the only one: its successor is another."""
 
     address: str  # of all of them
     shared: SharedState
     number: int
 
     @property
-    def args(self) -> list[str]:
-        """What tells the process that it is one of several."""
-        return ["--process-of", self.shared.path, "--process", str(self.number)]
+    def command(self) -> list[str]:
+        """With what tells the process that others share its ports."""
+        shared = ["--process-of", self.shared.path, "--process", str(self.number)]
+        return [*self.argv, *shared]
+
+    def successor(self) -> Self:
+        """Another process, with the row of the shared memory that this one does not use."""
+        new = super().successor()
+        new.number = self.shared.successor(self.number)
+        return new
 
     def status(self) -> fleet_pb2.GetStatusResponse | None:
         """What it says of itself; None before it serves. Of workers there are pids and states."""
         return self.shared.status(self.number)
 
-    def forget(self) -> None:
-        """It has ended: what it ran is given back to tenants."""
+    def on_end(self) -> None:
+        """What it ran is given back to tenants."""
         self.shared.forget(self.number)
 
 
@@ -60,9 +70,26 @@ class SharedPorts:
             stack.callback(self._shared.close)
             self._stack = stack.pop_all()
         self.address = f"{host}:{self.port}"
+        self._listen = partial(http_server.listen, host, http_port, "HTTP", "--http-port")
 
-    def process(self, number: int) -> RouterProcess:
-        return RouterProcess(self.address, self._shared, number)
+    def process(
+        self,
+        number: int,
+        name: str,
+        argv: list[str],
+        env: Mapping[str, str],
+        on_line: Callable[[str], None],
+        metrics: Listener | None,
+    ) -> RouterProcess:
+        """One of the processes, by its number, from 0; it serves metrics where it has a port."""
+        listeners = [metrics] if metrics else []
+        if self.http_port:
+            # Each has a queue of its own: the kernel divides connections among them evenly.
+            listeners.append(Listener(partial(self._listen, shared=True)))
+        return RouterProcess(
+            name, "router", argv, env, on_line, listeners,
+            address=self.address, shared=self._shared, number=number,
+        )  # fmt: skip
 
     def close(self) -> None:
         """After the processes have ended."""
@@ -92,7 +119,6 @@ class _RouterProcesses(Supervisor):
             start_timeout_s=_RESTART_TIMEOUT_S,
         )
         self._config = config
-        self._all: dict[str, RouterProcess] = {}
 
     async def _start(self) -> None:
         config, count = self._config, self._config.router_processes
@@ -104,23 +130,27 @@ class _RouterProcesses(Supervisor):
             pages[:] = ports.consecutive(config.host, config.metrics_port, count, "--metrics-port")
         for number, page in enumerate(pages):
             name = f"{config.name or 'router'}-{number}"
-            one = self._all[name] = shared.process(number)
             own = replace(config, name=name, port=shared.port, metrics_port=page)
-            argv = [*commands.PROGRAM, *commands.arguments("router", own), *one.args]
+            argv = [*commands.PROGRAM, *commands.arguments("router", own)]
             on_line = partial(echo, name if config.log_format == "text" else "")
-            await self._launch(ChildProcess(name, "router", argv, {}, on_line, one.forget))
+            metrics = ports.metrics_listener(config.host, page)
+            await self._launch(shared.process(number, name, argv, {}, on_line, metrics))
         await self._until(lambda: all(process.is_ready for process in self.processes.values()))
 
     async def _serves(self, process: ChildProcess) -> str:
         """It listens; and once any of them can place requests, it can, too."""
-        one, backoff = self._all[process.name], Backoff(most_s=_LOOK_S)
+        assert isinstance(process, RouterProcess)
+        backoff = Backoff(most_s=_LOOK_S)
         while True:
-            states = {n: status.router.state for n, other in self._all.items()
-                      if (status := other.status())}  # fmt: skip
-            mine = states.get(process.name)
+            every = [one for one in {process, *self._all} if isinstance(one, RouterProcess)]
+            states = {one: status.router.state for one in every if (status := one.status())}
+            mine = states.get(process)
             if mine and (mine == "SERVING" or "SERVING" not in states.values()):
-                return f"takes calls at {one.address} (pid {process.pid})"
+                return f"takes calls at {process.address} (pid {process.pid})"
             await backoff.wait()
 
     async def _is_back(self, process: ChildProcess) -> None:
         """Others do not look for it."""
+
+    def _leave_s(self, process: ChildProcess) -> float:
+        return self._config.default_timeout_s

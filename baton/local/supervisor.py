@@ -30,7 +30,8 @@ Say = Callable[[str], None]
 class Supervisor(ABC):
     """Starts, supervises, restarts and stops processes.
 
-    `async with` returns when all serve and leaves nothing behind. `say` gets a line whenever
+    `async with` returns when all serve and leaves nothing behind. At a restart a process gets a
+    successor, and ends once that serves. `say` gets a line whenever
     something happens; `shows_output` tells that processes' own lines are shown, too.
     """
 
@@ -50,6 +51,7 @@ class Supervisor(ABC):
         self._drain_s = drain_s
         self._start_timeout_s = start_timeout_s
         self._supervisors: dict[str, asyncio.Task[None]] = {}  # what keeps each process running
+        self._passing: set[ChildProcess] = set()  # successors that start, and processes that leave
         self._changed = asyncio.Event()  # a process became ready, or ended
         self._starting = True  # all of them: a process that ends now is a failed start
         self._stack = AsyncExitStack()  # what the processes need; closed behind them
@@ -67,9 +69,22 @@ class Supervisor(ABC):
     async def _is_back(self, process: ChildProcess) -> None:
         """Returns once a restarted process that serves has been found by the others."""
 
+    def _has_room_for_two(self, process: ChildProcess) -> bool:
+        """Whether its successor can run beside it."""
+        return True
+
+    def _leave_s(self, process: ChildProcess) -> float:
+        """Seconds in which a process whose successor serves may end what it has been asked, on
+        SIGUSR1, before it is told to drain; 0 for one that knows no such signal."""
+        return 0.0
+
     def _groups(self) -> Sequence[Sequence[ChildProcess]]:
         """All processes, in groups that are stopped one after the other."""
-        return [list(self.processes.values())]
+        return [self._all]
+
+    @property
+    def _all(self) -> list[ChildProcess]:
+        return [*self.processes.values(), *self._passing]
 
     async def __aenter__(self) -> Self:
         try:
@@ -98,24 +113,88 @@ class Supervisor(ABC):
             await process.start()
         finally:
             if process.starts:
-                self._supervisors[name] = asyncio.create_task(
-                    self._supervise(process), name=f"supervisor of {name}"
-                )
+                self._supervise_from_now(process)
+
+    def _supervise_from_now(self, process: ChildProcess) -> None:
+        supervising = self._supervise(process)
+        self._supervisors[process.name] = asyncio.create_task(
+            supervising, name=f"supervisor of {process.name}"
+        )
 
     async def restart(self, name: str) -> int:
-        """Drains a process and starts it again; returns how the old run ended: 0 after a drain.
+        """Has a successor take a process's place; returns how the process ended: 0 after a drain.
 
-        When it returns the process serves, and the others have found it. Raises DeadlineExceeded or
-        Unavailable when it does not come back.
+        It ends once the successor serves and the others have found it. Where there is no room for
+        two, it is drained first and then started again. Raises DeadlineExceeded or Unavailable when
+        what was started does not serve; a process with a successor then goes on.
         """
         process = self.processes[name]
-        ran = process.running
+        if process.running and self._has_room_for_two(process):
+            return await self._replace(process)
+        return await self._start_over(process)
+
+    async def _replace(self, old: ChildProcess) -> int:
+        name, new = old.name, old.successor()
+        self._say(f"{name} restarting: another process is started beside pid {old.pid}…")
+        self._passing.add(new)
+        try:
+            await new.start()
+            await self._found(new)
+        except BaseException as error:
+            if new.exit_status is None and new.pid:
+                new.kill()
+                await new.wait()
+            self._passing.discard(new)
+            if not isinstance(error, BatonError):
+                raise
+            stays = f"{name} stays as it was (pid {old.pid}), its successor did not come up"
+            raise type(error)(f"{stays}: {error}") from error
+        await cancelled(self._supervisors[name])  # its end is requested
+        self._passing ^= {new, old}
+        self.processes[name], new.wanted, new.ready_at = new, True, time.monotonic()
+        self._supervise_from_now(new)
+        if leave_s := self._leave_s(old):
+            old.signal(signal.SIGUSR1)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(leave_s):
+                    await old.wait()
+        status = await old.stop(self._drain_s + _RESTART_GRACE_S)
+        self._passing.discard(old)
+        self._tell_of_drain(name, status)
+        return status
+
+    async def _found(self, process: ChildProcess) -> None:
+        """Returns once a process that was started serves, and the others have found it."""
+
+        async def served() -> None:
+            await self._serves(process)
+            await self._is_back(process)
+
+        serving, ending = asyncio.create_task(served()), asyncio.create_task(process.wait())
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                raise Unavailable(process.failure)
+            serving.result()
+        except TimeoutError:
+            text = f"{process.name} does not serve after {self._start_timeout_s:g} s"
+            raise DeadlineExceeded(text) from None
+        finally:
+            await asyncio.gather(cancelled(serving), cancelled(ending))
+
+    def _tell_of_drain(self, name: str, status: int) -> None:
+        if status:
+            self._say(f"warning: {name} did not drain: it ended with status {status}")
+
+    async def _start_over(self, process: ChildProcess) -> int:
+        name, ran = process.name, process.running
         self._say(f"{name} restarting…" if ran else f"{name} starting again…")
         await cancelled(self._supervisors[name])  # this end is requested
         status = await process.stop(self._drain_s + _RESTART_GRACE_S)
         await self.start_again(name)
-        if ran and status:
-            self._say(f"warning: {name} did not drain: it ended with status {status}")
+        if ran:
+            self._tell_of_drain(name, status)
         try:
             async with asyncio.timeout(self._start_timeout_s):
                 await self._until(lambda: process.is_ready or not process.wanted)
@@ -148,7 +227,7 @@ class Supervisor(ABC):
 
     def kill_all(self) -> None:
         """SIGKILL to every process that still runs; a `stop` in progress then ends at once."""
-        for process in self.processes.values():
+        for process in self._all:
             process.kill()
 
     async def _launch(self, process: ChildProcess) -> None:

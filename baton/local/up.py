@@ -45,11 +45,12 @@ async def _with_receiver(config: ClusterConfig, stack: AsyncExitStack) -> Cluste
     if not (config.trace or config.keep_traces):
         return config
     kept = max(config.keep_traces, _MIN_KEPT if config.trace else 0)
+    # Who may read traces is as at the routers.
     store = SpanStore(kept, kept * _SPANS_PER_TRACE)
     if config.trace:
         drawing = asyncio.create_task(_draw_finished(store))
         stack.callback(drawing.cancel)
-    tenants = Tenants(config.limits.tenants_file)  # who may read traces, as at the routers
+    tenants = Tenants(config.limits.tenants_file, api_keys=config.limits.api_keys)
     reloading = asyncio.create_task(tenants.follow())
     stack.callback(reloading.cancel)
     receiver = OtlpReceiver(store, authorize=partial(authorize, tenants))
@@ -89,9 +90,16 @@ def _ready_text(cluster: LocalCluster, keeps_traces: bool) -> str:
         page = f"{scheme}://{cluster.http_addresses[0]}/"
         url = f"{page}v1"
         body = '{"prompt": "class Stack:", "max_tokens": 32}'
+        limits = cluster.config.limits
+        has_keys = bool(limits.api_keys or limits.tenants_file)
+        key = ' -H "authorization: Bearer $KEY"' if has_keys else ""
+        any_key = "your api_key" if has_keys else "any api_key"
+        chat = "a chat in the browser"
+        if cluster.config.engine.model == "demo":
+            chat = "a page in the browser (the demo model continues Python; it does not chat)"
         lines += [
-            f"  {curl} {url}/completions -H 'content-type: application/json' -d '{body}'",
-            f"a chat in the browser: {page}; OpenAI's clients: base_url={url}, any api_key",
+            f"  {curl} {url}/completions{key} -H 'content-type: application/json' -d '{body}'",
+            f"{chat}: {page}; OpenAI's clients: base_url={url}, {any_key}",
         ]
     if cluster.metrics:
         served = ", ".join(f"{name} {address}" for name, address in cluster.metrics.items())

@@ -7,15 +7,20 @@ callbacks for the other. A name that is not in the table, or not this process's,
 from __future__ import annotations
 
 import itertools
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from prometheus_client import Counter, Histogram, Info, Metric, disable_created_metrics
+from prometheus_client import (
+    Counter,
+    Histogram,
+    Info,
+    Metric,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
@@ -28,8 +33,6 @@ Attributes = Mapping[str, str]
 Reading = Callable[[], float | Iterable[tuple[float, Attributes]]]  # a number has no attributes
 _NOTHING: Attributes = {}
 _OPEN_METRICS = "application/openmetrics-text"  # has room for exemplars; the plain format has not
-_STATM = Path("/proc/self/statm")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # samples for which Prometheus has no use
 
@@ -85,11 +88,12 @@ class Recorder(Collector):
         self._target = Info("target", "Which process this is.", registry=None)
         resource = {"service.name": f"baton-{process}", **resource}
         self._target.info({name.replace(".", "_"): value for name, value in resource.items()})
-        self._metrics = {name: _made(one) for name, one in self._instruments.items()}
+        own = {
+            name: one for name, one in self._instruments.items() if not name.startswith("process.")
+        }
+        self._metrics = {name: _made(one) for name, one in own.items()}
+        self._metrics["process"] = ProcessCollector(registry=None)
         self._children: dict[tuple[object, ...], Any] = {}  # by name and attributes, once used
-        self.observe("process.cpu.time", _cpu_s)
-        if _STATM.exists():
-            self.observe("process.memory.usage", _memory_bytes)
 
     def count(self, name: str, number: float = 1, attributes: Attributes = _NOTHING) -> None:
         """Adds to a counter; 0 makes its series appear before anything happened."""
@@ -139,13 +143,3 @@ class Recorder(Collector):
             child = metric.labels(*one.values(attributes)) if one.labels else metric
             self._children[key] = child
         return child
-
-
-def _cpu_s() -> Iterator[tuple[float, Attributes]]:
-    times = os.times()
-    yield times.user, {"cpu.mode": "user"}
-    yield times.system, {"cpu.mode": "system"}
-
-
-def _memory_bytes() -> int:
-    return int(_STATM.read_text().split()[1]) * _PAGE_BYTES

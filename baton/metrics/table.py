@@ -1,6 +1,7 @@
 """Every metric of every process, once: name, kind, unit, attributes, buckets, meaning.
 
-Names are OpenTelemetry's; GenAI semantic conventions where they have one. `docs/metrics.md` is
+Names are OpenTelemetry's; GenAI semantic conventions where they have one, and of a process those
+that Prometheus's client libraries share. `docs/metrics.md` is
 generated from here, and nothing can be recorded that is not listed.
 """
 
@@ -39,6 +40,7 @@ RATIO = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 TOKENS = tuple(float(4**n) for n in range(11))  # as the conventions advise
 SEQUENCES = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192.0, 256.0)
 
+GEN_AI = ("gen_ai.request.model", "gen_ai.provider.name", "gen_ai.operation.name")
 _UNITS = {"1": "ratio", "s": "seconds", "By": "bytes", "By/s": "bytes_per_second"}
 
 
@@ -83,20 +85,21 @@ class Instrument:
 TABLE: tuple[Instrument, ...] = (
     # What callers see, measured at the router.
     Instrument("gen_ai.server.request.duration", HISTOGRAM, "s", (ROUTER,),
-        "From arrival to the last token, of requests that ended OK.",
-        ("gen_ai.request.model", "gen_ai.operation.name"), WHOLE_S),
+        "From arrival to the end, of requests that were admitted. `error.type` is empty for those "
+        "that ended OK, CANCELLED where the caller left, else the error's name.",
+        (*GEN_AI, "error.type"), WHOLE_S),
     Instrument("gen_ai.server.time_to_first_token", HISTOGRAM, "s", (ROUTER,),
         "From arrival to the first token on its way to the caller.",
-        ("gen_ai.request.model", "gen_ai.operation.name"), FIRST_TOKEN_S),
+        GEN_AI, FIRST_TOKEN_S),
     Instrument("gen_ai.server.time_per_output_token", HISTOGRAM, "s", (ROUTER,),
         "Mean time between a request's output tokens after its first, of requests that ended OK.",
-        ("gen_ai.request.model", "gen_ai.operation.name"), BETWEEN_TOKENS_S),
+        GEN_AI, BETWEEN_TOKENS_S),
     Instrument("baton.request.inter_token_latency", HISTOGRAM, "s", (ROUTER,),
         "Every single gap between two outputs of a stream, pauses of a failover included.",
         (), BETWEEN_TOKENS_S),
     Instrument("gen_ai.client.token.usage", HISTOGRAM, "{token}", (ROUTER,),
         "Tokens of a request that ended OK: of its prompt, and of its output.",
-        ("gen_ai.request.model", "gen_ai.operation.name", "gen_ai.token.type"), TOKENS),
+        (*GEN_AI, "gen_ai.token.type"), TOKENS),
     Instrument("baton.requests.ended", COUNTER, "{request}", (ROUTER,),
         "Requests that ended, by gRPC status; CANCELLED where the caller left before its deadline, "
         "or did not read its output.", ("status", "tenant")),
@@ -127,11 +130,11 @@ TABLE: tuple[Instrument, ...] = (
     Instrument("baton.failovers", COUNTER, "{attempt}", (ROUTER,),
         "Attempts that failed and were followed by another, by the error's name.", ("reason",)),
     Instrument("baton.tokens.input", COUNTER, "{token}", (ROUTER,),
-        "Prompt tokens of requests that were placed."),
+        "Prompt tokens of requests that were placed.", ("gen_ai.request.model",)),
     Instrument("baton.tokens.cached", COUNTER, "{token}", (ROUTER,),
-        "Of those, the tokens whose KV came from a prefix cache."),
+        "Of those, the tokens whose KV came from a prefix cache.", ("gen_ai.request.model",)),
     Instrument("baton.tokens.output", COUNTER, "{token}", (ROUTER,),
-        "Output tokens delivered; counted as they stream."),
+        "Output tokens delivered; counted as they stream.", ("gen_ai.request.model",)),
     Instrument("baton.slo.requests", COUNTER, "{request}", (ROUTER,),
         "Requests by SLO class (`--slo`), and whether they met all of its targets. One that failed "
         "or was refused has not; one that the caller left, or that was invalid or of a batch, is "
@@ -205,10 +208,18 @@ TABLE: tuple[Instrument, ...] = (
         "Answers to Reserve: held for a prefill worker, started here at once, refused for want of "
         "room, or failed.", ("outcome",)),
     # What everybody costs.
-    Instrument("process.cpu.time", COUNTER, "s", EVERYBODY,
-        "CPU time of the process, all threads.", ("cpu.mode",)),
-    Instrument("process.memory.usage", GAUGE, "By", EVERYBODY,
+    Instrument("process.cpu", COUNTER, "s", EVERYBODY,
+        "CPU time of the process, all threads, user and system."),
+    Instrument("process.resident_memory", GAUGE, "By", EVERYBODY,
         "Resident memory of the process."),
+    Instrument("process.virtual_memory", GAUGE, "By", EVERYBODY,
+        "Memory that the process has mapped."),
+    Instrument("process.start_time", GAUGE, "s", EVERYBODY,
+        "When the process began, seconds since 1970."),
+    Instrument("process.open_fds", GAUGE, "{descriptor}", EVERYBODY,
+        "File descriptors that the process has open."),
+    Instrument("process.max_fds", GAUGE, "{descriptor}", EVERYBODY,
+        "File descriptors that it may have open."),
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import logging
+import secrets
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -26,10 +27,11 @@ from baton.registry.membership import (
     key_of,
 )
 from baton.v1 import etcd_pb2
-from baton.v1.common_pb2 import RankHost, WorkerRecord
+from baton.v1.common_pb2 import RankHost, WorkerRecord, WorkerState
 
 log = logging.getLogger(__name__)
 
+TICKET_KEY_BYTES = 32
 GRACE_TTLS = 2  # lease TTLs that a missing member has to register again
 
 
@@ -96,6 +98,20 @@ class EtcdRegistry:
         finally:
             watch.close()
 
+    async def ticket_key(self) -> bytes:
+        """Random bytes that all routers of the cluster share. Raises as entering `watch` does.
+
+        Several may be written at once by routers that start together: the oldest one counts.
+        """
+        prefix = self._config.ticket_keys_prefix
+        found = (await self._client.connect(prefix)).kvs
+        if not found:
+            new = secrets.token_bytes(TICKET_KEY_BYTES)
+            await self._client.put(prefix + secrets.token_hex(8), new, lease=0)
+            found = (await self._client.range(prefix)).kvs
+        oldest: etcd_pb2.KeyValue = min(found, key=lambda kv: kv.create_revision)
+        return oldest.value
+
     async def close(self) -> None:
         """Closes the connections; registrations and watches must have been left before."""
         await self._client.close()
@@ -122,7 +138,7 @@ class EtcdRegistration:
     def __init__(self, client: EtcdClient, ttl_s: int, key: str, record: Message) -> None:
         self._client, self._ttl_s, self.key = client, ttl_s, key
         self._record = copy.deepcopy(record)
-        self._written = b""
+        self._written, self._revision = b"", 0
         self._lease = 0  # 0: none
         self._renew_s = self._ttl_s / 3
         self.connected = False  # whether etcd answered the last time it was asked
@@ -149,11 +165,19 @@ class EtcdRegistration:
             return
         try:
             async with asyncio.timeout(CALL_S):
+                await self._say_leaving()
                 await self._client.revoke(self._lease)
         except Stale:
             log.info("the lease of %s was gone before it was given back", self.key)
         except (BatonError, TimeoutError) as error:
             log.warning("%s is left to its lease's end: %s", self.key, error)
+
+    async def _say_leaving(self) -> None:
+        """Watchers keep a READY worker whose key vanishes: its lease may have ended by mistake."""
+        record = self._record
+        if isinstance(record, WorkerRecord) and record.state == WorkerState.WORKER_STATE_READY:
+            record.state = WorkerState.WORKER_STATE_DRAINING
+            await self._put()
 
     async def keep(self) -> None:
         """Writes again and again, until it is cancelled."""
@@ -186,14 +210,19 @@ class EtcdRegistration:
         self.connected = True
         if self._unwritten.is_set():
             self._unwritten.clear()
-            self._written = json_format.MessageToJson(self._record, indent=None).encode()
-            await self._client.put(self.key, self._written, self._lease)
+            await self._put()
         if not self._unwritten.is_set():
             self._settled.set()
 
+    async def _put(self) -> None:
+        self._written = json_format.MessageToJson(self._record, indent=None).encode()
+        self._revision = await self._client.put(self.key, self._written, self._lease)
+
     async def _check_stored(self) -> None:
         """Has the record written again if the store does not hold it as it was written."""
-        stored = await self._client.get(self.key)
+        stored, revision = await self._client.get(self.key)
+        if revision < self._revision:
+            return  # that member of etcd is behind; where data were lost, the lease was, too
         if stored is None or (stored.value, stored.lease) != (self._written, self._lease):
             what = "was changed" if stored else "was deleted"
             log.warning("%s %s by another process; writing it again", self.key, what)
@@ -217,7 +246,8 @@ class _Watch:
     After a break the watch resumes at the last revision seen, so that departures meanwhile come as
     events and count at once. The new listing beside it catches what no event will bring: history
     that was compacted, and a store that lost its data and counts revisions from the start. A member
-    that such a listing lacks may only not have come back yet, so it stays for GRACE_TTLS.
+    that such a listing lacks, or whose lease has ended without its saying that it leaves, may only
+    not have come back yet, so it stays for GRACE_TTLS.
     """
 
     def __init__(self, client: EtcdClient, config: RegistryConfig) -> None:
@@ -227,7 +257,7 @@ class _Watch:
         self._grace_s = GRACE_TTLS * config.lease_ttl_s
         self._table = MemberTable()
         self._revision: int | None = None  # everything up to it is known; None: unknown
-        self._grace: asyncio.TimerHandle | None = None
+        self._grace: asyncio.Task[None] | None = None  # runs while any is missing
         self._backoff = Backoff()
 
     async def follow(self) -> None:
@@ -243,7 +273,10 @@ class _Watch:
             log.exception("the watch of %s failed", self._prefix)
             raise
         finally:
+            grace = self._grace
             self.close()
+            if grace is not None:
+                await asyncio.wait([grace])
 
     def close(self) -> None:
         self._hold_grace()
@@ -267,12 +300,13 @@ class _Watch:
         for event in response.events:
             incarnation, revision = incarnation_of(event.kv.key), event.kv.mod_revision
             if event.type == etcd_pb2.Event.DELETE:
-                self._table.delete(incarnation, revision)
+                self._table.delete(incarnation, revision, _now())
             elif (record := decode(event.kv.key, event.kv.value)) is not None:
                 self._table.put(incarnation, record, revision)
             self._revision = revision
         if not response.events and not response.created:  # a progress report
             self._revision = response.header.revision
+        self._await_missing()
         self.publish(connected=True)
 
     def take(self, listing: etcd_pb2.RangeResponse) -> None:
@@ -282,7 +316,8 @@ class _Watch:
                 record.incarnation: (record, kv.mod_revision)
                 for kv in listing.kvs
                 if (record := decode(kv.key, kv.value)) is not None
-            }
+            },
+            _now(),
         )
         newest = listing.header.revision
         self._revision = newest if self._revision is None else min(self._revision, newest)
@@ -290,15 +325,27 @@ class _Watch:
     def _resumed(self) -> None:
         self._backoff.reset()
         self._hold_grace()
-        if self._table.missing:
-            log.info("%d members are missing; waiting for them", len(self._table.missing))
-            loop = asyncio.get_running_loop()
-            self._grace = loop.call_later(self._grace_s, self._give_up)
 
-    def _give_up(self) -> None:
-        for incarnation in sorted(self._table.drop_missing()):
-            log.warning("member %s did not come back", incarnation)
-        self.publish(connected=True)
+    def _await_missing(self) -> None:
+        if self._table.missing and (self._grace is None or self._grace.done()):
+            log.info("%d members are missing; waiting for them", len(self._table.missing))
+            self._grace = asyncio.create_task(self._give_up(), name="wait for missing members")
+
+    async def _give_up(self) -> None:
+        """Drops each missing member at the end of its time, if a new listing lacks it, too.
+
+        Without that, a watcher that was itself stopped would not see who has come back meanwhile.
+        """
+        backoff = Backoff()
+        while missing := self._table.missing:
+            await asyncio.sleep(min(missing.values()) + self._grace_s - _now())
+            with contextlib.suppress(BatonError):  # then the watch breaks as well
+                listing = await self._client.range(self._prefix)
+                stored = {incarnation_of(kv.key) for kv in listing.kvs}
+                for name in sorted(self._table.drop_missing(_now() - self._grace_s, stored)):
+                    log.warning("member %s did not come back", name)
+                self.publish(connected=True)
+            await backoff.wait()
 
     def _lost(self, error: BatonError) -> None:
         if self.membership.connected:
@@ -313,4 +360,9 @@ class _Watch:
             self._grace = None
 
     def publish(self, *, connected: bool) -> None:
-        self.membership.publish(self._table.records, connected=connected)
+        table = self._table
+        self.membership.publish(table.records, connected=connected, missing=table.missing.keys())
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

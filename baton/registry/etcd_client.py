@@ -86,13 +86,32 @@ class _Endpoint:
         self.lease = etcd_pb2_grpc.LeaseStub(self.channel)
         self.watch = etcd_pb2_grpc.WatchStub(self.channel)
         self.auth = etcd_pb2_grpc.AuthStub(self.channel)
+        self._renewals: Any = None  # a stream of them: each new one costs several renewals
+        self._renewing = asyncio.Lock()  # answers come in the order of the requests
 
-    async def renew(self, request: etcd_pb2.LeaseKeepAliveRequest, **options: Any) -> int:
-        """Seconds that a lease lives. A stream a renewal has a deadline as any call has."""
-        answers = [answer async for answer in self.lease.LeaseKeepAlive([request], **options)]
-        if not answers:
+    async def renew(
+        self,
+        request: etcd_pb2.LeaseKeepAliveRequest,
+        *,
+        timeout: float,  # noqa: ASYNC109 - as of the stubs' methods
+        metadata: tuple[tuple[str, str], ...],
+    ) -> int:
+        """Seconds that a lease lives."""
+        try:
+            async with asyncio.timeout(timeout), self._renewing:
+                if self._renewals is None or self._renewals.done():
+                    self._renewals = self.lease.LeaseKeepAlive(metadata=metadata + _STREAM_METADATA)
+                try:
+                    await self._renewals.write(request)
+                    answer = await self._renewals.read()
+                except BaseException:  # also a time-out: the answer may yet come
+                    self._renewals.cancel()
+                    raise
+        except (TimeoutError, asyncio.InvalidStateError) as error:
+            raise Unavailable(f"etcd at {self.name} does not answer a lease renewal") from error
+        if answer is grpc.aio.EOF:  # type: ignore[attr-defined]
             raise Unavailable(f"etcd at {self.name} did not answer a lease renewal")
-        return int(answers[0].TTL)
+        return int(answer.TTL)
 
 
 # (host:port, credentials) of each endpoint.
@@ -151,15 +170,16 @@ class EtcdClient:
         found: etcd_pb2.RangeResponse = await self._call(lambda at: at.kv.Range, request)
         return found
 
-    async def get(self, key: str) -> etcd_pb2.KeyValue | None:
-        request = etcd_pb2.RangeRequest(key=key.encode())
+    async def get(self, key: str) -> tuple[etcd_pb2.KeyValue | None, int]:
+        """What the member that is asked has, which costs no other one work, at its revision."""
+        request = etcd_pb2.RangeRequest(key=key.encode(), serializable=True)
         found = await self._call(lambda at: at.kv.Range, request)
-        return found.kvs[0] if found.kvs else None
+        return found.kvs[0] if found.kvs else None, found.header.revision
 
-    async def put(self, key: str, value: bytes, lease: int) -> None:
-        """Writes `key` under `lease`; raises Stale when that lease is gone."""
+    async def put(self, key: str, value: bytes, lease: int) -> int:
+        """Writes `key` under `lease`; the revision. Raises Stale when that lease is gone."""
         request = etcd_pb2.PutRequest(key=key.encode(), value=value, lease=lease)
-        await self._call(lambda at: at.kv.Put, request)
+        return int((await self._call(lambda at: at.kv.Put, request)).header.revision)
 
     async def grant(self, ttl_s: int) -> tuple[int, int]:
         """(id, seconds to live) of a new lease; etcd may give more time than was asked for."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping, Set
 from contextlib import aclosing
 from types import MappingProxyType
 
@@ -33,6 +33,8 @@ class Membership:
     def __init__(self) -> None:
         # A snapshot never changes. During an outage it is the last one known.
         self.records: Mapping[str, WorkerRecord] = MappingProxyType({})
+        # Those of `records` that the store has lost and that may come back.
+        self.missing: Set[str] = frozenset()
         self.connected = False  # to the store; if not, `records` may be out of date
         self._closed = False
         self._changed = asyncio.Event()  # one for each snapshot
@@ -51,19 +53,26 @@ class Membership:
         return self.records.get(incarnation)
 
     async def changes(self) -> AsyncGenerator[Mapping[str, WorkerRecord], None]:
-        """Yields `records` now and whenever they or `connected` change; ends with the watch."""
+        """Yields `records` now and whenever they, `missing` or `connected` change; ends with the
+        watch."""
         while not self._closed:
             changed = self._changed
             yield self.records
             await changed.wait()
 
-    def publish(self, records: Mapping[str, WorkerRecord], *, connected: bool) -> None:
+    def publish(
+        self,
+        records: Mapping[str, WorkerRecord],
+        *,
+        connected: bool,
+        missing: Set[str] = frozenset(),
+    ) -> None:
         """Makes a copy of `records` the newest snapshot; readers wake only if something changed."""
-        if connected == self.connected and records == self.records:
+        if (connected, missing, records) == (self.connected, self.missing, self.records):
             return
         if records != self.records:
             self.records = MappingProxyType(dict(records))
-        self.connected = connected
+        self.connected, self.missing = connected, frozenset(missing)
         self._wake()
 
     def close(self) -> None:
@@ -80,9 +89,10 @@ class Membership:
 class MemberTable:
     """Members by incarnation, each with the store revision that last changed it.
 
-    A key that a DELETE event names is gone at once. A member that a later listing merely lacks is
-    only `missing`: a store that lost its data shows an empty list until the members, which are
-    alive, have registered again. The caller decides when to drop them.
+    A member that has said that it leaves (its record is not READY) is gone with its key. Another
+    one is only `missing`: a store that was paused for longer than leases live ends all of them when
+    it goes on, and one that lost its data shows an empty list, until the members, which are alive,
+    have registered again. The caller decides when to drop them.
 
         known before        listing after a break         table
         A  B  C             B  D                          A? B C? D     ? = missing
@@ -90,12 +100,12 @@ class MemberTable:
 
     def __init__(self) -> None:
         self.records: dict[str, WorkerRecord] = {}
-        self.missing: set[str] = set()
+        self.missing: dict[str, float] = {}  # and since when, by the caller's clock
         self._revisions: dict[str, int] = {}
 
-    def listed(self, listing: Mapping[str, tuple[WorkerRecord, int]]) -> None:
+    def listed(self, listing: Mapping[str, tuple[WorkerRecord, int]], now: float) -> None:
         """Takes over a full listing of (record, revision); members not in it become missing."""
-        self.missing = self.records.keys() - listing.keys()
+        self.missing = dict.fromkeys(self.records.keys() - listing.keys(), now)
         # A store that started over counts from 1: any event of a missing member must count.
         self._revisions = dict.fromkeys(self.missing, 0)
         for incarnation, (record, revision) in listing.items():
@@ -107,24 +117,30 @@ class MemberTable:
         if revision >= self._revisions.get(incarnation, 0):
             self.records[incarnation] = record
             self._revisions[incarnation] = revision
-            self.missing.discard(incarnation)
+            self.missing.pop(incarnation, None)
 
-    def delete(self, incarnation: str, revision: int) -> None:
-        """A member left or its lease ended."""
-        if revision >= self._revisions.get(incarnation, 0):
-            self._drop({incarnation})
+    def delete(self, incarnation: str, revision: int, now: float) -> None:
+        """A member left, or its lease ended and it is missing."""
+        record = self.records.get(incarnation)
+        if record is None or revision < self._revisions[incarnation]:
+            return
+        if record.state == WorkerState.WORKER_STATE_READY:
+            self._revisions[incarnation] = revision
+            self.missing.setdefault(incarnation, now)
+        else:
+            self._drop(incarnation)
 
-    def drop_missing(self) -> set[str]:
-        """Removes the missing members; returns their incarnations."""
-        dropped = set(self.missing)
-        self._drop(dropped)
+    def drop_missing(self, since: float, stored: Collection[str]) -> set[str]:
+        """Removes members that have been missing since then or longer and are not `stored` now;
+        returns their incarnations."""
+        dropped = {name for name, at in self.missing.items() if at <= since} - set(stored)
+        for incarnation in dropped:
+            self._drop(incarnation)
         return dropped
 
-    def _drop(self, incarnations: set[str]) -> None:
-        self.missing -= incarnations
-        for incarnation in incarnations:
-            self.records.pop(incarnation, None)
-            self._revisions.pop(incarnation, None)
+    def _drop(self, incarnation: str) -> None:
+        self.missing.pop(incarnation, None)
+        del self.records[incarnation], self._revisions[incarnation]
 
 
 def key_of(prefix: str, record: WorkerRecord) -> str:

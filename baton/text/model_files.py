@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,11 @@ CONFIG_FILE = "config.json"
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _GENERATION_CONFIG_FILE = "generation_config.json"
 _TEMPLATE_FILE = "chat_template.jinja"
+_MORE_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
+_TEMPLATES = (DEFAULT_TEMPLATE, TOOL_TEMPLATE) = ("default", "tool_use")
+_ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
+_NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MAX_COUNT = (1 << 31) - 1
 
 
@@ -33,8 +39,11 @@ class TextFiles:
     """
 
     tokenizer_json: str | None
-    chat_template: tuple[str, Path] | None  # its text, and the file it is in
+    # By name ("default", "tool_use"): its text, and the file it is in.
+    chat_templates: Mapping[str, tuple[str, Path]]
     special_tokens: Mapping[str, str]
+    # Tokens that tokenizer.json lacks, or has with other flags: arguments of `AddedToken`.
+    added_tokens: tuple[Mapping[str, Any], ...]
     eos_token_ids: frozenset[int]
     vocab_size: int
     max_context: int
@@ -46,10 +55,12 @@ class TextFiles:
         generation_file = path / _GENERATION_CONFIG_FILE
         config = _read_json(config_file)
         tokenizer_config = _read_json(path / _TOKENIZER_CONFIG_FILE)
+        tokenizer_json = _read_text(path / TOKENIZER_FILE, MAX_TOKENIZER_BYTES)
         return cls(
-            tokenizer_json=_read_text(path / TOKENIZER_FILE, MAX_TOKENIZER_BYTES),
-            chat_template=_chat_template(path, tokenizer_config),
+            tokenizer_json=tokenizer_json,
+            chat_templates=_chat_templates(path, tokenizer_config),
             special_tokens=_special_tokens(tokenizer_config),
+            added_tokens=_added_tokens(path, tokenizer_json or "", tokenizer_config),
             eos_token_ids=_eos_token_ids(generation_file, _read_json(generation_file))
             or _eos_token_ids(config_file, config),
             vocab_size=_count(config_file, config, "vocab_size"),
@@ -61,11 +72,16 @@ class TextFiles:
         """Equal for two processes exactly when ids and text mean the same to both (hex)."""
         parts: list[Any] = [
             self.tokenizer_json,
-            self.chat_template and self.chat_template[0],
+            *(self.chat_templates.get(DEFAULT_TEMPLATE) or (None,))[:1],
             sorted(self.special_tokens.items()),
             sorted(self.eos_token_ids),
             self.vocab_size,
         ]
+        # What few models have is no part of the others' fingerprints, which releases before know.
+        if tools := self.chat_templates.get(TOOL_TEMPLATE):
+            parts.append(tools[0])
+        if self.added_tokens:
+            parts.append(self.added_tokens)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -124,18 +140,89 @@ def _special_tokens(tokenizer_config: Mapping[str, Any]) -> Mapping[str, str]:
     return MappingProxyType(tokens)
 
 
-def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> tuple[str, Path] | None:
-    """The template file wins over the config, whose value may be a list of named templates."""
-    separate = _read_text(directory / _TEMPLATE_FILE, MAX_JSON_BYTES)
-    if separate is not None:
-        return separate, directory / _TEMPLATE_FILE
-    file = directory / _TOKENIZER_CONFIG_FILE
-    value = tokenizer_config.get("chat_template")
-    if isinstance(value, list):
-        named = [entry for entry in value if isinstance(entry, dict)]
-        value = next((e.get("template") for e in named if e.get("name") == "default"), None)
-    if value is None:
+def _added_tokens(
+    directory: Path, tokenizer_json: str, config: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], ...]:
+    """Tokens of tokenizer_config.json to add, in transformers' order and with its defaults.
+
+    Those of `added_tokens_decoder` come by id; then the named ones, as special tokens, and extra
+    ones.
+    """
+    file, known = directory / _TOKENIZER_CONFIG_FILE, dict[str, Mapping[str, Any]]()
+    if found := _ADDED_TOKENS.search(tokenizer_json):
+        try:
+            listed, _ = json.JSONDecoder().raw_decode(tokenizer_json, found.end())
+        except (ValueError, RecursionError):
+            return ()  # the library says what is wrong with it
+        known = {str(token.get("content")): token for token in listed if isinstance(token, dict)}
+    decoder = config.get("added_tokens_decoder") or {}
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    if not (isinstance(decoder, dict) and all(map(str.isdecimal, decoder))):
+        raise CheckpointError(f"{file}: added_tokens_decoder must have tokens by id")
+    if not isinstance(extra, list | tuple | dict):
+        raise CheckpointError(f"{file}: {quoted(extra)} are no special tokens")
+    names = sorted((name for name in config if name.endswith("_token")), key=_rank)
+    named = [config[name] for name in names]
+    if isinstance(extra, dict):
+        named, extra = [*named, *extra.values()], ()
+    added = dict[str, Mapping[str, Any]]()
+    for value in (decoder[key] for key in sorted(decoder, key=int)):
+        token = _added_token(file, value)
+        if token is None:
+            raise CheckpointError(f"{file}: added_tokens_decoder must have tokens as objects")
+        if any(token[flag] != known.get(token["content"], {}).get(flag) for flag in _TOKEN_FLAGS):
+            added[token["content"]] = token
+    for is_named, value in (*((True, one) for one in named), *((False, one) for one in extra)):
+        described = {"content": value, "special": True} if isinstance(value, str) else value
+        if token := _added_token(file, described):
+            token["special"] = token["special"] or is_named
+            there = added.get(token["content"]) or known.get(token["content"])
+            if there is None or (token["special"] and not there.get("special")):
+                flags = {**token, **added.get(token["content"], {}), "special": token["special"]}
+                added[token["content"]] = flags
+    return tuple(added.values())
+
+
+def _rank(name: str) -> int:
+    """The order in which transformers adds named tokens; others come last."""
+    return _NAMED_TOKENS.index(name) if name in _NAMED_TOKENS else len(_NAMED_TOKENS)
+
+
+def _added_token(file: Path, value: Any) -> dict[str, Any] | None:
+    """The arguments of an `AddedToken`; None for a value that is none, such as null."""
+    if not isinstance(value, dict):
         return None
-    if not isinstance(value, str):
-        raise CheckpointError(f"{file}: chat_template must be text, not {type(value).__name__}")
-    return value, file
+    token = {"content": value.get("content"), **{flag: value.get(flag) for flag in _TOKEN_FLAGS}}
+    if token["normalized"] is None:
+        token["normalized"] = not token["special"]
+    flags = {flag: bool(token[flag]) for flag in _TOKEN_FLAGS}
+    if not isinstance(token["content"], str) or any(
+        token[flag] not in (None, True, False) for flag in _TOKEN_FLAGS
+    ):
+        raise CheckpointError(f"{file}: {quoted(value)} is not a token")
+    return {"content": token["content"], **flags}
+
+
+def _chat_templates(
+    directory: Path, tokenizer_config: Mapping[str, Any]
+) -> Mapping[str, tuple[str, Path]]:
+    """Template files win over the config, whose value may be a list of named templates."""
+    found = dict[str, tuple[str, Path]]()
+    files = [(name, directory / _MORE_TEMPLATES / f"{name}.jinja") for name in _TEMPLATES]
+    for name, file in (*files, (DEFAULT_TEMPLATE, directory / _TEMPLATE_FILE)):
+        if (text := _read_text(file, MAX_JSON_BYTES)) is not None:
+            found[name] = text, file
+    if found:
+        return MappingProxyType(found)
+    file, value = directory / _TOKENIZER_CONFIG_FILE, tokenizer_config.get("chat_template")
+    entries = value if isinstance(value, list) else [{"name": DEFAULT_TEMPLATE, "template": value}]
+    for entry in entries:
+        if not isinstance(entry, dict) or entry.get("name") not in _TEMPLATES:
+            continue
+        if (text := entry.get("template")) is None:
+            continue
+        if not isinstance(text, str):
+            kind = type(text).__name__
+            raise CheckpointError(f"{file}: chat_template must be text, not {kind}")
+        found[entry["name"]] = text, file
+    return MappingProxyType(found)

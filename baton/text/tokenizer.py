@@ -9,14 +9,30 @@ from typing import Any
 import tokenizers
 from tokenizers import models
 
-from baton.errors import CheckpointError, InvalidRequest
+from baton.errors import (
+    ENDINGS,
+    CheckpointError,
+    ContextOverflow,
+    InternalError,
+    InvalidRequest,
+)
 from baton.text import detokenizer
 from baton.text.chat_template import ChatTemplate, Message
 from baton.text.detokenizer import TokenPieces
-from baton.text.model_files import CONFIG_FILE, TOKENIZER_FILE, TextFiles
+from baton.text.model_files import (
+    CONFIG_FILE,
+    DEFAULT_TEMPLATE,
+    TOKENIZER_FILE,
+    TOOL_TEMPLATE,
+    TextFiles,
+)
+from baton.text.segment_cache import SegmentCache
 
-MAX_CHARS_AT_ONCE = 4096  # longer texts are for a thread, off the event loop: some milliseconds
+MAX_CHARS_AT_ONCE = 4096  # longer texts are not for an event loop: they take some milliseconds
 _PIECE_CHARS = 1 << 16
+# More characters for each token than in texts of any language: such a text has too many tokens.
+_MANY_CHARS_PER_TOKEN = 6
+_TRIAL = "Hello, W\u00f6rld!\n 12"
 # Before the prefix, between it and the suffix, and behind that.
 _FILL_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder
@@ -40,20 +56,29 @@ class Tokenizer:
     it to a thread.
     """
 
-    def __init__(self, library: tokenizers.Tokenizer | None, files: TextFiles) -> None:
+    def __init__(
+        self, library: tokenizers.Tokenizer | None, files: TextFiles, path: Path = Path()
+    ) -> None:
+        """`path` is what the files were read from."""
+        self.path = path
         self.vocab_size = files.vocab_size  # token ids are below this
         self.max_context = files.max_context  # tokens; 0 when config.json does not say
         # Tokens that end an output, from the first of generation, model and tokenizer config.
         self.eos_token_ids = files.eos_token_ids
         # Equal to `text_fingerprint` of the same directory, on any machine.
         self.fingerprint = files.fingerprint
+        if library is not None and files.added_tokens:
+            added = [tokenizers.AddedToken(**token) for token in files.added_tokens]
+            library.add_tokens(added)
+            library.add_special_tokens([token for token in added if token.special])
         # What `Detokenizer` reads; an empty tokenizer has no text for any id.
         self.pieces = TokenPieces(library or tokenizers.Tokenizer(models.BPE()))
         self.has_text = library is not None  # texts can be encoded, and output has a text
-        self.has_chat_template = library is not None and files.chat_template is not None
         self._library = library
         self._added = frozenset(library.get_added_tokens_decoder() if library else ())
-        self.template: ChatTemplate | None = None
+        self._segments: SegmentCache | None = None
+        self.template: ChatTemplate | None = None  # of chats without tools
+        self.tool_template: ChatTemplate | None = None
         self._bos_token_id: int | None = None
         self._fill: tuple[int, ...] | None = None  # around prefix and suffix
         if library is None:
@@ -62,9 +87,12 @@ class Tokenizer:
         library.no_truncation()
         library.no_padding()
         self.vocab_size = files.vocab_size or library.get_vocab_size()
-        if files.chat_template:
-            text, file = files.chat_template
-            self.template = ChatTemplate(text, files.special_tokens, str(file))
+        templates = {
+            name: ChatTemplate(text, files.special_tokens, str(file))
+            for name, (text, file) in files.chat_templates.items()
+        }
+        self.template = templates.get(DEFAULT_TEMPLATE)
+        self.tool_template = templates.get(TOOL_TEMPLATE, self.template)
         if bos := files.special_tokens.get("bos_token"):
             self._bos_token_id = library.token_to_id(bos)
         for names in _FILL_TOKENS:
@@ -73,7 +101,17 @@ class Tokenizer:
                 self._fill = tuple(found)
         name = files.special_tokens.get("eos_token")
         if not self.eos_token_ids and name and (token := library.token_to_id(name)) is not None:
-            self.eos_token_ids = frozenset([token])
+            self.eos_token_ids = frozenset([token] if token < self.vocab_size else [])
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether it can take chats."""
+        return self.tool_template is not None
+
+    def keep_segments(self, max_bytes: int) -> None:
+        """From now on it remembers the ids of what chats have in common; for one thread alone."""
+        if self._library is not None:
+            self._segments = SegmentCache(self._library, max_bytes)
 
     def encode(self, text: str, max_tokens: int = 0, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens this tokenizer adds by default.
@@ -123,21 +161,29 @@ class Tokenizer:
         continue_final_message: bool = False,
         add_special_tokens: bool = False,
         at_once: bool = False,
+        salt: str = "",
     ) -> list[int]:
         """Token ids of a conversation, up to where the assistant answers; see `ChatTemplate`.
 
-        Raises InvalidRequest (field "chat") when there is no template or it refuses the messages;
-        `at_once`, TimeoutError where it takes longer than an event loop may be held.
+        What is remembered of chats is kept apart by `salt`. Raises InvalidRequest (field "chat")
+        when there is no template or it refuses the messages; `at_once`, TimeoutError where it takes
+        longer than an event loop may be held.
         """
-        if self._library is not None and self.template is None:
-            raise InvalidRequest("this model has no chat template: send text or token ids", "chat")
+        template = self.tool_template if (variables or {}).get("tools") else self.template
+        if self._library is not None and template is None:
+            without = " for chats without tools" if self.has_chat_template else ""
+            raise InvalidRequest(
+                f"this model has no chat template{without}: send text or token ids", "chat"
+            )
         text = ""
-        if self.template is not None:
-            text = self.template.render(messages, variables, continue_final_message, at_once)
+        if template is not None:
+            text = template.render(messages, variables, continue_final_message, at_once)
         if at_once and len(text) > MAX_CHARS_AT_ONCE:
             raise TimeoutError
         # The template writes the special tokens itself.
-        return self._encode(text, "chat", max_tokens, add_special_tokens=add_special_tokens)
+        return self._encode(
+            text, "chat", max_tokens, add_special_tokens=add_special_tokens, salt=salt
+        )
 
     def added_token(self, text: str) -> int | None:
         """The id of an added token, special or not, which is one token wherever it is in a text."""
@@ -155,29 +201,53 @@ class Tokenizer:
         return detokenizer.decode(self.pieces, token_ids)
 
     def _encode(
-        self, text: str, field: str, max_tokens: int, *, add_special_tokens: bool
+        self,
+        text: str,
+        field: str,
+        max_tokens: int,
+        *,
+        add_special_tokens: bool,
+        salt: str | None = None,
     ) -> list[int]:
+        """Token ids; a `salt` says that what is remembered may be used."""
         if self._library is None:
             raise InvalidRequest("this model has no tokenizer: send token ids", field)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"{field} is not Unicode text: {error}", field) from error
-        # The library's `encode` holds the interpreter lock all the time: 2.4 s for 2 MB of text.
-        encode = self._library.encode_batch_fast
-        if max_tokens and len(text) > _PIECE_CHARS:
+        if max_tokens and len(text) > max(_PIECE_CHARS, max_tokens * _MANY_CHARS_PER_TOKEN):
             # Counted piece by piece: while it encodes, the library takes 200 bytes for each token.
             count = 0
             for start in range(0, len(text), _PIECE_CHARS):
-                count += len(encode([text[start : start + _PIECE_CHARS]])[0]) - _CUT_TOKENS
+                (ids,) = self._ids([text[start : start + _PIECE_CHARS]])
+                count += len(ids) - _CUT_TOKENS
                 if count > max_tokens:
-                    raise InvalidRequest(
-                        f"{field} has more than {count} tokens and the context holds {max_tokens}",
-                        field,
-                    )
-        (encoding,) = encode([text], add_special_tokens=add_special_tokens)
-        token_ids: list[int] = encoding.ids
-        return token_ids
+                    raise _too_many(count, max_tokens, field)
+        if salt is not None and self._segments is not None and not add_special_tokens:
+            found = self._segments.encode(text, self._ids, salt, max_tokens)
+        else:
+            (found,) = self._ids([text], add_special_tokens)
+        if max_tokens and len(text) > _PIECE_CHARS and len(found) > max_tokens:
+            raise _too_many(len(found) - 1, max_tokens, field)
+        return found
+
+    def _ids(self, texts: list[str], add_special_tokens: bool = False) -> list[list[int]]:
+        """Token ids of each text."""
+        assert self._library is not None
+        # The library's `encode` holds the interpreter lock all the time: 2.4 s for 2 MB of text.
+        encode = self._library.encode_batch_fast
+        try:
+            return [one.ids for one in encode(texts, add_special_tokens=add_special_tokens)]
+        except ENDINGS:
+            raise
+        except BaseException as error:  # of Rust's panics, none is an Exception
+            raise InternalError(f"the tokenizer failed: {error}") from error
+
+
+def _too_many(num_tokens: int, max_tokens: int, field: str) -> ContextOverflow:
+    text = f"{field} has more than {num_tokens} tokens and the context holds {max_tokens}"
+    return ContextOverflow(text, field, max_tokens)
 
 
 def load_tokenizer(path: Path, *, required: bool = False) -> Tokenizer:
@@ -193,10 +263,22 @@ def load_tokenizer(path: Path, *, required: bool = False) -> Tokenizer:
             file = path / CONFIG_FILE if path.is_dir() else path
             raise CheckpointError(f"{file}: no vocab_size, and there is no {TOKENIZER_FILE}")
         return Tokenizer(None, files)
+    file = path / TOKENIZER_FILE
     try:
         library = tokenizers.Tokenizer.from_str(files.tokenizer_json)
-    # The library raises plain Exception for whatever it cannot read.
-    except Exception as error:
+        tokenizer = Tokenizer(library, files, path)
+        for add_special_tokens in (False, True):
+            tokenizer.decode(tokenizer.encode(_TRIAL, add_special_tokens=add_special_tokens))
+    except (CheckpointError, *ENDINGS):
+        raise
+    except InternalError as error:
+        raise CheckpointError(
+            f"{file}: {error}: it cannot encode a short text, so correct it (a post_processor may "
+            "name a token that is not there) or take its maker's"
+        ) from error
+    # The library raises plain Exception for whatever it cannot read, and Rust's panics, which are
+    # none.
+    except BaseException as error:
         reason = str(error)[:200]
-        raise CheckpointError(f"{path / TOKENIZER_FILE}: not a tokenizer: {reason}") from error
-    return Tokenizer(library, files)
+        raise CheckpointError(f"{file}: not a tokenizer: {reason}") from error
+    return tokenizer

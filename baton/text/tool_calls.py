@@ -1,7 +1,8 @@
 """Finds tool calls in text that arrives in pieces, in the formats that models were trained on.
 
-How the text was cut never changes what is found. A call's arguments go out as they come, in the
-model's own words, once its name is known; what turns out to be no call is content.
+How the text was cut never changes what is found. A call's arguments go out as they come, once its
+name is known: in the model's own words where these are JSON, and made JSON where they are not. What
+turns out to be no call is content.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import string
 import uuid
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+
+from baton.text.json_repair import JsonRepair, repaired
 
 _MAX_HEAD_CHARS = 4096  # of a call, before its arguments begin
 _HEAD = re.compile(
@@ -56,17 +59,24 @@ class ToolParser:
         self._new_id = tool_format.new_id
         self._single = single
         self._text = ""  # that no step has taken yet
-        self._ended = False
+        self._ended = self._cut = False
+        self._has_content = False  # before the last call
         self._content = ""
         self._space = ""  # behind content, dropped before a call
         self._behind_call = False
         self._deltas: list[ToolCallDelta] = []
         self._steps = tool_format.steps(self)
 
-    def push(self, text: str, *, last: bool = False) -> tuple[str, list[ToolCallDelta]]:
-        """Content and pieces of calls that more text makes certain; all that is left if `last`."""
+    def push(
+        self, text: str, *, last: bool = False, cut: bool = False
+    ) -> tuple[str, list[ToolCallDelta]]:
+        """Content and pieces of calls that more text makes certain; all that is left if `last`.
+
+        Of a last text that is `cut`, because the model had more to say, what may have become a call
+        or the mark of one is dropped, and its arguments stay incomplete.
+        """
         self._text += text
-        self._ended = last
+        self._ended, self._cut = last, cut
         next(self._steps)
         if last:
             self._content += self._space
@@ -77,8 +87,13 @@ class ToolParser:
     def until(self, marker: str) -> Steps:
         """Content up to a marker, which is dropped."""
         while (at := self._text.find(marker)) < 0:
-            held = 0 if self._ended else _beginning_at_end(self._text, marker)
+            held = _beginning_at_end(self._text, marker)
+            # One character is too common for the beginning of a marker.
+            if self._ended and not (self._cut and held > 1):
+                held = 0
             self.put(self._take(len(self._text) - held))
+            if self._ended:
+                self._text = ""
             yield
         self.put(self._take(at))
         self._take(len(marker))
@@ -93,6 +108,8 @@ class ToolParser:
                     self._text = text[len(mark) :]
                 return True
             if self._ended or not mark.startswith(text):
+                if self._cut and mark.startswith(text):
+                    self._text = ""
                 return False
             space = len(self._text) - len(text)
             yield
@@ -111,12 +128,13 @@ class ToolParser:
             if (end := scan.end_in(self._text, seen)) is not None:
                 return self._whole(end, bare)
             if (
-                self._ended
-                or self._text[:1] not in "{"
+                self._text[:1] not in "{"
                 or len(self._text) > _MAX_HEAD_CHARS
                 or (key and key[1] not in _KEYS)
             ):
                 return False
+            if self._ended:
+                return self._drop_if_cut()
             seen = len(self._text)
             yield
         self._begin(head[1])
@@ -132,8 +150,10 @@ class ToolParser:
     def named_call(self) -> Found:
         """A call as a name and an object of arguments, with marks between them."""
         while (name := _NAME.match(self._text)) is None:
-            if self._ended or not _NAME_SO_FAR.fullmatch(self._text):
+            if not _NAME_SO_FAR.fullmatch(self._text):
                 return False
+            if self._ended:
+                return self._drop_if_cut()
             yield
         self._begin(name[1])
         while (at := self._text.find("{")) < 0 and not self._ended:
@@ -145,36 +165,51 @@ class ToolParser:
 
     def arguments(self) -> Steps:
         """The arguments of the last call, given out as they come."""
-        scan = _ObjectScan()
+        scan, repair, given = _ObjectScan(), JsonRepair(), 0
         while (end := scan.end_in(self._text)) is None and not self._ended:
-            self._argue(self._take(len(self._text)))
+            given += self._argue(repair.push(self._take(len(self._text))))
             yield
-        self._argue(self._take(len(self._text) if end is None else end))
+        given += self._argue(repair.push(self._take(len(self._text) if end is None else end)))
+        if end is not None or not self._cut:
+            self._argue(repair.close() or ("" if given else "{}"))
 
     def put(self, text: str) -> None:
-        """Content; white space around calls is none."""
+        """Content; white space around calls is none, but what they part stays apart."""
         shown = text.rstrip()
         if not shown:  # it is content where more of that follows
             self._space += "" if self._behind_call else text
             return
-        self._content += shown.lstrip() if self._behind_call else self._space + shown
-        self._space, self._behind_call = text[len(shown) :], False
+        if self._behind_call:
+            self._content += ("\n" if self._has_content else "") + shown.lstrip()
+        else:
+            self._content += self._space + shown
+        self._space, self._behind_call, self._has_content = text[len(shown) :], False, True
 
     def _whole(self, end: int, bare: bool) -> bool:
-        """A call whose keys are in another order, or whose arguments are no object."""
+        """A call whose keys are in another order, or whose arguments are an object as a text."""
         try:
-            value = json.loads(self._text[:end])
+            value = json.loads(self._text[:end], strict=False)
         except (ValueError, RecursionError):
             return False
         name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
         if not isinstance(name, str) or (bare and arguments is None):
             return False
-        if not isinstance(arguments, str):
+        if isinstance(arguments, str):
+            arguments = repaired(arguments) or "{}"
+        else:
             arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+        if not arguments.lstrip().startswith("{"):
+            return False
         self._begin(name)
-        self._argue(arguments)
+        self._argue(repaired(arguments))
         self._take(end)
         return True
+
+    def _drop_if_cut(self) -> bool:
+        """What is left may have become a call: if it was cut, nobody should see its beginning."""
+        if self._cut:
+            self._text = ""
+        return self._cut
 
     def _take(self, count: int) -> str:
         taken, self._text = self._text[:count], self._text[count:]
@@ -185,12 +220,15 @@ class ToolParser:
         self.num_calls += 1
         self._add(ToolCallDelta(self.num_calls - 1, self._new_id(), name, ""))
 
-    def _argue(self, text: str) -> None:
+    def _argue(self, text: str) -> int:
+        """Adds to the arguments of the last call; how many characters."""
+        count = len(text)
         index, last = self.num_calls - 1, self._deltas[-1] if self._deltas else None
         if last and last.index == index and not last.id:
             text = self._deltas.pop().arguments + text
         if text:
             self._add(ToolCallDelta(index, "", "", text))
+        return count
 
     def _add(self, delta: ToolCallDelta) -> None:
         if not (self._single and delta.index):

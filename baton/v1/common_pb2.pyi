@@ -176,7 +176,7 @@ class PromptLogprobs(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class SequenceSpec(_message.Message):
-    __slots__ = ("handoff_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "time_left_ms", "virtual_finish_ms", "prompt_us")
+    __slots__ = ("handoff_id", "token_ids", "prompt_tokens", "sampling", "cache_salt", "time_left_ms", "virtual_finish_ms", "prompt_us", "alone")
     HANDOFF_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +185,7 @@ class SequenceSpec(_message.Message):
     TIME_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
     VIRTUAL_FINISH_MS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_US_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     handoff_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     prompt_tokens: int
@@ -193,7 +194,8 @@ class SequenceSpec(_message.Message):
     time_left_ms: int
     virtual_finish_ms: int
     prompt_us: int
-    def __init__(self, handoff_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., virtual_finish_ms: _Optional[int] = ..., prompt_us: _Optional[int] = ...) -> None: ...
+    alone: bool
+    def __init__(self, handoff_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., virtual_finish_ms: _Optional[int] = ..., prompt_us: _Optional[int] = ..., alone: bool = ...) -> None: ...
 
 class KvDescriptor(_message.Message):
     __slots__ = ("model_fingerprint", "dtype", "num_layers", "num_kv_heads", "head_size", "block_size", "layout_version", "tensor_parallel", "compute_dtype", "quantization", "checksum_version")

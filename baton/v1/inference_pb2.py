@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x8b\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\x99\x02\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\x1d\n\x05tools\x18\x02 \x03(\x0b\x32\x0e.baton.v1.Tool\x12)\n\x0btool_choice\x18\x03 \x01(\x0e\x32\x14.baton.v1.ToolChoice\x12\x11\n\ttool_name\x18\x04 \x01(\t\x12\x18\n\x10single_tool_call\x18\x05 \x01(\x08\x12\x17\n\x0ftemplate_kwargs\x18\x06 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x07 \x01(\x08\x12 \n\x13max_thinking_tokens\x18\x08 \x01(\rH\x00\x88\x01\x01\x42\x16\n\x14_max_thinking_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x81\x04\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x14\n\x0cinclude_stop\x18\x07 \x01(\x08\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12$\n\x08priority\x18\t \x01(\x0e\x32\x12.baton.v1.Priority\x12\x16\n\x0ettft_target_ms\x18\n \x01(\r\x12\x19\n\x11resumed_token_ids\x18\x0b \x03(\r\x12\x0f\n\x07workers\x18\x0c \x03(\t\x12\x0e\n\x06suffix\x18\x14 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x15 \x01(\x08H\x01\x88\x01\x01\x12\x1e\n\x16truncate_prompt_tokens\x18\x16 \x01(\r\x12\x1b\n\x13show_special_tokens\x18\x17 \x01(\x08\x12\x11\n\tbad_words\x18\x18 \x03(\t\x12\x17\n\x0fstream_interval\x18\x19 \x01(\rB\x07\n\x05inputB\x15\n\x13_add_special_tokens\"^\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08trace_id\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x16\n\x0eresumed_tokens\x18\x04 \x01(\r\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xc5\x01\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x11\n\treasoning\x18\x05 \x01(\t\x12+\n\ntool_calls\x18\x06 \x03(\x0b\x32\x17.baton.v1.ToolCallDelta\"\xb3\x01\n\x06\x46inish\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x0c\n\x04stop\x18\x02 \x01(\t\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.baton.v1.Usage\x12 \n\x06timing\x18\x04 \x01(\x0b\x32\x10.baton.v1.Timing\x12\x1e\n\x05route\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Route\x12\x11\n\tembedding\x18\x06 \x03(\x02\"\xbc\x01\n\x10GenerateResponse\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.baton.v1.StartedH\x00\x12 \n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x0f.baton.v1.DeltaH\x00\x12\"\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x10.baton.v1.FinishH\x00\x12\x33\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\x91\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x14 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\":\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\"L\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x0c\n\x04\x63hat\x18\x04 \x01(\x08\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model*Y\n\nToolChoice\x12\x1b\n\x17TOOL_CHOICE_UNSPECIFIED\x10\x00\x12\x14\n\x10TOOL_CHOICE_NONE\x10\x01\x12\x18\n\x14TOOL_CHOICE_REQUIRED\x10\x02\x32\xe3\x01\n\x10InferenceService\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\x8b\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12&\n\ntool_calls\x18\x03 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\x99\x02\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\x1d\n\x05tools\x18\x02 \x03(\x0b\x32\x0e.baton.v1.Tool\x12)\n\x0btool_choice\x18\x03 \x01(\x0e\x32\x14.baton.v1.ToolChoice\x12\x11\n\ttool_name\x18\x04 \x01(\t\x12\x18\n\x10single_tool_call\x18\x05 \x01(\x08\x12\x17\n\x0ftemplate_kwargs\x18\x06 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x07 \x01(\x08\x12 \n\x13max_thinking_tokens\x18\x08 \x01(\rH\x00\x88\x01\x01\x42\x16\n\x14_max_thinking_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x98\x04\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x14\n\x0cinclude_stop\x18\x07 \x01(\x08\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12$\n\x08priority\x18\t \x01(\x0e\x32\x12.baton.v1.Priority\x12\x16\n\x0ettft_target_ms\x18\n \x01(\r\x12\x19\n\x11resumed_token_ids\x18\x0b \x03(\r\x12\x15\n\rresume_ticket\x18\x1a \x01(\x0c\x12\x0f\n\x07workers\x18\x0c \x03(\t\x12\x0e\n\x06suffix\x18\x14 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x15 \x01(\x08H\x01\x88\x01\x01\x12\x1e\n\x16truncate_prompt_tokens\x18\x16 \x01(\r\x12\x1b\n\x13show_special_tokens\x18\x17 \x01(\x08\x12\x11\n\tbad_words\x18\x18 \x03(\t\x12\x17\n\x0fstream_interval\x18\x19 \x01(\rB\x07\n\x05inputB\x15\n\x13_add_special_tokens\"u\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08trace_id\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x16\n\x0eresumed_tokens\x18\x04 \x01(\r\x12\x15\n\rresume_ticket\x18\x05 \x01(\x0c\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xc5\x01\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.baton.v1.PositionLogprobs\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x11\n\treasoning\x18\x05 \x01(\t\x12+\n\ntool_calls\x18\x06 \x03(\x0b\x32\x17.baton.v1.ToolCallDelta\"\xb3\x01\n\x06\x46inish\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x0c\n\x04stop\x18\x02 \x01(\t\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.baton.v1.Usage\x12 \n\x06timing\x18\x04 \x01(\x0b\x32\x10.baton.v1.Timing\x12\x1e\n\x05route\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Route\x12\x11\n\tembedding\x18\x06 \x03(\x02\"\xbc\x01\n\x10GenerateResponse\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.baton.v1.StartedH\x00\x12 \n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x0f.baton.v1.DeltaH\x00\x12\"\n\x06\x66inish\x18\x03 \x01(\x0b\x32\x10.baton.v1.FinishH\x00\x12\x33\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\x91\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x14 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\":\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\"L\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x0c\n\x04\x63hat\x18\x04 \x01(\x08\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model*Y\n\nToolChoice\x12\x1b\n\x17TOOL_CHOICE_UNSPECIFIED\x10\x00\x12\x14\n\x10TOOL_CHOICE_NONE\x10\x01\x12\x18\n\x14TOOL_CHOICE_REQUIRED\x10\x02\x32\xe3\x01\n\x10InferenceService\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOOLCHOICE']._serialized_start=2256
-  _globals['_TOOLCHOICE']._serialized_end=2345
+  _globals['_TOOLCHOICE']._serialized_start=2302
+  _globals['_TOOLCHOICE']._serialized_end=2391
   _globals['_TOOLCALL']._serialized_start=61
   _globals['_TOOLCALL']._serialized_end=116
   _globals['_CHATMESSAGE']._serialized_start=119
@@ -45,27 +45,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=607
   _globals['_TOKENIDS']._serialized_end=630
   _globals['_GENERATEREQUEST']._serialized_start=633
-  _globals['_GENERATEREQUEST']._serialized_end=1146
-  _globals['_STARTED']._serialized_start=1148
-  _globals['_STARTED']._serialized_end=1242
-  _globals['_TOOLCALLDELTA']._serialized_start=1244
-  _globals['_TOOLCALLDELTA']._serialized_end=1319
-  _globals['_DELTA']._serialized_start=1322
-  _globals['_DELTA']._serialized_end=1519
-  _globals['_FINISH']._serialized_start=1522
-  _globals['_FINISH']._serialized_end=1701
-  _globals['_GENERATERESPONSE']._serialized_start=1704
-  _globals['_GENERATERESPONSE']._serialized_end=1892
-  _globals['_TOKENIZEREQUEST']._serialized_start=1895
-  _globals['_TOKENIZEREQUEST']._serialized_end=2040
-  _globals['_TOKENIZERESPONSE']._serialized_start=2042
-  _globals['_TOKENIZERESPONSE']._serialized_end=2100
-  _globals['_LISTMODELSREQUEST']._serialized_start=2102
-  _globals['_LISTMODELSREQUEST']._serialized_end=2121
-  _globals['_MODEL']._serialized_start=2123
-  _globals['_MODEL']._serialized_end=2199
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2201
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2254
-  _globals['_INFERENCESERVICE']._serialized_start=2348
-  _globals['_INFERENCESERVICE']._serialized_end=2575
+  _globals['_GENERATEREQUEST']._serialized_end=1169
+  _globals['_STARTED']._serialized_start=1171
+  _globals['_STARTED']._serialized_end=1288
+  _globals['_TOOLCALLDELTA']._serialized_start=1290
+  _globals['_TOOLCALLDELTA']._serialized_end=1365
+  _globals['_DELTA']._serialized_start=1368
+  _globals['_DELTA']._serialized_end=1565
+  _globals['_FINISH']._serialized_start=1568
+  _globals['_FINISH']._serialized_end=1747
+  _globals['_GENERATERESPONSE']._serialized_start=1750
+  _globals['_GENERATERESPONSE']._serialized_end=1938
+  _globals['_TOKENIZEREQUEST']._serialized_start=1941
+  _globals['_TOKENIZEREQUEST']._serialized_end=2086
+  _globals['_TOKENIZERESPONSE']._serialized_start=2088
+  _globals['_TOKENIZERESPONSE']._serialized_end=2146
+  _globals['_LISTMODELSREQUEST']._serialized_start=2148
+  _globals['_LISTMODELSREQUEST']._serialized_end=2167
+  _globals['_MODEL']._serialized_start=2169
+  _globals['_MODEL']._serialized_end=2245
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2247
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2300
+  _globals['_INFERENCESERVICE']._serialized_start=2394
+  _globals['_INFERENCESERVICE']._serialized_end=2621
 # @@protoc_insertion_point(module_scope)

@@ -80,7 +80,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "chat", "token_ids", "sampling", "stop", "include_stop", "cache_salt", "priority", "ttft_target_ms", "resumed_token_ids", "workers", "suffix", "add_special_tokens", "truncate_prompt_tokens", "show_special_tokens", "bad_words", "stream_interval")
+    __slots__ = ("model", "text", "chat", "token_ids", "sampling", "stop", "include_stop", "cache_salt", "priority", "ttft_target_ms", "resumed_token_ids", "resume_ticket", "workers", "suffix", "add_special_tokens", "truncate_prompt_tokens", "show_special_tokens", "bad_words", "stream_interval")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TTFT_TARGET_MS_FIELD_NUMBER: _ClassVar[int]
     RESUMED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TICKET_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     SUFFIX_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +111,7 @@ class GenerateRequest(_message.Message):
     priority: _common_pb2.Priority
     ttft_target_ms: int
     resumed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    resume_ticket: bytes
     workers: _containers.RepeatedScalarFieldContainer[str]
     suffix: str
     add_special_tokens: bool
@@ -117,19 +119,21 @@ class GenerateRequest(_message.Message):
     show_special_tokens: bool
     bad_words: _containers.RepeatedScalarFieldContainer[str]
     stream_interval: int
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: bool = ..., cache_salt: _Optional[str] = ..., priority: _Optional[_Union[_common_pb2.Priority, str]] = ..., ttft_target_ms: _Optional[int] = ..., resumed_token_ids: _Optional[_Iterable[int]] = ..., workers: _Optional[_Iterable[str]] = ..., suffix: _Optional[str] = ..., add_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., show_special_tokens: bool = ..., bad_words: _Optional[_Iterable[str]] = ..., stream_interval: _Optional[int] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop: bool = ..., cache_salt: _Optional[str] = ..., priority: _Optional[_Union[_common_pb2.Priority, str]] = ..., ttft_target_ms: _Optional[int] = ..., resumed_token_ids: _Optional[_Iterable[int]] = ..., resume_ticket: _Optional[bytes] = ..., workers: _Optional[_Iterable[str]] = ..., suffix: _Optional[str] = ..., add_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., show_special_tokens: bool = ..., bad_words: _Optional[_Iterable[str]] = ..., stream_interval: _Optional[int] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "trace_id", "prompt_tokens", "resumed_tokens")
+    __slots__ = ("request_id", "trace_id", "prompt_tokens", "resumed_tokens", "resume_ticket")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TICKET_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     trace_id: str
     prompt_tokens: int
     resumed_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., trace_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., resumed_tokens: _Optional[int] = ...) -> None: ...
+    resume_ticket: bytes
+    def __init__(self, request_id: _Optional[str] = ..., trace_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., resumed_tokens: _Optional[int] = ..., resume_ticket: _Optional[bytes] = ...) -> None: ...
 
 class ToolCallDelta(_message.Message):
     __slots__ = ("index", "id", "name", "arguments")

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from baton.config import PROVING_TOKENS
 from baton.engine.build import Loaded
 from baton.engine.sampling.prompt_logprobs import PromptLogprobs
 from baton.engine.sampling.sampler import TokenLogprobs
@@ -78,6 +79,7 @@ def sequence_of(
         cache_salt=spec.cache_salt,
         priority=time.monotonic() + spec.virtual_finish_ms / 1000,
         prompt_s=spec.prompt_us / 1e6,
+        alone_tokens=PROVING_TOKENS if spec.alone else 0,
         park_after=park_after,
         block_hashes=hash_chain(tokens, limits.block_size, spec.cache_salt),
     )

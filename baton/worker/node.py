@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ import grpc
 import torch
 import uvloop
 
-from baton import telemetry
+from baton import rpc, telemetry
 from baton.config import WorkerConfig, host_id, split_address
 from baton.cuda import CudaArea
 from baton.engine import build
@@ -60,6 +60,7 @@ STOP_GRACE_S = 2.0
 CLOSE_GRACE_S = 5.0  # for what ends right after the last transfer
 REGISTRY_TIMEOUT_S = 5.0
 RECORD_WAIT_S = 1.0  # for the record of a worker that a router knows already to arrive here
+_BYTES_OF_A_REQUEST = 4  # sent by a router, for one that it got: texts have become tokens
 STALL_MIN_S = 30.0  # no shorter step counts as stalled
 STALL_STEPS = 50  # mean steps that a step may take
 
@@ -101,8 +102,8 @@ class Node(WorkerServiceServicer, ABC):
         """Adds its own services to a server; their full names."""
 
     @abstractmethod
-    def dispatch(self, router: RouterConnection, message: RouterMessage) -> None:
-        """Does what a router asks for."""
+    def dispatch(self, router: RouterConnection, message: RouterMessage) -> Iterator[None]:
+        """Does what a router asks for, a part at a step."""
 
     @abstractmethod
     def lost(self, router: RouterConnection) -> None:
@@ -140,6 +141,7 @@ class Node(WorkerServiceServicer, ABC):
         self.record.router_address = f"{host}:{self._port.listen(*wanted)}"
         async with (
             contextlib.aclosing(self._port),
+            self._health.probed(self.config.host, self.config.health_port),
             self._registry.register(self.record) as registration,
             self._registry.watch() as self._members,
         ):
@@ -190,11 +192,17 @@ class Node(WorkerServiceServicer, ABC):
         """Load, state and links now."""
         return worker_pb2.LoadReport(load=self.load(), state=self.record.state, pairs=self.pairs())
 
-    def take(self, router: RouterConnection, message: RouterMessage) -> None:
-        """Handles a router's message."""
+    @property
+    def max_message_bytes(self) -> int:
+        """Largest message of a router: what callers may send, and what it becomes."""
+        return _BYTES_OF_A_REQUEST * rpc.max_request_bytes(self.limits.max_context)
+
+    def take(self, router: RouterConnection, message: RouterMessage) -> Iterator[None]:
+        """Handles a router's message, a part at a step."""
         for trace_id in message.keep_traces:
             self.telemetry.keep(trace_id)
-        self.dispatch(router, message)
+            yield
+        yield from self.dispatch(router, message)
 
     async def find(self, incarnation: str) -> common_pb2.WorkerRecord:
         """The registry's record of a worker of the other role. Raises TransferFailed when it has
@@ -323,7 +331,7 @@ class Node(WorkerServiceServicer, ABC):
                 continue
             self._stepped.clear()
             log.error("the engine's step has been running for %.0f s", self.engine.step_age_s)
-            await self._health.set(False)
+            await self._health.set(False, alive=False)
             await self._stepped.wait()
             log.warning("the engine's step has ended")
             await self._health.set(self.record.state == common_pb2.WORKER_STATE_READY)

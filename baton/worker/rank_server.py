@@ -96,6 +96,7 @@ class _RankServer:
         self._pool: PoolServer | None = None
         self._watchers = list[ObjectConnection]()
         self._greetings = threading.BoundedSemaphore(_MOST_GREETINGS)
+        self._log = log_format.RateLimit(log)
         threading.Thread(target=self._accept, name="rank-port", daemon=True).start()
 
     def serve_pool(self, tensor: Tensor) -> None:
@@ -131,7 +132,7 @@ class _RankServer:
             refusal = self._refusal(purpose)
             connection.send(refusal)
         except (OSError, EOFError) as error:
-            log.warning("a connection to this rank was refused: %s", error)
+            self._log.warning("a connection to this rank was refused: %s", error)
             return
         finally:
             self._greetings.release()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import socket
+import time
+from collections import deque
+from collections.abc import Iterator
 from typing import Protocol
 
 from baton import http_server, tls
-from baton.connection import CLOSE_S, MessageConnection, failure_of
-from baton.errors import BatonError, InvalidRequest, Unavailable
+from baton.connection import CLOSE_S, MessageConnection, count_fields, failure_of
+from baton.errors import BatonError, InvalidRequest, Overloaded, Unavailable
+from baton.log_format import RateLimit
 from baton.v1 import worker_pb2
 from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
 from baton.worker.metrics import CacheWatcher, LoadTracker
@@ -21,6 +24,12 @@ REPORT_INTERVAL_S = 0.05  # between two load reports at least
 HELLO_TIMEOUT_S = 10.0  # for a router's first message, and the TLS handshake before it
 ROUTER_SILENCE_S = 15.0  # without a message from a router it is lost
 MIN_HEARTBEAT_S = 0.05
+BEAT_S = 1.0  # at most; in these silence is counted, also where a router wants no heartbeats
+MAX_ROUTERS = 256  # connections at a time
+MAX_HELLO_BYTES = 4096  # of a router's first message
+MAX_PARTS = 4096  # of a message: requests, cancels and traces
+MAX_UNFINISHED_BYTES = 64 << 20  # of messages that have not come as a whole, over all connections
+TURN_S = 0.005  # that parts of messages may take in one turn of the loop
 
 
 class Worker(Protocol):
@@ -35,8 +44,13 @@ class Worker(Protocol):
     def report(self) -> worker_pb2.LoadReport:
         """Load and state now, but for the cache."""
 
-    def take(self, router: RouterConnection, message: RouterMessage) -> None:
-        """Handles what a router sends; what is wrong with a part of it fails that part alone."""
+    @property
+    def max_message_bytes(self) -> int:
+        """Largest message of a router."""
+
+    def take(self, router: RouterConnection, message: RouterMessage) -> Iterator[None]:
+        """Handles what a router sends, a part at a step; what is wrong with a part of it fails that
+        part alone."""
 
     def lost(self, router: RouterConnection) -> None:
         """A router is gone, and what runs for it is to be freed."""
@@ -49,6 +63,10 @@ class RouterPort:
         self.worker = worker
         self._connection = connection or RouterConnection
         self.routers: set[RouterConnection] = set()
+        self.log = RateLimit(log)
+        # What is left of messages that were taken, in turn.
+        self._left: deque[tuple[RouterConnection, Iterator[None]]] = deque()
+        self._turn_ends = 0.0  # time.perf_counter(), while one is under way
         self._listener: socket.socket | None = None
         self._server: asyncio.Server | None = None
 
@@ -84,6 +102,31 @@ class RouterPort:
         if routers:
             await asyncio.wait([router.closed for router in routers], timeout=2 * CLOSE_S)
 
+    def handle(self, router: RouterConnection, parts: Iterator[None]) -> None:
+        """Handles a message's parts: at once, as far as there is time in this turn of the loop."""
+        self._left.append((router, parts))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        now = time.perf_counter()
+        if not self._turn_ends:
+            self._turn_ends = now + TURN_S
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        while self._left and now < self._turn_ends:
+            router, parts = self._left[0]
+            with router.failing():
+                for _ in () if router.transport.is_closing() else parts:
+                    if (now := time.perf_counter()) >= self._turn_ends:
+                        self._left.rotate(-1)
+                        return
+            self._left.popleft()
+            router.handled()
+
+    def _next_turn(self) -> None:
+        self._turn_ends = 0.0
+        if self._left:
+            self._go_on()
+
 
 class RouterConnection(MessageConnection[RouterMessage, WorkerMessage]):
     """One router. It is told of the load at changes, and of nothing as a heartbeat."""
@@ -94,9 +137,12 @@ class RouterConnection(MessageConnection[RouterMessage, WorkerMessage]):
         super().__init__()
         self.name = ""  # until it has said hello
         self._port = port
-        self._heartbeat_s = math.inf
+        self.max_frame_bytes = MAX_HELLO_BYTES
+        self._heartbeat_s = BEAT_S
+        self._wants_heartbeats = False
         self._sent_at = 0.0
         self._beats_unheard = 0
+        self._busy = self._paused = False  # while a message is handled, and nothing is read then
         self._cache: CacheWatcher | None = None
         self._reported: worker_pb2.LoadReport | None = None
         self._report_after = 0.0
@@ -107,7 +153,9 @@ class RouterConnection(MessageConnection[RouterMessage, WorkerMessage]):
         """Refuses whoever is no router of this cluster."""
         super().connection_made(transport)
         self._port.routers.add(self)
-        if why := tls.why_no_router(transport.get_extra_info("peercert")):
+        if len(self._port.routers) > MAX_ROUTERS:
+            self.fail(Overloaded(f"{MAX_ROUTERS} routers are connected"))
+        elif why := tls.why_no_router(transport.get_extra_info("peercert")):
             self._refuse(InvalidRequest(why))
         else:
             late = InvalidRequest(f"no hello came in {HELLO_TIMEOUT_S:.0f} s")
@@ -124,12 +172,42 @@ class RouterConnection(MessageConnection[RouterMessage, WorkerMessage]):
             self._cache.close()
             self._port.worker.lost(self)
 
+    def data_received(self, data: bytes) -> None:
+        """Takes messages; of what does not come to an end, all connections together keep little."""
+        super().data_received(data)
+        routers = self._port.routers
+        if sum(router.num_unfinished for router in routers) > MAX_UNFINISHED_BYTES:
+            most = max(routers, key=lambda router: router.num_unfinished)
+            most.fail(Overloaded("too many bytes have come of messages that are not whole"))
+
+    def parse(self, frame: bytes) -> RouterMessage:
+        """Refuses many parts before memory is taken for each."""
+        if count_fields(frame, MAX_PARTS) > MAX_PARTS:
+            raise InvalidRequest(f"a message has over {MAX_PARTS} parts")
+        return super().parse(frame)
+
+    @property
+    def busy(self) -> bool:
+        return self._busy
+
     def take(self, message: RouterMessage) -> None:
         """The first message says hello."""
         self._beats_unheard = 0
         if self._cache is None:
             self._begin(message)
-        self._port.worker.take(self, message)
+        self._busy = True
+        self._port.handle(self, self._port.worker.take(self, message))
+        if self._busy:
+            self._paused = True
+            self.transport.pause_reading()
+
+    def handled(self) -> None:
+        """The message that was taken is handled as a whole."""
+        self._busy = False
+        if self._paused and not self.transport.is_closing():
+            self._paused = False
+            self.transport.resume_reading()
+            self.data_received(b"")
 
     def flush(self) -> None:
         self._sent_at = self._loop.time()
@@ -138,7 +216,7 @@ class RouterConnection(MessageConnection[RouterMessage, WorkerMessage]):
     def fail(self, error: BatonError) -> None:
         if not self.closed.done():
             who = self.name or self.transport.get_extra_info("peername")
-            log.warning("router %s is cut off: %s", who, error)
+            self._port.log.warning("router %s is cut off: %s", who, error)
         super().fail(error)
 
     def failed(self, handoff_id: str, error: BaseException) -> None:
@@ -157,9 +235,11 @@ class RouterConnection(MessageConnection[RouterMessage, WorkerMessage]):
         assert self._timer is not None
         self._timer.cancel()
         self.name = message.hello.router_id
-        if message.hello.heartbeat_ms:
-            self._heartbeat_s = max(MIN_HEARTBEAT_S, message.hello.heartbeat_ms / 1000)
-            self._timer = self._loop.call_later(self._heartbeat_s, self._beat)
+        self.max_frame_bytes = self._port.worker.max_message_bytes
+        if heartbeat_ms := message.hello.heartbeat_ms:
+            self._wants_heartbeats = True
+            self._heartbeat_s = min(max(MIN_HEARTBEAT_S, heartbeat_ms / 1000), BEAT_S)
+        self._timer = self._loop.call_later(self._heartbeat_s, self._beat)
         self._cache = CacheWatcher(self._port.worker.load_tracker, self._changed)
         self.outgoing.incarnation = self._port.worker.incarnation
         self._report()
@@ -173,7 +253,7 @@ class RouterConnection(MessageConnection[RouterMessage, WorkerMessage]):
         if self._beats_unheard * self._heartbeat_s > ROUTER_SILENCE_S:
             self.fail(Unavailable(f"it said nothing for {ROUTER_SILENCE_S:.0f} s"))
             return
-        if self._loop.time() > self._sent_at + self._heartbeat_s / 4:
+        if self._wants_heartbeats and self._loop.time() > self._sent_at + self._heartbeat_s / 4:
             self._report()
         self._timer = self._loop.call_later(self._heartbeat_s, self._beat)
 
@@ -199,6 +279,7 @@ class RouterConnection(MessageConnection[RouterMessage, WorkerMessage]):
         self._report_after = self._loop.time() + REPORT_INTERVAL_S
 
     def _refuse(self, error: BatonError) -> None:
-        log.warning("refused %s: %s", self.transport.get_extra_info("peername"), error)
+        who = self.transport.get_extra_info("peername")
+        self._port.log.warning("refused %s: %s", who, error)
         self.outgoing.failures.append(failure_of(error))
         self.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 
 from torch import distributed
 
@@ -14,6 +13,7 @@ from baton.rendezvous import listening_socket
 from baton.shared_memory import SharedMemoryArea
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
+from kvtransfer.shared_pool import check_folder
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.process_group import GlooTransport, NcclTransport
 from kvtransfer.transports.shm import ShmTransport
@@ -37,12 +37,17 @@ def usable(pool: KvPool, host: str, choice: str = "auto", kv_host: str = "") -> 
             ) from error
         host = kv_host
     transports: list[Transport] = []
-    if pool.area is not None and not os.access(SHARED_FOLDER, os.W_OK | os.X_OK):
-        log.warning("other processes cannot write KV here: %s is not writable", SHARED_FOLDER)
-    elif isinstance(pool.area, CudaArea):
-        transports.append(CudaIpcTransport(pool.area.driver))
-    elif isinstance(pool.area, SharedMemoryArea):
-        transports.append(ShmTransport())
+    if pool.area is not None:
+        try:
+            check_folder()
+        except OSError as error:
+            text = "other processes cannot write KV here: no socket can be made in %s: %s"
+            log.warning(text, SHARED_FOLDER, error.strerror or error)
+        else:
+            if isinstance(pool.area, CudaArea):
+                transports.append(CudaIpcTransport(pool.area.driver))
+            elif isinstance(pool.area, SharedMemoryArea):
+                transports.append(ShmTransport())
     if pool.device.type == "cpu":
         transports.append(GlooTransport(host))
     elif distributed.is_nccl_available():

@@ -10,16 +10,23 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from baton.config import MAX_STREAM_INTERVAL
-from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, quoted
+from baton.errors import (
+    ContextOverflow,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    quoted,
+)
 from baton.generation_config import DEFAULTS
 from baton.sampling import (
     FILL_CONTEXT,
     MAX_BAD_WORDS,
+    MAX_CACHE_SALT_CHARS,
     MAX_SEED,
     Reasoning,
     SamplingParams,
@@ -30,13 +37,18 @@ from baton.text import MAX_CHARS_AT_ONCE, Detokenizer, Tokenizer, check_stop_str
 from baton.text.stop_strings import MAX_STOP_CHARS
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.chat import ChatFormats, check_messages
+from router.admission.fair_queue import Flow
+from router.admission.resume_ticket import ResumeTickets
 from router.admission.tenants import AdmissionLease, Places, Tenant, Tenants
+from router.admission.text_pool import Text, TextPool
 from router.dispatch.request_state import TokenizedRequest
 
 MAX_CHARS_PER_TOKEN = 16  # of a whole prompt; longer texts are refused before they are tokenized
 # Of a prompt's tokens, with the alternatives at each, whose log-probabilities are told: 8 MiB.
 MAX_PROMPT_LOGPROBS = 1 << 20
-_TEXT_THREADS = 4
+MAX_WORKERS = 64  # that one request may name
+# What they do holds the interpreter lock: more of them would only delay the event loop.
+_THREADS = 2
 _PRIORITIES = common_pb2.Priority.values()
 # Tokens a second before any worker has measured: only the order of virtual finish times matters
 # then, and that follows from the prompts' sizes whatever the rate.
@@ -54,6 +66,7 @@ class Choices:
     first: bool = True  # of these prompts: the one that is charged as a request
     cut_output: bool = False  # max_tokens is a default: cut to what the context leaves
     prompt: Sequence[int] | None = None  # once its first choice was admitted
+    params: SamplingParams | None = None  # checked; not the seed and the prompt's log-probabilities
     places: Places = field(default_factory=Places)  # of all the prompts' choices
 
     def charged(self, number: int) -> int:
@@ -78,13 +91,19 @@ class Admission:
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     sampling_defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
+    tickets: ResumeTickets = field(default_factory=ResumeTickets)
+    text_processes: int = 2  # for long texts
     _threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(_TEXT_THREADS, "text"), init=False, repr=False
+        default_factory=lambda: ThreadPoolExecutor(_THREADS, "text"), init=False, repr=False
     )
 
     def __post_init__(self) -> None:
         """Raises ConfigError for parsers that do not fit the model."""
         self.chat_formats  # noqa: B018 - made now
+
+    async def aclose(self) -> None:
+        """Ends the processes for long texts."""
+        await self._text_pool.close()
 
     def __str__(self) -> str:
         """For a log: what is served."""
@@ -94,6 +113,12 @@ class Admission:
     def chat_formats(self) -> ChatFormats:
         """How the model writes tool calls and reasoning."""
         return ChatFormats.of(self.tokenizer, self.tool_parser, self.reasoning_parser)
+
+    @cached_property
+    def _text_pool(self) -> TextPool:
+        tokenizer = self.tokenizer
+        arguments = (str(tokenizer.path.absolute()), tokenizer.fingerprint, self.tool_parser)
+        return TextPool(arguments, self.text_processes)
 
     async def admit(
         self,
@@ -118,16 +143,9 @@ class Admission:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         deadline = time.monotonic() + timeout_s
         self.check_model(request.model)
-        if request.priority not in _PRIORITIES:
-            raise InvalidRequest(f"there is no priority {request.priority}", "priority")
+        _check_fields(request)
         seeded = request.sampling.HasField("seed")
-        seed = request.sampling.seed + number if seeded else secrets.randbits(64)
-        params = SamplingParams.from_proto(
-            request.sampling, seed & MAX_SEED, self.sampling_defaults
-        )
-        if request.bad_words:
-            params = replace(params, bad_words=self._bad_words(request.bad_words))
-        params.validate(self.tokenizer.vocab_size)
+        params = self._params(request, choices, number)
         check_stop_strings(request.stop)
         if request.stop and not self.tokenizer.has_text:
             raise InvalidRequest("this model has no text: stop at token ids instead", "stop")
@@ -135,7 +153,7 @@ class Admission:
         if not request.truncate_prompt_tokens:
             check_length(len(request.token_ids.ids) + len(resumed), limit)
         if choices.prompt is None:
-            tokens = await self.tokenize(request, max_context, timeout_s)
+            tokens = await self.tokenize(request, max_context, timeout_s, tenant)
             # Four bytes a token, for as long as the request waits.
             choices.prompt = array("I", tokens[-request.truncate_prompt_tokens :])
         prompt, output_format = choices.prompt, None
@@ -158,8 +176,10 @@ class Admission:
         self._check_prompt(prompt, resumed, limit, tenant)
         _check_prompt_logprobs(params, len(prompt))
         most = max(tenant.most_output(len(prompt), choices.total), len(resumed) + 1)
-        own_most = request.sampling.HasField("max_tokens") and request.sampling.max_tokens
-        cut = choices.cut_output or own_most in (False, FILL_CONTEXT)
+        has_own_most = (
+            request.sampling.HasField("max_tokens") and request.sampling.max_tokens != FILL_CONTEXT
+        )
+        cut = choices.cut_output or not has_own_most
         interval = request.stream_interval or self.stream_interval
         return TokenizedRequest(
             request_id=request_id,
@@ -216,7 +236,7 @@ class Admission:
             raise ModelNotFound(f"model {quoted(model)} is not served here; {self.model!r} is")
 
     async def in_thread(self, work: Callable[..., T], *args: object) -> T:
-        """Runs long work on one of a few threads, which serve nothing but texts."""
+        """Runs long work on one of two threads, which do nothing else."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     async def tokenize(
@@ -224,10 +244,12 @@ class Admission:
         request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
         max_context: int,
         timeout_s: float | None = None,
-    ) -> list[int]:
-        """The prompt's token ids, whichever way it was given. Raises DeadlineExceeded.
+        tenant: Tenant | None = None,
+    ) -> Sequence[int]:
+        """The prompt's token ids, whichever way it was given. Raises as `TextPool.encode`.
 
-        Short texts are tokenized at once: a thread would take several times as long.
+        DeadlineExceeded, too. Short texts are tokenized at once: a process would take several times
+        as long.
         """
         limit = self._limit(max_context)
         kind, special = request.WhichOneof("input"), request.add_special_tokens
@@ -239,27 +261,42 @@ class Admission:
             return list(request.token_ids.ids)  # type: ignore[union-attr]
         # That of a prompt which is cut holds for what is left.
         most = 0 if getattr(request, "truncate_prompt_tokens", 0) else limit
+        is_short, suffix = True, getattr(request, "suffix", "")
         if kind == "text":
-            text, suffix = request.text, getattr(request, "suffix", "")
-            num_chars = len(text) + len(suffix)
+            num_chars = len(request.text) + len(suffix)
             _check_chars(num_chars, limit)
-            work = partial(self.tokenizer.encode, text, most, special)
-            if suffix:
-                work = partial(self.tokenizer.encode_between, text, suffix, most)
-            if num_chars <= MAX_CHARS_AT_ONCE:
-                return work()
+            is_short = num_chars <= MAX_CHARS_AT_ONCE
         else:
             check_messages(request.chat.messages)
-            _check_chars(sum(map(_num_chars, request.chat.messages)), limit)
-            work = partial(self.chat_formats.encode, request.chat, most, special)
-            if request.chat.ByteSize() <= MAX_CHARS_AT_ONCE:
-                with contextlib.suppress(TimeoutError):
-                    return work(at_once=True)
+            num_bytes = request.chat.ByteSize()
+            is_short = num_bytes <= MAX_CHARS_AT_ONCE
+            if num_bytes > limit * MAX_CHARS_PER_TOKEN:  # to count takes longer
+                _check_chars(sum(map(_num_chars, request.chat.messages)), limit)
+        if is_short or not self.tokenizer.has_text:
+            with contextlib.suppress(TimeoutError):
+                return self._encode_at_once(request, suffix, most, special)
+        salt = tenant.salt(getattr(request, "cache_salt", "")) if tenant else ""
+        data = request.text.encode() if kind == "text" else request.chat.SerializeToString()
+        text = Text(kind, data, suffix.encode(), most, special, salt)
         try:
             async with asyncio.timeout(timeout_s):
-                return await self.in_thread(work)
+                return await self._text_pool.encode(text, tenant.flow if tenant else Flow(""))
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed during tokenizing") from None
+
+    def _encode_at_once(
+        self,
+        request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
+        suffix: str,
+        most: int,
+        special: bool,
+    ) -> list[int]:
+        """Raises TimeoutError for a chat that takes longer than an event loop may be held."""
+        if request.HasField("chat"):
+            return self.chat_formats.encode(request.chat, most, special, at_once=True)
+        if suffix:
+            return self.tokenizer.encode_between(request.text, suffix, most)
+        return self.tokenizer.encode(request.text, most, special)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included. Raises InvalidRequest."""
@@ -315,6 +352,22 @@ class Admission:
     ) -> None:
         await asyncio.wrap_future(self.grammars.check(output, resumed, reasoning))
 
+    def _params(
+        self, request: inference_pb2.GenerateRequest, choices: Choices, number: int
+    ) -> SamplingParams:
+        """Settings of a choice, which have in common with the first one's what takes memory."""
+        own = request.sampling
+        seed = own.seed + number if own.HasField("seed") else secrets.randbits(64)
+        if choices.params is not None:
+            top = own.prompt_logprobs if own.HasField("prompt_logprobs") else None
+            return replace(choices.params, seed=seed & MAX_SEED, prompt_logprobs=top)
+        params = SamplingParams.from_proto(own, seed & MAX_SEED, self.sampling_defaults)
+        if request.bad_words:
+            params = replace(params, bad_words=self._bad_words(request.bad_words))
+        params.validate(self.tokenizer.vocab_size)
+        choices.params = params
+        return params
+
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         if len(words) > MAX_BAD_WORDS or any(len(word) > MAX_STOP_CHARS for word in words):
             raise InvalidRequest(
@@ -337,16 +390,29 @@ class Admission:
         if not prompt:
             raise InvalidRequest("the prompt has no tokens", "input")
         check_length(len(prompt) + len(resumed), limit)
-        if (largest := max(*prompt, *resumed, 0)) >= self.tokenizer.vocab_size:
+        largest = max(prompt)
+        if (largest := max(largest, *resumed, 0)) >= self.tokenizer.vocab_size:
             raise InvalidRequest(
                 f"token id {largest} is not below the vocabulary size {self.tokenizer.vocab_size}",
                 "token_ids",
             )
         most = _smallest(self.max_prompt_tokens, tenant.config.max_prompt_tokens)
         if most and len(prompt) > most:
-            raise InvalidRequest(
-                f"the prompt has {len(prompt)} tokens and at most {most} are taken here", "input"
+            raise ContextOverflow(
+                f"the prompt has {len(prompt)} tokens and at most {most} are taken here",
+                "input",
+                most,
             )
+
+
+def _check_fields(request: inference_pb2.GenerateRequest) -> None:
+    if request.priority not in _PRIORITIES:
+        raise InvalidRequest(f"there is no priority {request.priority}", "priority")
+    if (size := len(request.cache_salt)) > (most := MAX_CACHE_SALT_CHARS):
+        text = f"cache_salt has {size} characters and at most {most} are taken"
+        raise InvalidRequest(text, "cache_salt")
+    if (size := len(request.workers)) > MAX_WORKERS:
+        raise InvalidRequest(f"it names {size} workers and at most {MAX_WORKERS} may be", "workers")
 
 
 def _num_chars(message: inference_pb2.ChatMessage) -> int:
@@ -373,19 +439,21 @@ def _check_prompt_logprobs(params: SamplingParams, num_tokens: int) -> None:
 def check_length(num_tokens: int, limit: int) -> None:
     """Raises InvalidRequest where the context has no room for output."""
     if limit and num_tokens >= limit:
-        raise InvalidRequest(
+        raise ContextOverflow(
             f"the prompt has {num_tokens} tokens and the context holds {limit}, "
             "of which one must be left for output",
             "input",
+            limit,
         )
 
 
 def _check_chars(num_chars: int, limit: int) -> None:
     if limit and num_chars > limit * MAX_CHARS_PER_TOKEN:
-        raise InvalidRequest(
+        raise ContextOverflow(
             f"the prompt has {num_chars} characters and the context holds {limit} tokens, "
             f"{MAX_CHARS_PER_TOKEN} characters each at most",
             "input",
+            limit,
         )
 
 
@@ -400,9 +468,10 @@ def fitting(
     if not limit or params.max_tokens <= left:
         return params
     if not cut and params.max_tokens != FILL_CONTEXT:
-        raise InvalidRequest(
+        raise ContextOverflow(
             f"max_tokens is {params.max_tokens}, but the context of {limit} tokens leaves "
             f"{left} behind a prompt of {prompt_tokens}",
             "sampling.max_tokens",
+            limit,
         )
     return replace(params, max_tokens=min(left, most))

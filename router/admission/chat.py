@@ -18,6 +18,7 @@ from baton.sampling import MAX_STRUCTURED_OUTPUT_CHARS, Reasoning, SamplingParam
 from baton.text import Tokenizer
 from baton.text.chat_template import Message
 from baton.text.detokenizer import TokenPieces
+from baton.text.json_repair import repaired
 from baton.text.reasoning import reasoning_format
 from baton.text.tool_calls import ToolFormat, tool_format
 from baton.v1 import inference_pb2
@@ -49,12 +50,13 @@ class ChatFormats:
         cls, tokenizer: Tokenizer, tool_parser: str = "auto", reasoning_parser: str = "auto"
     ) -> ChatFormats:
         """The formats of these names. Raises ConfigError for reasoning without its tokens."""
-        template = tokenizer.template.source if tokenizer.template else ""
+        templates = (tokenizer.template, tokenizer.tool_template)
+        plain, template = (one.source if one else "" for one in templates)
         tools = tool_format(tool_parser, template)
         texts = tools.markers if tools else ()
         markers = {text: tokenizer.added_token(text) for text in texts}
         reasoning = None
-        if form := reasoning_format(reasoning_parser, template):
+        if form := reasoning_format(reasoning_parser, plain + template):
             begin, end = map(tokenizer.added_token, (form.begin, form.end))
             if begin is not None and end is not None:
                 reasoning = Reasoning(begin, end)
@@ -83,10 +85,12 @@ class ChatFormats:
         max_tokens: int,
         add_special_tokens: bool = False,
         at_once: bool = False,
+        salt: str = "",
     ) -> list[int]:
-        """Token ids of a conversation's prompt. Raises InvalidRequest.
+        """Token ids of a conversation's prompt; see `Tokenizer.encode_chat`.
 
-        `at_once`, TimeoutError where it takes longer than an event loop may be held.
+        Raises InvalidRequest; `at_once`, TimeoutError where it takes longer than an event loop may
+        be held.
         """
         return self.tokenizer.encode_chat(
             [_message(message, i) for i, message in enumerate(chat.messages)],
@@ -95,6 +99,7 @@ class ChatFormats:
             chat.continue_final_message,
             add_special_tokens,
             at_once=at_once,
+            salt=salt,
         )
 
     def output_format(self, chat: inference_pb2.Chat, prompt: Sequence[int]) -> OutputFormat | None:
@@ -191,7 +196,7 @@ class ChatFormats:
             )
         if not _with_tools(chat):
             return variables
-        template = self.tokenizer.template
+        template = self.tokenizer.tool_template
         if template is None or not template.has_tools:
             raise InvalidRequest("this model's chat template knows no tools", "chat.tools")
         if self.tools is None:
@@ -282,7 +287,7 @@ def _message(message: inference_pb2.ChatMessage, index: int) -> Message:
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": _object(
+                    "arguments": _arguments(
                         call.arguments or "{}",
                         f"chat.messages[{index}].tool_calls[{i}].arguments",
                     ),
@@ -297,6 +302,19 @@ def _message(message: inference_pb2.ChatMessage, index: int) -> Message:
     if message.reasoning:
         turn["reasoning_content"] = message.reasoning
     return turn
+
+
+def _arguments(text: str, field: str) -> dict[str, Any]:
+    """Of a call that this model, another one or an output that was cut may have left unsound.
+
+    A model that once wrote no JSON must not end its conversation by that.
+    """
+    try:
+        json.loads(text)
+        sound = "\\ud" not in text.lower()  # surrogates, of which some may be alone
+    except (ValueError, RecursionError):
+        sound = False
+    return _object(text if sound else repaired(text), field)
 
 
 def _object(text: str, field: str) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def explain(
     """Where the request would run now: every pair with its numbers, and what keeps it from that."""
     refused = f"requests waiting for room: {queue.depth}" if queue.depth else ""
     try:  # in the order in which a real request would meet them
-        queue.check_room()
+        queue.check_room(request.pending.flow)
         check(request, needs, snapshot, queue, now)
         placement.pick(snapshot, needs)
     except (Overloaded, Unavailable) as error:
@@ -97,6 +97,8 @@ def explain(
 
 def _candidate(pair: Pair) -> fleet_pb2.Candidate:
     prefill, decode = pair.names
+    if pair.alone:
+        prefill, decode = ("", decode) if pair.decode_prefills else (prefill, "")
     return fleet_pb2.Candidate(
         prefill=prefill,
         decode=decode,

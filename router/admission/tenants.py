@@ -106,6 +106,10 @@ class TokenBucket:
         return max(0.0, spent - (now - at) * self._per_s) if spent > 0 and now > at else spent
 
 
+class LimitReached(Overloaded):
+    """A limit of the tenant's own, of which it may be told."""
+
+
 class Tenant:
     """One tenant's limits and what of them is in use. Event-loop thread only."""
 
@@ -214,11 +218,11 @@ class Tenant:
                 f"{choices} choices run at once and this tenant may run {most}: ask for fewer", "n"
             )
         if running + choices > most:
-            raise Overloaded(f"{running} requests of this tenant run already", _BUSY_RETRY_S)
+            raise LimitReached(f"{running} requests of this tenant run already", _BUSY_RETRY_S)
         if (wait_s := self._requests.wait_s(1)) > 0:
-            raise Overloaded("this tenant's requests a minute are used up", wait_s)
+            raise LimitReached("this tenant's requests a minute are used up", wait_s)
         if tokens is not None and (wait_s := self._tokens.wait_s(tokens)) > 0:
-            raise Overloaded("this tenant's tokens a minute are used up", wait_s)
+            raise LimitReached("this tenant's tokens a minute are used up", wait_s)
 
     def _charge(self, requests: int, tokens: int) -> None:
         self._requests.take(requests)
@@ -293,24 +297,27 @@ class Tenants:
         path: Path | None = None,
         clock: Clock = time.monotonic,
         admin_keys: Iterable[str] = (),
+        api_keys: Iterable[str] = (),
         shared: SharedState | None = None,
     ) -> None:
         """From the file, or without one. Raises ConfigError naming file, tenant and field.
 
-        `admin_keys`, as the file has them, are those of operators whom the file does not name. With
-        `shared`, limits hold over all processes of this router together.
+        `admin_keys`, as the file has them, are those of operators whom the file does not name;
+        `api_keys`, in place of a file, those of the only tenant and of operators. With `shared`,
+        limits hold over all processes of this router together.
         """
+        if path and api_keys:
+            raise ConfigError("--api-key and --tenants do not go together: add the key to the file")
         self._clock, self._shared = clock, shared
         self._fair_queue = FairQueue(clock)
         self._file = _TenantsFile(path) if path else None
         self._more_admins = _digests(admin_keys, "--admin-key")
         self._unlimited = Tenant(TenantConfig(""), self._fair_queue, clock, Usage())
         self._known: dict[str, Tenant] = {}  # by name, also those that the file has no more
-        self._configure(self._file.read() if self._file else _WITHOUT_FILE)
-
-    @property
-    def _open(self) -> bool:
-        return self._file is None
+        digests = _digests(api_keys, "--api-key")
+        self.is_open = not (path or digests)  # keys are ignored then
+        only = TenantConfig(DEFAULT, keyless=not digests, key_digests=digests)
+        self._configure(self._file.read() if self._file else _Content([only], digests))
 
     async def follow(self) -> None:
         """Takes up the files' changes until cancelled; with a mistake in them nothing changes."""
@@ -346,13 +353,13 @@ class Tenants:
 
     def _newcomer(self, config: TenantConfig) -> Tenant:
         usage = Usage()
-        if self._shared is not None and not self._open:
+        if self._shared is not None and not self.is_open:
             usage = self._shared.usage(config.name)
-        return Tenant(config, self._fair_queue, self._clock, usage, salted=not self._open)
+        return Tenant(config, self._fair_queue, self._clock, usage, salted=not self.is_open)
 
     def of(self, metadata: Metadata | None) -> Tenant:
         """The tenant whose key the call carries. Raises Unauthenticated."""
-        key = None if self._open else _key(metadata or ())
+        key = None if self.is_open else _key(metadata or ())
         if key is None:
             if self._keyless is None:
                 raise Unauthenticated("this router needs an API key: authorization: Bearer KEY")
@@ -383,14 +390,20 @@ class Tenants:
         key = _key(metadata or ()) if self._admins else None  # else keys are ignored
         return key is not None and hashlib.sha256(key).digest() in self._admins
 
+    def is_operator(self, metadata: Metadata | None) -> bool:
+        """Whether the call may see how the cluster is made up; without a file all may."""
+        return self.is_open or self.is_admin(metadata)
+
     def check_admin(self, metadata: Metadata | None) -> None:
-        """Raises Unauthenticated for a call without an operator's key, where there is a file."""
-        if self._open or self.is_admin(metadata):
+        """Raises Unauthenticated for a call without an operator's key, where keys are needed."""
+        if self.is_operator(metadata):
             return
         missing = "" if self._names_admins else ", which has none yet"
+        what = "this is for operators: send the API key"
+        if self._file:
+            what = f"this is for operators: send a key of [admin] in the tenants file{missing}"
         raise Unauthenticated(
-            f"this is for operators: send a key of [admin] in the tenants file{missing} "
-            "(BATON_API_KEY or --api-key-file; authorization: Bearer KEY)"
+            f"{what} (BATON_API_KEY or --api-key-file; authorization: Bearer KEY)"
         )
 
 
@@ -439,9 +452,6 @@ _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 class _Content:
     tenants: Sequence[TenantConfig]
     admin_digests: Sequence[bytes] = ()
-
-
-_WITHOUT_FILE = _Content([TenantConfig(DEFAULT, keyless=True)])
 
 
 class _TenantsFile:

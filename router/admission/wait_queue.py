@@ -1,8 +1,12 @@
 """The wait queue for room on workers: bounded, by virtual finish time, tried one by one.
 
+When it is full, a tenant has the part of it that is its share: one with less takes the place of the
+last entry of the one with most.
+
 The first entry tries again at each change of the fleet. Those behind may pass it where it finds no
-room (a large request must not keep small ones from room it cannot use), but only for so long: after
-that none passes, so that room gathers until it fits. So neither long nor short requests starve.
+room (a large request must not keep small ones from room it cannot use), but only for so long on all
+workers: after that one worker, or a pair, is kept for it, so that room gathers there until it fits,
+and others pass it elsewhere only. So neither long nor short requests starve.
 """
 
 from __future__ import annotations
@@ -10,15 +14,19 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from baton.errors import Overloaded
-from router.admission.fair_queue import PendingPrompt
+from router.admission.fair_queue import Flow, PendingPrompt
 
-PASSING_S = 1.0  # how long the first may be passed, from when it first found no room
-MOST_REFUSED = 4  # tries without success at one change: bounds the load on a full fleet
+# How long the first may be passed on all workers, from when it first found no room.
+PASSING_S = 1.0
+# Tries without success at one change, which bounds the load on a full fleet: after that only those
+# try that need no more than half of the least that found no room.
+MOST_REFUSED = 4
 # A try that lasts longer has found room as far as the router knows and waits for the worker's
 # answer, which takes a step of its engine: the others must not be held up meanwhile.
 SLOW_TRY_S = 0.002
@@ -30,6 +38,11 @@ _MEMORY_S, _MEMORY_PLACED, _LEAST_S = 5.0, 12, 0.5
 
 T = TypeVar("T")
 Clock = Callable[[], float]
+Earmark = Callable[[frozenset[str]], frozenset[str] | None]
+
+
+class NoWorker(Overloaded):
+    """No worker that could serve the request is there: others need not wait behind it."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,11 @@ class QueueEntry:
     pending: PendingPrompt  # the earliest virtual finish goes first
     num_tokens: int
     first_token_by: float = math.inf  # time.monotonic(): its TTFT target
+    decodes: bool = True  # those that do not need other workers
+    # The names of workers to keep for it, where others took their room for long; called with those
+    # that are kept already. None: they can pass it, it never has room. Empty: they cannot, it soon
+    # has.
+    earmark: Earmark = lambda kept: kept
 
 
 @dataclass(eq=False)
@@ -46,13 +64,16 @@ class _Waiter:
     """An entry in the queue, and the handshake between its owner and the task that wakes it."""
 
     entry: QueueEntry
+    accepted: bool  # before it came: nobody displaces it
     tried_at: asyncio.Event | None  # the change at which it tried last
     turn: asyncio.Event = field(default_factory=asyncio.Event)
     tried: asyncio.Event = field(default_factory=asyncio.Event)
     trying: bool = False
     slow: bool = False  # the waking task has gone on without the outcome of this try
     left: bool = False
+    no_worker: bool = False  # at its last try: it takes no room from anyone
     refused_first: float = math.inf  # when it first found no room while first in the queue
+    passable: bool | None = None  # while it finds no room: see `QueueEntry.earmark`
 
 
 class DrainRate:
@@ -131,11 +152,19 @@ class WaitQueue:
         self._waiting: list[_Waiter] = []
         self._stirred = asyncio.Event()  # an entry came or went
         self._waking: asyncio.Task[None] | None = None  # runs while anything waits
+        self._counts, self._shares = Counter[str](), dict[str, float]()  # of tenants that wait
+        self._owner: _Waiter | None = None  # for whom workers are kept, and
+        self._kept = frozenset[str]()  # their names
         self._rate = DrainRate(clock, in_flight)
 
     @property
     def depth(self) -> int:
         return len(self._waiting)
+
+    def kept_from(self, pending: PendingPrompt) -> frozenset[str]:
+        """Names of workers that are kept for another request."""
+        owner = self._owner
+        return self._kept if owner and owner.entry.pending is not pending else frozenset()
 
     def tokens_before(self, pending: PendingPrompt) -> int:
         """Tokens of entries that go before that prompt."""
@@ -172,16 +201,32 @@ class WaitQueue:
                 slack = min(slack, left_s - needed_s * safety)
         return slack
 
-    def check_room(self) -> None:
-        """Raises Overloaded when the queue is full; by the time it gives, half of it should go."""
-        if self.depth < self._capacity:
-            return
+    def check_room(self, flow: Flow) -> None:
+        """Raises Overloaded when the queue is full and another tenant has no more of it than its
+        share; by the time it gives, half of it should go.
+        """
+        if self.depth >= self._capacity and self._displaced_by(flow) is None:
+            raise self._full(f"{self._capacity} requests are waiting already")
+
+    def _full(self, why: str) -> Overloaded:
         shortest, longest = RETRY_AFTER_S
         rate = self.drain_rate()
         tokens = sum(waiter.entry.num_tokens for waiter in self._waiting)
         half_s = tokens / rate / 2 if rate else 0.0
-        retry_after_s = min(longest, max(shortest, half_s))
-        raise Overloaded(f"{self._capacity} requests are waiting already", retry_after_s)
+        return Overloaded(why, min(longest, max(shortest, half_s)))
+
+    def _displaced_by(self, flow: Flow) -> _Waiter | None:
+        """Who gives way to one more entry of a tenant, where the queue is full: the last one of the
+        tenant that has most by its share, unless the two would change places by that.
+        """
+        counts, tenant = self._counts, flow.tenant
+        most = max(counts, key=lambda name: counts[name] / self._shares[name])
+        if (counts[tenant] + 1) / flow.share > (counts[most] - 1) / self._shares[most]:
+            return None
+        for waiter in reversed(self._in_order()):
+            if waiter.entry.pending.flow.tenant == most and not (waiter.trying or waiter.accepted):
+                return waiter
+        return None
 
     async def place(
         self, entry: QueueEntry, attempt: Callable[[], Awaitable[T]], *, accepted: bool = False
@@ -189,8 +234,8 @@ class WaitQueue:
         """What `attempt` returns once it finds room: tried at once if none waits, else in order.
 
         `attempt` raises Overloaded where there is no room; what else it raises ends the wait.
-        Raises Overloaded itself when the queue is full, unless the request was `accepted` before.
-        The caller sets the time limit, by cancelling.
+        Raises Overloaded itself when the queue is full, or when it gives way to another tenant's,
+        unless the request was `accepted` before. The caller sets the time limit, by cancelling.
         """
         tried_at = None
         if not self._waiting:
@@ -199,18 +244,23 @@ class WaitQueue:
                 return await attempt()
             except Overloaded:
                 pass  # it waits
-        if not accepted:
-            self.check_room()
-        waiter = _Waiter(entry, tried_at)
+        if not accepted and self.depth >= self._capacity:
+            if (displaced := self._displaced_by(entry.pending.flow)) is None:
+                raise self._full(f"{self._capacity} requests are waiting already")
+            self._leave(displaced)
+            displaced.turn.set()
+        waiter = _Waiter(entry, accepted, tried_at)
         self._join(waiter)
         try:
             while True:
                 await waiter.turn.wait()
                 waiter.turn.clear()
+                if waiter.left:
+                    raise self._full("another tenant, with fewer requests waiting, took its place")
                 try:
                     result = await attempt()
-                except Overloaded:
-                    self._refused(waiter)
+                except Overloaded as error:
+                    self._refused(waiter, isinstance(error, NoWorker))
                 else:
                     self._rate.placed(entry.num_tokens)
                     return result
@@ -224,13 +274,19 @@ class WaitQueue:
 
     def _join(self, waiter: _Waiter) -> None:
         self._waiting.append(waiter)
+        flow = waiter.entry.pending.flow
+        self._counts[flow.tenant] += 1
+        self._shares[flow.tenant] = flow.share
         self._rate.waiting(True)
         self._stirred.set()
         if self._waking is None or self._waking.done():
             self._waking = asyncio.create_task(self._wake(), name="wait queue")
 
-    def _refused(self, waiter: _Waiter) -> None:
-        if min(self._waiting, key=_virtual_finish) is waiter:
+    def _refused(self, waiter: _Waiter, no_worker: bool) -> None:
+        if waiter.no_worker is not no_worker:
+            waiter.no_worker, waiter.refused_first = no_worker, math.inf
+            self._rate.waiting(self._waits_for_room)
+        if not no_worker and min(self._waiting, key=_virtual_finish) is waiter:
             waiter.refused_first = min(waiter.refused_first, self._clock())
         waiter.trying = False
         waiter.tried.set()
@@ -238,11 +294,24 @@ class WaitQueue:
             self._stirred.set()  # there may have been a change meanwhile
 
     def _leave(self, waiter: _Waiter) -> None:
+        """May be called again."""
+        if waiter.left:
+            return
         self._waiting.remove(waiter)
+        tenant = waiter.entry.pending.flow.tenant
+        self._counts[tenant] -= 1
+        if not self._counts[tenant]:
+            del self._counts[tenant], self._shares[tenant]
+        if self._owner is waiter:
+            self._owner, self._kept = None, frozenset()
         waiter.left = True
         waiter.tried.set()
         self._stirred.set()
-        self._rate.waiting(bool(self._waiting))
+        self._rate.waiting(self._waits_for_room)
+
+    @property
+    def _waits_for_room(self) -> bool:
+        return any(not waiter.no_worker for waiter in self._waiting)
 
     async def _wake(self) -> None:
         """Runs while anything waits: a round at each change, and when an entry comes or goes."""
@@ -254,21 +323,56 @@ class WaitQueue:
                 await _either(changed, self._stirred)
 
     async def _round(self, changed: asyncio.Event) -> None:
-        """Lets entries try in order, each once for one change, until enough have found no room."""
-        refused = trying = 0
+        """Lets entries try in order, each once for one change, until enough have found no room.
+
+        The first of those that waited for too long gets workers of its own.
+        """
+        refused, trying, least, overdue = list[_Waiter](), 0, math.inf, False
+        no_worker: Counter[bool] = Counter()  # tries, by `QueueEntry.decodes`
         for waiter in tuple(self._in_order()):
-            if waiter.left:
+            if waiter.left or (
+                waiter.no_worker and no_worker[waiter.entry.decodes] >= MOST_REFUSED
+            ):
                 continue
+            if len(refused) >= MOST_REFUSED:
+                if waiter.entry.num_tokens > least / 2:
+                    continue
+                if not self._may_pass(refused[0]):
+                    return
             if waiter.tried_at is not changed and not waiter.trying:
                 waiter.tried_at = changed
                 await _let_try(waiter)
             if waiter.left:
                 continue
-            refused += not waiter.trying
-            trying += waiter.trying
-            blocks = self._clock() - waiter.refused_first > PASSING_S
-            if blocks or refused >= MOST_REFUSED or trying >= MOST_TRYING:
-                return
+            if waiter.trying:
+                trying += 1
+                if trying >= MOST_TRYING:
+                    return
+                continue
+            if waiter.no_worker:
+                no_worker[waiter.entry.decodes] += 1
+                continue
+            refused.append(waiter)
+            least = min(least, waiter.entry.num_tokens)
+            if not overdue and self._clock() - waiter.refused_first > PASSING_S:
+                overdue = True
+                if not self._keep_workers(waiter):
+                    return
+
+    def _keep_workers(self, waiter: _Waiter) -> bool:
+        """Keeps workers for one that was passed for long; whether others may still pass it."""
+        kept = self._kept if self._owner is waiter else frozenset[str]()
+        names = waiter.entry.earmark(kept)
+        self._owner, self._kept = waiter, names or frozenset()
+        waiter.passable = names != frozenset()
+        return waiter.passable
+
+    @staticmethod
+    def _may_pass(first: _Waiter) -> bool:
+        """Whether others may pass the first one, however many wait behind it without room."""
+        if first.passable is None:
+            first.passable = first.entry.earmark(frozenset()) != frozenset()
+        return first.passable
 
 
 async def _let_try(waiter: _Waiter) -> None:

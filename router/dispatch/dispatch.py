@@ -13,6 +13,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Set
+from functools import partial
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Tracer
@@ -33,7 +34,7 @@ from baton.errors import (
 )
 from baton.log_format import about
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
-from router.admission.wait_queue import WaitQueue
+from router.admission.wait_queue import NoWorker, WaitQueue
 from router.dispatch.attempt import Attempt, Deliver
 from router.dispatch.request_state import RequestState
 from router.fleet.fleet import Fleet
@@ -55,6 +56,10 @@ _WORKER_ERRORS = (RetryableError, TransferFailed, Stale, Cancelled, KvMismatch, 
 _Placed = tuple[Pair, Member | None, decode_pb2.ReserveResponse]
 
 
+class _RoleMissing(Unavailable):
+    """A role that the request needs was waited for as long as the recovery timeout allows."""
+
+
 class Dispatch:
     """Runs requests over the fleet. Keeps nothing between them but counts."""
 
@@ -74,7 +79,6 @@ class Dispatch:
         `deliver` adds to `state.delivered` what it has given to the caller. Raises what ended the
         last attempt.
         """
-        failures = 0  # in a row without a token
         while True:
             state.attempts += 1
             before = len(state.delivered)
@@ -82,21 +86,23 @@ class Dispatch:
                 await self._attempt(state, parent, deliver)
                 return
             except BatonError as error:
-                failures = 1 if len(state.delivered) > before else failures + 1
-                if failures >= self._limits.max_attempts or not _is_retryable(error, state):
+                is_cause = state.failed(error, len(state.delivered) - before)
+                no_more = state.failures > self._limits.max_attempts - 1
+                if is_cause or no_more or not _is_retryable(error, state):
                     raise
                 trace_id, request_id = telemetry.trace_id_in(parent), state.request.request_id
                 log.warning(
-                    "request %s: attempt %d failed, placing it elsewhere: %s",
+                    "request %s: attempt %d failed, placing it elsewhere%s: %s",
                     request_id,
                     state.attempts,
+                    ", alone in its steps" if state.alone else "",
                     error,
                     extra=about(trace_id=trace_id, request_id=request_id),
                 )
                 self.stats.failed_over(state, trace_id, error)
             with telemetry.span(self._tracer, "router.backoff", parent):
                 shortest_s, longest_s = _BACKOFF_S
-                pause_s = min(longest_s, shortest_s * 4 ** (failures - 1))
+                pause_s = min(longest_s, shortest_s * 4 ** (state.failures - 1))
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
 
     def placement_request(self, state: RequestState) -> PlacementRequest:
@@ -109,7 +115,7 @@ class Dispatch:
             attempt = Attempt(handoff_id, deliver)
             state.prompt_logprobs = attempt.prompt_logprobs
             pair, decode, reserved = await self._reserve(state, attempt, trace)
-            attempt.on_decoding = self._fleet.breakers[pair.decode.incarnation].succeeded
+            attempt.on_decoding = partial(self._fleet.breakers.succeeded, pair.decode.incarnation)
             _describe(span, pair, reserved, state)
             streams_ns = time.time_ns() if reserved.started else 0
             prefill: Member | None = None
@@ -152,20 +158,23 @@ class Dispatch:
     async def _reserve(self, state: RequestState, attempt: Attempt, trace: Context) -> _Placed:
         """Blocks on the best decode worker; waits for room as long as the deadline allows.
 
-        In the wait queue: if all requests tried at each change, they would overload workers. A role
-        without workers is waited for too, but for `recovery_s` at most.
+        In the wait queue: if all requests tried at each change, they would overload workers. A
+        missing role that the request needs is waited for too, but for `recovery_s` at most.
         """
         request, missing = self.placement_request(state), ""
         loop = asyncio.get_running_loop()
 
+        def earmark(kept: frozenset[str]) -> frozenset[str] | None:
+            return placement.soonest_room(self._fleet.snapshot(), request, kept)
+
         def pick(full: Set[str]) -> Pair:
             nonlocal missing
-            began = time.perf_counter()
+            began, full = time.perf_counter(), full | self._wait_queue.kept_from(request.pending)
             try:
                 snapshot = self._fleet.snapshot()
                 if state.request.workers:
                     return _pick_among(snapshot.only(state.request.workers), request, full)
-                missing = snapshot.why_not_ready
+                missing = snapshot.why_unserved(state.decodes)
                 if not missing:
                     if limit.when() is not None:
                         limit.reschedule(None)
@@ -174,20 +183,20 @@ class Dispatch:
                 self.stats.on_placed(time.perf_counter() - began)
             if limit.when() is None:
                 limit.reschedule(loop.time() + self._limits.recovery_s)
-            raise Overloaded(missing, placement.RETRY_AFTER_S)
+            raise NoWorker(missing, placement.RETRY_AFTER_S)
 
         with telemetry.span(self._tracer, "router.place", trace):
             try:
                 async with asyncio.timeout(None) as limit:
                     return await self._wait_queue.place(
-                        state.queue_entry(),
+                        state.queue_entry(earmark),
                         lambda: self._place_once(state, attempt, pick, trace),
                         accepted=state.request.accepted or state.placed_at is not None,
                     )
             except DeadlineExceeded:  # a TimeoutError, too
                 raise
             except TimeoutError:
-                raise Unavailable(missing, placement.RETRY_AFTER_S) from None
+                raise _RoleMissing(missing, placement.RETRY_AFTER_S) from None
 
     async def _place_once(
         self,
@@ -213,7 +222,7 @@ class Dispatch:
                 attempt.unassign()
                 decode.unsubscribe(attempt.handoff_id)
                 if isinstance(error, Overloaded):
-                    self._fleet.breakers[pair.decode.incarnation].succeeded()  # it answered
+                    self._fleet.breakers.succeeded(pair.decode.incarnation)  # it answered
                 else:
                     decode.cancel(attempt.handoff_id)  # it may hold blocks for us
                     if isinstance(error, BatonError):
@@ -235,7 +244,7 @@ class Dispatch:
     ) -> decode_pb2.ReserveResponse:
         name = decode.record.incarnation
         timeout_s = min(RESERVE_TIMEOUT_S, state.request.time_left_s)
-        self._fleet.breakers[name].sent()
+        self._fleet.breakers.sent(name)
         state.workers.add(name)
         attempt.spec = state.spec(attempt.handoff_id)
         decode.outgoing.reserve.add(
@@ -271,13 +280,13 @@ class Dispatch:
                     attempt.unassign()
                     if state.decodes:
                         attempt.suspects.add(pair.decode.incarnation)  # of a failed handoff
-                    breakers[name].succeeded()
+                    breakers.succeeded(name)
                 elif event.HasField("committed"):
-                    breakers[pair.names].succeeded()
+                    breakers.succeeded(pair.names)
                 state.note(event)
             attempt.on_prefill(event)
 
-        breakers[name].sent()
+        breakers.sent(name)
         state.workers.add(name)
         if attempt.spec is None:  # no decode worker was asked
             attempt.spec = state.spec(attempt.handoff_id)
@@ -285,7 +294,7 @@ class Dispatch:
             state.set_times(attempt.spec)
         target = None
         if state.decodes:
-            breakers[pair.names].sent()
+            breakers.sent(pair.names)
             target = prefill_pb2.HandoffTarget(
                 incarnation=pair.decode.incarnation,
                 reservation_token=reserved.reservation_token,
@@ -315,7 +324,7 @@ def _is_retryable(error: BatonError, state: RequestState) -> bool:
     """Whether another attempt may succeed. A limit of a call or a worker is not the deadline."""
     if isinstance(error, DeadlineExceeded):
         return state.request.time_left_s > 0
-    return isinstance(error, _WORKER_ERRORS)
+    return isinstance(error, _WORKER_ERRORS) and not isinstance(error, _RoleMissing)
 
 
 def _describe(

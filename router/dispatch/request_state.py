@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from baton.config import PROVING_TOKENS
+from baton.errors import BatonError, InternalError
 from baton.sampling import Reasoning, ReasoningTracker, SamplingParams
 from baton.slo import Slo
 from baton.text import Detokenizer, StopStrings, Tokenizer
@@ -19,10 +21,11 @@ from baton.text.detokenizer import TokenPieces
 from baton.text.tool_calls import ToolCallDelta, ToolFormat, ToolParser
 from baton.v1 import common_pb2, prefill_pb2
 from router.admission.fair_queue import FairQueue, Flow, PendingPrompt
-from router.admission.wait_queue import QueueEntry
+from router.admission.wait_queue import Earmark, QueueEntry
 from router.placement.cost_model import PlacementRequest
 
 WAYS = ("handed_over", "local", "cached", "prefill_only")
+_MOST_SHARED = 2  # steps that failed with a request before it has to run alone
 _MOST_TIME = (1 << 32) - 1  # what SequenceSpec holds: 49 days in ms, 71 minutes in µs
 # Added by every router: workers need the order, also of times that have passed.
 _VIRTUAL_FINISH_OFFSET_S = 60.0
@@ -43,7 +46,7 @@ class OutputFormat:
 
 @dataclass(slots=True)
 class TokenizedRequest:
-    """A validated request in tokens. Only its place in the fair queue is set later."""
+    """A validated request in tokens. Its place in the fair queue, and its ticket, are set later."""
 
     request_id: str
     prompt: Sequence[int]
@@ -56,6 +59,7 @@ class TokenizedRequest:
     ttft_target_s: float = 0.0  # 0: none
     show_special_tokens: bool = False  # in the text
     resumed: tuple[int, ...] = ()  # output tokens that another stream has delivered
+    has_ticket: bool = False  # that a router gave it: it was admitted there
     further_choice: bool = False  # of a prompt whose first one has begun
     # Its place in the fair queue; before it enters that, the first one.
     pending: PendingPrompt = _FIRST
@@ -66,7 +70,7 @@ class TokenizedRequest:
     @property
     def accepted(self) -> bool:
         """Whether that was decided before it came, so that it is not refused for want of room."""
-        return self.further_choice or bool(self.resumed)
+        return self.further_choice or self.has_ticket
 
     @property
     def time_left_s(self) -> float:
@@ -83,6 +87,8 @@ class RequestState:
     started_ns: int = field(default_factory=time.time_ns)  # wall clock, for traces
     delivered: list[int] = field(init=False)
     attempts: int = 0
+    failures: float = 0.0  # attempts that failed, less those that delivered tokens pay for
+    failed_steps: int = 0  # of these, attempts that a failed step ended; see `failed`
     workers: set[str] = field(default_factory=set)  # that were called for it
     failed_workers: set[str] = field(default_factory=set)
     cached_tokens: int | None = None
@@ -98,6 +104,7 @@ class RequestState:
     prompt_logprobs: common_pb2.PromptLogprobs | None = None
     embedding: Sequence[float] = ()
     _placement: PlacementRequest | None = field(default=None, repr=False)
+    _sampling: common_pb2.SamplingParams | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.delivered = list(self.request.resumed)
@@ -110,12 +117,15 @@ class RequestState:
     def spec(self, handoff_id: str) -> common_pb2.SequenceSpec:
         """The failover rule: prompt and delivered tokens are the new prompt, positions go on."""
         request = self.request
+        if self._sampling is None:  # the same for all attempts; it may have thousands of token ids
+            self._sampling = request.params.to_proto()
         spec = common_pb2.SequenceSpec(
             handoff_id=handoff_id,
             token_ids=(*request.prompt, *self.delivered),
             prompt_tokens=len(request.prompt),
-            sampling=request.params.to_proto(),
+            sampling=self._sampling,
             cache_salt=request.cache_salt,
+            alone=self.alone,
         )
         self.set_times(spec)
         return spec
@@ -126,6 +136,24 @@ class RequestState:
         spec.time_left_ms = min(_MOST_TIME, max(1, int(self.request.time_left_s * 1000)))
         spec.virtual_finish_ms = min(_MOST_TIME, max(0, int(virtual_finish_s * 1000)))
         spec.prompt_us = min(_MOST_TIME, max(0, int(self.request.pending.seconds * 1e6)))
+
+    @property
+    def alone(self) -> bool:
+        """Whether it shares no step with others: it may be what the failed ones had in common."""
+        return self.failed_steps >= _MOST_SHARED
+
+    def failed(self, error: BatonError, num_tokens: int) -> bool:
+        """An attempt has failed, after so many tokens; whether the request is the cause.
+
+        A few tokens prove nothing: each attempt brings one, of prefill. With enough of them, what
+        failed was another sequence of the step.
+        """
+        self.failures = max(0.0, self.failures - num_tokens / PROVING_TOKENS) + 1
+        was_alone, is_proven = self.alone, num_tokens >= PROVING_TOKENS
+        if is_proven:
+            self.failed_steps = 0
+        self.failed_steps += isinstance(error, InternalError)
+        return was_alone and not is_proven and isinstance(error, InternalError)
 
     def placement_request(
         self, local_prefill_max_tokens: int, max_itl_s: float
@@ -145,7 +173,7 @@ class RequestState:
             )
         return kept
 
-    def queue_entry(self) -> QueueEntry:
+    def queue_entry(self, earmark: Earmark) -> QueueEntry:
         """Its entry in the wait queue. One that has begun to stream has met its TTFT target."""
         request = self.request
         has_target = request.ttft_target_s > 0 and not self.delivered
@@ -153,6 +181,8 @@ class RequestState:
             pending=request.pending,
             num_tokens=len(request.prompt) + len(self.delivered),
             first_token_by=self.started + request.ttft_target_s if has_target else math.inf,
+            decodes=self.decodes,
+            earmark=earmark,
         )
 
     def deliver(self, token_ids: Sequence[int]) -> float | None:
@@ -280,8 +310,8 @@ class TextStream:
         shown = token_ids[:-1] if finish_reason == "stop" else token_ids
         reasoned = parser.take_reasoning(shown, self._detokenizer, last=finish_reason is not None)
         text, count = self._text(token_ids[reasoned:], finish_reason)
-        last = finish_reason is not None or self.stop is not None
-        text, self.parsed = parser.parse(text, last=last)
+        cut = finish_reason == "length" or self.stop is not None
+        text, self.parsed = parser.parse(text, last=cut or finish_reason is not None, cut=cut)
         return text, reasoned + count
 
     def _text(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[str, int]:
@@ -343,11 +373,11 @@ class _OutputParser:
             self._space = text[len(self._reasoning) :]
         return count
 
-    def parse(self, text: str, *, last: bool) -> tuple[str, ParsedOutput]:
-        """Content, and what else there is."""
+    def parse(self, text: str, *, last: bool, cut: bool) -> tuple[str, ParsedOutput]:
+        """Content, and what else there is; see `ToolParser.push`."""
         if self._behind_reasoning and (text := text.lstrip()):
             self._behind_reasoning = False
         calls: Sequence[ToolCallDelta] = ()
         if self._tools is not None:
-            text, calls = self._tools.push(text, last=last)
+            text, calls = self._tools.push(text, last=last, cut=cut)
         return text, ParsedOutput(self._reasoning, calls)

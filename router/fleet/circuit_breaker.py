@@ -115,7 +115,10 @@ class CircuitBreaker:
 
 
 class CircuitBreakers:
-    """A breaker for each worker and pair that was called. Event-loop thread only."""
+    """A breaker for each worker and pair of which a call has failed. Event-loop thread only.
+
+    Of others there is none: a large fleet has many thousands of pairs, and few that fail.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -126,6 +129,15 @@ class CircuitBreakers:
         if key not in self._breakers:
             self._breakers[key] = CircuitBreaker(self._clock, key, self._not_closed)
         return self._breakers[key]
+
+    def sent(self, key: Key) -> None:
+        """A call is on its way."""
+        if breaker := self._breakers.get(key):
+            breaker.sent()
+
+    def succeeded(self, key: Key) -> None:
+        if breaker := self._breakers.get(key):
+            breaker.succeeded()
 
     def failed_attempt(
         self, names: tuple[str, str], suspects: Set[str], error: BatonError
@@ -158,19 +170,23 @@ class CircuitBreakers:
     def without_ejected(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot with workers EJECTED and pairs excluded whose breakers are open.
 
-        If that would leave no pair, the one that failed longest ago is used: failures of the last
-        pair must not make a dead cluster.
+        If that would leave nothing that serves, what failed longest ago is used: failures of the
+        last pair must not make a dead cluster.
         """
         opened = self.all_open()
         judged = _without(snapshot, opened)
-        if snapshot.num_usable and not judged.num_usable:
+        if not snapshot.why_not_ready and judged.why_not_ready:
             for key in self._last_resort(snapshot, opened):
                 opened.pop(key, None)
             judged = _without(snapshot, opened)
         return judged
 
     def _last_resort(self, snapshot: Snapshot, opened: Collection[Key]) -> tuple[Key, ...]:
-        """The keys of the pair that failed longest ago: of its workers and its own."""
+        """The keys of the pair that failed longest ago: of its workers and its own. Or of the
+        decode worker, where they serve alone."""
+        if snapshot.alone:
+            ready = [worker.incarnation for worker in snapshot.decode if worker.ready]
+            return (min(ready, key=lambda name: self[name].failed_at),)
         failed_at = np.full(len(snapshot.rows), -np.inf)
         for name, row in snapshot.rows.items():
             if name in opened:

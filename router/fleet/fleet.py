@@ -1,7 +1,8 @@
 """The router's view of all workers: follows the registry, keeps one `Member` for each incarnation.
 
 During a registry outage the last known members are served on; whether a worker answers is seen on
-its own connection, not in the registry.
+its own connection, not in the registry. So a worker whose record is lost (its lease ended while it
+or the registry was late) stays for as long as its connection answers and it may come back.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _PREFILL = common_pb2.WORKER_ROLE_PREFILL
 # Calls to workers that never answered, of all together: a process that may write to the registry
 # can enter thousands that do not exist.
 _FIRST_CALLS_PER_S = 50
+_LEFT = "the worker has left the cluster"
 _BATCH_S = 0.02  # changes of the registry that come closer together are applied at once
 
 
@@ -38,7 +40,10 @@ class Fleet:
         router_id: str,
         text_fingerprint: str,
         liveness: LivenessConfig,
+        decode_alone: bool = True,
     ) -> None:
+        """`decode_alone`: decode workers serve without prefill workers where none is READY."""
+        self._decode_alone = decode_alone
         self.breakers = CircuitBreakers()
         self.on_ejected: Callable[[Key], None] = lambda key: None
         self._membership = membership
@@ -97,7 +102,7 @@ class Fleet:
         return self._judged
 
     def tokens_in_flight(self) -> int:
-        """Prompt tokens that prefill workers have and did not compute yet."""
+        """Prompt tokens that workers have and did not compute yet."""
         return self._look().tokens_in_flight
 
     def member(self, incarnation: str) -> Member:
@@ -127,29 +132,44 @@ class Fleet:
             views.sort(key=lambda view: view.incarnation)
             prefill = tuple(view for view in views if view.record.role == _PREFILL)
             decode = tuple(view for view in views if view.record.role != _PREFILL)
-            self._seen = Snapshot(prefill, decode, excluded, self._index)
+            self._seen = Snapshot(prefill, decode, excluded, self._index, self._decode_alone)
         elif views:
             is_other = excluded != self._seen.excluded_pairs
             self._seen = self._seen.replaced(views, excluded if is_other else None)
         return self._seen
 
     async def _apply(self, records: Mapping[str, common_pb2.WorkerRecord]) -> None:
-        gone = self._members.keys() - records.keys()
-        leaving = [self._members.pop(incarnation) for incarnation in gone]
-        if leaving:
-            self._seen = None
-            self.breakers.retain(self._members)
+        leaving = self._pop_gone()
         for incarnation, record in records.items():
             if record.state == common_pb2.WORKER_STATE_STARTING:
                 continue  # it has no server yet
             if (member := self._members.get(incarnation)) is None:
+                if incarnation in self._membership.missing:
+                    continue  # it is followed again when it registers
                 self._members[incarnation] = self._join(record)
                 self._seen = None
                 await asyncio.sleep(0)  # thousands may come at once
             elif member.record is not record:
                 member.update(record)
         self._announce()
-        await _close(leaving, "the worker has left the cluster")
+        await _close(leaving, _LEFT)
+
+    def _pop_gone(self) -> list[Member]:
+        """Takes out those without a record, but for the ones that answer and may come back or
+        finish what they run: a draining worker hangs up when it has."""
+        lost = self._membership.missing if self._membership.connected else frozenset()
+        registered = self._membership.records.keys() - lost
+        gone = [
+            incarnation
+            for incarnation in self._members.keys() - registered
+            if not (member := self._members[incarnation]).answers
+            or not (member.draining or incarnation in lost)
+        ]
+        leaving = [self._members.pop(incarnation) for incarnation in gone]
+        if leaving:
+            self._seen = None
+            self.breakers.retain(self._members)
+        return leaving
 
     def _join(self, record: common_pb2.WorkerRecord) -> Member:
         mismatch = ""
@@ -178,6 +198,9 @@ class Fleet:
             await asyncio.sleep(self._liveness.tick_s)
             try:
                 self._tick()
+                if leaving := self._pop_gone():
+                    self._announce()
+                    await _close(leaving, _LEFT)
             except Exception:  # a bug in one tick must not end the watch over silent workers
                 log.exception("a tick of the fleet failed")
 

@@ -26,6 +26,7 @@ Event = (
 )
 _CONNECT_TIMEOUT_S = 2.0
 _QUARANTINED = "QUARANTINED"
+_MOST_TOGETHER_BYTES = 16 << 10  # in a message; more begin another one
 _ALIVE_S = 5.0  # between two messages that say that this router is there
 
 
@@ -77,7 +78,7 @@ class Member:
         self._mismatch = mismatch
         self._liveness = liveness
         self._on_change = on_change
-        self._draining = False  # the registry or the worker says so; no worker comes back from it
+        self.draining = False  # the registry or the worker says so; no worker comes back from it
         self._closed = False
         self._replaced = ""  # by which process
         self._stalled = ""  # why
@@ -97,10 +98,15 @@ class Member:
             self.record, self.load, state, reason, prompts, len(self._subscribers), self._slot
         )
 
+    @property
+    def answers(self) -> bool:
+        """Whether it is connected and not lost."""
+        return self._stream is not None and self._stream.alive
+
     def update(self, record: common_pb2.WorkerRecord) -> None:
         """The registry has a newer record of the same incarnation."""
         self.record = record
-        self._draining |= record.state == common_pb2.WORKER_STATE_DRAINING
+        self.draining |= record.state == common_pb2.WORKER_STATE_DRAINING
         self._touched.add(self._name)
 
     def assign(self, handoff_id: str, prompt: AssignedPrompt) -> None:
@@ -129,6 +135,8 @@ class Member:
         Raises Unavailable where it is not connected, and Stale where it was replaced.
         """
         if self._connection is not None:
+            if self._connection.outgoing.ByteSize() > _MOST_TOGETHER_BYTES:
+                self._connection.flush()
             return self._connection.outgoing
         if self._closed:
             raise Unavailable(f"worker {self._name} has left")
@@ -140,7 +148,7 @@ class Member:
     def cancel(self, handoff_id: str) -> None:
         """Frees a sequence's or prompt's blocks; without a connection the worker has done so."""
         if self._connection is not None:
-            self._connection.outgoing.cancel.append(handoff_id)
+            self.outgoing.cancel.append(handoff_id)
 
     def keep_traces(self, trace_ids: Iterable[str]) -> None:
         """Has the worker export the spans of these traces, if it is connected."""
@@ -195,8 +203,8 @@ class Member:
         """Its state, and the reason when that is not READY."""
         if self._mismatch:
             return MISMATCH, self._mismatch
-        if self._draining or self.record.state != common_pb2.WORKER_STATE_READY:
-            state = "DRAINING" if self._draining else "STARTING"
+        if self.draining or self.record.state != common_pb2.WORKER_STATE_READY:
+            state = "DRAINING" if self.draining else "STARTING"
             return state, f"the worker is {state.lower()}"
         if self._stream is not None and not self._stream.alive:
             return self._stream.state, self._stream.why
@@ -279,7 +287,7 @@ class Member:
                 self._index.clear(self._slot)
             self._index.evict(self._slot, report.cache.evicted)
             self._index.store(self._slot, report.cache.stored)
-            self._draining |= report.state == common_pb2.WORKER_STATE_DRAINING
+            self.draining |= report.state == common_pb2.WORKER_STATE_DRAINING
             self._stalled = self._liveness.why_stalled(self.load)
 
     def _deliver(self, handoff_id: str, event: Event) -> None:

@@ -116,6 +116,7 @@ class Snapshot:
     decode: tuple[WorkerView, ...]
     excluded_pairs: Mapping[tuple[str, str], str] = field(default_factory=dict)  # and why
     index: PrefixIndex = field(default_factory=PrefixIndex)  # the fleet's: it changes
+    decode_alone: bool = False  # decode workers may compute all prompts, if nobody else does
 
     def __post_init__(self) -> None:
         views = (*self.prefill, *self.decode)
@@ -215,6 +216,8 @@ class Snapshot:
             for row, others in self.excluded_rows.items()
             for other in others
         )
+        # No prefill worker is READY: decode workers compute prompts themselves.
+        self.alone = bool(self.decode_alone and d and not p)
         views = (*self.prefill, *self.decode)
         # Longest sequence that every READY worker takes, so that each can go on with it when
         # another dies; 0 when there is none.
@@ -227,12 +230,13 @@ class Snapshot:
 
     @property
     def prefill_rows(self) -> Iterator[Row]:
-        """The numbers of prefill workers."""
-        return islice(self.numbers, len(self.prefill))
+        """The numbers of the workers that compute prompts: prefill workers, if any is READY."""
+        split = len(self.prefill)
+        return islice(self.numbers, split, None) if self.alone else islice(self.numbers, split)
 
     @cached_property
     def prefill_rate(self) -> float:
-        """Tokens a second that the READY prefill workers compute together; 0 if not measured yet.
+        """Prompt tokens a second that the READY workers compute together; 0 if not measured yet.
 
         A worker without a measurement counts as the mean of the others.
         """
@@ -242,7 +246,7 @@ class Snapshot:
 
     @property
     def tokens_in_flight(self) -> int:
-        """Prompt tokens that prefill workers have and did not compute yet."""
+        """Prompt tokens that workers have and did not compute yet."""
         return sum(row.queued_tokens for row in self.prefill_rows)
 
     def split(self, column: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -265,7 +269,23 @@ class Snapshot:
 
     @property
     def why_not_ready(self) -> str:
-        """What is missing to serve requests, as a sentence; empty when there is a usable pair."""
+        """What is missing to generate tokens, as a sentence; empty when nothing is."""
+        return self.why_unserved(decodes=True)
+
+    def why_unserved(self, decodes: bool) -> str:
+        """What is missing to serve a request, as a sentence; empty when nothing is.
+
+        One that `decodes` needs a usable pair or, without prefill workers, a decode worker; one
+        that does not a prefill worker.
+        """
+        if decodes:
+            return "" if self.alone else self._why_no_pair()
+        if any(worker.ready for worker in self.prefill):
+            return ""
+        only = "; decode workers serve only what generates tokens" if self.alone else ""
+        return self._why_no_pair() + only
+
+    def _why_no_pair(self) -> str:
         if self.num_usable:
             return ""
         for role, workers in (("prefill", self.prefill), ("decode", self.decode)):

@@ -8,6 +8,7 @@ worker without one.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -45,6 +46,7 @@ _NEW_TOKENS, _MOST_NEW_TOKENS = 64, 256
 # rises with the square of the share in use: half a pool costs little.
 _FULL_POOL_MS = 100.0
 
+_REFUSED = "refused just now, or is kept for another request"
 _FEW = 12  # workers: so many take as long one by one as in columns
 
 
@@ -113,7 +115,8 @@ class OnDecode(NamedTuple):
     """The request on a decode worker, or on many.
 
     A pair costs `OnPrefill.us` and the handoff's, or `local_us` where that is less, as decode then
-    computes the prompt itself. Either is infinite where it is out of the question.
+    computes the prompt itself. Either is infinite where it is out of the question. It costs
+    `alone_us` where there is no prefill worker.
     """
 
     cached: Any
@@ -123,6 +126,7 @@ class OnDecode(NamedTuple):
     tpot_s: Any
     local_ttft_s: Any
     local_us: Any
+    alone_us: Any
     near_us: Any  # of a handoff on one host, and of what follows
     far_us: Any
 
@@ -153,12 +157,14 @@ class Costs(ABC):
     @abstractmethod
     def full(self, refused: Set[str]) -> tuple[Any, Any]:
         """By prefill and by decode worker: whether it takes nothing now. Those in `refused` have
-        just said so."""
+        just said so, or are kept for another request."""
 
-    def on_prefill(self, row: int) -> Estimate:
+    def on_prefill(self, row: int, refused: Set[str] = frozenset()) -> Estimate:
         worker, found = self.snapshot.prefill[row], self.prefill_at(row)
         queued, no_room = int(found.ahead), ""
-        if queued >= found.window:
+        if worker.incarnation in refused:
+            no_room = _REFUSED
+        elif queued >= found.window:
             no_room = (
                 f"has {queued} tokens to compute first and is given no more than "
                 f"{found.window:.0f} ahead"
@@ -171,7 +177,7 @@ class Costs(ABC):
         worker, found, no_room = self.snapshot.decode[row], self.decode_at(row), ""
         d = self.snapshot.numbers[len(self.snapshot.prefill) + row]
         if worker.incarnation in refused:
-            no_room = "refused just now"
+            no_room = _REFUSED
         elif d.busy >= found.most_busy:
             no_room = f"has {d.busy} sequences for a batch of {d.max_batch}"
         elif found.full:
@@ -221,9 +227,10 @@ class RowCosts(Costs):
         return self.decode[row]
 
     def full(self, refused: Set[str]) -> tuple[list[bool], list[bool]]:
+        prefill = zip(self.snapshot.prefill, self.prefill, strict=True)
         decode = zip(self.snapshot.decode, self.decode, strict=True)
         return (
-            [found.full for found in self.prefill],
+            [found.full or worker.incarnation in refused for worker, found in prefill],
             [found.full or worker.incarnation in refused for worker, found in decode],
         )
 
@@ -251,8 +258,11 @@ class ColumnCosts(Costs):
         return OnDecode(*(column[row] for column in self.decode))
 
     def full(self, refused: Set[str]) -> tuple[Flags, Flags]:
-        full = self.decode.full
-        return self.prefill.full, full | self.snapshot.flags(refused)[1] if refused else full
+        p_full, d_full = self.prefill.full, self.decode.full
+        if not refused:
+            return p_full, d_full
+        p_refused, d_refused = self.snapshot.flags(refused)
+        return p_full | p_refused, d_full | d_refused
 
     def of(self, p: Any, d: Any) -> tuple[Any, Any]:
         """What pairs cost, and whether decode prefills: see `pair_cost`."""
@@ -313,7 +323,7 @@ def _on_decode(
     # Decode's batch waits while it computes, so that costs its time once a sequence.
     # And it costs no less than a handoff: where nothing waits, prefill workers compute.
     here_s = _DECODE_PRICE * (wait_s + compute_s * (1 + d.busy)) + HANDOFF_S[False]
-    local_us = xp.rint(here_s * 1e6 + rest_us)
+    alone_us = xp.rint(here_s * 1e6 + rest_us)
     most_local = request.local_prefill_max_tokens
     always = uncached <= most_local
     # One step computes it and what waits there, and lasts no longer than streams can bear.
@@ -334,7 +344,8 @@ def _on_decode(
         full,
         tpot_s,
         wait_s + compute_s,
-        xp.where(always | may, local_us, np.inf),
+        xp.where(always | may, alone_us, np.inf),
+        alone_us,
         handoff_us(True),
         handoff_us(False),
     )
@@ -354,6 +365,19 @@ def _blocks(xp: Any, workers: Row, request: PlacementRequest, cached: Any) -> An
 def costs_of(snapshot: Snapshot, request: PlacementRequest) -> RowCosts | ColumnCosts:
     """Admission predicts, and placement picks, by the same, unless the fleet changes between."""
     return (RowCosts if len(snapshot.numbers) <= _FEW else ColumnCosts)(snapshot, request)
+
+
+def room_ms(worker: Row, blocks: float, most_busy: float = math.inf) -> float:
+    """How soon a worker has so many blocks and a place: 0 if it has, infinite if it never has.
+
+    Comparable between workers, and no more than that: by the share of what runs there that has to
+    end, which nobody knows when it does, and by the time of a step.
+    """
+    if not worker.ready or blocks > worker.blocks_total:
+        return math.inf
+    places = (worker.busy + 1 - most_busy) / max(1, worker.busy)
+    share = max(0.0, places, (blocks - worker.blocks_available) / max(1, worker.blocks_held))
+    return float(share * (worker.step_ms or _STEP_MS))
 
 
 def _blocks_missing(worker: Row, needed: float) -> str:

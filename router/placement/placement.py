@@ -15,21 +15,25 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.errors import Overloaded, Unavailable
-from router.fleet.snapshot import Column, Flags, Snapshot, WorkerView, kv_difference
+from router.fleet.snapshot import Column, Flags, Row, Snapshot, WorkerView, kv_difference
 from router.placement.cost_model import (
     HANDOFF_S,
     ColumnCosts,
     Costs,
     Estimate,
+    OnPrefill,
     PlacementRequest,
     RowCosts,
     costs_of,
     pair_cost,
+    room_ms,
 )
 
 RETRY_AFTER_S = 1.0
@@ -70,6 +74,11 @@ class Pair:
         return self.prefill.incarnation, self.decode.incarnation
 
     @property
+    def alone(self) -> bool:
+        """Whether one worker stands on both sides: there is none of the other role."""
+        return self.on_prefill is self.on_decode
+
+    @property
     def refused(self) -> str:
         """Why it is not picked; empty when it may be. Decode may prefill where prefill is full."""
         on_prefill = "" if self.decode_prefills else self.on_prefill.no_room
@@ -78,6 +87,8 @@ class Pair:
     @property
     def local_prefill_max_tokens(self) -> int:
         """For Reserve: decode starts by itself if no more than this is not cached."""
+        if self.alone:
+            return self.request.num_tokens
         most = self.request.local_prefill_max_tokens
         return max(most, self.on_decode.uncached) if self.decode_prefills else most
 
@@ -90,13 +101,13 @@ def pick(
 ) -> Pair:
     """The best pair for a request.
 
-    Workers in `failed` are taken only if there are no others, decode workers in `full`, which have
-    just refused, not at all. Of equal pairs the one is taken whose workers have been given less,
-    lately and ever. Raises Unavailable when no two workers can be used, Overloaded when none of
-    them has room now.
+    Workers in `failed` are taken only if there are no others; those in `full`, which have just
+    refused or are kept for another request, not at all. Of equal pairs the one is taken whose
+    workers have been given less, lately and ever. Raises Unavailable when no workers can be used,
+    Overloaded when none of them has room now.
     """
-    if snapshot.why_not_ready:
-        raise Unavailable(snapshot.why_not_ready, RETRY_AFTER_S)
+    if why := snapshot.why_unserved(request.decodes):
+        raise Unavailable(why, RETRY_AFTER_S)
     costs = costs_of(snapshot, request)
     if pair := _best(costs, frozenset(failed), frozenset(full)):
         return pair
@@ -118,11 +129,51 @@ def predict(snapshot: Snapshot, request: PlacementRequest) -> tuple[float, bool]
     return best.ttft_s, with_room is not None
 
 
+def soonest_room(
+    snapshot: Snapshot, request: PlacementRequest, kept: frozenset[str] = frozenset()
+) -> frozenset[str] | None:
+    """The workers to keep for a request that finds no room: what is full of the pair that has room
+    first. Those that are `kept` already stay as long as they are READY.
+
+    Empty where nothing is in the way but prompts that go first; None where no pair ever has room.
+    """
+    views = (*snapshot.prefill, *snapshot.decode)
+    rows = [snapshot.rows.get(name) for name in kept]
+    if kept and all(row is not None and views[row].ready for row in rows):
+        return kept
+    costs, numbers, split = costs_of(snapshot, request), snapshot.numbers, len(snapshot.prefill)
+    prefill = [(_prefill_room_ms(p, costs.prefill_at(i)), i) for i, p in enumerate(numbers[:split])]
+    decode = [(0.0, j) for j in range(len(numbers) - split)]
+    if request.decodes:
+        found = ((d, costs.decode_at(j)) for j, d in enumerate(numbers[split:]))
+        decode = [(room_ms(d, on.blocks, on.most_busy), j) for j, (d, on) in enumerate(found)]
+    if not snapshot.num_usable:
+        alone = decode if snapshot.alone and request.decodes else []
+        ms, row = min(alone if request.decodes else prefill, default=(inf, 0))
+        lone = (snapshot.decode if request.decodes else snapshot.prefill)[row : row + 1]
+        return None if ms == inf else frozenset(view.incarnation for view in lone if ms > 0)
+    finite = (sorted(one for one in waits if one[0] < inf) for waits in (decode, prefill))
+    for (d_ms, j), (p_ms, i) in product(*finite):
+        fits = snapshot.fits(numbers[i], numbers[split + j])
+        if fits and j not in snapshot.excluded_rows.get(i, ()):
+            waits = ((p_ms, snapshot.prefill[i]), (d_ms, snapshot.decode[j]))
+            return frozenset(view.incarnation for ms, view in waits if ms > 0)
+    return None
+
+
+def _prefill_room_ms(worker: Row, found: OnPrefill) -> float:
+    """As `room_ms`, of blocks alone: a window is full of prompts that go first."""
+    return room_ms(worker, found.blocks) if worker.blocks_held else 0.0 if worker.ready else inf
+
+
 def rank_all(
     snapshot: Snapshot, request: PlacementRequest, full: Set[str] = frozenset()
 ) -> list[Pair]:
     """The pairs, best first, those that are left out last; of many the first of these."""
     costs, columns = ColumnCosts(snapshot, request), snapshot.columns
+    if not snapshot.num_usable and (ranks := _ranks_alone(costs, frozenset(), full, False)):
+        alone = [_lone_pair(costs, int(rank[-1]), full) for rank in sorted(ranks)]
+        return sorted(alone[:_MOST_PAIRS], key=lambda pair: bool(pair.refused))
     p, d = _explained(columns.prefill.ready), _explained(columns.decode.ready)
     p = p[np.lexsort([ties[p] for ties in reversed(_prefill_ties(costs))])]
     d = d[np.argsort(columns.decode.steps[d], kind="stable")]
@@ -142,6 +193,9 @@ def _best(
     full: frozenset[str],
     need_room: bool = True,
 ) -> Pair | None:
+    if not costs.snapshot.num_usable:
+        rank = min(_ranks_alone(costs, failed, full, need_room), default=None)
+        return None if rank is None else _lone_pair(costs, int(rank[-1]))
     least = _least_row if isinstance(costs, RowCosts) else _least_column
     found = least(costs, failed, full, need_room)  # type: ignore[arg-type]
     if found is None:
@@ -251,6 +305,48 @@ def _first(values: Column, *ties: Column) -> int:
     return int(rows[0])
 
 
+def _ranks_alone(
+    costs: RowCosts | ColumnCosts, failed: Set[str], full: Set[str], need_room: bool
+) -> list[_Rank]:
+    """Of the workers that can serve the request without one of the other role."""
+    snapshot, decodes = costs.snapshot, costs.request.decodes
+    if decodes and not snapshot.alone:
+        return []
+    workers = snapshot.decode if decodes else snapshot.prefill
+    no_room = costs.full(full)[decodes]
+    return [
+        (
+            view.incarnation in failed,
+            costs.decode_at(row).alone_us if decodes else costs.prefill_at(row).us,
+            len(view.assigned),
+            view.load.steps,
+            row,
+        )
+        for row, view in enumerate(workers)
+        if view.ready and not (need_room and no_room[row])
+    ]
+
+
+def _lone_pair(costs: Costs, row: int, full: Set[str] = frozenset()) -> Pair:
+    """A worker that serves the request alone, on both sides of a pair."""
+    snapshot, decodes = costs.snapshot, costs.request.decodes
+    found = costs.on_decode(row, full) if decodes else costs.on_prefill(row, full)
+    us = costs.decode_at(row).alone_us if decodes else costs.prefill_at(row).us
+    ttft_s = costs.decode_at(row).local_ttft_s if decodes else us / 1e6
+    return Pair(
+        on_prefill=found,
+        on_decode=found,
+        request=costs.request,
+        unusable="",
+        same_host=True,
+        decode_prefills=decodes,
+        ttft_s=float(ttft_s),
+        handed_over_ttft_s=0.0,
+        score_ms=float(us) / 1e3,
+        candidates=sum(view.ready for view in (snapshot.decode if decodes else snapshot.prefill)),
+    )
+
+
 def _pair(costs: Costs, p: int, d: int, full: Set[str] = frozenset(), candidates: int = 0) -> Pair:
     snapshot = costs.snapshot
     prefill, decode = snapshot.prefill[p], snapshot.decode[d]
@@ -259,7 +355,7 @@ def _pair(costs: Costs, p: int, d: int, full: Set[str] = frozenset(), candidates
     cost_us, decode_prefills = pair_cost(on_prefill, on_decode, same_host)
     handoff_ttft_s = on_prefill.us / 1e6 + HANDOFF_S[same_host]
     return Pair(
-        on_prefill=costs.on_prefill(p),
+        on_prefill=costs.on_prefill(p, full),
         on_decode=costs.on_decode(d, full),
         request=costs.request,
         unusable=_why_unusable(snapshot, prefill, decode),
@@ -293,7 +389,7 @@ def _why_no_room(costs: Costs, refused: Set[str]) -> str:
         )
     )
     found = [costs.on_decode(row, refused) for row in d[:_MOST_REASONS]]
-    found += [costs.on_prefill(row) for row in p[: _MOST_REASONS - len(found)]]
+    found += [costs.on_prefill(row, refused) for row in p[: _MOST_REASONS - len(found)]]
     more = len(d) + len(p) - len(found)
     reasons = "; ".join(estimate.no_room for estimate in found)
     return reasons + (f"; and {more} more" if more else "")

@@ -43,7 +43,7 @@ class RouterMetrics(RequestListener):
 
     def __init__(self, recorder: Recorder, model: str, slos: Sequence[Slo]) -> None:
         self._recorder = recorder
-        self._model = model
+        self._of_model = {"gen_ai.request.model": model}
         self._slos = slos
         self.gaps = recorder.gaps("baton.request.inter_token_latency")
         self.placements = recorder.gaps("baton.placement.duration")
@@ -56,6 +56,8 @@ class RouterMetrics(RequestListener):
         ):
             for value in values:
                 recorder.count(name, 0, {label: value})
+        for name in ("baton.tokens.input", "baton.tokens.cached"):
+            recorder.count(name, 0, self._of_model)
         for slo in slos:
             for met in ("true", "false"):
                 recorder.count("baton.slo.requests", 0, {"slo": slo.name, "met": met})
@@ -66,7 +68,9 @@ class RouterMetrics(RequestListener):
         observe = self._recorder.observe
         observe("baton.requests.running", lambda: service.running)
         observe("baton.requests.queued", lambda: service.wait_queue.depth)
-        observe("baton.tokens.output", lambda: service.stats.counts.output_tokens)
+        observe(
+            "baton.tokens.output", lambda: [(service.stats.counts.output_tokens, self._of_model)]
+        )
         for name, label, counts in (
             ("baton.requests.served", "way", service.stats.counts.served),
             ("baton.batches", "status", service.batches),
@@ -92,14 +96,17 @@ class RouterMetrics(RequestListener):
         tenant = state.request.tenant if state else record.tenant
         count("baton.requests.ended", 1, {"status": outcome.status, "tenant": tenant})
         if state is not None and state.placed_at is not None:
-            count("baton.tokens.input", len(state.request.prompt))
-            count("baton.tokens.cached", state.cached_tokens or 0)
+            count("baton.tokens.input", len(state.request.prompt), self._of_model)
+            count("baton.tokens.cached", state.cached_tokens or 0, self._of_model)
             waited_s = state.placed_at - state.started
             self._recorder.record("baton.request.queue_time", waited_s, context=context)
         elif outcome.error is not None and not record.in_batch:
             count("baton.requests.refused", 1, {"cause": _cause_of(record, outcome.error)})
+        if state is not None:
+            kind = type(outcome.error).__name__ if outcome.error else outcome.status
+            failed = {"error.type": "" if outcome.status == OK else kind}
+            self._record("gen_ai.server.request.duration", record, state.e2e_s, context, failed)
         if outcome.status == OK and state is not None:
-            self._record("gen_ai.server.request.duration", record, state.e2e_s, context)
             new_tokens = len(state.delivered) - len(state.request.resumed)
             if new_tokens > 1:
                 self._record("gen_ai.server.time_per_output_token", record, state.tpot_s, context)
@@ -124,7 +131,8 @@ class RouterMetrics(RequestListener):
         more: Attributes | None = None,
     ) -> None:
         attributes = {
-            "gen_ai.request.model": self._model,
+            **self._of_model,
+            "gen_ai.provider.name": telemetry.PROVIDER,
             "gen_ai.operation.name": record.operation,
             **(more or {}),
         }

@@ -17,7 +17,7 @@ import numpy as np
 from opentelemetry.trace import Span
 
 from baton import rpc
-from baton.errors import BatonError, DeadlineExceeded
+from baton.errors import BatonError, DeadlineExceeded, as_exception
 from baton.log_format import about
 from baton.v1 import fleet_pb2
 from router.dispatch.request_state import WAYS, RequestState
@@ -42,6 +42,7 @@ class RequestRecord:
     kept: bool = False  # that trace is exported nevertheless
     operation: str = ""  # as GenAI conventions call it
     tenant: str = ""  # empty until it is known
+    callers_id: str = ""  # what the caller calls it
     in_batch: bool = False  # nobody waits for it, and a refusal only puts it off
     state: RequestState | None = None  # None until it is admitted
     finished: bool = False  # its caller has all of it
@@ -105,9 +106,14 @@ class RouterStats:
         except (asyncio.CancelledError, GeneratorExit):
             self._end(record, _cut_off(record))
             raise
-        except Exception as error:
-            self._end(record, Outcome(rpc.code_of(error).name, error))
+        except (KeyboardInterrupt, SystemExit):
             raise
+        except BaseException as failure:
+            error = as_exception(failure)
+            self._end(record, Outcome(rpc.code_of(error).name, error))
+            if error is failure:
+                raise
+            raise error from failure
         else:
             self._end(record, Outcome(OK))
 
@@ -174,8 +180,9 @@ class RouterStats:
         self._note(kind, f"{outcome.status}: {why}", record.request_id, record.trace_id)
         log.log(
             logging.WARNING if record.placed else logging.INFO,
-            "request %s of tenant %s ended with %s: %s",
+            "request %s%s of tenant %s ended with %s: %s",
             record.request_id or "(not admitted)",
+            record.callers_id and f" ({record.callers_id})",
             record.tenant or "(unknown)",
             outcome.status,
             outcome.error,

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import random
 import signal
 from collections import Counter
@@ -20,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from baton.local.cluster import LocalCluster, router_says, serves, workers_ready
+from baton.local.router_processes import RouterProcess
 from tests.proxy import Proxy
 
 # By kind: how often it happens, relative to the others; seconds that it lasts, if it does.
@@ -33,12 +35,15 @@ KINDS: Mapping[str, tuple[int, tuple[float, float] | None]] = {
     "sluggish": (2, (1.0, 4.0)),
     "kv": (4, (1.0, 4.0)),
     "etcd": (1, (1.0, 5.0)),
+    "etcd_stop": (2, (5.0, 8.0)),  # longer than leases live: on waking it ends all at once
 }
 # Of kinds that hit no process, of which one at a time happens.
-TARGETS = {"kv": ("corrupt", "lose", "fail", "delay"), "etcd": ("etcd",)}
+TARGETS = {
+    "kv": ("corrupt", "lose", "fail", "delay"), "etcd": ("etcd",), "etcd_stop": ("etcd",),
+}  # fmt: skip
 ROUTER_KINDS = ("kill", "stop", "drain")
 ROUTER_SHARE = 0.25  # of the faults that may hit a router or a worker, this share hits a router
-HARMLESS = ("slow", "kv", "etcd")  # their targets serve on: they excuse nothing
+HARMLESS = ("slow", "kv", "etcd", "etcd_stop")  # their targets serve on: they excuse nothing
 BACK_S = 60.0  # at most, until a process that was killed serves again
 RECOVERED_S = 1.5  # after a fault was taken back, until others are expected to have seen it
 SLOW_BYTES_PER_S = 200_000.0
@@ -174,7 +179,7 @@ class Injector:
                 running.create_task(self._do(fault), name=str(fault))
 
     async def _do(self, fault: Fault) -> None:
-        key = fault.kind if fault.kind in TARGETS else fault.target
+        key = "kv" if fault.kind == "kv" else fault.target
         if key in self._busy or self._spares(fault):
             self.skipped += 1
             self.log(f"{fault}  (skipped)")
@@ -236,6 +241,11 @@ class Injector:
                 await self.cluster.etcd.kill()
                 await asyncio.sleep(duration_s)
                 await self.cluster.etcd.start()
+            case "etcd_stop":
+                assert self.cluster.etcd is not None
+                os.kill(self.cluster.etcd.pid, signal.SIGSTOP)
+                await asyncio.sleep(duration_s)
+                os.kill(self.cluster.etcd.pid, signal.SIGCONT)
         if fault.kind not in HARMLESS:
             await asyncio.sleep(RECOVERED_S)
 
@@ -252,7 +262,8 @@ class Injector:
             while process.starts == starts:  # noqa: ASYNC110 - its supervisor sends no event
                 await asyncio.sleep(0.05)
             if name in self.routers:
-                await router_says(serves, self.routers[name])
+                assert isinstance(process, RouterProcess)
+                await router_says(serves, process)
             else:
                 await workers_ready(self.cluster.membership, lambda: {process.pid})
 

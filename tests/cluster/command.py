@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from tests.waiting import WAIT_S
+
 BATON = (sys.executable, "-m", "baton")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -25,7 +27,7 @@ class Ended(NamedTuple):
     err: str
 
 
-async def baton(*argv: str, timeout_s: float = 60.0) -> Ended:
+async def baton(*argv: str, timeout_s: float = WAIT_S) -> Ended:
     """Runs a command to its end; fails, and kills it, when that takes too long."""
     done = await asyncio.to_thread(
         subprocess.run, [*BATON, *argv], env={**os.environ, **ONE_THREAD}, timeout=timeout_s,
@@ -49,7 +51,7 @@ class Running:
     process: asyncio.subprocess.Process
     lines: list[str] = field(default_factory=list)
 
-    async def says(self, text: str, timeout_s: float = 60.0) -> str:
+    async def says(self, text: str, timeout_s: float = WAIT_S) -> str:
         """The next line with `text` in it; fails when it ends or stays silent."""
         assert self.process.stdout is not None
         with contextlib.suppress(TimeoutError):
@@ -60,7 +62,7 @@ class Running:
                         return self.lines[-1]
         raise AssertionError(f"it does not say {text!r}: {self.lines}")
 
-    async def end(self, signum: int, timeout_s: float = 30.0) -> int:
+    async def end(self, signum: int, timeout_s: float = WAIT_S) -> int:
         """Sends a signal; the exit status."""
         self.process.send_signal(signum)
         assert self.process.stdout is not None

@@ -35,11 +35,10 @@ from baton.local.process import ChildProcess
 from baton.local.span_store import SpanStore
 from tests.cluster.forkserver import ForkServer
 from tests.cluster.oracle import ENGINE, SIMULATED, Oracle, all_blocks_free
+from tests.waiting import WAIT_S
 
 HERE = Path(__file__).parent
-START_TIMEOUT_S = 90.0
 MOST_SHARED = 3  # clusters that run at a time; even an idle one takes its share of a core
-TEST_TIMEOUT_S = 120
 
 Clusters = Callable[..., Awaitable[tuple[LocalCluster, AsyncClient]]]
 RUNNING: list[LocalCluster] = []
@@ -50,8 +49,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents and pytest_asyncio.is_async_test(item):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
-            if not item.get_closest_marker("timeout"):
-                item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
     items.sort(key=lambda item: HERE in item.path.parents)
 
 
@@ -75,7 +72,7 @@ async def start(**settings: Any) -> LocalCluster:
     if settings.get("routers", 1) == 1:
         settings.setdefault("http_port", ports.free())
     config = ClusterConfig(**{"engine": ENGINE, "port": 0, "log_level": "info", **settings})
-    cluster = LocalCluster(config, say=lambda text: None, start_timeout_s=START_TIMEOUT_S, **others)
+    cluster = LocalCluster(config, say=lambda text: None, start_timeout_s=WAIT_S, **others)
     RUNNING.append(cluster)
     try:
         await cluster.__aenter__()

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import multiprocessing
 import os
 import runpy
+import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -72,8 +75,14 @@ class ForkServer:
         if argv[:2] != (sys.executable, "-m") or argv[2] not in _MODULES:
             return await asyncio.create_subprocess_exec(*argv, env=env, **options)
         read, write = self._context.Pipe(duplex=False)
-        with read, write:
-            process = self._context.Process(target=_run, args=(list(argv[2:]), env, write))
+        with contextlib.ExitStack() as stack:
+            for pipe in (read, write):
+                stack.enter_context(pipe)
+            listeners = [socket.socket(fileno=os.dup(fd)) for fd in options.pop("pass_fds", ())]
+            for listener in listeners:
+                stack.enter_context(listener)
+            arguments = list(argv[2:]), env, write, listeners
+            process = self._context.Process(target=_run, args=arguments)
             process.start()
             output = os.fdopen(os.dup(read.fileno()), "rb")
         stdout, ended = asyncio.StreamReader(), asyncio.Event()
@@ -89,12 +98,19 @@ class ForkServer:
         return ForkedProcess(process, stdout, ended)
 
 
-def _run(argv: list[str], env: dict[str, str], output: Connection) -> None:
+def _run(
+    argv: list[str], env: dict[str, str], output: Connection, listeners: Sequence[socket.socket]
+) -> None:
     """In the child: becomes the command."""
     os.setpgid(0, 0)
     for descriptor in (1, 2):
         os.dup2(output.fileno(), descriptor)
-    os.closerange(3, 1024)  # what keeps the server and the pipe of the output open
+    kept = [listener.detach() for listener in listeners]
+    for descriptor in set(range(3, 1024)) - set(kept):  # what keeps the server and pipes open
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    if kept:
+        argv[argv.index("--listeners") + 1] = ",".join(map(str, kept))
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for its life
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.clear()

@@ -18,7 +18,6 @@ def runs():
     return oracle_runs(NEW_TOKENS)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("seed", "routers", "transport", "tp"),
     [(11, 2, "shm", (1, 1)), (12, 1, "gloo", (1, 1)), (13, 1, "auto", (2, 1))],

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from baton.sampling import SamplingParams
 from tests.cluster.command import as_json, baton
 from tests.cluster.oracle import all_blocks_free, start_again
 from tests.unit.engine.checkpoints import make_checkpoint
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 WEIGHTS = "model.safetensors"
 LOST = "model.layers.1.mlp.down_proj.weight"
@@ -85,7 +86,7 @@ async def test_random_weights_serve_token_ids(tmp_path, whole, clusters):
 async def refusal(client):
     """The error of a request that no pair of workers can serve."""
     with pytest.raises(Unavailable) as refused:
-        await client.generate(PROMPT, max_tokens=4, timeout=30.0)
+        await client.generate(PROMPT, max_tokens=4, timeout=WAIT_S)
     return str(refused.value)
 
 
@@ -116,7 +117,10 @@ async def test_workers_that_do_not_match_are_not_paired(tmp_path, clusters):
     async with AsyncClient(cluster.address, retry=no_retry) as client:
         here = generated_by_one_process(engine)
         done = await asyncio.gather(
-            *(client.generate(PROMPT, cache_salt=f"{i}", timeout=60.0, **GREEDY) for i in range(8))
+            *(
+                client.generate(PROMPT, cache_salt=f"{i}", timeout=WAIT_S, **GREEDY)
+                for i in range(8)
+            )
         )
         assert here.token_ids == tuple(greedy[0, len(PROMPT) :].tolist())
         assert {(one.token_ids, one.text) for one in done} == {(here.token_ids, here.text)}
@@ -131,7 +135,7 @@ async def test_workers_that_do_not_match_are_not_paired(tmp_path, clusters):
         await cluster.wait_ready()
         pids = {process.pid for name, process in cluster.processes.items() if name != "router"}
         ready = lambda s: pids == {w["pid"] for w in s["workers"] if w["state"] == "READY"}  # noqa: E731
-        status = await eventually(client.status, ready, "workers are missing", 30.0)
+        status = await eventually(client.status, ready, "workers are missing")
         names = {w["pid"]: w["incarnation"] for w in status["workers"]}
         message = await refusal(client)
         for role in ("prefill", "decode"):
@@ -142,9 +146,10 @@ async def test_workers_that_do_not_match_are_not_paired(tmp_path, clusters):
     (other / "tokenizer.json").write_text(tokenizer.replace("</s>", "<|end|>"))
     await start_again(cluster, "router", "--model", str(other))
     async with AsyncClient(cluster.address, retry=no_retry) as client:
-        async with AsyncClient(cluster.address) as patient:  # the router is still starting
+        patience = RetryPolicy(max_attempts=sys.maxsize)  # the router is still starting
+        async with AsyncClient(cluster.address, retry=patience) as patient:
             complete = lambda s: len(pids & {w["pid"] for w in s["workers"]}) == 3  # noqa: E731
-            status = await eventually(patient.status, complete, "workers are missing", 30.0)
+            status = await eventually(patient.status, complete, "workers are missing")
         for worker in status["workers"]:
             if worker["pid"] in pids:
                 assert worker["state"] == "MISMATCH"

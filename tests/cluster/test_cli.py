@@ -18,7 +18,7 @@ from baton.client import AsyncClient
 from baton.local import ports
 from tests.cluster.command import as_json, baton, running
 from tests.cluster.oracle import SIMULATED
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 PROMPT = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop("
 SAMPLED = ("--temperature", "0.8", "--top-p", "0.95", "--seed", "7")
@@ -71,10 +71,10 @@ async def test_health_and_reflection(clusters):
     for address in [cluster.address, *addresses]:
         async with grpc.aio.insecure_channel(address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
             reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
-            listing = await reflection.ServerReflectionInfo(iter([ask]), timeout=5).read()
+            listing = await reflection.ServerReflectionInfo(iter([ask]), timeout=WAIT_S).read()
             names = {service.name for service in listing.list_services_response.service}
             assert "grpc.health.v1.Health" in names
             assert any(name.startswith("baton.v1.") for name in names)
@@ -126,7 +126,6 @@ async def test_figures_of_a_benchmark_agree_with_the_routers_counts(clusters, tm
             *("bench", "serve", "--target", target, "--rate", "20", "--duration", "1.5"),
             *("--prompt-tokens", "40-80", "--output-tokens", "20", "--shared-prefix", "64"),
             *("--slo", "ttft=60,tpot=60", "--output", str(tmp_path), "--json", "--seed", "3"),
-            timeout_s=100,
         )
         assert done.status == 0, done.err
         report = json.loads(done.out)
@@ -160,13 +159,12 @@ async def test_figures_of_a_benchmark_agree_with_the_routers_counts(clusters, tm
     assert 2 * WARM_UP * 104 <= warm_up <= 2 * WARM_UP * 144
 
 
-@pytest.mark.timeout(240)
 async def test_up_from_ready_to_stopped(tmp_path):
     """Traces, `top` and counts of requests; what is killed is restarted; nothing is left."""
     env = {"TMPDIR": str(tmp_path)}
     argv = ("up", "--port", "0", "--dtype", "float32", "--trace", "--drain-timeout", "1")
     async with running(*argv, env=env) as up:
-        address = (await up.says("ready: ", 120.0)).split()[1].rstrip(",")
+        address = (await up.says("ready: ")).split()[1].rstrip(",")
         target = ("--target", address)
         await up.says(f"baton trace {' '.join(target)}")
         process = psutil.Process(up.process.pid)
@@ -190,7 +188,7 @@ async def test_up_from_ready_to_stopped(tmp_path):
             names = [child.name() for child in process.children()]
             return bool(status["router"]["registry_connected"]) and "etcd" in names
 
-        await eventually(is_back, bool, "etcd is not back", 20.0)
+        await eventually(is_back, bool, "etcd is not back")
         family |= set(process.children(recursive=True))
         assert await up.end(signal.SIGTERM) == 0
         assert "stopping…" in up.lines and up.lines[-1] == "stopped"
@@ -203,7 +201,6 @@ async def test_up_from_ready_to_stopped(tmp_path):
     assert f"no router answers: {address}: " in down.err
 
 
-@pytest.mark.timeout(240)
 async def test_a_router_of_two_processes_from_ready_to_stopped(clusters):
     """One port, refused to others; SIGHUP; a child is killed, and then the parent."""
     cluster, _ = await clusters(engine=SIMULATED)
@@ -234,7 +231,7 @@ async def test_a_router_of_two_processes_from_ready_to_stopped(clusters):
         await router.says("2 processes serve at")
         fourth = set(psutil.Process(router.process.pid).children())
         await router.end(signal.SIGKILL)
-    gone, alive = psutil.wait_procs(first | second | third | fourth, timeout=10)
+    gone, alive = psutil.wait_procs(first | second | third | fourth, timeout=WAIT_S)
     assert len(gone) == 7 and not alive
     ports.check_free("127.0.0.1", port)
 
@@ -266,14 +263,14 @@ async def check_traces(target):
 
 
 async def test_the_demo_shows_route_and_trace():
-    shown = await baton("demo", timeout_s=90.0)
+    shown = await baton("demo")
     assert shown.status == 0, shown.err
     route = (
         r"\n  prefill by (prefill-0-\w{8}), decode by (decode-0-\w{8})\n  KV cache moved over shm: "
     )
     assert re.search(route, shown.out), shown.out
     for span in (
-        "client  generate", "router  router.generate", "decode  decode.run",
+        "client  generate", "router  text_completion demo", "decode  decode.run",
         "prefill  prefill.chunk", "prefill  kv.transfer",
     ):  # fmt: skip
         assert re.search(rf"{re.escape(span)} +\d+\.\d +\d+\.\d ms \|", shown.out)

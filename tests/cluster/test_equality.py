@@ -29,7 +29,7 @@ from tests.cluster.oracle import (
     check,
     decoding_process,
 )  # fmt: skip
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 SERVICES = {"baton-router", "baton-prefill", "baton-decode"}
 CONFIG = json.loads((DEMO_MODEL / "config.json").read_text())
@@ -129,7 +129,7 @@ async def test_text_chat_logprobs_stop_strings_and_one_token(clusters, oracle):
 async def spans_of(receiver, done):
     """A request's spans, when all of them have arrived."""
     whole = lambda spans: is_complete(spans, SERVICES)  # noqa: E731
-    return await receiver.store.wait_for(done.trace_id, whole, 20.0)
+    return await receiver.store.wait_for(done.trace_id, whole, WAIT_S)
 
 
 async def test_the_trace_of_a_long_prompt(clusters, oracle, receiver):
@@ -156,7 +156,7 @@ async def test_the_trace_of_a_long_prompt(clusters, oracle, receiver):
     assert int(transfer.attributes["chunks"]) == len(chunks)
     assert transfer.start_ns < chunks[-1].start_ns, "no block was sent before the last chunk"
     assert by_name["decode.first_step"].start_ns >= by_name["decode.admit"].start_ns
-    assert by_name["router.generate"].end_ns >= by_name["decode.run"].end_ns
+    assert by_name["text_completion demo"].end_ns >= by_name["decode.run"].end_ns
     ids = {span.attributes["baton.handoff_id"] for span in spans
            if span.attributes.get("baton.handoff_id")}  # fmt: skip
     assert "baton.handoff_id" in transfer.attributes
@@ -173,7 +173,7 @@ async def test_the_first_handoff_of_a_pair_opens_nothing(clusters, simulated):
         worker = worker_pb2_grpc.WorkerServiceStub(channel)
 
         async def links():
-            found = await worker.Describe(worker_pb2.DescribeRequest(), timeout=10)
+            found = await worker.Describe(worker_pb2.DescribeRequest(), timeout=WAIT_S)
             return {link.decode: link for link in found.pairs}
 
         before = await eventually(links, lambda found: len(found) == 2, "not every link is open")
@@ -262,7 +262,7 @@ async def test_speculation_changes_no_token(clusters, oracle):
 
 PROMPT = "def read(path):\n    with open(path) as file:\n"
 MESSAGES: Any = [{"role": "user", "content": "Write a stack."}]
-TIMEOUT_S = 60.0
+TIMEOUT_S = WAIT_S
 
 
 def settings(cluster):

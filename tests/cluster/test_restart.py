@@ -6,6 +6,8 @@ On simulated engines.
 import asyncio
 import contextlib
 import hashlib
+import json
+import os
 import signal
 from functools import partial
 
@@ -20,10 +22,11 @@ from baton.local import ports
 from baton.local.etcd import EmbeddedEtcd
 from tests.chaos.checks import busy_workers
 from tests.cluster.oracle import SIMULATED, Streams, all_blocks_free, check
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
-DRAIN_S = 30.0  # enough for what runs here, on a machine that is busy with other things
+DRAIN_S = WAIT_S
 LEASE_S, OUTAGE_S = 1, 3.0
+PAUSES_S = (2.1, 2.6, 3.2, 4.0)  # longer than etcd's shortest leases, shorter than a watch's time
 ALL = {"engine": SIMULATED, "routers": 2, "restart": True, "drain_s": DRAIN_S}
 LEASES = {role: ["--lease-ttl", f"{LEASE_S}"] for role in ("prefill", "decode")}
 
@@ -61,7 +64,7 @@ async def members(client, ready=2):
         states = [worker["state"] for worker in status["workers"]]
         return status["router"]["registry_connected"] and states.count("READY") == ready
 
-    status = await eventually(client.status, complete, "members are missing", 30.0)
+    status = await eventually(client.status, complete, "members are missing")
     return {worker["incarnation"] for worker in status["workers"]}
 
 
@@ -70,6 +73,7 @@ async def clients_of(cluster):
     """A client for each router: that one first, the others when it is away."""
     first, second = cluster.addresses
     async with AsyncClient([first, second]) as one, AsyncClient([second, first]) as other:
+        one._preferred = other._preferred = 0  # else they begin at any
         yield [one, other]
 
 
@@ -86,6 +90,60 @@ async def test_a_rolling_restart_under_load_fails_no_request(clusters, simulated
             await all_blocks_free(client)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_a_rolling_restart_under_http_clients_that_never_retry(clusters, simulated, workers):
+    """With one router, and one or two workers of each role, whose drain is shorter than a stream.
+
+    Some clients keep their connections, some make one for each request, some read long streams.
+    """
+    cluster, _ = await clusters(
+        alone=True, engine=SIMULATED, restart=True, drain_s=1.0, prefill=workers, decode=workers,
+        metrics_port=0,
+    )  # fmt: skip
+    before = {name: process.pid for name, process in cluster.processes.items()}
+    url = f"http://{cluster.http_addresses[0]}/v1/completions"
+    stopping, answered = asyncio.Event(), asyncio.Queue()
+    long, short = simulated.case(30, 0, "seeded", 1500), simulated.case(30, 0, "seeded")
+
+    async def ask(client, case, stream):
+        body = {"prompt": list(case.prompt), "stream": stream, **case.options}
+        response = await client.post(url, json=body)
+        assert response.status_code == 200, response.text
+        text = response.json()["choices"][0]["text"] if not stream else "".join(
+            json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+            for line in response.text.splitlines() if line.startswith("data: {")
+        )  # fmt: skip
+        assert text == expected[case]
+        answered.put_nowait(None)
+
+    async def call(case, keeps, stream):
+        while not stopping.is_set():
+            async with httpx.AsyncClient(timeout=120.0) as client:
+                await ask(client, case, stream)
+                while keeps and not stopping.is_set():
+                    await ask(client, case, stream)
+
+    expected = {case: simulated.text(simulated.tokens(case)) for case in (long, short)}
+    async with asyncio.TaskGroup() as callers:
+        for keeps in (True, False):
+            for stream in (True, False):
+                callers.create_task(call(short, keeps, stream))
+            callers.create_task(call(long, keeps, True))
+        for _ in range(10):
+            await answered.get()
+        assert await cluster.rolling_restart() == dict.fromkeys(before, 0)
+        while not answered.empty():
+            answered.get_nowait()
+        for _ in range(10):
+            await answered.get()
+        stopping.set()
+    assert not set(before.values()) & {p.pid for p in cluster.processes.values()}
+    async with httpx.AsyncClient(timeout=30.0) as client:
+        for address in cluster.metrics.values():
+            assert (await client.get(f"http://{address}/metrics")).status_code == 200
+
+
 async def test_etcd_restarts_and_one_of_two_routers_is_killed(clusters, simulated):
     """A killed router's streams go on at the other one, and whatever is new goes there."""
     cluster, _ = await clusters(**ALL)
@@ -100,7 +158,7 @@ async def test_etcd_restarts_and_one_of_two_routers_is_killed(clusters, simulate
             assert await members(client) == before
 
         lives = asyncio.create_task(check(clients[1], simulated, case))
-        stream = clients[0].stream(case.prompt, **case.options, timeout=90.0)
+        stream = clients[0].stream(case.prompt, **case.options, timeout=WAIT_S)
         await anext(stream)
         cluster.kill("router-0")
         async for _ in stream:
@@ -151,7 +209,7 @@ async def test_processes_of_one_router_share_its_port_and_limits_and_one_is_kill
             async for _ in stream:
                 pass
             assert stream.completion.token_ids == simulated.tokens(case)
-        await cluster.wait_ready(timeout_s=30.0)
+        await cluster.wait_ready(timeout_s=WAIT_S)
         assert [cluster.processes[name].starts for name in sorted(each)] == [2, 1]
 
         each = await of_each_process(cluster, stack, **once)
@@ -159,7 +217,7 @@ async def test_processes_of_one_router_share_its_port_and_limits_and_one_is_kill
         await asyncio.gather(*checks)
         await all_blocks_free(each["router-0"])
     headers = {"authorization": "Bearer k"}
-    async with httpx.AsyncClient(timeout=30.0, headers=headers) as http:
+    async with httpx.AsyncClient(timeout=WAIT_S, headers=headers) as http:
         page = await http.get(f"http://{cluster.http_addresses[0]}/metrics")
         assert page.status_code == 400 and "--metrics-port" in page.text
         for name in each:
@@ -174,7 +232,7 @@ async def test_streams_resume_after_the_only_router_or_decode_worker_is_restarte
     """Streams wait for its restart and go on where they were."""
     cluster, client = await clusters(engine=SIMULATED, restart=True)
     cases = [simulated.case(30, i, kind, 400) for i, kind in enumerate(("greedy", "seeded"))]
-    streams = [client.stream(case.prompt, **case.options, timeout=90.0) for case in cases]
+    streams = [client.stream(case.prompt, **case.options, timeout=WAIT_S) for case in cases]
     for stream in streams:
         await anext(stream)
     starts = cluster.processes[victim].starts
@@ -189,11 +247,11 @@ async def test_streams_resume_after_the_only_router_or_decode_worker_is_restarte
 
 async def test_a_router_drains_and_exits_0(clusters, simulated):
     """Its streams complete; what is new is refused, over HTTP with 503 and Retry-After."""
-    cluster, client = await clusters(alone=True, engine=SIMULATED, drain_s=60.0)
+    cluster, client = await clusters(alone=True, engine=SIMULATED, drain_s=WAIT_S)
     case = simulated.case(100, new_tokens=400)
     url = f"http://{cluster.http_addresses[0]}"
     body = {"prompt": list(case.prompt), "max_tokens": 4}
-    async with httpx.AsyncClient(timeout=60.0) as http:
+    async with httpx.AsyncClient(timeout=WAIT_S) as http:
         streams = Streams(client, simulated, [case] * 3)
         running = await streams.start()
         cluster.kill("router", signal.SIGTERM)
@@ -202,7 +260,7 @@ async def test_a_router_drains_and_exits_0(clusters, simulated):
         refused = await http.post(f"{url}/v1/completions", json=body)
         assert refused.status_code == 503 and refused.headers["retry-after"]
         await running
-        assert await asyncio.wait_for(cluster.processes["router"].wait(), 20) == 0
+        assert await asyncio.wait_for(cluster.processes["router"].wait(), WAIT_S) == 0
         with pytest.raises(BatonError):
             await client.generate(case.prompt, max_tokens=4, timeout=1.0)
 
@@ -217,7 +275,7 @@ async def test_blocks_are_freed_without_new_work(clusters, simulated):
     await asyncio.gather(running, return_exceptions=True)
 
     busy = partial(busy_workers, cluster)
-    await eventually(busy, lambda found: not found, "blocks are still held", 30.0)
+    await eventually(busy, lambda found: not found, "blocks are still held")
 
 
 async def test_etcd_down_for_three_leases_fails_no_request(clusters, simulated):
@@ -237,6 +295,41 @@ async def test_etcd_down_for_three_leases_fails_no_request(clusters, simulated):
     await cluster.add_worker("decode")
     assert before < await members(client, ready=3)
     await Streams(client, simulated, cases).run()
+    await all_blocks_free(client)
+
+
+async def test_etcd_paused_for_longer_than_leases_live_disturbs_no_stream(clusters, simulated):
+    """On waking it ends all leases at once, and says so to watches that are still open.
+
+    Nor does a worker that is late to renew its lease, while its router waits for it.
+    """
+    patient = {"router": ["--silence", "60", "--lease-ttl", "30"]}  # also on a busy machine
+    cluster, client = await clusters(alone=True, engine=SIMULATED, extra_args=LEASES | patient)
+    assert cluster.etcd is not None
+    before, clock = await members(client), asyncio.get_running_loop().time
+
+    def lost():
+        return sum("registering again" in line for p in workers for line in p.log)
+
+    async def pause(pid, pause_s):
+        running = await Streams(client, simulated, simulated.mixed(4, new_tokens=250)).start()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(pause_s)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        end_s, done = clock() + 2 * LEASE_S, []
+        while clock() < end_s:
+            done += await Streams(client, simulated, simulated.mixed(4)).run()
+        assert {one.route.attempts for one in [*done, *await running]} == {1}
+
+    workers = [process for process in cluster.processes.values() if process.role != "router"]
+    for pid, pauses in ((cluster.etcd.pid, PAUSES_S), (workers[-1].pid, PAUSES_S[-1:])):
+        known = lost()
+        for pause_s in pauses:
+            await pause(pid, pause_s)
+        assert lost() > known, "no lease has ended"
+        assert await members(client) == before
     await all_blocks_free(client)
 
 
@@ -266,7 +359,7 @@ async def etcd_members():
 
 async def leader_of(etcds):
     """The member that leads now."""
-    async with httpx.AsyncClient(timeout=10.0) as client:
+    async with httpx.AsyncClient(timeout=WAIT_S) as client:
         for member in etcds:
             url = f"http://{member.address}/v3/maintenance/status"
             status = (await client.post(url, json={})).raise_for_status().json()

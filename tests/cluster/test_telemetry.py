@@ -21,7 +21,9 @@ from tests.cluster.test_equality import BYTES_PER_TOKEN, SERVICES, spans_of
 from tests.waiting import eventually
 
 OPEN_METRICS = "application/openmetrics-text"
-OF_ALL = {"gen_ai_request_model": "demo", "gen_ai_operation_name": "text_completion"}
+MODEL = {"gen_ai_request_model": "demo"}
+OF_ALL = {**MODEL, "gen_ai_provider_name": "baton", "gen_ai_operation_name": "text_completion"}
+OF_ALL_OK = {**OF_ALL, "error_type": ""}
 # What did not happen here.
 SILENT = {
     "baton.batch.requests",
@@ -92,11 +94,11 @@ def _check_requests(router, done):
         ("baton_requests_refused_total", {"cause": "invalid"}, 1),
         ("baton_requests_running", {}, 0),
         ("baton_requests_queued", {}, 0),
-        ("baton_tokens_input_total", {}, sum(one.usage.prompt_tokens for one in done)),
-        ("baton_tokens_output_total", {}, delivered),
-        ("baton_tokens_cached_total", {}, cached),
+        ("baton_tokens_input_total", MODEL, sum(one.usage.prompt_tokens for one in done)),
+        ("baton_tokens_output_total", MODEL, delivered),
+        ("baton_tokens_cached_total", MODEL, cached),
         ("baton_request_inter_token_latency_seconds_count", {}, gaps),
-        ("gen_ai_server_request_duration_seconds_count", OF_ALL, len(done)),
+        ("gen_ai_server_request_duration_seconds_count", OF_ALL_OK, len(done)),
         ("gen_ai_client_token_usage_sum", {**OF_ALL, "gen_ai_token_type": "output"}, delivered),
         ("baton_slo_requests_total", {"slo": "patient", "met": "true"}, len(done)),
         ("baton_slo_requests_total", {"slo": "never", "met": "false"}, len(done)),
@@ -155,7 +157,7 @@ def _check_complete(page, process):
 
 # Simulated, and slow: the time is the protocol's, and steps are longer than the gaps between spans.
 SLOW = replace(SIMULATED, simulate="1000,10")
-SLOW_S = 0.5
+SLOW_S = 1.5
 PROMPT = list(range(300, 700))
 LEAST_SHARE = 0.95
 TRIES = 8  # on a busy machine a process may sleep between two spans
@@ -203,7 +205,7 @@ async def test_failed_and_slow_requests_are_kept_whatever_is_sampled(own_receive
         limits=limits, log_format="json", drain_s=1.0,
     )  # fmt: skip
     healthy = await client.generate(list(range(400, 480)), max_tokens=5, ignore_eos=True)
-    slow = await client.generate(list(range(100, 1000)), max_tokens=3)
+    slow = await client.generate(list(range(100, 1900)), max_tokens=3)
     with contextlib.suppress(DeadlineExceeded):
         await client.generate(
             PROMPT, max_tokens=1000, ignore_eos=True, timeout=1.0, cache_salt="late"
@@ -230,7 +232,7 @@ async def test_failed_and_slow_requests_are_kept_whatever_is_sampled(own_receive
         whole = [
             spans for one in list(store._traces) if is_complete(spans := store.trace(one), SERVICES)
         ]
-        ends = [span for spans in whole for span in spans if span.name == "router.generate"]
+        ends = [span for spans in whole for span in spans if span.name == "text_completion demo"]
         return [one for one in ends if one.error is not None or "baton.cancelled" in one.attributes]
 
     await eventually(cut, bool, "no trace")

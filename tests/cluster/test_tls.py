@@ -19,7 +19,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from tests.cluster.command import baton
 from tests.cluster.conftest import Clusters
 from tests.cluster.oracle import SIMULATED, Case, Oracle, check
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 
 async def test_a_cluster_with_tls_and_tenants(
@@ -83,7 +83,7 @@ async def test_a_cluster_with_tls_and_tenants(
         async with rpc.channel(record.address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             with pytest.raises(Unavailable), rpc.translated():
-                await stub.Drain(worker_pb2.DrainRequest(), timeout=5)
+                await stub.Drain(worker_pb2.DrainRequest(), timeout=WAIT_S)
     cluster.kill("prefill-0")
     await eventually(
         lambda: baton("generate", "def", *target, "--tls-ca", ca, "--timeout", "5"),

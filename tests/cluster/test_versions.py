@@ -20,6 +20,7 @@ from baton.v1 import (
 )
 from tests.cluster.oracle import SIMULATED, all_blocks_free, check
 from tests.cluster.other_version import changed
+from tests.waiting import WAIT_S
 
 PROGRAM = (sys.executable, "-m", "tests.cluster.other_version")
 SERVICES = [
@@ -85,7 +86,7 @@ async def test_newer_and_older_processes_serve_together(clusters, simulated):
         await cluster.processes[name].wait()
     async with AsyncClient(cluster.address, retry=RetryPolicy(max_attempts=1)) as client:
         with pytest.raises(Unavailable, match="layout_version=2"):
-            await client.generate(simulated.prompt(100), max_tokens=4, timeout=10.0)
+            await client.generate(simulated.prompt(100), max_tokens=4, timeout=WAIT_S)
 
 
 async def check_clients_of_another_version(address, simulated, names):
@@ -100,10 +101,10 @@ async def check_clients_of_another_version(address, simulated, names):
         tokens: list[int] = []
         async with rpc.channel(address) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            async for response in stub.Generate(changed(request, kind), timeout=30):
+            async for response in stub.Generate(changed(request, kind), timeout=WAIT_S):
                 tokens += response.delta.token_ids
             explain = changed(fleet_pb2.ExplainRequest(request=request), kind)
-            answer = await fleet_pb2_grpc.FleetServiceStub(channel).Explain(explain, timeout=30)
+            answer = await fleet_pb2_grpc.FleetServiceStub(channel).Explain(explain, timeout=WAIT_S)
         assert tuple(tokens) == simulated.tokens(case)
         assert len(answer.candidates) == 6
         for one in answer.candidates:

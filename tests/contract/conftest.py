@@ -5,6 +5,8 @@ import threading
 
 import pytest
 
+from tests.waiting import WAIT_S
+
 from .kvtransfer_parts import TRANSPORTS, Decode, Prefill
 
 
@@ -21,5 +23,5 @@ async def join():
         yield joined
     for thread in threading.enumerate():
         if thread.name == "kv-served":  # they stand for another host
-            thread.join(5)
+            thread.join(WAIT_S)
     assert not [one.name for one in threading.enumerate() if one.name.startswith("kv-")]

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from baton.cuda import CudaDriver
+from tests.waiting import WAIT_S
 
 SOURCE = Path(__file__).parents[1] / "unit" / "fake_libcuda.c"
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ def library():
     assert compiler, "the native kernels need a C compiler, and so does this test"
     path = Path(_FOLDER.name) / "libcuda.so.1"
     command = [compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-o", path, SOURCE]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=WAIT_S)
     return str(path)
 
 

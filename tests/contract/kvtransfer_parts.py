@@ -30,6 +30,7 @@ from kvtransfer.transports import shm
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
 from kvtransfer.transports.process_group import GlooTransport
 from tests.contract.kvtransfer_driver import CPU, DRIVER
+from tests.waiting import WAIT_S
 
 BLOCKS, BLOCK_SIZE = 24, 4
 SHAPE = (BLOCKS, 2, 2, 2, BLOCK_SIZE, 8)  # 1 KiB a block
@@ -148,26 +149,26 @@ class Pair:
         self.source, self.target = source or make_pool(1, where), target or make_pool(2, where)
         self.thread = ThreadPoolExecutor(1)
         self.listener = transport.listen(self.target)
-        accepted = self.thread.submit(self.listener.accept, 5.0)
-        self.link = transport.connect(self.source, self.listener.endpoint, 5.0)
-        accepted.result(5)
+        accepted = self.thread.submit(self.listener.accept, WAIT_S)
+        self.link = transport.connect(self.source, self.listener.endpoint, WAIT_S)
+        accepted.result(WAIT_S)
 
-    def post(self, remote, timeout_s=5.0, digest=None):
+    def post(self, remote, timeout_s=WAIT_S, digest=None):
         """(future of the receive, its digest), once it is posted."""
         digest, posted = digest or self.target.new_digest(), threading.Event()
         receive = self.thread.submit(self.listener.receive, remote, digest, timeout_s, posted.set)
-        assert posted.wait(5)
+        assert posted.wait(WAIT_S)
         return receive, digest
 
     def move(self, local, remote):
         """Moves slots; returns (sender's digest, receiver's digest)."""
         digest = self.source.new_digest()
         if self.transport.one_sided:
-            self.link.put(local, remote, digest, 5.0)
+            self.link.put(local, remote, digest, WAIT_S)
             return digest, copier.copier(self.target).digest(remote)
         receive, arrived = self.post(remote)
-        self.link.put(local, remote, digest, 5.0)
-        receive.result(5)
+        self.link.put(local, remote, digest, WAIT_S)
+        receive.result(WAIT_S)
         return digest, arrived
 
     def close(self):
@@ -277,7 +278,7 @@ class Decode:
 
     async def asked(self):
         """Returns when a handoff's first message has been taken in."""
-        await asyncio.wait_for(self.held.asked.wait(), 5)
+        await asyncio.wait_for(self.held.asked.wait(), WAIT_S)
 
     def cancel(self, handoff_id):
         """Gives a reservation up."""
@@ -316,7 +317,7 @@ class Prefill:
         seen = see(self.pools, transport) if see else self.pools
         self.links = LinkPool(seen, record, [transport, *more], find, **options)
         self.tracer = NoOpTracer()
-        self.waits = {"step_timeout_s": 5.0, "abort_wait_s": 5.0, **(waits or {})}
+        self.waits = {"step_timeout_s": WAIT_S, "abort_wait_s": WAIT_S, **(waits or {})}
 
     def open(self, to, handoff_id, num_tokens, timeout_s):
         return Handed(self.links, self.tracer, to, handoff_id, num_tokens, timeout_s, **self.waits)
@@ -329,12 +330,12 @@ class Prefill:
         for pool in self.pools:
             pool.area.close()
 
-    def opened(self, decode, num_tokens, *ids, timeout_s=10.0):
+    def opened(self, decode, num_tokens, *ids, timeout_s=WAIT_S):
         """Handoff "h" of `num_tokens` into the blocks `ids`, reserved now."""
         to = decode.reserve("h", num_tokens, *ids)
         return self.open(to, "h", num_tokens, timeout_s)
 
-    async def hand_over(self, to, handoff_id, *chunks, timeout_s=10.0):
+    async def hand_over(self, to, handoff_id, *chunks, timeout_s=WAIT_S):
         """Sends chunks one after another and commits; returns the stats."""
         total = to.cached_tokens + sum(chunk.num_tokens for chunk in chunks)
         async with self.open(to, handoff_id, total, timeout_s) as handoff:

@@ -13,6 +13,7 @@ from kvtransfer import remote_pool
 from kvtransfer.pairing import rank_pairs
 from kvtransfer.remote_pool import RemoteDigest
 from kvtransfer.transports.process_group import GlooTransport
+from tests.waiting import WAIT_S
 
 from .kvtransfer_parts import (
     POOLS,
@@ -127,16 +128,16 @@ def test_a_receive_on_another_host_that_was_given_up_writes_nothing_more():
     content, posted = target.tensor.clone(), threading.Event()
     with ThreadPoolExecutor(1) as thread:
         receive = thread.submit(listener.receive, slots(8, 3, 4), RemoteDigest(), 1.0, posted.set)
-        assert posted.wait(5)
+        assert posted.wait(WAIT_S)
         listener.abort()
         with pytest.raises(TransferFailed):
-            receive.result(5)
+            receive.result(WAIT_S)
     with contextlib.suppress(TransferFailed):  # its group is gone, but it may not know that yet
         link.put(slots(8, 1, 2), slots(8, 3, 4), RemoteDigest(), 1.0)
     for end in (link, listener):
         end.close()
     for served in (one for one in threading.enumerate() if one.name == "kv-served"):
-        served.join(5)
+        served.join(WAIT_S)
         assert not served.is_alive()
     assert target.tensor.equal(content)
     for pool in (source, target):

@@ -8,10 +8,12 @@ import pytest
 
 from baton import errors
 from baton.v1 import handoff_pb2
+from kvtransfer import links
 from kvtransfer.deadline import Deadline
 from kvtransfer.pool import Slots
 from kvtransfer.sender import MAX_RESENDS
 from tests.tracing import Traces
+from tests.waiting import WAIT_S
 
 from .kvtransfer_parts import TOKEN_BYTES, TRANSPORTS, Times, expect_only, slots
 
@@ -60,7 +62,7 @@ async def test_corrupted_kv_is_sent_again_on_the_same_link(join, name, cached):
 async def test_a_put_that_fails_halfway_is_done_again(join, name):
     prefill, decode = await join(name, prefill={"backoff_s": 60.0})
     to = decode.reserve("h", 8, 1, 2)
-    link = await prefill.links.acquire(to, Deadline(5.0))
+    link = await prefill.links.acquire(to, Deadline(WAIT_S))
     put = link._link.put
 
     def halfway(local, remote, digest, timeout_s):
@@ -139,7 +141,8 @@ async def test_resends_are_bounded_and_then_the_blocks_are_given_back(join, name
     [
         (Times(9, errors.Stale("x")), errors.Stale, [False]),
         (Times(9, errors.KvMismatch("x")), errors.KvMismatch, [False]),
-        (lambda request: asyncio.sleep(5), errors.DeadlineExceeded, [False]),  # the request's own
+        # The request's own deadline.
+        (lambda request: asyncio.sleep(WAIT_S), errors.DeadlineExceeded, [False]),
         (corrupt, errors.KvCorrupted, [True, False]),  # the reservation is gone by then
         (short, errors.KvCorrupted, [True, False]),
     ],
@@ -154,8 +157,9 @@ async def test_what_a_resend_cannot_fix_is_not_resent(join, commit, error, abort
             decode.cancel("h")
 
     decode.before.update(commit=commit, abort=cancel)
+    timeout_s = 0.7 if error is errors.DeadlineExceeded else WAIT_S
     with pytest.raises(error):
-        await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5), timeout_s=0.7)
+        await prefill.hand_over(decode.reserve("h", 4, 1), "h", slots(4, 5), timeout_s=timeout_s)
     assert asked == aborts
 
 
@@ -172,7 +176,7 @@ async def test_a_handoff_cancelled_while_it_is_withdrawn_ends_for_good(join):
     decode.before["commit"] = corrupt
     to = decode.reserve("h", 4, 1)
     running = asyncio.create_task(prefill.hand_over(to, "h", slots(4, 5)))
-    await asyncio.wait_for(reached.wait(), 5)
+    await asyncio.wait_for(reached.wait(), WAIT_S)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -194,12 +198,13 @@ async def test_a_lost_abort_is_repeated_until_the_blocks_come_back(join, name):
         await decode.asked()
         decode.cancel("h")
     assert decode.receiver.writing("h")  # quarantined, though the handoff is over at its sender
-    await asyncio.wait_for(decode.held.ended.wait(), 10)
+    await asyncio.wait_for(decode.held.ended.wait(), WAIT_S)
     assert losses.calls == 3
     assert not decode.receiver.writing("h")
 
 
-async def test_giving_up_does_not_wait_for_a_peer_that_hangs(join):
+async def test_giving_up_does_not_wait_for_a_peer_that_hangs(join, monkeypatch):
+    monkeypatch.setattr(links, "_ABORT_S", WAIT_S)
     prefill, decode = await join("memory", prefill={"waits": {"abort_wait_s": 0.1}})
     hung = asyncio.Event()
     decode.before["abort"] = lambda request: hung.wait()
@@ -207,10 +212,10 @@ async def test_giving_up_does_not_wait_for_a_peer_that_hangs(join):
         handoff.send(slots(4, 5))
         await decode.asked()
         before = time.monotonic()
-    assert time.monotonic() - before < 1.5  # a call alone would take two seconds
+    assert time.monotonic() - before < WAIT_S
     assert "h" not in decode.held.reasons
     hung.set()
-    await asyncio.wait_for(decode.held.ended.wait(), 10)
+    await asyncio.wait_for(decode.held.ended.wait(), WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -226,25 +231,25 @@ async def test_giving_up_does_not_wait_for_a_peer_that_hangs(join):
 async def test_every_abort_ends(join, error, times, give_up_s, count, calls):
     prefill, decode = await join("memory", prefill={"give_up_s": give_up_s})
     answers = decode.before["abort"] = Times(times, error)
-    link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(5.0))
+    link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(WAIT_S))
     for _ in range(count):
         prefill.links.abort(link, REQUEST, {})
     prefill.links.remove(link)
     prefill.links.release(link)  # its control stays open for them
-    await asyncio.wait_for(asyncio.gather(*prefill.links._aborts), 10)
+    await asyncio.wait_for(asyncio.gather(*prefill.links._aborts), WAIT_S)
     assert answers.calls in calls
-    await asyncio.wait_for(asyncio.gather(*prefill.links._closing), 10)
+    await asyncio.wait_for(asyncio.gather(*prefill.links._closing), WAIT_S)
     assert link.control._channel._channel.closed()
 
 
 async def test_closing_waits_shortly_and_ends_what_is_not_answered(join):
     prefill, decode = await join("memory")
-    link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(5.0))
+    link = await prefill.links.acquire(decode.reserve("h", 4, 1), Deadline(WAIT_S))
     prefill.links.release(link)
     answers = decode.before["abort"] = Times(1, errors.Unavailable("once"))
-    await asyncio.wait_for(prefill.links.abort(link, REQUEST, {}).wait(), 10)
-    decode.before["abort"] = lambda request: asyncio.sleep(30)
+    await asyncio.wait_for(prefill.links.abort(link, REQUEST, {}).wait(), WAIT_S)
+    decode.before["abort"] = lambda request: asyncio.sleep(2 * WAIT_S)
     tried = prefill.links.abort(link, REQUEST, {})
-    await asyncio.wait_for(prefill.links.close(), 3)  # a second for the last try, and slack
+    await asyncio.wait_for(prefill.links.close(), WAIT_S)  # a second for the last try
     assert answers.calls == 1 and tried.is_set()
     assert not prefill.links._aborts

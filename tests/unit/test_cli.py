@@ -12,6 +12,7 @@ import sys
 import threading
 import types
 from concurrent import futures
+from hashlib import sha256
 from typing import Any
 from unittest import mock
 
@@ -57,6 +58,17 @@ WRONG = [
     ("up --gpu-memory 80GiB", 2, "argument --gpu-memory: invalid float value: '80GiB'"),
     ("up --max-batch many", 2, "argument --max-batch: invalid int value: 'many'"),
     ("up --model /nowhere", 1, "model '/nowhere' not found"),
+    ("up --max-contxt 9", 2, "there is no option --max-contxt: do you mean --max-context?"),
+    ("serve m --enforce-eager", 2, "no option --enforce-eager: do you mean --no-graphs?"),
+    ("serve m --trust-remote-code", 2, "a model directory is never run: leave it out"),
+    ("bench serve --foo", 2, "baton bench serve: error: there is no option --foo (`baton bench"),
+    *((line, 2, "error: unrecognized arguments: n") for line in
+      ("serve n o", "up --model m n", "up --random-weights m n", "status n")),
+    ("serve /nowhere", 1, "model '/nowhere' not found"),
+    ("router --decode 2 /nowhere", 2, "no option --decode"),
+    ("prefill-worker --port 7710 /nowhere", 1, "model '/nowhere' not found"),
+    *((f"{command} --api-key é", 2, "argument --api-key: an API key must be ASCII")
+      for command in ("up", "router")),
     ("up --decode 0", 2, "argument --decode: --decode must be at least 1, not 0: a cluster"),
     ("up --http-port 65535 --routers 2", 1, "--http-port 65535 leaves no ports for all routers"),
     ("router --config {", 1, "--config is no JSON object"),
@@ -147,6 +159,34 @@ def test_every_option_reaches_the_processes_of_a_local_cluster():
     router, worker = children(*argv)
     assert (router.host, router.port, worker.host, worker.port) == ("0.0.0.0", 7701, "127.0.0.1", 0)
     assert (worker.engine.nice, worker.engine.threads) == (7, 1)
+
+
+VLLM = {
+    "--max-model-len": ("max-context", "4096"), "--served-model-name": ("model-name", "m"),
+    "--tensor-parallel-size": ("tp", "2"), "-tp": ("tp", "2"),
+    "--gpu-memory-utilization": ("gpu-memory", "0.5"), "--max-num-seqs": ("max-batch", "7"),
+    "--kv-cache-dtype": ("kv-dtype", "fp8"), "--tool-call-parser": ("tool-parser", "hermes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", VLLM)
+def test_an_option_may_have_the_name_that_vllm_gives_it(flag):
+    """They are no options more: neither help nor files know them."""
+    key, value = VLLM[flag]
+    assert settings("up", flag, value) == settings("up", f"--{key}", value) != settings("up")
+    assert f" {flag} " not in parse("up").parser.format_help()
+
+
+def test_an_api_key_is_shown_to_nobody(monkeypatch):
+    """Neither in settings nor on the command lines of processes."""
+    for argv in (["--api-key", "secret", "--api-key", "other"], []):
+        monkeypatch.setenv("BATON_OPT_API_KEY", "" if argv else "secret;other")
+        cluster = settings("up", *argv)
+        digests = tuple(f"sha256:{sha256(key).hexdigest()}" for key in (b"secret", b"other"))
+        assert cluster.limits.api_keys == digests
+        line = commands.router(cluster, "h:1", 7701)
+        assert "secret" not in repr(cluster) + str(line)
+        assert settings(*line).api_keys == digests
 
 
 def test_a_worker_runs_on_its_share_of_the_machine():
@@ -438,9 +478,26 @@ def test_a_closed_pipe_is_no_traceback(client, tmp_path, monkeypatch, capsys):
     os.close(read_end)
     with open(write_end, "w") as pipe, open(os.devnull, "w") as safe:  # noqa: PTH123
         monkeypatch.setattr(sys, "stdout", pipe)
-        assert cli.main(["generate", "x"]) == 1
+        assert cli.main(["generate", "x"]) == cli.CLOSED_PIPE
         monkeypatch.setattr(sys, "stdout", safe)
-    assert "went away" in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("line", ["up --help", "--help", "doctor", "trace", "status --json"])
+def test_a_command_whose_reader_leaves_ends_silently(line):
+    """Whatever it prints, and whenever; what it could not do is still said."""
+    command = [sys.executable, "-m", "baton", *line.split()]
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as pipe:
+        ended = subprocess.run(
+            command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
+    if line in ("trace", "status --json"):
+        assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
+        assert "no router answers" in ended.stderr
+    else:  # argparse gives up by itself in the midst of a long help
+        assert (ended.returncode or cli.CLOSED_PIPE, ended.stderr) == (cli.CLOSED_PIPE, "")
 
 
 @pytest.mark.parametrize("command", [["generate", "x"], ["chat"], ["status", "--timeout", "2"]])
@@ -559,4 +616,5 @@ def test_health_is_an_exit_status_for_container_checks(capsys):
                 taken.listen()
             target = f"127.0.0.1:{taken.getsockname()[1]}"
             assert cli.main(["health", "--target", target, "--timeout", "0.3"]) == 1
-        assert ("error:" if listens else "failed to connect") in capsys.readouterr().err
+        why = "not finished within" if listens else f"no router or worker answers at {target}:"
+        assert f"error: {why}" in capsys.readouterr().err

@@ -244,12 +244,12 @@ def gpu(name, own, others="", host=HOST, *, peers=None, nccl="2.27.5", rdma=(), 
     return cpu(name, host, **{"transports": [CUDA_IPC, NCCL], "hardware": hardware, **fields})
 
 
-def check(*records, state="READY", registry=True, link=None):
+def check(*records, state="READY", registry=True, link=None, router="NOT_SERVING"):
     """The pairs of a cluster of these workers, and what is found; `link` is that of p and d."""
     link = link and worker_pb2.PairStatus(**{"prefill": "p", "decode": "d", "state": "OPEN"} | link)
     return check_cluster(
         fleet_pb2.GetStatusResponse(
-            router=fleet_pb2.RouterStatus(registry_connected=registry),
+            router=fleet_pb2.RouterStatus(registry_connected=registry, state=router),
             workers=[fleet_pb2.WorkerStatus(record=one, state=state) for one in records],
             pairs=[link] if link else [],
         )
@@ -368,6 +368,9 @@ def test_links_that_could_be_faster_and_clusters_that_cannot_serve():
     assert found.level == "ok"
     missing = Finding("fail", "cluster", "has no decode worker", "start one: baton decode-worker")
     assert check(cpu("p")) == ([], [missing])
+    pairs, (found,) = check(cpu("d"), router="SERVING")
+    assert pairs == [] and (found.level, found.subject) == ("warn", "cluster")
+    assert "no prefill worker: decode workers compute prompts" in found.text
     _, findings = check(cpu("p"), cpu("d"), state="STALLED", registry=False)
     subjects = [(found.level, found.subject) for found in findings]
     assert subjects == [("warn", "registry"), ("warn", "p"), ("warn", "d")]

@@ -5,7 +5,7 @@ import logging
 import sys
 
 from baton import log_format
-from baton.log_format import about
+from baton.log_format import MAX_CHARS, RateLimit, about
 
 
 def line(form, text="request %s: %s", args=("r1", 'a "b"\nc'), **fields):
@@ -19,7 +19,7 @@ def test_a_line_for_machines_is_one_object():
     assert "\n" not in text
     assert json.loads(text) == {
         "time": "2026-11-20T17:05:05.250Z", "level": "warning", "logger": "router.x",
-        "message": 'request r1: a "b"\nc', "trace_id": "ab" * 16, "request_id": "r1",
+        "message": 'request r1: a "b"\\nc', "trace_id": "ab" * 16, "request_id": "r1",
     }  # fmt: skip
     try:
         raise ValueError("broken")
@@ -31,3 +31,37 @@ def test_a_line_for_machines_is_one_object():
 def test_a_line_for_people_ends_with_its_trace():
     assert line("text", "done", ()).endswith("WARNING router.x: done")
     assert line("text", "done", (), **about(trace_id="abc")).endswith("x: done [trace abc]")
+
+
+FORGED = "x\n2026-11-27 03:00:00,000 INFO baton: all is well\x1b[2J\u202e\x9b1m\u2028 \ud800 ä"
+
+
+def test_what_others_send_makes_no_line_and_commands_no_terminal():
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        failed = sys.exc_info()
+    for form in ("text", "json"):
+        forged = line(form, args=(FORGED, FORGED), exc_info=failed, **about(handoff_id=FORGED))
+        begins = [part for part in forged.split("\n") if not part.startswith(" ")]
+        assert len(begins) == 1 and "INFO baton: all is well" in begins[0]
+        assert not [c for c in forged if c != "\n" and not c.isprintable()] and "ä" in forged
+
+
+def test_a_line_is_cut():
+    for form in ("text", "json"):
+        cut = line(form, args=("r", "x" * 70_000))
+        assert len(cut) < MAX_CHARS + 300 and "(70011 characters)" in cut
+
+
+def test_what_comes_again_and_again_is_one_line_in_a_while(caplog, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(log_format.time, "monotonic", lambda: now[0])
+    limited = RateLimit(logging.getLogger("router.x"))
+    for _ in range(2000):
+        limited.warning("refused %s", "a")
+    now[0] += log_format.RATE_LIMIT_S
+    limited.warning("refused %s", "b")
+    assert [record.getMessage() for record in caplog.records] == [
+        "refused a (1 such since the last line)", "refused b (2000 such since the last line)"
+    ]  # fmt: skip

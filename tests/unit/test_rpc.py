@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import weakref
@@ -17,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton import errors, rpc
 from baton.server import Health, bind
 from baton.v1 import inference_pb2, inference_pb2_grpc
+from tests.waiting import WAIT_S
 
 BASES = {errors.BatonError, errors.RetryableError, errors.TransferFailed}
 AT_START = {errors.ConfigError, errors.CheckpointError}  # no caller meets them
@@ -81,14 +83,14 @@ async def scripted():
 async def failure(stub):
     """What a unary call raises."""
     with pytest.raises(errors.BatonError) as failed, rpc.translated():
-        await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=10)
+        await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=WAIT_S)
     return failed.value
 
 
 async def stream_failure(stub):
     """What a stream raises after its messages."""
     with pytest.raises(errors.BatonError) as failed, rpc.translated():
-        async for _ in stub.Generate(inference_pb2.GenerateRequest(), timeout=10):
+        async for _ in stub.Generate(inference_pb2.GenerateRequest(), timeout=WAIT_S):
             pass
     return failed.value
 
@@ -117,7 +119,7 @@ async def test_a_channel_to_a_role_stays_connected_while_nothing_is_called(monke
     async with rpc.channel(address, role="decode") as held, rpc.channel(address) as other:
         for channel in (held, other):
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-        await asyncio.wait_for(other.wait_for_state_change(ChannelConnectivity.READY), 10)
+        await asyncio.wait_for(other.wait_for_state_change(ChannelConnectivity.READY), WAIT_S)
         await asyncio.sleep(0.5)
         assert held.get_state() is ChannelConnectivity.READY
     await server.stop(None)
@@ -133,7 +135,7 @@ async def test_a_bug_and_an_unknown_code_are_internal(scripted, caplog):
     (record,) = (record for record in caplog.records if record.name == "baton.rpc")
     assert record.exc_info is not None and record.exc_info[1] is servicer.error
     with pytest.raises(errors.InternalError, match=r"^UNIMPLEMENTED: "), rpc.translated():
-        await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=10)
+        await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=WAIT_S)
 
 
 @pytest.fixture
@@ -183,7 +185,110 @@ async def test_malformed_requests_are_refused_with_one_line(scripted, caplog):
         arity = "stream" if "Reflection" in method else "unary"
         raw: Any = b"\xff\xff" if arity == "unary" else iter([b"\xff\xff"])
         with pytest.raises(errors.InvalidRequest, match=method), rpc.translated():
-            async for _ in getattr(channel, f"{arity}_stream")(method)(raw, timeout=10):
+            async for _ in getattr(channel, f"{arity}_stream")(method)(raw, timeout=WAIT_S):
                 pass
     (record,) = caplog.records
     assert record.name == "baton.rpc" and record.exc_info is None
+
+
+@contextlib.asynccontextmanager
+async def served(servicer=None, **limits):
+    """A server with these limits, and a channel to it."""
+    server, address = bind("127.0.0.1", 0, **limits)
+    servicer = servicer or Scripted()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+    await server.start()
+    async with rpc.channel(address) as channel:
+        yield channel
+    await server.stop(None)
+
+
+async def nothing():
+    """The request of a call that never comes."""
+    await asyncio.Event().wait()
+    yield b""
+
+
+def refuse(method, context):
+    raise errors.Unauthenticated("who are you?")
+
+
+@pytest.mark.parametrize("arity", ["unary", "stream"])
+async def test_a_caller_without_a_key_is_refused_before_the_request_is_read(arity):
+    method = METHODS[arity == "stream"]
+    async with served(authorize=refuse) as channel:
+        call = getattr(channel, f"stream_{arity}")(method)(nothing(), timeout=60)
+        with pytest.raises(errors.Unauthenticated), rpc.translated():
+            await (call if arity == "unary" else call.read())
+
+
+async def test_a_request_that_is_too_large_is_not_parsed():
+    async with served(max_request_bytes=lambda: 1000) as channel:
+        call = channel.unary_unary(METHODS[0])(b"\xff" * 1001, timeout=60)
+        with pytest.raises(errors.InvalidRequest, match="1001 bytes"), rpc.translated():
+            await call
+
+
+async def test_a_request_that_does_not_come_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(rpc, "RECEIVE_S", 0.1)
+    async with served() as channel:
+        call = channel.stream_unary(METHODS[0])(nothing(), timeout=60)
+        with pytest.raises(errors.DeadlineExceeded, match="did not come"), rpc.translated():
+            await call
+
+
+class Running(inference_pb2_grpc.InferenceServiceServicer):
+    """Streams until it is told to end; its unary answer is the port of who calls."""
+
+    def __init__(self):
+        self.end = asyncio.Event()
+
+    async def Generate(self, request, context):
+        while not self.end.is_set():
+            yield inference_pb2.GenerateResponse()
+            await asyncio.sleep(0.02)
+
+    async def Tokenize(self, request, context):
+        return inference_pb2.TokenizeResponse(token_ids=[int(context.peer().rsplit(":")[-1])])
+
+
+async def test_a_client_connects_anew_in_time_and_its_streams_run_on():
+    servicer = Running()
+    async with served(servicer, reconnect_s=0.3) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        stream, peers = stub.Generate(inference_pb2.GenerateRequest(), timeout=60), set()
+        async for _ in stream:
+            answer = await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=60)
+            peers.update(answer.token_ids)  # the ports of its connections
+            if len(peers) > 5:  # far more time than its own connection has passed
+                servicer.end.set()
+        assert await stream.code() is StatusCode.OK
+
+
+async def test_a_call_does_not_hold_an_old_connection_for_ever(monkeypatch):
+    monkeypatch.setattr(rpc, "LONGEST_CALL_S", 0.3)
+    async with served(Running(), reconnect_s=0.3) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        with pytest.raises(errors.Unavailable), rpc.translated():
+            async for _ in stub.Generate(inference_pb2.GenerateRequest(), timeout=60):
+                pass
+
+
+async def test_calls_at_a_time_are_limited(monkeypatch):
+    monkeypatch.setattr(rpc, "MAX_CALLS", 2)
+    async with served(Running()) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        running = [stub.Generate(inference_pb2.GenerateRequest(), timeout=60) for _ in range(2)]
+        for stream in running:
+            await stream.read()
+        with pytest.raises(errors.Overloaded), rpc.translated():
+            await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=60)
+        for stream in running:
+            stream.cancel()
+        # A call is counted until the server is done with it.
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(AioRpcError):
+                    await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=60)
+                    break
+                await asyncio.sleep(0.01)

@@ -9,6 +9,7 @@ import pytest
 
 from baton import rpc
 from baton.server import EventLoop, measure_lag
+from tests.waiting import WAIT_S
 
 CALLS, MESSAGES = 150, 4
 TURNS = 200  # far fewer than events
@@ -35,7 +36,7 @@ def address():
 
 def test_events_of_grpc_do_not_come_one_a_turn(address):
     async def turns():
-        async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(20):
+        async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(WAIT_S):
 
             async def call():
                 return [_ async for _ in channel.unary_stream("/any/call")(b"")]
@@ -57,7 +58,7 @@ def test_calls_are_not_taken_one_a_turn():
     def call_at_once(address):
         with grpc.insecure_channel(address) as channel:
             call = channel.unary_unary("/any/call")
-            return [f.result(30) for f in [call.future(b"") for _ in range(CALLS)]]
+            return [f.result(WAIT_S) for f in [call.future(b"") for _ in range(CALLS)]]
 
     async def turns():
         server, taken, now = rpc.server(), [], 0
@@ -87,7 +88,7 @@ async def test_a_timer_that_runs_late_shows_how_long_the_loop_was_busy():
     seen, blocked = asyncio.Queue(), 0.2
     measuring = asyncio.create_task(measure_lag(seen.put_nowait))
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             await seen.get()
             time.sleep(blocked)  # noqa: ASYNC251 - the turn is long
             assert await seen.get() >= blocked - 0.1

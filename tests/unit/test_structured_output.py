@@ -25,9 +25,9 @@ from baton.sampling import (
 )
 from baton.structured_output import GrammarCompiler
 from baton.text import load_tokenizer
+from tests.waiting import WAIT_S
 
 VOCAB, EOS = 4096, 1
-WAIT_S = 60.0
 TOKENIZER = load_tokenizer(DEMO_MODEL)
 
 

@@ -77,6 +77,8 @@ def test_a_span_says_how_its_work_ended(recorded, raised, status, description):
     (done,) = recorded.spans
     if raised and status is StatusCode.UNSET:
         attributes["baton.cancelled"] = True
+    elif raised:
+        attributes["error.type"] = type(raised).__name__
     assert (done.name, done.kind, dict(done.attributes or {})) == ("work", kind, attributes)
     assert (done.status.status_code, done.status.description) == (status, description)
 

@@ -3,11 +3,12 @@
 import asyncio
 import shutil
 import ssl
+from functools import partial
 
 import httpx
 import pytest
 
-from baton import rpc, tls
+from baton import cli, rpc, tls
 from baton.connection import MessageConnection, connect
 from baton.errors import ConfigError, Unauthenticated, Unavailable
 from baton.local import certs
@@ -18,8 +19,9 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
 from baton.worker.metrics import LoadTracker
 from baton.worker.router_port import RouterPort
+from tests.waiting import WAIT_S
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = WAIT_S
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,7 @@ async def call(address, credentials, method="Describe", role="decode"):
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         with rpc.translated():
             request = getattr(worker_pb2, f"{method}Request")()
-            answer = getattr(stub, method)(request, timeout=TIMEOUT_S / 2)
+            answer = getattr(stub, method)(request, timeout=TIMEOUT_S)
             return await answer
 
 
@@ -134,6 +136,7 @@ class Accepting:
     """A worker, as its port for routers has it."""
 
     incarnation = "d"
+    max_message_bytes = 1 << 20
 
     def __init__(self):
         self.load_tracker, self.taken = LoadTracker(), 0
@@ -143,6 +146,7 @@ class Accepting:
 
     def take(self, router, message):
         self.taken += 1
+        yield
 
     def lost(self, router):
         """Nothing runs here."""
@@ -230,6 +234,59 @@ async def test_the_metrics_port_takes_tls_and_a_silent_client_stops_nobody(folde
         async with httpx.AsyncClient(verify=context, timeout=TIMEOUT_S) as client:
             assert (await client.get(f"{url}/metrics")).text == "page"
         silent.close()
+
+
+async def test_probes_need_no_tls(folder):
+    tls.use(of(folder, "decode", client_ca_file=folder / "ca.pem"))
+    health = Health()
+    async with (
+        health.probed("127.0.0.1", 0) as url,
+        httpx.AsyncClient(timeout=TIMEOUT_S, base_url=url) as client,
+    ):
+        for serving_, alive, statuses in (
+            (None, True, (200, 503)), (True, True, (200, 200)), (False, False, (503, 503)),
+        ):  # fmt: skip
+            if serving_ is not None:
+                await health.set(serving_, alive=alive)
+            answers = [await client.get(path) for path in ("/health", "/ready")]
+            assert tuple(answer.status_code for answer in answers) == statuses
+        assert [answer.text for answer in answers] == ["not alive", "not ready"]
+        assert (await client.get("/metrics")).status_code == 404
+        assert (await client.post("/ready")).status_code == 404
+
+
+@pytest.mark.parametrize("role", ["decode", "router"])
+async def test_a_process_is_asked_for_its_health_by_its_own_settings(
+    role, folder, monkeypatch, capsys
+):
+    """As in its container, whose environment is the service's."""
+    tls.use(of(folder, role, client_ca_file=folder / "ca.pem"))
+    health = Health()
+    await health.set(False)
+    server, address = bind("127.0.0.1", 0)
+    health.add_to(server, [])
+    await server.start()
+    settings = {
+        "HOST": "0.0.0.0", "PORT": address.rpartition(":")[2], "TLS_CLIENT_CA": folder / "ca.pem",
+        "TLS_CERT": folder / f"{role}.pem", "TLS_KEY": folder / f"{role}-key.pem",
+    }  # fmt: skip
+    for name, value in settings.items():
+        monkeypatch.setenv(f"BATON_OPT_{name}", str(value))
+    ask = partial(asyncio.to_thread, cli.main, ["health"])
+    assert await ask() == 1
+    await health.set(True)
+    assert await ask() == 0
+    said = capsys.readouterr()
+    assert said.out == "SERVING\n" and "NOT_SERVING" in said.err
+    async with health.probed("127.0.0.1", 0) as url:
+        monkeypatch.setenv("BATON_OPT_HEALTH_PORT", url.rpartition(":")[2])
+        assert await ask() == 0
+        await health.set(False)
+        assert await ask() == 1
+    assert await ask() == 1
+    said = capsys.readouterr()
+    assert said.out == "ready\n" and "not ready" in said.err and "--health-port" in said.err
+    await server.stop(None)
 
 
 async def test_a_new_certificate_is_taken_up_by_every_port_whichever_sees_it_first(worker, folder):

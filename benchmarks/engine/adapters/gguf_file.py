@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint import word
+from benchmarks.child import Failed, exit_text
 from benchmarks.shapes import SHAPES, Shape
 
 _NORMAL, _CONTROL = 1, 3  # kinds of tokens
@@ -28,11 +29,17 @@ def gguf_of(python: str, directory: str, shape: str, kind: str) -> Path:
     """The model of a directory as a GGUF file beside it, written if it is not there.
 
     In a process of its own under that interpreter: the memory that writing takes is given back.
+    Raises Failed with the end of what that printed.
     """
     file = Path(directory) / f"{kind}.gguf"
     if not file.exists():
-        module = "benchmarks.engine.adapters.gguf_file"
-        subprocess.run([python, "-m", module, directory, shape, kind, str(file)], check=True)
+        argv = [python, "-m", "benchmarks.engine.adapters.gguf_file", directory, shape, kind]
+        log = file.with_name(f"{file.name}.log")
+        with log.open("wb") as out:
+            status = subprocess.call([*argv, str(file)], stdout=out, stderr=subprocess.STDOUT)
+        if status:
+            raise Failed(f"{file.name} cannot be written: {exit_text(status, log)}")
+        log.unlink()
     return file
 
 

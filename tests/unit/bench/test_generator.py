@@ -9,7 +9,6 @@ from baton.bench.request import INTERRUPTED, Demand
 from tests.unit.bench.outcomes import FakeServer
 
 FOREVER = 1e9
-pytestmark = pytest.mark.timeout(60)
 
 
 class Slow(FakeServer):

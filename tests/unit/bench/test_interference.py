@@ -7,6 +7,7 @@ from itertools import islice
 import pytest
 
 from baton.bench.interference import interference, stream_stats, streams
+from baton.bench.report import failures_of
 from baton.bench.request import INTERRUPTED
 from baton.bench.workload import Interference, Lengths, Workload
 from tests.unit.bench.outcomes import FakeServer, outcome
@@ -89,4 +90,22 @@ async def test_it_ends_early():
     stop = asyncio.Event()
     stop.set()
     found, _ = await interference(Paced(), STREAMS, Interference(), True, stop)
-    assert found["prompts"]["sent"] == 0 and found["kept"] == 0.0
+    assert found["prompts"]["sent"] == 0 and found["kept"] is None
+
+
+class Refusing(Paced):
+    """It takes no long prompts, which disturb nobody then."""
+
+    async def answer(self, demand, outcome):
+        if demand.prompt_tokens < LOAD.prompt:
+            await super().answer(demand, outcome)
+        else:
+            outcome.status, outcome.message = "HTTP_400", "the context holds 1024 tokens"
+
+
+async def test_prompts_that_are_refused_leave_no_share_of_tokens_kept_but_their_reason():
+    found, _ = await interference(Refusing(), replace(STREAMS, salt=1), LOAD, True)
+    assert (found["prompts"]["sent"], found["prompts"]["failed"]) == (2, 2)
+    assert found["kept"] is None
+    report = {"stages": [], "interference": found}
+    assert failures_of(report) == "2 requests failed: HTTP_400: the context holds 1024 tokens"

@@ -24,6 +24,7 @@ from tests.unit.bench.outcomes import NO_SERVER
 from tests.unit.bench.scripted_openai import HELLO, ScriptedOpenAI, serving, text
 from tests.unit.client import scripted_router
 from tests.unit.client.scripted_router import ScriptedRouter
+from tests.waiting import WAIT_S
 
 LOAD = Workload(
     concurrency=2, count=8, prompt_lengths=Lengths(3, 9), output_lengths=Lengths(2, 2), seed=3
@@ -34,7 +35,7 @@ async def bench(load, url, **settings):
     """The report and what was said meanwhile."""
     said = io.StringIO()
     made = Settings(load, (url, RequestOptions()), **settings)
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(WAIT_S):
         report = await serve.run(made, Progress(Console(file=said)))
     return report, said.getvalue()
 
@@ -119,10 +120,13 @@ async def test_a_signal_ends_it_early(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("partial", "answered", "status"), [(False, (3, 1), 0), (False, (3, 0), 1), (True, (3, 0), 130)]
+    ("partial", "errors", "status"),
+    [(False, [], 0), (False, [("HTTP_400", "too long")], 1), (True, [("HTTP_400", "no")], 130)],
 )
-def test_the_exit_status_says_how_it_ended(partial, answered, status, monkeypatch, capsys):
-    stages = [{"figures": {"requests": {"ok": number}}} for number in answered]
+def test_the_exit_status_says_how_it_ended(partial, errors, status, monkeypatch, capsys):
+    """A request that failed is a failure, and the reason is said."""
+    found = [{"status": status, "count": 2, "message": message} for status, message in errors]
+    stages = [{"figures": {"errors": some}} for some in ([], found)]
     report = {"partial": partial, "stages": stages, "interference": None}
 
     async def run(settings, progress):
@@ -130,7 +134,9 @@ def test_the_exit_status_says_how_it_ended(partial, answered, status, monkeypatc
 
     monkeypatch.setattr(serve, "run", run)
     assert cli.main(["bench", "serve", "--json"]) == status
-    assert json.loads(capsys.readouterr().out) == report
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == report
+    assert ("2 requests failed: HTTP_400: too long" in shown.err) == (status == 1)
 
 
 async def test_a_server_that_does_not_answer_is_an_error(tmp_path):

@@ -11,6 +11,7 @@ from baton.bench.request import RequestOptions
 from baton.bench.workload import Interference, Settings, Workload
 from benchmarks import serve
 from benchmarks.child import Failed
+from benchmarks.engine.adapters.gguf_file import gguf_of
 from benchmarks.environment import Missing, Rivals, cores
 from benchmarks.serve import Comparison
 from tests.unit.bench.scripted_openai import HELLO, ScriptedOpenAI, serving
@@ -33,6 +34,16 @@ async def test_a_server_that_ends_is_a_failure_with_its_last_lines():
     with pytest.raises(Failed, match=r"status 4: no model \| no model"):
         async with serve.program(argv, {}):
             pass
+
+
+def test_a_file_for_a_rival_that_cannot_be_written_says_why(tmp_path):
+    """Not only with which status its program ended."""
+    missing = tmp_path / "no such model"
+    missing.mkdir()
+    with pytest.raises(
+        Failed, match=r"bf16.gguf cannot be written: it ended with status 1 \| .*Error"
+    ):
+        gguf_of(sys.executable, str(missing), "tiny", "bf16")
 
 
 async def test_the_aggregated_cluster_computes_every_prompt_on_its_decode_worker(
@@ -81,3 +92,21 @@ def test_a_variant_that_fails_is_left_out_and_what_there_is_is_shown(capsys):
     assert comparison.results["closed"]["good"][0]["requests"]["ok"] == 4
     shown = capsys.readouterr().out
     assert "closed: median (min-max)" in shown and "streams beside: tokens/s" in shown
+
+
+def test_a_variant_whose_requests_fail_is_named_with_the_reason_and_fails_the_run(capsys):
+    @asynccontextmanager
+    async def start(*scripts):
+        async with serving(ScriptedOpenAI(*scripts)) as url:
+            yield url, RequestOptions()
+
+    refusal = (400, '{"error": {"message": "the context holds 1024 tokens"}}')
+    variants = {
+        "good": partial(start, HELLO),
+        "refusing": partial(start, *[HELLO] * 4, refusal),
+    }
+    comparison = Comparison({"closed": Settings(Workload(concurrency=2, count=4))})
+    assert comparison.run(variants, 1) == 1
+    why = "4 requests failed: HTTP_400: the context holds 1024 tokens"
+    assert comparison.failed == {"refusing": f"closed: {why}"}
+    assert f"refusing: closed: {why}" in capsys.readouterr().out

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import math
 import threading
+from collections import Counter
 
 import grpc
 import pytest
@@ -14,9 +16,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 import baton
 from baton import errors
 from baton.client import Model, RetryPolicy
+from baton.client.call import Attempts
 from baton.local import certs, ports
 from baton.v1 import common_pb2, fleet_pb2, worker_pb2
 from tests.unit.client.scripted_router import HELLO, ScriptedRouter, delta, finish, serving, started
+from tests.waiting import WAIT_S
 
 
 async def test_calls_arrive_with_their_input_key_and_deadline(connect, serve):
@@ -184,6 +188,34 @@ async def test_tls(connect, tmp_path):
                     await plain.generate("x")
 
 
+def test_clients_begin_at_any_router_and_flee_from_a_full_one_to_several():
+    addresses = [f"127.0.0.1:{number}" for number in range(1, 6)]
+    begun, fled = Counter(), Counter()
+    for _ in range(300):
+        client = baton.Client(addresses)
+        attempts = Attempts(client, None)
+        begun[attempts.address] += 1
+        client._preferred = 0
+        attempts, tried = Attempts(client, None), [addresses[0]]
+        for _ in range(4):
+            attempts.failed(errors.Overloaded("full", 0.1))
+            tried.append(attempts.address)
+        assert sorted(tried) == addresses  # each, before one is asked again
+        fled[tried[1]] += 1
+        client.close()
+    assert all(30 < begun[address] < 100 for address in addresses)
+    assert all(40 < fled[address] < 120 for address in addresses[1:])
+
+
+def test_of_two_routers_the_one_that_failed_longest_ago_is_called():
+    client = baton.Client(["127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"])
+    client._preferred, client._failed_at = 0, [-math.inf, 2.0, 1.0]
+    attempts = Attempts(client, None)
+    attempts.failed(errors.Overloaded("full"))
+    assert attempts.address == "127.0.0.1:3"
+    client.close()
+
+
 async def test_a_closed_client_leaves_no_thread(serve):
     address = await serve(ScriptedRouter(HELLO))
 
@@ -194,7 +226,7 @@ async def test_a_closed_client_leaves_no_thread(serve):
             client.models()
         left = [t for t in threading.enumerate() if t not in before]
         for thread in left:
-            thread.join(10)
+            thread.join(WAIT_S)
         return [t.name for t in left if t.is_alive()]
 
     assert await asyncio.to_thread(use) == []

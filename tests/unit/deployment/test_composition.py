@@ -1,7 +1,10 @@
 """Compose files: what would fail, or quietly do nothing, when they are used."""
 
+import asyncio
 import contextlib
 import io
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +15,7 @@ import pytest
 from baton.cli import parser
 from baton.cli.services import router_config, worker_config
 from baton.errors import BatonError
+from baton.server import Health
 from tests.unit.deployment.files import BASE, COMPOSE, OVERLAYS, load, merge
 
 OPTION = "BATON_OPT_"
@@ -177,3 +181,27 @@ def test_containers_have_defaults_that_variables_and_options_overrule(tmp_path):
     assert started("router", BATON_OPT_ADVERTISE="h:1", BATON_OPT_PORT="7701", BATON_OPT_X="") == [
         "router", "BATON_OPT_ADVERTISE=h:1", defaults[0], "BATON_OPT_PORT=7701", "BATON_OPT_X="
     ]  # fmt: skip
+
+
+async def test_the_image_asks_for_its_health():
+    (line,) = re.findall(r"HEALTHCHECK .*\n *CMD (.*)", (COMPOSE / "Dockerfile").read_text())
+    health = Health()
+    async with health.probed("127.0.0.1", 0) as url:
+        port = {"BATON_OPT_HEALTH_PORT": url.rpartition(":")[2]}
+
+        async def status():
+            command = (sys.executable, *json.loads(line)[1:])
+            asked = await asyncio.create_subprocess_exec(*command, env={**os.environ, **port})
+            return await asked.wait()
+
+        assert json.loads(line)[0] == "python3" and await status() == 1
+        await health.set(True)
+        assert await status() == 0
+    assert await status() == 1
+
+
+@pytest.mark.parametrize("command", ["router", "decode-worker"])
+def test_a_service_starts_where_commands_have_their_options_too(command, monkeypatch):
+    monkeypatch.setenv("BATON_OPT_TLS_NAME", "decode.baton")
+    args = parser().parse_args([command])
+    (router_config if command == "router" else worker_config)(args)

@@ -6,8 +6,7 @@ from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.loop import Progress, StepReport
 from tests.unit.engine.small_models import require
-
-WAIT_S = 60.0
+from tests.waiting import WAIT_S
 
 
 def load(directory=None, **settings):

@@ -26,13 +26,15 @@ class GatedRunner(StepRunner):
         super().__init__(torch.zeros(64), None)
         self.allow, self.begun = threading.Semaphore(0), threading.Event()
         self.opened = self.failing = False
+        self.poison = ""  # the beginning of ids of sequences that fail their steps
         self.plans = []
 
     def run(self, plan):
         self.plans.append([work.sequence.seq_id for work in plan.work])
         self.begun.set()
         assert self.opened or self.allow.acquire(timeout=WAIT_S)
-        if self.failing:
+        poisoned = self.poison and any(one.startswith(self.poison) for one in self.plans[-1])
+        if self.failing or poisoned:
             raise RuntimeError("out of memory")
         return {work.sequence.seq_id: SampledTokens((7,)) for work in plan.work if work.samples}
 
@@ -126,6 +128,44 @@ def test_steps_that_keep_failing_end_the_engine_and_every_future(bench):
         bench.engine.ended.result(WAIT_S)
     with pytest.raises(Unavailable, match="out of memory"):
         bench.engine.add(sequence("late")).result(WAIT_S)
+
+
+def test_one_prompt_that_fails_all_its_steps_does_not_end_the_engine(bench):
+    bench.runner.open()
+    bench.runner.poison = "poison"
+    poison = sequence("poison", 3).tokens
+    for at in range(3 * MAX_FAILED_STEPS):  # as routers send it again, and its callers
+        again = Sequence(f"poison-{at}", list(poison), 3, SamplingParams(max_tokens=8))
+        bench.engine.add(again)
+        assert "out of memory" in bench.until_token_or_end(again.seq_id).abort_reason
+    bench.engine.add(sequence("other", 3, 1))
+    assert bench.until_token_or_end("other").token_ids
+
+
+def test_a_sequence_that_is_to_run_alone_shares_no_step_and_delays_the_others_by_every_other_one(
+    bench,
+):
+    engine, runner = bench.engine, bench.runner
+    engine.add(sequence("a", 3, max_tokens=40))
+    engine.add(sequence("b", 3, max_tokens=40))
+    for name in ("s1", "s2"):  # prompts of two chunks
+        engine.add(sequence(name, 20, max_tokens=30, alone_tokens=4))
+    runner.poison = "s2"
+    runner.open()
+    ended = {}
+    while len(ended) < 4:
+        for one in bench.next_report().progress:
+            if end := one.finish_reason or one.abort_reason:
+                ended[one.seq_id] = end
+    assert "out of memory" in ended.pop("s2")
+    assert ended == dict.fromkeys(("a", "b", "s1"), "length")
+    engine.submit(engine._blocks.check).result(WAIT_S)
+    alone = [plan for plan in runner.plans if plan in (["s1"], ["s2"])][:6]
+    assert alone == [["s1"]] * 5 + [["s2"]], "until it has four tokens; then the next one"
+    first = runner.plans.index(["s1"])
+    turns = [plan == ["s1"] for plan in runner.plans[first : first + 9]]
+    assert turns == [True, False] * 4 + [True]
+    assert any(set(plan) == {"a", "b", "s1"} for plan in runner.plans), "from then on it shares"
 
 
 def test_more_sequences_than_the_batch_can_soon_take_are_refused(bench):

@@ -82,7 +82,7 @@ def test_ranks_give_the_tokens_of_one_process(tmp_path, architecture, options, s
     assert pools == [1, settings["tp"] if "tp_backend" in settings else 1]
     assert one.descriptor == several.descriptor, "they may be paired"
     expected, found = generated(one), generated(several)
-    assert 0 < several.runner.ranks.collective_s < 60
+    assert 0 < several.runner.ranks.collective_s < WAIT_S
     if "quantization" in settings:  # whose scales are each shard's own
         pairs = [
             (a, b) for name in expected for a, b in zip(expected[name], found[name], strict=True)
@@ -165,7 +165,7 @@ def test_a_rank_whose_end_takes_for_ever_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(ranks, "_STOP_S", 0.1)
     ours, theirs = ranks.Pipe()
     theirs.close()
-    with ranks.subprocess.Popen(["sleep", "30"]) as process:
+    with ranks.subprocess.Popen(["sleep", f"{WAIT_S}"]) as process:
         with pytest.raises(ConfigError, match="its connection ended, but it did not"):
             ranks._Other(1, ours, process).answer(WAIT_S)
         process.kill()
@@ -214,7 +214,7 @@ def test_a_rank_maps_the_gpu_memory_that_the_first_one_allocated(monkeypatch):
     obeying = threading.Thread(target=obey)
     obeying.start()
     _, pool = ranks.RankedModel.pools(first, layout, allocate)
-    obeying.join(5)
+    obeying.join(WAIT_S)
     rank.pool[3] = 7
     assert rank.pool.shape == pool.shape == (4, 1, 2, 1, 4, 2)
     assert torch.equal(rank.pool, pool) and pool.count_nonzero() == pool[3].numel()
@@ -295,7 +295,7 @@ def test_a_rank_that_ends_or_hangs_fails_the_engine_in_time(tmp_path, monkeypatc
         finally:
             took = time.monotonic() - began
             monkeypatch.setattr(ranks, "_STOP_S", 0.5)
-    assert took < 20
+    assert took < WAIT_S
     assert all(process.wait(WAIT_S) is not None for process in others)
 
 

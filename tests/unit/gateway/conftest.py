@@ -42,7 +42,9 @@ class Gateway:
         limits.setdefault("grammars", GrammarCompiler(DEMO_MODEL, 4096, {1}))
         self.api = limits.pop("api", ApiConfig())
         limits.setdefault("aliases", self.api.model_aliases)
-        admission = Admission("tiny", tokenizer, limits.pop("default_timeout_s", 10.0), **limits)
+        admission = Admission(
+            "tiny", tokenizer, limits.pop("default_timeout_s", TIMEOUT_S), **limits
+        )
         self.cluster = cluster
         self.tokenizer = tokenizer
         self.service = GenerationService(
@@ -66,6 +68,7 @@ class Gateway:
     async def __aexit__(self, *exc):
         await self.idle()
         await self._stack.aclose()
+        await self.service.admission.aclose()
 
     async def idle(self):
         """Returns once no request runs."""

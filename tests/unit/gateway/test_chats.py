@@ -115,7 +115,7 @@ async def test_fields_of_chats_reach_the_template_and_the_workers(says):
         ({"best_of": 2}, "best_of"),
         ({"regex": "a"}, "regex"),
         ({"messages": [{"role": "assistant", "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}]}]},
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[]"}}]}]},
          "messages[0].tool_calls[0].function.arguments"),
     ],
 )  # fmt: skip

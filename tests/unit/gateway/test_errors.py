@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from baton import errors
+from baton import errors, rpc
 from baton.gateway import api, generation
-from baton.gateway.generation import MAX_BODY_BYTES, max_body_bytes
+from baton.gateway.generation import MAX_BODY_BYTES
 from baton.gateway.request import parse_chat, parse_completion
 from baton.http_errors import failure_of
 from router import frontend
@@ -174,13 +174,23 @@ async def test_unknown_paths_methods_and_models(gateway):
 
 
 async def test_no_worker_is_503_with_retry_after(gateway_of):
-    gateway = await gateway_of(prefill=0)
+    gateway = await gateway_of(decode=0, cluster={"recovery_s": 0.1})
     response = await gateway.complete()
-    assert "no prefill worker" in error_of(response, 503)["message"]
+    assert "no decode worker" in error_of(response, 503)["message"]
     assert response.headers["retry-after"] == "1"
     response = await gateway.client.get("/ready")
-    assert "no prefill worker" in error_of(response, 503)["message"]
+    assert "no decode worker" in error_of(response, 503)["message"]
     assert (await gateway.client.get("/health")).status_code == 200
+
+
+async def test_decode_workers_alone_serve_all_but_embeddings(gateway_of):
+    gateway = await gateway_of(prefill=0, cluster={"recovery_s": 0.1})
+    assert (await gateway.client.get("/ready")).status_code == 200
+    gateway.decode.reserves = [gateway.decode.accept_and_start]
+    assert (await gateway.complete()).status_code == 200
+    response = await gateway.post("/v1/embeddings", {"input": [3, 4]})
+    message = error_of(response, 503)["message"]
+    assert "no prefill worker" in message and "only what generates tokens" in message
 
 
 async def test_a_full_queue_is_429_with_retry_after(gateway_of):
@@ -247,8 +257,11 @@ def test_a_body_of_many_values_costs_little_to_refuse(body):
 
 
 async def test_a_large_body_is_parsed_on_a_thread(gateway, monkeypatch):
-    assert max_body_bytes(0) == max_body_bytes(1 << 24) == MAX_BODY_BYTES
-    assert (max_body_bytes(4096), max_body_bytes(1 << 18)) == (2 << 20, 4 << 20)
+    assert rpc.max_request_bytes(0) == rpc.max_request_bytes(1 << 24) == MAX_BODY_BYTES
+    assert (rpc.max_request_bytes(4096), rpc.max_request_bytes(1 << 18)) == (
+        2 << 20,
+        4 << 20,
+    )
     threads, decode = [], api.decode
 
     def watched(*args):
@@ -333,7 +346,7 @@ async def begun_with_three_choices(gateway):
             yield message
 
     prefill.scripts = [slow]
-    call = asyncio.create_task(gateway.complete({"x-request-timeout": "2"}, n=3))
+    call = asyncio.create_task(gateway.complete({"x-request-timeout": f"{TIMEOUT_S}"}, n=3))
     await seen(lambda: not prefill.scripts)
     return call, go_on
 

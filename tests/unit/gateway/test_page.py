@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import re
 import shutil
 from functools import partial
 
@@ -12,10 +13,10 @@ import pytest
 
 from tests.unit.router.scripted_workers import TIMEOUT_S
 from tests.unit.router.small_tokenizers import byte_tokenizer
+from tests.waiting import WAIT_S
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), "")
-WAIT_S = 30.0
 
 
 class Page:
@@ -188,16 +189,89 @@ async def test_an_error_is_shown_as_the_server_says_it(page, gateway_of, tmp_pat
     assert await page.texts(".text") == ["Hi", "abc"]
 
 
-async def test_reasoning_is_folded_and_code_is_not_markup(page, gateway):
-    await page.open(gateway.url)
-    pieces = ["So:\n\n```py\nx = '<i>'\n", "```\n\ndone"]
-    deltas = [{"reasoning_content": "hm"}, *({"content": piece} for piece in pieces)]
+async def answers(page, *deltas):
+    """Has the page get an answer of these parts."""
     chunks = [f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n" for delta in deltas]
     body = json.dumps("".join([": waiting\n\n", *chunks, "data: [DONE]\n\n"]))
     await page.value(f"window.fetch = async () => new Response({body})")
     await page.send("Hi")
     await page.until("!running && document.querySelector('.stats')")
-    assert await page.texts(".assistant .text") == ["So:x = '<i>'done"]
+
+
+MARKDOWN = """\
+# One *two* `three`
+1. a
+   ```py
+   def f():
+       pass
+   ```
+2. **b** [link](https://a.example/b) [no](javascript:alert(1)) <img src=x onerror=alert(1)>
+   - c
+
+| x | y |
+|---|---|
+| `1` | ~~2~~ |
+
+> snake_case_name 2 * 3 * 4
+"""
+
+
+async def test_markdown_is_shown_and_nothing_in_it_is_html(page, gateway):
+    await page.open(gateway.url)
+    await answers(page, *({"content": MARKDOWN[at : at + 7]} for at in range(0, 500, 7)))
+    shown = await page.value("document.querySelector('.assistant .text').innerHTML")
+    shown = re.sub(r' (class|tabindex|type|title|target|rel)="[^"]*"', "", shown)
+    assert shown == (
+        "<h1>One <em>two</em> <code>three</code></h1>"
+        '<ol start="1"><li><p>a</p>'
+        "<div><pre>def f():\n    pass</pre><button>Copy</button></div></li>"
+        '<li><p><strong>b</strong> <a href="https://a.example/b">link</a> [no](javascript:alert(1))'
+        " &lt;img src=x onerror=alert(1)&gt;</p><ul><li><p>c</p></li></ul></li></ol>"
+        "<table><tr><th>x</th><th>y</th></tr>"
+        "<tr><td><code>1</code></td><td><del>2</del></td></tr></table>"
+        "<blockquote><p>snake_case_name 2 * 3 * 4</p></blockquote>"
+    )
+    await page.value("window.copy = async (text) => { window.copied = text; }")
+    await page.value("document.querySelector('.code button').click()")
+    await page.until("document.querySelector('.code button').textContent === 'Copied'")
+    assert await page.value("window.copied") == "def f():\n    pass"
+    assert page.complaints == []
+
+
+async def test_no_text_takes_long_to_show(page, gateway):
+    """Of patterns that go back over what they have read, each of these would take minutes."""
+    await page.open(gateway.url)
+    worst = [
+        *(part * 15_000 for part in ("`", "**a ", "_a ", ">>>>", "[a](", "- ", "|a|\n")),
+        "a" + " " * 60_000 + "x", "```" + "a" * 60_000 + "`", "- " + " " * 60_000 + "\u2028x",
+        "|a|\n" + "-" * 60_000 + "x|", "http://" + "." * 60_000, "**`_~~[" * 8_000,
+    ]  # fmt: skip
+    show = "(text) => show(document.createElement('div'), text)"
+    await page.value(f"{json.dumps(worst)}.forEach({show})")  # or the call's time is over
+
+
+async def test_a_chat_is_there_after_a_reload_also_in_the_midst_of_an_answer(page, gateway):
+    gateway.decode.runs.append(partial(gateway.decode.run_to_end, most=2))
+    await page.open(gateway.url)
+    await page.send("<b>Hi</b>")
+    await page.until("document.querySelectorAll('.text')[1]?.textContent === 'abc'")
+    await page.call("Page.reload")
+    await page.until("document.querySelector('.stats button')?.textContent === 'Regenerate'")
+    assert await page.texts(".text") == ["<b>Hi</b>", "abc"]
+    await page.send("more")
+    await page.until("!running && document.querySelectorAll('.text').length === 4")
+    assert prompts(gateway)[-1] == "user:<b>Hi</b>\nassistant:abc\nuser:more\nassistant:"
+    await page.value("$('clear').click()")
+    await page.call("Page.reload")
+    await page.until("document.readyState === 'complete' && !$('empty').hidden")
+    assert await page.texts(".text") == []
+
+
+async def test_reasoning_is_folded_and_code_is_not_markup(page, gateway):
+    await page.open(gateway.url)
+    pieces = ["So:\n\n```py\nx = '<i>'\n", "```\n\ndone"]
+    await answers(page, {"reasoning_content": "hm"}, *({"content": piece} for piece in pieces))
+    assert await page.texts(".assistant .text") == ["So:x = '<i>'Copydone"]
     assert await page.texts(".assistant pre") == ["x = '<i>'"]
     assert await page.value("document.querySelector('details').open") is False
     assert await page.texts("details") == ["Reasoninghm"]

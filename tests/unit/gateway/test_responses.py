@@ -154,7 +154,7 @@ async def test_an_output_passed_back_is_one_turn_of_a_chat(says, client_of):
     ]
     body = {"input": [user, *output, *answers, *output[:2], output[1]], "instructions": "Be short."}
     parsed = parse_response(json.dumps(body).encode())
-    system, user, turn, *answers, last, after = parsed.requests[0].chat.messages
+    system, user, turn, *answers, last, after = parsed.base.chat.messages
     assert [(m.role, m.content) for m in (system, user, turn, last, after)] == [
         ("system", "Be short."), ("user", "Hi"), *3 * [("assistant", "See:")],
     ]  # fmt: skip
@@ -203,7 +203,7 @@ def test_of_one_step_the_rest_of_a_call_comes_before_text_and_text_before_the_ne
     assert [(call.name, call.arguments) for call in (first, second)] == [("f", "{}"), ("g", "")]
 
 
-CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"}
+CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "[]"}
 
 
 @pytest.mark.parametrize(

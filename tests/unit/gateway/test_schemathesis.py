@@ -25,6 +25,7 @@ from baton.gateway import batch_store, batches, routes
 from baton.gateway.openapi import document
 from tests.unit.router.scripted_workers import Cluster
 from tests.unit.router.small_tokenizers import byte_tokenizer
+from tests.waiting import WAIT_S
 
 from .conftest import Gateway
 
@@ -75,7 +76,7 @@ def url(tmp_path_factory):
     suppress_health_check=list(HealthCheck),
 )
 def test_answers_are_as_described(case, url):
-    response = case.call(base_url=url, timeout=30)
+    response = case.call(base_url=url, timeout=WAIT_S)
     excluded = list(NOT_IN_THE_DESCRIPTION)
     if UNKNOWN_HEADER in (case.headers or {}):  # which HTTP has ignored
         excluded.append(negative_data_rejection)

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import json
 import re
 import socket
 
@@ -439,6 +440,47 @@ async def test_connections_and_requests_at_a_time_are_limited(gateway_of, monkey
     assert heard.startswith(b"HTTP/1.1 503 ")
     assert b"\r\nretry-after: 1\r\n" in heard
     assert b"too many connections" in heard
+
+
+async def test_a_port_that_is_handed_over_answers_each_client_once_more(gateway_of, monkeypatch):
+    """Two connections are idle, one has not asked yet, and one reads a stream that began before."""
+    monkeypatch.setattr(http_server, "LEAVE_S", 0.5)
+    gateway = await gateway_of()
+    where = "127.0.0.1", gateway.port
+
+    async def ask(reader, writer):
+        writer.write(GET + b"\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        return head, await reader.readexactly(int(re.search(rb"length: (\d+)", head)[1]))
+
+    async def asked(reader, writer):
+        head, _ = await ask(reader, writer)
+        assert b"connection: close" in head and not await reader.read()
+
+    used, idle, new, streaming = [await asyncio.open_connection(*where) for _ in range(4)]
+    for connection in (used, idle):
+        assert b"connection: close" not in (await ask(*connection))[0]
+    body = json.dumps({"prompt": [2] * 4, "max_tokens": 2, "stream": True, "ignore_eos": True})
+    paused = []
+    gateway.decode.runs = [lambda *run: paused.append(run)]
+    post = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b"
+    streaming[1].write(post % (len(body), body.encode()))
+    await streaming[0].readuntil(b"data: ")
+    (leave,) = gateway.service.on_leave
+    leaving = asyncio.create_task(leave())
+    await asyncio.sleep(0)
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(*where)
+    await asked(*used)
+    await asked(*new)
+    assert not await idle[0].read()
+    gateway.decode.run_to_end(*paused[0])
+    await streaming[0].readuntil(b"0\r\n\r\n")
+    assert not leaving.done()
+    await asked(*streaming)
+    await leaving
+    for _, writer in (used, idle, new, streaming):
+        writer.close()
 
 
 @pytest.mark.parametrize(("requests", "answers"), [(10, 10), (1000, 0)])

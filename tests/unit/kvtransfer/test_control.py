@@ -11,6 +11,7 @@ from baton.errors import DeadlineExceeded, InvalidRequest, KvCorrupted, Overload
 from baton.v1 import handoff_pb2 as pb
 from baton.v1.handoff_pb2_grpc import HandoffServiceStub, add_HandoffServiceServicer_to_server
 from kvtransfer.control import Control, ControlServicer
+from tests.waiting import WAIT_S
 
 READY, COMMIT, ABORT = pb.ReadyRequest(handoff_id="h"), pb.CommitRequest(), pb.AbortRequest()
 
@@ -47,9 +48,9 @@ async def test_calls_are_answered_in_any_order_each_with_its_trace_and_its_error
     async with served(ready=ready, commit=commit, abort=abort) as (control, _, _):
         first = asyncio.create_task(control.call(READY, 5.0, {"traceparent": "00-1"}))
         with pytest.raises(KvCorrupted, match="1 != 2"):
-            await control.call(COMMIT, 5.0, {})
+            await control.call(COMMIT, WAIT_S, {})
         with pytest.raises(Overloaded) as caught:
-            await control.call(ABORT, 5.0, {})
+            await control.call(ABORT, WAIT_S, {})
         assert caught.value.retry_after_s == 1.5
         slow.set()
         assert (await first).block_ids == [3]
@@ -78,38 +79,38 @@ async def committed(request, trace):
 async def test_a_call_that_nobody_waits_for_is_cancelled_there_and_the_stream_goes_on(how):
     begun, ended, ready = never_answered()
     async with served(ready=ready, commit=committed) as (control, _, _):
-        call = asyncio.create_task(control.call(READY, 0.3 if how == "in time" else 30.0, {}))
-        await asyncio.wait_for(begun.wait(), 5)
+        call = asyncio.create_task(control.call(READY, 1.0 if how == "in time" else WAIT_S, {}))
+        await asyncio.wait_for(begun.wait(), WAIT_S)
         stream = control._stream
         if how == "cancelled":
             call.cancel()
         with pytest.raises(DeadlineExceeded if how == "in time" else asyncio.CancelledError):
             await call
-        await asyncio.wait_for(ended.wait(), 5)
-        assert await control.call(COMMIT, 5.0, {}) == pb.CommitResponse()
+        await asyncio.wait_for(ended.wait(), WAIT_S)
+        assert await control.call(COMMIT, WAIT_S, {}) == pb.CommitResponse()
         assert control._stream is stream and not stream.waiting
 
 
 async def test_a_stream_that_breaks_fails_what_waits_and_the_next_call_opens_another():
     begun, ended, ready = never_answered()
     async with served(ready=ready, commit=committed) as (control, servicer, _):
-        call = asyncio.create_task(control.call(READY, 30.0, {}))
-        await asyncio.wait_for(begun.wait(), 5)
+        call = asyncio.create_task(control.call(READY, WAIT_S, {}))
+        await asyncio.wait_for(begun.wait(), WAIT_S)
         (answers,) = servicer._streams
         answers.put_nowait(None)
         with pytest.raises(Unavailable, match="has ended"):
             await call
-        await asyncio.wait_for(ended.wait(), 5)
-        await control.call(COMMIT, 5.0, {})
+        await asyncio.wait_for(ended.wait(), WAIT_S)
+        await control.call(COMMIT, WAIT_S, {})
         servicer.close_streams()  # the worker leaves
         with pytest.raises(Unavailable):
             while True:
-                await control.call(COMMIT, 5.0, {})
+                await control.call(COMMIT, WAIT_S, {})
     begun_at = time.monotonic()
     gone = Control("127.0.0.1:9")
     with pytest.raises(Unavailable):
-        await gone.call(COMMIT, 5.0, {})
-    assert time.monotonic() - begun_at < 4.0, "it is refused, and not waited for"
+        await gone.call(COMMIT, WAIT_S, {})
+    assert time.monotonic() - begun_at < WAIT_S, "it is refused, and not waited for"
     await gone.close()
 
 

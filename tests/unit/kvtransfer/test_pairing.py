@@ -7,7 +7,7 @@ import torch
 
 from baton.errors import ConfigError, KvMismatch
 from baton.v1 import common_pb2
-from kvtransfer import transports
+from kvtransfer import shared_pool
 from kvtransfer.pairing import Ends, apart, choose, differences, fallback
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import usable
@@ -49,11 +49,14 @@ def test_what_a_pool_can_use_depends_on_where_it_lies(where, first):
         pool.area.close()
 
 
+@pytest.mark.parametrize("is_there", [False, True])
 @pytest.mark.parametrize(("where", "first"), [("host", "shm"), ("gpu", "cuda_ipc")])
 def test_what_needs_a_folder_to_meet_in_is_not_offered_without_it(
-    where, first, monkeypatch, tmp_path, caplog
+    where, first, is_there, monkeypatch, tmp_path, caplog
 ):
-    monkeypatch.setattr(transports, "SHARED_FOLDER", tmp_path / "none")
+    # The path of a socket has 107 bytes at most: where the folder is good for files alone.
+    (folder := tmp_path / ("x" * 100)).mkdir()
+    monkeypatch.setattr(shared_pool, "SHARED_FOLDER", folder if is_there else tmp_path / "none")
     pool = make_pool(1, where)
     assert [one.name for one in usable(pool, "127.0.0.1")] == ["gloo"]
     assert "other processes cannot write KV here" in caplog.text

@@ -16,6 +16,7 @@ from kvtransfer.pool import Slots
 from kvtransfer.transports import process_group
 from kvtransfer.transports.process_group import NcclTransport, Staging
 from tests.contract.kvtransfer_parts import make_pool, slots
+from tests.waiting import WAIT_S
 
 
 class ProcessGroupNCCL:
@@ -96,14 +97,14 @@ def link(nccl, pool, monkeypatch):
 
 def test_messages_are_queued_in_order_and_no_wait_has_a_time_out_of_its_own(link, pool):
     digest = pool.new_digest()
-    link.put(slots(18, 1, 5, 2, 3, 9), slots(18, 1, 2, 3, 4, 5), digest, 60.0)
+    link.put(slots(18, 1, 5, 2, 3, 9), slots(18, 1, 2, 3, 4, 5), digest, WAIT_S)
     # The next message is gathered while one travels, and is sent when that one is through.
     sends = [("send", 2048), ("send", 2048), ("send", 512)]
     assert link._group.journal == [entry for send in sends for entry in (send, "wait")]
     assert digest.value == pool.digest(Slots((1, 5, 2, 3, 9), 18)).value
     for thread in threading.enumerate():
         if thread.name == "kv-deadline":  # no timer is left behind
-            thread.join(5.0)
+            thread.join(WAIT_S)
             assert not thread.is_alive()
 
 
@@ -111,14 +112,14 @@ def test_a_transfer_that_hangs_is_aborted_at_its_deadline(link, pool, monkeypatc
     finish = link._copier.finish
 
     def hanging():
-        assert link._group.aborted.wait(5.0)  # as kernels that end when their group is aborted
+        assert link._group.aborted.wait(WAIT_S)  # as kernels that end when their group is aborted
         finish()
 
     monkeypatch.setattr(link._copier, "finish", hanging)
     start = time.monotonic()
     with pytest.raises(TransferFailed, match="its time was over"):
         link.put(slots(4, 1), slots(4, 1), pool.new_digest(), 0.1)
-    assert 0.05 < time.monotonic() - start < 1.5
+    assert 0.05 < time.monotonic() - start < WAIT_S
 
 
 def test_a_link_whose_abort_fails_is_closed_all_the_same(link, pool, monkeypatch, caplog):
@@ -128,7 +129,7 @@ def test_a_link_whose_abort_fails_is_closed_all_the_same(link, pool, monkeypatch
     monkeypatch.setattr(ProcessGroupNCCL, "abort", abort)
     link.abort()
     with pytest.raises(TransferFailed, match="aborted"):
-        link.put(slots(4, 1), slots(4, 1), pool.new_digest(), 5.0)
+        link.put(slots(4, 1), slots(4, 1), pool.new_digest(), WAIT_S)
     link.close()
     assert link._group is None
     assert "nccl: the abort failed: NCCL timeout" in caplog.text
@@ -159,7 +160,7 @@ def test_no_more_staging_memory_is_lent_than_there_may_be():
     lent = threading.Event()
 
     def wait():
-        with lend(staging, 8, 5.0):
+        with lend(staging, 8, WAIT_S):
             lent.set()
 
     waiter = threading.Thread(target=wait)
@@ -168,5 +169,5 @@ def test_no_more_staging_memory_is_lent_than_there_may_be():
             pass
         waiter.start()
         assert not lent.wait(0.02)
-    assert lent.wait(5.0)
-    waiter.join(5.0)
+    assert lent.wait(WAIT_S)
+    waiter.join(WAIT_S)

@@ -22,6 +22,7 @@ from baton.errors import TransferFailed
 from kvtransfer import shared_pool
 from kvtransfer.shared_pool import SharedPoolListener, received
 from tests.namespaces import OWN_PIDS_AND_NETWORK, needs_namespaces
+from tests.waiting import WAIT_S
 
 ROOT = Path(__file__).parents[3]
 # A receiver in a process of its own: prints its endpoint, and whose memory it gave when it did.
@@ -35,7 +36,7 @@ os.write(memory, b"theirs")
 listener = shared_pool.SharedPoolListener("test", memory, {"pid": os.getpid()})
 print(listener.endpoint.decode(), flush=True)
 if sys.argv[2:] != ["waits"]:
-    listener.accept(30.0)
+    listener.accept(300.0)
     print(os.fstat(listener.sender_pidfd()).st_ino, flush=True)
 sys.stdin.read()
 """
@@ -76,7 +77,7 @@ def content(fd):
 
 
 @contextmanager
-def accepting(memory, timeout_s=5.0):
+def accepting(memory, timeout_s=WAIT_S):
     """A listener that waits for its sender, and what comes of that."""
     listener = SharedPoolListener("test", memory, {"blocks": 3})
     with ThreadPoolExecutor(1) as thread:
@@ -89,7 +90,7 @@ def accepting(memory, timeout_s=5.0):
             listener.close()
 
 
-def no_such_receiver(endpoint, why, timeout_s=5.0):
+def no_such_receiver(endpoint, why, timeout_s=WAIT_S):
     with (
         pytest.raises(TransferFailed, match=f"test: no such receiver: {why}"),
         received("test", endpoint, timeout_s),
@@ -113,11 +114,11 @@ def test_a_sender_is_given_the_memory_and_each_end_sees_the_others_process(memor
     with accepting(memory) as (listener, accepted):
         (path,) = sockets()
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        with received("test", listener.endpoint, 5.0) as (place, fd, receiver):
+        with received("test", listener.endpoint, WAIT_S) as (place, fd, receiver):
             assert (place["blocks"], content(fd)) == (3, b"ours")
             assert not os.get_inheritable(fd) and not os.get_inheritable(receiver._pidfd)
             receiver.check()
-        accepted.result(5)
+        accepted.result(WAIT_S)
         assert not sockets(), "it is for one link"
         assert not os.get_inheritable(listener.sender_pidfd())
         receiver.close()
@@ -133,7 +134,7 @@ def test_a_process_in_other_namespaces_is_given_it_and_its_end_is_seen(first):
     """Where pids mean nothing to each other, and no network is shared."""
     with (
         running(first=first) as (process, endpoint),
-        received("test", endpoint, 10.0) as (place, fd, receiver),
+        received("test", endpoint, WAIT_S) as (place, fd, receiver),
     ):
         assert (place["pid"] == 1) == bool(first)
         assert content(fd) == b"theirs"
@@ -142,7 +143,7 @@ def test_a_process_in_other_namespaces_is_given_it_and_its_end_is_seen(first):
         assert int(process.stdout.readline()) == os.fstat(own).st_ino
         os.close(own)
         process.kill()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + WAIT_S
         with pytest.raises(TransferFailed, match="the receiver is gone"):
             while time.monotonic() < deadline:
                 receiver.check()
@@ -169,20 +170,20 @@ def test_who_does_not_know_the_secret_or_is_another_user_gets_nothing(memory, mo
             patch.setattr(shared_pool.os, "geteuid", lambda: os.getuid() + 1)
             assert ask(secret, [memory]) == (b"", [])
             no_such_receiver(listener.endpoint, "it belongs to another user")
-        with received("test", listener.endpoint, 5.0) as (_, fd, receiver):
+        with received("test", listener.endpoint, WAIT_S) as (_, fd, receiver):
             assert content(fd) == b"ours"
         receiver.close()
-        accepted.result(5)
+        accepted.result(WAIT_S)
 
 
 def test_one_that_only_connects_holds_nobody_up_for_long(memory, monkeypatch):
-    monkeypatch.setattr(shared_pool, "_HELLO_S", 0.05)
+    monkeypatch.setattr(shared_pool, "_HELLO_S", 0.5)
     with accepting(memory) as (listener, accepted):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
             silent.connect(str(sockets()[0]))
-            with received("test", listener.endpoint, 5.0) as (_, _, receiver):
+            with received("test", listener.endpoint, WAIT_S) as (_, _, receiver):
                 receiver.close()
-        accepted.result(5)
+        accepted.result(WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_memory_that_cannot_be_used_is_given_back_with_its_process(memory, error
     with (
         accepting(memory) as (listener, _),
         pytest.raises(TransferFailed, match=r"test: cannot open the receiver's memory: .*why"),
-        received("test", listener.endpoint, 5.0),
+        received("test", listener.endpoint, WAIT_S),
     ):
         raise error("why")
 
@@ -208,7 +209,7 @@ def test_waits_end_in_time_and_with_an_abort(memory):
     listener = SharedPoolListener("test", memory, {})
     with pytest.raises(TransferFailed, match="test: the sender did not come: timed out"):
         listener.accept(0.1)
-    with accepting(memory, 30.0) as (_, accepted):
+    with accepting(memory, WAIT_S) as (_, accepted):
         pass
     with pytest.raises(TransferFailed, match="test: the link was aborted"):
         accepted.result()
@@ -216,7 +217,7 @@ def test_waits_end_in_time_and_with_an_abort(memory):
     no_such_receiver(listener.endpoint, "timed out", 0.1)
     listener.close()
     listener.close()
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < WAIT_S
 
 
 def test_what_a_killed_receiver_leaves_is_removed_by_the_next(memory):
@@ -247,7 +248,7 @@ def test_many_links_leave_no_thread_and_no_descriptor(memory):
     for _ in range(50):
         with (
             accepting(memory) as (listener, _),
-            received("test", listener.endpoint, 5.0) as (_, _, receiver),
+            received("test", listener.endpoint, WAIT_S) as (_, _, receiver),
         ):
             receiver.close()
     assert threading.active_count() == before

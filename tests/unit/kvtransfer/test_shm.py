@@ -14,6 +14,7 @@ from baton import shared_memory
 from baton.errors import TransferFailed
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import shm
+from tests.waiting import WAIT_S
 
 MIB = 1 << 20
 
@@ -109,7 +110,7 @@ def test_a_sender_maps_what_the_receiver_has_in_memory_until_it_closes(pool, tou
     link = connect(pool)
     for thread in threading.enumerate():
         if thread.name == "kv-map":
-            thread.join(10.0)
+            thread.join(WAIT_S)
     assert resident(pool.area.name) == [9 * MIB if touched else 0] * 2
     link.close()  # it is still referenced here, and maps nothing
     assert resident(pool.area.name) == [9 * MIB if touched else 0]

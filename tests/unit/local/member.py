@@ -1,7 +1,8 @@
 """A member of a local cluster without a model, started with the arguments of the real one.
 
-A worker registers READY; a router serves and lists who has registered. Further options: "--fail"
-exits at once, "--deaf" ignores SIGTERM, "--hasty" exits with 3 on SIGTERM.
+A worker registers READY, a router shows its parent who has registered. Further options: "--fail"
+exits at once, "--late" does not register, "--deaf" ignores SIGTERM, "--hasty" exits with 3 on
+SIGTERM.
 """
 
 import asyncio
@@ -12,34 +13,29 @@ import signal
 import sys
 import uuid
 
-import grpc
-
 from baton.config import RegistryConfig
 from baton.local.child import die_with_parent
 from baton.registry.etcd import EtcdRegistry
-from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc
-
-
-class Fleet(fleet_pb2_grpc.FleetServiceServicer):
-    def __init__(self, membership):
-        self.membership = membership
-
-    async def GetStatus(self, request, context):
-        records = self.membership.records.values()
-        workers = [fleet_pb2.WorkerStatus(record=record, state="READY") for record in records]
-        router = fleet_pb2.RouterStatus(state="SERVING")
-        return fleet_pb2.GetStatusResponse(router=router, workers=workers)
+from baton.v1 import common_pb2, fleet_pb2
+from router.shared_state import SharedState
 
 
 @contextlib.asynccontextmanager
-async def routing(registry, port):
-    server = grpc.aio.server()
+async def routing(registry):
+    """Shows its parent all members as READY."""
+    path, number = (sys.argv[sys.argv.index(name) + 1] for name in ("--process-of", "--process"))
+    shared = SharedState(path, 1, int(number))
+
+    async def show():
+        async for records in membership.changes():
+            workers = [fleet_pb2.WorkerStatus(record=r, state="READY") for r in records.values()]
+            router = fleet_pb2.RouterStatus(state="SERVING")
+            shared.publish(fleet_pb2.GetStatusResponse(router=router, workers=workers))
+
     async with registry.watch() as membership:
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(Fleet(membership), server)
-        server.add_insecure_port(f"127.0.0.1:{port}")
-        await server.start()
+        showing = asyncio.create_task(show())
         yield
-        await server.stop(0)
+        showing.cancel()
 
 
 async def main():
@@ -50,12 +46,15 @@ async def main():
         sys.exit("the checkpoint is broken")
     stop = asyncio.Event()
     on_term = (lambda: None) if "--deaf" in sys.argv else stop.set
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_term)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        asyncio.get_running_loop().add_signal_handler(number, on_term)
     print(f"{role} begins", flush=True)
     config = RegistryConfig(etcd=settings["etcd"], cluster=settings.get("cluster", "default"))
     registry = EtcdRegistry(config)
-    if role == "router":
-        member = routing(registry, settings["port"])
+    if "--late" in sys.argv:
+        member = contextlib.nullcontext()
+    elif role == "router":
+        member = routing(registry)
     else:
         record = common_pb2.WorkerRecord(
             incarnation=uuid.uuid4().hex,

@@ -18,8 +18,9 @@ from baton.local import cluster as local_cluster
 from baton.local import ports, supervisor
 from baton.local.cluster import LocalCluster
 from baton.local.process import ChildProcess
+from baton.local.router_processes import RouterProcess
 from baton.local.supervisor import restart_delay_s
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 MEMBER = [sys.executable, str(Path(__file__).with_name("member.py"))]
 MEMBERS = {"router": MEMBER, "prefill": MEMBER, "decode": MEMBER}
@@ -148,7 +149,7 @@ def test_a_held_port_is_for_those_who_share_it_and_for_nobody_else():
             bound(shared=False)
         with bound(shared=True) as first, bound(shared=True) as second:
             for _ in range(20):  # the held socket takes no connection
-                socket.create_connection((host, port), timeout=5.0).close()
+                socket.create_connection((host, port), timeout=WAIT_S).close()
             first.accept()[0].close()
             second.accept()[0].close()
     with bound(shared=True), pytest.raises(ConfigError, match="already in use"):
@@ -156,23 +157,26 @@ def test_a_held_port_is_for_those_who_share_it_and_for_nobody_else():
 
 
 async def test_a_rolling_restart_takes_one_process_after_the_other(monkeypatch):
-    """Each leaves by itself and is found again before the next has to go."""
+    """Each leaves when its successor has been found, and before the next has to go."""
     said: list[str] = []
-    found: list[tuple[str, int]] = []
+    found: list[tuple[str, int, int]] = []
+    before: dict[str, int] = {}
     says, sees, asked = local_cluster.router_says, local_cluster.sees, {}
 
     def noted(pids: set[int]) -> object:
         asked[condition := sees(pids)] = pids
         return condition
 
-    async def router_says(condition: object, address: str, access: object) -> None:
-        await says(condition, address, access)
-        found.extend((address, pid) for pid in asked.get(condition, ()))
+    async def router_says(condition: object, router: RouterProcess) -> None:
+        await says(condition, router)
+        if pids := asked.get(condition):
+            left = sum(map(psutil.pid_exists, before.values()))
+            found.extend((router.name, pid, left) for pid in pids)
 
     monkeypatch.setattr(local_cluster, "sees", noted)
     monkeypatch.setattr(local_cluster, "router_says", router_says)
     async with cluster(routers=2, prefill=2, say=said.append) as started:
-        before = {name: process.pid for name, process in started.processes.items()}
+        before |= {name: process.pid for name, process in started.processes.items()}
         assert list(before) == ["router-0", "router-1", "prefill-0", "prefill-1", "decode-0"]
         assert len(set(started.addresses)) == 2
         for name, address in zip(before, started.addresses, strict=False):
@@ -184,8 +188,14 @@ async def test_a_rolling_restart_takes_one_process_after_the_other(monkeypatch):
         assert all(p.pid != before[name] for name, p in started.processes.items())
         workers = [p.pid for p in started.processes.values() if p.role != "router"]
         assert {r.pid for r in started.membership.records.values()} == set(workers)
-        assert found == [(address, pid) for pid in workers for address in started.addresses]
-        verbs = {"router": ("restarting…", "serving"), "worker": ("restarting…", "ready")}
+        # When its successor is found a process has not left, and those before it have.
+        assert found == [
+            (router, pid, left)
+            for pid, left in zip(workers, (3, 2, 1), strict=True)
+            for router in ("router-0", "router-1")
+        ]
+        assert not any(map(psutil.pid_exists, before.values()))
+        verbs = {"router": ("restarting:", "serving"), "worker": ("restarting:", "ready")}
         assert [line.split()[:2] for line in said] == [
             [name, verb]
             for name in before
@@ -196,11 +206,11 @@ async def test_a_rolling_restart_takes_one_process_after_the_other(monkeypatch):
         with pytest.raises(DeadlineExceeded, match="missing: router-1"):
             started.kill("router-1")  # the other still serves
             await started.wait_ready(timeout_s=0.2)
-        await started.wait_ready(timeout_s=30)
+        await started.wait_ready(timeout_s=WAIT_S)
         assert started.processes["router-1"].starts == 3
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
-                await says(sees({os.getpid()}), started.addresses[1])
+                await says(sees({os.getpid()}), started.processes["router-1"])
 
 
 async def test_without_restarts_a_process_comes_back_when_asked():
@@ -208,8 +218,8 @@ async def test_without_restarts_a_process_comes_back_when_asked():
     said: list[str] = []
     extra = {"decode-0": ["--hasty"], "prefill-0": ["--deaf"]}
     async with cluster(extra=extra, drain_s=0, say=said.append, restart=False) as started:
-        process = started.processes["decode-0"]
         assert await started.restart("decode-0") == 3
+        process = started.processes["decode-0"]
         assert "warning: decode-0 did not drain: it ended with status 3" in said
         started.kill("decode-0")
         await lines_with(said, "decode-0 was killed by SIGKILL")
@@ -220,17 +230,45 @@ async def test_without_restarts_a_process_comes_back_when_asked():
         assert await process.wait() == -signal.SIGKILL
         await started.start_again("decode-0")
         name = await started.add_worker("decode")
-        await started.wait_ready(timeout_s=30)
+        await started.wait_ready(timeout_s=WAIT_S)
         assert (name, process.starts) == ("decode-1", 4)
         with pytest.raises(DeadlineExceeded, match="missing: decode-1"):
             started.kill("decode-1", signal.SIGSTOP)
             await started.processes["decode-1"].stop(5)  # ends a stopped process, too
             await started.start_again("decode-1")
             await started.wait_ready(timeout_s=0.01)
-        process.argv.append("--fail")
-        with pytest.raises(Unavailable, match="exited with status 1: the checkpoint is broken"):
-            await started.restart("decode-0")
         started.kill("prefill-0")  # or stopping it would take the whole grace
+
+
+async def test_a_process_stays_whose_successor_does_not_come_up():
+    """Nor is anything left of a successor where all are stopped while it starts."""
+    async with cluster() as started:
+        process = started.processes["decode-0"]
+        why = (
+            rf"decode-0 stays as it was \(pid {process.pid}\).*exited with status 1: the checkpoint"
+        )
+        process.argv.append("--fail")
+        with pytest.raises(Unavailable, match=why):
+            await started.restart("decode-0")
+        process.argv[-1] = "--late"  # it does not register
+        assert process.running and process is started.processes["decode-0"]
+        began, successor = asyncio.Event(), process.successor()
+        process.successor = lambda: successor
+        successor.on_line = lambda line: began.set()
+        restarting = asyncio.create_task(started.restart("decode-0"))
+        await began.wait()
+        restarting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await restarting
+        assert successor.exit_status == -signal.SIGKILL and process.running
+
+
+async def test_a_worker_with_a_part_of_a_gpu_is_drained_before_its_successor_starts(monkeypatch):
+    monkeypatch.setattr(local_cluster.resources, "count_gpus", lambda: 1)
+    async with cluster() as started:
+        process = started.processes["decode-0"]
+        assert await started.restart("decode-0") == 0
+        assert started.processes["decode-0"] is process and process.starts == 2
 
 
 async def test_a_process_that_cannot_be_started_now_is_tried_again(monkeypatch):
@@ -252,11 +290,11 @@ async def test_a_process_that_cannot_be_started_now_is_tried_again(monkeypatch):
         failing = 2
         started.kill("decode-0")
         await lines_with(said, f"{why}; starting it again in 0.4 s")
-        await started.wait_ready(timeout_s=30)
+        await started.wait_ready(timeout_s=WAIT_S)
         failing = 1
         with pytest.raises(Unavailable, match="decode-0 cannot be started"):
             await started.restart("decode-0")
-        await started.wait_ready(timeout_s=30)
+        await started.wait_ready(timeout_s=WAIT_S)
         failing = 1
         with pytest.raises(Unavailable, match="decode-1 cannot be started"):
             await started.add_worker("decode")
@@ -280,7 +318,7 @@ async def test_restarts_back_off_until_a_process_was_ready_for_a_while(monkeypat
         with pytest.raises(DeadlineExceeded, match="missing: decode-1"):
             await started.wait_ready(timeout_s=0.1)
         crashing.argv.remove("--fail")
-        await started.wait_ready(timeout_s=30)
+        await started.wait_ready(timeout_s=WAIT_S)
         assert crashing.pid in {record.pid for record in started.membership.records.values()}
         monkeypatch.setattr(supervisor, "_HEALTHY_S", 0.0)
         started.kill("decode-1")

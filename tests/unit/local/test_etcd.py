@@ -71,6 +71,17 @@ async def test_comes_back_on_the_same_port_with_its_data_and_leaves_none():
             os.kill(gone, 0)
 
 
+async def test_few_open_files_are_said_in_our_words():
+    starts = "asyncio.run(EmbeddedEtcd().__aenter__())"
+    script = f"import asyncio\nfrom baton.local.etcd import EmbeddedEtcd\n{starts}"
+    command = f"ulimit -n 64; exec {sys.executable} -c '{script}'"
+    ended = await asyncio.to_thread(
+        subprocess.run, ["bash", "-c", command], capture_output=True, text=True, check=False
+    )
+    assert "this process may open 64 files and etcd wants more than 150" in ended.stderr
+    assert "stacktrace" not in ended.stderr and '"level"' not in ended.stderr
+
+
 async def test_what_keeps_it_from_starting_is_named(monkeypatch):
     with pytest.raises(Unavailable, match=r"ended with status [12](.|\n)*no-such-flag"):
         async with EmbeddedEtcd(args=["--no-such-flag"]):

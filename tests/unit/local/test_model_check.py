@@ -12,6 +12,7 @@ from baton.errors import CheckpointError
 from baton.local.cluster import LocalCluster
 from baton.local.model_check import check_model
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.waiting import WAIT_S
 
 WEIGHTS = "model.safetensors"
 
@@ -60,7 +61,7 @@ def test_a_worker_needs_no_tokenizer_and_a_simulated_one_no_weights(model):
         "from baton.local.model_check import check_model; "
         f"check_model(EngineConfig(model={str(model)!r})); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=WAIT_S)
     (model / "tokenizer.json").unlink()
     check_model(EngineConfig(model=str(model)), worker=True)
     (model / WEIGHTS).unlink()

@@ -11,6 +11,7 @@ from baton.errors import DeadlineExceeded
 from baton.local import ports
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore, is_complete
+from tests.waiting import WAIT_S
 
 
 def span(trace_id, span_id, parent_id="", service="s"):
@@ -46,7 +47,7 @@ async def test_traces_and_spans_are_bounded():
 
 async def test_a_trace_is_waited_for_in_bounded_time():
     store = SpanStore()
-    waiting = asyncio.create_task(store.wait_for("t", timeout=5))
+    waiting = asyncio.create_task(store.wait_for("t", timeout=WAIT_S))
     await asyncio.sleep(0)
     store.add([span("t", "b", "a"), span("other", "a")])
     await asyncio.sleep(0)
@@ -88,15 +89,15 @@ async def test_a_collector_may_be_late_or_never_come(comes, caplog, monkeypatch)
         for _ in range(3):
             with exporter.tracer.start_as_current_span("generate") as root:
                 roots.append(telemetry.trace_id_of(root))
-            await early.store.wait_for(roots[-1], timeout=10)
-        async with asyncio.timeout(20):
+            await early.store.wait_for(roots[-1], timeout=WAIT_S)
+        async with asyncio.timeout(WAIT_S):
             while not caplog.messages:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         if comes:
             await stack.enter_async_context(OtlpReceiver(store, port))
             for trace_id in roots:
-                await store.wait_for(trace_id, timeout=20)
-        async with asyncio.timeout(15):
+                await store.wait_for(trace_id, timeout=WAIT_S)
+        async with asyncio.timeout(WAIT_S):
             await asyncio.to_thread(exporter.close)
     missing, *back = caplog.messages
     assert f"no traces reach http://127.0.0.1:{port}" in missing

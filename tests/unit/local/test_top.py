@@ -22,7 +22,7 @@ from baton.local import top_view
 from baton.local.top import SORTS, Moment, View, blocks_bar, frame
 from baton.local.top_view import PolledRouter, WorkerLine
 from baton.v1 import common_pb2, fleet_pb2
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 from .statuses import DECODE, Router, pair, polled, status, worker
 
@@ -223,7 +223,7 @@ def test_answers_are_forgotten_that_are_old_or_of_another_process():
 
 
 ROOT = Path(__file__).parents[3]
-PATIENCE_S = 40.0
+PATIENCE_S = WAIT_S
 STYLE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 

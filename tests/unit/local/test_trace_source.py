@@ -14,13 +14,14 @@ from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore
 from baton.local.trace_source import KeptTraces
 from baton.v1 import trace_pb2
+from tests.waiting import WAIT_S
 
 from .statuses import Router, status
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 LONG, FIRST, UNKNOWN = "1" * 32, "2" * 32, "3" * 32
 ATTRIBUTES = {"text": "x", "gen_ai.usage.input_tokens": 7, "share": 0.5, "yes": True, "no": False}
-TIMEOUT_S = 30.0
+TIMEOUT_S = WAIT_S
 
 
 def request(trace_id=TRACE, start_ms=0, took_ms=10, error=None):

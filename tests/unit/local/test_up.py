@@ -14,7 +14,7 @@ from baton.errors import Unavailable
 from baton.local import up
 from baton.local.span_store import Span, SpanStore
 from baton.local.trace_source import KeptTraces
-from tests.waiting import eventually
+from tests.waiting import WAIT_S, eventually
 
 HERE = Path(__file__)
 UP = f"""
@@ -46,7 +46,7 @@ async def test_a_closed_terminal_ends_it(tmp_path):
         os.close(slave)
         await eventually(look, lambda text: "\nready: " in text, "not ready", 40.0)
         os.close(master)
-        assert await asyncio.wait_for(process.wait(), 30) == 0
+        assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

@@ -19,7 +19,11 @@ from baton.metrics.table import TABLE
 
 OPEN = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
 TTFT = "gen_ai.server.time_to_first_token"
-CHAT = {"gen_ai.request.model": "m", "gen_ai.operation.name": "chat"}
+CHAT = {
+    "gen_ai.request.model": "m",
+    "gen_ai.provider.name": "baton",
+    "gen_ai.operation.name": "chat",
+}
 LABELS = {name.replace(".", "_"): value for name, value in CHAT.items()}
 
 
@@ -54,7 +58,7 @@ def test_counters_gauges_and_histograms(recorder, accept):
     recorder.count("baton.failovers", 2, {"reason": "Stale"})
     recorder.count("baton.failovers", 0, {"reason": "Unavailable"})
     recorder.observe("baton.requests.running", lambda: [(7, {})])
-    recorder.observe("baton.tokens.output", lambda: [(1234567, {})])
+    recorder.observe("baton.tokens.output", lambda: [(1234567, {"gen_ai.request.model": "m"})])
     gaps = recorder.gaps(GAPS)
     for value in (0.005, 0.0051, 100.0):
         recorder.record(TTFT, value, CHAT)
@@ -67,7 +71,7 @@ def test_counters_gauges_and_histograms(recorder, accept):
     assert value_of("baton_failovers_total", reason="Stale") == 3
     assert value_of("baton_failovers_total", reason="Unavailable") == 0
     assert value_of("baton_requests_running") == 7
-    assert value_of("baton_tokens_output_total") == 1234567
+    assert value_of("baton_tokens_output_total", gen_ai_request_model="m") == 1234567
     target = {"service_name": "baton-router", "service_instance_id": 'a "b"\\'}
     assert value_of("target_info", **target) == 1
     for name, labels in ((TTFT, LABELS), (GAPS, {})):
@@ -114,6 +118,17 @@ def test_everything_is_announced_before_anything_happened(recorder):
     assert page.endswith("# EOF\n")
 
 
+def test_a_process_reports_itself_by_the_names_of_prometheus_own_clients(recorder):
+    samples = {
+        name: sample.value for (name, labels), sample in samples_of(recorder).items() if not labels
+    }
+    assert 0 < samples["process_cpu_seconds_total"] < 1e6
+    assert samples["process_resident_memory_bytes"] > 1 << 20
+    assert samples["process_max_fds"] >= samples["process_open_fds"] > 2
+    listed = {name for one in table.of("router").values() for name in one.samples}
+    assert {name for name in samples if name.startswith("process_")} <= listed
+
+
 def test_only_what_is_listed_for_the_process_can_be_recorded(recorder):
     for attempt in (
         lambda: recorder.count("baton.nonsense"),
@@ -141,6 +156,6 @@ def test_the_tables_rows_are_whole_with_unique_names_that_have_units():
     samples = [name for one in TABLE for name in one.samples]
     assert len(set(samples)) == len(samples)
     assert {
-        *("baton_tokens_output_total", "process_cpu_time_seconds_total"),
+        *("baton_tokens_output_total", "process_cpu_seconds_total"),
         *("baton_engine_step_age_seconds", "baton_kv_transfer_io_bytes_total"),
     } <= set(samples)

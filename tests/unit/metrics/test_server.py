@@ -6,6 +6,7 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.metrics.server import serving
+from tests.waiting import WAIT_S
 
 GET = "GET /metrics?x=1 HTTP/1.1\r\nHost: h\r\naccept: text/a;q=1\r\n\r\n"
 
@@ -23,7 +24,7 @@ async def ask(address, request):
     """(status, body) of the answer, read until the server hangs up; ("", "") without one."""
     host, port = parts(address)
     request = request.replace("\r\n\r\n", "\r\nconnection: close\r\n\r\n")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         reader, writer = await asyncio.open_connection(host, port)
         try:
             writer.write(request.encode())

@@ -17,6 +17,7 @@ from baton.registry.etcd import EtcdRegistry
 from baton.registry.etcd_client import EtcdClient
 from baton.v1.common_pb2 import WorkerRecord, WorkerRole
 from tests.documents import DOCS, blocks
+from tests.waiting import WAIT_S
 
 PASSWORD = "fleet-of-foot"
 RECORD = WorkerRecord(incarnation="d1", role=WorkerRole.WORKER_ROLE_DECODE, address="h:1")
@@ -44,7 +45,7 @@ async def refused(config, match):
 def etcdctl(address, *words, stdin=""):
     command = [etcd_binary().with_name("etcdctl"), "--endpoints", address, *words]
     done = subprocess.run(
-        command, check=True, input=stdin, capture_output=True, text=True, timeout=20
+        command, check=True, input=stdin, capture_output=True, text=True, timeout=WAIT_S
     )
     return done.stdout
 
@@ -95,7 +96,7 @@ async def test_a_user_with_rights_to_its_cluster_alone_is_enough_and_may_change_
         await asyncio.to_thread(etcdctl, etcd.address, *change, stdin="changed\n")
         (tmp_path / "right").write_text("changed\n")
         await registration.update(changed)
-        async with asyncio.timeout(12), contextlib.aclosing(members.changes()) as changes:
+        async with asyncio.timeout(WAIT_S), contextlib.aclosing(members.changes()) as changes:
             async for records in changes:
                 if members.connected and records["d1"] == changed:
                     break
@@ -132,7 +133,7 @@ def make_tls_files(folder):
 
 def run_commands(commands, folder):
     command = ["sh", "-e", "-c", commands]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=20)
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=WAIT_S)
 
 
 async def test_mutual_tls_and_what_wrong_certificates_say(tmp_path, monkeypatch):
@@ -160,7 +161,7 @@ async def test_mutual_tls_and_what_wrong_certificates_say(tmp_path, monkeypatch)
         with pytest.raises(ConfigError, match="did not sign"):
             await client.get("x")
         shutil.copy(ca, changing)
-        assert await client.get("x") is None
+        assert (await client.get("x"))[0] is None
         await client.close()
         await refused(RegistryConfig(etcd=address, ca_file=ca), "client certificate")
         await refused(

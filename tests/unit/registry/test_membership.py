@@ -6,11 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.registry.membership import Membership, MemberTable
-from baton.v1.common_pb2 import WorkerRecord
+from baton.v1.common_pb2 import WorkerRecord, WorkerState
+
+READY, DRAINING = WorkerState.WORKER_STATE_READY, WorkerState.WORKER_STATE_DRAINING
 
 
-def record(name, pid=0):
-    return WorkerRecord(incarnation=name, pid=pid)
+def record(name, pid=0, state=DRAINING):
+    return WorkerRecord(incarnation=name, pid=pid, state=state)
 
 
 async def test_a_slow_reader_gets_the_newest_snapshot_when_it_changed_until_the_watch_ends():
@@ -81,10 +83,10 @@ def replay(store, table, after):
         if revision <= after:
             continue
         if changed is None:
-            table.delete(name, revision)
+            table.delete(name, revision, 0.0)
         else:
             table.put(name, changed, revision)
-        assert table.missing <= table.records.keys() == table._revisions.keys()
+        assert table.missing.keys() <= table.records.keys() == table._revisions.keys()
 
 
 changes = st.lists(st.tuples(st.sampled_from(["put", "delete"]), st.sampled_from("abcd")))
@@ -101,14 +103,44 @@ def test_a_listing_and_a_watch_leave_only_the_missing_to_drop(before, meanwhile,
     """A watch that resumes where it broke misses nothing; after compaction it begins later."""
     store, table = Store(), MemberTable()
     apply(store, before)
-    table.listed(store.entries)
+    table.listed(store.entries, 0.0)
     seen = store.revision
     apply(store, meanwhile)
-    table.listed(dict(store.entries))
+    table.listed(dict(store.entries), 0.0)
     seen = store.revision if compacted else seen
     apply(store, later)
     replay(store, table, after=seen)
     assert compacted or not table.missing
     assert {n: r for n, r in table.records.items() if n not in table.missing} == store.records()
-    assert table.drop_missing().isdisjoint(store.entries)
+    assert table.drop_missing(0.0, ()).isdisjoint(store.entries)
     assert table.records == store.records()
+
+
+def test_a_ready_member_whose_key_vanishes_is_missing_until_its_time_is_over_or_it_is_back():
+    """It may serve on: its lease ended while it or the store was late."""
+    table = MemberTable()
+    for name in ("a", "b", "c"):
+        table.put(name, record(name, state=READY), 1)
+    table.put("leaving", record("leaving"), 1)
+    for at, name in enumerate(("a", "b", "c", "leaving"), 2):
+        table.delete(name, at, float(at))
+    table.delete("a", 5, 9.0)
+    assert table.missing == {"a": 2.0, "b": 3.0, "c": 4.0}
+    assert table.records.keys() == {"a", "b", "c"}
+    table.put("b", record("b", state=READY), 2)  # older than its end
+    table.put("c", record("c", state=READY), 6)
+    assert table.missing.keys() == {"a", "b"}
+    assert table.drop_missing(2.9, ["b"]) == {"a"}
+    assert table.drop_missing(3.0, ["b"]) == set(), "the store has it: its event is on its way"
+    assert table.drop_missing(3.0, []) == {"b"}
+    assert table.records.keys() == {"c"} and not table.missing
+
+
+async def test_readers_wake_when_a_member_goes_missing():
+    membership = Membership()
+    changes = membership.changes()
+    await anext(changes)
+    membership.publish({"a": record("a")}, connected=True)
+    assert await anext(changes) and not membership.missing
+    membership.publish({"a": record("a")}, connected=True, missing={"a"})
+    assert await anext(changes) == {"a": record("a")} and membership.missing == {"a"}

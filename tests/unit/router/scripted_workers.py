@@ -24,12 +24,13 @@ from router.dispatch.request_state import RequestState, TokenizedRequest
 from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
 from tests.memory_registry import MemoryRegistry
+from tests.waiting import WAIT_S
 
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 READY, DRAINING = common_pb2.WORKER_STATE_READY, common_pb2.WORKER_STATE_DRAINING
 LENGTH, UNFINISHED = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_UNSPECIFIED
 FINGERPRINT = "f" * 64
-TIMEOUT_S = 20.0
+TIMEOUT_S = WAIT_S
 
 
 def token(sequence, ahead=0):
@@ -107,6 +108,7 @@ class Worker:
         self.kept = []  # trace ids
         self.tasks = {}  # by router and handoff id
         self.is_still = False
+        self.max_message_bytes = 1 << 20
         self.port = None
 
     @property
@@ -161,6 +163,7 @@ class Worker:
         for handoff_id in message.cancel:
             self._end(router, handoff_id)
             self.on_cancel(handoff_id)
+        yield
 
     def lost(self, router):
         self.broken.put_nowait(router.name)
@@ -367,7 +370,7 @@ class Cluster:
         await self._stack.aclose()
         left = asyncio.all_tasks() - self._tasks_before - {asyncio.current_task()}
         if left:  # what workers were at ends in another moment
-            _, left = await asyncio.wait(left, timeout=1.0)
+            _, left = await asyncio.wait(left, timeout=TIMEOUT_S)
         assert not left, f"tasks were left behind: {left}"
         assert not self.problems, f"errors that were not handled: {self.problems}"
 
@@ -389,6 +392,10 @@ class Cluster:
     async def leave(self, worker):
         """Takes a worker out of the registry; its server stays."""
         await self._stays.pop(worker.record.incarnation).aclose()
+
+    async def store_seen(self):
+        """Gives the fleet time to take in what the registry says now."""
+        await asyncio.sleep(3 * self.fleet._liveness.tick_s)
 
     async def until(self, good):
         """Waits for a snapshot of the fleet that is good, and returns it."""
@@ -487,7 +494,7 @@ async def seen(good):
             await asyncio.sleep(0.01)
 
 
-def tokenized(prompt=(1, 2, 3), timeout_s=10.0, **fields):
+def tokenized(prompt=(1, 2, 3), timeout_s=TIMEOUT_S, **fields):
     """A request of three tokens."""
     scored = fields.pop("prompt_logprobs", None)
     params = SamplingParams(max_tokens=fields.pop("max_tokens", 5), seed=7, prompt_logprobs=scored)

@@ -55,12 +55,12 @@ def pending(virtual_finish, fair_s=0.0, tenant="t"):
     return fair_queue.add(flow, fair_s)
 
 
-def fleet(prefill, decode, excluded=None):
+def fleet(prefill, decode, excluded=None, decode_alone=False):
     """A snapshot."""
     by_name = (
         tuple(sorted(views, key=lambda view: view.incarnation)) for views in (prefill, decode)
     )
-    return Snapshot(*by_name, excluded or {}, INDEX)
+    return Snapshot(*by_name, excluded or {}, INDEX, decode_alone)
 
 
 def usable_pairs(snapshot):

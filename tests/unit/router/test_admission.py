@@ -1,10 +1,8 @@
 """Admission: every kind of input, every refusal with its field, before any work."""
 
-import asyncio
 import json
 import math
 import re
-import threading
 import time
 
 import pytest
@@ -17,29 +15,40 @@ from baton.errors import (
     Overloaded,
 )
 from baton.generation_config import sampling_defaults
-from baton.sampling import FILL_CONTEXT, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from baton.text import ChatTemplate
+from baton.sampling import (
+    FILL_CONTEXT,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_CACHE_SALT_CHARS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+)
 from baton.v1 import common_pb2, inference_pb2
-from router.admission.admission import Admission, Choices
+from router.admission.admission import MAX_WORKERS, Admission, Choices
 from router.admission.chat import MAX_MESSAGES
 from router.admission.tenants import Tenants
+from router.admission.text_pool import TextPool
 
-from .small_tokenizers import byte_tokenizer, ids_only_tokenizer
+from .small_tokenizers import TEMPLATE, byte_tokenizer, ids_only_tokenizer
 
 
 @pytest.fixture
-def admission_of(tmp_path):
+async def admission_of(tmp_path):
     """Makes an admission; `tenant` is the [default] table of its tenants file."""
 
-    def make(tenant=None, max_context=32, **settings):
+    made = []
+
+    def make(tenant=None, max_context=32, template=TEMPLATE, **settings):
         if tenant is not None:
             path = tmp_path / "tenants.toml"
             path.write_text(f"[default]\n{tenant}")
             settings["tenants"] = Tenants(path)
-        tokenizer = byte_tokenizer(tmp_path, max_position_embeddings=max_context)
-        return Admission("tiny", tokenizer, 60.0, **settings)
+        tokenizer = byte_tokenizer(tmp_path, template=template, max_position_embeddings=max_context)
+        made.append(Admission("tiny", tokenizer, 60.0, **settings))
+        return made[-1]
 
-    return make
+    yield make
+    for one in made:
+        await one.aclose()
 
 
 @pytest.fixture
@@ -75,18 +84,6 @@ def enter(admission, admitted, priority=0):
     return admission.enter(admitted, admission.tenants.of(()), priority, Choices())
 
 
-def patch_slow_chats(monkeypatch, admission, work):
-    """Chats take longer than an event loop may be held: as long as `work()`."""
-
-    def encode_chat(self, *_, at_once=False):
-        if at_once:
-            raise TimeoutError
-        work()
-        return [1]
-
-    monkeypatch.setattr(type(admission.tokenizer), "encode_chat", encode_chat)
-
-
 async def test_a_request_becomes_tokens(admission, admission_of):
     more = {"stop": ["\n"], "include_stop": True, "cache_salt": "salt", "model": "tiny"}
     admitted = await admit(admission, **more, stream_interval=8)
@@ -120,6 +117,8 @@ async def test_a_request_becomes_tokens(admission, admission_of):
         (request(chat=[("", "")] * (MAX_MESSAGES + 1)), "chat"),
         (request(ids=[1] * 32), "input"),
         (request(priority=9), "priority"),
+        (request(cache_salt="x" * (MAX_CACHE_SALT_CHARS + 1)), "cache_salt"),
+        (request(workers=["x"] * (MAX_WORKERS + 1)), "workers"),
         (request(stop=[""]), "stop"),
         (request(stop=["x"] * 17), "stop"),
         (request(stop=["x" * 257]), "stop"),
@@ -128,6 +127,7 @@ async def test_a_request_becomes_tokens(admission, admission_of):
             for name, value in (
                 ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1)),
                 ("stop_token_ids", [1] * (MAX_STOP_TOKEN_IDS + 1)),
+                ("allowed_token_ids", [1] * (MAX_ALLOWED_TOKEN_IDS + 1)),
                 ("temperature", -1),
                 ("temperature", math.nan),
                 ("top_p", 0),
@@ -229,24 +229,19 @@ async def test_seed_deadline_and_target_are_the_requests_or_the_routers(admissio
     assert targets == [2.0, 0.5, 4.0]
 
 
-async def test_a_passed_deadline_is_reported_before_anything_else(admission, monkeypatch):
+async def test_a_passed_deadline_is_reported_before_anything_else(admission_of):
+    admission = admission_of(max_context=100_000)
     for time_left_s in (0.0, -3.0):
         with pytest.raises(DeadlineExceeded):
             await admit(admission, model="other", time_left_s=time_left_s)
-    stuck = threading.Event()
-    patch_slow_chats(monkeypatch, admission, lambda: stuck.wait(5))
-    try:
-        async with asyncio.timeout(2):
-            with pytest.raises(DeadlineExceeded, match="tokenizing"):
-                await admit(admission, chat=[("user", "Hi")], time_left_s=0.02)
-    finally:
-        stuck.set()
+    with pytest.raises(DeadlineExceeded, match="tokenizing"):  # before its process has started
+        await admit(admission, chat=[("user", "x" * 10_000)], time_left_s=0.001)
 
 
 async def test_what_will_be_refused_is_not_tokenized(admission_of, monkeypatch):
     admission = admission_of("max_running = 1")
     lease = enter(admission, await admit(admission))
-    monkeypatch.setattr(Admission, "in_thread", lambda *_: pytest.fail("it was tokenized"))
+    monkeypatch.setattr(TextPool, "encode", lambda *_: pytest.fail("it was tokenized"))
     monkeypatch.setattr(type(admission.tokenizer), "encode", lambda *_: pytest.fail("tokenized"))
     with lease, pytest.raises(Overloaded):
         await admit(admission)
@@ -255,33 +250,17 @@ async def test_what_will_be_refused_is_not_tokenized(admission_of, monkeypatch):
             await admit(admission, asked)
 
 
-async def test_long_texts_are_tokenized_on_a_few_threads_of_their_own(admission, monkeypatch):
-    names = []
-
-    def encode():
-        names.append(threading.current_thread().name)
-        time.sleep(0.001)
-
-    patch_slow_chats(monkeypatch, admission, encode)
-    await asyncio.gather(*(admit(admission, chat=[("user", "Hi")]) for _ in range(64)))
-    assert len(names) == 64 and len(set(names)) <= 4
-    assert {name.partition("_")[0] for name in names} == {"text"}
-
-
 async def test_a_short_chat_that_its_template_makes_long_or_slow_holds_no_event_loop(
     admission_of, monkeypatch
 ):
-    admission, threads = admission_of(max_context=1_000_000), []
-    in_thread = Admission.in_thread
-    monkeypatch.setattr(
-        Admission, "in_thread", lambda *args: threads.append(args[1]) or in_thread(*args)
-    )
     template = "{% for i in range(messages[0].content | int) %}{{ i }} {% endfor %}{{ 'x' }}"
-    admission.tokenizer.template = ChatTemplate(template, {}, "test")
+    admission, pooled = admission_of(max_context=1_000_000, template=template), []
+    encode = TextPool.encode
+    monkeypatch.setattr(TextPool, "encode", lambda *args: pooled.append(args[1]) or encode(*args))
     lengths = []
     for repeated in (3, 2000, 40_000):
         lengths.append(len((await admit(admission, chat=[("user", str(repeated))])).prompt))
-    assert len(threads) == 2
+    assert len(pooled) == 2
     assert lengths == [7, 8891, 228_891]
 
 

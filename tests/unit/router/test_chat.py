@@ -26,15 +26,20 @@ REQUIRED = inference_pb2.TOOL_CHOICE_REQUIRED
 
 
 @pytest.fixture
-def admission_of(tmp_path):
+async def admission_of(tmp_path):
+    made = []
+
     def make(template=SHOWN, added=THINK, **settings):
         tokenizer = byte_tokenizer(
             tmp_path, added=added, template=template, max_position_embeddings=1 << 20
         )
         grammars = GrammarCompiler(DEMO_MODEL, 4096, {1})
-        return Admission("tiny", tokenizer, 60.0, grammars=grammars, **settings)
+        made.append(Admission("tiny", tokenizer, 60.0, grammars=grammars, **settings))
+        return made[-1]
 
-    return make
+    yield make
+    for one in made:
+        await one.aclose()
 
 
 async def admit(admission, *messages, sampling=None, **chat):
@@ -131,7 +136,7 @@ async def test_reasoning_that_the_prompt_opens_and_its_limit(admission_of):
 
 NOT_KEPT = json.dumps({"minProperties": 3})
 BAD_SCHEMA = json.dumps({"properties": {"a": {"type": "intger"}}})
-CALLED = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}
+CALLED = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[]"}]}
 UNNAMED = {"role": "assistant", "tool_calls": [{"arguments": "{}"}]}
 REGEX = common_pb2.SamplingParams(structured_output={"regex": "a"})
 NOT_JSON = common_pb2.SamplingParams(structured_output={"json_schema": "{"})

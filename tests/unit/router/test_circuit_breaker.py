@@ -67,6 +67,19 @@ def test_failures_in_a_row_open_one_breaker_and_say_why(breakers, key):
     assert breakers.all_open() == {key: why}, "a pair and its workers are judged apart"
 
 
+def test_calls_that_succeed_keep_nothing():
+    """1.3 KB for each of a large fleet's pairs were hundreds of MiB."""
+    breakers = CircuitBreakers(Clock())
+    for key in ("p0", "d0", PAIR):
+        breakers.sent(key)
+        breakers.succeeded(key)
+    assert not breakers._breakers
+    breakers.failed_attempt(PAIR, {"d0"}, InternalError("it broke"))
+    assert breakers._breakers.keys() == {"d0"}
+    breakers.succeeded("d0")
+    assert [well for _, well in breakers["d0"].recent] == [False, True]
+
+
 def test_a_success_interrupts_the_row_but_a_share_of_failures_opens_it_too(breakers):
     well = breakers["d1"]
     for _ in range(RECENT_CALLS):
@@ -189,6 +202,19 @@ def test_after_any_calls_and_pauses_a_breaker_is_usable_again_in_time(steps):
 
 
 # Outlier ejection.
+
+
+def test_decode_workers_that_serve_alone_are_not_all_ejected(breakers):
+    before = fleet([worker("p0", SILENT)], [worker("d0"), worker("d1")], decode_alone=True)
+    for name, ready in (("d0", "d1"), ("d1", "d0")):
+        after, _ = ejected(breakers, before, name)
+        assert [w.incarnation for w in after.decode if w.ready] == [ready]
+
+
+def test_without_its_only_prefill_worker_decode_workers_serve_alone(breakers):
+    before = fleet([worker("p0")], [worker("d0")], decode_alone=True)
+    after, _ = ejected(breakers, before, "p0")
+    assert not before.alone and after.alone and after.why_not_ready == ""
 
 
 def ejected(breakers, snapshot, *failed):

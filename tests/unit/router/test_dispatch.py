@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import itertools
+import time
 
 import pytest
 from opentelemetry.trace import INVALID_SPAN
 
 from baton.errors import InternalError, InvalidRequest, Overloaded, TransferFailed, Unavailable
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
+from router.admission import wait_queue
 from router.dispatch.attempt import Attempt
 
 from .scripted_workers import (
@@ -20,6 +22,7 @@ from .scripted_workers import (
     prompt_logprobs,
     received,
     request_state,
+    seen,
     started,
 )
 from .snapshots import pending
@@ -68,6 +71,50 @@ async def test_decode_that_started_by_itself_needs_no_prefill_worker(cluster):
     assert await cluster.run(state) == (counting(5), LENGTH)
     assert cluster.prefills[0].requests == []
     assert (state.route.prefill, state.route.decode, state.cached_tokens) == ("", "d0", 8)
+
+
+async def test_without_prefill_workers_a_decode_worker_computes_the_prompt(cluster):
+    decode = cluster.decodes[0]
+    await cluster.leave(cluster.prefills[0])
+    await cluster.until(lambda s: s.alone)
+    decode.reserves = [decode.accept_and_start]
+    state = request_state(prompt=tuple(range(20)))
+    assert await cluster.run(state) == (counting(5), LENGTH)
+    assert decode.requests[0].local_prefill_max_tokens == 20
+    assert (state.route.prefill, state.route.decode) == ("", "d0")
+    assert (await cluster.until_state(decode, "READY")).assigned == ()
+
+
+async def test_what_a_missing_role_alone_can_serve_waits_and_keeps_nobody_else(cluster_of):
+    """An embedding waits for a prefill worker; those behind it do not."""
+    cluster = await cluster_of(recovery_s=30.0)
+    decode, prefill = cluster.decodes[0], cluster.prefills[0]
+    await cluster.leave(prefill)
+    await cluster.until(lambda s: s.alone)
+    prompts = [request_state(request_id=f"alone{i}", max_tokens=0) for i in range(6)]
+    waiting = [asyncio.create_task(cluster.run(prompt)) for prompt in prompts]
+    await cluster.until_waiting(6)
+    decode.reserves = [decode.accept_and_start] * 20
+    for number in range(20):
+        assert await cluster.run(request_state(request_id=f"{number}")) == (counting(5), LENGTH)
+    await cluster.leave(decode)
+    await cluster.join(prefill)
+    for running in waiting:
+        assert await running == ([], LENGTH)
+
+
+@pytest.mark.parametrize(("role", "max_tokens"), [("prefill", 0), ("decode", 5)])
+async def test_a_new_request_waits_for_a_missing_role_as_long_as_the_recovery_timeout_says(
+    cluster_of, role, max_tokens
+):
+    cluster = await cluster_of(recovery_s=0.2)
+    await cluster.leave(cluster.prefills[0] if role == "prefill" else cluster.decodes[0])
+    await cluster.until(lambda s: not (s.prefill if role == "prefill" else s.decode))
+    began, state = time.monotonic(), request_state(max_tokens=max_tokens)
+    with pytest.raises(Unavailable, match=f"no {role} worker is ready") as caught:
+        await cluster.run(state)
+    assert time.monotonic() - began >= 0.2 and caught.value.retry_after_s > 0
+    assert state.attempts == 1, "it is not waited for again and again"
 
 
 async def test_a_prompt_alone_takes_a_prefill_worker_and_nothing_of_a_full_decode_worker(cluster):
@@ -300,6 +347,32 @@ async def test_waiting_requests_get_room_in_order_of_virtual_finish(cluster):
         assert [tokens for tokens, _ in await asyncio.gather(*waiting)] == [counting(5)] * 5
     order = [request.sequence.handoff_id for request in decode.requests]
     assert order == ["1-1", "2-1", "3-1", "4-1", "5-1"]
+
+
+async def test_small_requests_pass_a_large_one_that_waits_but_not_on_the_worker_kept_for_it(
+    cluster_of, monkeypatch
+):
+    """The router's part of what `test_wait_queue` shows: d1 has room first, and gets no other."""
+    cluster = await cluster_of(decode=2)
+    first, kept = cluster.decodes
+    first.tell(blocks_free=50, blocks_held=50)
+    kept.tell(blocks_free=60, blocks_held=40)
+    await cluster.until(lambda s: {w.load.blocks_held for w in s.decode} == {50, 40})
+    monkeypatch.setattr(wait_queue, "PASSING_S", 0.0)
+    large = request_state(request_id="large", prompt=range(4 * 75), pending=pending(1.0))
+    small = [request_state(request_id=f"s{at}", pending=pending(2.0 + at)) for at in range(4)]
+    async with asyncio.timeout(TIMEOUT_S):
+        waiting = asyncio.create_task(cluster.run(large))
+        await cluster.until_waiting(1)
+        first.tell(blocks_free=50, blocks_held=50, steps=1)  # another change, after a while
+        await seen(lambda: cluster.wait_queue.kept_from(small[0].request.pending) == {"d1"})
+        for state in small:
+            assert await cluster.run(state) == (counting(5), LENGTH)
+        assert {state.final_route().decode for state in small} == {"d0"}
+        kept.tell(blocks_free=80, blocks_held=20)
+        assert await waiting == (counting(5), LENGTH)
+    assert large.final_route().decode == "d1"
+    assert cluster.wait_queue.kept_from(small[0].request.pending) == frozenset()
 
 
 async def test_the_recovery_timeout_stops_when_workers_are_back_though_full(cluster_of):

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 import router.dispatch
+from baton.config import PROVING_TOKENS
 from baton.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -293,11 +294,80 @@ async def test_attempts_are_bounded_spaced_and_end_with_the_last_error(cluster_o
 
 
 async def test_attempts_that_bring_tokens_do_not_use_up_the_bound(cluster_of):
-    cluster = await cluster_of(max_attempts=2)
-    decode = cluster.decodes[0]
-    decode.runs = [pauses(decode, 1) for _ in range(3)]
-    after = {101 + 2 * i: gives_up(decode, f"r-{i + 1}") for i in range(3)}
-    await assert_goes_on(cluster, request_state(max_tokens=8), attempts=4, after=after)
+    """A long stream outlives as many drains and deaths as its tokens pay for."""
+    cluster = await cluster_of(max_attempts=2, max_context=256)
+    decode, each = cluster.decodes[0], PROVING_TOKENS
+    decode.runs = [pauses(decode, each - 1) for _ in range(5)]
+    after = {99 + each * (i + 1): gives_up(decode, f"r-{i + 1}") for i in range(5)}
+    await assert_goes_on(cluster, request_state(max_tokens=6 * each), attempts=6, after=after)
+
+
+@pytest.mark.parametrize("error", [Unavailable("u"), InternalError("i"), TransferFailed("t")])
+async def test_a_token_an_attempt_does_not_pay_for_one_attempt_after_the_other(cluster_of, error):
+    """Prefill brings one whatever happens then: a request that always fails has to end."""
+    cluster = await cluster_of(prefill=2, decode=2, max_attempts=4)
+
+    async def fails(request):
+        yield first_token(*token(request.sequence))
+        raise error
+
+    for worker in cluster.prefills:
+        worker.scripts = [fails] * 50
+    state = request_state(max_tokens=50, timeout_s=2 * TIMEOUT_S)
+    with pytest.raises(type(error), match=str(error)):
+        await cluster.run(state)
+    assert len(state.delivered) == state.attempts <= 4
+
+
+@pytest.mark.parametrize("decodes", [1, 2, 3])
+async def test_a_prompt_that_fails_its_steps_ends_and_its_neighbours_live(cluster_of, decodes):
+    """A step with the poison fails, and with it all sequences of that step."""
+    cluster = await cluster_of(decode=decodes, max_context=256)
+    shared, alone, ended = [], [], asyncio.Event()
+
+    def step_of(decode, sequence, ahead):
+        if sequence.handoff_id.startswith("poison"):
+            batch = {sequence.handoff_id} if sequence.alone else set(decode.held)
+            (alone if sequence.alone else shared).append(batch)
+            for handoff_id in batch:
+                decode.release(handoff_id)
+                decode.send(handoff_id, abort="engine step failed: poison")
+        elif ended.is_set():
+            decode.run_to_end(sequence, ahead)
+        else:
+            decode.run_to_end(sequence, ahead, 2)  # and goes on when the poison is gone
+            waiting.append((decode, sequence, ahead + 2))
+
+    waiting = []
+    for decode in cluster.decodes:
+        decode.begin = partial(step_of, decode)
+    poison = request_state(request_id="poison", max_tokens=50, timeout_s=2 * TIMEOUT_S)
+    others = [
+        request_state(request_id=f"n{at}", max_tokens=50, timeout_s=2 * TIMEOUT_S)
+        for at in range(8)
+    ]
+    running = [asyncio.create_task(cluster.run(state)) for state in others]
+    await seen(lambda: len(waiting) >= len(others))
+    with pytest.raises(InternalError, match="engine step failed: poison"):
+        await cluster.run(poison)
+    ended.set()
+    for decode, sequence, ahead in waiting:
+        if sequence.handoff_id in decode.held:
+            decode.run_to_end(sequence, ahead)
+    async with asyncio.timeout(TIMEOUT_S):
+        assert await asyncio.gather(*running) == [(counting(50), LENGTH)] * len(others)
+    assert len(shared) == 2 and len(alone) == 1, "what it costs its neighbours is bounded"
+
+
+def test_a_sequence_that_was_beside_the_cause_shares_steps_again():
+    state = request_state()
+    errors = [(InternalError("a"), 1), (InternalError("b"), 1), (Unavailable("c"), 1)]
+    assert [(state.failed(*one), state.alone) for one in errors] == [
+        (False, False), (False, True), (False, True)
+    ]  # fmt: skip
+    assert state.spec("r-4").alone
+    assert not state.failed(InternalError("after many tokens"), PROVING_TOKENS)
+    assert not state.alone
 
 
 async def test_an_abandoned_attempt_adds_neither_tokens_nor_numbers(cluster_of):

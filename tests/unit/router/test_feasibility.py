@@ -105,7 +105,8 @@ def test_the_prefill_rate_is_that_of_all_ready_workers(workers, rate):
         ([OWN], BUSY, {"target_s": 5.0, "tenant": "other"}, None),
         ([OWN], BUSY, {"target_s": 5.0, "virtual_finish": NOW + 2}, None),
         # What resumes another stream was accepted there: it is never refused for its time.
-        ([BEFORE, OWN], worker("p"), {"target_s": 1.0, "timeout_s": 1.0, "resumed": (1, 2)}, None),
+        ([BEFORE, OWN], worker("p"), {"target_s": 1.0, "timeout_s": 1.0, "has_ticket": True}, None),
+        ([BEFORE, OWN], worker("p"), {"target_s": 1.0, "resumed": (1, 2)}, "wanted in 1.00 s"),
     ],
 )
 async def test_a_request_is_refused_exactly_when_it_cannot_make_it(
@@ -274,4 +275,4 @@ async def test_explain_says_what_keeps_a_request_from_running(queue_of):
     free = fleet([view("p0")], [view("d0")])
     one, two = await queue_of(BEFORE, capacity=2), await queue_of(BEFORE, AFTER, capacity=2)
     assert "requests waiting for room: 1" in refusal(free, one)
-    assert "2 requests are waiting already" in refusal(free, two)
+    assert "2 requests are waiting already" in refusal(free, two, tenant="other")

@@ -97,6 +97,54 @@ async def test_subscribers_end_when_the_worker_leaves_or_the_fleet_stops(cluster
     assert "router is stopping" in str(await received(waiting))
 
 
+async def test_a_worker_whose_lease_ended_serves_on_while_its_connection_answers(cluster):
+    """A registry that was paused ends all leases at once: that says nothing of the workers."""
+    worker = cluster.decodes[0]
+    waiting = cluster.subscribe(worker)
+    cluster.store.lose("d0")
+    cluster.store.lose("p0")
+    await cluster.add(DecodeWorker("d9"))  # the change before was seen
+    await cluster.until(lambda s: len(s.decode) == 2 and s.num_usable == 2)
+    worker.send("h", 1)
+    assert list((await received(waiting)).token_ids) == [1]
+    cluster.store.find("d0")
+    await cluster.store_seen()
+    cluster.store.lose("d0")
+    worker.break_connections()  # now nothing speaks for it any more
+    assert isinstance(await received(waiting), Unavailable)
+    await cluster.until(lambda s: [w.incarnation for w in s.decode] == ["d9"])
+    cluster.store.put(changed(cluster.prefills[0], incarnation="p9"))
+    await cluster.until(lambda s: len(s.prefill) == 2)
+    assert len(cluster.fleet.snapshot().decode) == 1, "it is not followed before it registers"
+    cluster.store.find("d0")
+    await cluster.until_state(worker, "READY")
+
+
+async def test_no_worker_is_dropped_while_the_registry_is_away(cluster):
+    """None could register again."""
+    worker = cluster.decodes[0]
+    cluster.store.lose("d0")
+    await cluster.store_seen()
+    cluster.store.stop()
+    worker.break_connections()
+    await cluster.until_state(worker, "UNREACHABLE")
+    await cluster.until_state(worker, "READY")
+
+
+async def test_a_draining_worker_without_a_record_finishes_until_it_hangs_up(cluster):
+    worker = cluster.decodes[0]
+    waiting = cluster.subscribe(worker)
+    worker.tell(state=DRAINING)
+    await cluster.until_state(worker, "DRAINING")
+    await cluster.leave(worker)
+    await cluster.store_seen()
+    worker.send("h", 1)
+    assert list((await received(waiting)).token_ids) == [1]
+    await worker.stop()
+    assert isinstance(await received(waiting), Unavailable)
+    await cluster.until(lambda s: not s.decode)
+
+
 @pytest.mark.parametrize("source", ["worker", "registry"])
 async def test_draining_is_learned_from_either_source_and_stays(cluster, source):
     worker = cluster.decodes[0]

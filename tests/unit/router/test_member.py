@@ -86,7 +86,7 @@ async def test_what_is_sent_in_one_turn_is_one_message(cluster):
     """Also to a worker: what a router tells it leaves together."""
     worker, messages = cluster.decodes[0], []
     take = worker.take
-    worker.take = lambda router, message: (messages.append(message), take(router, message))
+    worker.take = lambda router, message: messages.append(message) or take(router, message)
     mine, other = cluster.subscribe(worker, "mine"), cluster.subscribe(worker, "other")
     for handoff_id, token_id in (("mine", 1), ("nobody's", 9), ("other", 3), ("mine", 2)):
         worker.send(handoff_id, token_id)
@@ -99,6 +99,12 @@ async def test_what_is_sent_in_one_turn_is_one_message(cluster):
     await seen(lambda: not worker.cancelled.empty())
     (message,) = messages
     assert (list(message.cancel), worker.kept) == (["mine", "other"], ["t"])
+    # But for what is so much that a worker would refuse it together.
+    names = [f"{number}" * 10_000 for number in range(5)]
+    for name in names:
+        member.cancel(name)
+    await seen(lambda: sum(len(message.cancel) for message in messages) == 7)
+    assert [list(message.cancel) for message in messages[1:]] == [names[:2], names[2:4], names[4:]]
 
 
 async def test_a_router_says_now_and_then_that_it_is_there(cluster, worker):

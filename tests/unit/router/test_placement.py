@@ -10,7 +10,7 @@ from baton.prefix import block_hash
 from baton.v1 import common_pb2, worker_pb2
 from router.fleet.snapshot import SILENT, AssignedPrompt, WorkerView
 from router.placement.cost_model import ColumnCosts
-from router.placement.placement import pick, predict, rank_all
+from router.placement.placement import pick, predict, rank_all, soonest_room
 
 from .snapshots import PROMPT, fleet, needs, usable_pairs, worker
 
@@ -82,6 +82,42 @@ def test_without_a_usable_pair_the_router_says_what_is_missing(prefill, decode, 
         pick(snapshot, needs())
     assert str(caught.value) == why
     assert all(pair.refused for pair in rank_all(snapshot, needs()))
+
+
+@pytest.mark.parametrize("few", [True, False])  # row by row, or in columns
+def test_without_prefill_workers_decode_workers_compute_any_prompt(few):
+    """The least busy one with room; each way of asking gives the same."""
+    busy = {"running": 4, "step_ms": 10, **POOL, **RATE}
+    more = [] if few else [worker(f"x{i:02}", "DRAINING") for i in range(20)]
+    decode = [worker("d0", **busy), worker("d1", **busy | {"running": 1}), *more]
+    snapshot = fleet([worker("p0", SILENT)], [*decode, worker("d2", blocks_free=1)], None, True)
+    request = needs(5000, local_prefill_max_tokens=4)
+    assert snapshot.why_not_ready == "" and snapshot.prefill_rate > 0
+    pair = pick(snapshot, request)
+    assert (pair.decode.incarnation, pair.decode_prefills, pair.alone) == ("d1", True, True)
+    assert pair.local_prefill_max_tokens == 5000 and pair.candidates == 3
+    assert predict(snapshot, request) == (pair.ttft_s, True) and 5 < pair.ttft_s < 6
+    assert pick(snapshot, request, failed={"d1"}).decode.incarnation == "d0"
+    ranked = rank_all(snapshot, request)
+    assert [one.decode.incarnation for one in ranked if not one.refused] == ["d1", "d0"]
+    assert "KV blocks available" in ranked[2].refused
+    with pytest.raises(Overloaded, match="no room for 5000 tokens"):
+        pick(snapshot, request, full={"d0", "d1"})
+    full = fleet([], [worker("d0", **{**POOL, "blocks_free": 5}), worker("d1")], None, True)
+    assert soonest_room(full, request) == {"d0"}, "the pool of the other one is too small"
+    assert soonest_room(fleet([], [worker("d1")], None, True), request) is None
+    assert soonest_room(full, replace(request, decodes=False)) is None
+    with pytest.raises(Unavailable, match=r"no prefill worker .* only what generates"):
+        pick(snapshot, replace(request, decodes=False))
+
+
+def test_without_decode_workers_prefill_workers_serve_prompts_alone():
+    snapshot = fleet([worker("p0", tokens=400, **RATE), worker("p1", **RATE)], [], None, True)
+    pair = pick(snapshot, needs(decodes=False))
+    assert (pair.prefill.incarnation, pair.alone, pair.decode_prefills) == ("p1", True, False)
+    assert snapshot.why_not_ready == "no decode worker is ready (none is registered)"
+    with pytest.raises(Unavailable, match="no decode worker is ready"):
+        pick(snapshot, needs())
 
 
 def test_one_usable_pair_is_enough():
@@ -204,6 +240,42 @@ def test_no_room_anywhere_is_overloaded_with_each_reason_once():
     with pytest.raises(Overloaded) as caught:
         picked([worker("p0")], [worker(f"d{i}", blocks_free=0) for i in range(40)])
     assert "and 32 more" in str(caught.value) and str(caught.value).count("KV blocks") == 8
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["row by row", "in columns"])
+def test_the_workers_kept_for_a_request_are_those_of_the_pair_that_has_room_first(many):
+    """It needs 8 blocks of 10; of most workers one more block has to become free than of `sooner`.
+
+    Workers with few sequences, slow steps or no pair are no better.
+    """
+
+    def decode(name, available, **fields):
+        fields = {"running": 1, "step_ms": 10.0, **fields}
+        return worker(name, blocks_free=available, blocks_held=10 - available, **fields)
+
+    small = decode("small", 0, blocks_total=7)  # never
+    others = [decode(f"d{at}", 6) for at in range(20 if many else 2)]
+    sooner, slow = decode("sooner", 7), decode("slow", 7, step_ms=1000.0)
+    other_kv = decode("other", 7, dtype="bf16", step_ms=0.1)
+    prefill, request = worker("p0"), needs(28)
+
+    def kept(*decodes, prefill=prefill, before=()):
+        return soonest_room(fleet([prefill], decodes), request, frozenset(before))
+
+    assert kept(*others, sooner, slow, small, other_kv) == {"sooner"}
+    assert kept(*others, sooner, before={"d1"}) == {"d1"}, "room gathers there already"
+    gone = replace(others[0], state=SILENT)
+    assert kept(gone, sooner, before={"d0"}) == {"sooner"}
+    assert kept(small, other_kv) is None
+    busy = decode("busy", 10, max_batch=8, running=9)
+    assert kept(busy, small) == {"busy"}
+    full = worker("p0", blocks_free=2, blocks_held=8)
+    assert kept(*others, sooner, prefill=full) == {"sooner", "p0"}
+    in_order = worker("p0", queue_tokens=5000)
+    assert kept(decode("d0", 10), prefill=in_order) == frozenset(), "what goes first is in its way"
+    for avoided in ({"sooner"}, {"p0"}):
+        with pytest.raises(Overloaded, match="kept for another request"):
+            picked([prefill], [decode("sooner", 9)], full=avoided)
 
 
 def test_where_decode_prefills_a_full_prefill_worker_does_not_matter():

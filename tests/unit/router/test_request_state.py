@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from baton.sampling import Reasoning
+from baton.sampling import Reasoning, SamplingParams
 from baton.text.tool_calls import HERMES, MISTRAL_ARGS
 from baton.v1 import common_pb2
 from router.dispatch.request_state import OutputFormat, RequestState, TextStream
@@ -27,6 +27,14 @@ def test_a_later_attempt_continues_where_the_caller_is():
     assert (later.prompt_tokens, later.sampling) == (3, first.sampling)
     resumed = request_state(resumed=(7,)).spec("r-1")
     assert (list(resumed.token_ids), resumed.prompt_tokens) == ([1, 2, 3, 7], 3)
+
+
+def test_settings_become_a_message_once_whatever_the_number_of_attempts(monkeypatch):
+    made, to_proto = [], SamplingParams.to_proto
+    monkeypatch.setattr(SamplingParams, "to_proto", lambda own: made.append(own) or to_proto(own))
+    state = request_state()
+    assert state.spec("r-1").sampling == state.spec("r-2").sampling
+    assert made == [state.request.params]
 
 
 def test_workers_get_the_virtual_finish_as_a_time_from_now_in_order_also_once_it_has_passed():

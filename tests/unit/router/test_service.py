@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -56,13 +57,16 @@ def request_of(max_tokens=5, prompt=PROMPT, **fields):
 class Router:
     """A router's servicers on a real server, and a client's stubs."""
 
-    def __init__(self, cluster, tokenizer, default_timeout_s=10.0, tenants=None):
+    def __init__(
+        self, cluster, tokenizer, default_timeout_s=TIMEOUT_S, tenants=None, trace_content=0
+    ):
         tenants = tenants or Tenants()
         self.admission = Admission("tiny", tokenizer, default_timeout_s, tenants=tenants)
         self.cluster, self.decode = cluster, (*cluster.decodes, None)[0]
         self.service = GenerationService(
-            self.admission, cluster.wait_queue, cluster.dispatch, cluster.fleet, cluster.tracer
-        )
+            self.admission, cluster.wait_queue, cluster.dispatch, cluster.fleet, cluster.tracer,
+            trace_content,
+        )  # fmt: skip
         self._server = rpc.server(partial(authorize, tenants))
 
     async def __aenter__(self):
@@ -87,6 +91,7 @@ class Router:
             await self.service.idle()
         await self.channel.close()
         await self._server.stop(0)
+        await self.admission.aclose()
 
     def generate(self, **fields):
         """A call under way."""
@@ -250,7 +255,25 @@ def test_an_operator_has_a_key_or_where_the_port_asks_for_it_a_certificate_with_
     for method in ("/baton.v1.FleetService/GetStatus", "/grpc.reflection.v1alpha.X/Y"):
         with contextlib.nullcontext() if answered else pytest.raises(Unauthenticated):
             authorize(tenants if has_file else Tenants(), method, context)
-    authorize(tenants, "/baton.v1.InferenceService/Generate", context)
+
+
+@pytest.mark.parametrize(("key", "answered"), [("t", True), ("", False), ("o", False)])
+async def test_a_key_is_looked_at_before_the_request(router_of, tenants, key, answered):
+    """And before a span, the queue and admission."""
+    router = await router_of(tenants=tenants)
+    method = "/baton.v1.InferenceService/Generate"
+    send = router.channel.unary_stream(method, request_serializer=bytes)
+    error = await failure_of(send(b"\xff" * 1000, metadata=rpc.bearer(key), timeout=TIMEOUT_S))
+    wanted = grpc.StatusCode.INVALID_ARGUMENT if answered else grpc.StatusCode.UNAUTHENTICATED
+    assert error.code() is wanted
+
+
+async def test_two_keys_are_one_too_many(router_of):
+    """Who passes requests on may look at the first, and we at the last."""
+    router = await router_of()
+    error = await failure_of(router.stub.Generate(request_of(), metadata=rpc.bearer("t") * 2))
+    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert "more than once" in error.details()
 
 
 @pytest.mark.parametrize(
@@ -379,14 +402,14 @@ async def test_a_caller_that_hangs_up_frees_everything_and_its_spans_end(router_
     ended = {span.name: span for span in traces.spans}
     assert len(ended) == len(traces.spans)
     assert ended["router.attempt"].attributes["baton.cancelled"] is True
-    assert ended["router.generate"].attributes["baton.cancelled"] is True
+    assert ended["text_completion tiny"].attributes["baton.cancelled"] is True
 
 
 # Refusals.
 
 
 async def test_refusals_have_a_status_and_advice_before_any_work(router_of):
-    router = await router_of(cluster={"max_queue": 1})
+    router = await router_of(cluster={"max_queue": 1, "recovery_s": 0.1})
     for fields, code, field in (
         ({"stop": [""]}, "INVALID_ARGUMENT", "stop"),
         ({"resumed_token_ids": [100] * 5}, "INVALID_ARGUMENT", "resumed_token_ids"),
@@ -395,11 +418,11 @@ async def test_refusals_have_a_status_and_advice_before_any_work(router_of):
         error = await failure_of(router.generate(**fields))
         assert error.code().name == code
         assert getattr(rpc.error_of(error), "field", None) == field
-    await router.cluster.leave(router.cluster.prefills[0])
-    await router.cluster.until(lambda s: not s.prefill)
+    await router.cluster.leave(router.decode)
+    await router.cluster.until(lambda s: not s.decode)
     error = await failure_of(router.generate())
     assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "no prefill worker" in error.details()
+    assert "no decode worker" in error.details()
     assert retry_after_s(error) == 1.0
     assert router.decode.requests == []
     router.service.draining = True
@@ -422,7 +445,132 @@ async def test_a_full_queue_refuses_at_once_with_retry_info(router_of, monkeypat
     assert (await finish_of(waiting)).usage.completion_tokens == 5
 
 
+async def test_a_broken_stream_is_resumed_at_a_full_queue_but_with_its_ticket_only(router_of):
+    router = await router_of(cluster={"max_queue": 1})
+    router.decode.runs = [pauses]
+    call = router.generate(max_tokens=8)
+    async with asyncio.timeout(TIMEOUT_S):
+        ticket = (await call.read()).started.resume_ticket
+        tokens = list((await call.read()).delta.token_ids)
+    assert ticket and tokens
+    call.cancel()
+    await router.cluster.all_freed()
+    await router.cluster.fill()
+    waiting = router.generate()
+    await router.cluster.until_waiting(1)
+    resumed = {"resumed_token_ids": tokens, "max_tokens": 8}
+    other = {**resumed, "prompt": [1, 2], "resume_ticket": ticket}
+    for fields in (resumed, {**resumed, "resume_ticket": b"x" * len(ticket)}, other):
+        error = await failure_of(router.generate(**fields))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, fields
+    call = router.generate(**resumed, resume_ticket=ticket)
+    async with asyncio.timeout(TIMEOUT_S):
+        started = (await call.read()).started
+    assert (started.resumed_tokens, started.resume_ticket) == (len(tokens), ticket)
+    again = await failure_of(router.generate(**resumed, resume_ticket=ticket))
+    assert again.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, "one at a time"
+    router.decode.tell()
+    for one in (waiting, call):
+        assert (await finish_of(one)).reason == LENGTH
+
+
 # What operators see.
+
+
+@pytest.mark.parametrize("who", ["tenant", "operator too", "without a file"])
+async def test_names_of_workers_and_sizes_of_queues_are_for_operators(
+    router_of, tenants, tmp_path, who
+):
+    if who == "operator too":
+        (tmp_path / "o.key").write_text("t")
+    settings = {} if who == "without a file" else {"tenants": Tenants(tmp_path / "tenants.toml")}
+    router = await router_of(cluster={"max_queue": 1, "recovery_s": 0.1}, **settings)
+    shown, key = who != "tenant", rpc.bearer("t")
+
+    def generate(**fields):
+        return router.stub.Generate(request_of(**fields), metadata=key, timeout=TIMEOUT_S)
+
+    finish = await finish_of(generate())
+    assert (finish.route.prefill, finish.route.decode) == (("p0", "d0") if shown else ("", ""))
+    assert finish.route.attempts == 1
+    pinned = generate(workers=["p0", "d0"])
+    if shown:
+        assert (await finish_of(pinned)).route.decode == "d0"
+    else:
+        error = await failure_of(pinned)
+        assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert "this is for operators" in error.details()
+    await router.cluster.fill()
+    waiting = generate()
+    await router.cluster.until_waiting(1)
+    refused = [(await failure_of(generate()), "1 requests are waiting already")]
+    await router.cluster.leave(router.decode)
+    refused.append((await failure_of(waiting), "no decode worker is ready (none is registered)"))
+    refused.append((await failure_of(generate()), "no decode worker is ready (none is registered)"))
+    for error, text in refused:
+        assert (text in error.details()) == shown, error.details()
+        assert retry_after_s(error) > 0
+        assert shown or not re.search(r"\d|worker", error.details())
+
+
+def of_genai(span):
+    return {name: value for name, value in span.attributes.items() if name.startswith("gen_ai.")}
+
+
+async def test_the_span_of_a_request_has_the_names_of_the_genai_conventions(router_of):
+    """And no word of what was said, unless that is asked for."""
+    traces = Traces()
+    router = await router_of(cluster={"tracer": traces.tracer})
+    begun, _, _ = await router.complete(max_tokens=3)
+    await failure_of(router.generate(stop=[""]))
+    await router.service.idle()
+    ended = [span for span in traces.spans if span.name == "text_completion tiny"]
+    done, refused = (of_genai(span) for span in ended)
+    asked = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "baton",
+        "gen_ai.request.model": "tiny",
+    }
+    assert refused == asked
+    assert ended[1].attributes["error.type"] == "InvalidRequest"
+    assert "error.type" not in ended[0].attributes
+    assert (
+        done.items()
+        >= {
+            **asked,
+            "gen_ai.request.max_tokens": 3,
+            "gen_ai.request.temperature": 0.0,
+            "gen_ai.response.id": begun.request_id,
+            "gen_ai.response.model": "tiny",
+            "gen_ai.response.finish_reasons": ("length",),
+            "gen_ai.usage.input_tokens": begun.prompt_tokens,
+            "gen_ai.usage.output_tokens": 3,
+        }.items()
+    )
+    assert not [name for name in done if "messages" in name or "seed" in name]
+
+
+async def test_prompt_and_answer_are_recorded_where_that_is_asked_for_and_cut(router_of):
+    traces = Traces()
+    router = await router_of(cluster={"tracer": traces.tracer}, trace_content=8, max_context=1024)
+    messages = [("system", "Be brief."), ("user", "x" * 90 + "the end!")]
+    chat = inference_pb2.Chat(
+        messages=[inference_pb2.ChatMessage(role=role, content=text) for role, text in messages]
+    )
+    sampling = common_pb2.SamplingParams(max_tokens=20, ignore_eos=True)
+    for asked in ({"chat": chat}, {"text": "Once upon a time"}):
+        request = inference_pb2.GenerateRequest(sampling=sampling, **asked)
+        async for _ in router.stub.Generate(request):
+            pass
+    await router.service.idle()
+    found = {span.name: of_genai(span) for span in traces.spans if "tiny" in span.name}
+    for name, text in (("chat tiny", "the end!"), ("text_completion tiny", " a time"[-8:])):
+        (said,) = json.loads(found[name]["gen_ai.input.messages"])
+        assert said["role"] == "user" and said["parts"][0]["type"] == "text"
+        assert said["parts"][0]["content"].endswith(text) and len(said["parts"][0]["content"]) == 8
+        (answer,) = json.loads(found[name]["gen_ai.output.messages"])
+        assert (answer["role"], answer["finish_reason"]) == ("assistant", "length")
+        assert 0 < len(answer["parts"][0]["content"]) <= 8
 
 
 async def test_status_and_spans_of_a_request_that_fails_over(router_of):
@@ -440,9 +588,9 @@ async def test_status_and_spans_of_a_request_that_fails_over(router_of):
     ended = traces.spans
     assert sorted(span.name for span in ended) == [
         "router.admit", "router.attempt", "router.attempt", "router.backoff", "router.check",
-        "router.finish", "router.first_token", "router.generate", "router.place",
-        "router.place", "router.prefill", "router.prefill", "router.stream",
-        "router.stream"]  # fmt: skip
+        "router.finish", "router.first_token", "router.place", "router.place",
+        "router.prefill", "router.prefill", "router.stream", "router.stream",
+        "text_completion tiny"]  # fmt: skip
     assert {f"{span.context.trace_id:032x}" for span in ended} == {begun.trace_id}
     first, second = sorted(
         (span for span in ended if span.name == "router.attempt"), key=lambda span: span.start_time

@@ -77,7 +77,6 @@ async def callers(shared, tmp_path):
             await process.communicate()
 
 
-@pytest.mark.timeout(60)
 async def test_two_processes_together_keep_a_tenants_limits_exactly(shared, tmp_path):
     """And what a killed one ran counts no more, once its parent has seen its end."""
     usage = SharedState(shared.path, 2).usage("default")

@@ -31,7 +31,8 @@ from tests.tracing import Traces
 
 from .scripted_workers import request_state, seen
 
-LABELS = {"gen_ai_request_model": "tiny", "gen_ai_operation_name": "chat"}
+MODEL = {"gen_ai_request_model": "tiny"}
+LABELS = {**MODEL, "gen_ai_provider_name": "baton", "gen_ai_operation_name": "chat"}
 FAILOVER, REFUSAL, FAILURE = (
     fleet_pb2.EVENT_KIND_FAILOVER,
     fleet_pb2.EVENT_KIND_REFUSAL,
@@ -76,7 +77,7 @@ class World(Traces):
         try:
             with (
                 self.stats.request() as record,
-                telemetry.span(self.tracer, "router.generate", Context()) as span,
+                telemetry.span(self.tracer, "chat tiny", Context()) as span,
             ):
                 record.span, record.trace_id = span, telemetry.trace_id_of(span)
                 record.held = telemetry.is_held(span)
@@ -212,13 +213,14 @@ def test_a_request_that_ends_well_is_measured(world):
     assert value("gen_ai_server_time_to_first_token_seconds_sum", **LABELS) == pytest.approx(0.1)
     tpot = value("gen_ai_server_time_per_output_token_seconds_sum", **LABELS)
     assert tpot == pytest.approx(0.01)
-    assert value("gen_ai_server_request_duration_seconds_count", **LABELS) == 1
+    assert value("gen_ai_server_request_duration_seconds_count", **LABELS, error_type="") == 1
     usage = "gen_ai_client_token_usage_sum"
     assert value(usage, **LABELS, gen_ai_token_type="input") == 4
     assert value(usage, **LABELS, gen_ai_token_type="output") == 3
     assert value("baton_request_queue_time_seconds_sum") == pytest.approx(0.02)
     assert value("baton_request_inter_token_latency_seconds_count") == 2
-    tokens = [value(f"baton_tokens_{what}_total") for what in ("input", "cached", "output")]
+    kinds = ("input", "cached", "output")
+    tokens = [value(f"baton_tokens_{what}_total", **MODEL) for what in kinds]
     assert tokens == [4, 2, 3]
     assert value("baton_request_ttft_prediction_ratio_sum") == pytest.approx(3.0)
     for slo in ("fast", "slow"):
@@ -255,11 +257,14 @@ def test_goodput_is_counted_by_class_and_not_of_what_callers_did(world):
         ("fast", "true"): 0, ("fast", "false"): 4, ("slow", "true"): 2, ("slow", "false"): 2
     }  # fmt: skip
     assert world.value("baton_requests_ended_total", status="CANCELLED", tenant="t") == 1
-    assert world.value("gen_ai_server_request_duration_seconds_count", **LABELS) == 3
-    assert world.value("baton_tokens_input_total") == 5 * 3, "of what was placed"
+    kinds = {"": 3, "InternalError": 1, "Overloaded": 1, "InvalidRequest": 1, "CANCELLED": 1}
+    for kind, count in kinds.items():
+        name = "gen_ai_server_request_duration_seconds_count"
+        assert world.value(name, **LABELS, error_type=kind) == count
+    assert world.value("baton_tokens_input_total", **MODEL) == 5 * 3, "of what was placed"
     assert world.value("baton_requests_refused_total", cause="tenant_limit") == 0
     assert world.value("baton_batch_requests_total", result="failed") == 2
-    assert world.value("baton_tokens_cached_total") == 0
+    assert world.value("baton_tokens_cached_total", **MODEL) == 0
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,21 @@ async def test_a_tenant_more_than_processes_can_share_changes_nothing(
     parent.close()
 
 
+def test_an_api_key_without_a_file_is_that_of_everybody(tmp_path):
+    """Of requests and of operators; there is one tenant, without limits, and its cache is its."""
+    tenants = Tenants(api_keys=[digest("k"), digest("l")])
+    for key in ("k", "l"):
+        assert tenants.of(bearer(key)).name == Tenants().of(()).name
+        tenants.check_admin(bearer(key))
+    for metadata in ((), bearer("x")):
+        with pytest.raises(Unauthenticated, match="API key"):
+            tenants.of(metadata)
+        with pytest.raises(Unauthenticated, match="for operators: send the API key"):
+            tenants.check_admin(metadata)
+    with pytest.raises(ConfigError, match="--api-key and --tenants do not go together"):
+        Tenants(tmp_path / "tenants.toml", api_keys=[digest("k")])
+
+
 def test_operators_have_keys_of_their_own(tenants_of, tmp_path):
     Tenants().check_admin(())  # without tenants everybody is an operator
     tenants = tenants_of(f"[tenants.a]\n{KEYS}")

@@ -8,14 +8,17 @@ import pytest
 
 from baton.errors import Overloaded, Unavailable
 from router.admission import wait_queue as wait_queue_module
+from router.admission.fair_queue import Flow
 from router.admission.wait_queue import (
     MOST_REFUSED,
     MOST_TRYING,
     PASSING_S,
     RETRY_AFTER_S,
+    NoWorker,
     QueueEntry,
     WaitQueue,
 )
+from tests.waiting import WAIT_S
 
 from .snapshots import pending
 
@@ -104,6 +107,26 @@ async def test_entries_are_placed_by_virtual_finish_then_by_arrival(room):
     assert [await room.give(1) for _ in range(5)] == [["a"], ["b"], ["c"], ["d"], ["e"]]
 
 
+async def test_entries_that_no_worker_could_serve_keep_nobody_from_room(room, clock):
+    """However many they are and however long they wait; few of them try at each change."""
+    tries = []
+
+    async def finds_no_worker():
+        tries.append(1)
+        raise NoWorker("no prefill worker")
+
+    for _ in range(3 * MOST_REFUSED):
+        entry = QueueEntry(pending(0.0), 1, decodes=False)
+        await room.add(room.queue.place(entry, finds_no_worker))
+    await room.add(room.place(5.0, tokens=9))
+    clock.now += 10 * PASSING_S
+    await room.give(0)
+    tries.clear()
+    assert await room.give(9) == [5.0]
+    assert len(tries) == MOST_REFUSED
+    assert await room.add(room.place(6.0, tokens=0)) and room.placed[-1] == 6.0
+
+
 async def test_a_newcomer_with_an_early_virtual_finish_need_not_wait_for_changes(room):
     await room.add(room.place(5.0, tokens=10))
     room.room = 5  # without an event
@@ -121,6 +144,27 @@ async def test_a_full_queue_refuses_with_a_time_but_not_what_was_accepted_before
     assert shortest <= caught.value.retry_after_s <= longest
     await room.add(room.place(0.0, accepted=True))
     assert await room.give(3) == [0.0, 1.0, 2.0]
+
+
+async def test_a_tenant_fills_no_more_of_the_queue_than_its_share(room_of):
+    """At a full queue one with less takes the place of the last one of the tenant with most."""
+    room = room_of(capacity=8)
+    flood = [await room.add(room.place(at, tenant="flood", name=at)) for at in range(8)]
+    more = [await room.add(room.place(9 + at, tenant="flood", accepted=True)) for at in range(2)]
+    with pytest.raises(Overloaded, match="8 requests are waiting already"):
+        room.queue.check_room(Flow("flood"))
+    room.queue.check_room(Flow("light"))
+    light = [await room.add(room.place(20.0, tenant="light", name=f"l{at}")) for at in range(5)]
+    late = await room.add(room.place(20.0, tenant="light"))
+    assert [one.done() for one in (*flood, *more)] == [False] * 3 + [True] * 5 + [False] * 2
+    for one in flood[3:]:
+        with pytest.raises(Overloaded, match="took its place") as displaced:
+            one.result()
+        assert displaced.value.retry_after_s > 0
+    assert late.done() and isinstance(late.exception(), Overloaded), "it has its half"
+    room.queue.check_room(Flow("heavy", weight=2.0))
+    assert room.queue.depth == 10 and not any(one.done() for one in light)
+    assert len(await room.give(100)) == 10
 
 
 async def test_other_errors_end_the_wait(room):
@@ -145,6 +189,74 @@ async def test_small_requests_pass_a_large_one_only_until_its_patience_ends(room
     assert await room.give(1) == ["late"]
 
 
+@pytest.mark.parametrize("large", [1, 2, 6])
+async def test_large_requests_on_full_workers_stop_no_placement_and_are_placed(clock, large):
+    """20 workers of 100 blocks, full of requests of one block; each large one needs 60 blocks.
+
+    The clock is advanced by hand, 0.1 s at a time, in which about one request in 150 ends.
+    """
+    dice, changed = random.Random(1), asyncio.Event()
+    free, ends, tasks, placed = [0] * 20, [], [], []
+    ends = [(dice.uniform(0, 15), worker, 1) for worker in range(20) for _ in range(100)]
+    queue = WaitQueue(1 << 20, lambda: changed, clock=clock)
+
+    def place(finish, blocks, name):
+        prompt = pending(finish)
+
+        def earmark(kept):
+            return kept or frozenset({max(range(20), key=free.__getitem__)})
+
+        async def attempt():
+            kept = queue.kept_from(prompt)
+            worker = max(set(range(20)) - kept, key=free.__getitem__)
+            if free[worker] < blocks:
+                raise Overloaded("no room")
+            free[worker] -= blocks
+            ends.append((clock.now - begun + dice.uniform(0, 15), worker, blocks))
+            placed.append(name)
+
+        entry = QueueEntry(prompt, blocks, earmark=earmark)
+        tasks.append(asyncio.create_task(queue.place(entry, attempt)))
+
+    begun, by_second = clock.now, []
+    for number in range(large):
+        place(0.001 * number, 60, "large")
+    for step in range(600):
+        for number in range(20):
+            place(1.0 + 20 * step + number, 1, "small")
+        clock.now += 0.1
+        over = [one for one in ends if one[0] <= clock.now - begun]
+        ends = [one for one in ends if one[0] > clock.now - begun]
+        for _, worker, blocks in over:
+            free[worker] += blocks
+        changed.set()
+        changed = asyncio.Event()
+        before = placed.count("small")
+        while True:  # until nothing more is placed
+            count = len(placed)
+            await settled()
+            if len(placed) == count:
+                break
+        if step % 10 == 0:
+            by_second.append(0)
+        by_second[-1] += placed.count("small") - before
+        if placed.count("large") == large:
+            break
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert placed.count("large") == large, f"after {clock.now - begun:.0f} s"
+    assert min(by_second[:-1]) > 60, by_second  # about 133 a second end
+
+
+async def test_a_request_that_never_has_room_stops_no_other(room):
+    await room.add(room.place(1.0, tokens=100, name="huge", earmark=lambda kept: None))
+    room.clock.now += PASSING_S + 0.1
+    await room.give(0)
+    await room.add(room.place(2.0, tokens=1, name="small"))
+    assert await room.give(1) == ["small"]
+
+
 async def test_a_large_request_is_placed_among_small_ones_that_never_end(room_of, monkeypatch):
     """Small ones with earlier finishes come without end, each holding its room a while."""
     monkeypatch.setattr(wait_queue_module, "PASSING_S", 0.05)
@@ -160,7 +272,7 @@ async def test_a_large_request_is_placed_among_small_ones_that_never_end(room_of
     for _ in range(12):
         room.tasks.append(asyncio.create_task(small()))
     await asyncio.sleep(0.05)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         assert await room.place(0.3, tokens=4, name="large") == "large"
 
 
@@ -197,7 +309,7 @@ async def test_tries_run_one_at_a_time_or_up_to_a_bound_while_workers_answer_slo
     for finish in range(2 * MOST_TRYING):
         await room.add(room.attempt(float(finish), trying(finish)))
     room.change(1000)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(WAIT_S):
         await enough.wait()
         await asyncio.sleep(0.05)
         assert asked == list(range(at_once))
@@ -224,7 +336,7 @@ async def test_a_try_that_hangs_neither_holds_up_others_nor_misses_a_change(room
     room.change()
     await settled()
     silent.set()
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(WAIT_S):
         assert await hanging == "placed"
 
 
@@ -247,7 +359,7 @@ async def test_with_random_cancels_all_others_are_placed(room_of, seed):
     for task in cancelled:
         await asyncio.sleep(dice.random() * 0.001)
         task.cancel()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         await asyncio.gather(*tasks, return_exceptions=True)
     assert all(task.cancelled() or task.exception() is None for task in tasks)
     assert all(not task.cancelled() for task in set(tasks) - set(cancelled))

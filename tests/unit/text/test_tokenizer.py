@@ -9,8 +9,9 @@ import time
 
 import pytest
 import tokenizers
+from transformers import AutoTokenizer
 
-from baton.errors import CheckpointError, InvalidRequest
+from baton.errors import CheckpointError, InternalError, InvalidRequest
 from baton.text import Detokenizer, load_tokenizer, text_fingerprint
 
 
@@ -70,7 +71,8 @@ def test_only_the_tokenizer_file_is_needed_and_its_training_limits_are_ignored(w
         ({"generation_config": {}, "config": CONFIG}, {1}),
         ({"config": {"eos_token_id": None}, "tokenizer_config": {"eos_token": "<|im_end|>"}}, {3}),
         ({"tokenizer_config": {"eos_token": {"content": "</s>"}}}, {1}),
-        ({"tokenizer_config": {"eos_token": "not a token"}}, set()),
+        # A token that the model has no row for.
+        ({"tokenizer_config": {"eos_token": "no token"}, "config": {"vocab_size": 380}}, set()),
     ],
 )
 def test_eos_comes_from_the_first_file_that_has_it(write, files, expected):
@@ -107,21 +109,120 @@ def test_other_threads_run_while_a_long_text_is_tokenized(write):
     assert turns > 20  # about 1 where the interpreter lock is held
 
 
-def test_named_templates_and_the_template_file(write):
-    named = [
-        {"name": "tool_use", "template": "tools"},
-        {"name": "default", "template": "from the list"},
-    ]
-    path = write(tokenizer_config={"chat_template": named})
-    tokenizer = load_tokenizer(path)
-    assert tokenizer.encode_chat([{"role": "user", "content": "x"}]) == tokenizer.encode(
-        "from the list"
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+NAMED = [
+    {"name": "tool_use", "template": "list {{ tools | length }}"},
+    {"name": "rag", "template": "documents"},
+    {"name": "default", "template": "list"},
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        (NAMED, {}),
+        (NAMED[2:], {}),
+        ("one {{ tools is none }}", {}),
+        (NAMED, {"chat_template": "file {{ tools is none }}"}),
+        ("one", {"chat_template": "file", "additional_chat_templates/tool_use": "file of tools"}),
+        (None, {"chat_template": "file", "additional_chat_templates/rag": "documents"}),
+        (NAMED[:1], {}),
+        (None, {"additional_chat_templates/tool_use": "file of tools"}),
+    ],
+)
+def test_of_several_templates_it_takes_the_one_that_transformers_takes(write, config, files):
+    path = write(tokenizer_config={"chat_template": config})
+    (path / "additional_chat_templates").mkdir()
+    for name, text in files.items():
+        (path / f"{name}.jinja").write_text(text)
+    ours, oracle = load_tokenizer(path), AutoTokenizer.from_pretrained(path)
+    chat = [{"role": "user", "content": "x"}]
+    for tools in (None, TOOLS):
+        try:
+            expected = oracle.apply_chat_template(chat, tools=tools, tokenize=False)
+        except ValueError:  # none of its templates is for that
+            with pytest.raises(InvalidRequest, match="no chat template for chats without tools"):
+                ours.encode_chat(chat)
+            continue
+        found = ours.encode_chat(chat, variables={"tools": tools} if tools else None)
+        assert ours.decode(found) == expected
+    assert ours.has_chat_template
+
+
+@pytest.mark.parametrize("family", ["byte_level", "byte_fallback"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"additional_special_tokens": ["<|tool|>", "<|im_end|>"]},
+        {"extra_special_tokens": {"image_token": "<|tool|>"}, "sep_token": "<tool call>"},
+        {"extra_special_tokens": ["<|tool|>", {"__type": "AddedToken", "content": "Hello",
+          "lstrip": True, "rstrip": False, "normalized": False, "single_word": False}]},
+        {"tool_token": "<|tool|>", "pad_token": "[PAD]", "unk_token": None},
+        {"pad_token": {"__type": "AddedToken", "content": "fox", "lstrip": False,
+          "rstrip": True, "normalized": True, "single_word": False}},
+        {"added_tokens_decoder": {
+            "411": {"content": "<|b|>", "special": True, "normalized": False, "lstrip": False,
+                    "rstrip": False, "single_word": False},
+            "380": {"content": "<|tool|>", "special": False, "normalized": True, "lstrip": False,
+                    "rstrip": True, "single_word": False},
+            "3": {"content": "<|im_start|>", "special": True, "normalized": False, "lstrip": True,
+                  "rstrip": False, "single_word": False}}},
+    ],
+)  # fmt: skip
+def test_tokens_that_only_the_config_has_are_added_as_transformers_adds_them(write, family, config):
+    path = write(family, tokenizer_config=config)
+    ours, oracle = load_tokenizer(path), AutoTokenizer.from_pretrained(path)
+    for text in (
+        *("<|tool|>", "a<|tool|>  b", "x  <|im_start|>y", "[PAD]fox  [PAD]", "Hello the fox"),
+        *("<|b|><|tool|>", "a<tool call> b", " Hello Hello", "<s> <|im_end|>"),
+    ):
+        expected = oracle.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special_tokens=False) == expected
+        assert ours.decode(expected) == oracle.decode(expected, skip_special_tokens=True)
+    plain = write(family, tokenizer_config={})
+    assert load_tokenizer(plain).fingerprint != ours.fingerprint
+
+
+def test_tokens_of_the_config_that_the_tokenizer_has_change_nothing(write):
+    path = write()
+    before = text_fingerprint(path)
+    oracle = AutoTokenizer.from_pretrained(path)
+    decoder = {
+        str(id): {name: getattr(token, name) for name in
+                  ("content", "single_word", "lstrip", "rstrip", "normalized", "special")}
+        for id, token in oracle.added_tokens_decoder.items()
+    }  # fmt: skip
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"added_tokens_decoder": decoder, "additional_special_tokens": ["<|im_end|>"]})
     )
-    (path / "chat_template.jinja").write_text("from the file")
-    tokenizer = load_tokenizer(path)
-    assert tokenizer.encode_chat([{"role": "user", "content": "x"}]) == tokenizer.encode(
-        "from the file"
-    )
+    assert text_fingerprint(path) == before
+
+
+@pytest.mark.parametrize("add_bos", ["<not there>", "<s>"])
+def test_a_tokenizer_that_panics_is_refused_at_load(write, add_bos):
+    path = write("byte_fallback", tokenizer_config={"chat_template": TEMPLATE})
+    described = json.loads((path / "tokenizer.json").read_text())
+    described["post_processor"]["single"][0]["SpecialToken"]["id"] = add_bos
+    (path / "tokenizer.json").write_text(json.dumps(described))
+    if add_bos == "<s>":
+        assert load_tokenizer(path).encode("a")
+        return
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: .*no entry found.*correct it"):
+        load_tokenizer(path)
+
+
+def test_a_panic_in_service_is_an_error_of_the_request(write, monkeypatch):
+    class Panic(BaseException):
+        pass
+
+    class Panicking:
+        def encode_batch_fast(self, *args, **options):
+            raise Panic("no entry")
+
+    tokenizer = load_tokenizer(write())
+    tokenizer._library = Panicking()
+    with pytest.raises(InternalError, match="no entry"):
+        tokenizer.encode("a")
 
 
 @pytest.mark.parametrize(
@@ -138,6 +239,11 @@ def test_named_templates_and_the_template_file(write):
         ("generation_config.json", "{"),
         ("generation_config.json", '{"eos_token_id": ["</s>"]}'),
         ("tokenizer_config.json", '{"chat_template": 3}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {}}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"1": "x"}}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"1": {"content": 2}}}'),
+        ("tokenizer_config.json", '{"extra_special_tokens": [{"content": "x", "lstrip": 3}]}'),
+        ("tokenizer_config.json", '{"extra_special_tokens": 3}'),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}'),
         ("chat_template.jinja", "{{ x"),
     ],

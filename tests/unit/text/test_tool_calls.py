@@ -29,7 +29,15 @@ OUTPUTS = [
      [("f", '{"a": 1}')]),
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1}\n</tool_call><tool_call>{"name": "g", '
      '"arguments": {}}', "", [("f", '{"a": 1}'), ("g", "{}")]),  # a brace is missing
-    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "cu', "", [("f", '{"a": "cu')]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "cu', "", [("f", '{"a": "cu"}')]),
+    (HERMES, 'A.\n<tool_call>{"name": "f"}</tool_call>\n\nB. <tool_call>{"name": "g"}</tool_call>'
+     "C.", "A.\nB.\nC.", [("f", "{}"), ("g", "{}")]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "b\nc\\ud83d", "d": True}}</tool_call>',
+     "", [("f", '{"a": "b\\nc\\ufffd", "d": true}')]),
+    (HERMES, '<tool_call>{"arguments": {"a": "b\nc\\ud83d", "d": NaN}, "name": "f"}</tool_call>',
+     "", [("f", '{"a": "b\\nc\\ufffd", "d": null}')]),
+    (HERMES, '<tool_call>{"arguments": [1], "name": "f"}</tool_call>',
+     '<tool_call>{"arguments": [1], "name": "f"}</tool_call>', []),
     (HERMES, 'a <tool_call> b {"name": 1} <tool_', 'a <tool_call>b {"name": 1} <tool_', []),
     (HERMES, '<tool_call>{"nome": "f"}</tool_call>', '<tool_call>{"nome": "f"}</tool_call>', []),
     (LLAMA3, '{"name": "f", "parameters": {"a": "1"}}', "", [("f", '{"a": "1"}')]),
@@ -46,7 +54,7 @@ OUTPUTS = [
     (MISTRAL_ARGS, 'Well.[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]0a1b2c3d4[ARGS]{}',
      "Well.", [("f", '{"a": 1}'), ("g", "{}")]),
     (MISTRAL_ARGS, '[TOOL_CALLS]f{"a": 1}', "", [("f", '{"a": 1}')]),
-    (MISTRAL_ARGS, "[TOOL_CALLS]f[CALL_ID]0a1b2c3d4", "", [("f", "")]),  # cut by its length
+    (MISTRAL_ARGS, "[TOOL_CALLS]f[CALL_ID]0a1b2c3d4", "", [("f", "{}")]),
     (MISTRAL_ARGS, "[TOOL_CALLS], he said", "[TOOL_CALLS], he said", []),
     (MISTRAL_ARGS, f"[TOOL_CALLS]{'f' * 129}{{}}", f"[TOOL_CALLS]{'f' * 129}{{}}", []),
 ]  # fmt: skip
@@ -54,9 +62,10 @@ OUTPUTS = [
 
 def parsed(form, parts, **options):
     """Content and calls; every first piece of a call has its id and name alone."""
+    cut = options.pop("cut", False)
     parser, content, calls, ids = ToolParser(form, **options), "", [], set()
     *parts, last = parts
-    pieces = [*map(parser.push, parts), parser.push(last, last=True)]
+    pieces = [*map(parser.push, parts), parser.push(last, last=True, cut=cut)]
     for text, deltas in pieces:
         content += text
         for delta in deltas:
@@ -80,6 +89,24 @@ def test_an_output_is_parsed_the_same_however_it_is_cut(form, text, content, cal
             assert parsed(form, [text[:i], text[i:j], text[j:]]) == (content, calls)
 
 
+CUT = [  # the whole output: content, and the calls of which a part has come
+    (HERMES, 'See:\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'),
+    (LLAMA3, '<|python_tag|>{"name": "f", "parameters": {"a": 1}}'),
+    (LLAMA3, '{"name": "f", "parameters": {"a": 1}}'),
+    (MISTRAL, 'See:[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]'),
+    (MISTRAL_ARGS, 'See:[TOOL_CALLS]f[ARGS]{"a": 1}'),
+]
+
+
+@pytest.mark.parametrize(("form", "text"), CUT)
+def test_an_output_that_its_length_cuts_leaves_no_markup_in_its_content(form, text):
+    for end in range(1, len(text)):
+        content, calls = parsed(form, [text[:end]], cut=True)
+        assert content.rstrip() in ("", "S", "Se", "See", "See:", "See:\n<", "See:[", "<", "[")
+        assert parsed(form, [*text[:end], ""], cut=True) == (content, calls)
+        assert all(name == "f" and '{"a": 1}'.startswith(given) for name, given in calls)
+
+
 @pytest.mark.parametrize("form", [HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS])
 @pytest.mark.parametrize("text", ["f", " ", "<", "{", '{"name":', "[TOOL", "f ["])
 def test_a_long_output_costs_little_wherever_it_stops_to_make_sense(form, text):
@@ -97,7 +124,7 @@ def test_arguments_come_as_they_are_written_and_further_calls_can_be_dropped():
     assert (begun.index, begun.name, begun.arguments) == (0, "f", "")
     assert len(begun.id) == 9 and begun.id.isalnum()  # all that its templates take
     assert piece == ToolCallDelta(0, "", "", '{"a')
-    assert parser.push('": 1') == ("", [ToolCallDelta(0, "", "", '": 1')])
+    assert parser.push('": "x') == ("", [ToolCallDelta(0, "", "", '": "x')])
     two = '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>'
     assert parsed(HERMES, [two], single=True) == ("", [("f", "{}")])
 

@@ -24,10 +24,11 @@ from kvtransfer.control import Control
 from prefill_worker.worker import PrefillWorker
 from tests.memory_registry import MemoryRegistry
 from tests.unit.engine.checkpoints import make_checkpoint
+from tests.waiting import WAIT_S
 
 BLOCK_SIZE, BLOCKS = 16, 16
 ROLES = {"prefill": PrefillWorker, "decode": DecodeWorker}
-PATIENCE_S = 10.0
+PATIENCE_S = WAIT_S
 
 
 class OpenSpans(SpanProcessor):
@@ -154,7 +155,7 @@ class Paced:
 
     def launch(self, plan):
         self.begun.set()
-        assert self.allow.acquire(timeout=6 * PATIENCE_S)
+        assert self.allow.acquire(timeout=PATIENCE_S)
         return self._runner.launch(plan)
 
     async def waits(self):

@@ -31,6 +31,7 @@ from tests.unit.engine.bench import Bench
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.gpu.fake_gpu import GIB, FakeGpu
 from tests.unit.engine.small_models import qwen_config
+from tests.waiting import WAIT_S
 
 MIB = 1 << 20
 SETTINGS = {
@@ -239,7 +240,7 @@ def test_the_gpu_is_the_engine_threads_before_anything_else(checkpoint, monkeypa
         engine = loaded.engine(lambda report: None)
         first = engine.submit(lambda: list(seen))
         engine.start()
-        found = first.result(timeout=10)
+        found = first.result(WAIT_S)
         engine.stop()
     assert found == seen == [("engine", device)]
 

@@ -35,6 +35,7 @@ from tests.unit.engine.gpu.driving import (
     on_gpu,
 )
 from tests.unit.engine.gpu.lazy_stream import LazyStream
+from tests.waiting import WAIT_S
 
 STRUCTURED = {"structured_output": StructuredOutput(regex="([a-f]{2,3}_)+"), "ignore_eos": False}
 LONG = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -116,14 +117,14 @@ def grammars():
     with tempfile.TemporaryDirectory() as folder:
         library.save(str(Path(folder) / "tokenizer.json"))
         compiler = GrammarCompiler(Path(folder), CONFIG.vocab_size, EOS)
-        compiler.compile(StructuredOutput(regex="a"), (), 0).result(60)  # reads it
+        compiler.compile(StructuredOutput(regex="a"), (), 0).result(WAIT_S)  # reads it
     return compiler
 
 
 def fresh(one):
     """A sequence that has not run, with a matcher where its output is restricted."""
     output, tokens = one.params.structured_output, list(one.tokens)
-    matcher = output and grammars().compile(output, tokens, one.prompt_tokens).result(60)
+    matcher = output and grammars().compile(output, tokens, one.prompt_tokens).result(WAIT_S)
     return Sequence(
         one.seq_id, tokens, one.prompt_tokens, one.params, park_after=one.park_after,
         grammar=matcher,

@@ -39,7 +39,7 @@ def check(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "-m", "baton.engine.ops.triton", "check", *arguments],
-        capture_output=True, text=True, check=False, timeout=170, env={**kept, "PYTHONPATH": path},
+        capture_output=True, text=True, check=False, env={**kept, "PYTHONPATH": path},
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from baton.engine.ops.native import library
+from tests.waiting import WAIT_S
 
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 SYSROOT = "/usr/aarch64-linux-gnu"
@@ -34,7 +35,7 @@ def scores(
     subprocess.run(
         [compiler, *flags, f"-I{library.SOURCES}", *map(str, files), "-o", str(program)], check=True
     )
-    printed = subprocess.check_output([*runner, str(program)], text=True, timeout=300)
+    printed = subprocess.check_output([*runner, str(program)], text=True, timeout=WAIT_S)
     return torch.tensor([float.fromhex(line) for line in printed.split()]).view(4, -1)
 
 

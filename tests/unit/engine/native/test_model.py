@@ -24,6 +24,7 @@ from baton.engine.weights.weights import Weights, load_weights, random_weights
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.paged import PagedRun, PagedSequence
 from tests.unit.engine.small_models import packed, small_config
+from tests.waiting import WAIT_S
 
 pytestmark = pytest.mark.usefixtures("every_cpu")
 CPU = torch.device("cpu")
@@ -149,7 +150,7 @@ def test_fewer_threads_than_asked_for_compute_the_same(limit: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", BY_THREE_THREADS],
         env={**os.environ, "OMP_THREAD_LIMIT": limit},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == [digest()]

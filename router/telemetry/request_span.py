@@ -1,0 +1,113 @@
+"""The span of a request, in the names of OpenTelemetry's conventions for generative AI."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from opentelemetry.trace import Span
+
+from baton.telemetry import PROVIDER
+from baton.text import Tokenizer
+from baton.v1 import common_pb2, inference_pb2
+from router.dispatch.request_state import RequestState, TokenizedRequest
+
+_FINISH_REASONS = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_call",
+}
+_FRAME_CHARS = 64  # what a message has beside its text
+_MOST_INT = (1 << 63) - 1  # of an attribute
+
+
+def operation_of(request: inference_pb2.GenerateRequest) -> str:
+    """What is asked for, as the conventions call it."""
+    if request.sampling.embedding:
+        return "embeddings"
+    return "chat" if request.HasField("chat") else "text_completion"
+
+
+def first_attributes(operation: str, model: str) -> dict[str, str]:
+    """What is known of any request when its span begins."""
+    return {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": model,
+    }
+
+
+class RequestSpan:
+    """Writes what a request asks for and what came of it into its span.
+
+    With `max_chars` above 0 also the prompt and the answer, that many characters of each: of a
+    longer prompt its end, of a longer answer its beginning.
+    """
+
+    def __init__(self, span: Span, tokenizer: Tokenizer, max_chars: int) -> None:
+        self._span, self._tokenizer = span, tokenizer
+        self._max_chars = max_chars if span.is_recording() else 0
+
+    def admitted(self, request: inference_pb2.GenerateRequest, admitted: TokenizedRequest) -> None:
+        """Records the request. Nothing is asked of a span that records nothing."""
+        if not self._span.is_recording():
+            return
+        params = admitted.params
+        attributes: dict[str, Any] = {
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.top_k": params.top_k,
+            "gen_ai.request.frequency_penalty": params.frequency_penalty,
+            "gen_ai.request.presence_penalty": params.presence_penalty,
+            "gen_ai.usage.input_tokens": len(admitted.prompt),
+        }
+        if request.sampling.HasField("seed") and params.seed <= _MOST_INT:
+            attributes["gen_ai.request.seed"] = params.seed
+        if admitted.stop:
+            attributes["gen_ai.request.stop_sequences"] = admitted.stop
+        if self._max_chars:
+            messages = list(self._input(request, admitted))
+            attributes["gen_ai.input.messages"] = json.dumps(messages, ensure_ascii=False)
+        self._span.set_attributes(attributes)
+
+    def ended(self, model: str, state: RequestState, reason: common_pb2.FinishReason) -> None:
+        """Records the answer, or what there is of it when the request fails."""
+        if not self._span.is_recording():
+            return
+        finish = _FINISH_REASONS.get(reason)
+        attributes: dict[str, Any] = {
+            "gen_ai.response.id": state.request.request_id,
+            "gen_ai.response.model": model,
+            "gen_ai.usage.output_tokens": len(state.delivered),
+            "gen_ai.usage.cache_read.input_tokens": state.cached_tokens or 0,
+        }
+        if finish:
+            attributes["gen_ai.response.finish_reasons"] = (finish,)
+        if self._max_chars:
+            text = self._tokenizer.decode(state.delivered[: self._max_chars])
+            message = {**_message("assistant", text[: self._max_chars]), "finish_reason": finish}
+            attributes["gen_ai.output.messages"] = json.dumps([message], ensure_ascii=False)
+        self._span.set_attributes(attributes)
+
+    def _input(
+        self, request: inference_pb2.GenerateRequest, admitted: TokenizedRequest
+    ) -> Iterator[dict[str, Any]]:
+        """The messages of a conversation, or a prompt as one, without what is too much."""
+        if not request.HasField("chat"):
+            text = request.text or self._tokenizer.decode(admitted.prompt[-self._max_chars :])
+            yield _message("user", text[-self._max_chars :])
+            return
+        kept, left = deque[dict[str, Any]](), self._max_chars
+        for message in reversed(request.chat.messages):
+            if left <= 0:
+                break
+            kept.appendleft(_message(message.role, message.content[-left:]))
+            left -= len(message.content) + _FRAME_CHARS
+        yield from kept
+
+
+def _message(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "parts": [{"type": "text", "content": text}]}
