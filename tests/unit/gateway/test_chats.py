@@ -1,6 +1,10 @@
 """Tools and reasoning over HTTP, in OpenAI's shapes; the workers' model says what a test writes."""
 
+import json
+
 import pytest
+
+from baton.v1 import common_pb2
 
 from .conftest import CALLS
 
@@ -50,6 +54,56 @@ async def test_reasoning_content_and_tool_calls_whole_and_streamed(says):
     assert len(one.json()["choices"][0]["message"]["tool_calls"]) == 1
 
 
+BEGIN, END = '<tool_call>{"name": "f", "arguments": ', "}</tool_call>"
+STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (BEGIN + '{"a": "b\nc"}' + END, STOP),
+        (BEGIN + '{"a": "\\ud83d"}' + END, STOP),
+        (BEGIN + "{'a': True, b: [1,]}" + END, STOP),
+        (BEGIN + '{"a": "b', STOP),
+        (BEGIN + '{"a": "b', LENGTH),
+        ('<tool_call>{"arguments": {"a": "\\ud83d\n"}, "name": "f"}</tool_call>', STOP),
+    ],
+)
+async def test_a_call_that_was_returned_is_json_and_comes_back(says, said, reason):
+    gateway = await says(said, reason)
+    fields = {"tools": TOOLS, "ignore_eos": False}
+    (choice,) = (await gateway.chat(**fields)).json()["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    chunks = await gateway.events(PATH, **fields, max_tokens=None)
+    deltas = [chunk["choices"][0]["delta"].get("tool_calls", []) for chunk in chunks]
+    arguments = "".join(one["function"]["arguments"] for delta in deltas for one in delta)
+    assert arguments == call["function"]["arguments"]
+    if reason is STOP:
+        json.dumps(json.loads(arguments), ensure_ascii=False).encode()
+    messages = [choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "x"}]
+    again = await gateway.post("/tokenize", {"messages": messages, "tools": TOOLS})
+    assert again.status_code == 200, again.text
+    # As a release before had returned it.
+    if said.startswith(BEGIN):
+        call["function"]["arguments"] = said.removeprefix(BEGIN).removesuffix(END)
+    again = await gateway.post("/tokenize", {"messages": messages, "tools": TOOLS})
+    assert again.status_code == 200, again.text
+
+
+async def test_reasoning_can_be_left_out_of_answers(says):
+    gateway = await says(CALLS)
+    asked = {"tools": TOOLS, "ignore_eos": False, "include_reasoning": False}
+    answer = (await gateway.chat(**asked)).json()
+    message = answer["choices"][0]["message"]
+    assert not message.keys() & {"reasoning", "reasoning_content"}
+    assert message["content"] == "See:" and len(message["tool_calls"]) == 2
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 7}
+    chunks = await gateway.events(PATH, **asked, max_tokens=None)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert not any(delta.keys() & {"reasoning", "reasoning_content"} for delta in deltas)
+    assert "".join(delta.get("content", "") for delta in deltas) == "See:"
+
+
 async def test_without_tools_their_format_is_content(says):
     gateway = await says(CALLS.partition("</think>\n\n")[2])
     for chat in ({}, {"tools": TOOLS, "tool_choice": "none"}):
@@ -77,6 +131,10 @@ async def test_fields_of_chats_reach_the_template_and_the_workers(says):
     assert spec.sampling.reasoning.max_tokens == 3 and not spec.sampling.reasoning.begun
     assert "call_0" in spec.sampling.structured_output.grammar
     assert len(spec.token_ids) == prompt["count"]
+    for budget, most in ((5, 5), (-1, None)):  # vLLM's name of the same
+        assert (await gateway.chat(thinking_token_budget=budget)).status_code == 200
+        reasoning = gateway.cluster.prefills[0].requests[-1].sequence.sampling.reasoning
+        assert (reasoning.max_tokens if reasoning.HasField("max_tokens") else None) == most
 
 
 @pytest.mark.parametrize(
@@ -89,6 +147,13 @@ async def test_fields_of_chats_reach_the_template_and_the_workers(says):
         ({"tools": TOOLS * 65}, "tools"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ({"max_thinking_tokens": -1}, "max_thinking_tokens"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
+        ({"thinking_token_budget": 2, "max_thinking_tokens": 2}, "thinking_token_budget"),
+        ({"truncation_side": "right"}, "truncation_side"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+        ({"repetition_detection": {}}, "repetition_detection"),
+        ({"best_of": 2}, "best_of"),
+        ({"regex": "a"}, "regex"),
         ({"messages": [{"role": "assistant", "tool_calls": [
             {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[]"}}]}]},
          "messages[0].tool_calls[0].function.arguments"),
