@@ -24,7 +24,7 @@ from tests.waiting import WAIT_S, eventually
 WEIGHTS = "model.safetensors"
 LOST = "model.layers.1.mlp.down_proj.weight"
 PROMPT = [(7 * i) % 250 + 2 for i in range(50)]
-GREEDY: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
