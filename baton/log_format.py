@@ -42,7 +42,7 @@ def one_line(text: str, most: int = MAX_CHARS) -> str:
 
 
 class RateLimit:
-    """Logs one warning in `RATE_LIMIT_S`, with the number of those that were left out before it."""
+    """Logs one line in `RATE_LIMIT_S`, with the number of those that were left out before it."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
@@ -51,10 +51,16 @@ class RateLimit:
 
     def warning(self, text: str, *args: object) -> None:
         """As a logger's, without `extra`."""
+        self.line(logging.WARNING, text, *args)
+
+    def line(
+        self, level: int, text: str, *args: object, extra: Mapping[str, object] | None = None
+    ) -> None:
+        """As a logger's `log`."""
         self._unlogged += 1
         if (now := time.monotonic()) >= self._log_after:
             text = f"{text} (%d such since the last line)"
-            self._log.warning(text, *args, self._unlogged)
+            self._log.log(level, text, *args, self._unlogged, extra=extra)
             self._log_after, self._unlogged = now + RATE_LIMIT_S, 0
 
 

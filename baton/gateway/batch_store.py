@@ -224,7 +224,11 @@ class BatchStore:
         file_id, now = self._new_id("file-"), int(time.time())
         file = File(id=file_id, bytes=part.tell(), created_at=now, filename=filename)
         _keep(part, self.content(file_id))
-        self.save(file)
+        try:
+            self.save(file)
+        except OSError:
+            self.content(file_id).unlink(missing_ok=True)
+            raise
         return file
 
     def _new_id(self, kind: str) -> str:
@@ -235,8 +239,12 @@ class BatchStore:
     def save(self, item: File | Batch) -> None:
         """Whole or not at all, and on the disk; a batch for the process that runs it."""
         with self.part() as part:
-            part.write(msgspec.json.encode(item))
-            _keep(part, self._folder / f"{item.id}.json")
+            try:
+                part.write(msgspec.json.encode(item))
+                _keep(part, self._folder / f"{item.id}.json")
+            except OSError:
+                Path(part.name).unlink(missing_ok=True)
+                raise
 
     def content(self, file_id: str) -> Path:
         """Where a file's content is."""

@@ -93,7 +93,7 @@ class _Endpoint:
         self,
         request: etcd_pb2.LeaseKeepAliveRequest,
         *,
-        timeout: float,  # noqa: ASYNC109 - as of the stubs' methods
+        timeout: float,
         metadata: tuple[tuple[str, str], ...],
     ) -> int:
         """Seconds that a lease lives."""

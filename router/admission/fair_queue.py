@@ -144,6 +144,12 @@ class FairQueue:
             if place:  # those behind it end when they would have
                 tenant.set_finishes()
 
+    def forget(self, tenant: str) -> None:
+        """A tenant is gone and nothing of it is pending; should it come back, it is a new one."""
+        if tenant in self._tenants:
+            assert not self._tenants[tenant].pending, "it has requests"
+            del self._tenants[tenant]
+
     def seconds_until(self, prompt: PendingPrompt) -> float:
         """From now to its virtual finish, if all tenants that came of late take their shares."""
         since, shares = self._clock() - ACTIVE_S, prompt.share

@@ -17,7 +17,7 @@ import re
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -36,7 +36,8 @@ PRIORITIES = {
     "high": common_pb2.PRIORITY_HIGH,
 }
 DEFAULT = "default"  # the tenant of callers without a key
-_RESERVED_OUTPUT = 256  # tokens charged at the start of a choice; more are charged as they come
+_RESERVED_OUTPUT = 256  # tokens charged at the start of a choice; more are charged as they come,
+_LOT = 64  # so many at a time: what is not used comes back at the end
 _BUSY_RETRY_S = 1.0  # at max_running: when a request will end is not known
 _RELOAD_S = 1.0  # between two looks at the files
 _ROUNDING = 1e-6  # a caller that comes back at the given time must not lack a millionth
@@ -84,6 +85,11 @@ class TokenBucket:
     def level(self) -> float:
         """What may be taken now; below 0 where more was taken than there was."""
         return self.size - self._spent(self._clock())
+
+    @property
+    def is_unlimited(self) -> bool:
+        """Whether nothing that is taken makes a difference."""
+        return self._per_s == math.inf
 
     def set_rate(self, per_minute: float, burst_s: float) -> None:
         """From now on; what was spent comes back at the new rate."""
@@ -142,6 +148,11 @@ class Tenant:
             self._requests.set_rate(config.requests_per_minute, config.burst_seconds)
             self._tokens.set_rate(config.tokens_per_minute, config.burst_seconds)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether none of its requests runs in this process."""
+        return not self._usage.running_here
+
     def salt(self, cache_salt: str) -> str:
         """Isolates the tenant's cached prefixes, whatever salt the request has."""
         return f"{self.name}/{cache_salt}" if self._salted else cache_salt
@@ -196,7 +207,7 @@ class Tenant:
 
     def charge_tokens(self, tokens: int) -> None:
         """Takes tokens, whether or not they are there."""
-        if tokens:
+        if tokens and not self._tokens.is_unlimited:
             with self._usage.lock:
                 self._charge(0, tokens)
 
@@ -225,8 +236,9 @@ class Tenant:
             raise LimitReached("this tenant's tokens a minute are used up", wait_s)
 
     def _charge(self, requests: int, tokens: int) -> None:
-        self._requests.take(requests)
-        self._tokens.take(tokens)
+        for bucket, amount in ((self._requests, requests), (self._tokens, tokens)):
+            if amount and not bucket.is_unlimited:
+                bucket.take(amount)
 
     def most_output(self, prompt_tokens: int, choices: int) -> int:
         """Most output tokens of each choice where the request leaves that open; at least 1."""
@@ -255,8 +267,10 @@ class AdmissionLease:
             self._began = True
             self._tenant.fair_queue.remove(self.prompt, computed=True)
         if count > self._reserved:
-            self._tenant.charge_tokens(count - self._reserved)
-        self._reserved = max(0, self._reserved - count)
+            lot = max(_LOT, count - self._reserved)
+            self._tenant.charge_tokens(lot)
+            self._reserved += lot
+        self._reserved -= count
 
     def __enter__(self) -> Self:
         return self
@@ -313,7 +327,8 @@ class Tenants:
         self._file = _TenantsFile(path) if path else None
         self._more_admins = _digests(admin_keys, "--admin-key")
         self._unlimited = Tenant(TenantConfig(""), self._fair_queue, clock, Usage())
-        self._known: dict[str, Tenant] = {}  # by name, also those that the file has no more
+        self._known: dict[str, Tenant] = {}  # by name; of those that the file has no more, some
+        self._names: Sequence[str] = ()
         digests = _digests(api_keys, "--api-key")
         self.is_open = not (path or digests)  # keys are ignored then
         only = TenantConfig(DEFAULT, keyless=not digests, key_digests=digests)
@@ -335,6 +350,8 @@ class Tenants:
 
         One that is gone takes no requests; those that run end as usual.
         """
+        names = [config.name for config in content.tenants]
+        self._forget_all_but({*self._names, *names})
         for config in content.tenants:  # before any change: there may be no room for one more
             if config.name not in self._known:
                 self._known[config.name] = self._newcomer(config)
@@ -342,7 +359,7 @@ class Tenants:
         self._by_digest: dict[bytes, Tenant] = {}
         self._names_admins = bool(content.admin_digests)
         self._admins = {*content.admin_digests, *self._more_admins}
-        self._names = [config.name for config in content.tenants]
+        self._names = names
         for config in content.tenants:
             tenant = self._known[config.name]
             if config != tenant.config:
@@ -350,6 +367,16 @@ class Tenants:
             if config.keyless:
                 self._keyless = tenant
             self._by_digest |= dict.fromkeys(config.key_digests, tenant)
+        self._forget_all_but(names)
+
+    def _forget_all_but(self, names: Collection[str]) -> None:
+        """Tenants of which nothing runs here. Others are forgotten at a later change."""
+        for name in self._known.keys() - names:
+            if self._known[name].is_idle:
+                del self._known[name]
+                self._fair_queue.forget(name)
+                if self._shared is not None:
+                    self._shared.release(name)
 
     def _newcomer(self, config: TenantConfig) -> Tenant:
         usage = Usage()

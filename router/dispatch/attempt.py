@@ -15,7 +15,9 @@ from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.fleet.member import Event, Member
 from router.fleet.snapshot import AssignedPrompt
 
-_COMMIT_ACK_S = 1.0
+# How long a prefill worker's last message is waited for: no longer than the attempt took, as the
+# caller has all tokens and the worker may have been stopped.
+_COMMIT_ACK_S = (0.1, 1.0)
 # Takes new tokens, their log-probabilities, and the reason why they are the last, if they are; true
 # when no more are wanted. It neither waits nor raises.
 Deliver = Callable[
@@ -45,7 +47,9 @@ class Attempt:
         self._reserved: asyncio.Future[decode_pb2.ReserveResponse] | None = None  # if asked for
         self._prefill_over: asyncio.Future[None] | None = None  # once a prefill worker has it
         self._prefill_span: Span = INVALID_SPAN
-        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._began = loop.time()
+        self._over: asyncio.Future[None] = loop.create_future()
         self._error: Exception | None = None
 
     def assign(self, worker: Member, prompt: AssignedPrompt) -> None:
@@ -178,8 +182,10 @@ class Attempt:
         """
         if self.prefilling and self.finished_on_decode:
             assert self._prefill_over is not None
+            least_s, most_s = _COMMIT_ACK_S
+            took_s = asyncio.get_running_loop().time() - self._began
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_COMMIT_ACK_S):
+                async with asyncio.timeout(min(most_s, max(least_s, took_s))):
                     await asyncio.shield(self._prefill_over)
 
     def _output(

@@ -45,6 +45,7 @@ class CircuitBreaker:
 
     clock: Callable[[], float]
     key: Key
+    failed_ever: dict[Key, CircuitBreaker]  # of all breakers
     not_closed: dict[Key, CircuitBreaker]  # of all breakers
     recent: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=RECENT_CALLS))
     open_until: float | None = None  # None: closed
@@ -76,6 +77,7 @@ class CircuitBreaker:
     def failed(self, reason: str) -> None:
         """A call failed because of this worker or pair."""
         now = self.failed_at = self.clock()
+        self.failed_ever.setdefault(self.key, self)
         if self.open_until is None:
             self.recent.append((now, False))
             if why := self._outlying(now):
@@ -126,9 +128,10 @@ class CircuitBreakers:
         self._not_closed: dict[Key, CircuitBreaker] = {}
 
     def __getitem__(self, key: Key) -> CircuitBreaker:
-        if key not in self._breakers:
-            self._breakers[key] = CircuitBreaker(self._clock, key, self._not_closed)
-        return self._breakers[key]
+        """Another one each time, until it has failed."""
+        return self._breakers.get(key) or CircuitBreaker(
+            self._clock, key, self._breakers, self._not_closed
+        )
 
     def sent(self, key: Key) -> None:
         """A call is on its way."""

@@ -283,10 +283,8 @@ class Member:
             self._quarantined[self._name] = [
                 (pair.prefill, pair.decode) for pair in report.pairs if pair.state == _QUARANTINED
             ]
-            if report.cache.cleared:
-                self._index.clear(self._slot)
-            self._index.evict(self._slot, report.cache.evicted)
-            self._index.store(self._slot, report.cache.stored)
+            cache = report.cache
+            self._index.take(self._slot, cache.stored, cache.evicted, cleared=cache.cleared)
             self.draining |= report.state == common_pb2.WORKER_STATE_DRAINING
             self._stalled = self._liveness.why_stalled(self.load)
 

@@ -18,7 +18,7 @@ from opentelemetry.trace import Span
 
 from baton import rpc
 from baton.errors import BatonError, DeadlineExceeded, as_exception
-from baton.log_format import about
+from baton.log_format import RateLimit, about
 from baton.v1 import fleet_pb2
 from router.dispatch.request_state import WAYS, RequestState
 
@@ -89,6 +89,7 @@ class RouterStats:
         # What went wrong, oldest first; the same thing in a row is one event.
         self.events: deque[fleet_pb2.RouterEvent] = deque(maxlen=_MOST_EVENTS)
         self.listeners: tuple[RequestListener, ...] = ()
+        self._refusals: dict[str, RateLimit] = {}  # by status
         # Of output, how long after the request's output before it; of each look for a pair of
         # workers, how long it took. Seconds.
         self.on_gap: Callable[[float], None] = lambda gap_s: None
@@ -173,12 +174,16 @@ class RouterStats:
             listener.ended(record, outcome)
 
     def _failed(self, record: RequestRecord, outcome: Outcome) -> None:
-        """A log line with the ids that lead to its trace: a failure warns, a refusal informs."""
+        """A log line with the ids that lead to its trace: a failure warns, a refusal informs, but
+        not each of many.
+        """
         self.counts.refused += not record.placed
         why = str(outcome.error) or type(outcome.error).__name__
         kind = fleet_pb2.EVENT_KIND_FAILURE if record.placed else fleet_pb2.EVENT_KIND_REFUSAL
         self._note(kind, f"{outcome.status}: {why}", record.request_id, record.trace_id)
-        log.log(
+        # Each request that was refused in an overload would be a line, which the loop waits for.
+        limited = self._refusals.setdefault(outcome.status, RateLimit(log))
+        (log.log if record.placed else limited.line)(
             logging.WARNING if record.placed else logging.INFO,
             "request %s%s of tenant %s ended with %s: %s",
             record.request_id or "(not admitted)",

@@ -80,9 +80,9 @@ async def holdings(cluster: LocalCluster, directory: Path) -> dict[int, Holdings
     for pid in [process.pid for process in cluster.processes.values() if process.running]:
         path = directory / f"{pid}.json"
         path.unlink(missing_ok=True)
-        os.kill(pid, signal.SIGUSR1)
+        os.kill(pid, signal.SIGUSR2)
         written = partial(asyncio.to_thread, path.exists)
-        await eventually(written, bool, f"process {pid} answers no SIGUSR1")
+        await eventually(written, bool, f"process {pid} answers no SIGUSR2")
         held[pid] = json.loads(path.read_text())
     return held
 

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import math
-import os
 import random
 import signal
 from collections import Counter
@@ -23,6 +22,7 @@ import psutil
 from baton.local.cluster import LocalCluster, router_says, serves, workers_ready
 from baton.local.router_processes import RouterProcess
 from tests.proxy import Proxy
+from tests.waiting import WAIT_S
 
 # By kind: how often it happens, relative to the others; seconds that it lasts, if it does.
 KINDS: Mapping[str, tuple[int, tuple[float, float] | None]] = {
@@ -44,7 +44,6 @@ TARGETS = {
 ROUTER_KINDS = ("kill", "stop", "drain")
 ROUTER_SHARE = 0.25  # of the faults that may hit a router or a worker, this share hits a router
 HARMLESS = ("slow", "kv", "etcd", "etcd_stop")  # their targets serve on: they excuse nothing
-BACK_S = 60.0  # at most, until a process that was killed serves again
 RECOVERED_S = 1.5  # after a fault was taken back, until others are expected to have seen it
 SLOW_BYTES_PER_S = 200_000.0
 STOPPED_S, RUNNING_S = 0.15, 0.05  # a sluggish process does the two by turns
@@ -243,9 +242,12 @@ class Injector:
                 await self.cluster.etcd.start()
             case "etcd_stop":
                 assert self.cluster.etcd is not None
-                os.kill(self.cluster.etcd.pid, signal.SIGSTOP)
-                await asyncio.sleep(duration_s)
-                os.kill(self.cluster.etcd.pid, signal.SIGCONT)
+                etcd = psutil.Process(self.cluster.etcd.pid)
+                etcd.suspend()
+                try:
+                    await asyncio.sleep(duration_s)
+                finally:
+                    etcd.resume()
         if fault.kind not in HARMLESS:
             await asyncio.sleep(RECOVERED_S)
 
@@ -258,7 +260,7 @@ class Injector:
     async def _back(self, name: str, starts: int) -> None:
         """Returns when the process has been started more often than that and serves."""
         process = self.cluster.processes[name]
-        async with asyncio.timeout(BACK_S):
+        async with asyncio.timeout(WAIT_S):
             while process.starts == starts:  # noqa: ASYNC110 - its supervisor sends no event
                 await asyncio.sleep(0.05)
             if name in self.routers:

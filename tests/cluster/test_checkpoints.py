@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.client import AsyncClient, RetryPolicy
-from baton.config import EngineConfig
+from baton.config import EngineConfig, RouterLimits
 from baton.errors import Unavailable
 from baton.local.etcd import EmbeddedEtcd
 from baton.local.single import SingleProcess
@@ -111,7 +111,11 @@ async def test_workers_that_do_not_match_are_not_paired(tmp_path, clusters):
         )
     engine = EngineConfig(model=str(model), dtype="float32", kv_blocks=64)
     cluster, _ = await clusters(
-        alone=True, engine=engine, decode=2, extra_args={"decode-1": ["--block-size", "32"]}
+        alone=True,
+        engine=engine,
+        decode=2,
+        extra_args={"decode-1": ["--block-size", "32"]},
+        limits=RouterLimits(recovery_s=1.0),
     )
     no_retry = RetryPolicy(max_attempts=1)
     async with AsyncClient(cluster.address, retry=no_retry) as client:

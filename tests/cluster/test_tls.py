@@ -84,8 +84,8 @@ async def test_a_cluster_with_tls_and_tenants(
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             with pytest.raises(Unavailable), rpc.translated():
                 await stub.Drain(worker_pb2.DrainRequest(), timeout=WAIT_S)
-    cluster.kill("prefill-0")
+    cluster.kill("decode-0")
     await eventually(
-        lambda: baton("generate", "def", *target, "--tls-ca", ca, "--timeout", "5"),
-        lambda ended: "no prefill worker is ready" in ended.err, "the router's reason", 30.0,
+        lambda: baton("explain", "def", *target, "--tls-ca", ca),
+        lambda ended: "no decode worker is ready" in ended.out, "the router's reason", 30.0,
     )  # fmt: skip

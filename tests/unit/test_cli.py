@@ -6,12 +6,14 @@ import io
 import json
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
 import threading
 import types
 from concurrent import futures
+from functools import partial
 from hashlib import sha256
 from typing import Any
 from unittest import mock
@@ -64,12 +66,13 @@ WRONG = [
     ("bench serve --foo", 2, "baton bench serve: error: there is no option --foo (`baton bench"),
     *((line, 2, "error: unrecognized arguments: n") for line in
       ("serve n o", "up --model m n", "up --random-weights m n", "status n")),
+    ("up --host 0.0.0.0 --port 0", 1, "other machines: give --tls, which makes certificates, or"),
     ("serve /nowhere", 1, "model '/nowhere' not found"),
     ("router --decode 2 /nowhere", 2, "no option --decode"),
     ("prefill-worker --port 7710 /nowhere", 1, "model '/nowhere' not found"),
     *((f"{command} --api-key é", 2, "argument --api-key: an API key must be ASCII")
       for command in ("up", "router")),
-    ("up --decode 0", 2, "argument --decode: --decode must be at least 1, not 0: a cluster"),
+    ("up --decode 0", 2, "argument --decode: --decode must be at least 1, not 0: only"),
     ("up --http-port 65535 --routers 2", 1, "--http-port 65535 leaves no ports for all routers"),
     ("router --config {", 1, "--config is no JSON object"),
     ("decode-worker --name a/b", 1, "--name 'a/b': use up to 63 letters"),
@@ -277,6 +280,39 @@ def test_threads_are_set_and_cores_checked(monkeypatch, caplog):
         services.limit_cpu(1, (9,))
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((64, 300), (300, 300)),
+        ((300, 300), (300, 300)),
+        ((300, resource.RLIM_INFINITY), (1 << 20, resource.RLIM_INFINITY)),
+        ((300, 1 << 30), (1 << 20, 1 << 30)),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+        ((64, 64), "may open 64 files and needs 256 at least: raise the limit .ulimit -n"),
+        ((32, 100), "may open 100 files"),
+    ],
+)
+def test_a_service_may_open_as_many_files_as_the_system_lets_it(monkeypatch, before, after):
+    limits = [before]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, new: limits.append(new))
+    if isinstance(after, str):
+        with pytest.raises(ConfigError, match=after):
+            services.raise_file_limit()
+    else:
+        services.raise_file_limit()
+        assert limits[-1] == (after or before)
+
+
+@pytest.mark.parametrize("command", ["up", "demo", "router", "prefill-worker", "decode-worker"])
+def test_every_service_says_when_it_may_open_too_few_files(command):
+    few = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (64, 64))
+    baton = [sys.executable, "-m", "baton", command]
+    done = subprocess.run(baton, check=False, capture_output=True, text=True, preexec_fn=few)
+    assert done.returncode == 1
+    assert done.stderr.startswith("baton: error: this process may open 64 files and needs 256")
+
+
 def install(monkeypatch, name, **members):
     """Puts a module in place of the real one."""
     module = types.ModuleType(name)
@@ -286,7 +322,7 @@ def install(monkeypatch, name, **members):
     monkeypatch.setattr(importlib.import_module(parent), child, module, raising=False)
 
 
-MISSING = "{} is not installed: pip install 'baton-serving[{}]'".format
+MISSING = "{} is not installed: pip install '.[{}]' in Baton's source tree".format
 
 
 @pytest.mark.parametrize(

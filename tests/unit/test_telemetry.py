@@ -47,7 +47,10 @@ def test_context_travels_in_metadata_also_to_spans_that_are_recorded_later(recor
     assert second.context.trace_id == first.context.trace_id
     assert (second.start_time, second.end_time) == (10**18, 10**18 + 5)
     malformed = ((("traceparent", "nonsense"),), (("traceparent-bin", b"\xff"),))
-    for metadata in (None, (), (("other", "x"),), *malformed):  # a caller without a trace
+    (good,) = metadata
+    zeros = (("traceparent", f"00-{'0' * 32}-{'ab' * 8}-01"),)
+    for metadata in (None, (), (("other", "x"),), (good, good), zeros, *malformed):
+        # A caller without a trace.
         with telemetry.span(recorded.tracer, "work", telemetry.extract(metadata)):
             pass
         assert recorded.spans[-1].parent is None

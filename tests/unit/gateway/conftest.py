@@ -42,13 +42,20 @@ class Gateway:
         limits.setdefault("grammars", GrammarCompiler(DEMO_MODEL, 4096, {1}))
         self.api = limits.pop("api", ApiConfig())
         limits.setdefault("aliases", self.api.model_aliases)
+        self.host = limits.pop("host", "127.0.0.1")
+        trust_traceparent = limits.pop("trust_traceparent", False)
         admission = Admission(
             "tiny", tokenizer, limits.pop("default_timeout_s", TIMEOUT_S), **limits
         )
         self.cluster = cluster
         self.tokenizer = tokenizer
         self.service = GenerationService(
-            admission, cluster.wait_queue, cluster.dispatch, cluster.fleet, cluster.tracer
+            admission,
+            cluster.wait_queue,
+            cluster.dispatch,
+            cluster.fleet,
+            cluster.tracer,
+            trust_traceparent,
         )
         self._stack = contextlib.AsyncExitStack()
 
@@ -57,7 +64,7 @@ class Gateway:
         return self.cluster.decodes[0]
 
     async def __aenter__(self):
-        self.listener = listener = listen("127.0.0.1", 0, "HTTP", "--http-port")
+        self.listener = listener = listen(self.host, 0, "HTTP", "--http-port")
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         await self._stack.enter_async_context(serving(self.service, listener, self.api))

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import threading
+import time
 
 import pytest
 
@@ -14,6 +16,7 @@ from baton.errors import ConfigError, Overloaded, Unauthenticated, Unavailable
 from baton.gateway import batch_runner, batch_store, batches, frontend
 from baton.v1 import common_pb2
 from router.admission.tenants import Tenants
+from tests.unit.router.scripted_workers import seen
 from tests.waiting import WAIT_S, eventually
 
 from .conftest import PROMPT
@@ -526,3 +529,99 @@ async def test_a_file_is_sent_no_faster_than_it_is_read(gateway, monkeypatch, co
             with contextlib.suppress(ConnectionResetError):
                 read = await reader.read()
         assert len(read) < len(text)
+
+
+class SetClock:
+    """Stands for the module `time` in modules whose wall clock somebody sets."""
+
+    def __init__(self, monkeypatch):
+        self.ahead_s = 0.0
+        for module in (batch_runner, batch_store):
+            monkeypatch.setattr(module, "time", self)
+
+    def __getattr__(self, name):
+        return getattr(time, name)
+
+    def time(self):
+        return time.time() + self.ahead_s
+
+    def time_ns(self):
+        return time.time_ns() + int(self.ahead_s * 1e9)
+
+
+DAY_S = 24 * 3600.0
+
+
+@pytest.mark.parametrize("jumps_s", [(DAY_S,), (-DAY_S,), (3 * DAY_S, -3 * DAY_S), (-DAY_S, DAY_S)])
+async def test_batches_keep_their_time_when_the_clock_is_set(gateway, monkeypatch, jumps_s):
+    clock, held = SetClock(monkeypatch), []
+    gateway.decode.runs = [lambda *run: held.append(run)] * 20
+    running = await create(gateway, [line(0), line(1)])
+    await seen(lambda: len(held) == 2)
+    waiting = await create(gateway, [line(2)])  # for the one before
+    for jump_s in jumps_s:
+        clock.ahead_s += jump_s
+        looked = gateway.service.batches.copy
+        await asyncio.sleep(0.2)  # ten looks
+        assert looked() == {"in_progress": 1, "validating": 1}
+    for batch in (running, waiting):
+        left_s = (await get(gateway, batch))["expires_at"] - clock.time()
+        assert DAY_S - 600 < left_s < DAY_S + 600
+    for run in held:
+        gateway.decode.run_to_end(*run)
+    for batch in (running, waiting):
+        gateway.decode.runs.clear()
+        assert (await finished(gateway, batch))["status"] == "completed"
+
+
+async def test_ids_are_in_the_order_of_their_making_when_the_clock_is_set_back(
+    gateway, monkeypatch
+):
+    clock, files, made = SetClock(monkeypatch), [], []
+    for ahead_s in (0.0, -DAY_S, 2 * DAY_S, 0.0):
+        clock.ahead_s = ahead_s
+        files.append((await upload(gateway, [line(0)])).json()["id"])
+        made.append((await create(gateway, [line(0)]))["id"])
+    listed = (await gateway.client.get("/v1/batches")).json()["data"]
+    assert [each["id"] for each in listed] == made[::-1]
+    assert sorted(files) == files
+
+
+ROWS = [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES]
+
+
+@pytest.mark.parametrize("number", ROWS, ids=[errno.errorcode[number] for number in ROWS])
+@pytest.mark.parametrize("where", ["_keep", "part", "_all", "write"])
+async def test_a_folder_that_cannot_be_used_is_named_with_a_507(
+    gateway, api, monkeypatch, caplog, number, where
+):
+    file = (await upload(gateway, [line(0)])).json()
+
+    def fails(*args, **more):
+        raise OSError(number, os.strerror(number), str(api.batch_dir / "default" / "x"))
+
+    if where == "_keep":
+        monkeypatch.setattr(batch_store, "_keep", fails)
+    elif where == "write":
+        monkeypatch.setattr(batches._Upload, "_add_data", fails)
+    else:
+        monkeypatch.setattr(batch_store.BatchStore, where, fails)
+    answers = []
+    if where in ("_keep", "part", "write"):
+        answers.append(await upload(gateway, [line(0)]))
+    if where == "_all":
+        answers.append(await gateway.client.get("/v1/files"))
+    if where != "write":
+        body = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
+        answers.append(await gateway.post("/v1/batches", body))
+    for answer in answers:
+        assert answer.status_code == 507, answer.text
+        message = answer.json()["error"]["message"]
+        assert str(api.batch_dir) in message and os.strerror(number) in message
+    assert "Traceback" not in caplog.text
+    assert not list(api.batch_dir.glob("*/*.part"))
+
+
+async def test_a_form_is_not_taken_compressed(gateway):
+    headers = {"content-encoding": "gzip"}
+    assert (await upload(gateway, [line(0)], headers)).status_code == 415

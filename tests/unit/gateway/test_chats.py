@@ -1,6 +1,10 @@
 """Tools and reasoning over HTTP, in OpenAI's shapes; the workers' model says what a test writes."""
 
+import json
+
 import pytest
+
+from baton.v1 import common_pb2
 
 from .conftest import CALLS
 
@@ -48,6 +52,42 @@ async def test_reasoning_content_and_tool_calls_whole_and_streamed(says):
     ]
     one = await gateway.chat(tools=TOOLS, ignore_eos=False, parallel_tool_calls=False)
     assert len(one.json()["choices"][0]["message"]["tool_calls"]) == 1
+
+
+BEGIN, END = '<tool_call>{"name": "f", "arguments": ', "}</tool_call>"
+STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (BEGIN + '{"a": "b\nc"}' + END, STOP),
+        (BEGIN + '{"a": "\\ud83d"}' + END, STOP),
+        (BEGIN + "{'a': True, b: [1,]}" + END, STOP),
+        (BEGIN + '{"a": "b', STOP),
+        (BEGIN + '{"a": "b', LENGTH),
+        ('<tool_call>{"arguments": {"a": "\\ud83d\n"}, "name": "f"}</tool_call>', STOP),
+    ],
+)
+async def test_a_call_that_was_returned_is_json_and_comes_back(says, said, reason):
+    gateway = await says(said, reason)
+    fields = {"tools": TOOLS, "ignore_eos": False}
+    (choice,) = (await gateway.chat(**fields)).json()["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    chunks = await gateway.events(PATH, **fields, max_tokens=None)
+    deltas = [chunk["choices"][0]["delta"].get("tool_calls", []) for chunk in chunks]
+    arguments = "".join(one["function"]["arguments"] for delta in deltas for one in delta)
+    assert arguments == call["function"]["arguments"]
+    if reason is STOP:
+        json.dumps(json.loads(arguments), ensure_ascii=False).encode()
+    messages = [choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "x"}]
+    again = await gateway.post("/tokenize", {"messages": messages, "tools": TOOLS})
+    assert again.status_code == 200, again.text
+    # As a release before had returned it.
+    if said.startswith(BEGIN):
+        call["function"]["arguments"] = said.removeprefix(BEGIN).removesuffix(END)
+    again = await gateway.post("/tokenize", {"messages": messages, "tools": TOOLS})
+    assert again.status_code == 200, again.text
 
 
 async def test_reasoning_can_be_left_out_of_answers(says):

@@ -2,16 +2,23 @@
 
 import asyncio
 import base64
+import contextlib
 import gc
 import json
+import mmap
 import struct
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from baton.errors import BatonError
+from baton.gateway.generation import run_choices
 from baton.gateway.output import ChatOutput
-from baton.gateway.request import ParsedRequest
-from baton.v1 import common_pb2
+from baton.gateway.request import ParsedRequest, parse_completion
+from baton.v1 import common_pb2, inference_pb2
 from router.dispatch.request_state import RequestState
+from router.frontend import Caller
 from tests.unit.router.scripted_workers import LENGTH, first_token, seen, started
 
 from .conftest import PROMPT
@@ -359,3 +366,39 @@ async def test_a_restriction_reaches_both_workers(gateway, field, value, expecte
         assert spec.sampling.HasField("structured_output") is (expected is not None)
         message = common_pb2.StructuredOutput(**(expected or {}))
         assert spec.sampling.structured_output == message
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"structured_outputs": {"regex": f"[ab]{{3}}|{'x' * 60_000}"}},
+        {"guided_choice": ["x" * 60_000]},
+        {"allowed_token_ids": list(range(3, 259)) * 60},
+        {"suffix": "x" * 100_000},
+        {"model": "x" * 100_000},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+async def test_prompts_that_come_together_share_what_is_the_same(gateway, more):
+    """A copy of all settings for each would take a thousand times the body's size."""
+    body = json.dumps({"prompt": ["a"] * 1024, "max_tokens": 1, **more}).encode()
+    kept, admission = [], gateway.service.admission
+
+    async def generate(request, caller, sink, choices, number):
+        tenant = admission.tenants.of(())
+        kept.append(await admission.admit(request, 10.0, 32, "id", tenant, choices, number))
+        sink.start(inference_pb2.Started())
+
+    service = SimpleNamespace(admission=admission, generate=generate)
+    sink = SimpleNamespace(start=lambda started: None, finish=None, prompt=None)
+    before = resident_bytes()
+    with contextlib.suppress(BatonError):
+        parsed = parse_completion(body)
+        assert resident_bytes() - before < 32 << 20
+        await run_choices(service, parsed, Caller(), [sink] * 1024)
+        assert len(kept) == 1024
+    assert resident_bytes() - before < 32 << 20
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import socket
 import threading
 import time
+import zlib
 
 import pytest
 
@@ -39,6 +41,25 @@ def test_an_unexpected_error_is_logged_and_advice_is_in_whole_seconds(caplog):
         headers = dict(failure_of(errors.Overloaded("full", after_s)).headers)
         assert int(headers[b"retry-after"]) >= max(1, after_s)
         assert (b"retry-after-ms" in headers) is (after_s > 0)
+
+
+class Panic(BaseException):
+    """As Rust's panics are, which no `except Exception` catches."""
+
+
+@pytest.mark.parametrize("asked", [{"prompt": "a"}, {"prompt": ["a", "b"]}, {"stream": True}])
+async def test_a_panic_of_a_library_is_a_status_at_once(gateway, monkeypatch, caplog, asked):
+    def panic(*args):
+        raise Panic("no entry found for key")
+
+    monkeypatch.setattr(type(gateway.tokenizer), "encode", panic)
+    for answer in (
+        await gateway.complete(**{"prompt": "a", **asked}),
+        await gateway.post("/tokenize", {"prompt": "a"}),
+    ):
+        assert "Panic: no entry found for key" in error_of(answer, 500)["message"]
+    assert "Traceback" in caplog.text
+    assert (await gateway.complete()).status_code == 200, "what needs no text"
 
 
 JSON = {"content-type": "application/json"}
@@ -229,7 +250,9 @@ async def test_keys_are_the_tenants(gateway_of, tmp_path):
     assert "is for operators" in error_of(response, 401)["message"]
     # Without a key, nothing of a body is read.
     reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999999\r\n\r\n{")
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 999999\r\n\r\n{"
+    )
     async with asyncio.timeout(TIMEOUT_S):
         assert b" 401 " in await reader.readline()
     writer.close()
@@ -461,7 +484,7 @@ async def test_a_stream_that_waits_is_kept_alive_and_its_error_is_an_event(gatew
 
 def raw_request(body):
     text = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(text)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(text)}\r\n"
     return head.encode() + b"content-type: application/json\r\n\r\n" + text
 
 
@@ -486,3 +509,125 @@ async def test_a_client_that_hangs_up_frees_everything(gateway_of, stream, n):
     await gateway.idle()
     await gateway.cluster.all_freed()
     assert gateway.decode.held == set()
+
+
+ASKED = json.dumps({"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}).encode()
+
+
+def gzipped(body):
+    return gzip.compress(body, mtime=0)  # the same in all processes that collect tests
+
+
+def deflated(body, wbits=15):
+    compressor = zlib.compressobj(wbits=wbits)
+    return compressor.compress(body) + compressor.flush()
+
+
+@pytest.mark.parametrize(
+    ("codings", "body"),
+    [
+        ("gzip", gzipped(ASKED)),
+        ("x-gzip", gzipped(ASKED)),
+        ("GZip", gzipped(ASKED)),
+        ("deflate", deflated(ASKED)),
+        ("deflate", deflated(ASKED, -15)),
+        ("deflate, gzip", gzipped(deflated(ASKED))),
+        ("identity, gzip", gzipped(ASKED)),
+        ("identity", ASKED),
+        ("", ASKED),
+    ],
+)
+async def test_compressed_bodies_are_decompressed(gateway, codings, body):
+    headers = {"content-encoding": codings}
+    response = await gateway.client.post("/v1/completions", content=body, headers=headers)
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["text"] == "abcde"
+
+
+@pytest.mark.parametrize(
+    ("codings", "body", "status"),
+    [
+        ("zstd", ASKED, 415),
+        ("br", ASKED, 415),
+        ("nonsense", ASKED, 415),
+        ("gzip, br", gzipped(ASKED), 415),
+        ("gzip, gzip, gzip", gzipped(ASKED), 415),
+        ("gzip", ASKED, 400),
+        ("deflate", ASKED, 400),
+        ("gzip", b"", 400),
+        ("gzip", gzipped(ASKED)[:-9], 400),
+        ("gzip", gzipped(ASKED) + b"more", 400),
+        ("gzip", gzipped(b" " * (32 << 20)), 413),
+        ("gzip, gzip", gzipped(gzipped(b" " * (32 << 20))), 413),
+    ],
+)
+async def test_a_body_that_is_not_what_its_content_encoding_says_is_refused(
+    gateway, codings, body, status
+):
+    headers = {"content-encoding": codings.encode("latin-1")}
+    response = await gateway.client.post("/v1/completions", content=body, headers=headers)
+    error = error_of(response, status)
+    if status == 415:
+        assert "gzip or deflate" in error["message"]
+        assert response.headers["accept-encoding"] == "gzip, deflate"
+
+
+LONG = [1] * 40  # of 32 tokens that the context holds
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", {"prompt": LONG}, "prompt"),
+        ("completions", {"prompt": [PROMPT, LONG]}, "prompt"),
+        ("completions", {"prompt": "a" * 1000}, "prompt"),
+        ("completions", {"prompt": PROMPT, "max_tokens": 32}, "max_tokens"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a" * 99}]}, "messages"),
+        ("responses", {"input": "a" * 99}, "input"),
+        ("responses", {"input": "a", "max_output_tokens": 99}, "max_output_tokens"),
+        ("embeddings", {"input": LONG}, "input"),
+    ],
+)
+async def test_what_does_not_fit_in_the_context_is_told_in_openais_words(
+    gateway, path, body, param, stream
+):
+    """By these agents see that they have to shorten what they send."""
+    response = await gateway.post(f"/v1/{path}", body, stream=stream)
+    if response.status_code == 200:  # behind the first prompt's output
+        error = json.loads(response.text.split("data: ")[-2])["error"]
+    else:
+        error = error_of(response, 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    told = "This model's maximum context length is 32 tokens. However, "
+    assert error["message"].startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", "x" * 2000),
+        ("cache_salt", "x" * 300),
+        ("allowed_token_ids", [1] * 20_000),
+        ("request_id", "x" * 200),
+    ],
+)
+async def test_what_would_be_kept_of_a_body_is_bounded(gateway, field, value):
+    for path, prompt in (("completions", {"prompt": ["a"] * 9}), ("embeddings", {"input": "a"})):
+        if field == "allowed_token_ids" and path == "embeddings":
+            continue
+        response = await gateway.post(f"/v1/{path}", {field: value, **prompt})
+        assert error_of(response, 400)["param"] == field
+
+
+async def test_a_body_is_not_read_for_a_tenant_whose_requests_are_used_up(gateway_of, tmp_path):
+    text = "[default]\nrequests_per_minute = 1"
+    gateway = await gateway_of(tenants=tenants(tmp_path, text))
+    assert (await gateway.complete()).status_code == 200
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 999999\r\n\r\n{"
+    )
+    async with asyncio.timeout(TIMEOUT_S):
+        assert b" 429 " in await reader.readline()
+    writer.close()

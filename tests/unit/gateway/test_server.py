@@ -13,14 +13,17 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from baton import http_server
-from baton.config import ApiConfig, RouterConfig, origins
+from baton.config import ApiConfig, RouterConfig, host_names, origins
 from baton.errors import ConfigError
-from baton.gateway import frontend, routes
+from baton.gateway import frontend
 from baton.gateway.output import ChatOutput, CompletionOutput
 from baton.http_server import listen
 from baton.v1 import common_pb2
+from router.admission.tenants import Tenants
 from tests.unit.router.scripted_workers import TIMEOUT_S, seen
 from tests.unit.router.small_tokenizers import byte_tokenizer, ids_only_tokenizer
+
+from .conftest import PROMPT
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -121,11 +124,108 @@ async def test_the_callers_trace_is_continued_and_returned(gateway_of):
     assert len(own.headers["x-trace-id"]) == 32
     assert own.headers["x-trace-id"] != TRACE
     assert "traceparent" not in own.headers
-    for bad in ("nonsense", TRACEPARENT.upper()):
-        response = await gateway.complete({"traceparent": bad})
-        assert response.headers["x-trace-id"] != TRACE
-        assert "traceparent" not in response.headers
     provider.shutdown()
+
+
+@pytest.mark.parametrize("exporting", [True, False])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "nonsense",
+        "",
+        TRACEPARENT.upper(),
+        TRACEPARENT.replace(TRACE, "0" * 32),
+        TRACEPARENT.replace("00f067aa0ba902b7", "0" * 16),
+        TRACEPARENT.replace(TRACE, TRACE[1:]),
+        TRACEPARENT.replace(TRACE, TRACE + "0"),
+        TRACEPARENT + "-00",
+        TRACEPARENT + "0",
+        "ff" + TRACEPARENT[2:],
+        "0" + TRACEPARENT,
+        f"{TRACEPARENT}, {TRACEPARENT}",
+    ],
+)
+async def test_a_trace_that_is_none_is_not_continued(gateway_of, bad, exporting):
+    """The W3C's rules: such a header is as if it were not there."""
+    provider = TracerProvider()
+    cluster = {"tracer": provider.get_tracer("test")} if exporting else {}
+    gateway = await gateway_of(cluster=cluster)
+    for more in ({}, {"temperature": -1}):
+        response = await gateway.complete({"traceparent": bad}, **more)
+        told = response.headers.get("x-trace-id", "")
+        assert told.strip("0") if exporting and not more else not told
+        assert told != TRACE and "traceparent" not in response.headers
+    provider.shutdown()
+
+
+async def test_a_later_version_of_traceparent_is_continued(gateway):
+    response = await gateway.complete({"traceparent": "01" + TRACEPARENT[2:] + "-what-comes"})
+    assert response.headers["x-trace-id"] == TRACE
+    assert response.headers["traceparent"] == TRACEPARENT
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+async def test_tenants_do_not_decide_on_traces_unless_they_are_trusted(
+    gateway_of, tmp_path, trusted
+):
+    provider = TracerProvider()
+    (tmp_path / "key").write_text("secret")
+    (tmp_path / "t.toml").write_text('[tenants.a]\nkey_files = ["key"]')
+    gateway = await gateway_of(
+        tenants=Tenants(tmp_path / "t.toml"),
+        trust_traceparent=trusted,
+        cluster={"tracer": provider.get_tracer("test")},
+    )
+    sent = {"traceparent": TRACEPARENT, "authorization": "Bearer secret"}
+    for more in ({}, {"stream": True}):
+        response = await gateway.complete(sent, **more)
+        assert response.status_code == 200
+        assert (response.headers["x-trace-id"] == TRACE) is trusted
+        assert ("traceparent" in response.headers) is trusted
+    provider.shutdown()
+
+
+async def test_a_request_has_the_id_that_its_caller_gave_it(gateway, caplog):
+    sent = {"x-request-id": "job:7/a.b"}
+    for response in (
+        await gateway.complete(sent),
+        await gateway.complete(sent, stream=True),
+        await gateway.complete(sent, max_tokens=-1),
+        await gateway.complete(sent, request_id="other"),
+        await gateway.complete(request_id="job:7/a.b"),
+        await gateway.chat(request_id="job:7/a.b", max_tokens=3),
+        await gateway.post("/v1/responses", {"input": "Hi", "request_id": "job:7/a.b"}),
+        await gateway.post("/v1/embeddings", {"input": "Hi"}, sent),
+    ):
+        assert response.headers["x-request-id"] == "job:7/a.b"
+    for bad in ("a" * 129, "a b", 'a"b', "\xe9", "a, b"):
+        response = await gateway.complete({"x-request-id": bad.encode("latin-1")})
+        own = response.headers["x-request-id"]
+        assert response.status_code == 200 and re.fullmatch("[0-9a-f]{16}", own)
+        refused = await gateway.complete(request_id=bad)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id")
+    gateway.service.draining = True
+    with caplog.at_level("INFO"):
+        await gateway.complete(sent)
+    assert "(job:7/a.b)" in caplog.text
+
+
+async def test_paths_may_end_with_a_slash(gateway):
+    for path in ("/v1/models", "/v1/models/tiny", "/health"):
+        plain, slash = [await gateway.client.get(path + end) for end in ("", "/")]
+        assert (slash.status_code, slash.content) == (200, plain.content)
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    assert (await gateway.post("/v1/completions/", body)).status_code == 200
+    assert (await gateway.client.get("/v1/nothing/")).status_code == 404
+
+
+async def test_models_are_listed_once_requests_can_be_served(gateway_of):
+    """Clients wait for this path: other servers open their port when they can serve."""
+    gateway = await gateway_of(decode=0)
+    for path in ("/v1/models", "/v1/models/tiny"):
+        response = await gateway.client.get(path)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert "worker" in response.json()["error"]["message"]
 
 
 async def test_one_connection_serves_many_requests_and_sends_small_writes_at_once(
@@ -335,7 +435,7 @@ async def test_a_body_is_asked_for_when_it_is_wanted(gateway):
 
 
 @contextlib.asynccontextmanager
-async def asking(answer, times=1):
+async def asking(answer, times=1, headers=b""):
     """A server that answers so; gives the readers of connections that have asked something."""
     listener, readers = listen("127.0.0.1", 0, "HTTP", "--http-port"), []
     address = listener.getsockname()
@@ -345,7 +445,7 @@ async def asking(answer, times=1):
             for _ in range(times):
                 reader, writer = await asyncio.open_connection(*address)
                 clients.callback(writer.close)
-                writer.write(GET + b"\r\n")
+                writer.write(GET + headers + b"\r\n")
                 readers.append(reader)
             yield readers
 
@@ -428,18 +528,173 @@ async def test_trailers_do_not_replace_headers(gateway):
     assert keys == [b"Bearer mine"]
 
 
-async def test_connections_and_requests_at_a_time_are_limited(gateway_of, monkeypatch):
-    monkeypatch.setattr(routes, "MAX_CONNECTIONS", 1)
-    monkeypatch.setattr(routes, "MAX_REQUESTS", 0)
-    gateway = await gateway_of()
-    assert (await gateway.client.get("/health")).status_code == 200
+async def test_connections_and_requests_at_a_time_are_limited(gateway_of):
+    gateway = await gateway_of(api=ApiConfig(max_http_connections=2, max_http_requests=1))
+    paused = []
+    gateway.decode.runs = [lambda *run: paused.append(run)]
+    first = asyncio.create_task(gateway.complete())
+    await seen(lambda: paused)
     busy = await gateway.complete()
     assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
     assert "too many requests at a time" in busy.json()["error"]["message"]
-    heard = await said(gateway)  # the client keeps its connection
+    heard = await said(gateway)  # the client keeps its connections
     assert heard.startswith(b"HTTP/1.1 503 ")
     assert b"\r\nretry-after: 1\r\n" in heard
     assert b"too many connections" in heard
+    gateway.decode.run_to_end(*paused[0])
+    assert (await first).status_code == 200
+
+
+CHUNK = b"%x\r\n" % (1 << 16) + b"z" * (1 << 16) + b"\r\n"
+
+
+async def test_a_body_that_nobody_reads_is_bounded_and_its_connection_ends(monkeypatch):
+    monkeypatch.setattr(http_server, "LINGER_S", 0.3)
+    begun, ends = [], asyncio.Event()
+
+    async def answer(exchange):  # as a file that is sent to a slow reader
+        begun.append(exchange)
+        exchange.start(200, [])
+        exchange.write(b"a part")
+        await ends.wait()
+        exchange.end(b"the last")
+
+    listener = listen("127.0.0.1", 0, "HTTP", "--http-port")
+    address = listener.getsockname()
+    async with asyncio.timeout(TIMEOUT_S), http_server.serving(answer, listener, 9):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(GET + b"transfer-encoding: chunked\r\n\r\n")
+
+        async def send():
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    writer.write(CHUNK)
+                    await writer.drain()
+
+        sending = asyncio.create_task(send())
+        await reader.readuntil(b"a part")
+        held = lambda: sum(map(len, begun[0]._parts))  # noqa: E731
+        await seen(lambda: held() > http_server.MAX_WAITING_BYTES)
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+            assert held() < 2 * http_server.MAX_WAITING_BYTES
+        ends.set()
+        await sending  # until the connection is closed
+        writer.close()
+
+
+@pytest.mark.parametrize("sent", [GET + b"\r\n", GET + b"transfer-encoding: chunked\r\n\r\n"])
+async def test_a_client_that_is_gone_is_seen_while_nothing_is_read_from_it(monkeypatch, sent):
+    monkeypatch.setattr(http_server, "_LOOK_S", 0.05)
+    begun, cancelled = [], asyncio.Event()
+
+    async def answer(exchange):
+        begun.append(exchange)
+        try:
+            await asyncio.sleep(10 * TIMEOUT_S)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    listener = listen("127.0.0.1", 0, "HTTP", "--http-port")
+    address = listener.getsockname()
+    async with asyncio.timeout(TIMEOUT_S), http_server.serving(answer, listener, 9):
+        _, writer = await asyncio.open_connection(*address)
+        writer.write(sent)
+        await seen(lambda: begun)
+        transport = begun[0]._transport
+        # Another request behind it, or a body that nobody reads.
+        while transport.is_reading():
+            writer.write(CHUNK if b"chunked" in sent else GET + b"\r\n")
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.2)
+        assert not cancelled.is_set()
+        writer.close()
+        await cancelled.wait()
+
+
+async def test_what_a_client_leaves_unread_is_seen_soon():
+    """The kernel would take four megabytes of it: tokens of an hour."""
+    sent, noticed = [0], asyncio.Event()
+
+    async def answer(exchange):
+        exchange.start(200, [])
+        while not exchange.unread_bytes:
+            exchange.write(b"x" * 200)
+            sent[0] += 200
+            await asyncio.sleep(0)
+        noticed.set()
+        exchange.abort()
+
+    listener = listen("127.0.0.1", 0, "HTTP", "--http-port")
+    async with asyncio.timeout(TIMEOUT_S), http_server.serving(answer, listener, 9):
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(listener.getsockname())
+            client.sendall(GET + b"\r\n")
+            await noticed.wait()
+    assert sent[0] < 256 << 10
+
+
+@pytest.mark.parametrize("name", ["authorization", "host", "content-type", "origin"])
+async def test_headers_that_may_come_once_are_refused_if_they_come_twice(gateway, name):
+    twice = name.encode() + b": localhost\r\n" + name.upper().encode() + b": other\r\n"
+    heard = await said(gateway, GET + twice + b"\r\n")
+    assert heard.startswith(b"HTTP/1.1 400 ")
+    assert f"more than one header {name}".encode() in heard
+
+
+async def test_a_repeated_header_is_a_list():
+    found = []
+
+    async def answer(exchange):
+        found.append(exchange.headers)
+        exchange.answer(200, b"{}")
+
+    async with asking(answer, headers=b"accept: a/b\r\nAccept: c/d\r\n") as (reader,):
+        await reader.readuntil(b"{}")
+    assert found[0][b"accept"] == b"a/b, c/d"
+
+
+OWN_HOSTS = [
+    *("127.0.0.1:7780", "[::1]:7780", "10.1.2.3", "localhost", "LocalHost:1", "a.localhost:7780"),
+    *("host.docker.internal:7780", "localhost.", socket.gethostname(), ""),
+]
+OTHER_HOSTS = [
+    "evil.example",
+    "evil.example:7780",
+    "127.0.0.1.evil.example",
+    "1.2.3",
+    "localhost.a",
+]
+
+
+@pytest.mark.parametrize(
+    ("address", "allowed", "refused"),
+    [
+        ("127.0.0.1", (), OTHER_HOSTS),
+        ("127.0.0.1", ("evil.example", "a"), OTHER_HOSTS[2:]),
+        ("127.0.0.1", ("*",), []),
+        ("0.0.0.0", (), []),  # behind names that only its operator knows
+        ("0.0.0.0", ("a.example",), OTHER_HOSTS),
+    ],
+)
+async def test_requests_for_other_hosts_are_refused_where_web_pages_could_send_them(
+    gateway_of, address, allowed, refused
+):
+    """A page's name may be made to resolve to this address (DNS rebinding)."""
+    gateway = await gateway_of(api=ApiConfig(allowed_hosts=allowed), host=address)
+    for host in (*OWN_HOSTS, *OTHER_HOSTS):
+        response = await gateway.client.get("/health", headers={"host": host})
+        assert response.status_code == (403 if host in refused else 200), host
+        if host in refused:
+            assert "--allowed-hosts" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("text", ["https://a", "a:80", "a/", "", "a,"])
+def test_what_is_no_host_name_is_refused(text):
+    with pytest.raises(ConfigError, match="is no host name: write chat"):
+        host_names(text)
 
 
 async def test_a_port_that_is_handed_over_answers_each_client_once_more(gateway_of, monkeypatch):
@@ -463,7 +718,7 @@ async def test_a_port_that_is_handed_over_answers_each_client_once_more(gateway_
     body = json.dumps({"prompt": [2] * 4, "max_tokens": 2, "stream": True, "ignore_eos": True})
     paused = []
     gateway.decode.runs = [lambda *run: paused.append(run)]
-    post = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b"
+    post = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b"
     streaming[1].write(post % (len(body), body.encode()))
     await streaming[0].readuntil(b"data: ")
     (leave,) = gateway.service.on_leave

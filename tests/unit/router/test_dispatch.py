@@ -180,7 +180,8 @@ async def test_the_acknowledgement_of_a_handoff_is_waited_for_but_not_for_ever(
     cluster, monkeypatch, late_s
 ):
     """Decode finishes before the prefill worker's last message, which has the numbers."""
-    monkeypatch.setattr("router.dispatch.attempt._COMMIT_ACK_S", TIMEOUT_S if late_s else 0.01)
+    limits = (TIMEOUT_S, TIMEOUT_S) if late_s else (0.01, 0.01)
+    monkeypatch.setattr("router.dispatch.attempt._COMMIT_ACK_S", limits)
     prefill = cluster.prefills[0]
 
     async def late_acknowledgement(request):
@@ -193,6 +194,18 @@ async def test_the_acknowledgement_of_a_handoff_is_waited_for_but_not_for_ever(
     state = request_state(max_tokens=2)
     assert await cluster.run(state) == ([100, 101], LENGTH)
     assert state.transfer_bytes == (77 if late_s else 0)
+
+
+async def test_a_prefill_worker_that_stands_still_delays_no_end_by_more_than_the_request_took():
+    attempt = Attempt("h", lambda *_: False)
+    attempt.prefill_sent(INVALID_SPAN)
+    attempt.finished_on_decode = True
+    acknowledged = asyncio.create_task(attempt.acknowledged())
+    await asyncio.sleep(0.5)  # timers end in order, however slow the machine is
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert acknowledged.done()
+    await acknowledged
 
 
 async def test_a_first_token_that_is_the_last_frees_the_reservation(cluster):

@@ -204,8 +204,9 @@ def fail(cluster, *keys):
 
 async def test_a_worker_that_fails_is_ejected_and_probed_after_its_cool_down(cluster_of):
     cluster = await cluster_of(decode=2)
-    worker, breaker = cluster.decodes[1], cluster.fleet.breakers["d1"]
+    worker = cluster.decodes[1]
     fail(cluster, "d1")
+    breaker = cluster.fleet.breakers["d1"]
     view = await cluster.until_state(worker, "EJECTED")
     assert "it broke" in view.reason
     assert cluster.fleet.snapshot().why_not_ready == ""

@@ -408,6 +408,24 @@ async def test_a_caller_that_hangs_up_frees_everything_and_its_spans_end(router_
 # Refusals.
 
 
+async def test_a_panic_of_a_library_is_a_status_at_once(router_of, monkeypatch):
+    class Panic(BaseException):
+        pass
+
+    def panic(*args):
+        raise Panic("no entry found for key")
+
+    router = await router_of()
+    monkeypatch.setattr(type(router.admission.tokenizer), "encode", panic)
+    generate = failure_of(router.stub.Generate(inference_pb2.GenerateRequest(text="a")))
+    with pytest.raises(grpc.RpcError) as tokenize:
+        await router.stub.Tokenize(inference_pb2.TokenizeRequest(text="a"), timeout=TIMEOUT_S)
+    for error in (await generate, tokenize.value):
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert "Panic: no entry found for key" in error.details()
+    assert (await router.status()).router.state == "SERVING"
+
+
 async def test_refusals_have_a_status_and_advice_before_any_work(router_of):
     router = await router_of(cluster={"max_queue": 1, "recovery_s": 0.1})
     for fields, code, field in (
@@ -430,6 +448,20 @@ async def test_refusals_have_a_status_and_advice_before_any_work(router_of):
     assert error.code() is grpc.StatusCode.UNAVAILABLE and retry_after_s(error) > 0
     assert "draining" in error.details()
     assert (await router.status()).router.state == "NOT_SERVING"
+
+
+async def test_refusals_are_a_line_now_and_then_and_a_count_each(router_of, caplog):
+    """Lines are written while the loop waits, and an overload refuses thousands a second."""
+    router = await router_of()
+    with caplog.at_level("INFO", "router"):
+        for _ in range(20):
+            await failure_of(router.generate(stop=[""]))
+            await failure_of(router.generate(model="other"))
+    said = [one.getMessage() for one in caplog.records if "ended with" in one.getMessage()]
+    assert [text for text in said if "INVALID_ARGUMENT" in text] == said[:1]
+    assert [text for text in said if "NOT_FOUND" in text] == said[1:]
+    assert all("such since the last line" in text for text in said) and len(said) == 2
+    assert router.service.stats.counts.refused == 40
 
 
 async def test_a_full_queue_refuses_at_once_with_retry_info(router_of, monkeypatch):

@@ -94,7 +94,10 @@ async def test_two_processes_together_keep_a_tenants_limits_exactly(shared, tmp_
         assert usage.running == 1
 
 
-async def test_a_process_that_is_stopped_within_a_lock_delays_the_others_only(shared):
+async def test_a_process_that_is_stopped_within_a_lock_delays_the_others_now_and_then_only(
+    shared, monkeypatch
+):
+    """Once for all accesses of some seconds, whichever tenant's limits they are for."""
     holder = await asyncio.create_subprocess_exec(
         sys.executable, "-c",
         "import sys; from router.shared_state import SharedState\n"
@@ -102,9 +105,19 @@ async def test_a_process_that_is_stopped_within_a_lock_delays_the_others_only(sh
         shared.path, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     assert await holder.stdout.readline() == b"held\n"
-    usage, began = SharedState(shared.path, 2).usage("a"), time.monotonic()
+    ours, began = SharedState(shared.path, 2), time.monotonic()
+    usage = ours.usage("a")
     with usage.lock:
         assert time.monotonic() - began >= shared_state.LOCK_S
+    slept = []
+    monkeypatch.setattr(shared_state.time, "sleep", slept.append)
+    monkeypatch.setattr(shared_state, "STUCK_S", 1000.0)
+    for _ in range(100):
+        with usage.lock, ours.usage("a").lock, ours.usage("b").lock:
+            pass
+    ours._patience.none_until = 0.0
+    with usage.lock:
+        assert slept
     await holder.communicate(b"\n")
 
 
@@ -116,6 +129,31 @@ def test_tenants_are_told_apart_and_one_too_many_is_refused(shared, monkeypatch)
     assert [theirs.usage(name).requests[0] for name in "abc"] == [1, 2, 3]
     with pytest.raises(ConfigError, match="3 tenants at most"):
         theirs.usage("d")
+
+
+def test_a_tenant_that_no_process_knows_any_more_makes_room_for_others(shared, monkeypatch):
+    """Names come and go over a router's life, and those that stay keep what they use."""
+    monkeypatch.setattr(shared_state, "MAX_TENANTS", 3)
+    ours, theirs = SharedState(shared.path, 2, 0), SharedState(shared.path, 2, 1)
+    ours.usage("stays").requests[0] = 7.0
+    for number in range(10):
+        name = f"t{number}"
+        for one in (ours, theirs):
+            usage = one.usage(name)
+            usage.requests[0] += 1.0
+            usage.add_running(1)
+        assert (usage.requests[0], usage.running) == (2.0, 2), "none of an earlier tenant's"
+        ours.release(name)
+        theirs.usage("other")
+        with pytest.raises(ConfigError):  # another process knows it
+            theirs.usage("one more")
+        theirs.release("other")
+        if number % 2:
+            theirs.release(name)
+        else:
+            shared.forget(1)  # it has died
+            theirs.usage("stays")
+    assert theirs.usage("stays").requests[0] == 7.0
 
 
 def test_each_process_sees_the_status_of_its_siblings_until_they_end(shared):

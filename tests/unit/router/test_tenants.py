@@ -223,6 +223,59 @@ async def test_a_tenant_more_than_processes_can_share_changes_nothing(
     parent.close()
 
 
+async def test_names_that_come_and_go_are_forgotten_and_those_with_requests_kept(
+    tenants_of, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(shared_state, "MAX_TENANTS", 4)
+    parent = SharedState("", 1)
+    tenants = tenants_of(f"[tenants.a]\n{KEYS}", shared=SharedState(parent.path, 1))
+    running = tenants.of(bearer("k")).enter(10, 10, 0.0)
+    async with followed(tenants, monkeypatch):
+        for number in range(20):  # many more than there is room for
+            keys = f"keys = ['{digest(f'k{number}')}']"
+            (tmp_path / "tenants.toml").write_text(f"[tenants.t{number}]\n{keys}")
+            await until(lambda key=f"k{number}": key_is_known(tenants, key))
+            with tenants.of(bearer(f"k{number}")).enter(1, 1, 0.0) as lease:
+                lease.delivered(1)
+        assert tenants._known.keys() == {"a", "t19"} == tenants._fair_queue._tenants.keys()
+        with running:
+            running.delivered(10)
+        (tmp_path / "tenants.toml").write_text(f"[tenants.b]\n{KEYS}")
+        await until(lambda: key_is_known(tenants, "k"))
+    assert tenants._known.keys() == {"b"}
+    parent.close()
+
+
+def key_is_known(tenants, key):
+    try:
+        return bool(tenants.of(bearer(key)))
+    except Unauthenticated:
+        return False
+
+
+class CountingLock(contextlib.nullcontext):
+    """How often it was taken."""
+
+    taken = 0
+
+    def __enter__(self):
+        self.taken += 1
+
+
+@pytest.mark.parametrize(("limits", "most"), [("", 0), ("tokens_per_minute = 60000", 12)])
+def test_a_streamed_token_costs_no_charge_of_its_own(tenant_with, limits, most):
+    """None where there is no limit, and one for many tokens where there is."""
+    tenant = tenant_with(limits)
+    with tenant.enter(100, 5000, 0.0) as lease:
+        tenant._usage.lock = lock = CountingLock()
+        for _ in range(1000):
+            lease.delivered(1)
+        assert lock.taken <= most
+        tenant._usage.lock = contextlib.nullcontext()
+    if limits:
+        assert level(tenant)[0] == pytest.approx(60_000 - 1100)
+
+
 def test_an_api_key_without_a_file_is_that_of_everybody(tmp_path):
     """Of requests and of operators; there is one tenant, without limits, and its cache is its."""
     tenants = Tenants(api_keys=[digest("k"), digest("l")])
