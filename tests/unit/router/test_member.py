@@ -46,7 +46,7 @@ async def test_a_suspected_worker_gets_nothing_new_and_keeps_what_it_has(cluster
     tick(cluster, worker, cluster.liveness.lost_ticks // 2)
     assert state(cluster, worker) == "SILENT"
     assert "no heartbeat for" in cluster.member(worker).view.reason
-    assert not cluster.fleet.snapshot().num_usable
+    assert cluster.fleet.snapshot().why_not_ready, "nor does decode step in for a moment"
     await cluster.until_state(worker, "READY")  # by its next heartbeat, on the same streams
     assert waiting.empty() and worker.broken.empty()
 
