@@ -87,6 +87,6 @@ async def test_a_cluster_with_tls_and_tenants(
                 await stub.Drain(worker_pb2.DrainRequest(), timeout=WAIT_S)
     cluster.kill("decode-0")
     await eventually(
-        lambda: baton("explain", "def", *target, "--tls-ca", ca),
+        lambda: baton("explain", "def", *target, "--tls-ca", ca, *key),
         lambda ended: "no decode worker is ready" in ended.out, "the router's reason", 30.0,
     )  # fmt: skip
