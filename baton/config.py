@@ -675,6 +675,13 @@ class ApiConfig:
         "https://chat.example; * is all (default: none)",
         origins,
     )
+    generation_config: str = option(
+        "auto",
+        "--generation-config",
+        "sampling settings of requests that give none: of the model's generation_config.json, or "
+        "none of it",
+        choices=("auto", "none"),
+    )
     allowed_hosts: tuple[str, ...] = option(
         (),
         "--allowed-hosts NAMES",

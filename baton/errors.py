@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import copy
 import reprlib
+from collections.abc import Mapping, Set
 from typing import Self
 
 MAX_QUOTED_CHARS = 200
@@ -18,7 +19,14 @@ _repr.maxstring = _repr.maxother = MAX_QUOTED_CHARS
 
 
 def quoted(value: object) -> str:
-    """A value from outside as error messages show it: it may be megabytes or deeply nested."""
+    """A value from outside as error messages show it: it may be megabytes or deeply nested.
+
+    Whatever holds them, sets are shown as lists and mappings as dicts.
+    """
+    if isinstance(value, Set):
+        value = list(value)
+    elif isinstance(value, Mapping):
+        value = dict(value)
     return _repr.repr(value)[:MAX_QUOTED_CHARS]
 
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
+import itertools
 import logging
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
@@ -35,6 +38,7 @@ MAX_CONNECTIONS = 4096
 MAX_CALLS_OF_A_CONNECTION = 2048
 MAX_CALLS = 8192
 RECEIVE_S = 60.0  # for a request to come as a whole
+SEND_S = 10.0  # for a caller to take what is left of its output, and the status behind it
 # For calls on a connection whose client was told to open another one. A longer stream breaks, and
 # the SDK goes on with it elsewhere.
 LONGEST_CALL_S = 3600.0
@@ -55,6 +59,7 @@ OPTIONS: list[tuple[str, Any]] = [
 # of a pair of workers.
 _NEVER_IDLE = ("grpc.client_idle_timeout_ms", (1 << 31) - 1)
 _MOST_CALLS_A_TURN = 32
+_CALL_TASK = "_schedule_rpc_coro"  # of grpc.aio
 _STATUS_DETAILS = "grpc-status-details-bin"
 _MAX_TEXT_BYTES = 1000  # of a status: metadata of more than 8 KiB may be refused by its receiver
 
@@ -205,6 +210,33 @@ def _set_status(context: grpc.aio.ServicerContext[Any, Any], error: BaseExceptio
         context.set_trailing_metadata(details)
 
 
+def _end_in_time() -> None:
+    """Called within a handler that ends: its call does not outlive it by more than `SEND_S`.
+
+    The status waits behind output, and a caller may give no window for that while it stays
+    connected.
+    """
+    handler = weakref.ref(asyncio.current_task())  # which is freed with its call
+    asyncio.get_running_loop().call_later(SEND_S, _let_go, handler)
+
+
+def _let_go(handler: weakref.ref[Any]) -> None:
+    """Cancels a call by its handler's task, if it has not ended.
+
+    grpc.aio has no way to do so. Its core cancels a call that nothing refers to, and who does is
+    the call's other task, which watches that of the handler, and the server until its next call.
+    """
+    if (ended := handler()) is None:
+        return
+    for task in asyncio.all_tasks():
+        coroutine = task.get_coro()
+        if getattr(coroutine, "__name__", "") == _CALL_TASK:
+            variables = itertools.chain(*map(gc.get_referents, gc.get_referents(coroutine)))
+            if any(one is ended for one in variables):
+                task.cancel()
+    ended.cancel()
+
+
 class _Malformed(errors.InvalidRequest):
     """Bytes that are no message of the method's request type."""
 
@@ -270,6 +302,8 @@ class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 raise
             except BaseException as error:
                 self._failed(context, errors.as_exception(error))
+            finally:
+                _end_in_time()
 
         async def stream(requests: Any, context: Any) -> AsyncIterator[Any]:
             try:
@@ -281,6 +315,8 @@ class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 raise
             except BaseException as error:
                 self._failed(context, errors.as_exception(error))
+            finally:
+                _end_in_time()
 
         # A method that answers with a stream may also write to its context.
         wrapped = stream if inspect.isasyncgenfunction(behaviour) else respond

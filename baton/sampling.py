@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import chain
 from types import MappingProxyType
+from typing import Any
 
 from baton.errors import InvalidRequest, quoted
 from baton.v1 import common_pb2
@@ -24,8 +26,8 @@ MAX_BAD_WORDS = 256  # each may be two, with and without a space before it
 MAX_STRUCTURED_OUTPUT_CHARS = 64 << 10
 MAX_SEED = (1 << 64) - 1
 _OPTIONAL = frozenset(
-    {"top_p", "repetition_penalty", "seed", "max_tokens", "logprobs", "prompt_logprobs"}
-    | {"structured_output", "reasoning"}
+    {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "max_tokens"}
+    | {"logprobs", "prompt_logprobs", "structured_output", "reasoning"}
 )
 
 
@@ -178,13 +180,21 @@ class SamplingParams:
                 max(self.allowed_token_ids, default=0) < vocab_size,
                 "known tokens",
             ),
-            ("bad_words", all(w and max(w) < vocab_size for w in self.bad_words), "known tokens"),
+            ("bad_words", all(self.bad_words), "not empty"),
+            (
+                "bad_words",
+                all(max(w, default=0) < vocab_size for w in self.bad_words),
+                "known tokens",
+            ),
         )
         for name, valid, expected in checks:
             if not valid:
+                value = getattr(self, name)
+                if expected.endswith("known tokens"):
+                    ids = chain(*value) if name == "bad_words" else value
+                    value = sorted({token for token in ids if token >= vocab_size})
                 raise InvalidRequest(
-                    f"{name} must be {expected}, not {quoted(getattr(self, name))}",
-                    f"sampling.{name}",
+                    f"{name} must be {expected}, not {quoted(value)}", f"sampling.{name}"
                 )
         if self.embedding and (self.max_tokens or self.prompt_logprobs is not None):
             raise InvalidRequest(
@@ -225,11 +235,15 @@ class SamplingParams:
 
     @classmethod
     def from_proto(
-        cls, message: common_pb2.SamplingParams, seed: int | None = None
+        cls,
+        message: common_pb2.SamplingParams,
+        seed: int | None = None,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> SamplingParams:
-        """The settings a message stands for; unset optional fields take their defaults.
+        """The settings a message stands for; unset optional fields take `defaults`, else ours.
 
-        With `seed` it is that one.
+        With `seed` it is that one. A default `max_tokens` is also that of a request that may fill
+        the context.
 
         Raises InvalidRequest for more entries than are taken, before any is copied.
         """
@@ -249,6 +263,9 @@ class SamplingParams:
             for name in _NAMES
             if name not in _OPTIONAL or message.HasField(name)
         }
+        values = {**defaults, **values}
+        if values.get("max_tokens") == FILL_CONTEXT:
+            values["max_tokens"] = defaults.get("max_tokens", FILL_CONTEXT)
         if seed is not None:
             values["seed"] = seed
         values["logit_bias"] = MappingProxyType(dict(message.logit_bias))

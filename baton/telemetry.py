@@ -84,7 +84,8 @@ def setup(
         from baton.span_export import HeadSampler, OtlpProcessor, TailSampler
     except ImportError as error:
         raise ConfigError(
-            f"--otlp {otlp} needs the OpenTelemetry SDK: pip install 'baton-serving[otel]'"
+            f"--otlp {otlp} needs the OpenTelemetry SDK: pip install '.[otel]' in Baton's "
+            "source tree"
         ) from error
     resource = Resource.create({"service.name": service, **(attributes or {})})
     provider = TracerProvider(resource=resource, sampler=HeadSampler(sample))

@@ -27,7 +27,7 @@ from baton.bench.request import RequestOptions
 from baton.bench.stats import FIGURES, INTERFERENCE_FIGURES, Stats
 from baton.bench.terminal import Progress, median_table
 from baton.bench.workload import Interference, Lengths, Settings, Workload
-from baton.config import ClusterConfig, EngineConfig, RouterLimits
+from baton.config import ClusterConfig, EngineConfig
 from baton.errors import BatonError
 from baton.local import ports
 from baton.local.cluster import LocalCluster
@@ -42,8 +42,6 @@ from benchmarks.shapes import SHAPES
 SCHEMA = "baton.bench.comparison/2"
 _READY_S, _END_S, _POLL_S, _TIMEOUT_S = 600.0, 20.0, 0.5, 300.0
 _MOST_CONTEXT, _SLOTS = 4096, 16
-_EVERY_PROMPT = 1 << 20  # longer than any: decode computes all of them itself
-_IDLE_BLOCKS = _MOST_CONTEXT // 16  # the smallest worker's bound every prompt
 _FIRST_ID = 10
 STREAMS = Workload(concurrency=6, prompt_lengths=Lengths(64, 64), output_lengths=Lengths(200, 200))
 # Prompts of 363 tokens on average and outputs of 58.
@@ -134,22 +132,17 @@ class Start:
 async def baton(start: Start, aggregated: bool = False) -> AsyncIterator[str]:
     """Baton as `baton up` starts it: a prefill and a decode worker that share the cores.
 
-    `aggregated`: one engine on all cores, whose decode worker computes prompts in chunks itself.
-    The router pairs workers, so there is a prefill worker too, with a small cache: it gets nothing
-    to do, and takes memory only.
+    `aggregated`: one decode worker on all cores, which computes prompts in chunks itself.
     """
-    limits, extra = RouterLimits(), {}
+    extra = {}
     if aggregated:
-        limits = RouterLimits(local_prefill_max_tokens=_EVERY_PROMPT)
         pinned = ("--cpus", ",".join(map(str, cores())))
-        extra = {
-            "decode": ("--threads", str(len(cores())), *pinned),
-            "prefill": ("--threads", "1", "--kv-blocks", str(_IDLE_BLOCKS), *pinned),
-        }
+        extra = {"decode": ("--threads", str(len(cores())), *pinned)}
     engine = EngineConfig(model=str(start.directory), dtype="bfloat16")
     config = ClusterConfig(
-        engine=engine, limits=limits, port=0, http_port=ports.free(), trace_sample=0.0
-    )
+        engine=engine, prefill=0 if aggregated else 1, port=0, http_port=ports.free(),
+        trace_sample=0.0,
+    )  # fmt: skip
     async with LocalCluster(config, extra_args=extra, start_timeout_s=_READY_S) as cluster:
         yield f"http://{cluster.http_addresses[0]}"
 

@@ -49,6 +49,10 @@ from kvtransfer.receiver import HandoffReceiver, ReservedBlocks, Verified
 
 log = logging.getLogger(__name__)
 
+# For which a writer that says nothing keeps an entry of a request without a deadline: ten minutes
+# by default, as long as a router gives a request.
+MAX_SILENT_LEASES = 20
+
 
 class DecodeSpans:
     """Collects times as they pass and records the spans; the first `end` counts."""
@@ -119,6 +123,7 @@ class Entry:
     early: list[Progress] = field(default_factory=list)  # what it is told then
     compiled: asyncio.Future[GrammarMatcher] | None = None  # its grammar, if there is one to come
     timer: asyncio.TimerHandle | None = None
+    silent_leases: int = 0  # since its sender was heard of
     told: bool = False  # its router got an event
     untold: Progress | None = None  # what is kept for the next one
 
@@ -222,6 +227,7 @@ class Reservations:
         entry = self._entries.get(handoff_id)
         if entry is None or entry.token != token or entry.decoding or entry.blocks is None:
             raise Stale(f"handoff {handoff_id} is not reserved here")
+        entry.silent_leases = 0
         self._renew(entry)  # bytes are coming: the sender is alive
         return entry.blocks
 
@@ -371,7 +377,9 @@ class Reservations:
 
     def _expire(self, entry: Entry, when: float) -> None:
         overdue = when == entry.deadline  # not by the clock: timers are early by up to 1 ms
-        if not overdue and self.receiver.writing(entry.handoff_id):
+        entry.silent_leases += 1
+        is_kept = entry.deadline is not None or entry.silent_leases <= MAX_SILENT_LEASES
+        if not overdue and is_kept and self.receiver.writing(entry.handoff_id):
             # A long prompt: no message comes between the grant and Commit. Its blocks could not be
             # reused anyway, and the end of the writer, or of the request, ends the entry.
             self._renew(entry)

@@ -18,6 +18,7 @@ import uvloop
 from baton import slo, telemetry
 from baton.config import RouterConfig, model_path
 from baton.errors import InvalidRequest
+from baton.generation_config import DEFAULTS, sampling_defaults
 from baton.metrics.recorder import Recorder
 from baton.metrics.server import serving
 from baton.registry import EtcdRegistry, Membership
@@ -117,6 +118,9 @@ async def _run(
                     reasoning_parser=config.reasoning_parser,
                     tickets=ResumeTickets(await registry.ticket_key()),
                     text_processes=config.text_processes,
+                    sampling_defaults=(
+                        sampling_defaults(path) if config.generation_config == "auto" else DEFAULTS
+                    ),
                 )
             )
         )

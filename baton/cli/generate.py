@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from baton.cli import options
 from baton.cli.services import limit_cpu, with_threads
-from baton.config import EngineConfig
+from baton.config import EngineConfig, model_path
 from baton.errors import InvalidRequest
+from baton.generation_config import sampling_defaults
 from baton.options import numbers
 from baton.sampling import SamplingParams, StructuredOutput
 
@@ -30,11 +32,12 @@ _EXAMPLES = """\
 
 _MAX_TOKENS = ("--max-tokens", int, "TOKENS")
 _LOGPROBS = ("--logprobs", int, "N", "report log-probabilities with N alternatives (with --json)")
+_MODELS = "default: that of generation_config.json"
 _SAMPLING_OPTIONS = (
-    ("--temperature", float, "T", "0 takes the most likely token (default: 0)"),
-    ("--top-k", int, "K", "sample from the K most likely tokens (default: all)"),
-    ("--top-p", float, "P", "sample from the fewest tokens that reach P (default: 1)"),
-    ("--min-p", float, "P", "drop tokens below P times the most likely (default: 0)"),
+    ("--temperature", float, "T", f"0 takes the most likely token ({_MODELS}, else 1)"),
+    ("--top-k", int, "K", f"sample from the K most likely tokens ({_MODELS}, else all)"),
+    ("--top-p", float, "P", f"sample from the fewest tokens that reach P ({_MODELS}, else 1)"),
+    ("--min-p", float, "P", f"drop tokens below P times the most likely ({_MODELS}, else 0)"),
     ("--seed", int, "N", "makes sampling repeatable (default: a random one)"),
     ("--min-tokens", int, "TOKENS", "before an end of sequence counts (default: 0)"),
 )
@@ -206,7 +209,8 @@ def _run_local(args: argparse.Namespace, prompt: Any, show: Callable[[str], None
     from baton.client.request import generate_request
     from baton.local.single import SingleProcess
 
-    params, cut = SamplingParams(**_sampling(args)), args.max_tokens is None
+    asked = {"seed": secrets.randbits(64), **sampling_defaults(model_path(engine.model))}
+    params, cut = SamplingParams(**{**asked, **_sampling(args)}), args.max_tokens is None
     if args.structured_outputs is not None:
         message = generate_request("", {"structured_outputs": args.structured_outputs})
         output = StructuredOutput.from_proto(message.sampling.structured_output)

@@ -8,9 +8,10 @@ import importlib.util
 import logging
 import os
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from baton import log_format
 from baton.cli import options
@@ -147,7 +148,8 @@ def fix_for(error: ModuleNotFoundError, needed: str | None) -> str:
     missing = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if missing in modules:
-            return f"{missing} is not installed: pip install 'baton-serving[{needed or extra}]'"
+            install = f"pip install '.[{needed or extra}]' in Baton's source tree"
+            return f"{missing} is not installed: {install}"
     return ""
 
 
@@ -175,9 +177,10 @@ def require(*extras: str) -> None:
             raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
 
-def _run_service(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+def _run_service(run: Any, args: argparse.Namespace) -> int:
     raise_file_limit()
-    return run(args)
+    exit_status: int = run(args)
+    return exit_status
 
 
 def _run_up(args: argparse.Namespace) -> int:

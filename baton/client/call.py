@@ -217,7 +217,8 @@ class GenerateCall:
     ) -> None:
         self.request = request
         sampling = request.sampling
-        if sampling.temperature > 0 and not sampling.HasField("seed"):
+        is_greedy = sampling.HasField("temperature") and sampling.temperature == 0
+        if not (is_greedy or sampling.HasField("seed")):
             # Chosen here, so that another router can go on with the same random numbers.
             sampling.seed = random.getrandbits(64)
         self.over = False

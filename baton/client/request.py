@@ -31,7 +31,8 @@ class Options(TypedDict, total=False):
     model: str | None  # the only one the server has
     # 64; 0: computes the prompt alone; baton.sampling.FILL_CONTEXT: as many as the context leaves
     max_tokens: int | None
-    temperature: float | None  # 0: greedy
+    # Of these, what the model's generation_config.json says, else as behind it
+    temperature: float | None  # 1; 0: greedy
     top_k: int | None  # 0: all
     top_p: float | None  # 1
     min_p: float | None  # 0

@@ -6,6 +6,7 @@ One path for all; a backend answers what differs between a CPU, a GPU and a simu
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -119,10 +120,11 @@ def load(
     dtype = choose_dtype(settings.dtype, config.dtype, backend.device)
     kv_dtype = kv_dtype_of(settings, dtype)
     sampler = Sampler(frozenset(config.eos_token_ids), config.vocab_size)
-    longest = min(settings.max_context or config.max_context, config.max_context)
+    longest = longest_context(settings, config)
     kv_bytes, layout = settings.kv_cache_bytes or backend.kv_bytes, None
     if settings.kv_blocks or kv_bytes:
         layout = plan_layout(config, kv_dtype, settings.block_size, settings.kv_blocks, kv_bytes)
+        _check_context(settings, layout)
         longest = min(longest, layout.num_tokens)
     # What a model keeps for each position, it keeps for those that can be had here.
     limited = replace(config, max_context=longest)
@@ -134,6 +136,7 @@ def load(
             "the model and a step of it do not fit the GPU's memory; "
             f"{memory.advice(settings, None)}"
         ) from error
+    _check_context(settings, layout)
     max_context = min(longest, layout.num_tokens - 1)
     if max_context < 2:
         raise ConfigError(
@@ -147,12 +150,44 @@ def load(
         "%d KV blocks of %d tokens (%.0f MiB, %s), contexts of up to %d tokens",
         layout.num_blocks, layout.block_size, layout.num_bytes / 2**20, layout.dtype, max_context,
     )  # fmt: skip
+    if max_context < config.max_context and not settings.max_context:
+        log.warning(
+            "contexts end at %d tokens, and the model's at %d: %s holds those",
+            max_context, config.max_context, _kv_for(layout, config.max_context),
+        )  # fmt: skip
     runner = backend.runner(model, pools[0], sampler, max_context)
     runner.pools = pools
     runner.ranks = model if isinstance(model, RankedModel) else None
     identity = fingerprint(path, random_seed(settings, backend.device), settings.lora)
     prepare = partial(backend.prepare, runner)
     return Loaded(path, config, runner, layout, dtype, identity, settings, max_context, prepare)
+
+
+def longest_context(settings: EngineConfig, config: ModelConfig) -> int:
+    """Tokens of a sequence that model and settings allow. Raises ConfigError."""
+    if settings.max_context > config.max_context:
+        raise ConfigError(
+            f"--max-context {settings.max_context} is more than the model's own "
+            f"{config.max_context}: lower it, or leave it out"
+        )
+    return settings.max_context or config.max_context
+
+
+def _check_context(settings: EngineConfig, layout: KvLayout) -> None:
+    """Raises ConfigError where a pool does not hold the context that was asked for."""
+    if settings.max_context >= layout.num_tokens:
+        raise ConfigError(
+            f"--max-context {settings.max_context} does not fit the KV cache, which holds "
+            f"{layout.num_tokens} tokens, one more than a context: give it "
+            f"{_kv_for(layout, settings.max_context)}, or lower --max-context to "
+            f"{layout.num_tokens - 1}"
+        )
+
+
+def _kv_for(layout: KvLayout, context: int) -> str:
+    """The option that makes a pool hold such a context."""
+    needed = math.ceil((context + layout.block_size) * layout.bytes_per_token / 2**20)
+    return f"--kv-cache {needed}MiB"
 
 
 def warm_up(loaded: Loaded) -> None:

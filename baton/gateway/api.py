@@ -73,14 +73,21 @@ _UNSUPPORTED: Unsupported = {
     "use_beam_search": (False,),
     "logits_processors": ([],),
     "detokenize": (True,),
+    "truncation_side": ("left",),
+    "logprob_token_ids": ([],),
+    "repetition_detection": (),
+    "vllm_xargs": ({},),
+    "guided_whitespace_pattern": (),
+    **dict.fromkeys(("regex", "ebnf", "json_schema", "lora_path"), ()),  # SGLang's
 }
 _TEMPLATE: Unsupported = {"chat_template": (), "documents": ([],)}
 
 
 class StreamOptions(Struct):
-    """What the last chunks of a stream hold besides."""
+    """What the last chunk of a stream holds besides; with `continuous_usage_stats` each."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchemaFormat(Struct, kw_only=True):
@@ -142,6 +149,7 @@ class GenerateOptions(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     priority: Priority | None = None
     ttft_target_ms: Count | None = None
     cache_salt: Salt | None = None
@@ -245,6 +253,8 @@ class ChatOptions(GenerateOptions, kw_only=True):
 
     parallel_tool_calls: bool | None = None
     max_thinking_tokens: Count | None = None
+    # vLLM's name of the same; -1 is no limit.
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=_UINT32)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -255,6 +265,7 @@ class ChatRequest(ChatOptions, kw_only=True):
         **_UNSUPPORTED,
         **_TEMPLATE,
         "echo": (False,),
+        "best_of": (1,),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "audio": (),
@@ -269,6 +280,7 @@ class ChatRequest(ChatOptions, kw_only=True):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     reasoning_effort: Text | None = None
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -292,7 +304,7 @@ class TokenizeRequest(Struct, kw_only=True):
 class EmbeddingRequest(Struct, kw_only=True):
     """Texts or token ids to be embedded."""
 
-    unsupported: ClassVar[Unsupported] = {}
+    unsupported: ClassVar[Unsupported] = {"truncation_side": ("left",)}
 
     input: Annotated[Raw, Meta(extra_json_schema={"anyOf": _PROMPT_SCHEMAS})]  # see `prompts_of`
     model: ModelName | None = None
@@ -346,12 +358,15 @@ class ServedBy(Struct):
 
 
 class Usage(Struct):
-    """Tokens of the whole request: each prompt once, every choice's output."""
+    """Tokens of the whole request: each prompt once, every choice's output.
+
+    In a chunk that is not the last, of its choice so far, without details.
+    """
 
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # where it reasoned
     baton: list[ServedBy] | UnsetType = UNSET  # by choice, for requests with x-baton-route
 

@@ -15,6 +15,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -243,8 +244,10 @@ class CompletionGeneration(Generation):
     def __post_init__(self) -> None:
         super().__post_init__()
         parsed, options = self.parsed, self.parsed.options
-        usage = options.stream_options is not None and options.stream_options.include_usage
-        self._no_usage: dict[str, Any] = {"usage": None} if usage else {}
+        told = options.stream_options or api.StreamOptions()
+        self._no_usage: dict[str, Any] = {"usage": None} if told.include_usage else {}
+        self._with_usage = bool(told.continuous_usage_stats)
+        self._prompt_tokens = [0] * parsed.num_prompts
         self._prompt_logprobs = 0  # that have come
         prompts = [self._prompt(index) for index in range(parsed.num_prompts)]
         self._outputs = [
@@ -253,10 +256,13 @@ class CompletionGeneration(Generation):
                 self.service.tokenizer,
                 with_logprobs=parsed.logprobs is not None,
                 with_token_ids=bool(options.return_token_ids),
+                with_reasoning=getattr(options, "include_reasoning", None) is not False,
+                with_usage=self._with_usage,
+                as_token_ids=bool(options.return_tokens_as_token_ids),
                 of_prompt=prompts[index // parsed.n],
                 stop_token_ids=options.stop_token_ids or (),
                 on_prompt=self._on_prompt,
-                start=self.on_start,
+                start=partial(self._on_start, index // parsed.n),
                 event=self._event,
                 send=self.send if options.stream else None,
             )
@@ -299,8 +305,16 @@ class CompletionGeneration(Generation):
         if self.parsed.options.stream:
             self.unread.allow(count * _LOGPROB_BYTES)
 
+    def _on_start(self, prompt: int, started: inference_pb2.Started) -> None:
+        self._prompt_tokens[prompt] = started.prompt_tokens
+        self.on_start(started)
+
     def _event(self, choice: Any) -> bytes:
-        return self._chunk(choices=[choice], **self._no_usage)
+        if not self._with_usage:
+            return self._chunk(choices=[choice], **self._no_usage)
+        prompt = self._prompt_tokens[choice.index // self.parsed.n]
+        output = self._outputs[choice.index].num_tokens
+        return self._chunk(choices=[choice], usage=api.Usage(prompt, output, prompt + output))
 
     def _chunk(self, **members: Any) -> bytes:
         return b"data: " + self._answer(object=self.kind.chunk_object, **members) + b"\n\n"
@@ -374,6 +388,7 @@ async def run_choices(
         if number:
             await prompt.wait()
         await entrance.acquire()
+        await asyncio.sleep(0)  # one enters in a turn of the loop, so that others have theirs
         request = parsed.request(index, number)
         shared[index].params = shared[0].params
         sink = _Choice(sinks[choice], entrance.release, prompt.set)

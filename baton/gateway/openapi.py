@@ -26,7 +26,7 @@ _DESCRIPTIONS = {
     "input": "The conversation, or what to embed: a text, or a list as its schema says.",
     "encoding_format": "float by default; base64 is of float32 numbers, little-endian.",
     "dimensions": "The first so many, normalized again; all by default.",
-    "temperature": "0 is greedy. 1 by default.",
+    "temperature": "0 is greedy. By default that of the model's generation_config.json, else 1.",
     "top_k": "Keep the k most likely tokens; 0 or -1 keeps all.",
     "min_p": "Drop what is less likely than this share of the best.",
     "repetition_penalty": "For tokens in prompt or output; 1 is none.",

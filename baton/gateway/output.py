@@ -45,6 +45,9 @@ class Output(ABC):
     _: KW_ONLY
     with_logprobs: bool
     with_token_ids: bool
+    with_reasoning: bool = True
+    with_usage: bool = False  # of this output so far, in each of its chunks
+    as_token_ids: bool = False  # tokens of log-probabilities are shown so
     of_prompt: PromptOutput = field(default_factory=PromptOutput)
     stop_token_ids: Collection[int] = ()
     on_prompt: Callable[[int], None] = lambda size: None  # how many log-probabilities it has
@@ -57,6 +60,7 @@ class Output(ABC):
         self._around_text: tuple[bytes, bytes] | None = None
         self._text: list[str] = []
         self._token_ids: list[int] = []
+        self.num_tokens = 0
         self._positions: list[common_pb2.PositionLogprobs] = []
         self._parsed: list[ParsedOutput] = []
         self._begun = False
@@ -75,6 +79,9 @@ class Output(ABC):
         stop: str,
         parsed: ParsedOutput | None = None,
     ) -> None:
+        self.num_tokens += len(token_ids)
+        if parsed is not None and not self.with_reasoning:
+            parsed = parsed._replace(reasoning="")
         if self.send is None:
             self._text.append(text)
             self._token_ids.extend(token_ids)
@@ -104,7 +111,7 @@ class Output(ABC):
         self.send(self.event(self._chunk(text, parsed, **members)))
         if not self._begun:
             self._begun = True
-            if not (reason or self.with_logprobs or self.with_token_ids):
+            if not (reason or self.with_logprobs or self.with_token_ids or self.with_usage):
                 before, after = self.event(self._chunk("", None, **members)).split(b':""')
                 self._around_text = before + b":", after
 
@@ -128,7 +135,12 @@ class Output(ABC):
 
     def prompt_logprobs(self) -> api.PromptLogprobs | UnsetType:
         """Of its prompt, where they are to be told."""
-        return self.of_prompt.told(lambda token_id: shown(self.tokenizer, token_id)[0])
+        return self.of_prompt.told(lambda token_id: self.shown(token_id)[0])
+
+    def shown(self, token_id: int) -> tuple[str, bytes]:
+        """A token as text, and its own bytes."""
+        text, piece = shown(self.tokenizer, token_id)
+        return f"token_id:{token_id}" if self.as_token_ids else text, piece
 
     @classmethod
     def answer_members(cls, outputs: Sequence[Output]) -> dict[str, Any]:
@@ -199,7 +211,7 @@ class CompletionOutput(Output):
         top: Sequence[tuple[int, float]] = (),
     ) -> None:
         """Appends a token; without a log-probability it is a prompt's first."""
-        text, piece = shown(self.tokenizer, token_id)
+        text, piece = self.shown(token_id)
         found.text_offset.append(self._offset)
         found.tokens.append(text)
         self._offset += len(self._utf8.decode(piece))
@@ -210,7 +222,7 @@ class CompletionOutput(Output):
         found.token_logprobs.append(max(logprob, MIN_LOGPROB))
         best = {text: max(logprob, MIN_LOGPROB)}
         for other, value in top:
-            best[shown(self.tokenizer, other)[0]] = max(value, MIN_LOGPROB)
+            best[self.shown(other)[0]] = max(value, MIN_LOGPROB)
         found.top_logprobs.append(best)
 
     def _chunk(
@@ -242,7 +254,7 @@ class ChatOutput(Output):
         )
 
     def _entry(self, token: common_pb2.TokenLogprob) -> tuple[str, float, list[int]]:
-        text, piece = shown(self.tokenizer, token.token_id)
+        text, piece = self.shown(token.token_id)
         return text, max(token.logprob, MIN_LOGPROB), list(piece)
 
     @classmethod

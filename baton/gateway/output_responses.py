@@ -227,7 +227,7 @@ class ResponseGeneration(Generation):
             output=self._output.items,
             usage=ResponseUsage(
                 usage.prompt_tokens,
-                InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+                InputTokensDetails(end.usage.cached_tokens),
                 usage.completion_tokens,
                 OutputTokensDetails(reasoning),
                 usage.total_tokens,
@@ -236,7 +236,7 @@ class ResponseGeneration(Generation):
         )
 
     def _response(self, **members: Any) -> Response:
-        body = self.parsed.options
+        body, defaults = self.parsed.options, self.service.admission.sampling_defaults
         assert isinstance(body, ResponsesRequest)
         return Response(
             id=f"resp_{self.started.request_id}",
@@ -247,11 +247,11 @@ class ResponseGeneration(Generation):
             metadata=body.metadata or {},
             parallel_tool_calls=body.parallel_tool_calls is not False,
             reasoning=body.reasoning or ReasoningOptions(),
-            temperature=1.0 if body.temperature is None else body.temperature,
+            temperature=defaults["temperature"] if body.temperature is None else body.temperature,
             text=TextOptions((body.text and body.text.format) or PlainText()),
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
-            top_p=1.0 if body.top_p is None else body.top_p,
+            top_p=defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
             **members,
         )
 

@@ -26,7 +26,8 @@ _PRIORITIES = {
 _ANY_OBJECT = {"type": "object"}
 # Fields of the sampling settings that have the same name and meaning here.
 _SAME = (
-    *("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("temperature", "top_p", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty"),
     *("logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", "allowed_token_ids"),
 )
 
@@ -148,6 +149,11 @@ def parsed_chat(body: api.ChatRequest) -> ParsedRequest:
             "include_stop": "include_stop_str_in_output",
             "structured_output": restriction,
             "tool_name": "tool_choice",
+            "max_thinking_tokens": (
+                "max_thinking_tokens"
+                if body.thinking_token_budget is None
+                else "thinking_token_budget"
+            ),
             "template_kwargs": "chat_template_kwargs",
         },
     )
@@ -214,8 +220,14 @@ def _set_tool_choice(chat: inference_pb2.Chat, body: api.ChatRequest) -> None:
     elif choice == "none":
         chat.tool_choice = inference_pb2.TOOL_CHOICE_NONE
     chat.single_tool_call = body.parallel_tool_calls is False
-    if body.max_thinking_tokens is not None:
-        chat.max_thinking_tokens = body.max_thinking_tokens
+    most, budget = body.max_thinking_tokens, body.thinking_token_budget
+    if most is not None and budget is not None:
+        name = "thinking_token_budget"
+        raise InvalidRequest(f"{name} is another name of max_thinking_tokens: give one", name)
+    if most is None and budget != -1:
+        most = budget
+    if most is not None:
+        chat.max_thinking_tokens = most
 
 
 def _check_prompt_alone(body: api.GenerateOptions, field: str) -> None:
@@ -247,8 +259,12 @@ def _check_choices(body: api.GenerateOptions, n: int, prompts: int, size: int) -
             f"most, not {n} times {size}",
             "n",
         )
-    if body.stream_options and not body.stream:
+    told = body.stream_options
+    if told and not body.stream:
         raise InvalidRequest("stream_options needs stream to be true", "stream_options")
+    if told and told.continuous_usage_stats and not told.include_usage:
+        name = "stream_options.continuous_usage_stats"
+        raise InvalidRequest(f"{name} needs include_usage to be true", name)
 
 
 def _structured_output(
@@ -296,8 +312,7 @@ def _base(
     if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 64:
         raise InvalidRequest("seed must be an integer of 64 bits", "seed")
     sampling = common_pb2.SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=max(0, body.top_k or 0),
+        top_k=None if body.top_k is None else max(0, body.top_k),
         seed=None if body.seed is None else body.seed % (1 << 64),
         max_tokens=max_tokens,
         logprobs=logprobs,

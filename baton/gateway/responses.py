@@ -83,6 +83,7 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
         "context_management": ([],),
         "truncation": ("disabled",),
         "top_logprobs": (0,),
+        "max_tool_calls": (),
     }
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -101,6 +102,7 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
     max_tokens: None = None
     response_format: None = None
     return_token_ids: None = None
+    return_tokens_as_token_ids: None = None
     prompt_logprobs: None = None
 
 

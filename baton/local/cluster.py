@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from baton import tls
 from baton.config import ClusterConfig
-from baton.errors import DeadlineExceeded, Unavailable
+from baton.errors import ConfigError, DeadlineExceeded, Unavailable
 from baton.local import certs, commands, ports, resources
 from baton.local.etcd import EmbeddedEtcd
 from baton.local.model_check import check_model
@@ -126,6 +127,11 @@ class LocalCluster(Supervisor):
 
     async def _start(self) -> None:
         config = self.config
+        if not (config.tls or config.insecure or tls.is_loopback(config.host)):
+            raise ConfigError(
+                f"--host {config.host} can be reached from other machines: give --tls, which makes "
+                "certificates, or --insecure where the network is private"
+            )
         await asyncio.to_thread(check_model, config.engine)
         found = ports.consecutive(config.host, config.port, config.routers)
         self.addresses = tuple(f"{config.host}:{port}" for port in found)

@@ -74,7 +74,9 @@ async def _show(receiver: OtlpReceiver) -> Sequence[Span]:
         with own.tracer.start_as_current_span("generate") as span:
             async with (
                 AsyncClient(cluster.address) as client,
-                client.stream(_PROMPT, max_tokens=_TOKENS, timeout=_REQUEST_S) as stream,
+                client.stream(
+                    _PROMPT, max_tokens=_TOKENS, temperature=0, timeout=_REQUEST_S
+                ) as stream,
             ):
                 async for delta in stream:
                     print(_bright(delta.text), end="", flush=True)

@@ -36,7 +36,7 @@ _TIMEOUT_S = 5.0  # of a program that is run
 _PORTS = ((config.RouterConfig.port, "--port"), (config.HTTP_PORT, "--http-port"))
 # NCCL's documentation, "Environment Variables".
 _DISABLING = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE")
-_GPU_EXTRA = "pip install 'baton-serving[gpu]'"
+_GPU_EXTRA = "pip install '.[gpu]' in Baton's source tree"
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def check_machine(router_here: bool) -> Iterator[Finding]:
         yield ok("torch", version)
     else:
         text = "not installed: routers and clients need none, workers do"
-        yield warn("torch", text, "pip install 'baton-serving[worker]'")
+        yield warn("torch", text, "pip install '.[worker]' in Baton's source tree")
     yield compiler()
     yield cores()
     yield memory()

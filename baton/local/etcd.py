@@ -222,8 +222,9 @@ def _in_words(log: str) -> str:
             if isinstance(entry := json.loads(line), dict):
                 if _FEW_FILES in (message := str(entry.get("msg", ""))):
                     text = (
-                        f"this process may open {entry.get('limit')} files and etcd wants more than "
-                        f"{entry.get('recommended-limit')}: raise the limit, as by `ulimit -n 4096`"
+                        f"this process may open {entry.get('limit')} files and etcd wants more "
+                        f"than {entry.get('recommended-limit')}: raise the limit, as by "
+                        "`ulimit -n 4096`"
                     )
                 else:
                     text = ": ".join(filter(None, (message, str(entry.get("error", "")))))

@@ -19,7 +19,7 @@ from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import refused
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.backends.gpu.graphs import count_graphs
-from baton.engine.build import choose_dtype, device_of, kv_dtype_of
+from baton.engine.build import choose_dtype, device_of, kv_dtype_of, longest_context
 from baton.engine.kv_cache import KvLayout, plan_layout
 from baton.engine.models.config import ModelConfig
 from baton.engine.models.quantization import weight_format
@@ -69,7 +69,7 @@ def _kernels(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Fi
 def _memory(settings: EngineConfig, config: ModelConfig, gpu: Gpu | None) -> Iterator[Finding]:
     dtype = choose_dtype(settings.dtype, config.dtype, torch.device("cuda" if gpu else "cpu"))
     kv_dtype = kv_dtype_of(settings, dtype)
-    context = min(settings.max_context or config.max_context, config.max_context)
+    context = longest_context(settings, config)
     kv_bytes = settings.kv_cache_bytes or (0 if gpu else CPU_KV_CACHE_BYTES)
     layout = None
     if settings.kv_blocks or kv_bytes:
@@ -110,7 +110,8 @@ def _kv(settings: EngineConfig, layout: KvLayout, context: int) -> Finding:
     if tokens > context:
         return ok("KV", text)
     needed = math.ceil((context + 1) * layout.bytes_per_token / _GIB)
-    return warn(
+    found = fail if settings.max_context else warn  # what was asked for is kept, or refused
+    return found(
         "KV",
         f"{text}; so a context ends at {tokens - 1:,} tokens, and the longest has {context:,}",
         f"--kv-cache {needed}GiB, or accept it with --max-context {tokens - 1}",

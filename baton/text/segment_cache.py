@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from itertools import pairwise
@@ -49,7 +50,7 @@ class SegmentCache:
         self._cut = _cut_pattern(library)
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._ids: dict[bytes, list[int]] = {}  # by salted hash, least recently used first
+        self._ids: dict[bytes, array[int]] = {}  # by salted hash, least recently used first
 
     def encode(self, text: str, encode: Encode, salt: str, max_tokens: int = 0) -> list[int]:
         """Token ids of a text without special tokens, equal to `encode([text])[0]`.
@@ -72,12 +73,12 @@ class SegmentCache:
             if max_tokens and count > max_tokens:
                 break
             for key, ids in zip(group, encode(list(group.values())), strict=True):
-                found[key] = ids
+                found[key] = array("I", ids)
                 count += len(ids)
         self._keep(found)
         return [token for key in keys for token in found.get(key, ())]
 
-    def _keep(self, found: dict[bytes, list[int]]) -> None:
+    def _keep(self, found: dict[bytes, array[int]]) -> None:
         self._ids |= found
         self._num_bytes += sum(map(_size, found.values()))
         while self._num_bytes > self._max_bytes:
@@ -92,8 +93,8 @@ def _key(salted: Any, part: str) -> bytes:
     return key
 
 
-def _size(ids: list[int]) -> int:
-    return _ENTRY_BYTES + 8 * len(ids)
+def _size(ids: array[int]) -> int:
+    return _ENTRY_BYTES + ids.itemsize * len(ids)
 
 
 def _groups(parts: dict[bytes, str]) -> list[dict[bytes, str]]:

@@ -48,7 +48,7 @@ def handoff(part: Part, transport: str) -> Cells:
             async with LocalCluster(config) as cluster, AsyncClient(cluster.address) as client:
                 for prompt, tokens in zip(prompts, wanted, strict=True):
                     done = await client.generate(
-                        prompt, max_tokens=_NEW_TOKENS, ignore_eos=True, timeout=60
+                        prompt, max_tokens=_NEW_TOKENS, temperature=0, ignore_eos=True, timeout=60
                     )
                     assert done.token_ids == tokens, f"other tokens for a prompt of {len(prompt)}"
                     taken.add(done.route.transport)

@@ -20,6 +20,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from prometheus_client import generate_latest
 
 from baton.cli import main
 from baton.config import SimulatedSpeed, WorkerConfig, host_id, model_path, new_incarnation
+from baton.connection import MAX_FRAME_BYTES
 from baton.metrics.recorder import Gaps
 from baton.metrics.server import serving
 from baton.metrics.table import of
@@ -82,6 +84,7 @@ class Worker(ABC):
     """One worker; its role is a subclass."""
 
     role: common_pb2.WorkerRole
+    max_message_bytes = MAX_FRAME_BYTES
 
     def __init__(self, name: str, fingerprint: str, config: WorkerConfig) -> None:
         self.speed = SimulatedSpeed.parse(config.engine.simulate)
@@ -121,7 +124,7 @@ class Worker(ABC):
         return worker_pb2.LoadReport(load=self.load, state=self.record.state)
 
     @abstractmethod
-    def take(self, router: RouterConnection, message: RouterMessage) -> None:
+    def take(self, router: RouterConnection, message: RouterMessage) -> Iterator[None]:
         """Does what a router asks for."""
 
     def lost(self, router: RouterConnection) -> None:  # noqa: B027 - the run is over
@@ -142,13 +145,14 @@ class PrefillWorker(Worker):
         super().__init__(*args)
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def take(self, router: RouterConnection, message: RouterMessage) -> None:
+    def take(self, router: RouterConnection, message: RouterMessage) -> Iterator[None]:
         for request in message.prefill:
             handoff_id = request.sequence.handoff_id
             self._tasks[handoff_id] = asyncio.create_task(self._prefill(router, request))
         for handoff_id in message.cancel:
             if task := self._tasks.get(handoff_id):
                 task.cancel()
+        yield
 
     async def _prefill(self, router: RouterConnection, request: PrefillRequest) -> None:
         handoff_id = request.sequence.handoff_id
@@ -196,11 +200,12 @@ class DecodeWorker(Worker):
         self._sequences: dict[str, _Sequence] = {}
         self._engine: asyncio.Task[None] | None = None
 
-    def take(self, router: RouterConnection, message: RouterMessage) -> None:
+    def take(self, router: RouterConnection, message: RouterMessage) -> Iterator[None]:
         for request in message.reserve:
             self._reserve(router, request)
         for handoff_id in message.cancel:
             self._end(handoff_id)
+        yield
 
     def _reserve(self, router: RouterConnection, request: ReserveRequest) -> None:
         spec = request.sequence

@@ -7,12 +7,12 @@ import contextlib
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from baton.config import MAX_STREAM_INTERVAL
 from baton.errors import (
@@ -22,6 +22,7 @@ from baton.errors import (
     ModelNotFound,
     quoted,
 )
+from baton.generation_config import DEFAULTS
 from baton.sampling import (
     FILL_CONTEXT,
     MAX_BAD_WORDS,
@@ -89,6 +90,7 @@ class Admission:
     grammars: GrammarCompiler = field(default_factory=lambda: GrammarCompiler(Path(), 0, ()))
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    sampling_defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
     tickets: ResumeTickets = field(default_factory=ResumeTickets)
     text_processes: int = 2  # for long texts
     _threads: ThreadPoolExecutor = field(
@@ -174,7 +176,10 @@ class Admission:
         self._check_prompt(prompt, resumed, limit, tenant)
         _check_prompt_logprobs(params, len(prompt))
         most = max(tenant.most_output(len(prompt), choices.total), len(resumed) + 1)
-        cut = choices.cut_output or not request.sampling.HasField("max_tokens")
+        has_own_most = (
+            request.sampling.HasField("max_tokens") and request.sampling.max_tokens != FILL_CONTEXT
+        )
+        cut = choices.cut_output or not has_own_most
         interval = request.stream_interval or self.stream_interval
         return TokenizedRequest(
             request_id=request_id,
@@ -356,7 +361,7 @@ class Admission:
         if choices.params is not None:
             top = own.prompt_logprobs if own.HasField("prompt_logprobs") else None
             return replace(choices.params, seed=seed & MAX_SEED, prompt_logprobs=top)
-        params = SamplingParams.from_proto(own, seed & MAX_SEED)
+        params = SamplingParams.from_proto(own, seed & MAX_SEED, self.sampling_defaults)
         if request.bad_words:
             params = replace(params, bad_words=self._bad_words(request.bad_words))
         params.validate(self.tokenizer.vocab_size)

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.errors import ContextOverflow, InternalError, InvalidRequest, Overloaded
+from baton.errors import ContextOverflow, InternalError, InvalidRequest, Overloaded, Unavailable
 from router.admission.fair_queue import FairQueue, Flow, PendingPrompt
 from router.admission.text_process import ANSWER, FAILURE, HEAD, IDS, MEMORY_BYTES
 
@@ -126,7 +126,8 @@ class TextPool:
             raise refusal
         newest = [waiting for waiting in self._waiting if waiting.pending.flow.tenant == most][-1]
         self._drop(newest)
-        newest.ids.set_exception(refusal)
+        if not newest.ids.done():
+            newest.ids.set_exception(refusal)
 
     def _drop(self, waiting: _Waiting) -> None:
         self._waiting.remove(waiting)
@@ -135,6 +136,9 @@ class TextPool:
     def _start_next(self) -> None:
         while self._waiting and len(self._running) < self._processes:
             first = min(self._waiting, key=lambda waiting: waiting.pending.virtual_finish)
+            if first.ids.done():  # its caller is leaving
+                self._drop(first)
+                continue
             self._waiting.remove(first)
             task = asyncio.create_task(self._run(first), name="text")
             self._running[task] = first
@@ -217,9 +221,10 @@ class _Process:
                     env={**os.environ, **_ENVIRONMENT},
                     start_new_session=True,
                 )
-        except BaseException:
+        except OSError as error:
             self._socket.close()
-            raise
+            reason = f"no process could be started to tokenize it: {error}"
+            raise Unavailable(reason, _RETRY_S) from error
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     @property

@@ -30,7 +30,7 @@ ANSWER = struct.Struct("<cI")  # what kind it is, and its bytes
 IDS, REFUSAL, FAILURE = b"i", b"r", b"f"
 MEMORY_BYTES = 1 << 30  # for a job, beside what the process has when it begins
 _NICE = 2  # streams go before new prompts, as on workers
-_CACHED_BYTES = 64 << 20  # of the ids of chats' parts
+_CACHED_BYTES = 32 << 20  # of the ids of chats' parts
 
 
 def main(path: str, fingerprint: str, tool_parser: str) -> None:

@@ -95,7 +95,14 @@ class Member:
         state, reason = self._state()
         prompts = tuple(self._assigned.values())
         return WorkerView(
-            self.record, self.load, state, reason, prompts, len(self._subscribers), self._slot
+            self.record,
+            self.load,
+            state,
+            reason,
+            prompts,
+            len(self._subscribers),
+            self._slot,
+            suspected=state == SILENT and self.answers,
         )
 
     @property

@@ -87,6 +87,7 @@ class WorkerView:
     assigned: tuple[AssignedPrompt, ...] = ()
     assigned_sequences: int = 0  # requests this router runs there; its load shows them later
     slot: int = 0  # in the prefix index
+    suspected: bool = False  # SILENT, and not for long enough to be lost: it may be back at once
 
     @property
     def incarnation(self) -> str:
@@ -140,7 +141,9 @@ class Snapshot:
         is_other = excluded_pairs is not None
         for view in views:
             row = self.rows[view.incarnation]
-            is_other |= view.ready is not every[row].ready or view.record is not every[row].record
+            before = every[row]
+            is_other |= view.ready is not before.ready or view.record is not before.record
+            is_other |= view.suspected is not before.suspected
             every[row] = changed[row] = view
             new.numbers[row] = self._row(view)
             if is_other or self.numbers[row].rate != new.numbers[row].rate:
@@ -216,8 +219,9 @@ class Snapshot:
             for row, others in self.excluded_rows.items()
             for other in others
         )
-        # No prefill worker is READY: decode workers compute prompts themselves.
-        self.alone = bool(self.decode_alone and d and not p)
+        # No prefill worker is READY or about to be: decode workers compute prompts themselves.
+        suspected = any(view.suspected for view in self.prefill)
+        self.alone = bool(self.decode_alone and d and not p and not suspected)
         views = (*self.prefill, *self.decode)
         # Longest sequence that every READY worker takes, so that each can go on with it when
         # another dies; 0 when there is none.

@@ -105,8 +105,10 @@ async def test_text_chat_logprobs_stop_strings_and_one_token(clusters, oracle):
     for prompt in ("def read(path):\n    with open(path) as file:\n",
                    [{"role": "user", "content": "Write a stack."}]):  # fmt: skip
         ids = await client.tokenize(prompt)
-        asked = await client.generate(prompt, max_tokens=16)
-        assert asked.token_ids == (await client.generate(ids, max_tokens=16)).token_ids
+        asked = await client.generate(prompt, max_tokens=16, temperature=0)
+        assert (
+            asked.token_ids == (await client.generate(ids, max_tokens=16, temperature=0)).token_ids
+        )
         assert asked.text == oracle.text(asked.token_ids)
 
     case = oracle.case(40)
@@ -120,7 +122,7 @@ async def test_text_chat_logprobs_stop_strings_and_one_token(clusters, oracle):
     assert stopped.text == whole.text[: whole.text.index(stop)]
 
     case = oracle.case(100, 300)
-    done = await client.generate(case.prompt, max_tokens=1, ignore_eos=True)
+    done = await client.generate(case.prompt, max_tokens=1, temperature=0, ignore_eos=True)
     assert (done.token_ids, done.finish_reason) == (oracle.tokens(case)[:1], "length")
 
 

@@ -66,12 +66,13 @@ WRONG = [
     ("bench serve --foo", 2, "baton bench serve: error: there is no option --foo (`baton bench"),
     *((line, 2, "error: unrecognized arguments: n") for line in
       ("serve n o", "up --model m n", "up --random-weights m n", "status n")),
+    ("up --host 0.0.0.0 --port 0", 1, "other machines: give --tls, which makes certificates, or"),
     ("serve /nowhere", 1, "model '/nowhere' not found"),
     ("router --decode 2 /nowhere", 2, "no option --decode"),
     ("prefill-worker --port 7710 /nowhere", 1, "model '/nowhere' not found"),
     *((f"{command} --api-key é", 2, "argument --api-key: an API key must be ASCII")
       for command in ("up", "router")),
-    ("up --decode 0", 2, "argument --decode: --decode must be at least 1, not 0: a cluster"),
+    ("up --decode 0", 2, "argument --decode: --decode must be at least 1, not 0: only"),
     ("up --http-port 65535 --routers 2", 1, "--http-port 65535 leaves no ports for all routers"),
     ("router --config {", 1, "--config is no JSON object"),
     ("decode-worker --name a/b", 1, "--name 'a/b': use up to 63 letters"),
@@ -321,7 +322,7 @@ def install(monkeypatch, name, **members):
     monkeypatch.setattr(importlib.import_module(parent), child, module, raising=False)
 
 
-MISSING = "{} is not installed: pip install 'baton-serving[{}]'".format
+MISSING = "{} is not installed: pip install '.[{}]' in Baton's source tree".format
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_programs_that_are_missing(tmp_path, monkeypatch):
     no_etcd = mock.Mock(side_effect=ConfigError("no etcd to start: put etcd on PATH"))
     monkeypatch.setattr(etcd, "etcd_binary", no_etcd)
     found = {one.subject: one for one in doctor.check_machine(False)}
-    fixes = {"torch": "baton-serving[worker]", "etcd": "put etcd on PATH", "CPU kernels": "g++"}
+    fixes = {"torch": "'.[worker]'", "etcd": "put etcd on PATH", "CPU kernels": "g++"}
     for subject, fix in fixes.items():
         assert found[subject].level == "warn" and fix in found[subject].fix
     program("g++", "exit 1")
@@ -72,7 +72,7 @@ def test_programs_that_are_missing(tmp_path, monkeypatch):
     (tmp_path / "avx2-0.so").touch()
     assert doctor.compiler().level == "ok"
 
-    assert "baton-serving[gpu]" in doctor.triton(needed=True).fix
+    assert "'.[gpu]'" in doctor.triton(needed=True).fix
     monkeypatch.setattr(doctor, "version_of", lambda package: "3.7.1")
     assert doctor.triton(needed=False).level == "ok"
     assert "C compiler" in doctor.triton(needed=True).text

@@ -122,7 +122,9 @@ def test_the_base_install_is_enough_for_the_sdk(tmp_path):
     ):
         done = baton(*argv)
         assert done.returncode == 1
-        assert done.stderr.endswith(f"pip install 'baton-serving[{extra}]'\n"), done.stderr
+        assert done.stderr.endswith(f"pip install '.[{extra}]' in Baton's source tree\n"), (
+            done.stderr
+        )
         assert done.stderr.count("\n") == 1
 
 

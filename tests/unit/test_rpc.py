@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import struct
 import weakref
 from typing import Any
 
@@ -23,7 +24,8 @@ from tests.waiting import WAIT_S
 BASES = {errors.BatonError, errors.RetryableError, errors.TransferFailed}
 AT_START = {errors.ConfigError, errors.CheckpointError}  # no caller meets them
 ALL = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, Exception)]
-ERRORS = [cls for cls in ALL if cls not in BASES | AT_START]
+OVER_HTTP = {errors.ContextOverflow}  # over gRPC an InvalidRequest
+ERRORS = [cls for cls in ALL if cls not in BASES | AT_START | OVER_HTTP]
 
 
 def test_every_error_that_can_meet_a_caller_has_a_code():
@@ -292,3 +294,74 @@ async def test_calls_at_a_time_are_limited(monkeypatch):
                     await stub.Tokenize(inference_pb2.TokenizeRequest(), timeout=60)
                     break
                 await asyncio.sleep(0.01)
+
+
+def h2_frame(kind, flags, stream, payload=b""):
+    """A frame of HTTP/2."""
+    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+async def call_with_a_small_window(port, method):
+    """A reader of the frames of a call that may get one byte of output; and its writer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    headers = {
+        ":method": "POST", ":scheme": "http", ":path": method, ":authority": "a",
+        "te": "trailers", "content-type": "application/grpc",
+    }  # fmt: skip
+    literals = b"".join(
+        b"\0" + b"".join(struct.pack("B", len(text)) + text.encode() for text in pair)
+        for pair in headers.items()
+    )
+    window = struct.pack(">HI", 4, 1)  # SETTINGS_INITIAL_WINDOW_SIZE
+    request = h2_frame(1, 4, 1, literals) + h2_frame(0, 1, 1, bytes(5))
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + h2_frame(4, 0, 0, window) + request)
+
+    async def frame():
+        head = await reader.readexactly(9)
+        payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+        if head[3] in (4, 6) and not head[4]:  # SETTINGS and PING are answered
+            writer.write(h2_frame(head[3], 1, 0, payload if head[3] == 6 else b""))
+        return head[3], head[4]
+
+    return frame, writer
+
+
+class Loud(inference_pb2_grpc.InferenceServiceServicer):
+    """Has output, and does not wait for long until it is read."""
+
+    async def Generate(self, request, context):
+        output = inference_pb2.GenerateResponse(started={"request_id": "x" * 99})
+        writing = asyncio.ensure_future(context.write(output))
+        await asyncio.wait([writing], timeout=0.1)
+        writing.cancel()
+        raise errors.Cancelled("it does not read")
+
+    async def Tokenize(self, request, context):
+        return inference_pb2.TokenizeResponse()
+
+
+async def test_a_caller_that_gives_no_window_is_cut_off(monkeypatch):
+    monkeypatch.setattr(rpc, "SEND_S", 0.1)
+    server, address = bind("127.0.0.1", 0)
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(Loud(), server)
+    await server.start()
+    frame, writer = await call_with_a_small_window(int(address.split(":")[1]), METHODS[1])
+    data, headers, end_of_stream, end_of_headers = 0, 1, 1, 4
+
+    async def status():
+        while await frame() != (headers, end_of_stream | end_of_headers):
+            pass
+
+    async with asyncio.timeout(60), rpc.channel(address) as channel:
+        while await frame() != (data, 0):
+            pass
+        ended = asyncio.create_task(status())  # without the rest of the output
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        while not ended.done():  # gRPC holds a call until the next
+            await stub.Tokenize(inference_pb2.TokenizeRequest())
+            await asyncio.sleep(0.01)
+        ended.result()
+        names = [getattr(task.get_coro(), "__name__", "") for task in asyncio.all_tasks()]
+        assert "_handle_exceptions" not in names
+    writer.close()
+    await server.stop(None)

@@ -1,6 +1,8 @@
 """Sampling settings: what is refused and how it is named, and their message and back."""
 
 import math
+import re
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -41,6 +43,21 @@ def test_what_is_out_of_range_is_named(name):
         assert refused.value.field == f"sampling.{name}"
     for value in inside:
         SamplingParams(**{name: value}).validate(VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("logit_bias", MappingProxyType({3: 1.0, 99: 2.0}), "of known tokens, not [99]"),
+        ("logit_bias", MappingProxyType({3: 101.0}), "±100 at most, not {3: 101.0}"),
+        ("stop_token_ids", frozenset({99, 1, 98}), "known tokens, not [98, 99]"),
+        ("allowed_token_ids", frozenset({99}), "known tokens, not [99]"),
+        ("bad_words", ((1, 99),), "known tokens, not [99]"),
+    ],
+)
+def test_messages_show_what_is_wrong_in_plain_ids(name, value, message):
+    with pytest.raises(InvalidRequest, match=f"^{name} must be {re.escape(message)}$"):
+        SamplingParams(**{name: value}).validate(50)
 
 
 def singles(low, high):

@@ -220,6 +220,17 @@ async def test_a_lease_ends_by_itself(directory, store):
         assert await decode.clean()
 
 
+async def test_a_writer_that_hangs_does_not_keep_an_entry_for_ever(directory, store):
+    """Its process lives, so its blocks are quarantined until it says that it has ended."""
+    async with Worker("decode", directory, store, lease_s=0.05) as decode, Router(decode) as router:
+        names = await granted(decode, router, "hangs")
+        assert "lease" in (await router.event("hangs")).abort_reason
+        load = await decode.blocks()
+        assert load.blocks_held == 0 and load.blocks_quarantined > 0
+        await decode.handoff.call(handoff_pb2.AbortRequest(**names), PATIENCE_S, {})
+        assert await decode.clean()
+
+
 async def test_a_deadline_ends_a_request_in_any_state_and_is_no_fault_of_the_worker(decode, router):
     with pytest.raises(DeadlineExceeded):  # on a slow machine it may pass during the call
         await router.reserve(spec("reserved", prompt(20), time_left_ms=50))

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from baton import options
 from baton.config import EngineConfig
 from baton.engine.backends import cpu
 from baton.engine.build import choose_dtype, device_of
@@ -57,12 +58,34 @@ def test_half_precision_checkpoints_compute_in_bfloat16_on_a_gpu():
 
 
 @pytest.mark.parametrize(
-    ("asked", "blocks", "longest"), [(0, 100, 512), (100, 100, 100), (9999, 100, 512),
-                                     (0, 4, 63), (60, 4, 60)],
+    ("asked", "blocks", "longest"), [(0, 100, 512), (100, 100, 100), (512, 100, 512),
+                                     (0, 4, 63), (60, 4, 60), (63, 4, 63)],
 )  # fmt: skip
-def test_model_settings_and_pool_limit_a_sequence(directory, asked, blocks, longest):
+def test_model_settings_and_pool_limit_a_sequence(directory, caplog, asked, blocks, longest):
+    """Where the pool cuts the model's context, that is said."""
     loaded = load(directory, max_context=asked, kv_blocks=blocks, kernels="torch")
     assert loaded.max_context == longest
+    said = [text for text in caplog.messages if text.startswith("contexts end at ")]
+    if asked or longest == 512:
+        assert not said
+        return
+    (text,) = said
+    assert text.startswith("contexts end at 63 tokens, and the model's at 512: --kv-cache ")
+    kv = options.size(text.split()[-3])
+    assert load(directory, kv_cache_bytes=kv, kernels="torch").max_context == 512
+
+
+@pytest.mark.parametrize(
+    ("asked", "blocks", "reason"),
+    [
+        (9999, 1000, "9999 is more than the model's own 512"),
+        (64, 4, "64 does not fit the KV cache, which holds 64 tokens.*--max-context to 63"),
+        (512, 4, r"512 does not fit .*give it --kv-cache \d+MiB, or lower"),
+    ],
+)
+def test_a_context_that_cannot_be_kept_is_refused(directory, asked, blocks, reason):
+    with pytest.raises(ConfigError, match=reason):
+        load(directory, max_context=asked, kv_blocks=blocks, kernels="torch")
 
 
 def test_workers_that_compute_otherwise_are_never_paired(directory):

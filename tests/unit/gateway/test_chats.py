@@ -90,6 +90,20 @@ async def test_a_call_that_was_returned_is_json_and_comes_back(says, said, reaso
     assert again.status_code == 200, again.text
 
 
+async def test_reasoning_can_be_left_out_of_answers(says):
+    gateway = await says(CALLS)
+    asked = {"tools": TOOLS, "ignore_eos": False, "include_reasoning": False}
+    answer = (await gateway.chat(**asked)).json()
+    message = answer["choices"][0]["message"]
+    assert not message.keys() & {"reasoning", "reasoning_content"}
+    assert message["content"] == "See:" and len(message["tool_calls"]) == 2
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 7}
+    chunks = await gateway.events(PATH, **asked, max_tokens=None)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert not any(delta.keys() & {"reasoning", "reasoning_content"} for delta in deltas)
+    assert "".join(delta.get("content", "") for delta in deltas) == "See:"
+
+
 async def test_without_tools_their_format_is_content(says):
     gateway = await says(CALLS.partition("</think>\n\n")[2])
     for chat in ({}, {"tools": TOOLS, "tool_choice": "none"}):
@@ -117,6 +131,10 @@ async def test_fields_of_chats_reach_the_template_and_the_workers(says):
     assert spec.sampling.reasoning.max_tokens == 3 and not spec.sampling.reasoning.begun
     assert "call_0" in spec.sampling.structured_output.grammar
     assert len(spec.token_ids) == prompt["count"]
+    for budget, most in ((5, 5), (-1, None)):  # vLLM's name of the same
+        assert (await gateway.chat(thinking_token_budget=budget)).status_code == 200
+        reasoning = gateway.cluster.prefills[0].requests[-1].sequence.sampling.reasoning
+        assert (reasoning.max_tokens if reasoning.HasField("max_tokens") else None) == most
 
 
 @pytest.mark.parametrize(
@@ -129,6 +147,13 @@ async def test_fields_of_chats_reach_the_template_and_the_workers(says):
         ({"tools": TOOLS * 65}, "tools"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ({"max_thinking_tokens": -1}, "max_thinking_tokens"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
+        ({"thinking_token_budget": 2, "max_thinking_tokens": 2}, "thinking_token_budget"),
+        ({"truncation_side": "right"}, "truncation_side"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+        ({"repetition_detection": {}}, "repetition_detection"),
+        ({"best_of": 2}, "best_of"),
+        ({"regex": "a"}, "regex"),
         ({"messages": [{"role": "assistant", "tool_calls": [
             {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[]"}}]}]},
          "messages[0].tool_calls[0].function.arguments"),

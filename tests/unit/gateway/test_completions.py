@@ -14,6 +14,7 @@ import pytest
 
 from baton.errors import BatonError
 from baton.gateway.generation import run_choices
+from baton.gateway.output import ChatOutput
 from baton.gateway.request import ParsedRequest, parse_completion
 from baton.v1 import common_pb2, inference_pb2
 from router.dispatch.request_state import RequestState
@@ -111,6 +112,40 @@ async def test_choices_of_several_prompts(gateway):
         texts[choice["index"]] += choice["text"]
     assert set(texts.values()) == {"abcde"}
     assert (last["usage"]["completion_tokens"], last["usage"]["prompt_tokens"]) == (15, 3)
+
+
+async def test_usage_can_be_told_with_each_chunk(gateway):
+    told = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"prompt": ["ab", "c"], "n": 2, "stream_options": told}
+    *chunks, last = await gateway.events(**asked)
+    seen = dict.fromkeys(range(4), 0)
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        seen[choice["index"]] += 1
+        prompt, output = (2, 2, 1, 1)[choice["index"]], seen[choice["index"]]
+        assert chunk["usage"] == {
+            "prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
+        }  # fmt: skip
+    assert set(seen.values()) == {5}
+    assert last["usage"]["completion_tokens"] == 20 and not last["choices"]
+    told["include_usage"] = False
+    refused = await gateway.complete(**{**asked, "stream": True})
+    assert refused.json()["error"]["param"] == "stream_options.continuous_usage_stats"
+
+
+async def test_tokens_of_logprobs_can_be_shown_as_ids(gateway):
+    asked = {"prompt": "abc", "echo": True, "logprobs": 1, "return_tokens_as_token_ids": True}
+    (choice,) = (await gateway.complete(**asked, prompt_logprobs=1)).json()["choices"]
+    a, b, c, d = (f"token_id:{gateway.tokenizer.encode(text)[-1]}" for text in "abcd")
+    assert choice["logprobs"]["tokens"] == [a, b, c]
+    assert choice["logprobs"]["top_logprobs"] == [None, {b: -1, c: -0.5}, {c: -2, d: -0.5}]
+    assert choice["prompt_logprobs"][1][b.partition(":")[2]]["decoded_token"] == b
+    output = ChatOutput(
+        0, gateway.tokenizer, with_logprobs=True, with_token_ids=False, as_token_ids=True
+    )
+    token = common_pb2.TokenLogprob(token_id=100, logprob=-1)
+    (entry,) = output.logprobs([common_pb2.PositionLogprobs(chosen=token, top=[token])]).content
+    assert entry.token == entry.top_logprobs[0].token == "token_id:100" and entry.bytes
 
 
 async def test_a_prompt_of_several_choices_is_computed_before_the_others_begin(gateway):

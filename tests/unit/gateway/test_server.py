@@ -718,7 +718,7 @@ async def test_a_port_that_is_handed_over_answers_each_client_once_more(gateway_
     body = json.dumps({"prompt": [2] * 4, "max_tokens": 2, "stream": True, "ignore_eos": True})
     paused = []
     gateway.decode.runs = [lambda *run: paused.append(run)]
-    post = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n%b"
+    post = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b"
     streaming[1].write(post % (len(body), body.encode()))
     await streaming[0].readuntil(b"data: ")
     (leave,) = gateway.service.on_leave

@@ -1,11 +1,20 @@
 """Admission: every kind of input, every refusal with its field, before any work."""
 
+import json
 import math
+import re
 import time
 
 import pytest
 
-from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Overloaded
+from baton.errors import (
+    CheckpointError,
+    DeadlineExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+)
+from baton.generation_config import sampling_defaults
 from baton.sampling import (
     FILL_CONTEXT,
     MAX_ALLOWED_TOKEN_IDS,
@@ -137,7 +146,7 @@ async def test_a_request_becomes_tokens(admission, admission_of):
         (request(ids=[1], resumed_token_ids=[2] * 5, sampling={"max_tokens": 5}),
          "resumed_token_ids"),
         (request(ids=[1], resumed_token_ids=[2], sampling={"temperature": 0.5}), "sampling.seed"),
-        (request(ids=[1], resumed_token_ids=[1 << 30]), "token_ids"),
+        (request(ids=[1], resumed_token_ids=[1 << 30], sampling={"temperature": 0}), "token_ids"),
     ],
 )  # fmt: skip
 async def test_what_can_never_work_is_refused_with_its_field(admission, asked, field):
@@ -306,3 +315,43 @@ async def test_entering_is_charged_and_a_refusal_gives_it_back(admission_of):
         assert caught.value.retry_after_s == pytest.approx(36, abs=10)
         with pytest.raises(Overloaded, match="refused"), lease:
             raise Overloaded("refused")
+
+
+async def test_settings_that_a_request_does_not_give_are_the_models(admission_of, tmp_path):
+    """What it says goes first, though it be 0 or 1; an output limit is a default as ours is."""
+    recommended = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "do_sample": True,
+                   "repetition_penalty": 1.2, "max_new_tokens": 7, "eos_token_id": 3}  # fmt: skip
+    (tmp_path / "generation_config.json").write_text(json.dumps(recommended))
+    admission = admission_of(sampling_defaults=sampling_defaults(tmp_path))
+    params = (await admit(admission, request())).params
+    found = {name: getattr(params, name) for name in recommended if hasattr(params, name)}
+    assert found == {k: v for k, v in recommended.items() if hasattr(params, k)}
+    assert params.max_tokens == 7
+    own = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+    params = (await admit(admission, request(sampling={**own, "max_tokens": 9}))).params
+    assert {name: getattr(params, name) for name in own} == own and params.max_tokens == 9
+    params = (await admit(admission, request(sampling={"max_tokens": FILL_CONTEXT}))).params
+    assert params.max_tokens == 7
+    assert (await admit(admission_of(), request())).params.temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, {"temperature": 1.0}),
+        ({"temperature": None, "top_k": None}, {"temperature": 1.0}),
+        ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
+        ({"do_sample": True, "top_p": 0.8}, {"temperature": 1.0, "top_p": 0.8}),
+        ({"top_k": 2.5}, "top_k is 2.5; supported: a whole number from 0"),
+        ({"top_p": 0}, "top_p is 0; supported: a number above 0"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"min_p": True}, "min_p is True"),
+    ],
+)
+def test_generation_config_is_read_with_checks(tmp_path, values, expected):
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    if isinstance(expected, dict):
+        assert sampling_defaults(tmp_path) == expected
+        return
+    with pytest.raises(CheckpointError, match=f"generation_config.json: {re.escape(expected)}"):
+        sampling_defaults(tmp_path)

@@ -93,6 +93,9 @@ def test_without_prefill_workers_decode_workers_compute_any_prompt(few):
     snapshot = fleet([worker("p0", SILENT)], [*decode, worker("d2", blocks_free=1)], None, True)
     request = needs(5000, local_prefill_max_tokens=4)
     assert snapshot.why_not_ready == "" and snapshot.prefill_rate > 0
+    suspected = replace(worker("p0", SILENT), suspected=True)
+    assert snapshot.replaced([suspected]).why_not_ready, "it may be back at once"
+    assert snapshot.replaced([suspected]).replaced([worker("p0", SILENT)]).alone
     pair = pick(snapshot, request)
     assert (pair.decode.incarnation, pair.decode_prefills, pair.alone) == ("d1", True, True)
     assert pair.local_prefill_max_tokens == 5000 and pair.candidates == 3

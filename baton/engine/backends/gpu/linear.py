@@ -41,6 +41,7 @@ from baton.engine.weights.weight import (
     Weight,
     quantized,
 )
+from baton.errors import CheckpointError
 
 MULTIPLE = {"int8": 8, "fp8": 16}  # of inputs and outputs
 
@@ -254,12 +255,22 @@ def prepare(
     A matrix whose sizes 8-bit products refuse stays as it is (an output layer over an odd
     vocabulary, at most), and one whose inputs are no whole groups of int4. Group-quantised ones are
     packed, but for groups that kernels do not take.
+
+    Raises CheckpointError for a matrix of an 8-bit checkpoint that --tp has cut to such sizes.
     """
     kind = "int8" if quantization == "int4" and is_output else quantization
     if isinstance(weight, DenseWeight):
         dtype = weight.tensor.dtype
         if not any(size % MULTIPLE.get(kind, 1) for size in weight.shape):
             weight = quantized(weight, kind)
+    elif isinstance(weight, RowScaledWeight):
+        multiple = MULTIPLE["int8" if isinstance(weight, Int8Weight) else "fp8"]
+        if any(size % multiple for size in weight.shape):
+            outputs, inputs = weight.shape
+            raise CheckpointError(
+                f"each rank has {outputs} x {inputs} of an 8-bit matrix, and GPUs multiply by "
+                f"multiples of {multiple}: choose a smaller --tp"
+            )
     if isinstance(weight, GroupScaledWeight):
         packed = pack(weight, dtype) if weight.values.is_cuda else None
         return weight if packed is None else GpuGroupScaledWeight(**vars(packed))

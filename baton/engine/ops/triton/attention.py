@@ -423,7 +423,7 @@ def prefill_attention(
     sizes, key = pool_sizes(q, pool)
     config = config or choose("prefill_attention", {**key, "rows": tiles.rows}, q.device)
     pool = elements(pool)
-    prefill_kernel[sizes["KV_HEADS"], len(tiles.places)](
+    prefill_kernel[sizes["KV_HEADS"] * len(tiles.places),](
         q, pool, block_tables, context_lens, query_lens, tiles.places, out, layer,
         block_tables.stride(0), pool.stride(0), *scored(scoring), scoring.window or NO_WINDOW,
         **sizes, TOKENS=tiles.tokens, ROWS=tiles.rows, WINDOWED=scoring.window is not None,
@@ -445,10 +445,11 @@ def prefill_kernel(
 ):  # fmt: skip
     """One tile of query rows of one KV head, over all keys that any of them sees.
 
-    Grid `[kv_heads, tiles]`. ROWS: of the tile, TOKENS times HEADS // KV_HEADS and padding.
+    Grid `[tiles * kv_heads]`: along other axes CUDA takes 65,535 programs at most, and there may be
+    a tile for each row. ROWS: of the tile, TOKENS times HEADS // KV_HEADS and padding.
     """
-    kv_head = tl.program_id(0)
-    place = places + tl.program_id(1) * 3
+    kv_head = tl.program_id(0) % KV_HEADS
+    place = places + tl.program_id(0) // KV_HEADS * 3
     sequence = tl.load(place)
     if sequence < 0:
         return

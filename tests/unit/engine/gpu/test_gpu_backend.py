@@ -29,7 +29,7 @@ from baton.local import model_plan
 from baton.sampling import SamplingParams
 from tests.unit.engine.bench import Bench
 from tests.unit.engine.checkpoints import make_checkpoint
-from tests.unit.engine.gpu.fake_gpu import GIB, FakeGpu
+from tests.unit.engine.gpu.fake_gpu import GIB, FakeGpu, UnmeasuredGpu
 from tests.unit.engine.small_models import qwen_config
 from tests.waiting import WAIT_S
 
@@ -114,8 +114,9 @@ def test_the_pool_of_ranks_is_what_the_least_gpu_has_left(checkpoint, caplog, mo
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_settings_build(checkpoint, overlap, speculate):
     loaded = on_gpu(
-        checkpoint, overlap=overlap, speculate=speculate, quantization="int8", kv_dtype="fp8"
-    )
+        checkpoint, UnmeasuredGpu(), overlap=overlap, speculate=speculate, quantization="int8",
+        kv_dtype="fp8",
+    )  # fmt: skip
     engine = loaded.engine(lambda report: None)
     assert engine._overlap == (overlap and not speculate)
     runner = loaded.runner
@@ -129,7 +130,7 @@ def test_what_settings_build(checkpoint, overlap, speculate):
 def test_the_pool_is_what_the_budget_leaves(checkpoint, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     # Of 7.2 GiB, so that the rest is no burden for a test; another engine here holds 5 bytes.
-    gpu, given, weights_of = FakeGpu(peak=int(2.98 * GIB)), [], gpu_backend.weights_of
+    gpu, given, weights_of = UnmeasuredGpu(peak=int(2.98 * GIB)), [], gpu_backend.weights_of
     gpu.held = 5
 
     def allocate(num_bytes, device):
@@ -159,9 +160,9 @@ def out_of_memory(*_):
 
 def test_too_little_memory_is_an_error_with_hints(checkpoint, monkeypatch):
     with pytest.raises(ConfigError, match="no GPU memory is left for KV"):
-        on_gpu(checkpoint, FakeGpu(peak=8 * GIB), kv_blocks=0)
+        on_gpu(checkpoint, UnmeasuredGpu(peak=8 * GIB), kv_blocks=0)
     with pytest.raises(ConfigError, match="another process took GPU memory meanwhile"):
-        on_gpu(checkpoint, allocate=out_of_memory)
+        on_gpu(checkpoint, UnmeasuredGpu(), allocate=out_of_memory)
     gpu = FakeGpu()
     monkeypatch.setattr(gpu, "peak_of", out_of_memory)
     with pytest.raises(ConfigError, match="the model and a step of it do not fit"):
@@ -206,7 +207,8 @@ def test_8_bit_formats_need_tritons_kernels_and_a_gpu_that_has_them(checkpoint, 
             on_gpu(checkpoint, kernels="torch", **{kind: value})
     with pytest.raises(ConfigError, match=rf"{option} fp8: .*8\.9 .*leave it out"):
         on_gpu(checkpoint, FakeGpu((8, 0)), **{kind: "fp8"})
-    assert isinstance(on_gpu(checkpoint, FakeGpu((8, 0)), **{kind: "int8"}).runner, GpuRunner)
+    loaded = on_gpu(checkpoint, UnmeasuredGpu((8, 0)), **{kind: "int8"})
+    assert isinstance(loaded.runner, GpuRunner)
 
 
 @pytest.mark.parametrize(("version", "runs"), [("2.11.0+cu130", False), ("2.12.0a0", True)])
@@ -216,9 +218,9 @@ def test_fp8_on_ada_needs_a_torch_that_keeps_its_product_on_the_stream(
     monkeypatch.setattr(torch, "__version__", version)
     expected = nullcontext() if runs else pytest.raises(ConfigError, match=r"8\.9 .*torch 2\.12")
     with expected:
-        on_gpu(checkpoint, FakeGpu((8, 9)), quantization="fp8")
-    on_gpu(checkpoint, FakeGpu((8, 9)), kv_dtype="fp8")
-    on_gpu(checkpoint, FakeGpu((9, 0)), quantization="fp8")
+        on_gpu(checkpoint, UnmeasuredGpu((8, 9)), quantization="fp8")
+    on_gpu(checkpoint, UnmeasuredGpu((8, 9)), kv_dtype="fp8")
+    on_gpu(checkpoint, UnmeasuredGpu((9, 0)), quantization="fp8")
 
 
 def test_the_gpu_is_the_engine_threads_before_anything_else(checkpoint, monkeypatch):

@@ -8,7 +8,8 @@ import torch
 from baton.engine.backends.gpu import linear as gpu
 from baton.engine.backends.gpu.backend import LEAST_CAPABILITY
 from baton.engine.ops.triton.rows import EightBitRows
-from baton.engine.weights.weight import DenseWeight, Fp8Weight, Int4Weight
+from baton.engine.weights.weight import DenseWeight, Fp8Weight, Int4Weight, quantized
+from baton.errors import CheckpointError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,6 +28,17 @@ def test_prepare_leaves_what_products_refuse(quantization):
         assert type(prepared) is (kind[quantization] if fits else gpu.GpuDenseWeight)
         assert prepared.shape == weight.shape
         assert type(gpu.prepare(weight, False, "none")) is gpu.GpuDenseWeight
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_an_8_bit_matrix_that_tp_cut_too_small_is_refused_when_it_is_loaded(quantization):
+    for shape, fits in (((48, 64), True), ((44, 64), False), ((48, 60), False)):
+        weight = quantized(DenseWeight(random(*shape)), quantization)
+        if fits:
+            assert gpu.prepare(weight, False, "none").shape == shape
+            continue
+        with pytest.raises(CheckpointError, match=rf"each rank has {shape[0]} x .*smaller --tp"):
+            gpu.prepare(weight, False, "none")
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -33,7 +33,7 @@ from baton.engine.batch import StepBatch
 from baton.engine.collectives import ALONE
 from baton.engine.ops.torch.attention import place
 from baton.engine.ops.triton import sampling
-from baton.engine.ops.triton.attention import plan_tiles
+from baton.engine.ops.triton.attention import tile_rows
 from baton.engine.ops.triton.placement import place_rows
 from baton.engine.planner import Work
 from baton.engine.runner import sample_rows
@@ -333,7 +333,7 @@ def assert_warmed_up(max_context, tiling, steps):
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
 def test_warm_up_compiles_every_tile_of_chunks_that_a_step_can_have(group):
     def tiling(_, chunk, width):
-        return plan_tiles(torch.tensor([chunk]), chunk, group).rows if chunk > 1 else None
+        return tile_rows(chunk, 1, group) if chunk > 1 else None
 
     # Sequences with proposed tokens are chunks, too.
     assert_warmed_up(4096, tiling, [(0, rows, 1) for rows in range(2, 512 + 64 + 1)])

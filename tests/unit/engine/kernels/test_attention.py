@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.ops.torch.attention import Scoring
+from baton.engine.ops.triton import attention
 from baton.engine.ops.triton.attention import (
     LEAST_ROWS,
     MOST_ROWS,
@@ -133,6 +134,24 @@ def test_prompt_in_chunks_gives_what_it_gives_at_once(window: int | None) -> Non
         lens = torch.tensor([begin], dtype=torch.int32), torch.tensor([end - begin]).int()
         part = replace(inputs, q=inputs.q[begin:end], lens=lens)
         torch.testing.assert_close(part.run(), whole[begin:end], atol=1e-5, rtol=1e-5)
+
+
+def test_tiles_of_a_long_chunk_are_not_along_an_axis_that_cuda_bounds(monkeypatch) -> None:
+    """With more than 64 heads a KV head each token is a tile; y and z hold 65,535."""
+    grids = list[tuple[int, ...]]()
+
+    class Launches:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *args, **options: None
+
+    monkeypatch.setattr(attention, "prefill_kernel", Launches())
+    lens = torch.tensor([0], dtype=torch.int32), torch.tensor([70_000], dtype=torch.int32)
+    q = torch.zeros(1, 72, 16)  # no row is read
+    pool, table = torch.zeros(1, 1, 2, 1, 16, 16), torch.zeros(1, 1, dtype=torch.int32)
+    tiles = attention.Tiles(torch.zeros(70_000, 3, dtype=torch.int32), 1, 128)
+    attention.prefill_attention(q, pool, 0, table, *lens, tiles, Scoring(1.0), q, {"num_warps": 4})
+    assert grids == [(70_000,)]
 
 
 def test_reaches_blocks_beyond_2_to_the_31_elements() -> None:

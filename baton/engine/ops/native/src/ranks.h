@@ -153,7 +153,8 @@ class Exchanges {
         }
         // Who aborts does not wake anyone.
         const timespec nap{0, NAP_MS * 1'000'000};
-        for (uint32_t waited_ms = 0; waited_ms < all.timeout_ms; waited_ms += NAP_MS) {
+        const uint64_t began = now_ns(), most = all.timeout_ms * uint64_t(1'000'000);
+        while (now_ns() - began < most) {  // a signal ends a nap
             syscall(SYS_futex, &all.round, FUTEX_WAIT, turn_, &nap, nullptr, 0);
             if (is_over()) return;
         }
