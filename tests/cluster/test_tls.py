@@ -35,10 +35,10 @@ async def test_a_cluster_with_tls_and_tenants(
     assert cluster.certs is not None
     ca, target = str(cluster.certs / "ca.pem"), ("--target", cluster.address)
     done = await check(client, simulated, Case(tuple(range(200)), "greedy", 24))
-    assert done.route.prefill and done.timing.transfer_bytes, "no KV was handed over"
+    assert done.timing.transfer_bytes, "no KV was handed over"
     assert await cluster.restart("prefill-0") == 0
     done = await check(client, simulated, Case(tuple(range(100, 300)), "greedy", 24))
-    assert done.route.prefill and done.timing.transfer_bytes, "no KV was handed over"
+    assert done.timing.transfer_bytes, "no KV was handed over"
 
     context = ssl.create_default_context(cafile=ca)
     async with httpx.AsyncClient(verify=context) as http:
@@ -86,6 +86,6 @@ async def test_a_cluster_with_tls_and_tenants(
                 await stub.Drain(worker_pb2.DrainRequest(), timeout=WAIT_S)
     cluster.kill("decode-0")
     await eventually(
-        lambda: baton("explain", "def", *target, "--tls-ca", ca),
+        lambda: baton("explain", "def", *target, "--tls-ca", ca, *key),
         lambda ended: "no decode worker is ready" in ended.out, "the router's reason", 30.0,
     )  # fmt: skip
