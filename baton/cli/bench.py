@@ -1,4 +1,4 @@
-"""`baton bench serve`: puts a server under load, and reports how it was served."""
+"""`baton bench serve` puts a server under load; `baton bench engine` measures an engine alone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 from baton.bench.request import RequestOptions
 from baton.bench.workload import Interference, Lengths, Settings
 from baton.cli import options
+from baton.cli.services import limit_cpu, with_threads
+from baton.config import EngineConfig
 from baton.options import build
 
 _TEXT = """\
@@ -27,6 +29,13 @@ _EXAMPLES = """\
         --duration 120                                              a day's shape, made small
   baton bench serve --interference                                  streams beside long prompts
   baton bench serve --target http://127.0.0.1:8000 --rate 2         any OpenAI-compatible server"""
+_ENGINE_TEXT = """\
+Loads a model in this process, without a cluster, and measures how fast its engine computes prompts,
+one at a time, and how long a decode step takes with 1, 2, 4 and up to --max-batch sequences: what
+docs/sizing.md asks for. Give a worker's options, on a machine like a worker's."""
+_ENGINE_EXAMPLES = """\
+  baton bench engine --model ~/models/Llama-3.1-8B-Instruct --quantization int8 --threads 8
+  baton bench engine --model DIR --context 4000 --max-batch 16 --kv-cache 8GiB --json"""
 _DEFAULT_DURATION_S, _INTERFERENCE_S = 30.0, 24.0
 _OWN_LOAD = "it has a load of its own"
 _CONFLICTS = (
@@ -42,9 +51,10 @@ def add_commands(commands: options.Commands) -> None:
     """Adds `bench` with what can be benchmarked."""
     parser = commands.add_parser(
         "bench",
-        help="measure how fast a server answers",
-        description="Measures how fast a server answers.",
-        epilog="examples:\n  baton bench serve --rate 4 --duration 30\n\n"
+        help="measure how fast a server answers, or an engine computes",
+        description="Measures how fast a server answers, or an engine computes.",
+        epilog="examples:\n  baton bench serve --rate 4 --duration 30\n"
+        "  baton bench engine --model DIR\n\n"
         "`baton bench WHAT --help` tells more.",
         formatter_class=options.HelpFormatter,
     )
@@ -68,6 +78,16 @@ def add_commands(commands: options.Commands) -> None:
     )
     serve.add_argument("--json", action="store_true", help="print the report as one JSON object")
     serve.set_defaults(run=_run, extra="bench", usage_error=serve.error)
+    text = "measure a model's prefill and decode rates on this machine"
+    engine = options.add_command(kinds, "engine", text, _ENGINE_TEXT, _ENGINE_EXAMPLES)
+    engine.add_argument(
+        "--context", type=options.count, default=512, metavar="TOKENS",
+        help="of each sequence that decodes",
+    )  # fmt: skip
+    engine.add_argument("--json", action="store_true", help="print the rates as one JSON object")
+    options.add_declared(engine, EngineConfig)
+    options.add_config_option(engine)
+    engine.set_defaults(run=_run_engine, extra="worker")
 
 
 def _add_server_options(group: options.Options) -> None:
@@ -105,6 +125,29 @@ def _run(args: argparse.Namespace) -> int:
     if why := failures_of(report):
         print(f"baton: error: {why}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _run_engine(args: argparse.Namespace) -> int:
+    engine = with_threads(options.settings(EngineConfig, "bench engine", args))
+    from baton.local.model_check import check_model
+
+    check_model(engine, worker=True)
+    limit_cpu(engine.threads, engine.cpus)
+    from baton.local.engine_bench import DecodeRate, PrefillRate, measure
+
+    def show(rate: PrefillRate | DecodeRate) -> None:
+        if args.json:
+            return
+        if isinstance(rate, PrefillRate):
+            text = f"prefill  {rate.prompt_tokens:6,} tokens  {rate.ms:9,.1f} ms"
+        else:
+            text = f"decode   batch {rate.batch:6,}  {rate.step_ms:9,.1f} ms a step"
+        print(f"{text}  {rate.tokens_per_s:10,.0f} tokens/s", flush=True)
+
+    found = measure(engine, args.context, show)
+    if args.json:
+        print(json.dumps(found))
     return 0
 
 

@@ -34,6 +34,7 @@ CONFIGS: dict[str, type[Any]] = {
     "prefill-worker": WorkerConfig,
     "decode-worker": WorkerConfig,
     "generate": EngineConfig,  # with --local
+    "bench engine": EngineConfig,
     "doctor": EngineConfig,  # with --model
 }
 # vLLM's names of options that mean the same here; each is taken where ours is one.

@@ -179,7 +179,8 @@ def require(*extras: str) -> None:
 
 def _run_service(run: Any, args: argparse.Namespace) -> int:
     raise_file_limit()
-    return run(args)
+    exit_status: int = run(args)
+    return exit_status
 
 
 def _run_up(args: argparse.Namespace) -> int:

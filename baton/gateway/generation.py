@@ -388,6 +388,7 @@ async def run_choices(
         if number:
             await prompt.wait()
         await entrance.acquire()
+        await asyncio.sleep(0)  # one enters in a turn of the loop, so that others have theirs
         request = parsed.request(index, number)
         shared[index].params = shared[0].params
         sink = _Choice(sinks[choice], entrance.release, prompt.set)

@@ -227,7 +227,7 @@ class ResponseGeneration(Generation):
             output=self._output.items,
             usage=ResponseUsage(
                 usage.prompt_tokens,
-                InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+                InputTokensDetails(end.usage.cached_tokens),
                 usage.completion_tokens,
                 OutputTokensDetails(reasoning),
                 usage.total_tokens,

@@ -82,16 +82,17 @@ def _ready_text(cluster: LocalCluster, keeps_traces: bool) -> str:
         ca = cluster.certs / "ca.pem"
         target, scheme, curl = f"{target} --tls-ca {ca}", "https", f"curl --cacert {ca}"
     commands = ["generate 'class Stack:'", "status", "top", *(["trace"] if keeps_traces else [])]
+    limits = cluster.config.limits
+    has_keys = bool(limits.api_keys or limits.tenants_file)
+    where = "In another terminal" + (", with your key in KEY and BATON_API_KEY" if has_keys else "")
     lines = [
-        f"ready: {cluster.targets}, etcd {cluster.etcd_address}. In another terminal:",
+        f"ready: {cluster.targets}, etcd {cluster.etcd_address}. {where}:",
         *(f"  baton {command}{target}" for command in commands),
     ]
     if cluster.http_addresses:
         page = f"{scheme}://{cluster.http_addresses[0]}/"
         url = f"{page}v1"
         body = '{"prompt": "class Stack:", "max_tokens": 32}'
-        limits = cluster.config.limits
-        has_keys = bool(limits.api_keys or limits.tenants_file)
         key = ' -H "authorization: Bearer $KEY"' if has_keys else ""
         any_key = "your api_key" if has_keys else "any api_key"
         chat = "a chat in the browser"

@@ -220,6 +220,8 @@ class WaitQueue:
         tenant that has most by its share, unless the two would change places by that.
         """
         counts, tenant = self._counts, flow.tenant
+        if not counts:
+            return None
         most = max(counts, key=lambda name: counts[name] / self._shares[name])
         if (counts[tenant] + 1) / flow.share > (counts[most] - 1) / self._shares[most]:
             return None

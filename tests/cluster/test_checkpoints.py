@@ -76,7 +76,8 @@ async def test_random_weights_serve_token_ids(tmp_path, whole, clusters):
     engine = EngineConfig(model=str(config), random_weights=True, dtype="float32", kv_blocks=64)
     cluster, _ = await clusters(alone=True, engine=engine)
     here = generated_by_one_process(engine)
-    argv = ("--token-ids", ",".join(map(str, PROMPT)), "--max-tokens", "16", "--ignore-eos")
+    prompt, greedy = ",".join(map(str, PROMPT)), ("--temperature", "0")
+    argv = ("--token-ids", prompt, "--max-tokens", "16", "--ignore-eos", *greedy)
     there = await as_json("generate", *argv, "--target", cluster.address)
     assert tuple(there["token_ids"]) == here.token_ids
     refused = await baton("generate", "some text", "--target", cluster.address)

@@ -21,6 +21,7 @@ from tests.cluster.oracle import SIMULATED
 from tests.waiting import WAIT_S, eventually
 
 PROMPT = "class Stack:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop("
+LIKELIEST = ("--max-tokens", "4", "--temperature", "0")
 SAMPLED = ("--temperature", "0.8", "--top-p", "0.95", "--seed", "7")
 WARM_UP, WARM_UP_TOKENS = 4, 16
 
@@ -178,7 +179,7 @@ async def test_up_from_ready_to_stopped(tmp_path):
         await up.says("prefill-0 was killed by SIGKILL; starting it again in 0.5 s")
         await up.says("prefill-0 ready in ")
         family |= set(process.children(recursive=True))
-        again = await as_json("generate", PROMPT * 2, *target, "--max-tokens", "4")
+        again = await as_json("generate", PROMPT * 2, *target, *LIKELIEST)
         assert again["token_ids"] == first["token_ids"]
         next(one for one in process.children() if one.name() == "etcd").kill()
         await up.says("etcd ended with status -9; starting it again")
@@ -239,7 +240,7 @@ async def test_a_router_of_two_processes_from_ready_to_stopped(clusters):
 async def check_traces(target):
     """`trace`, `top` and `status` after a request, which is returned, and a refusal."""
     # Longer than what decode computes by itself, so that there is a transfer to see.
-    first = await as_json("generate", PROMPT * 2, *target, "--max-tokens", "4")
+    first = await as_json("generate", PROMPT * 2, *target, *LIKELIEST)
     refused = await baton("generate", "--token-ids", "99999999", *target)
     assert refused.status == 1
 

@@ -35,10 +35,11 @@ async def test_a_cluster_with_tls_and_tenants(
     assert cluster.certs is not None
     ca, target = str(cluster.certs / "ca.pem"), ("--target", cluster.address)
     done = await check(client, simulated, Case(tuple(range(200)), "greedy", 24))
-    assert done.timing.transfer_bytes, "no KV was handed over"
+    assert done.route.transport and done.timing.transfer_bytes, "no KV was handed over"
+    assert done.route.prefill is None, "names of workers are for operators"
     assert await cluster.restart("prefill-0") == 0
     done = await check(client, simulated, Case(tuple(range(100, 300)), "greedy", 24))
-    assert done.timing.transfer_bytes, "no KV was handed over"
+    assert done.route.transport and done.timing.transfer_bytes, "no KV was handed over"
 
     context = ssl.create_default_context(cafile=ca)
     async with httpx.AsyncClient(verify=context) as http:

@@ -94,7 +94,9 @@ async def check_clients_of_another_version(address, simulated, names):
     case = simulated.case(100, 50)
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=case.prompt),
-        sampling=common_pb2.SamplingParams(max_tokens=case.new_tokens, ignore_eos=True),
+        sampling=common_pb2.SamplingParams(
+            temperature=0, max_tokens=case.new_tokens, ignore_eos=True
+        ),
         priority=common_pb2.PRIORITY_LOW,
     )
     for kind in ("newer", "older"):

@@ -55,7 +55,7 @@ class Gateway:
             cluster.dispatch,
             cluster.fleet,
             cluster.tracer,
-            trust_traceparent,
+            trust_traceparent=trust_traceparent,
         )
         self._stack = contextlib.AsyncExitStack()
 

@@ -359,7 +359,7 @@ async def test_prompts_of_one_body_fit_together_or_are_refused_for_good(gateway_
     assert tenant._usage.running == 0
 
 
-async def begun_with_three_choices(gateway):
+async def begun_with_three_choices(gateway, timeout_s=TIMEOUT_S):
     """A body under way, of whose choices one has entered, and what lets that have its token."""
     prefill, go_on = gateway.cluster.prefills[0], asyncio.Event()
 
@@ -369,7 +369,7 @@ async def begun_with_three_choices(gateway):
             yield message
 
     prefill.scripts = [slow]
-    call = asyncio.create_task(gateway.complete({"x-request-timeout": f"{TIMEOUT_S}"}, n=3))
+    call = asyncio.create_task(gateway.complete({"x-request-timeout": f"{timeout_s}"}, n=3))
     await seen(lambda: not prefill.scripts)
     return call, go_on
 
@@ -386,7 +386,7 @@ async def test_a_tenants_places_are_taken_for_all_choices_with_the_first(gateway
     assert len((await call).json()["choices"]) == 3
     assert tenant._usage.running == 0
     tenant.charge_tokens(-300)
-    call, _ = await begun_with_three_choices(gateway)
+    call, _ = await begun_with_three_choices(gateway, 10.0)
     assert tenant._usage.running == 3
     error_of(await call, 504)  # two of them have never entered
     assert tenant._usage.running == 0

@@ -6,10 +6,11 @@ import os
 import pty
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from baton.config import ClusterConfig
+from baton.config import ClusterConfig, EngineConfig, RouterLimits
 from baton.errors import Unavailable
 from baton.local import up
 from baton.local.span_store import Span, SpanStore
@@ -53,6 +54,27 @@ async def test_a_closed_terminal_ends_it(tmp_path):
         await process.wait()
     assert "SIGHUP" not in await look() and (await look()).endswith("stopped\n")
     assert os.listdir(tmp_path) == ["output"]  # noqa: PTH208
+
+
+def test_what_can_be_done_with_a_cluster_that_is_ready():
+    """The demo model is no partner for a chat; where keys are needed they are in the commands."""
+
+    def text(**settings):
+        config = ClusterConfig(**settings)
+        address = "127.0.0.1:7700"
+        cluster = SimpleNamespace(
+            config=config, targets=address, etcd_address="h:1", certs=None,
+            http_addresses=("127.0.0.1:7780",), metrics={},
+        )  # fmt: skip
+        return up._ready_text(cluster, keeps_traces=True)
+
+    assert "the demo model continues Python; it does not chat" in text()
+    assert "any api_key" in text() and "KEY" not in text()
+    keys = RouterLimits(api_keys=("sha256:" + "0" * 64,))
+    locked = text(engine=EngineConfig(model="/models/m"), limits=keys)
+    assert "a chat in the browser: http://127.0.0.1:7780/;" in locked and "demo" not in locked
+    assert 'completions -H "authorization: Bearer $KEY" -H' in locked
+    assert "BATON_API_KEY" in locked and "your api_key" in locked and "0000" not in locked
 
 
 async def test_a_trace_is_drawn_once_the_router_has_ended_the_request(monkeypatch, capsys):
