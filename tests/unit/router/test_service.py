@@ -49,7 +49,7 @@ LENGTH, STOP = common_pb2.FINISH_REASON_LENGTH, common_pb2.FINISH_REASON_STOP
 def request_of(max_tokens=5, prompt=PROMPT, **fields):
     return inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=prompt),
-        sampling=common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        sampling=common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0),
         **fields,
     )
 
@@ -571,7 +571,7 @@ async def test_the_span_of_a_request_has_the_names_of_the_genai_conventions(rout
         >= {
             **asked,
             "gen_ai.request.max_tokens": 3,
-            "gen_ai.request.temperature": 1.0,
+            "gen_ai.request.temperature": 0.0,
             "gen_ai.response.id": begun.request_id,
             "gen_ai.response.model": "tiny",
             "gen_ai.response.finish_reasons": ("length",),
