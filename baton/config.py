@@ -526,7 +526,7 @@ class RouterLimits:
         least=1,
     )
     max_attempts: int = option(
-        4,
+        8,
         "--max-attempts N",
         f"before a request fails; each {PROVING_TOKENS} tokens delivered allow one more",
         least=1,

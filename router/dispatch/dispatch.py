@@ -48,7 +48,7 @@ from router.telemetry.stats import RouterStats
 log = logging.getLogger(__name__)
 
 RESERVE_TIMEOUT_S = 5.0
-_BACKOFF_S = (0.02, 1.0)
+_BACKOFF_S = (0.02, 2.0)
 # What a worker reports of itself or of its peer, never of the request.
 _WORKER_ERRORS = (RetryableError, TransferFailed, Stale, Cancelled, KvMismatch, InternalError)
 
