@@ -8,7 +8,7 @@ from baton.errors import ConfigError
 from baton.metrics.server import serving
 from tests.waiting import WAIT_S
 
-GET = "GET /metrics?x=1 HTTP/1.1\r\nHost: h\r\naccept: text/a;q=1\r\n\r\n"
+GET = "GET /metrics?x=1 HTTP/1.1\r\nHost: localhost\r\naccept: text/a;q=1\r\n\r\n"
 
 
 def parts(url):
