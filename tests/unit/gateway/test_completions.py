@@ -400,5 +400,26 @@ async def test_prompts_that_come_together_share_what_is_the_same(gateway, more):
     assert resident_bytes() - before < 32 << 20
 
 
+async def test_others_have_a_turn_of_the_loop_between_two_choices(gateway):
+    loop, turn, entered = asyncio.get_running_loop(), 0, []
+
+    def count():
+        nonlocal turn, handle
+        turn += 1
+        handle = loop.call_soon(count)
+
+    async def generate(request, caller, sink, choices, number):
+        entered.append(turn)
+        sink.start(inference_pb2.Started())
+
+    handle = loop.call_soon(count)
+    parsed = parse_completion(json.dumps({"prompt": ["a"] * 20, "max_tokens": 1}).encode())
+    service = SimpleNamespace(admission=gateway.service.admission, generate=generate)
+    sink = SimpleNamespace(start=lambda started: None, finish=None, prompt=None)
+    await run_choices(service, parsed, Caller(), [sink] * 20)
+    handle.cancel()
+    assert len(set(entered)) == 20, entered
+
+
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
