@@ -130,7 +130,7 @@ def flags_of(cls):
         "etcd-cert": "/c", "etcd-key": "/k", "slo": "batch:e2e=9", "kv-cache": "12345",
         "device": "cpu", "simulate": "5000,2", "ttft-target": "0.9", "gpu-memory": "0.5",
         "trace-sample": "0.25", "advertise": "h:8", "cpus": "4,5", "metrics-port": "9400",
-        "cors-origins": "https://a.example", "node-rank": "7",
+        "cors-origins": "https://a.example", "node-rank": "6",
     }  # fmt: skip
     argv = []
     for key, one in options.declared(cls).items():
@@ -139,7 +139,7 @@ def flags_of(cls):
         elif one.choices:
             argv += [one.flag, next(choice for choice in one.choices if choice != one.default)]
         elif key != "model":
-            argv += [one.flag, values.get(key, "8")]
+            argv += [one.flag, values.get(key, "7")]
     return argv
 
 

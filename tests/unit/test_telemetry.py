@@ -101,7 +101,7 @@ def test_without_an_address_nothing_is_recorded_and_no_sdk_needed(monkeypatch):
         assert telemetry.trace_id_of(span) == ""
         assert telemetry.inject(telemetry.context_of(span)) == ()
     quiet.close()
-    with pytest.raises(ConfigError, match=r"--otlp http://h:1 needs .*baton-serving\[otel\]"):
+    with pytest.raises(ConfigError, match=r"--otlp http://h:1 needs .*'\.\[otel\]'"):
         telemetry.setup("baton-test", "http://h:1")
 
 
