@@ -549,13 +549,16 @@ class Engine:
         """Ends the sequences of a step that failed.
 
         Raises InternalError when steps keep failing, whatever they run: a new process may do
-        better. One prompt that is sent again and again does not end the process.
+        better. One prompt that is sent again and again does not end the process, nor does KV from
+        outside that may not be what was sent.
         """
         self._runner.wait_for_writes()
         progress = [
             self._give_up(work.sequence, failure) for work in works if not work.sequence.dropped
         ]
         self._publish(plan, progress, began_ns)
+        if any(work.sequence.unverified for work in works):
+            return
         prompts = {_prompt_hash(work.sequence) for work in works}
         self._suspects = self._suspects & prompts if self._failed_steps else prompts
         self._failed_steps += 1

@@ -142,6 +142,19 @@ def test_one_prompt_that_fails_all_its_steps_does_not_end_the_engine(bench):
     assert bench.until_token_or_end("other").token_ids
 
 
+def test_steps_on_kv_that_is_not_verified_do_not_end_the_engine(bench):
+    bench.runner.open()
+    bench.runner.failing = True
+    for at in range(3 * MAX_FAILED_STEPS):
+        one = sequence(f"s{at}", 3 + at)
+        one.unverified = True
+        bench.engine.add(one)
+        assert "out of memory" in bench.until_token_or_end(one.seq_id).abort_reason
+    bench.runner.failing = False
+    bench.engine.add(sequence("other", 3, 1))
+    assert bench.until_token_or_end("other").token_ids
+
+
 def test_a_sequence_that_is_to_run_alone_shares_no_step_and_delays_the_others_by_every_other_one(
     bench,
 ):

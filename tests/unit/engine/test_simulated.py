@@ -84,6 +84,16 @@ class TestKv:
         with pytest.raises(InternalError, match=rf"token {position}$"):
             compute(engine, sequence(13, [0, 1, 2, 3]), 12, 1)
 
+    def test_wrong_kv_is_noticed_once_it_is_said_to_be_right(self):
+        """A model cannot know: its worker gives up what was computed from it."""
+        engine, moved = runner(), sequence(12, [0, 1, 2, 3])
+        moved.tokens.append(42)
+        moved.unverified = True
+        assert compute(engine, moved, 12, 1) is not None
+        moved.unverified = False
+        with pytest.raises(InternalError, match="token 0$"):
+            decode(engine, moved, 1)
+
     def test_a_block_of_another_prompt_position_salt_layer_or_head_is_noticed(self):
         engine = runner()
         compute(engine, sequence(12, [0, 1, 2]), 0, 12)
