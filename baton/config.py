@@ -39,7 +39,7 @@ LOG_LEVEL_TEXT = "of log lines on stderr"
 DRAIN_TEXT = "for running requests to end after SIGTERM"
 ROUTER_PROCESSES_TEXT = "processes of each router, at the same ports: one for each core it may use"
 MAX_ROUTER_PROCESSES = 64
-# After so many tokens an attempt has shown that its request is not what fails.
+# Tokens of an attempt after which its request is not taken for the cause of failed steps.
 PROVING_TOKENS = 16
 MAX_STREAM_INTERVAL = 64  # so many may have to be computed again when a worker dies
 MAX_TP = 64

@@ -47,7 +47,7 @@ class InvalidRequest(BatonError):
         self.field = field
 
     def renamed(self, field: str) -> Self:
-        """The same error, of a field that is called otherwise where it is told."""
+        """A copy that names the field as the caller's protocol does."""
         named = copy.copy(self)
         named.field = field
         return named
@@ -115,7 +115,7 @@ class InternalError(BatonError):
     """A bug or an unknown failure."""
 
 
-# Raised past whoever answers for failures: they end the task, or the process.
+# They end a task or the process, and never become an answer to a caller.
 ENDINGS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 
 

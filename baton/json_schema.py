@@ -56,6 +56,7 @@ _EXACT, _MAX_INT64, _LARGEST = 1 << 53, (1 << 63) - 1, (1 << 63) - 1024
 _LONGEST = 10**18  # numbers above need the other bound, too
 _INEXACT = "as a float64 it is another number: give one with fewer digits"
 _MAX_NAMES = 1024  # patterns times names of properties beside them
+_MAX_PATTERNS = 32  # of a schema; each, and all of an object together, are tried out
 
 
 def prepare_schema(schema: dict[str, Any], name: str = "json_schema", field: str = "") -> None:
@@ -69,10 +70,15 @@ def prepare_schema(schema: dict[str, Any], name: str = "json_schema", field: str
     for place, part, _ in _walk(schema):
         if _CONTROLS.search(part if isinstance(part, str) else place):
             raise InvalidRequest(f"{name} at {quoted(place)}: {_NO_CONTROLS}", field)
+    num_patterns = 0
     for place, part in _schemas(schema).items():
         if isinstance(part, dict):
             for keyword, why in _not_kept(part):
                 raise InvalidRequest(f"{name} at {place}/{keyword}: {why}", field)
+            num_patterns += len(_object(part, "patternProperties"))
+            if num_patterns > _MAX_PATTERNS:
+                why = f"a schema has {_MAX_PATTERNS} of these at most"
+                raise InvalidRequest(f"{name} at {place}/patternProperties: {why}", field)
             _drop_unnamed(part)
     _drop_empty(schema, name, field)
 

@@ -296,32 +296,32 @@ class _Translator(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                 raise _Malformed(f"the call of {method} has no request") from None
 
         async def respond(requests: Any, context: Any) -> Any:
-            try:
+            with self._answering(context):
                 return await behaviour(await take(requests, context), context)
-            except errors.ENDINGS:
-                raise
-            except BaseException as error:
-                self._failed(context, errors.as_exception(error))
-            finally:
-                _end_in_time()
 
         async def stream(requests: Any, context: Any) -> AsyncIterator[Any]:
-            try:
+            with self._answering(context):
                 request = await take(requests, context)
                 async with contextlib.aclosing(behaviour(request, context)) as responses:
                     async for response in responses:
                         yield response
-            except errors.ENDINGS:
-                raise
-            except BaseException as error:
-                self._failed(context, errors.as_exception(error))
-            finally:
-                _end_in_time()
 
         # A method that answers with a stream may also write to its context.
         wrapped = stream if inspect.isasyncgenfunction(behaviour) else respond
         kind = {"request_streaming": True, f"stream_{response_arity}": wrapped}
         return handler._replace(request_deserializer=None, **kind)
+
+    @contextlib.contextmanager
+    def _answering(self, context: Any) -> Iterator[None]:
+        """Makes what is raised inside the call's status."""
+        try:
+            yield
+        except errors.ENDINGS:
+            raise
+        except BaseException as error:
+            self._failed(context, errors.as_exception(error))
+        finally:
+            _end_in_time()
 
     def _failed(self, context: Any, error: Exception) -> None:
         if context.code():  # generated code has set it, for a method that is not implemented

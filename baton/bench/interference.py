@@ -39,7 +39,7 @@ async def interference(
 
     The workload's `concurrency` is the number of streams. With `stop` set it ends early, and the
     statistics are of what there was. `kept` is the streams' tokens/s with prompts over those
-    without, and None unless every prompt was answered: one that is refused disturbs nobody.
+    without, and None unless every prompt was answered: a refused prompt does not interfere.
     """
     phases: dict[bool, tuple[Run, Run]] = {}
     for number, has_prompts in enumerate((not alone_first, alone_first)):

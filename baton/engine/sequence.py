@@ -94,7 +94,7 @@ class Sequence:
     priority: float = 0.0  # smaller goes first: time.monotonic() of its virtual finish time
     prompt_s: float = 0.0  # by how much its prompt advances virtual time; 0: not known
     arrival: int = 0  # set by the planner; decides between equal priorities
-    alone_tokens: int = 0  # before it has got so many here, it shares no step with others
+    alone_tokens: int = 0  # output tokens here before which it is scheduled alone in its steps
     park_after: int | None = None  # leave the batch, keep the blocks, after this many new tokens
     awaits_kv: bool = False  # blocks are held and may be written from outside, unverified
     unverified: bool = False  # it runs on KV from outside whose checksum is not known yet

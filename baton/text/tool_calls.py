@@ -194,14 +194,13 @@ class ToolParser:
         name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
         if not isinstance(name, str) or (bare and arguments is None):
             return False
-        if isinstance(arguments, str):
-            arguments = repaired(arguments) or "{}"
-        else:
+        if not isinstance(arguments, str):
             arguments = json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+        arguments = repaired(arguments) or "{}"
         if not arguments.lstrip().startswith("{"):
             return False
         self._begin(name)
-        self._argue(repaired(arguments))
+        self._argue(arguments)
         self._take(end)
         return True
 

@@ -10,7 +10,8 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +37,7 @@ from baton.structured_output import GrammarCompiler
 from baton.text import MAX_CHARS_AT_ONCE, Detokenizer, Tokenizer, check_stop_strings
 from baton.text.stop_strings import MAX_STOP_CHARS
 from baton.v1 import common_pb2, inference_pb2
-from router.admission.chat import ChatFormats, check_messages
+from router.admission.chat import ChatFormats, check_messages, has_grammar
 from router.admission.fair_queue import Flow
 from router.admission.resume_ticket import ResumeTickets
 from router.admission.tenants import AdmissionLease, Places, Tenant, Tenants
@@ -160,7 +161,11 @@ class Admission:
         if request.HasField("chat"):
             output_format = self.chat_formats.output_format(request.chat, prompt)
             if output_format is not None:
-                params = self.chat_formats.restricted(params, request.chat, output_format)
+                restrict = partial(self.chat_formats.restricted, params, request.chat)
+                if has_grammar(params, request.chat):
+                    params = await self.in_thread(restrict, output_format)
+                else:
+                    params = restrict(output_format)
         if params.structured_output is not None:
             await self._check_output(request, params, resumed, deadline)
         if resumed and len(resumed) >= params.max_tokens:
@@ -390,8 +395,7 @@ class Admission:
         if not prompt:
             raise InvalidRequest("the prompt has no tokens", "input")
         check_length(len(prompt) + len(resumed), limit)
-        largest = max(prompt)
-        if (largest := max(largest, *resumed, 0)) >= self.tokenizer.vocab_size:
+        if (largest := max(chain(prompt, resumed))) >= self.tokenizer.vocab_size:
             raise InvalidRequest(
                 f"token id {largest} is not below the vocabulary size {self.tokenizer.vocab_size}",
                 "token_ids",

@@ -132,7 +132,7 @@ class ChatFormats:
         answer that is none matches it.
         """
         structured, must_call = params.structured_output, _must_call(chat)
-        if output.tools is not None and (must_call or structured):
+        if output.tools is not None and has_grammar(params, chat):
             structured = self._tool_grammar(output.tools, chat, None if must_call else structured)
         reasoning = output.reasoning
         if reasoning and (structured or reasoning.max_tokens is not None):
@@ -230,6 +230,11 @@ def check_messages(messages: Sequence[inference_pb2.ChatMessage]) -> None:
 
 def _with_tools(chat: inference_pb2.Chat) -> bool:
     return bool(chat.tools) and chat.tool_choice != inference_pb2.TOOL_CHOICE_NONE
+
+
+def has_grammar(params: SamplingParams, chat: inference_pb2.Chat) -> bool:
+    """Whether a grammar is made of the chat's tools, which takes some time."""
+    return bool(chat.tools) and (_must_call(chat) or params.structured_output is not None)
 
 
 def _must_call(chat: inference_pb2.Chat) -> bool:

@@ -111,9 +111,9 @@ class TextPool:
             task.cancel()  # which kills its process
         if self._running:
             await asyncio.wait(self._running)
-        while self._idle:
-            self._idle.pop().kill()
-        await asyncio.sleep(0)  # in which their connections are closed
+        if self._idle:
+            await asyncio.wait([process.kill() for process in self._idle], timeout=_EXIT_S)
+        self._idle.clear()
 
     def _make_room(self, tenant: str) -> None:
         """Where too many wait, the newest of the tenant with the most is refused."""
@@ -173,7 +173,7 @@ class TextPool:
             except (EOFError, OSError):
                 raise _why_ended(await process.ended(), text) from None
         except BaseException:
-            process.kill()
+            process.kill()  # its end is not waited for
             raise
         self._idle.append(process)
         if not waiting.ids.done():
@@ -247,11 +247,11 @@ class _Process:
             return await asyncio.to_thread(self._process.wait, _EXIT_S)
         return -signal.SIGKILL  # which comes next
 
-    def kill(self) -> None:
-        """May be called again."""
+    def kill(self) -> asyncio.Future[int]:
+        """Done when it has ended, which takes a while where it had much memory."""
         if self._streams is None:
             self._socket.close()
         else:
             self._streams[1].transport.abort()
         self._process.kill()
-        self._process.wait()
+        return asyncio.get_running_loop().run_in_executor(None, self._process.wait)

@@ -102,7 +102,7 @@ class Dispatch:
                 self.stats.failed_over(state, trace_id, error)
             with telemetry.span(self._tracer, "router.backoff", parent):
                 shortest_s, longest_s = _BACKOFF_S
-                pause_s = min(longest_s, shortest_s * 4 ** (state.failures - 1))
+                pause_s = min(longest_s, shortest_s * 4 ** min(4, state.failures - 1))
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
 
     def placement_request(self, state: RequestState) -> PlacementRequest:

@@ -428,6 +428,8 @@ def test_what_is_compiled_is_kept_to(grammars, value, right, wrong):
          "/$defs/x/properties/y: nothing matches it"),
         ({"type": "object", "patternProperties": {"": False}, "minProperties": 1},
          "its root: nothing matches it"),
+        ({"patternProperties": {f"^a{n}$": {} for n in range(33)}},
+         "/patternProperties: a schema has 32 of these at most"),
         ({"patternProperties": {f"^a{n}$": {} for n in range(40)},
           "properties": {f"b{n}": {} for n in range(40)}}, "/patternProperties: times the prop"),
     ],

@@ -91,7 +91,7 @@ class TestKv:
         moved.unverified = True
         assert compute(engine, moved, 12, 1) is not None
         moved.unverified = False
-        with pytest.raises(InternalError, match="token 0$"):
+        with pytest.raises(InternalError, match=r"token 0$"):
             decode(engine, moved, 1)
 
     def test_a_block_of_another_prompt_position_salt_layer_or_head_is_noticed(self):
