@@ -86,6 +86,7 @@ class TextPool:
         self._waiting: list[_Waiting] = []
         self._idle: list[_Process] = []  # the one that was used last is last: its cache is warm
         self._running: dict[asyncio.Task[None], _Waiting] = {}
+        self._ending: set[asyncio.Future[int]] = set()  # of processes that were killed
 
     async def encode(self, text: Text, flow: Flow) -> array[int]:
         """Token ids. Raises InvalidRequest as the tokenizer does, or for what takes too long.
@@ -111,9 +112,10 @@ class TextPool:
             task.cancel()  # which kills its process
         if self._running:
             await asyncio.wait(self._running)
-        if self._idle:
-            await asyncio.wait([process.kill() for process in self._idle], timeout=_EXIT_S)
-        self._idle.clear()
+        while self._idle:
+            self._kill(self._idle.pop())
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=_EXIT_S)
 
     def _make_room(self, tenant: str) -> None:
         """Where too many wait, the newest of the tenant with the most is refused."""
@@ -128,6 +130,12 @@ class TextPool:
         self._drop(newest)
         if not newest.ids.done():
             newest.ids.set_exception(refusal)
+
+    def _kill(self, process: _Process) -> None:
+        """Its end is not waited for: that takes a while where it had much memory."""
+        end = process.kill()
+        self._ending.add(end)
+        end.add_done_callback(self._ending.discard)
 
     def _drop(self, waiting: _Waiting) -> None:
         self._waiting.remove(waiting)
@@ -160,7 +168,7 @@ class TextPool:
         while self._idle and process is None:
             process = self._idle.pop()
             if process.has_ended:
-                process.kill()
+                self._kill(process)
                 process = None
         process = process or _Process(self._command)
         try:
@@ -173,7 +181,7 @@ class TextPool:
             except (EOFError, OSError):
                 raise _why_ended(await process.ended(), text) from None
         except BaseException:
-            process.kill()  # its end is not waited for
+            self._kill(process)
             raise
         self._idle.append(process)
         if not waiting.ids.done():
@@ -248,7 +256,7 @@ class _Process:
         return -signal.SIGKILL  # which comes next
 
     def kill(self) -> asyncio.Future[int]:
-        """Done when it has ended, which takes a while where it had much memory."""
+        """Done when it has ended."""
         if self._streams is None:
             self._socket.close()
         else:
