@@ -89,7 +89,7 @@ docs: $(STAMP)
 
 # build/dist/*.whl with the native kernels for all CPUs of this machine's kind: needs no compiler where it is installed.
 wheel: $(STAMP)
-	@$(BIN)/python -m baton.engine.ops.native.library
+	@$(BIN)/python -m baton.engine.kernels.native.library
 	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/dist .
 	@$(BIN)/python -m wheel tags --remove --platform-tag linux_$$(uname -m) build/dist/*-none-any.whl
 

@@ -1,7 +1,7 @@
 """Every error Baton raises on purpose, as one tree.
 
-`baton.rpc` holds the one table between these classes and gRPC status codes, in both directions, so
-that an error keeps its meaning across processes. This module imports neither gRPC nor tensors.
+`baton.net.rpc` holds the one table between these classes and gRPC status codes, in both directions,
+so that an error keeps its meaning across processes. This module imports neither gRPC nor tensors.
 """
 
 from __future__ import annotations

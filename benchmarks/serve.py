@@ -28,11 +28,11 @@ from baton.bench.stats import FIGURES, INTERFERENCE_FIGURES, Stats
 from baton.bench.terminal import Progress, median_table
 from baton.bench.workload import Interference, Lengths, Settings, Workload
 from baton.config import ClusterConfig, EngineConfig
+from baton.config.slo import Slo
 from baton.errors import BatonError
 from baton.local import ports
 from baton.local.cluster import LocalCluster
 from baton.local.process import ChildProcess
-from baton.slo import Slo
 from benchmarks import checkpoint, environment
 from benchmarks.child import TAIL_LINES, Failed
 from benchmarks.engine.adapters.gguf_file import gguf_of

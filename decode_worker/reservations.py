@@ -26,13 +26,13 @@ from functools import partial
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 
-from baton import telemetry
+from baton.block_hash import token_digest
 from baton.engine.loop import Engine, Progress, Reserved, StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Stale
+from baton.generation.structured_output import GrammarCompiler, GrammarMatcher
 from baton.log_format import about
-from baton.prefix import token_digest
-from baton.structured_output import GrammarCompiler, GrammarMatcher
+from baton.telemetry import tracing
 from baton.v1 import decode_pb2
 from baton.v1.dispatch_pb2 import WorkerMessage
 from baton.worker.messages import (
@@ -60,8 +60,8 @@ class DecodeSpans:
     def __init__(self, tracer: Tracer, parent: Context) -> None:
         self._tracer = tracer
         self._span = tracer.start_span("decode", context=parent)
-        self._context = telemetry.context_of(self._span)
-        self.trace_id = telemetry.trace_id_of(self._span)  # empty where nothing is recorded
+        self._context = tracing.context_of(self._span)
+        self.trace_id = tracing.trace_id_of(self._span)  # empty where nothing is recorded
         self._reserve_ns = time.time_ns()
         self._committed_ns = 0
         self._first_step_ns = 0
@@ -102,7 +102,7 @@ class DecodeSpans:
     def _record(
         self, name: str, start_ns: int, end_ns: int | None, attributes: dict[str, int] | None = None
     ) -> None:
-        telemetry.record(self._tracer, name, self._context, start_ns, end_ns, attributes)
+        tracing.record(self._tracer, name, self._context, start_ns, end_ns, attributes)
 
 
 @dataclass(eq=False)

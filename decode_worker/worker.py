@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import grpc
 
-from baton import telemetry
 from baton.engine.build import Loaded
 from baton.engine.loop import StepReport
 from baton.errors import Unavailable
+from baton.telemetry import propagation
 from baton.v1 import handoff_pb2_grpc
 from baton.v1.dispatch_pb2 import RouterMessage
 from baton.worker.node import Node
@@ -61,7 +61,7 @@ class DecodeWorker(Node):
 
     def dispatch(self, router: RouterConnection, message: RouterMessage) -> Iterator[None]:
         for request in message.reserve:
-            spans = DecodeSpans(self.tracer, telemetry.extract(request.trace.items()))
+            spans = DecodeSpans(self.tracer, propagation.extract(request.trace.items()))
             try:
                 self.refuse_if_draining()
             except Unavailable as error:

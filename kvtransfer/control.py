@@ -16,9 +16,9 @@ from typing import Any
 
 import grpc
 
-from baton import rpc
-from baton.connection import error_of, failure_of
 from baton.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from baton.net import rpc
+from baton.net.connection import error_of, failure_of
 from baton.v1 import handoff_pb2 as pb
 from baton.v1.handoff_pb2_grpc import HandoffServiceServicer, HandoffServiceStub
 

@@ -30,7 +30,7 @@ from baton.errors import (
     Unavailable,
 )
 from baton.log_format import about
-from baton.registry.backoff import Backoff
+from baton.net.backoff import Backoff
 from baton.v1 import common_pb2, handoff_pb2, prefill_pb2, worker_pb2
 from kvtransfer import pairing, rank_links
 from kvtransfer.control import Control

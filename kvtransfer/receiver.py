@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from baton import telemetry
 from baton.cuda import gpu_uuid, nccl_version
 from baton.errors import (
     BatonError,
@@ -28,6 +27,7 @@ from baton.errors import (
     Unavailable,
 )
 from baton.log_format import RateLimit, about
+from baton.telemetry import propagation, tracing
 from baton.v1 import common_pb2
 from baton.v1 import handoff_pb2 as pb
 from kvtransfer import pairing, rank_links
@@ -51,7 +51,7 @@ class ReservedBlocks:
 
     `block_ids` cover the whole sequence in order (more may follow); its first `cached_tokens`, a
     multiple of the pool's block size, are valid already, perhaps shared, and never written.
-    `token_digest` (`baton.prefix`) is that of the sequence: only its KV may come in.
+    `token_digest` (`baton.block_hash`) is that of the sequence: only its KV may come in.
     """
 
     block_ids: tuple[int, ...]
@@ -115,7 +115,7 @@ class _Incoming:
             raise Stale(f"handoff {self.handoff_id} belongs to another sender")
 
     def warn(self, error: Exception) -> None:
-        trace_id = telemetry.trace_id_in(telemetry.extract(self.trace.items()))
+        trace_id = tracing.trace_id_in(propagation.extract(self.trace.items()))
         more = about(trace_id=trace_id, handoff_id=self.handoff_id)
         log.warning("handoff %s from %s: %s", self.handoff_id, self.peer, error, extra=more)
 

@@ -16,7 +16,7 @@ from dataclasses import astuple
 from typing import Any
 
 from baton.errors import BatonError, TransferFailed
-from baton.object_connection import ObjectConnection
+from baton.net.object_connection import ObjectConnection
 from kvtransfer.digest import Digest
 from kvtransfer.interface import End, Link, Listener, Transport
 from kvtransfer.pool import KvPool, Slots

@@ -17,9 +17,9 @@ from typing import Any
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 
-from baton import telemetry
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, TransferFailed
 from baton.log_format import about
+from baton.telemetry import propagation, tracing
 from baton.v1 import handoff_pb2, prefill_pb2
 from kvtransfer.deadline import Deadline, uninterrupted
 from kvtransfer.links import LinkPool, PairLink
@@ -78,13 +78,13 @@ class Handoff:
 
     def __post_init__(self) -> None:
         self._deadline = Deadline(self.timeout_s)
-        self._trace = dict(telemetry.inject(self.parent))
+        self._trace = dict(propagation.inject(self.parent))
         self._names: dict[str, Any] = {  # of every message
             "handoff_id": self.handoff_id,
             "reservation_token": self.target.reservation_token,
             "incarnation": self.links.record.incarnation,
         }
-        trace_id = telemetry.trace_id_in(self.parent)
+        trace_id = tracing.trace_id_in(self.parent)
         self._about = about(trace_id=trace_id, handoff_id=self.handoff_id)
         # Kept, so that all can be sent again; every one has at least one token of the sequence.
         self._chunks: list[Slots] = []
@@ -322,5 +322,5 @@ class Handoff:
             "chunks": stats.chunks,
         }
         parent = self.parent or Context()
-        telemetry.record(self.tracer, "kv.transfer", parent, start_ns, end_ns, attributes)
+        tracing.record(self.tracer, "kv.transfer", parent, start_ns, end_ns, attributes)
         return stats

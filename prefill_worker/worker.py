@@ -18,7 +18,7 @@ from functools import partial
 import grpc
 from opentelemetry.context import Context
 
-from baton import telemetry
+from baton.block_hash import token_digest
 from baton.engine.build import Loaded
 from baton.engine.loop import Progress, StepReport
 from baton.engine.pooling import Pooling, Vector
@@ -30,7 +30,7 @@ from baton.errors import (
     InvalidRequest,
     Unavailable,
 )
-from baton.prefix import token_digest
+from baton.telemetry import propagation, tracing
 from baton.v1 import common_pb2, prefill_pb2, worker_pb2
 from baton.v1.common_pb2 import WorkerRecord
 from baton.v1.dispatch_pb2 import RouterMessage
@@ -160,7 +160,7 @@ class PrefillWorker(Node):
             router.outgoing.prefill.append(response)
 
         try:
-            await self.prefill(request, telemetry.extract(request.trace.items()), send)
+            await self.prefill(request, propagation.extract(request.trace.items()), send)
         except Exception as error:
             router.failed(handoff_id, error)
 
@@ -192,8 +192,8 @@ class PrefillWorker(Node):
                 "target.cached_tokens",
             )
         attributes = {"baton.prompt_tokens": len(spec.token_ids)}
-        with telemetry.span(self.tracer, "prefill", trace, attributes) as span:
-            context = telemetry.context_of(span)
+        with tracing.span(self.tracer, "prefill", trace, attributes) as span:
+            context = tracing.context_of(span)
             prompt = Prompt(sequence, sequence.num_tokens, context, cached_tokens)
             try:
                 async with asyncio.timeout(spec.time_left_ms / 1000 or None):
@@ -312,7 +312,7 @@ class PrefillWorker(Node):
 
     def _started(self, prompt: Prompt, report: StepReport) -> prefill_pb2.PrefillStarted:
         waited = prompt.trace, prompt.arrived_ns, report.started_ns
-        prompt.spans.append(partial(telemetry.record, self.tracer, "prefill.queue", *waited))
+        prompt.spans.append(partial(tracing.record, self.tracer, "prefill.queue", *waited))
         queue_ms = max(0.0, (report.started_ns - prompt.arrived_ns) / 1e6)
         self.metrics.prompt_started(queue_ms / 1e3, prompt.trace)
         cached_tokens = prompt.sequence.num_cached
@@ -322,7 +322,7 @@ class PrefillWorker(Node):
         done = prompt.computed or 0
         attributes = {"baton.chunk_tokens": done - before, "baton.computed_tokens": done}
         took = prompt.trace, report.started_ns, report.ended_ns
-        record = partial(telemetry.record, self.tracer, "prefill.chunk", *took, attributes)
+        record = partial(tracing.record, self.tracer, "prefill.chunk", *took, attributes)
         prompt.spans.append(record)
 
 

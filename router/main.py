@@ -15,16 +15,16 @@ from typing import Any
 import grpc
 import uvloop
 
-from baton import slo, telemetry
-from baton.config import RouterConfig, model_path
+from baton.config import RouterConfig, model_path, slo
 from baton.errors import InvalidRequest
-from baton.generation_config import DEFAULTS, sampling_defaults
-from baton.metrics.recorder import Recorder
-from baton.metrics.server import serving
+from baton.generation.generation_config import DEFAULTS, sampling_defaults
+from baton.generation.structured_output import GrammarCompiler
+from baton.net.metrics_server import serving
+from baton.net.rpc import max_request_bytes
+from baton.net.server import EventLoop, Health, bind, measure_lag, settle
 from baton.registry import EtcdRegistry, Membership
-from baton.rpc import max_request_bytes
-from baton.server import EventLoop, Health, bind, measure_lag, settle
-from baton.structured_output import GrammarCompiler
+from baton.telemetry import tracing
+from baton.telemetry.metrics.recorder import Recorder
 from baton.text import load_tokenizer
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2_grpc
 from router.admission.admission import Admission
@@ -35,7 +35,7 @@ from router.dispatch.dispatch import Dispatch
 from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
 from router.fleet.snapshot import UNREACHABLE
-from router.frontend import GenerationService
+from router.generation_service import GenerationService
 from router.service import FleetServicer, InferenceServicer, authorize
 from router.shared_state import SharedState
 from router.telemetry.metrics import RouterMetrics
@@ -84,7 +84,7 @@ async def _run(
     )
     bound = None if shared else listen()
     name = {"service.instance.id": config.incarnation}
-    trace = telemetry.setup("baton-router", config.otlp, name, config.trace_sample)
+    trace = tracing.setup("baton-router", config.otlp, name, config.trace_sample)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(asyncio.to_thread, trace.close)
         registry = EtcdRegistry(config.registry)

@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Self
 
-from baton import rpc, tls
 from baton.errors import Unauthenticated
+from baton.net import rpc, tls
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from baton.v1.common_pb2 import WorkerRecord
-from router import frontend
+from router import generation_service
 from router.admission.tenants import Tenants
 from router.dispatch.request_state import ParsedOutput
-from router.frontend import Caller, GenerationService, Unread
+from router.generation_service import Caller, GenerationService, Unread
 from router.shared_state import SharedState
 
 _FOR_TENANTS = "/baton.v1.InferenceService/"
@@ -106,10 +106,10 @@ class _Writer:
         self._ends = True
         self._add(inference_pb2.GenerateResponse(finish=finish))
         try:
-            async with asyncio.timeout(frontend.UNREAD_S):
+            async with asyncio.timeout(generation_service.UNREAD_S):
                 await self._writing
         except TimeoutError:
-            raise frontend.unread_for_long() from None
+            raise generation_service.unread_for_long() from None
 
     def _add(self, response: inference_pb2.GenerateResponse) -> None:
         self._waiting.append(response)

@@ -22,8 +22,8 @@ from baton.cli.options import HelpFormatter
 from baton.engine.backends import unsupported
 from baton.engine.backends.gpu.backend import LEAST_CAPABILITY, refused
 from baton.engine.models.architectures import ARCHITECTURES, Architecture
-from baton.engine.models.config import ModelConfig
-from baton.metrics import table
+from baton.engine.models.model_config import ModelConfig
+from baton.telemetry.metrics import table
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

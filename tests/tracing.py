@@ -4,8 +4,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from baton.span_export import MAX_SPANS, HeadSampler, TailSampler
-from baton.telemetry import Telemetry
+from baton.telemetry.span_export import MAX_SPANS, HeadSampler, TailSampler
+from baton.telemetry.tracing import Telemetry
 
 
 class Traces:

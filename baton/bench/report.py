@@ -21,7 +21,7 @@ from baton.bench.stats import (
     stats_of,
 )
 from baton.bench.workload import Workload
-from baton.slo import Slo
+from baton.config.slo import Slo
 
 SCHEMA = "baton.bench.serve/3"
 Report = dict[str, Any]

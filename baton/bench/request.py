@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
-from baton import options
+from baton.config import options
+from baton.config.options import option
 from baton.errors import ConfigError
-from baton.options import option
 
 if TYPE_CHECKING:
     from baton.v1.inference_pb2 import Finish

@@ -12,7 +12,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from baton import options
 from baton.bench.generator import Generator, Run
 from baton.bench.interference import interference
 from baton.bench.report import Report, Stage, report_of
@@ -20,6 +19,7 @@ from baton.bench.servers import Server, connected
 from baton.bench.stats import Stats
 from baton.bench.terminal import Progress
 from baton.bench.workload import Interference, Settings
+from baton.config import options
 from baton.errors import ConfigError, Unavailable
 
 _WARM_UP_TOKENS = 16  # of output at most: enough to touch every part of a server

@@ -17,9 +17,10 @@ import aiohttp
 import grpc
 from aiohttp.http_exceptions import LineTooLong
 
-from baton import config, rpc, tls
+from baton import config
 from baton.bench.request import Demand, Outcome, RequestOptions, text_of
 from baton.errors import ConfigError, DeadlineExceeded, RetryableError, Unavailable
+from baton.net import rpc, tls
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
 _GENERATE = "/baton.v1.InferenceService/Generate"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from baton.bench.request import INTERRUPTED, Outcome
-from baton.slo import Slo
+from baton.config.slo import Slo
 
 Spread = dict[str, float]  # count, mean, p50, p90, p95, p99, min, max
 Stats = dict[str, Any]

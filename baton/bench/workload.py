@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from baton import options
-from baton.bench import trace
+from baton.bench import trace_workload
 from baton.bench.request import Demand, RequestOptions
-from baton.bench.trace import Scale
+from baton.bench.trace_workload import Scale
+from baton.config import options
+from baton.config.options import option, part
+from baton.config.slo import Slo
 from baton.errors import ConfigError
-from baton.options import option, part
-from baton.slo import Slo
 
 _FORMS = "512, 100-200, lognormal:MEDIAN,SIGMA or lognormal:MEDIAN,SIGMA,MOST"
 _SALT_SHIFT = 128  # above the seeds of parts
@@ -120,7 +120,11 @@ class Workload:
 
         Raises ConfigError when there is none.
         """
-        demands = iter(trace.demands(self.trace, self.scale)) if self.trace else self._generated()
+        demands = (
+            iter(trace_workload.demands(self.trace, self.scale))
+            if self.trace
+            else self._generated()
+        )
         if self.duration_s and not self.concurrency:
             demands = itertools.takewhile(lambda demand: demand.at_s < self.duration_s, demands)
         demands = itertools.islice(demands, self.count or None)

@@ -14,7 +14,7 @@ from baton.bench.workload import Interference, Lengths, Settings
 from baton.cli import options
 from baton.cli.services import limit_cpu, with_threads
 from baton.config import EngineConfig
-from baton.options import build
+from baton.config.options import build
 
 _TEXT = """\
 Sends requests to a Baton router (gRPC) or to any server with OpenAI's API, at given times whatever

@@ -37,8 +37,8 @@ def add_commands(commands: options.Commands) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from baton import tls
     from baton.local import certs
+    from baton.net import tls
 
     certs.write(args.dir, args.host, args.days)
     print(f"{args.dir}: ca.pem, and for {', '.join(tls.ROLES)} NAME.pem and NAME-key.pem")

@@ -50,7 +50,7 @@ def add_commands(commands: options.Commands) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from baton import Client
-    from baton.sampling import FILL_CONTEXT
+    from baton.generation.sampling_params import FILL_CONTEXT
 
     with Client(args.target, api_key=options.api_key(args)) as client:
         with options.calling(args.target, args.timeout):

@@ -129,7 +129,7 @@ def _router_status(
     """A router's view; None when none answers at the default address, where none need be."""
     import grpc
 
-    from baton import rpc
+    from baton.net import rpc
     from baton.v1 import fleet_pb2, fleet_pb2_grpc
 
     problem: BatonError = Unavailable("no router is named")

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from baton.cli import options
 from baton.cli.services import limit_cpu, with_threads
 from baton.config import EngineConfig, model_path
+from baton.config.options import numbers
 from baton.errors import InvalidRequest
-from baton.generation_config import sampling_defaults
-from baton.options import numbers
-from baton.sampling import SamplingParams, StructuredOutput
+from baton.generation.generation_config import sampling_defaults
+from baton.generation.sampling_params import SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
     from baton.client import Completion

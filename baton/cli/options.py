@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from baton import options
 from baton.config import (
     HTTP_PORT,
     MAX_TTFT_TARGET_S,
@@ -22,10 +21,11 @@ from baton.config import (
     EngineConfig,
     RouterConfig,
     WorkerConfig,
+    options,
     split_address,
 )
+from baton.config.options import Option
 from baton.errors import ConfigError, DeadlineExceeded, Unavailable
-from baton.options import Option
 
 DEFAULT_TARGET = f"127.0.0.1:{RouterConfig.port}"
 CONFIGS: dict[str, type[Any]] = {
@@ -301,7 +301,7 @@ def use_tls(args: argparse.Namespace) -> None:
     """Makes the files that a command names this process's. Raises ConfigError."""
     if not getattr(args, "tls_ca", ""):
         return
-    from baton import tls
+    from baton.net import tls
 
     cert, key = (Path(name) if name else None for name in (args.tls_cert, args.tls_key))
     tls.use(tls.Credentials(cert, key, Path(args.tls_ca), server_name=args.tls_name))
@@ -341,7 +341,7 @@ def calling(target: str, timeout_s: float | None, what: str = "router") -> Itera
 
 def _tls_hint(target: str) -> str:
     """What is wrong where `target` speaks TLS; empty where it does not, or nothing is wrong."""
-    from baton import tls
+    from baton.net import tls
 
     ours = tls.current()
     context = ssl.create_default_context(cafile=ours.ca_file)

@@ -214,7 +214,7 @@ def _run_router(args: argparse.Namespace) -> int:
         from baton.local import router_processes
 
         return asyncio.run(router_processes.run(config))
-    from baton import tls
+    from baton.net import tls
     from router import main
 
     tls.use_config(config, config.insecure)
@@ -235,7 +235,7 @@ def _run_worker(args: argparse.Namespace) -> int:
 
     check_model(config.engine, worker=True)  # it takes longer to import torch
     limit_cpu(config.engine.threads, config.engine.cpus)
-    from baton import tls
+    from baton.net import tls
     from baton.worker import node
 
     tls.use_config(config, config.insecure)
@@ -262,7 +262,7 @@ def _follow_parent(args: argparse.Namespace) -> None:
         if os.getppid() != args.die_with_parent:
             raise Unavailable("the process that started this one has ended")
     if args.listeners:
-        from baton import http_server
+        from baton.net import http_server
 
         http_server.inherit(map(int, args.listeners.split(",")))
 

@@ -220,7 +220,7 @@ def _run_health(args: argparse.Namespace) -> int:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from baton import rpc
+    from baton.net import rpc
 
     asking = options.calling(target, args.timeout, "router or worker")
     with asking, rpc.translated(), rpc.channel(target, kind=grpc) as channel:
@@ -250,7 +250,7 @@ def _ask_by_http(host: str, port: int, timeout_s: float) -> int:
 
 def _take_its_name(target: str, timeout_s: float) -> None:
     """Calls our own service by a name that its certificate has, whatever its address."""
-    from baton import tls
+    from baton.net import tls
 
     host, port = split_address(target)
     context = tls.current().client_context()

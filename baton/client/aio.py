@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Self, Unpack
 
 import grpc
 
-from baton import rpc
 from baton.client.call import Attempts, BaseClient, BaseStream
 from baton.client.request import (
     WHOLE_INTERVAL,
@@ -20,6 +19,7 @@ from baton.client.request import (
 )
 from baton.client.results import Completion, Delta, Model, fields_of, models_of, status_of
 from baton.errors import Cancelled
+from baton.net import rpc
 from baton.v1 import fleet_pb2, inference_pb2
 
 _CLOSED = "the client was closed while the call ran"  # gRPC cancels the task that awaits it

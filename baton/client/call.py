@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
-from baton import config, rpc, telemetry, tls
+from baton import config
 from baton.client.request import Options, Prompt, generate_request, timeout_of
 from baton.client.results import (
     REASONS,
@@ -33,6 +33,8 @@ from baton.client.results import (
 )
 from baton.client.retry import RetryPolicy
 from baton.errors import BatonError, Cancelled, ConfigError, Unavailable, quoted
+from baton.net import rpc, tls
+from baton.telemetry import propagation, tracing
 from baton.v1 import common_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 _INFERENCE = inference_pb2_grpc.InferenceServiceStub
@@ -128,7 +130,7 @@ class BaseClient:
         """Starts an attempt; returns the response, or with asyncio what to await for it."""
         stub = _FLEET if method in ("GetStatus", "Explain") else _INFERENCE
         send = getattr(stub(self._channel(attempts.address)), method)
-        metadata = (*self._metadata, *telemetry.inject())
+        metadata = (*self._metadata, *propagation.inject())
         return send(request, timeout=attempts.time_left_s, metadata=metadata)
 
     def _generate_call(self, prompt: Prompt, options: Options) -> GenerateCall:
@@ -235,7 +237,7 @@ class GenerateCall:
             kind=SpanKind.CLIENT,
             attributes={"gen_ai.request.model": request.model},
         )
-        self.metadata = (*client._metadata, *telemetry.inject(telemetry.context_of(self._span)))
+        self.metadata = (*client._metadata, *propagation.inject(tracing.context_of(self._span)))
 
     @property
     def completion(self) -> Completion:
@@ -333,7 +335,7 @@ class GenerateCall:
                 transport=transport_name(route.transport),
                 attempts=route.attempts,
             ),
-            trace_id=self._started.trace_id or telemetry.trace_id_of(self._span),
+            trace_id=self._started.trace_id or tracing.trace_id_of(self._span),
             request_id=self._started.request_id,
             reasoning="".join(delta.reasoning for delta in self._deltas),
             tool_calls=tool_calls_of(self._deltas),

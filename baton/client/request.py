@@ -29,7 +29,8 @@ class Options(TypedDict, total=False):
     """Options of a completion; left out (or None), the server's default holds."""
 
     model: str | None  # the only one the server has
-    # 64; 0: computes the prompt alone; baton.sampling.FILL_CONTEXT: as many as the context leaves
+    # 64; 0: computes the prompt alone;
+    # baton.generation.sampling_params.FILL_CONTEXT: as many as the context leaves
     max_tokens: int | None
     # Of these, what the model's generation_config.json says, else as behind it
     temperature: float | None  # 1; 0: greedy

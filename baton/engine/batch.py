@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baton.engine.planner import Plan, Work
+from baton.engine.scheduler import Plan, Work
 
 
 @dataclass(frozen=True)

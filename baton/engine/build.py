@@ -1,4 +1,4 @@
-"""Puts an engine together from settings: checkpoint, kernels, KV pool, planner, sampler, thread.
+"""Puts an engine together from settings: checkpoint, kernels, KV pool, scheduler, sampler, thread.
 
 One path for all; a backend answers what differs between a CPU, a GPU and a simulation.
 """
@@ -20,22 +20,22 @@ from baton.engine.backends.cpu import CpuBackend, pin_thread
 from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import GpuBackend
 from baton.engine.backends.gpu.device import Gpu
-from baton.engine.blocks import BlockPool
+from baton.engine.block_manager import BlockManager
 from baton.engine.kv_cache import Allocate, KvLayout, plan_layout
 from baton.engine.loop import Engine, StepReport
-from baton.engine.models.config import ModelConfig
-from baton.engine.planner import ChunkSize, Plan, Planner, Work
+from baton.engine.models.model_config import ModelConfig
 from baton.engine.ranks import Elsewhere, RankedModel
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
+from baton.engine.scheduler import ChunkBudget, Plan, Scheduler, Work
 from baton.engine.sequence import Sequence
 from baton.engine.shard import Shard
 from baton.engine.speculative.ngram import NgramProposer
 from baton.engine.weights.checkpoint import fingerprint
+from baton.engine.weights.loader import random_seed
 from baton.engine.weights.quantize import FP8
-from baton.engine.weights.weights import random_seed
 from baton.errors import ConfigError
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 from baton.v1 import common_pb2
 
 log = logging.getLogger(__name__)
@@ -73,17 +73,17 @@ class Loaded:
     def engine(self, publish: Callable[[StepReport], None]) -> Engine:
         """A new engine, not started, over this model and pool."""
         settings, runner, most = self.settings, self.runner, self.max_context
-        blocks = BlockPool(self.layout.num_blocks, self.layout.block_size, settings.prefix_cache)
+        blocks = BlockManager(self.layout.num_blocks, self.layout.block_size, settings.prefix_cache)
         proposer = NgramProposer(settings.speculate, most) if settings.speculate else None
         on_gpu = runner.pool.device.type == "cuda"
         chunk_s, least = _CHUNKS["cuda" if on_gpu else "cpu"]
         if on_gpu and settings.prefill_only:
             chunk_s = _PREFILL_ONLY_S
-        chunk = ChunkSize(settings.chunk_tokens, settings.chunk_ms / 1e3 or chunk_s, least)
-        planner = Planner(blocks, chunk, settings.max_batch, proposer)
+        chunk = ChunkBudget(settings.chunk_tokens, settings.chunk_ms / 1e3 or chunk_s, least)
+        scheduler = Scheduler(blocks, chunk, settings.max_batch, proposer)
         eos = frozenset(self.model_config.eos_token_ids)
         overlap = settings.overlap and not proposer  # proposals need known tokens
-        engine = Engine(runner, planner, eos, most, publish, overlap)
+        engine = Engine(runner, scheduler, eos, most, publish, overlap)
         if (ranks := runner.ranks) is not None:
             ranks.on_failure = partial(engine.submit, ranks.check)
         # The engine's first work: both belong to its thread.

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from baton.engine.models.config import ModelConfig
+from baton.engine.models.model_config import ModelConfig
 from baton.engine.weights.quantize import SCALE_BYTES, is_quantized
 from baton.errors import ConfigError
 from baton.v1 import common_pb2

@@ -8,7 +8,7 @@ A step is launched, and landed when its tokens are known. On a CPU both are one.
 be launched before the one before has landed (overlap, or async scheduling): while a step runs, the
 host knows all of the next one but its tokens, which the device has. So as soon as a step is
 launched, each of its sequences gets a place for the token that is being sampled, `UNKNOWN`, and
-counts as one token further. The planner plans the next step as always, the runner feeds it the
+counts as one token further. The scheduler plans the next step as always, the runner feeds it the
 tokens on the device, and only then does the host wait for the first step and publish it. What the
 runner does not take ahead (`StepRunner.launches_ahead`) is launched when nothing is in flight, and
 landed at once. A step whose chunks take long lands before the next one is planned: sequences that
@@ -43,12 +43,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from baton.engine.blocks import BlockPool, CacheChanges
-from baton.engine.planner import Plan, Planner, Work
+from baton.engine.block_manager import BlockManager, CacheChanges
 from baton.engine.pooling import Vector
 from baton.engine.runner import Launch, RunnerFailed, SampledTokens, StepOutput, StepRunner
 from baton.engine.sampling.prompt_logprobs import PromptLogprobs
 from baton.engine.sampling.sampler import SampleRow, TokenLogprobs, finish_reason
+from baton.engine.scheduler import Plan, Scheduler, Work
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Overloaded, Stale, Unavailable
 
@@ -235,7 +235,7 @@ class Engine:
     def __init__(
         self,
         runner: StepRunner,
-        planner: Planner,
+        scheduler: Scheduler,
         eos_token_ids: frozenset[int],
         max_context: int,
         publish: Callable[[StepReport], None],
@@ -245,8 +245,8 @@ class Engine:
         self._overlap = overlap
         self._flight: Launch | None = None  # a step that has not landed
         self._runner = runner
-        self._planner = planner
-        self._blocks: BlockPool = planner.blocks
+        self._scheduler = scheduler
+        self._blocks: BlockManager = scheduler.blocks
         self._eos_token_ids = eos_token_ids
         self._max_context = max_context
         self._publish_report = publish
@@ -295,7 +295,7 @@ class Engine:
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence. Fails with Overloaded if the pool could never hold it."""
         self._accept(sequence)
-        self._planner.add(sequence)
+        self._scheduler.add(sequence)
 
     @_command
     def reserve(self, sequence: Sequence, start_tokens: int = 0) -> Reserved:
@@ -304,13 +304,13 @@ class Engine:
         One with no more than `start_tokens` to compute starts at once, by itself. Fails with
         Overloaded when there is no room now.
         """
-        most = SEQUENCES_PER_PLACE * self._planner.max_batch
+        most = SEQUENCES_PER_PLACE * self._scheduler.max_batch
         if len(self._sequences) >= most:
             raise Overloaded(f"all {most} places for sequences are taken", RETRY_S)
-        if self._planner.waiting:  # preempted ones; newcomers must not take the blocks they need
+        if self._scheduler.waiting:  # preempted ones; newcomers must not take the blocks they need
             raise Overloaded("sequences that run here wait for KV blocks", RETRY_S)
         self._accept(sequence)
-        if not self._planner.reserve(sequence, extra_tokens=1):
+        if not self._scheduler.reserve(sequence, extra_tokens=1):
             del self._sequences[sequence.seq_id]
             raise Overloaded(
                 f"{sequence.num_tokens} tokens do not fit: {self._blocks.num_available} of "
@@ -320,7 +320,7 @@ class Engine:
         starts = sequence.num_tokens - sequence.num_computed <= start_tokens
         reserved = Reserved(sequence.num_computed, tuple(sequence.block_ids), starts)
         if starts:
-            self._planner.add(sequence)
+            self._scheduler.add(sequence)
         else:
             # Others write there, and know nothing of steps that run here.
             self._runner.wait_for_writes(sequence.block_ids)
@@ -340,7 +340,7 @@ class Engine:
         first = sequence.num_computed // self._blocks.block_size
         kv = UnverifiedKv(sequence, num_computed, first, sequence.block_ids[first:])
         if verified:
-            self._planner.publish(sequence, sequence.num_computed, num_computed)
+            self._scheduler.publish(sequence, sequence.num_computed, num_computed)
         else:
             self._blocks.hold(kv.blocks)
             sequence.unverified = True
@@ -349,7 +349,7 @@ class Engine:
         sequence.num_scored = None  # it was, where the KV was computed
         sequence.tokens.append(token_id)
         sequence.new_tokens += 1
-        self._planner.add(sequence)
+        self._scheduler.add(sequence)
         return kv
 
     @_command
@@ -359,10 +359,10 @@ class Engine:
         sequence.unverified, start = False, kv.first * self._blocks.block_size
         if not sequence.dropped:
             end = sequence.num_computed - sequence.awaits_token  # without a step in flight
-            self._planner.publish(sequence, start, end)
+            self._scheduler.publish(sequence, start, end)
         else:
             sequence.block_ids = [-1] * kv.first + kv.blocks
-            self._planner.publish(sequence, start, kv.num_tokens)
+            self._scheduler.publish(sequence, start, kv.num_tokens)
             sequence.block_ids = []
         self._blocks.release(kv.blocks)
 
@@ -382,7 +382,7 @@ class Engine:
     def halt(self, seq_id: str) -> None:
         """Runs a sequence no more; it keeps its blocks until `release`. Ignores unknown ids."""
         if sequence := self._sequences.get(seq_id):
-            self._planner.remove(sequence)
+            self._scheduler.remove(sequence)
 
     @_command
     def release(self, seq_id: str, quarantine_from: int | None = None) -> list[int]:
@@ -439,7 +439,7 @@ class Engine:
 
     @property
     def _idle(self) -> bool:
-        return self._flight is None and not (self._planner.running or self._planner.num_waiting)
+        return self._flight is None and not (self._scheduler.running or self._scheduler.num_waiting)
 
     def _admit(self) -> None:
         """Runs submitted commands; sleeps until there is one when there is nothing to run."""
@@ -451,11 +451,11 @@ class Engine:
         What cannot be launched before that has landed is launched then, and landed at once.
         """
         before = self._flight
-        if before is not None and self._planner.chunk.expected_s(before.plan) > LAUNCH_AHEAD_S:
+        if before is not None and self._scheduler.chunk.expected_s(before.plan) > LAUNCH_AHEAD_S:
             self._flight = None
             self._land(before)
             return
-        plan, launch = self._planner.plan(), None
+        plan, launch = self._scheduler.plan(), None
         ahead = self._overlap and bool(plan.work) and self._runner.launches_ahead(plan)
         ahead = ahead and not plan.alone
         if before is not None:
@@ -488,7 +488,7 @@ class Engine:
             return
         if launch is None:
             begun.began_ns = began_ns
-        self._planner.launched(plan)
+        self._scheduler.launched(plan)
         if ahead:
             self._flight = begun
         else:
@@ -518,7 +518,7 @@ class Engine:
         now_ns = time.monotonic_ns()
         if behind is not None:
             behind.began_ns = now_ns  # what it waited for was this step's time
-        self._planner.ran(plan, (now_ns - flight.began_ns) / 1e9)
+        self._scheduler.ran(plan, (now_ns - flight.began_ns) / 1e9)
         token_ids, progress = self._take(plan.work, output)
         waited_s = (self._runner.waited_s or 0.0) - waited_s
         self._publish(plan, progress, flight.began_ns, token_ids, waited_s)
@@ -528,7 +528,7 @@ class Engine:
     def _wait_for_room(self, plan: Plan) -> None:
         """Nothing fits: waits for a command and publishes what that changed."""
         began_ns = time.monotonic_ns()
-        if self._planner.num_waiting and not self._stopping:
+        if self._scheduler.num_waiting and not self._stopping:
             self._inbox.run_all(wait=True)
         self._publish(plan, [], began_ns)
 
@@ -599,8 +599,8 @@ class Engine:
                 for work in works
                 if not work.sequence.dropped
             ]
-        planner, size = self._planner, self._blocks.block_size
-        learns = planner.learns
+        scheduler, size = self._scheduler, self._blocks.block_size
+        learns = scheduler.learns
         for work, token_id in zip(works, output.token_ids, strict=True):
             sequence = work.sequence
             if sequence.dropped:
@@ -612,7 +612,7 @@ class Engine:
             known[-1] = token_id
             sequence.awaits_token = False
             if learns or not (work.start + 1) % size:
-                planner.landed(work, (token_id,))
+                scheduler.landed(work, (token_id,))
             if token_id in sequence.ends or len(known) >= sequence.limit:
                 row = SampleRow(sequence.params, known, sequence.prompt_tokens)
                 reason = finish_reason(row, self._eos_token_ids, self._max_context)
@@ -631,17 +631,17 @@ class Engine:
             sequence.new_tokens -= 1
             sequence.awaits_token = False
         if sampled is None or not sampled.token_ids:
-            done = self._planner.landed(work)
+            done = self._scheduler.landed(work)
             _, _, prompt, pooled = sampled or SampledTokens(())
             return Progress(sequence.seq_id, done, prompt_logprobs=prompt, pooled=pooled)
         if sequence.grammar is not None and sequence.grammar.failure:
             return self._give_up(sequence, sequence.grammar.failure, invalid=True)
         count, reason = self._append(sequence, sampled.token_ids)
-        done = self._planner.landed(work, sampled.token_ids[:count])
+        done = self._scheduler.landed(work, sampled.token_ids[:count])
         if reason is not None:
             self._drop(sequence)
         elif sequence.num_tokens >= sequence.limit:
-            self._planner.remove(sequence)
+            self._scheduler.remove(sequence)
         return Progress(
             sequence.seq_id,
             done,
@@ -680,7 +680,7 @@ class Engine:
                 f"the sequence needs {needed} KV blocks and the pool has {self._blocks.num_blocks}"
             )
         self._sequences[sequence.seq_id] = sequence
-        sequence.priority -= self._planner.late_s
+        sequence.priority -= self._scheduler.late_s
         params = sequence.params
         eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         sequence.ends = eos | params.stop_token_ids if params.stop_token_ids else eos
@@ -694,15 +694,16 @@ class Engine:
 
     def _drop(self, sequence: Sequence) -> None:
         """Forgets a sequence and frees its blocks."""
-        self._planner.remove(sequence)
-        self._planner.free(sequence)
+        self._scheduler.remove(sequence)
+        self._scheduler.free(sequence)
         sequence.dropped = True
         del self._sequences[sequence.seq_id]
 
     def _load(self) -> Load:
-        blocks, planner = self._blocks, self._planner
+        blocks, scheduler = self._blocks, self._scheduler
         return Load(
-            planner.queue_tokens, len(planner.running), planner.num_waiting, blocks.num_blocks,
-            blocks.num_free, blocks.num_cached, blocks.num_held, blocks.num_quarantined,
-            self._steps, planner.preemptions, planner.chunk.rate, planner.chunk.tokens,
+            scheduler.queue_tokens, len(scheduler.running), scheduler.num_waiting,
+            blocks.num_blocks, blocks.num_free, blocks.num_cached,
+            blocks.num_held, blocks.num_quarantined, self._steps,
+            scheduler.preemptions, scheduler.chunk.rate, scheduler.chunk.tokens,
         )  # fmt: skip

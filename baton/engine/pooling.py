@@ -12,7 +12,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from baton.checkpoint_files import MAX_JSON_BYTES, parse_json_value, read_bytes
-from baton.engine.planner import Work
+from baton.engine.scheduler import Work
 from baton.errors import CheckpointError, quoted
 
 Vector = npt.NDArray[np.float32]

@@ -41,13 +41,13 @@ from baton.engine.collectives import (
     NcclCollectives,
 )
 from baton.engine.kv_cache import Allocate, KvLayout
-from baton.engine.models.config import ModelConfig
+from baton.engine.models.model_config import ModelConfig
 from baton.engine.runner import RunnerFailed, zero_blocks
 from baton.engine.shard import Shard
 from baton.engine.weights.checkpoint import fingerprint
-from baton.engine.weights.weights import random_seed
+from baton.engine.weights.loader import random_seed
 from baton.errors import ConfigError
-from baton.object_connection import ObjectConnection
+from baton.net.object_connection import ObjectConnection
 from baton.rendezvous import Place, Rendezvous, open_store
 from baton.shared_memory import SharedMemoryArea
 

@@ -9,10 +9,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from baton.engine.batch import BatchBuilder, StepModel
-from baton.engine.planner import Plan, Work
 from baton.engine.pooling import Vector, pooled
 from baton.engine.sampling.prompt_logprobs import PromptLogprobs, of_prompts
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
+from baton.engine.scheduler import Plan, Work
 from baton.engine.speculative import verify
 from baton.errors import InternalError
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from baton.prefix import block_hash, root_hash
-from baton.sampling import SamplingParams
-from baton.structured_output import GrammarMatcher
+from baton.block_hash import block_hash, root_hash
+from baton.generation.sampling_params import SamplingParams
+from baton.generation.structured_output import GrammarMatcher
 
 Ints = npt.NDArray[np.int64]
 UNKNOWN = 0  # in the place of a token that is being sampled
@@ -93,7 +93,7 @@ class Sequence:
     cache_salt: str = ""
     priority: float = 0.0  # smaller goes first: time.monotonic() of its virtual finish time
     prompt_s: float = 0.0  # by how much its prompt advances virtual time; 0: not known
-    arrival: int = 0  # set by the planner; decides between equal priorities
+    arrival: int = 0  # set by the scheduler; decides between equal priorities
     alone_tokens: int = 0  # output tokens here before which it is scheduled alone in its steps
     park_after: int | None = None  # leave the batch, keep the blocks, after this many new tokens
     awaits_kv: bool = False  # blocks are held and may be written from outside, unverified

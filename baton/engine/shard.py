@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baton.config import EngineConfig, kv_heads_of
-from baton.engine.models.config import ModelConfig
+from baton.engine.models.model_config import ModelConfig
 from baton.engine.weights.weight import Weight
 from baton.errors import ConfigError
 

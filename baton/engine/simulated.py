@@ -1,6 +1,6 @@
 """An engine's forward pass, simulated: takes its time, computes nothing, and proves what it reads.
 
-It replaces `runner.Runner`; planner, blocks, prefix cache, handoff and all that is above are the
+It replaces `runner.Runner`; scheduler, blocks, prefix cache, handoff and all that is above are the
 real ones. What a model would make true is kept true: a token's slot holds a hash of every token up
 to it, and a step that finds anything else there fails, unless it is KV from outside that is not
 verified yet; the next token depends on all tokens, settings, seed and position alone, through
@@ -18,16 +18,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.block_hash import root_hash
 from baton.config import SimulatedSpeed
-from baton.engine.planner import Plan, Work
 from baton.engine.runner import SampledTokens, StepRunner, sample_rows, tokens_by_sequence
 from baton.engine.sampling.prompt_logprobs import PromptLogprobs, logprobs_of
 from baton.engine.sampling.randomness import splitmix64
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
+from baton.engine.scheduler import Plan, Work
 from baton.engine.sequence import Sequence
 from baton.engine.weights.quantize import is_quantized, split_rows
 from baton.errors import InternalError
-from baton.prefix import root_hash
 
 Words = npt.NDArray[np.uint64]
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from baton.errors import InvalidRequest
-from baton.sampling import (
+from baton.generation.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
     MAX_CACHE_SALT_CHARS,
@@ -24,7 +24,7 @@ from baton.sampling import (
 )
 from baton.text.stop_strings import MAX_STOP_CHARS, MAX_STOPS
 from router.admission.chat import MAX_MESSAGES, MAX_TOOLS
-from router.frontend import CALLERS_ID_PATTERN
+from router.generation_service import CALLERS_ID_PATTERN
 
 MAX_N = 128
 MAX_PROMPTS = 1024

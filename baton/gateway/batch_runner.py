@@ -47,9 +47,9 @@ from baton.gateway.batch_store import (
     try_lock,
 )
 from baton.gateway.generation import MAX_BODY_BYTES, Endpoint
-from baton.http_errors import JSON_TYPE, Header, failure_of
-from baton.http_server import HttpExchange
-from router.frontend import Caller, GenerationService
+from baton.net.http_errors import JSON_TYPE, Header, failure_of
+from baton.net.http_server import HttpExchange
+from router.generation_service import Caller, GenerationService
 
 log = logging.getLogger(__name__)
 

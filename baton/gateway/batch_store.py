@@ -24,7 +24,7 @@ from msgspec import Meta, Struct
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded, quoted
 from baton.gateway import api
-from baton.http_errors import HttpError
+from baton.net.http_errors import HttpError
 
 MAX_FILE_BYTES = 200 << 20  # OpenAI's, as are the next two
 MAX_LINES = 50_000

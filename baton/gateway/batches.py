@@ -39,10 +39,10 @@ from baton.gateway.batch_store import (
 from baton.gateway.generation import Endpoint
 from baton.gateway.headers import caller_of
 from baton.gateway.openapi import BYTES, ERRORS, Handler, Route, Routes
-from baton.http_errors import Header, HttpError
-from baton.http_server import UNREAD_S, HttpExchange
+from baton.net.http_errors import Header, HttpError
+from baton.net.http_server import UNREAD_S, HttpExchange
 from router.admission.tenants import Tenant
-from router.frontend import Caller, GenerationService
+from router.generation_service import Caller, GenerationService
 
 log = logging.getLogger(__name__)
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it tells of clients' mistakes

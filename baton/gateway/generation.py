@@ -26,13 +26,13 @@ from baton.gateway.headers import caller_of, correlated, id_headers
 from baton.gateway.output import Output, usage_of
 from baton.gateway.prompt_output import PromptOutput
 from baton.gateway.request import ParsedRequest
-from baton.http_errors import Failure, Header, HttpError, failure_of
-from baton.http_server import HttpExchange
-from baton.rpc import MAX_MESSAGE_BYTES, max_request_bytes
+from baton.net.http_errors import Failure, Header, HttpError, failure_of
+from baton.net.http_server import HttpExchange
+from baton.net.rpc import MAX_MESSAGE_BYTES, max_request_bytes
 from baton.v1 import inference_pb2
 from router.admission.admission import MAX_PROMPT_LOGPROBS, Choices
 from router.admission.tenants import Places
-from router.frontend import Caller, GenerationService, Sink, Unread
+from router.generation_service import Caller, GenerationService, Sink, Unread
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Collection
 from dataclasses import replace
 
-from baton import telemetry
 from baton.errors import InvalidRequest
-from baton.http_errors import Header
-from baton.http_server import HttpExchange
-from router.frontend import CALLERS_ID, Caller, is_callers_id
+from baton.net.http_errors import Header
+from baton.net.http_server import HttpExchange
+from baton.telemetry import propagation, tracing
+from router.generation_service import CALLERS_ID, Caller, is_callers_id
 
 TIMEOUT_HEADER = "x-request-timeout"
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, 86400.0
@@ -43,10 +43,10 @@ def id_headers(
     if request_id := given if is_callers_id(given) else request_id:
         headers[_REQUEST_ID] = request_id.encode()
     if b"traceparent" in exchange.headers:
-        parent = telemetry.extract(caller_of(exchange).metadata)
-        if found := telemetry.trace_id_in(parent):
+        parent = propagation.extract(caller_of(exchange).metadata)
+        if found := tracing.trace_id_in(parent):
             trace_id = found
-            headers[b"traceparent"] = dict(telemetry.inject(parent))["traceparent"].encode()
+            headers[b"traceparent"] = dict(propagation.inject(parent))["traceparent"].encode()
     if trace_id:
         headers[_TRACE_ID] = trace_id.encode()
     return headers

@@ -34,7 +34,7 @@ _PHASES = ("queue_ms", "ttft_ms", "transfer_ms", "tpot_ms", "e2e_ms")
 
 @dataclass(eq=False)
 class Output(ABC):
-    """One choice, as a `router.frontend.Sink`: its pieces are written at once, or kept."""
+    """One choice, a `Sink`: its pieces are written at once, or kept."""
 
     id_prefix: ClassVar[str]
     answer: ClassVar[type[api.Completion] | type[api.ChatCompletion]]

@@ -20,7 +20,7 @@ from baton.gateway.responses import (
     ResponsesRequest,
     TextOptions,
 )
-from baton.http_errors import CONTEXT_OVERFLOW, Failure
+from baton.net.http_errors import CONTEXT_OVERFLOW, Failure
 from baton.v1 import common_pb2, inference_pb2
 from router.dispatch.request_state import ParsedOutput
 
@@ -262,7 +262,7 @@ def _ignore(kind: str, **members: Any) -> None:
 
 @dataclass(eq=False)
 class ItemsOutput:
-    """An output as items, a `router.frontend.Sink`. Each step is told as an event."""
+    """An output as items, a `router.generation_service.Sink`. Each step is told as an event."""
 
     on_start: Callable[[inference_pb2.Started], None]
     emit: Emit

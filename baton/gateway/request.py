@@ -12,7 +12,7 @@ from msgspec import UNSET
 from baton.client.request import WHOLE_INTERVAL
 from baton.errors import InvalidRequest
 from baton.gateway import api
-from baton.sampling import FILL_CONTEXT
+from baton.generation.sampling_params import FILL_CONTEXT
 from baton.v1 import common_pb2, inference_pb2
 
 MAX_CHOICES = 1024  # prompts times n

@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from baton import http_server
 from baton.config import ApiConfig, RouterConfig
 from baton.errors import InvalidRequest, ModelNotFound, Unavailable, quoted
 from baton.gateway import api, batch_store, batches
@@ -43,10 +42,11 @@ from baton.gateway.request import (
     parse_tokenize,
 )
 from baton.gateway.responses import ResponsesRequest, parse_response
-from baton.http_errors import Header, HttpError
-from baton.http_server import HttpExchange
+from baton.net import http_server
+from baton.net.http_errors import Header, HttpError
+from baton.net.http_server import HttpExchange
 from baton.v1 import inference_pb2
-from router.frontend import Caller, GenerationService
+from router.generation_service import Caller, GenerationService
 from router.main import Frontend
 
 log = logging.getLogger(__name__)

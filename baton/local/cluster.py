@@ -15,17 +15,17 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from baton import tls
 from baton.config import ClusterConfig
 from baton.errors import ConfigError, DeadlineExceeded, Unavailable
 from baton.local import certs, commands, ports, resources
-from baton.local.etcd import EmbeddedEtcd
+from baton.local.etcd_process import EmbeddedEtcd
 from baton.local.model_check import check_model
 from baton.local.process import ChildProcess, cancelled
 from baton.local.router_processes import RouterProcess, SharedPorts
 from baton.local.supervisor import Supervisor
+from baton.net import tls
+from baton.net.backoff import Backoff
 from baton.registry import EtcdRegistry, Membership
-from baton.registry.backoff import Backoff
 from baton.v1 import fleet_pb2
 from baton.v1.common_pb2 import WORKER_STATE_READY, WorkerRecord
 

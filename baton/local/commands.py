@@ -8,8 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from baton import options
-from baton.config import ClusterConfig, RouterConfig, WorkerConfig
+from baton.config import ClusterConfig, RouterConfig, WorkerConfig, options
 from baton.local.resources import Share
 
 PROGRAM = (sys.executable, "-m", "baton")

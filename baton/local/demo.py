@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from baton import telemetry
 from baton.client import AsyncClient, Completion
 from baton.config import ClusterConfig
 from baton.errors import DeadlineExceeded
@@ -17,6 +16,7 @@ from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore, is_complete
 from baton.local.supervisor import INTERRUPTED, cancel_on_signals, echo, say
+from baton.telemetry import tracing
 
 _TOKENS = 64
 _PROMPT = '''\
@@ -70,7 +70,7 @@ async def _show(receiver: OtlpReceiver) -> Sequence[Span]:
     async with LocalCluster(config, say=detail, on_line=echo) as cluster:
         _step(2, f"Completing {len(_PROMPT.splitlines())} lines of Python, {_TOKENS} tokens:")
         print(_PROMPT, end="", flush=True)
-        own = telemetry.setup("baton-client", receiver.address)
+        own = tracing.setup("baton-client", receiver.address)
         with own.tracer.start_as_current_span("generate") as span:
             async with (
                 AsyncClient(cluster.address) as client,
@@ -86,7 +86,7 @@ async def _show(receiver: OtlpReceiver) -> Sequence[Span]:
         say(_route_text(stream.completion))
         _step(4, "Its trace, as client, router, prefill and decode recorded it:")
         complete = partial(is_complete, services=_SERVICES)
-        trace_id = telemetry.trace_id_of(span)
+        trace_id = tracing.trace_id_of(span)
         try:
             await receiver.store.wait_for(trace_id, complete, _TRACE_S)
         except DeadlineExceeded as error:

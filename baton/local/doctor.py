@@ -19,7 +19,7 @@ from pathlib import Path
 
 from baton import config
 from baton.errors import ConfigError
-from baton.local import etcd, ports
+from baton.local import etcd_process, ports
 from baton.v1 import common_pb2
 from baton.worker import nvidia_smi
 from kvtransfer import pairing
@@ -71,7 +71,7 @@ def check_machine(router_here: bool) -> Iterator[Finding]:
     yield cores()
     yield memory()
     try:
-        yield ok("etcd", str(etcd.etcd_binary()))  # that `baton up` would start
+        yield ok("etcd", str(etcd_process.etcd_binary()))  # that `baton up` would start
     except ConfigError as error:
         what, _, fix = str(error).partition(": ")
         yield warn("etcd", what, fix)

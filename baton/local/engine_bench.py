@@ -20,7 +20,7 @@ from baton.engine.build import Loaded
 from baton.engine.loop import StepReport
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 
 _STEP_S = 120.0  # longer than any step takes
 _PROMPTS = (128, 512, 2048)  # tokens
@@ -95,7 +95,7 @@ def _doubled(most: int) -> Iterator[int]:
 
 
 class EngineDriver:
-    """A started engine: planner, runner, sampler and reports; no worker, no gRPC."""
+    """A started engine: scheduler, runner, sampler and reports; no worker, no gRPC."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._vocab = loaded.model_config.vocab_size

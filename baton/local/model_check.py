@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.config import EngineConfig, model_path
-from baton.engine.models.config import ModelConfig, check_tensors
+from baton.engine.models.model_config import ModelConfig, check_tensors
 from baton.engine.models.quantization import weight_format
 from baton.engine.weights.checkpoint import stored_tensors
 from baton.errors import CheckpointError, ConfigError

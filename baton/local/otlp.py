@@ -19,10 +19,10 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 
-from baton import rpc
 from baton.errors import DeadlineExceeded, InvalidRequest
 from baton.local.span_store import ROUTER, AttributeValue, Span, SpanStore, is_complete
 from baton.local.trace_tree import is_trace_id
+from baton.net import rpc
 from baton.v1 import trace_pb2, trace_pb2_grpc
 
 _QUIET_S = 1.0  # exporters send several times a second: after this nothing more is on its way

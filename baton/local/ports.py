@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from baton import http_server
 from baton.errors import ConfigError
+from baton.net import http_server
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LEAST, _TRIES = 10_000, 20  # below are those of well-known servers

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
-from baton import http_server, tls
 from baton.config import RouterConfig
 from baton.local import commands, ports, supervisor
 from baton.local.ports import Listener
 from baton.local.process import ChildProcess
 from baton.local.supervisor import Supervisor, echo
-from baton.registry.backoff import Backoff
+from baton.net import http_server, tls
+from baton.net.backoff import Backoff
 from baton.v1 import fleet_pb2
 from router.shared_state import SharedState
 

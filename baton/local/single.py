@@ -17,8 +17,8 @@ from baton.engine.backends import Backend, cpu
 from baton.engine.loop import Engine, Progress, StepReport
 from baton.engine.sequence import Sequence as EngineSequence
 from baton.errors import InternalError, InvalidRequest
-from baton.sampling import SamplingParams
-from baton.structured_output import GrammarCompiler
+from baton.generation.sampling_params import SamplingParams
+from baton.generation.structured_output import GrammarCompiler
 from baton.text import Tokenizer, check_stop_strings, load_tokenizer
 from baton.v1 import common_pb2
 from baton.worker.messages import prompt_logprobs_proto

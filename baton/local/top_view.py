@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from baton import rpc
 from baton.errors import BatonError
+from baton.net import rpc
 from baton.registry.membership import ROLES
 from baton.v1 import fleet_pb2, fleet_pb2_grpc, worker_pb2
 

@@ -10,10 +10,10 @@ from dataclasses import fields
 
 import grpc
 
-from baton import rpc
 from baton.client import Client
 from baton.errors import Unavailable
 from baton.local.span_store import Span
+from baton.net import rpc
 from baton.v1 import trace_pb2, trace_pb2_grpc
 
 _WAIT_S = 3.0  # for the spans of a request that has only just ended

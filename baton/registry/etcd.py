@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from baton.config import RegistryConfig
 from baton.errors import BatonError, Stale, Unavailable
-from baton.registry.backoff import Backoff
+from baton.net.backoff import Backoff
 from baton.registry.etcd_client import CALL_S, EtcdClient
 from baton.registry.membership import (
     Membership,

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from baton.config import RegistryConfig
+from baton.config.watched_files import WatchedFiles
 from baton.errors import (
     BatonError,
     ConfigError,
@@ -25,10 +26,9 @@ from baton.errors import (
     Unauthenticated,
     Unavailable,
 )
-from baton.registry.backoff import Backoff
-from baton.tls import Reloaded
+from baton.net.backoff import Backoff
+from baton.net.tls import Reloaded
 from baton.v1 import etcd_pb2, etcd_pb2_grpc
-from baton.watched_files import WatchedFiles
 
 log = logging.getLogger(__name__)
 

@@ -6,15 +6,15 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from baton.block_hash import hash_chain
 from baton.config import PROVING_TOKENS
 from baton.engine.build import Loaded
 from baton.engine.sampling.prompt_logprobs import PromptLogprobs
 from baton.engine.sampling.sampler import TokenLogprobs
 from baton.engine.sequence import Sequence
 from baton.errors import InvalidRequest
-from baton.prefix import hash_chain
-from baton.sampling import SamplingParams
-from baton.structured_output import GrammarCompiler, GrammarMatcher
+from baton.generation.sampling_params import SamplingParams
+from baton.generation.structured_output import GrammarCompiler, GrammarMatcher
 from baton.v1 import common_pb2
 
 FINISH_REASONS = {

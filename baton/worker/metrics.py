@@ -1,4 +1,4 @@
-"""What a worker measures: its load, as routers see it, and its metrics (`baton.metrics.table`).
+"""Measures a worker: its load, as routers see it, and its metrics (`baton.telemetry.metrics`).
 
 Everything here runs on the event loop, nothing on the engine's thread.
 """
@@ -13,11 +13,11 @@ from opentelemetry.context import Context
 from torch import Tensor
 
 from baton.config import WorkerConfig
-from baton.engine.blocks import CacheChanges
+from baton.engine.block_manager import CacheChanges
 from baton.engine.loop import StepReport
 from baton.engine.runner import StepRunner
 from baton.errors import BatonError
-from baton.metrics.recorder import Attributes, Recorder
+from baton.telemetry.metrics.recorder import Attributes, Recorder
 from baton.v1 import worker_pb2
 from kvtransfer.pairing import name_of
 from kvtransfer.sender import TransferStats

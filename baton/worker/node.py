@@ -22,7 +22,6 @@ import grpc
 import torch
 import uvloop
 
-from baton import rpc, telemetry
 from baton.config import WorkerConfig, host_id, split_address
 from baton.cuda import CudaArea
 from baton.engine import build
@@ -31,13 +30,15 @@ from baton.engine.build import Loaded
 from baton.engine.loop import Engine, StepReport
 from baton.engine.ranks import Elsewhere
 from baton.errors import ConfigError, InternalError, TransferFailed, Unavailable
-from baton.metrics.server import serving
+from baton.generation.structured_output import GrammarCompiler
+from baton.net import rpc
+from baton.net.metrics_server import serving
+from baton.net.server import EventLoop, Health, bind, settle
 from baton.registry import EtcdRegistration, EtcdRegistry, Membership
 from baton.registry.membership import ROLES
-from baton.server import EventLoop, Health, bind, settle
 from baton.shared_memory import SharedMemoryArea
-from baton.structured_output import GrammarCompiler
-from baton.telemetry import Telemetry
+from baton.telemetry import tracing
+from baton.telemetry.tracing import Telemetry
 from baton.text import text_fingerprint
 from baton.v1 import common_pb2, worker_pb2
 from baton.v1.dispatch_pb2 import RouterMessage
@@ -345,7 +346,7 @@ def run(config: WorkerConfig, role: type[Node]) -> int:
 async def _run(config: WorkerConfig, role: type[Node]) -> int:
     service = f"baton-{config.role}"
     instance = {"service.instance.id": config.incarnation}
-    trace = telemetry.setup(service, config.otlp, instance, config.trace_sample)
+    trace = tracing.setup(service, config.otlp, instance, config.trace_sample)
     registry = EtcdRegistry(config.registry)
     try:
         async with contextlib.AsyncExitStack() as stack:

@@ -27,12 +27,12 @@ from multiprocessing.connection import Pipe
 
 import uvloop
 
-from baton import object_connection, tls
 from baton.config import WorkerConfig, split_address
 from baton.errors import ConfigError, InternalError, Unavailable
-from baton.object_connection import ObjectConnection
+from baton.net import object_connection, tls
+from baton.net.backoff import Backoff
+from baton.net.object_connection import ObjectConnection
 from baton.registry import EtcdRegistry
-from baton.registry.backoff import Backoff
 from baton.rendezvous import listening_socket
 from baton.v1.common_pb2 import RankHost
 

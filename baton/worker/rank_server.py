@@ -17,15 +17,16 @@ from typing import Any
 
 from torch import Tensor
 
-from baton import log_format, object_connection, tls
+from baton import log_format
 from baton.config import WorkerConfig, model_path
 from baton.engine import build
-from baton.engine.models.config import ModelConfig
+from baton.engine.models.model_config import ModelConfig
 from baton.engine.rank import ignore_signals, serve, serving
 from baton.engine.ranks import RankWork, dtype_named
 from baton.engine.shard import Shard
 from baton.errors import BatonError
-from baton.object_connection import ObjectConnection
+from baton.net import object_connection, tls
+from baton.net.object_connection import ObjectConnection
 from baton.rendezvous import Place, listening_socket
 from baton.worker.rank_hosts import DRAIN, KV, STEPS, own_address
 from kvtransfer import copier, transports

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
-from baton import http_server, tls
-from baton.connection import CLOSE_S, MessageConnection, count_fields, failure_of
 from baton.errors import BatonError, InvalidRequest, Overloaded, Unavailable
 from baton.log_format import RateLimit
+from baton.net import http_server, tls
+from baton.net.connection import CLOSE_S, MessageConnection, count_fields, failure_of
 from baton.v1 import worker_pb2
 from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
 from baton.worker.metrics import CacheWatcher, LoadTracker

@@ -38,5 +38,5 @@ def stand_in(name: str) -> None:
         sys.modules[name] = _Absent(name, error)
 
 
-for _name in ("baton.v1.common_pb2", "baton.structured_output", "xxhash"):
+for _name in ("baton.v1.common_pb2", "baton.generation.structured_output", "xxhash"):
     stand_in(_name)

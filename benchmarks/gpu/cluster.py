@@ -21,7 +21,7 @@ import torch
 
 from baton.cuda import CudaArea, nccl_version
 from baton.engine.backends.gpu.device import Work, new_stream
-from baton.engine.ops.triton import timing
+from baton.engine.kernels.triton import timing
 from baton.rendezvous import open_store
 from baton.shared_memory import SharedMemoryArea
 from benchmarks.child import Child, messages

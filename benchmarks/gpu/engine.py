@@ -25,13 +25,13 @@ from baton.config import EngineConfig
 from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.build import Loaded
+from baton.engine.kernels.triton.attention_specs import random_pool
 from baton.engine.kv_cache import KvLayout, plan_layout
-from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
-from baton.engine.ops.triton.attention_specs import random_pool
+from baton.engine.models.model_config import ModelConfig
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.weights.weights import random_weights
+from baton.engine.weights.loader import random_weights
 from benchmarks.engine.adapters.protocol import Setup, Timed
 from benchmarks.engine.adapters.transformers_model import Transformers
 from benchmarks.engine.driver import Driver

@@ -18,11 +18,11 @@ from baton.config import ClusterConfig, EngineConfig
 from baton.engine.backends.gpu.backend import GpuBackend
 from baton.engine.backends.gpu.device import Gpu
 from baton.errors import DeadlineExceeded
+from baton.generation.sampling_params import SamplingParams
 from baton.local.cluster import LocalCluster
 from baton.local.otlp import OtlpReceiver
 from baton.local.single import SingleProcess
 from baton.local.span_store import Span, SpanStore
-from baton.sampling import SamplingParams
 from benchmarks.gpu.part import Cells, Part
 
 _LENGTHS, _NEW_TOKENS = (64, 300, 700, 1500), 24

@@ -32,10 +32,10 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.jit import JITFunction
 
 from baton.engine.backends.gpu.linear import GpuWeight, prepare
-from baton.engine.ops.triton import timing, tuning
-from baton.engine.ops.triton.check import check as compile_specs
-from baton.engine.ops.triton.rows import EightBitRows, quantize_rows
-from baton.engine.ops.triton.spec import (
+from baton.engine.kernels.triton import timing, tuning
+from baton.engine.kernels.triton.check import check as compile_specs
+from baton.engine.kernels.triton.rows import EightBitRows, quantize_rows
+from baton.engine.kernels.triton.spec import (
     Config,
     KernelSpec,
     Key,
@@ -518,10 +518,10 @@ def _block_cases(part: Part) -> Iterator[KernelCase]:
 
 
 def tune(part: Part) -> None:
-    """What `python -m baton.engine.ops.triton tune` measures and keeps for this user, a first shape
-    of each kernel, then a second: engine and cluster run with it. What was measured before stays.
+    """What `python -m baton.engine.kernels.triton tune` measures and keeps for this user, a first
+    shape of each kernel, then a second: engine and cluster run with it.
 
-    Candidates are compiled on all cores meanwhile.
+    What was measured before stays. Candidates are compiled on all cores meanwhile.
     """
     own = [spec for spec in specs().values() if spec.configs]
     work = [

@@ -2,7 +2,8 @@
 
 Runs part after part within the minutes it is given, prints tables, and ends with status 1 if
 anything failed. `--smoke` runs the same lines on a CPU, with the kernels interpreted. "tune" keeps
-the configurations that it measures for this user, as `python -m baton.engine.ops.triton tune` does.
+the configurations that it measures for this user, as
+`python -m baton.engine.kernels.triton tune` does.
 """
 
 from __future__ import annotations

@@ -16,20 +16,20 @@ from typing import Any
 
 import torch
 
-from baton import telemetry
 from baton.bench.terminal import table
+from baton.block_hash import hash_chain
 from baton.config import EngineConfig, WorkerConfig
-from baton.connection import framed
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.runner import GpuRunner
-from baton.engine.blocks import BlockPool
+from baton.engine.block_manager import BlockManager
 from baton.engine.collectives import ALONE
 from baton.engine.loop import Engine, StepReport
-from baton.engine.planner import ChunkSize, Planner
 from baton.engine.sampling.sampler import Sampler
+from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence
-from baton.prefix import hash_chain
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
+from baton.net.connection import framed
+from baton.telemetry import propagation, tracing
 from baton.v1.dispatch_pb2 import WorkerMessage
 from baton.worker.metrics import LoadTracker, WorkerMetrics
 from benchmarks.environment import console
@@ -91,14 +91,14 @@ class _NoModel:
 def decoding(batch: int, settings: dict[str, Any], publish: Callable[[StepReport], None]) -> Engine:
     """An engine that is not started, whose sequences decode."""
     most = _CONTEXT + 2 * _STEPS
-    blocks = BlockPool(-(-most // _BLOCK) * batch + 8, _BLOCK, prefix_cache=False)
+    blocks = BlockManager(-(-most // _BLOCK) * batch + 8, _BLOCK, prefix_cache=False)
     pool = torch.zeros(blocks.num_blocks, 1, 2, 1, _BLOCK, 16)
     sampler = Sampler(frozenset({1}), _VOCAB)
     model: Any = _NoModel()
     options = EngineConfig(max_batch=batch)
     runner = GpuRunner(model, pool, sampler, options, most + 64, _NoDevice())
-    planner = Planner(blocks, ChunkSize(2048, 1.0, 64), batch)
-    engine = Engine(runner, planner, frozenset({1}), most + 64, publish, overlap=True)
+    scheduler = Scheduler(blocks, ChunkBudget(2048, 1.0, 64), batch)
+    engine = Engine(runner, scheduler, frozenset({1}), most + 64, publish, overlap=True)
     prompt, hashes = [2] * _CONTEXT, hash_chain([2] * _CONTEXT, _BLOCK, "")
     for number in range(batch):
         plain = "frequency_penalty" in settings and number % 8
@@ -144,9 +144,9 @@ def worker_ms(batch: int) -> float:
     router, unused = _Router(), dict.fromkeys(("limits", "grammars", "lease_s"))
     made: Any = Reservations
     reservations: Reservations = made(engine, **unused)
-    tracer = telemetry.setup("benchmark", "", {}, 0.0).tracer
+    tracer = tracing.setup("benchmark", "", {}, 0.0).tracer
     for seq_id, sequence in engine._sequences.items():
-        spans = DecodeSpans(tracer, telemetry.extract([]))
+        spans = DecodeSpans(tracer, propagation.extract([]))
         connection: Any = router
         entry = Entry(seq_id, connection, sequence, _CONTEXT, None, spans, decoding=True)
         reservations._entries[seq_id] = entry

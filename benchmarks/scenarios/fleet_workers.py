@@ -30,12 +30,12 @@ from prometheus_client import generate_latest
 
 from baton.cli import main
 from baton.config import SimulatedSpeed, WorkerConfig, host_id, model_path, new_incarnation
-from baton.connection import MAX_FRAME_BYTES
-from baton.metrics.recorder import Gaps
-from baton.metrics.server import serving
-from baton.metrics.table import of
+from baton.net.connection import MAX_FRAME_BYTES
+from baton.net.metrics_server import serving
+from baton.net.server import EventLoop, measure_lag, settle
 from baton.registry import EtcdRegistry
-from baton.server import EventLoop, measure_lag, settle
+from baton.telemetry.metrics.recorder import Gaps
+from baton.telemetry.metrics.table import of
 from baton.text import text_fingerprint
 from baton.v1 import common_pb2, prefill_pb2, worker_pb2
 from baton.v1.decode_pb2 import ReserveRequest

@@ -36,11 +36,11 @@ from baton.bench.terminal import table
 from baton.config import EngineConfig, model_path
 from baton.engine import build
 from baton.engine.batch import StepBatch, StepModel
-from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
+from baton.engine.models.model_config import ModelConfig
 from baton.engine.runner import Runner
+from baton.engine.weights.loader import load_weights
 from baton.engine.weights.weight import DenseWeight, Weight, quantized
-from baton.engine.weights.weights import load_weights
 from baton.text import Tokenizer, load_tokenizer
 from benchmarks.environment import console
 

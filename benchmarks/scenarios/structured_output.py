@@ -26,8 +26,8 @@ from jsonschema import Draft202012Validator
 
 from baton.config import DEMO_MODEL
 from baton.errors import InvalidRequest
-from baton.sampling import StructuredOutput
-from baton.structured_output import GrammarCompiler, GrammarMatcher
+from baton.generation.sampling_params import StructuredOutput
+from baton.generation.structured_output import GrammarCompiler, GrammarMatcher
 from baton.text import load_tokenizer
 from benchmarks.environment import console
 

@@ -331,5 +331,5 @@ _CASES = [
     for use in ("gather", "scatter", "copy", "checksum")
     for pool in _POOLS
 ]
-# With the fields of `baton.engine.ops.triton.spec`: nothing of `kvtransfer` imports an engine.
+# With the fields of `baton.engine.kernels.triton.spec`: nothing of `kvtransfer` imports an engine.
 SPECS = (SimpleNamespace(name="move_blocks", trial=_trial, cases=_CASES, configs=None, shapes=()),)

@@ -23,8 +23,8 @@ from baton.errors import (
     ModelNotFound,
     quoted,
 )
-from baton.generation_config import DEFAULTS
-from baton.sampling import (
+from baton.generation.generation_config import DEFAULTS
+from baton.generation.sampling_params import (
     FILL_CONTEXT,
     MAX_BAD_WORDS,
     MAX_CACHE_SALT_CHARS,
@@ -33,7 +33,7 @@ from baton.sampling import (
     SamplingParams,
     StructuredOutput,
 )
-from baton.structured_output import GrammarCompiler
+from baton.generation.structured_output import GrammarCompiler
 from baton.text import MAX_CHARS_AT_ONCE, Detokenizer, Tokenizer, check_stop_strings
 from baton.text.stop_strings import MAX_STOP_CHARS
 from baton.v1 import common_pb2, inference_pb2

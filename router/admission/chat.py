@@ -13,8 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.errors import ConfigError, InvalidRequest, quoted
-from baton.json_schema import JSON_OPTIONS, prepare_schema
-from baton.sampling import MAX_STRUCTURED_OUTPUT_CHARS, Reasoning, SamplingParams, StructuredOutput
+from baton.generation.json_schema import JSON_OPTIONS, prepare_schema
+from baton.generation.sampling_params import (
+    MAX_STRUCTURED_OUTPUT_CHARS,
+    Reasoning,
+    SamplingParams,
+    StructuredOutput,
+)
 from baton.text import Tokenizer
 from baton.text.chat_template import Message
 from baton.text.detokenizer import TokenPieces

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from baton.config.watched_files import WatchedFiles
 from baton.errors import ConfigError, InvalidRequest, Overloaded, RetryableError, Unauthenticated
 from baton.v1 import common_pb2
-from baton.watched_files import WatchedFiles
 from router.admission.fair_queue import FairQueue, Flow, PendingPrompt
 from router.shared_state import SharedState, Usage
 

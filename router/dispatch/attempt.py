@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from baton import telemetry
 from baton.errors import BatonError, InternalError, InvalidRequest, TransferFailed
+from baton.telemetry import tracing
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.fleet.member import Event, Member
 from router.fleet.snapshot import AssignedPrompt
@@ -93,7 +93,7 @@ class Attempt:
             assert self._prefill_over is not None
             self._prefill_over.set_result(None)
             if error is not None:
-                telemetry.failed(self._prefill_span, error)
+                tracing.failed(self._prefill_span, error)
             self._prefill_span.end()
 
     def on_prefill(self, event: Event) -> None:

@@ -18,7 +18,6 @@ from functools import partial
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Tracer
 
-from baton import telemetry
 from baton.config import RouterLimits
 from baton.errors import (
     BatonError,
@@ -33,6 +32,7 @@ from baton.errors import (
     Unavailable,
 )
 from baton.log_format import about
+from baton.telemetry import propagation, tracing
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2
 from router.admission.wait_queue import NoWorker, WaitQueue
 from router.dispatch.attempt import Attempt, Deliver
@@ -90,7 +90,7 @@ class Dispatch:
                 no_more = state.failures > self._limits.max_attempts - 1
                 if is_cause or no_more or not _is_retryable(error, state):
                     raise
-                trace_id, request_id = telemetry.trace_id_in(parent), state.request.request_id
+                trace_id, request_id = tracing.trace_id_in(parent), state.request.request_id
                 log.warning(
                     "request %s: attempt %d failed, placing it elsewhere%s: %s",
                     request_id,
@@ -100,7 +100,7 @@ class Dispatch:
                     extra=about(trace_id=trace_id, request_id=request_id),
                 )
                 self.stats.failed_over(state, trace_id, error)
-            with telemetry.span(self._tracer, "router.backoff", parent):
+            with tracing.span(self._tracer, "router.backoff", parent):
                 shortest_s, longest_s = _BACKOFF_S
                 pause_s = min(longest_s, shortest_s * 4 ** min(4, state.failures - 1))
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
@@ -110,8 +110,8 @@ class Dispatch:
 
     async def _attempt(self, state: RequestState, parent: Context, deliver: Deliver) -> None:
         handoff_id = f"{state.request.request_id}-{state.attempts}"
-        with telemetry.span(self._tracer, "router.attempt", parent) as span:
-            trace = telemetry.context_of(span)
+        with tracing.span(self._tracer, "router.attempt", parent) as span:
+            trace = tracing.context_of(span)
             attempt = Attempt(handoff_id, deliver)
             state.prompt_logprobs = attempt.prompt_logprobs
             pair, decode, reserved = await self._reserve(state, attempt, trace)
@@ -140,7 +140,7 @@ class Dispatch:
             finally:
                 # Known also where the workers' own spans died with them.
                 if streams_ns := streams_ns or attempt.first_output_ns:
-                    telemetry.record(self._tracer, "router.stream", trace, streams_ns)
+                    tracing.record(self._tracer, "router.stream", trace, streams_ns)
                 attempt.unassign()
                 if decode is not None:
                     decode.unsubscribe(handoff_id)
@@ -185,7 +185,7 @@ class Dispatch:
                 limit.reschedule(loop.time() + self._limits.recovery_s)
             raise NoWorker(missing, placement.RETRY_AFTER_S)
 
-        with telemetry.span(self._tracer, "router.place", trace):
+        with tracing.span(self._tracer, "router.place", trace):
             try:
                 async with asyncio.timeout(None) as limit:
                     return await self._wait_queue.place(
@@ -250,7 +250,7 @@ class Dispatch:
         decode.outgoing.reserve.add(
             sequence=attempt.spec,
             local_prefill_max_tokens=pair.local_prefill_max_tokens,
-            trace=dict(telemetry.inject(trace)),
+            trace=dict(propagation.inject(trace)),
             stream_interval=state.request.stream_interval,
         )
         try:
@@ -303,7 +303,7 @@ class Dispatch:
         member.outgoing.prefill.add(
             sequence=attempt.spec,
             target=target,
-            trace=dict(telemetry.inject(trace)),
+            trace=dict(propagation.inject(trace)),
         )
         span = self._tracer.start_span("router.prefill", trace, SpanKind.CLIENT)
         attempt.prefill_sent(span)

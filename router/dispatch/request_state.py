@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from baton.config import PROVING_TOKENS
+from baton.config.slo import Slo
 from baton.errors import BatonError, InternalError
-from baton.sampling import Reasoning, ReasoningTracker, SamplingParams
-from baton.slo import Slo
+from baton.generation.sampling_params import Reasoning, ReasoningTracker, SamplingParams
 from baton.text import Detokenizer, StopStrings, Tokenizer
 from baton.text.detokenizer import TokenPieces
 from baton.text.tool_calls import ToolCallDelta, ToolFormat, ToolParser

@@ -17,8 +17,8 @@ from baton.registry import Membership
 from baton.v1 import common_pb2, worker_pb2
 from router.fleet.circuit_breaker import CircuitBreakers, Key
 from router.fleet.heartbeat import LivenessConfig
+from router.fleet.kv_index import KvIndex
 from router.fleet.member import Member
-from router.fleet.prefix_index import PrefixIndex
 from router.fleet.snapshot import EJECTED, Snapshot
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Fleet:
         self._router_id = router_id
         self._text_fingerprint = text_fingerprint
         self._members: dict[str, Member] = {}
-        self._index = PrefixIndex()
+        self._index = KvIndex()
         self._touched: set[str] = set()  # members whose views are others than in `_seen`
         self._seen: Snapshot | None = None  # None: members have come or left
         self._quarantined: dict[str, list[tuple[str, str]]] = {}  # pairs, by member

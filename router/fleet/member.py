@@ -9,13 +9,13 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from baton.connection import MessageConnection, connect, error_of
 from baton.errors import BatonError, Stale, Unavailable
+from baton.net.connection import MessageConnection, connect, error_of
 from baton.registry.membership import ROLES
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2, worker_pb2
 from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
 from router.fleet.heartbeat import HeartbeatStream, LivenessConfig
-from router.fleet.prefix_index import PrefixIndex
+from router.fleet.kv_index import KvIndex
 from router.fleet.snapshot import MISMATCH, READY, SILENT, STALLED, AssignedPrompt, WorkerView
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Member:
         router_id: str,
         mismatch: str,
         liveness: LivenessConfig,
-        index: PrefixIndex,
+        index: KvIndex,
         touched: set[str],
         quarantined: dict[str, list[tuple[str, str]]],
         on_change: Callable[[], None],

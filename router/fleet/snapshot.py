@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.v1 import common_pb2, worker_pb2
-from router.fleet.prefix_index import PrefixIndex
+from router.fleet.kv_index import KvIndex
 
 # A worker reports READY, STARTING and DRAINING itself; the others are what the router sees of it.
 READY = "READY"
@@ -116,7 +116,7 @@ class Snapshot:
     prefill: tuple[WorkerView, ...]
     decode: tuple[WorkerView, ...]
     excluded_pairs: Mapping[tuple[str, str], str] = field(default_factory=dict)  # and why
-    index: PrefixIndex = field(default_factory=PrefixIndex)  # the fleet's: it changes
+    index: KvIndex = field(default_factory=KvIndex)  # the fleet's: it changes
     decode_alone: bool = False  # decode workers may compute all prompts, if nobody else does
 
     def __post_init__(self) -> None:

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from baton.block_hash import block_hash, root_hash
 from baton.config import DEFAULT_MAX_ITL_S, RouterLimits
-from baton.prefix import block_hash, root_hash
 from router.admission.fair_queue import PendingPrompt
-from router.fleet.prefix_index import leading_of
+from router.fleet.kv_index import leading_of
 from router.fleet.snapshot import Column, Flags, Row, Snapshot, WorkerView
 
 _WINDOW_CHUNKS = 2  # queued on a prefill worker: one that runs and one to go on with

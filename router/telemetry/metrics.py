@@ -1,4 +1,4 @@
-"""The router's metrics; their names are `baton.metrics.table`'s."""
+"""The router's metrics; their names are `baton.telemetry.metrics.table`'s."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 
 from opentelemetry.context import Context
 
-from baton import telemetry
+from baton.config.slo import Slo
 from baton.errors import (
     BatonError,
     DeadlineExceeded,
@@ -18,12 +18,12 @@ from baton.errors import (
     Unauthenticated,
     Unavailable,
 )
-from baton.metrics.recorder import Attributes, Recorder
 from baton.registry.membership import ROLES
-from baton.slo import Slo
+from baton.telemetry import tracing
+from baton.telemetry.metrics.recorder import Attributes, Recorder
 from router.fleet.circuit_breaker import Key
 from router.fleet.fleet import Fleet
-from router.frontend import GenerationService
+from router.generation_service import GenerationService
 from router.telemetry.stats import CANCELLED, OK, Outcome, RequestListener, RequestRecord
 
 CAUSES = (
@@ -132,7 +132,7 @@ class RouterMetrics(RequestListener):
     ) -> None:
         attributes = {
             **self._of_model,
-            "gen_ai.provider.name": telemetry.PROVIDER,
+            "gen_ai.provider.name": tracing.PROVIDER,
             "gen_ai.operation.name": record.operation,
             **(more or {}),
         }
@@ -159,7 +159,7 @@ def _cause_of(record: RequestRecord, error: Exception) -> str:
 
 
 def _exemplar(record: RequestRecord) -> Context | None:
-    return telemetry.example(record.span, record.kept) if record.span is not None else None
+    return tracing.example(record.span, record.kept) if record.span is not None else None
 
 
 def _workers(fleet: Fleet) -> Iterator[tuple[float, Attributes]]:

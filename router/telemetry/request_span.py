@@ -9,7 +9,7 @@ from typing import Any
 
 from opentelemetry.trace import Span
 
-from baton.telemetry import PROVIDER
+from baton.telemetry.tracing import PROVIDER
 from baton.text import Tokenizer
 from baton.v1 import common_pb2, inference_pb2
 from router.dispatch.request_state import RequestState, TokenizedRequest

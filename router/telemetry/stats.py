@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from opentelemetry.trace import Span
 
-from baton import rpc
 from baton.errors import BatonError, DeadlineExceeded, as_exception
 from baton.log_format import RateLimit, about
+from baton.net import rpc
 from baton.v1 import fleet_pb2
 from router.dispatch.request_state import WAYS, RequestState
 

@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 
+from baton.config.slo import Slo
 from baton.errors import (
     InvalidRequest,
     ModelNotFound,
@@ -18,8 +19,7 @@ from baton.errors import (
     Unauthenticated,
     Unavailable,
 )
-from baton.slo import Slo
-from baton.telemetry import Telemetry
+from baton.telemetry.tracing import Telemetry
 from router.fleet.fleet import Fleet
 from router.telemetry.stats import CANCELLED, OK, Outcome, RequestListener, RequestRecord
 

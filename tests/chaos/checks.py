@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from baton import rpc
 from baton.client import AsyncClient
 from baton.errors import BatonError
 from baton.local.cluster import LocalCluster
+from baton.net import rpc
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.v1.common_pb2 import WorkerRecord
 from tests.waiting import eventually

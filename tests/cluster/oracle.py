@@ -13,9 +13,9 @@ from typing import Any
 
 from baton.client import AsyncClient, Completion
 from baton.config import EngineConfig
+from baton.generation.sampling_params import SamplingParams, StructuredOutput
 from baton.local.cluster import LocalCluster
 from baton.local.single import SingleProcess
-from baton.sampling import SamplingParams, StructuredOutput
 from tests.waiting import WAIT_S, eventually
 
 ENGINE = EngineConfig(dtype="float32", kv_cache_bytes=64 << 20)  # float32: tokens can be compared

@@ -20,7 +20,7 @@ import grpc
 from google.protobuf import json_format
 from google.protobuf.message import Message
 
-from baton import connection
+from baton.net import connection
 
 # Field 1999 of type string: its key, length and value.
 _UNKNOWN = b"\xfa\x7c\x05newer"

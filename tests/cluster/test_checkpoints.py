@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from baton.client import AsyncClient, RetryPolicy
 from baton.config import EngineConfig, RouterLimits
 from baton.errors import Unavailable
-from baton.local.etcd import EmbeddedEtcd
+from baton.generation.sampling_params import SamplingParams
+from baton.local.etcd_process import EmbeddedEtcd
 from baton.local.single import SingleProcess
-from baton.sampling import SamplingParams
 from tests.cluster.command import as_json, baton
 from tests.cluster.oracle import all_blocks_free, start_again
 from tests.unit.engine.checkpoints import make_checkpoint

@@ -13,10 +13,10 @@ import openai
 import pydantic
 import pytest
 
-from baton import rpc
 from baton.config import DEMO_MODEL
-from baton.engine.ops.native import library
+from baton.engine.kernels.native import library
 from baton.local.span_store import is_complete
+from baton.net import rpc
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.cluster.oracle import (
     ENGINE,

@@ -19,7 +19,7 @@ from baton.client import AsyncClient, RetryPolicy
 from baton.config import RouterLimits
 from baton.errors import BatonError, Overloaded
 from baton.local import ports
-from baton.local.etcd import EmbeddedEtcd
+from baton.local.etcd_process import EmbeddedEtcd
 from tests.chaos.checks import busy_workers
 from tests.cluster.oracle import SIMULATED, Streams, all_blocks_free, check
 from tests.waiting import WAIT_S, eventually

@@ -15,7 +15,7 @@ from baton.errors import DeadlineExceeded, InvalidRequest
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore, is_complete
 from baton.local.trace_tree import coverage
-from baton.metrics import table
+from baton.telemetry.metrics import table
 from tests.cluster.oracle import SIMULATED, all_blocks_free, decoding_process
 from tests.cluster.test_equality import BYTES_PER_TOKEN, SERVICES, spans_of
 from tests.waiting import eventually

@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from baton import rpc
 from baton.config import RouterLimits
 from baton.errors import Unavailable
 from baton.local import certs, ports
+from baton.net import rpc
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from tests.cluster.command import baton
 from tests.cluster.conftest import Clusters

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from baton import rpc
 from baton.client import AsyncClient, RetryPolicy
 from baton.config import RouterLimits
 from baton.errors import Unavailable
+from baton.net import rpc
 from baton.v1 import (
     common_pb2,
     fleet_pb2,

@@ -12,12 +12,12 @@ from functools import partial
 import torch
 from opentelemetry.trace import NoOpTracer
 
-from baton import rpc
 from baton.config import host_id, kv_heads_of
 from baton.cuda import CudaArea
 from baton.engine.weights.quantize import is_quantized, split_rows
 from baton.errors import Stale, TransferFailed
-from baton.object_connection import ObjectConnection
+from baton.net import rpc
+from baton.net.object_connection import ObjectConnection
 from baton.v1 import common_pb2, handoff_pb2_grpc, prefill_pb2
 from kvtransfer import copier
 from kvtransfer.interface import Link, Listener, Transport

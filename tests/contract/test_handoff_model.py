@@ -1,6 +1,6 @@
 """Every order of reservations, leases, writes, aborts, resends, deaths and steps keeps the rules.
 
-A state machine drives the bookkeeping of a decode worker. What is real: BlockPool, Planner and
+A state machine drives the bookkeeping of a decode worker. What is real: BlockManager, Scheduler and
 Engine, Reservations and their event streams, HandoffReceiver over the memory transport, links and
 their bytes. What is not: the clock; the threads of the engine and of links, whose work runs when
 the machine says so; and the model, whose stand-in checks what it reads. So every order of events
@@ -27,13 +27,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from opentelemetry.context import Context
 from opentelemetry.trace import NoOpTracer
 
-from baton.engine.blocks import BlockPool
+from baton.block_hash import token_digest
+from baton.engine.block_manager import BlockManager
 from baton.engine.loop import Engine
-from baton.engine.planner import ChunkSize, Planner
 from baton.engine.runner import SampledTokens, StepRunner
+from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.errors import DeadlineExceeded, KvCorrupted, Overloaded, Stale, Unavailable
-from baton.prefix import token_digest
-from baton.structured_output import GrammarCompiler
+from baton.generation.structured_output import GrammarCompiler
 from baton.v1 import common_pb2, decode_pb2
 from baton.v1 import handoff_pb2 as pb
 from baton.v1.dispatch_pb2 import WorkerMessage
@@ -250,10 +250,10 @@ class DecodeWorker(RuleBasedStateMachine):
         self.patch = mock.patch.object(receiver, "ThreadPoolExecutor", Inline)
         self.patch.start()
         self.runner = CheckingRunner(self.pool, self.committed)
-        self.blocks = BlockPool(BLOCKS, BLOCK_SIZE)
-        planner = Planner(self.blocks, ChunkSize(8), max_batch=4)
+        self.blocks = BlockManager(BLOCKS, BLOCK_SIZE)
+        scheduler = Scheduler(self.blocks, ChunkBudget(8), max_batch=4)
         publish = lambda report: self.loop.call_soon(self.reservations.on_step, report)  # noqa: E731
-        self.engine = Engine(self.runner, planner, frozenset(), 64, publish)
+        self.engine = Engine(self.runner, scheduler, frozenset(), 64, publish)
         limits, grammars = ModelLimits(1000, 64, BLOCK_SIZE), GrammarCompiler(Path(), 1000, ())
         self.reservations = Reservations(self.engine, limits, grammars, LEASE_S)
         record = common_pb2.WorkerRecord(incarnation="d", host_id="host", kv=DESCRIPTOR)

@@ -14,7 +14,7 @@ import pytest
 
 from baton.config import RegistryConfig, split_address
 from baton.errors import InvalidRequest, Unavailable
-from baton.local.etcd import EmbeddedEtcd
+from baton.local.etcd_process import EmbeddedEtcd
 from baton.registry import EtcdRegistry, etcd_client
 from baton.registry import etcd as etcd_module
 from baton.registry.etcd_client import EtcdClient

@@ -13,8 +13,8 @@ import pytest
 
 from baton.config import EngineConfig
 from baton.errors import Overloaded, Stale
+from baton.generation.sampling_params import SamplingParams
 from baton.local.single import SingleProcess
-from baton.sampling import SamplingParams
 from baton.v1 import handoff_pb2
 from tests.memory_registry import MemoryRegistry
 from tests.unit.worker.running import (

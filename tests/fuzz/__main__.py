@@ -28,16 +28,16 @@ import grpc
 import httpx
 import psutil
 
-from baton import rpc
 from baton.client import AsyncClient
 from baton.config import ApiConfig, ClusterConfig, EngineConfig
-from baton.engine.models.config import ModelConfig
+from baton.engine.models.model_config import ModelConfig
 from baton.engine.weights.checkpoint import stored_tensors
 from baton.errors import CheckpointError, ConfigError, InvalidRequest
 from baton.gateway.batch_runner import parse_line
 from baton.gateway.request import parse_chat, parse_completion, parse_tokenize
 from baton.local import ports
 from baton.local.cluster import LocalCluster
+from baton.net import rpc
 from baton.registry.membership import decode
 from baton.text.chat_template import ChatTemplate
 from baton.v1 import (

@@ -23,10 +23,10 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import baton
-from baton import cli, options
+from baton import cli
 from baton.cli import services, status
 from baton.client import Completion, Delta, Model, Route, Timing, Usage
-from baton.config import ClusterConfig, EngineConfig, RouterConfig, WorkerConfig
+from baton.config import ClusterConfig, EngineConfig, RouterConfig, WorkerConfig, options
 from baton.errors import ConfigError, InternalError, Overloaded
 from baton.local import commands, ports
 from baton.local.resources import Share

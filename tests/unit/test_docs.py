@@ -9,9 +9,9 @@ from functools import cache
 import pytest
 
 from baton import cli, errors
-from baton.http_errors import failure_of
-from baton.metrics.table import TABLE
-from baton.rpc import code_of
+from baton.net.http_errors import failure_of
+from baton.net.rpc import code_of
+from baton.telemetry.metrics.table import TABLE
 from benchmarks.__main__ import COMMANDS
 from tests.documents import DOCS, PAGES, ROOT, code, commands
 

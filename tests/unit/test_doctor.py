@@ -17,7 +17,7 @@ from baton import cli
 from baton.cli import doctor as command
 from baton.client import Completion, Model, Route
 from baton.errors import BatonError, ConfigError, KvMismatch, TransferFailed, Unauthenticated
-from baton.local import doctor, etcd
+from baton.local import doctor, etcd_process
 from baton.local.doctor import Finding
 from baton.local.doctor_cluster import check_cluster, check_handoffs, check_requests
 from baton.local.ports import free
@@ -62,7 +62,7 @@ def test_programs_that_are_missing(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     monkeypatch.setattr(doctor, "version_of", lambda package: None)
     no_etcd = mock.Mock(side_effect=ConfigError("no etcd to start: put etcd on PATH"))
-    monkeypatch.setattr(etcd, "etcd_binary", no_etcd)
+    monkeypatch.setattr(etcd_process, "etcd_binary", no_etcd)
     found = {one.subject: one for one in doctor.check_machine(False)}
     fixes = {"torch": "'.[worker]'", "etcd": "put etcd on PATH", "CPU kernels": "g++"}
     for subject, fix in fixes.items():

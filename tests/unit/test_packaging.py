@@ -87,7 +87,11 @@ GRPC = ("grpc",)
         ("import router.admission.text_process", ("torch", "grpc", "opentelemetry")),
         ("import baton; baton.Client, baton.AsyncClient", LIBRARIES + HEAVY),
         ("import baton.cli; baton.cli.parser()", LIBRARIES + HEAVY),
-        ("import baton.sampling, baton.config, baton.rpc, baton.telemetry", LIBRARIES + HEAVY),
+        (
+            "import baton.generation.sampling_params, baton.config; "
+            "import baton.net.rpc, baton.telemetry.tracing",
+            LIBRARIES + HEAVY,
+        ),
     ],
 )
 def test_a_module_loads_nothing_heavy(code, unwanted):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton.config import EngineConfig
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool
-from baton.engine.models.config import ModelConfig
+from baton.engine.models.model_config import ModelConfig
 from baton.engine.ranks import Channel, Elsewhere, Exchange, Rank, RankedModel
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler

@@ -24,20 +24,20 @@ from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed
 from baton.engine.backends import Backend, unsupported
 from baton.engine.batch import StepModel
 from baton.engine.collectives import ALONE, GroupCollectives
-from baton.engine.models.config import ModelConfig
+from baton.engine.kernels.native import library
+from baton.engine.kernels.native.model import NativeModel
+from baton.engine.kernels.native.ops import NativeOps
+from baton.engine.kernels.native.packing import PackedWeight
 from baton.engine.models.decoder import Model
+from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.quantization import weight_format
-from baton.engine.ops.native import library
-from baton.engine.ops.native.model import NativeModel
-from baton.engine.ops.native.ops import NativeOps
-from baton.engine.ops.native.packing import PackedWeight
 from baton.engine.ranks import Exchange
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.shard import WHOLE, Shard
 from baton.engine.simulated import SimulatedRunner
+from baton.engine.weights.loader import weights_of
 from baton.engine.weights.weight import DenseWeight, Weight, quantized
-from baton.engine.weights.weights import weights_of
 from baton.errors import ConfigError
 
 log = logging.getLogger(__name__)

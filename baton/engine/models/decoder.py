@@ -16,14 +16,14 @@ from torch import Tensor
 
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import ALONE, Collectives
-from baton.engine.models.config import ModelConfig
+from baton.engine.kernels.torch.attention import Scoring, attend, place, softcapped, write_kv
+from baton.engine.kernels.torch.linear import act_mul
+from baton.engine.kernels.torch.moe_routing import route
+from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.rope import rope_tables
-from baton.engine.ops.torch.attention import Scoring, attend, place, softcapped, write_kv
-from baton.engine.ops.torch.linear import act_mul
-from baton.engine.ops.torch.routing import route
 from baton.engine.shard import WHOLE, Shard
+from baton.engine.weights.loader import ExpertWeights, LayerWeights, Weights
 from baton.engine.weights.weight import Weight
-from baton.engine.weights.weights import ExpertWeights, LayerWeights, Weights
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from baton.engine.models.config import ModelConfig, Rope
+from baton.engine.models.model_config import ModelConfig, Rope
 
 
 def inverse_frequencies(rope: Rope, head_size: int) -> Tensor:

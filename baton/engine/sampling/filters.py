@@ -5,7 +5,7 @@ the n-th weight. A whole vocabulary is never sorted: that would cost more than t
 Of equally likely tokens at the edge the lowest ids stay, so that top_k=1 is greedy.
 
 Rows are worked on one by one in numpy, where a row stays in the cache. A GPU
-(`baton.engine.ops.triton.sampling`) keeps and samples the same, up to the rounding of sums.
+(`baton.engine.kernels.triton.sampling`) keeps and samples the same, up to the rounding of sums.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 
 # Entries summed first: sampling searches vocab / 512 sums and then 512 weights.
 _BLOCK = 512

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baton.engine.planner import Work
+from baton.engine.scheduler import Work
 from baton.errors import InternalError
 
 _ROWS = 32  # worked on at a time: their log-probabilities stay in the cache

@@ -24,8 +24,8 @@ from torch import Tensor
 from baton.engine.sampling import filters, randomness
 from baton.engine.sequence import TokenCounts
 from baton.errors import InternalError
-from baton.sampling import SamplingParams
-from baton.structured_output import GrammarMatcher
+from baton.generation.sampling_params import SamplingParams
+from baton.generation.structured_output import GrammarMatcher
 
 Chosen = npt.NDArray[np.int64]
 

@@ -14,7 +14,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from baton.engine.ops.torch.linear import exact_products, product
+from baton.engine.kernels.torch.linear import exact_products, product
 from baton.engine.weights.quantize import FP8, quantize_rows
 from baton.errors import CheckpointError
 

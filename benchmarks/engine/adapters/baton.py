@@ -6,7 +6,7 @@ import importlib.metadata
 
 from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.ops.triton.attention_specs import random_pool
+from baton.engine.kernels.triton.attention_specs import random_pool
 from benchmarks.engine.adapters.protocol import Adapter, Setup, Timed, main
 from benchmarks.engine.driver import Driver
 

@@ -12,7 +12,7 @@ from baton.bench.generator import Run
 from baton.bench.report import SCHEMA, Stage, report_of
 from baton.bench.terminal import show
 from baton.bench.workload import Workload
-from baton.slo import Slo
+from baton.config.slo import Slo
 from tests.unit.bench.outcomes import failed, finish, outcome
 
 DOCS = Path(__file__).parents[3] / "docs" / "benchmarking.md"

@@ -15,11 +15,11 @@ from baton import cli
 from baton.bench import serve, terminal
 from baton.bench.request import RequestOptions
 from baton.bench.terminal import Progress
-from baton.bench.trace import Scale
+from baton.bench.trace_workload import Scale
 from baton.bench.workload import Interference, Lengths, Settings, Workload
 from baton.cli.bench import settings_of
+from baton.config.slo import Slo
 from baton.errors import ConfigError, Unavailable
-from baton.slo import Slo
 from tests.unit.bench.outcomes import NO_SERVER
 from tests.unit.bench.scripted_openai import HELLO, ScriptedOpenAI, serving, text
 from tests.unit.client import scripted_router

@@ -9,11 +9,12 @@ import time
 import pytest
 from aiohttp import web
 
-from baton import cli, errors, tls
+from baton import cli, errors
 from baton.bench.request import Demand, Outcome, RequestOptions
 from baton.bench.servers import GrpcServer, HttpServer, connected
 from baton.cli.options import use_tls
 from baton.local import certs
+from baton.net import tls
 from baton.v1 import common_pb2
 from tests.unit.bench import scripted_openai
 from tests.unit.bench.outcomes import NO_SERVER

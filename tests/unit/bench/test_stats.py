@@ -7,7 +7,7 @@ import pytest
 from baton.bench.report import knee_of
 from baton.bench.request import INTERRUPTED, Outcome
 from baton.bench.stats import stats_of
-from baton.slo import Slo
+from baton.config.slo import Slo
 from tests.unit.bench.outcomes import failed, finish, outcome
 
 FAST = outcome(0.1, 0.2, 0.3, 0.4)  # TTFT 0.1, TPOT 0.1, E2E 0.4

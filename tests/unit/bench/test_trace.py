@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from baton.bench.trace import Scale, demands
+from baton.bench.trace_workload import Scale, demands
 from baton.bench.workload import Workload
 from baton.errors import ConfigError
 

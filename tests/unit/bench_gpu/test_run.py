@@ -22,9 +22,9 @@ import pytest
 import torch
 import triton
 
-from baton.engine.models.config import ModelConfig
-from baton.engine.ops.triton import timing, tuning
-from baton.engine.ops.triton.spec import text_of
+from baton.engine.kernels.triton import timing, tuning
+from baton.engine.kernels.triton.spec import text_of
+from baton.engine.models.model_config import ModelConfig
 from benchmarks import child
 from benchmarks.engine.driver import Driver, Soaked
 from benchmarks.gpu import cluster, engine, kernels, run, serve, worker

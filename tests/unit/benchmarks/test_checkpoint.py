@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from baton.engine.models.config import ModelConfig
+from baton.engine.models.model_config import ModelConfig
 from benchmarks import checkpoint
 from benchmarks.shapes import SHAPES
 

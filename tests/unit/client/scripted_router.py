@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 
-from baton import rpc
+from baton.net import rpc
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 
 

@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from baton import connection
 from baton.engine.loop import Progress, StepReport
 from baton.errors import (
     DeadlineExceeded,
@@ -17,6 +16,7 @@ from baton.errors import (
     TransferFailed,
     Unavailable,
 )
+from baton.net import connection
 from baton.v1 import common_pb2, handoff_pb2
 from baton.worker import node
 from tests.unit.engine.checkpoints import byte_tokenizer

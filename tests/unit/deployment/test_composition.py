@@ -15,7 +15,7 @@ import pytest
 from baton.cli import parser
 from baton.cli.services import router_config, worker_config
 from baton.errors import BatonError
-from baton.server import Health
+from baton.net.server import Health
 from tests.unit.deployment.files import BASE, COMPOSE, OVERLAYS, load, merge
 
 OPTION = "BATON_OPT_"

@@ -9,7 +9,7 @@ from pathlib import Path
 import promql_parser
 import pytest
 
-from baton.metrics import table
+from baton.telemetry.metrics import table
 from tests.unit.deployment.files import BASE, COMPOSE, OVERLAYS, load
 
 OBSERVABILITY = COMPOSE / "observability"

@@ -1,4 +1,4 @@
-"""Drives a model over a scattered KV pool in tests, without planner or runner."""
+"""Drives a model over a scattered KV pool in tests, without scheduler or runner."""
 
 import random
 
@@ -43,7 +43,7 @@ class PagedRun:
     def step(self, *work):
         """Computes the next `count` tokens of each sequence; logits `[count, vocab]` of each.
 
-        Work of one token comes first, as planners order it.
+        Work of one token comes first, as schedulers order it.
         """
         batch = self._batch(work)
         logits = self.model.step(batch, self.pool).clone()  # its memory is the next step's, too

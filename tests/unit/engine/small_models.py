@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from baton.engine.backends import unsupported
-from baton.engine.models.config import ModelConfig, Rope
+from baton.engine.kernels.native import library
+from baton.engine.kernels.native.model import NativeModel
+from baton.engine.kernels.native.ops import NativeOps
+from baton.engine.kernels.native.packing import PackedWeight
 from baton.engine.models.decoder import Model
-from baton.engine.ops.native import library
-from baton.engine.ops.native.model import NativeModel
-from baton.engine.ops.native.ops import NativeOps
-from baton.engine.ops.native.packing import PackedWeight
+from baton.engine.models.model_config import ModelConfig, Rope
+from baton.engine.weights.loader import random_weights
 from baton.engine.weights.weight import DenseWeight, Weight, quantized
-from baton.engine.weights.weights import random_weights
 from tests.unit.engine.paged import PagedRun
 
 CPU = torch.device("cpu")

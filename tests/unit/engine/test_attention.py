@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from baton.engine.kv_cache import KvLayout
-from baton.engine.ops.torch import attention
-from baton.engine.ops.torch.attention import (
+from baton.engine.kernels.torch import attention
+from baton.engine.kernels.torch.attention import (
     AttentionBatch,
     PrefillSegment,
     Scoring,
@@ -13,6 +12,7 @@ from baton.engine.ops.torch.attention import (
     padded_keys,
     write_kv,
 )
+from baton.engine.kv_cache import KvLayout
 from baton.engine.weights.quantize import FP8, pack_rows, unpack_rows
 
 LAYERS, LAYER, HEADS, KV_HEADS, HEAD_SIZE = 3, 1, 6, 2, 16

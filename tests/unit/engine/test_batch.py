@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.batch import BatchBuilder
-from baton.engine.planner import Plan, Work
+from baton.engine.scheduler import Plan, Work
 from baton.engine.sequence import Sequence
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 
 SIZE = 4
 

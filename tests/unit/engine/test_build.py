@@ -8,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from baton import options
-from baton.config import EngineConfig
+from baton.config import EngineConfig, options
 from baton.engine.backends import cpu
 from baton.engine.build import choose_dtype, device_of
-from baton.engine.ops.native.ops import NativeOps
-from baton.engine.ops.native.packing import PackedWeight
+from baton.engine.kernels.native.ops import NativeOps
+from baton.engine.kernels.native.packing import PackedWeight
 from baton.engine.weights.quantize import SCALE_BYTES
 from baton.errors import ConfigError
 from tests.unit.engine.bench import load

@@ -11,7 +11,7 @@ from baton.engine.models import decoder
 from baton.engine.models.rope import rope_tables
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError, Overloaded, Stale
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 from tests.unit.engine.bench import WAIT_S, Bench, load
 
 PROMPTS = [[(7 * i + 3 * j) % 250 + 3 for j in range(n)] for i, n in enumerate((1, 15, 16, 17, 90))]

@@ -6,13 +6,13 @@ import time
 import pytest
 import torch
 
-from baton.engine.blocks import BlockPool
+from baton.engine.block_manager import BlockManager
 from baton.engine.loop import MAX_FAILED_STEPS, SEQUENCES_PER_PLACE, Engine
-from baton.engine.planner import ChunkSize, Planner
 from baton.engine.runner import SampledTokens, StepRunner
+from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Overloaded, Unavailable
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 from tests.unit.engine.bench import WAIT_S, Bench
 
 STORM = 300
@@ -46,8 +46,8 @@ class GatedRunner(StepRunner):
 class GatedBench(Bench):
     def __init__(self, num_blocks=64):
         self.runner = GatedRunner()
-        planner = Planner(BlockPool(num_blocks, 4), ChunkSize(16), MAX_BATCH)
-        super().__init__(lambda publish: Engine(self.runner, planner, frozenset(), 1000, publish))
+        scheduler = Scheduler(BlockManager(num_blocks, 4), ChunkBudget(16), MAX_BATCH)
+        super().__init__(lambda publish: Engine(self.runner, scheduler, frozenset(), 1000, publish))
 
     def __exit__(self, kind, error, traceback):
         self.runner.open()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from baton.engine.models.config import ModelConfig, Rope
+from baton.engine.models.model_config import ModelConfig, Rope
 from baton.engine.models.rope import inverse_frequencies
 from baton.engine.weights.checkpoint import fingerprint
 from baton.errors import CheckpointError

@@ -7,9 +7,9 @@ makes greedy and seeded output independent of batching, chunking, workers and fa
 import pytest
 import torch
 
-from baton.engine.models.config import ExpertsConfig, Rope
+from baton.engine.kernels.torch.linear import act_mul, product
+from baton.engine.models.model_config import ExpertsConfig, Rope
 from baton.engine.models.rope import rope_table
-from baton.engine.ops.torch.linear import act_mul, product
 from tests.unit.engine.small_models import Kind, feed, run_of, tokens
 
 # (in, out) of products in real and in odd shapes.

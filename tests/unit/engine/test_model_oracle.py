@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from baton.engine.kernels.native.model import NativeModel
 from baton.engine.models.architectures import ARCHITECTURES
-from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
-from baton.engine.ops.native.model import NativeModel
-from baton.engine.weights.weights import load_weights
+from baton.engine.models.model_config import ModelConfig
+from baton.engine.weights.loader import load_weights
 from tests.unit.engine import small_models
 from tests.unit.engine.checkpoints import load_reference, make_checkpoint, make_model
 from tests.unit.engine.paged import PagedRun

@@ -10,7 +10,7 @@ import torch
 from baton.engine.pooling import Pooling
 from baton.engine.sequence import Sequence
 from baton.errors import CheckpointError
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 from tests.unit.engine.bench import Bench, load
 from tests.unit.engine.checkpoints import load_reference, make_checkpoint
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine import planner
+from baton.engine import scheduler
 from baton.engine.sampling.prompt_logprobs import logprobs_of
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 from tests.unit.engine.bench import Bench, load, tokens_of
 from tests.unit.engine.checkpoints import load_reference
 
@@ -68,7 +68,7 @@ def test_log_probabilities_are_those_of_transformers(directory, expected, settin
     others = (*got["plain"], *got["resumed"])
     assert all(one.prompt_logprobs is None for one in others), "the resumed one's were told before"
     steps = [report.num_tokens for report in bench.reports]
-    assert max(steps) <= planner.SCORED_ROWS + 61 + 61
+    assert max(steps) <= scheduler.SCORED_ROWS + 61 + 61
 
 
 def test_no_cached_prefix_and_no_preemption_leaves_one_out_or_tells_it_twice(directory, expected):

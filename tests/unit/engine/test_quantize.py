@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from baton.engine.kernels.torch import linear
+from baton.engine.kernels.torch.attention import write_kv
+from baton.engine.kernels.torch.linear import exact_products, products_by_float
 from baton.engine.kv_cache import KvLayout, allocate_pool
-from baton.engine.ops.torch import linear
-from baton.engine.ops.torch.attention import write_kv
-from baton.engine.ops.torch.linear import exact_products, products_by_float
 from baton.engine.weights import weight as weight_module
 from baton.engine.weights.quantize import (
     FP8,

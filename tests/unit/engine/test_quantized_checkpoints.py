@@ -10,7 +10,8 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.models.config import ExpertsConfig, ModelConfig
+from baton.engine.models.model_config import ExpertsConfig, ModelConfig
+from baton.engine.weights.loader import load_weights, random_weights
 from baton.engine.weights.quantize import quantize_rows
 from baton.engine.weights.weight import (
     DenseWeight,
@@ -19,7 +20,6 @@ from baton.engine.weights.weight import (
     Mxfp4Weight,
     quantized,
 )
-from baton.engine.weights.weights import load_weights, random_weights
 from baton.errors import CheckpointError, ConfigError
 from tests.unit.engine import small_models
 from tests.unit.engine.paged import PagedRun

@@ -20,14 +20,14 @@ from baton.engine import build, collectives, ranks
 from baton.engine.backends.cpu import CpuBackend
 from baton.engine.collectives import GlooCollectives
 from baton.engine.kv_cache import KvLayout
-from baton.engine.planner import Plan, Work
 from baton.engine.runner import RunnerFailed
+from baton.engine.scheduler import Plan, Work
 from baton.engine.sequence import Sequence
 from baton.engine.shard import Shard
 from baton.engine.weights.weight import DenseWeight, Fp8BlockWeight, Int4Weight, Int8Weight
 from baton.errors import CheckpointError, ConfigError, InternalError
+from baton.generation.sampling_params import SamplingParams
 from baton.rendezvous import Rendezvous
-from baton.sampling import SamplingParams
 from tests.contract.kvtransfer_driver import DRIVER, StandIn
 from tests.unit.engine.bench import WAIT_S, Bench
 from tests.unit.engine.checkpoints import make_checkpoint

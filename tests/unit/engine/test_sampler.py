@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.planner import Work
 from baton.engine.runner import sample_rows
 from baton.engine.sampling import filters
 from baton.engine.sampling.randomness import splitmix64, uniform
 from baton.engine.sampling.sampler import Sampler, SampleRow, finish_reason
+from baton.engine.scheduler import Work
 from baton.engine.sequence import Sequence, TokenCounts
 from baton.errors import InternalError
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 
 VOCAB = 600  # more than one block that is summed, and not a multiple of it
 EOS = frozenset({2, 3})

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from baton.config import EngineConfig, SimulatedSpeed
-from baton.engine.planner import Plan, Work
 from baton.engine.sampling.sampler import Sampler
+from baton.engine.scheduler import Plan, Work
 from baton.engine.sequence import Sequence
 from baton.engine.simulated import SimulatedRunner
 from baton.errors import ConfigError, InternalError
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 from kvtransfer.pool import Digest, KvPool, Slots, copy_slots
 
 TINY = Path(__file__).parents[3] / "benchmarks" / "scenarios" / "tiny.json"

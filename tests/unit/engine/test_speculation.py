@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.block_hash import hash_chain
 from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.blocks import BlockPool
+from baton.engine.block_manager import BlockManager
 from baton.engine.loop import Engine
-from baton.engine.planner import ChunkSize, Planner
 from baton.engine.runner import StepRunner, tokens_by_sequence
 from baton.engine.sampling.sampler import Sampled, TokenLogprobs
+from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.speculative import Proposer
 from baton.engine.speculative.ngram import NgramProposer
-from baton.prefix import hash_chain
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 from baton.text import load_tokenizer
 from tests.unit.engine.bench import WAIT_S, Bench, load, tokens_of
 from tests.unit.engine.small_models import KERNELS
@@ -163,10 +163,12 @@ EOS = 90
 
 def scripted(text, params, max_context=1000, proposer=None, names="a"):
     """What sequences got that begin with 16 tokens of a text, and the counts of `run`."""
-    planner = Planner(BlockPool(64, 4), ChunkSize(64), 4, proposer or UsualCost(4, max_context))
+    scheduler = Scheduler(
+        BlockManager(64, 4), ChunkBudget(64), 4, proposer or UsualCost(4, max_context)
+    )
     runner, eos = ScriptedRunner(text), frozenset({EOS})
     got, *counts = run(
-        lambda publish: Engine(runner, planner, eos, max_context, publish),
+        lambda publish: Engine(runner, scheduler, eos, max_context, publish),
         *(Sequence(name, text[:16], 16, params) for name in names),
     )
     return *(got[name] for name in names), *counts

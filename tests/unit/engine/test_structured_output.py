@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from baton.engine.blocks import BlockPool
+from baton.engine.block_manager import BlockManager
 from baton.engine.loop import Engine
-from baton.engine.planner import ChunkSize, Planner
 from baton.engine.sampling.sampler import Sampler, SampleRow
+from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import NgramProposer
-from baton.sampling import Reasoning, SamplingParams, StructuredOutput
-from baton.structured_output import GrammarCompiler
+from baton.generation.sampling_params import Reasoning, SamplingParams, StructuredOutput
+from baton.generation.structured_output import GrammarCompiler
 from baton.text import load_tokenizer
 from tests.unit.engine.bench import WAIT_S, Bench, load, tokens_of
 
@@ -47,10 +47,10 @@ class Demo:
 
     def bench(self, num_blocks=200, proposer=None, max_batch=8, prefix_cache=False):
         loaded = self.loaded
-        blocks = BlockPool(num_blocks, loaded.layout.block_size, prefix_cache)
-        planner = Planner(blocks, ChunkSize(64), max_batch, proposer)
+        blocks = BlockManager(num_blocks, loaded.layout.block_size, prefix_cache)
+        scheduler = Scheduler(blocks, ChunkBudget(64), max_batch, proposer)
         eos, most = frozenset({EOS}), loaded.max_context
-        return Bench(lambda publish: Engine(loaded.runner, planner, eos, most, publish))
+        return Bench(lambda publish: Engine(loaded.runner, scheduler, eos, most, publish))
 
     def sequence(self, name, params, prompt="items = ", output=(), **options):
         prompt_ids = self.tokenizer.encode(prompt)

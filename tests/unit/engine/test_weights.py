@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.config import EngineConfig
-from baton.engine.models.config import ModelConfig
-from baton.engine.weights import weights as loading
+from baton.engine.models.model_config import ModelConfig
+from baton.engine.weights import loader as loading
 from baton.engine.weights.checkpoint import INDEX_FILE, SINGLE_FILE
+from baton.engine.weights.loader import load_weights, random_seed, random_weights
 from baton.engine.weights.weight import DenseWeight, Int8Weight
-from baton.engine.weights.weights import load_weights, random_seed, random_weights
 from baton.errors import CheckpointError
 from baton.local.model_check import check_model
 from tests.unit.engine.checkpoints import load_reference, make_checkpoint

@@ -9,12 +9,12 @@ import pytest
 
 from baton.config import DEMO_MODEL, ApiConfig
 from baton.gateway.routes import serving
-from baton.http_server import listen
-from baton.server import EventLoop
-from baton.structured_output import GrammarCompiler
+from baton.generation.structured_output import GrammarCompiler
+from baton.net.http_server import listen
+from baton.net.server import EventLoop
 from baton.v1 import common_pb2
 from router.admission.admission import Admission
-from router.frontend import GenerationService
+from router.generation_service import GenerationService
 from tests.unit.router import scripted_workers
 from tests.unit.router.scripted_workers import TIMEOUT_S, UNFINISHED, Cluster
 from tests.unit.router.small_tokenizers import byte_tokenizer

@@ -10,10 +10,10 @@ import time
 
 import pytest
 
-from baton import http_server
 from baton.config import ApiConfig, RouterConfig
 from baton.errors import ConfigError, Overloaded, Unauthenticated, Unavailable
 from baton.gateway import batch_runner, batch_store, batches, frontend
+from baton.net import http_server
 from baton.v1 import common_pb2
 from router.admission.tenants import Tenants
 from tests.unit.router.scripted_workers import seen

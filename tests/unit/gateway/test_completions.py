@@ -18,7 +18,7 @@ from baton.gateway.output import ChatOutput
 from baton.gateway.request import ParsedRequest, parse_completion
 from baton.v1 import common_pb2, inference_pb2
 from router.dispatch.request_state import RequestState
-from router.frontend import Caller
+from router.generation_service import Caller
 from tests.unit.router.scripted_workers import LENGTH, first_token, seen, started
 
 from .conftest import PROMPT

@@ -11,12 +11,13 @@ import zlib
 
 import pytest
 
-from baton import errors, rpc
+from baton import errors
 from baton.gateway import api, generation
 from baton.gateway.generation import MAX_BODY_BYTES
 from baton.gateway.request import parse_chat, parse_completion
-from baton.http_errors import failure_of
-from router import frontend
+from baton.net import rpc
+from baton.net.http_errors import failure_of
+from router import generation_service
 from router.admission.tenants import Tenants
 from tests.unit.router.scripted_workers import TIMEOUT_S, seen
 from tests.unit.router.small_tokenizers import byte_tokenizer
@@ -427,7 +428,7 @@ async def test_a_draining_router_finishes_streams_and_takes_nothing_new(gateway)
 async def test_what_is_echoed_at_once_may_be_longer_than_what_may_be_left_unread(
     gateway_of, tmp_path, monkeypatch, path
 ):
-    monkeypatch.setattr(frontend, "MAX_UNREAD_BYTES", 500)
+    monkeypatch.setattr(generation_service, "MAX_UNREAD_BYTES", 500)
     tokenizer = byte_tokenizer(tmp_path, max_position_embeddings=1000)
     gateway = await gateway_of(tokenizer=tokenizer, cluster={"max_context": 1000})
     text = "\n" * 300  # twice as long in JSON
@@ -445,8 +446,8 @@ async def test_a_client_that_does_not_read_holds_nothing_and_finds_the_reason_la
     gateway_of, monkeypatch, end, n
 ):
     if end == "unread":
-        monkeypatch.setattr(frontend, "UNREAD_S", 0.5)
-    monkeypatch.setattr(frontend, "MAX_UNREAD_BYTES", 1 << 30)
+        monkeypatch.setattr(generation_service, "UNREAD_S", 0.5)
+    monkeypatch.setattr(generation_service, "MAX_UNREAD_BYTES", 1 << 30)
     gateway = await gateway_of(default_timeout_s=3.0 if end == "deadline" else 600.0)
     gateway.decode.runs = [gateway.decode.flood] * n
     body = {"prompt": PROMPT, "n": n, "max_tokens": 5, "stream": True, "return_token_ids": True}

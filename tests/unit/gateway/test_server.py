@@ -12,12 +12,12 @@ import msgspec
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
-from baton import http_server
 from baton.config import ApiConfig, RouterConfig, host_names, origins
 from baton.errors import ConfigError
 from baton.gateway import frontend
 from baton.gateway.output import ChatOutput, CompletionOutput
-from baton.http_server import listen
+from baton.net import http_server
+from baton.net.http_server import listen
 from baton.v1 import common_pb2
 from router.admission.tenants import Tenants
 from tests.unit.router.scripted_workers import TIMEOUT_S, seen

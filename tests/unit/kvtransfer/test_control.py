@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from baton import rpc
 from baton.errors import DeadlineExceeded, InvalidRequest, KvCorrupted, Overloaded, Unavailable
+from baton.net import rpc
 from baton.v1 import handoff_pb2 as pb
 from baton.v1.handoff_pb2_grpc import HandoffServiceStub, add_HandoffServiceServicer_to_server
 from kvtransfer.control import Control, ControlServicer

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from baton import rpc
 from baton.local.top_view import PolledRouter
+from baton.net import rpc
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, worker_pb2
 
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE

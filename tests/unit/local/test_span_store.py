@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from baton import span_export, telemetry
 from baton.errors import DeadlineExceeded
 from baton.local import ports
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore, is_complete
+from baton.telemetry import tracing
+from baton.telemetry.tracing import span_export
 from tests.waiting import WAIT_S
 
 
@@ -62,13 +63,13 @@ async def test_receiver_takes_what_a_real_exporter_sends():
     """What is pending at the end is sent by `close`."""
     attributes = {"text": "x", "count": 3, "share": 0.5, "yes": True}
     async with OtlpReceiver(SpanStore()) as receiver:
-        exporter = telemetry.setup("client", receiver.address, {"service.instance.id": "abc"})
+        exporter = tracing.setup("client", receiver.address, {"service.instance.id": "abc"})
         with exporter.tracer.start_as_current_span("generate") as root:
             root.set_attributes({**attributes, "list": ["a", "b"]})
             with pytest.raises(ValueError), exporter.tracer.start_as_current_span("child"):
                 raise ValueError("boom")
         await asyncio.to_thread(exporter.close)
-        spans = receiver.store.trace(telemetry.trace_id_of(root))
+        spans = receiver.store.trace(tracing.trace_id_of(root))
     child, parent = sorted(spans, key=lambda s: s.name)
     assert (parent.name, parent.service, parent.parent_id) == ("generate", "client", "")
     assert parent.attributes == {**attributes, "list": "a, b"}
@@ -84,11 +85,11 @@ async def test_a_collector_may_be_late_or_never_come(comes, caplog, monkeypatch)
     monkeypatch.setattr(span_export, "_FIRST_DELAY_S", 0.1)
     store, port = SpanStore(), ports.free()
     async with OtlpReceiver(SpanStore()) as early, contextlib.AsyncExitStack() as stack:
-        exporter = telemetry.setup("client", f"{early.address}, http://127.0.0.1:{port}")
+        exporter = tracing.setup("client", f"{early.address}, http://127.0.0.1:{port}")
         roots = []
         for _ in range(3):
             with exporter.tracer.start_as_current_span("generate") as root:
-                roots.append(telemetry.trace_id_of(root))
+                roots.append(tracing.trace_id_of(root))
             await early.store.wait_for(roots[-1], timeout=WAIT_S)
         async with asyncio.timeout(WAIT_S):
             while not caplog.messages:  # noqa: ASYNC110

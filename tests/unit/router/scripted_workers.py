@@ -14,7 +14,7 @@ from opentelemetry.context import Context
 
 from baton.config import RouterLimits
 from baton.errors import Unavailable
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2, worker_pb2
 from baton.worker.metrics import LoadTracker
 from baton.worker.router_port import RouterConnection, RouterPort

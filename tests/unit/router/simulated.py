@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass, replace
 
 from baton.errors import Overloaded
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 from router.admission.fair_queue import FairQueue, Flow
 from router.admission.feasibility import check
 from router.admission.wait_queue import QueueEntry, WaitQueue

@@ -2,17 +2,17 @@
 
 import numpy as np
 
-from baton.prefix import hash_chain
+from baton.block_hash import hash_chain
 from baton.v1 import common_pb2, worker_pb2
 from router.admission.fair_queue import FairQueue, Flow
-from router.fleet.prefix_index import PrefixIndex
+from router.fleet.kv_index import KvIndex
 from router.fleet.snapshot import AssignedPrompt, Snapshot, WorkerView
 from router.placement.cost_model import PlacementRequest
 
 BLOCK = 4
 _TOKEN_OF_40_000_BYTES = {"num_layers": 10, "num_kv_heads": 4, "head_size": 125}
 PROMPT = tuple(range(100, 108))
-INDEX, SLOTS = PrefixIndex(), {}
+INDEX, SLOTS = KvIndex(), {}
 
 
 def worker(name, state="READY", reason="", tokens=0, sequences=0, caches=(), salt="", **fields):

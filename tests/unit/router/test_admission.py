@@ -14,8 +14,8 @@ from baton.errors import (
     ModelNotFound,
     Overloaded,
 )
-from baton.generation_config import sampling_defaults
-from baton.sampling import (
+from baton.generation.generation_config import sampling_defaults
+from baton.generation.sampling_params import (
     FILL_CONTEXT,
     MAX_ALLOWED_TOKEN_IDS,
     MAX_CACHE_SALT_CHARS,

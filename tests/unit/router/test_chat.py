@@ -6,8 +6,8 @@ import pytest
 
 from baton.config import DEMO_MODEL
 from baton.errors import ConfigError, InvalidRequest
-from baton.sampling import Reasoning
-from baton.structured_output import GrammarCompiler
+from baton.generation.sampling_params import Reasoning
+from baton.generation.structured_output import GrammarCompiler
 from baton.v1 import common_pb2, inference_pb2
 from router.admission.admission import Admission, Choices
 from router.admission.chat import ChatFormats

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from baton.errors import Unavailable
-from baton.server import Health
+from baton.net.server import Health
 from baton.v1 import common_pb2, worker_pb2
 from router.fleet.circuit_breaker import FAILURES_IN_A_ROW
 from router.fleet.heartbeat import LivenessConfig

@@ -7,9 +7,9 @@ import asyncio
 
 import pytest
 
-from baton import tls
 from baton.errors import Stale, Unavailable
 from baton.local import certs
+from baton.net import tls
 from router.fleet.heartbeat import HeartbeatStream, LivenessConfig
 from router.fleet.snapshot import AssignedPrompt
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from baton.block_hash import block_hash
 from baton.errors import Overloaded, Unavailable
-from baton.prefix import block_hash
 from baton.v1 import common_pb2, worker_pb2
 from router.fleet.snapshot import SILENT, AssignedPrompt, WorkerView
 from router.placement.cost_model import ColumnCosts

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from baton.sampling import Reasoning, SamplingParams
+from baton.generation.sampling_params import Reasoning, SamplingParams
 from baton.text.tool_calls import HERMES, MISTRAL_ARGS
 from baton.v1 import common_pb2
 from router.dispatch.request_state import OutputFormat, RequestState, TextStream

@@ -17,16 +17,17 @@ from grpc_reflection.v1alpha.reflection_pb2 import (
 )
 from opentelemetry.trace import StatusCode
 
-from baton import cli, rpc, tls
+from baton import cli
 from baton.errors import Cancelled, Unauthenticated
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import SpanStore
-from baton.server import Health
+from baton.net import rpc, tls
+from baton.net.server import Health
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
-from router import frontend
+from router import generation_service
 from router.admission.admission import Admission
 from router.admission.tenants import Tenants
-from router.frontend import GenerationService
+from router.generation_service import GenerationService
 from router.service import FleetServicer, InferenceServicer, authorize
 from tests.tracing import Traces
 
@@ -357,8 +358,8 @@ async def test_a_caller_that_does_not_read_holds_nothing_and_gets_the_reason(
     router_of, monkeypatch, end, code, said
 ):
     if end == "seconds":
-        monkeypatch.setattr(frontend, "UNREAD_S", 0.5)
-    monkeypatch.setattr(frontend, "MAX_UNREAD_BYTES", 1 << (16 if end == "bytes" else 30))
+        monkeypatch.setattr(generation_service, "UNREAD_S", 0.5)
+    monkeypatch.setattr(generation_service, "MAX_UNREAD_BYTES", 1 << (16 if end == "bytes" else 30))
     router = await router_of(default_timeout_s=0.5 if end == "deadline" else 600.0)
     decode = router.decode
     decode.runs = [partial(decode.flood, tokens=4, top=200)]
@@ -379,8 +380,8 @@ async def test_a_caller_that_does_not_read_holds_nothing_and_gets_the_reason(
 def test_a_caller_has_its_time_from_the_first_output_on(monkeypatch):
     """Whatever waits before it: the message that says that the request has started, or headers."""
     clock = iter((1000.0, 1009.0, 1018.0, 1019.5))
-    monkeypatch.setattr(frontend, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    unread = frontend.Unread()
+    monkeypatch.setattr(generation_service, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    unread = generation_service.Unread()
     unread.add(100, 50)
     unread.add(140, 50)  # some was read
     unread.add(190, 50)  # nothing was, for 9 s

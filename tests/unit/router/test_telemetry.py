@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from opentelemetry.context import Context
 
-from baton import telemetry
+from baton.config.slo import Slo
 from baton.errors import (
     DeadlineExceeded,
     InternalError,
@@ -19,9 +19,9 @@ from baton.errors import (
     Unauthenticated,
     Unavailable,
 )
-from baton.metrics import table
-from baton.metrics.recorder import Recorder
-from baton.slo import Slo
+from baton.telemetry import tracing
+from baton.telemetry.metrics import table
+from baton.telemetry.metrics.recorder import Recorder
 from baton.v1 import fleet_pb2
 from router.fleet.snapshot import Snapshot
 from router.telemetry.metrics import CAUSES, RouterMetrics
@@ -77,10 +77,10 @@ class World(Traces):
         try:
             with (
                 self.stats.request() as record,
-                telemetry.span(self.tracer, "chat tiny", Context()) as span,
+                tracing.span(self.tracer, "chat tiny", Context()) as span,
             ):
-                record.span, record.trace_id = span, telemetry.trace_id_of(span)
-                record.held = telemetry.is_held(span)
+                record.span, record.trace_id = span, tracing.trace_id_of(span)
+                record.held = tracing.is_held(span)
                 record.operation, record.tenant, record.in_batch = "chat", "t", in_batch
                 if admitted:
                     self._run(record, tokens if placed else 0, ttft_s, tpot_s, fields)

@@ -7,7 +7,7 @@ import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.config import DEMO_MODEL, TOOL_PARSERS
-from baton.structured_output import JSON_OPTIONS, LIMITS
+from baton.generation.structured_output import JSON_OPTIONS, LIMITS
 from baton.text.tool_calls import (
     HERMES,
     LLAMA3,

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import pytest
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
-from baton import rpc
 from baton.config import EngineConfig, RegistryConfig, WorkerConfig, host_id
-from baton.connection import MessageConnection, connect, error_of
-from baton.telemetry import Telemetry
+from baton.net import rpc
+from baton.net.connection import MessageConnection, connect, error_of
+from baton.telemetry.tracing import Telemetry
 from baton.v1 import common_pb2, handoff_pb2, prefill_pb2, worker_pb2_grpc
 from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
 from baton.worker import node

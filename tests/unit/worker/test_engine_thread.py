@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
-from baton import prefix
+from baton import block_hash
 from baton.engine import loop
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Unavailable
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 from baton.v1 import common_pb2
 from baton.worker.messages import ModelLimits, sequence_of
 from tests.unit.engine.bench import WAIT_S, Bench, load
@@ -55,7 +55,7 @@ def test_stop_drops_what_runs_and_answers_every_caller(bench):
 @pytest.mark.parametrize("fails", ["publish", "plan"])
 def test_a_thread_that_fails_is_logged_and_answers_every_caller(bench, caplog, fails):
     engine = bench.engine
-    broken = (engine, "_publish_report") if fails == "publish" else (engine._planner, "plan")
+    broken = (engine, "_publish_report") if fails == "publish" else (engine._scheduler, "plan")
     engine.submit(lambda: setattr(*broken, None))
     engine.add(endless("a"))
     with pytest.raises(InternalError, match="not callable"):
@@ -80,14 +80,14 @@ def test_work_is_done_although_its_caller_hung_up_and_fails_its_caller_alone(ben
 
 def test_it_hashes_no_prompt(bench, loaded, monkeypatch):
     """A long one's blocks would hold up every stream, when it is reserved and at its Commit."""
-    hashed, hash64 = [], prefix._hash64
+    hashed, hash64 = [], block_hash._hash64
 
     def watched(data):
         if threading.current_thread().name == "engine":
             hashed.append(len(data))
         return hash64(data)
 
-    monkeypatch.setattr(prefix, "_hash64", watched)
+    monkeypatch.setattr(block_hash, "_hash64", watched)
     engine = bench.engine
     sampling = common_pb2.SamplingParams(max_tokens=3, ignore_eos=True)
     asked = common_pb2.SequenceSpec(

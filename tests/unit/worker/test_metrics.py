@@ -8,7 +8,7 @@ import torch
 from opentelemetry.context import Context
 
 from baton.config import WorkerConfig
-from baton.engine.blocks import CacheChanges
+from baton.engine.block_manager import CacheChanges
 from baton.engine.loop import Load, Progress, StepReport
 from baton.engine.runner import StepRunner
 from baton.errors import Stale

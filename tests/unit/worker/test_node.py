@@ -11,8 +11,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton import rpc
 from baton.errors import ConfigError, InternalError, Unavailable
+from baton.net import rpc
 from baton.v1 import common_pb2, worker_pb2
 from baton.worker import node, router_port
 from tests.unit.worker.running import PATIENCE_S, Paced, Router, Worker, prompt, spec

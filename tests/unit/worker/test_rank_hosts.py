@@ -8,7 +8,7 @@ import torch
 
 from baton.config import DEMO_MODEL, EngineConfig, WorkerConfig
 from baton.engine.backends.cpu import CpuBackend
-from baton.engine.models.config import ModelConfig
+from baton.engine.models.model_config import ModelConfig
 from baton.engine.ranks import RankWork
 from baton.engine.shard import Shard
 from baton.errors import ConfigError

@@ -10,7 +10,7 @@ import pytest
 import uvloop
 from google.protobuf.message import DecodeError
 
-from baton.connection import count_fields, framed
+from baton.net.connection import count_fields, framed
 from baton.v1.decode_pb2 import ReserveRequest
 from baton.v1.dispatch_pb2 import RouterMessage
 from baton.v1.worker_pb2 import LoadReport

@@ -15,13 +15,13 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.engine.backends import Backend, unsupported
 from baton.engine.backends.gpu import memory, warmup
+from baton.engine.backends.gpu.cuda_graphs import Shape, StepGraphs, count_graphs
 from baton.engine.backends.gpu.device import Gpu, Waiting, new_stream
-from baton.engine.backends.gpu.graphs import Shape, StepGraphs, count_graphs
 from baton.engine.batch import Ints, StepModel
 from baton.engine.collectives import ALONE, GroupCollectives
 from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
-from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
+from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.quantization import weight_format
 from baton.engine.ranks import (
     LOAD_S,
@@ -36,7 +36,7 @@ from baton.engine.ranks import (
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.shard import WHOLE, Shard
-from baton.engine.weights.weights import weights_of
+from baton.engine.weights.loader import weights_of
 from baton.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
+from baton.engine.backends.gpu.cuda_graphs import Sections, StepGraphs
 from baton.engine.backends.gpu.device import Stream
-from baton.engine.backends.gpu.graphs import Sections, StepGraphs
-from baton.engine.ops.triton import sampling
-from baton.engine.ops.triton.logprobs import score
-from baton.engine.ops.triton.placement import feed
+from baton.engine.kernels.triton import sampling
+from baton.engine.kernels.triton.logprobs import score
+from baton.engine.kernels.triton.placement import feed
 from baton.engine.sampling.sampler import (
     Adjustments,
     Sampled,

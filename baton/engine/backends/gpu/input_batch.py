@@ -12,10 +12,10 @@ from operator import is_
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.backends.gpu.graphs import KNOWN, PADDING, Sections, Shape
-from baton.engine.ops.triton.sampling import settings_of
-from baton.engine.planner import Work
+from baton.engine.backends.gpu.cuda_graphs import KNOWN, PADDING, Sections, Shape
+from baton.engine.kernels.triton.sampling import settings_of
 from baton.engine.sampling.sampler import NUM_SETTINGS
+from baton.engine.scheduler import Work
 from baton.engine.sequence import Sequence
 
 Ints = npt.NDArray[np.int64]

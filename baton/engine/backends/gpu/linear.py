@@ -18,11 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.models.config import Activation
-from baton.engine.models.decoder import Hidden
-from baton.engine.ops.triton.group_packing import PackedWeight, pack
-from baton.engine.ops.triton.group_scaled_linear import group_scaled_linear
-from baton.engine.ops.triton.rows import (
+from baton.engine.kernels.triton.group_scaled_linear import group_scaled_linear
+from baton.engine.kernels.triton.group_scaled_packing import PackedWeight, pack
+from baton.engine.kernels.triton.rows import (
     LARGEST_WHOLE,
     EightBitRows,
     Rows,
@@ -31,7 +29,9 @@ from baton.engine.ops.triton.rows import (
     quantize_rows,
     scale_sums,
 )
-from baton.engine.ops.triton.skinny_matmul import is_ours, new_counters, skinny_matmul
+from baton.engine.kernels.triton.skinny_matmul import is_ours, new_counters, skinny_matmul
+from baton.engine.models.decoder import Hidden
+from baton.engine.models.model_config import Activation
 from baton.engine.weights.weight import (
     DenseWeight,
     Fp8Weight,

@@ -15,14 +15,14 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.kv_cache import KvLayout, plan_layout
-from baton.engine.models.config import ModelConfig
+from baton.engine.models.model_config import ModelConfig
 from baton.errors import ConfigError
 
 # What a process takes beside its plan: kernels loaded late, transfers' buffers, fragmentation.
 SPARE_BYTES = 256 << 20
 
-# More blocks are of no use. Each costs the planner some memory, and a router that joins gets the
-# hashes of all cached ones in one message of limited size: `baton.rpc.MAX_MESSAGE_BYTES`.
+# More blocks are of no use. Each costs the scheduler some memory, and a router that joins gets the
+# hashes of all cached ones in one message of limited size: `baton.net.rpc.MAX_MESSAGE_BYTES`.
 MOST_BLOCKS = 1 << 20
 
 # A captured graph keeps its kernels' arguments on the device; all share cuBLAS's scratch memory.

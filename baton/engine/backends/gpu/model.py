@@ -16,23 +16,23 @@ from torch import Tensor
 from baton.engine.backends.gpu.linear import GpuWeight, prepare
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import ALONE, Collectives
-from baton.engine.models.config import ModelConfig
-from baton.engine.models.decoder import Hidden, Model
-from baton.engine.ops.triton.attention import (
+from baton.engine.kernels.triton.attention import (
     DecodePlan,
     decode_attention,
     plan_decode,
     plan_tiles,
     prefill_attention,
 )
-from baton.engine.ops.triton.grouped_matmul import GroupedWeight
-from baton.engine.ops.triton.placement import Placement, place_rows
-from baton.engine.ops.triton.rope_kv import Rotation, rope_and_write
-from baton.engine.ops.triton.routing import Router, add_up, route
-from baton.engine.ops.triton.rows import act_mul, add_rms_norm
+from baton.engine.kernels.triton.moe_matmul import GroupedWeight
+from baton.engine.kernels.triton.moe_routing import Router, add_up, route
+from baton.engine.kernels.triton.placement import Placement, place_rows
+from baton.engine.kernels.triton.rope_kv import Rotation, rope_and_write
+from baton.engine.kernels.triton.rows import act_mul, add_rms_norm
+from baton.engine.models.decoder import Hidden, Model
+from baton.engine.models.model_config import ModelConfig
 from baton.engine.shard import WHOLE, Shard
+from baton.engine.weights.loader import ExpertWeights, LayerWeights, Weights
 from baton.engine.weights.weight import DenseWeight, Weight
-from baton.engine.weights.weights import ExpertWeights, LayerWeights, Weights
 
 
 @dataclass(frozen=True)

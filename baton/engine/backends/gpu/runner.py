@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
+from baton.engine.backends.gpu.cuda_graphs import Sections, Shape, num_elements, sections
 from baton.engine.backends.gpu.device import Stream, new_stream
 from baton.engine.backends.gpu.device_sampling import (
     DeviceSampler,
@@ -31,11 +32,10 @@ from baton.engine.backends.gpu.device_sampling import (
     Scores,
     pinned_copy,
 )
-from baton.engine.backends.gpu.graphs import Sections, Shape, num_elements, sections
 from baton.engine.backends.gpu.input_batch import InputBatch
-from baton.engine.planner import Plan, Work
 from baton.engine.runner import Launch, Runner, SampledTokens, StepOutput, sample_rows
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
+from baton.engine.scheduler import Plan, Work
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError, InternalError
 

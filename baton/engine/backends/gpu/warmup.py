@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.backends.gpu.graphs import Shape, shapes_of
+from baton.engine.backends.gpu.cuda_graphs import Shape, shapes_of
 from baton.engine.batch import BatchBuilder, StepModel
-from baton.engine.planner import SCORED_ROWS, Plan, Work
 from baton.engine.runner import StepRunner
+from baton.engine.scheduler import SCORED_ROWS, Plan, Work
 from baton.engine.sequence import Sequence
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 
 # Of all settings these take the most memory and launch the most kernels.
 _RANKED = SamplingParams(
@@ -49,7 +49,7 @@ def largest_step(runner: StepRunner, settings: EngineConfig, max_context: int) -
         work[-1].sequence.prompt_tokens, work[-1].sequence.num_scored = max_context, 0
         rest -= scored
     work += _chunks(rest, max_context, pool)
-    work.sort(key=lambda item: item.count > 1)  # as planners order it
+    work.sort(key=lambda item: item.count > 1)  # as schedulers order it
     runner.run(Plan(work))
 
 

@@ -8,13 +8,13 @@ import torch
 from baton.config import EngineConfig
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.batch import StepBatch
-from baton.engine.blocks import BlockPool
+from baton.engine.block_manager import BlockManager
 from baton.engine.kv_cache import KvLayout
 from baton.engine.loop import Engine, Progress
 from baton.engine.models.decoder import Model
-from baton.engine.planner import ChunkSize, Planner
 from baton.engine.runner import Runner
 from baton.engine.sampling.sampler import Sampler
+from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.speculative.ngram import NgramProposer
 from baton.errors import Overloaded
 from tests.unit.engine.gpu.models import TINY, weights_of
@@ -78,11 +78,11 @@ class Driven:
         self, runner, num_blocks, *, max_batch=6, speculate=0, overlap=False, block_size=SIZE
     ):
         self.runner = runner
-        self.blocks = BlockPool(num_blocks, block_size)
+        self.blocks = BlockManager(num_blocks, block_size)
         proposer = NgramProposer(speculate, MAX_CONTEXT) if speculate else None
-        self.planner = Planner(self.blocks, ChunkSize(16), max_batch, proposer)
+        self.scheduler = Scheduler(self.blocks, ChunkBudget(16), max_batch, proposer)
         overlap = overlap and not speculate
-        self.engine = Engine(runner, self.planner, EOS, MAX_CONTEXT, self._publish, overlap)
+        self.engine = Engine(runner, self.scheduler, EOS, MAX_CONTEXT, self._publish, overlap)
         self.progress: list[Progress] = []  # of the last report
         self.tokens: dict[str, list[int]] = {}
         self.logprobs: dict[str, list[object]] = {}

@@ -6,10 +6,10 @@ import torch
 
 from baton.engine.backends.gpu import linear
 from baton.engine.backends.gpu.model import GpuModel
-from baton.engine.models.config import ExpertsConfig, Rope
 from baton.engine.models.decoder import Model
+from baton.engine.models.model_config import ExpertsConfig, Rope
+from baton.engine.weights.loader import Weights, random_weights
 from baton.engine.weights.weight import DenseWeight
-from baton.engine.weights.weights import Weights, random_weights
 from tests.unit.engine.small_models import CPU, changed, qwen_config
 
 TINY = replace(

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from baton.config import EngineConfig
-from baton.engine.backends.gpu import graphs
+from baton.engine.backends.gpu import cuda_graphs
+from baton.engine.backends.gpu.cuda_graphs import MAX_CHUNKS, Shape, chunk_sizes, shapes_of
 from baton.engine.backends.gpu.device import Stream
-from baton.engine.backends.gpu.graphs import MAX_CHUNKS, Shape, chunk_sizes, shapes_of
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kv_cache import plan_layout
-from baton.engine.planner import Plan, Work
 from baton.engine.sampling.sampler import Sampler
+from baton.engine.scheduler import Plan, Work
 from baton.engine.sequence import Sequence
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 from tests.unit.engine.gpu.models import CONFIGS, TINY, both, tokens
 
 SETTINGS = EngineConfig(max_batch=4, chunk_tokens=40)
@@ -26,7 +26,7 @@ PARAMS = SamplingParams(max_tokens=4, logprobs=3, ignore_eos=True)
 @pytest.fixture(autouse=True)
 def _few_rows(monkeypatch):
     """They are interpreted."""
-    monkeypatch.setattr(graphs, "CHUNK_SIZES", (20, 40))
+    monkeypatch.setattr(cuda_graphs, "CHUNK_SIZES", (20, 40))
 
 
 class Stepped:
@@ -165,6 +165,6 @@ def test_which_shapes_are_captured(monkeypatch):
     assert chunk_sizes(8) == (64,)
     assert chunk_sizes(300) == (64, 128, 192, 256, 300)
     sizes = chunk_sizes(8192)
-    assert sizes == graphs.CHUNK_SIZES and sizes[-1] == 2048
+    assert sizes == cuda_graphs.CHUNK_SIZES and sizes[-1] == 2048
     padding = [(size - last - 1) / (last + 1) for last, size in itertools.pairwise(sizes)]
     assert all(share < 0.25 for share in padding[3:])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.device_sampling import DeviceSampler
 from baton.engine.sampling.sampler import Sampler, SampleRow
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 
 VOCABS = (7, 1500, 2048)  # less than a block of the kernel, one and a rest, whole ones
 EOS = frozenset({2})

@@ -19,14 +19,14 @@ from baton.engine.backends.gpu.backend import GpuBackend, choose_kernels, refuse
 from baton.engine.backends.gpu.memory import Usage
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kv_cache import plan_layout
-from baton.engine.models.config import ModelConfig
-from baton.engine.planner import Plan, Work
+from baton.engine.models.model_config import ModelConfig
 from baton.engine.runner import Runner
+from baton.engine.scheduler import Plan, Work
 from baton.engine.sequence import Sequence
 from baton.engine.weights.weight import Int8Weight
 from baton.errors import ConfigError
+from baton.generation.sampling_params import SamplingParams
 from baton.local import model_plan
-from baton.sampling import SamplingParams
 from tests.unit.engine.bench import Bench
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.gpu.fake_gpu import GIB, FakeGpu, UnmeasuredGpu
@@ -256,7 +256,7 @@ def test_chunks_are_larger_where_no_stream_waits_for_its_token(checkpoint):
     found = []
     for changes in ({}, {"prefill_only": True}, {"prefill_only": True, "chunk_ms": 30.0}):
         loaded = replace(on_cpu, runner=runner, settings=replace(config, **changes))
-        chunk = loaded.engine(lambda report: None)._planner.chunk
+        chunk = loaded.engine(lambda report: None)._scheduler.chunk
         chunk.took(plan, 0.1)  # 20,000 tokens a second
         found.append(chunk.tokens)
     assert found == [500, 2000, 600]

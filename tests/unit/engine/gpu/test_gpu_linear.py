@@ -7,7 +7,7 @@ import torch
 
 from baton.engine.backends.gpu import linear as gpu
 from baton.engine.backends.gpu.backend import LEAST_CAPABILITY
-from baton.engine.ops.triton.rows import EightBitRows
+from baton.engine.kernels.triton.rows import EightBitRows
 from baton.engine.weights.weight import DenseWeight, Fp8Weight, Int4Weight, quantized
 from baton.errors import CheckpointError
 

@@ -14,15 +14,15 @@ from baton.engine.backends.gpu import linear
 from baton.engine.backends.gpu.backend import refused
 from baton.engine.backends.gpu.model import GpuModel
 from baton.engine.batch import StepBatch
+from baton.engine.kernels.triton.moe_matmul import GroupedWeight
 from baton.engine.models.architectures import ARCHITECTURES
-from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
-from baton.engine.ops.triton.grouped_matmul import GroupedWeight
+from baton.engine.models.model_config import ModelConfig
 from baton.engine.shard import WHOLE, Shard
 from baton.engine.weights import weight
+from baton.engine.weights.loader import load_weights, random_weights
 from baton.engine.weights.quantize import FP8, unpack_rows
 from baton.engine.weights.weight import DenseWeight, Int4Weight, Mxfp4Weight
-from baton.engine.weights.weights import load_weights, random_weights
 from baton.errors import ConfigError
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.gpu.models import CONFIGS, EXPERTS, TINY, both, tokens

@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config import EngineConfig
-from baton.engine.backends.gpu.device import Stream
-from baton.engine.backends.gpu.device_sampling import SamplingGraphs
-from baton.engine.backends.gpu.graphs import (
+from baton.engine.backends.gpu.cuda_graphs import (
     KNOWN,
     MAX_CHUNKS,
     PADDING,
@@ -27,19 +25,21 @@ from baton.engine.backends.gpu.graphs import (
     sections,
     table_widths,
 )
+from baton.engine.backends.gpu.device import Stream
+from baton.engine.backends.gpu.device_sampling import SamplingGraphs
 from baton.engine.backends.gpu.input_batch import InputBatch
 from baton.engine.backends.gpu.warmup import largest_captured, step_shapes, warm_up
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import ALONE
-from baton.engine.ops.torch.attention import place
-from baton.engine.ops.triton import sampling
-from baton.engine.ops.triton.attention import tile_rows
-from baton.engine.ops.triton.placement import place_rows
-from baton.engine.planner import Work
+from baton.engine.kernels.torch.attention import place
+from baton.engine.kernels.triton import sampling
+from baton.engine.kernels.triton.attention import tile_rows
+from baton.engine.kernels.triton.placement import place_rows
 from baton.engine.runner import sample_rows
+from baton.engine.scheduler import Work
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 from tests.unit.engine.gpu.driving import CONFIG, MODEL, SIZE, gpu_runner, new_pool
 
 

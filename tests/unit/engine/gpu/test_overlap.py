@@ -17,13 +17,13 @@ from tokenizers.models import BPE
 
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.runner import GpuRunner
-from baton.engine.ops.triton import sampling
-from baton.engine.planner import Plan, Work
+from baton.engine.kernels.triton import sampling
 from baton.engine.sampling import filters, randomness
 from baton.engine.sampling.sampler import Sampler
+from baton.engine.scheduler import Plan, Work
 from baton.engine.sequence import Sequence
-from baton.sampling import SamplingParams, StructuredOutput
-from baton.structured_output import GrammarCompiler
+from baton.generation.sampling_params import SamplingParams, StructuredOutput
+from baton.generation.structured_output import GrammarCompiler
 from tests.unit.engine.gpu.driving import (
     CONFIG,
     EOS,
@@ -181,7 +181,7 @@ def rounded(logprobs):
 def test_tokens_are_those_of_a_cpu(seed, num_blocks):
     scenario = a_scenario(seed)
     expected = play(scenario, on_cpu(num_blocks))
-    assert (expected.planner.preemptions > 0) == (num_blocks == 17)
+    assert (expected.scheduler.preemptions > 0) == (num_blocks == 17)
     for at, stream in enumerate((Stream(), LazyStream(), LazyStream(seed))):
         assert_same(play(scenario, on_gpu(stream, num_blocks, graphs=at % 2 == 0)), expected)
     without_overlap = play(scenario, on_gpu(LazyStream(seed), num_blocks, overlap=False))
@@ -373,7 +373,7 @@ def test_a_steps_report_tells_how_long_the_host_waited_for_the_device():
 
 def test_a_preempted_sequence_gets_the_token_in_flight():
     driven = decoding(LazyStream())
-    driven.planner._preempt(driven.planner.running.last)
+    driven.scheduler._preempt(driven.scheduler.running.last)
     driven.finish()
     assert driven.tokens == {name: tokens_alone(name) for name in "ab"}
 
@@ -477,7 +477,7 @@ class TestLaunches:
     def test_a_short_prompt_waits_for_one_chunk_that_takes_long(self, seconds, chunks):
         driven = on_gpu(LazyStream(), 40)
         long, short = sequence("long", 60), sequence("short", 3)
-        driven.planner.chunk.took(Plan([Work(long, 0, 40)]), seconds)
+        driven.scheduler.chunk.took(Plan([Work(long, 0, 40)]), seconds)
         driven.add(long)
         driven.step()
         assert driven.in_flight == ["long"]

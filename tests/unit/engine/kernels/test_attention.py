@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.ops.torch.attention import Scoring
-from baton.engine.ops.triton import attention
-from baton.engine.ops.triton.attention import (
+from baton.engine.kernels.torch.attention import Scoring
+from baton.engine.kernels.triton import attention
+from baton.engine.kernels.triton.attention import (
     LEAST_ROWS,
     MOST_ROWS,
     decode_attention,
@@ -22,9 +22,9 @@ from baton.engine.ops.triton.attention import (
     plan_tiles,
     prefill_attention,
 )
-from baton.engine.ops.triton.attention_common import FP8_TO_BF16, INT8_TO_BF16
-from baton.engine.ops.triton.attention_specs import decode_trial, draw, prefill_trial
-from baton.engine.ops.triton.spec import Key, Trial, relative_error
+from baton.engine.kernels.triton.attention_common import FP8_TO_BF16, INT8_TO_BF16
+from baton.engine.kernels.triton.attention_specs import decode_trial, draw, prefill_trial
+from baton.engine.kernels.triton.spec import Key, Trial, relative_error
 from tests.unit.engine.kernels.ptx import run_ptx
 
 CPU = torch.device("cpu")

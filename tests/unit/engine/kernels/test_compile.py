@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from baton.engine.ops.triton.check import BUDGETS
+from baton.engine.kernels.triton.check import BUDGETS
 
 PREFILL = re.compile(r"prefill_attention-tokens-70-.*ragged-0-prefill_kernel-")
 DECODE = re.compile(r"decode_attention-(programs|window)-.*-decode_kernel-")
@@ -38,7 +38,7 @@ def check(*arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
     """Runs the command. Compiled kernels are kept in the user's cache: a second run is quick."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, "-m", "baton.engine.ops.triton", "check", *arguments],
+        [sys.executable, "-m", "baton.engine.kernels.triton", "check", *arguments],
         capture_output=True, text=True, check=False, env={**kept, "PYTHONPATH": path},
     )  # fmt: skip
 
@@ -88,7 +88,7 @@ def test_all_kernels_compile_for_all_architectures(tmp_path: Path) -> None:
 
 
 def test_launches_as_they_are_served_keep_to_their_budgets() -> None:
-    kernels = ("skinny_matmul", "group_scaled_linear", "grouped_matmul", "route")
+    kernels = ("skinny_matmul", "group_scaled_linear", "moe_matmul", "route")
     named = [word for name in kernels for word in ("--kernel", name)]
     done = check("--served", "--arch", "90", "--most", "12", *named)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from baton.engine.backends.gpu.linear import GpuGroupScaledWeight
-from baton.engine.ops.triton import group_packing as packing
-from baton.engine.ops.triton.group_packing import pack, random_weight
-from baton.engine.ops.triton.group_scaled_linear import (
+from baton.engine.kernels.triton import group_scaled_packing as packing
+from baton.engine.kernels.triton.group_scaled_linear import (
     MOST_ROWS,
     dequantized,
     group_scaled_linear,
 )
-from baton.engine.ops.triton.spec import relative_error
+from baton.engine.kernels.triton.group_scaled_packing import pack, random_weight
+from baton.engine.kernels.triton.spec import relative_error
 from baton.engine.weights.weight import Int4Weight, Mxfp4Weight
 from tests.unit.engine.kernels.ptx import run_ptx
 

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from baton.engine.ops.triton.sampling import random_bits, sample, settings_of
+from baton.engine.kernels.triton.sampling import random_bits, sample, settings_of
 from baton.engine.sampling import filters, randomness
-from baton.sampling import SamplingParams
+from baton.generation.sampling_params import SamplingParams
 
 # Rows cut into a few parts, and room for so few candidates that samples are of every eighth token.
 SMALL = {"BLOCK": 1024, "CAPACITY": 256, "ROW_WARPS": 4, "num_warps": 4, "num_stages": 1}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton.engine.ops.triton import sass
-from baton.engine.ops.triton.check import Compiled, over_budget
+from baton.engine.kernels.triton import sass
+from baton.engine.kernels.triton.check import Compiled, over_budget
 
 ONE = Compiled(
     "_kernel", "sm_90", "rows=16", registers=64, shared=61440, spill=0, programs=448, rounds=0.75,

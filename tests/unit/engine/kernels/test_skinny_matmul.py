@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.models.decoder import rms_norm
-from baton.engine.ops.torch.linear import act_mul
-from baton.engine.ops.triton.skinny_matmul import (
+from baton.engine.kernels.torch.linear import act_mul
+from baton.engine.kernels.triton.skinny_matmul import (
     NAME,
     _candidates,
     new_counters,
     skinny_matmul,
     tile_rows,
 )
-from baton.engine.ops.triton.tuning import SHIPPED, read
+from baton.engine.kernels.triton.tuning import SHIPPED, read
+from baton.engine.models.decoder import rms_norm
 from baton.engine.weights.quantize import FP8, quantize_rows
 
 EPS = 1e-5

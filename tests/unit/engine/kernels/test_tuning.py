@@ -13,9 +13,9 @@ import pytest
 import torch
 import triton
 
-from baton.engine.ops.triton import __main__ as command
-from baton.engine.ops.triton import tuning
-from baton.engine.ops.triton.spec import (
+from baton.engine.kernels.triton import __main__ as command
+from baton.engine.kernels.triton import tuning
+from baton.engine.kernels.triton.spec import (
     Config,
     KernelSpec,
     Key,
@@ -24,7 +24,7 @@ from baton.engine.ops.triton.spec import (
     specs_in,
     text_of,
 )
-from baton.engine.ops.triton.tuning import Configs, choose, tune
+from baton.engine.kernels.triton.tuning import Configs, choose, tune
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)

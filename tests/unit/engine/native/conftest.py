@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.engine.ops.native import library
+from baton.engine.kernels.native import library
 from tests.unit.engine.small_models import require
 
 

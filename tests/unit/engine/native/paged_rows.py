@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from baton.engine.ops.native import interface, library
-from baton.engine.ops.native.interface import AttentionShape, Norm, Pool
-from baton.engine.ops.torch.attention import AttentionBatch, Scoring, attend, place
+from baton.engine.kernels.native import interface, library
+from baton.engine.kernels.native.interface import AttentionShape, Norm, Pool
+from baton.engine.kernels.torch.attention import AttentionBatch, Scoring, attend, place
 from baton.engine.weights.quantize import pack_rows, unpack_rows
 from tests.unit.engine.paged import batch_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.ops.native import library
+from baton.engine.kernels.native import library
 from tests.waiting import WAIT_S
 
 CROSS, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.ops.native import library
+from baton.engine.kernels.native import library
 from baton.errors import ConfigError
 
 AVX512, AVX2, NEON = (library.TARGETS[at] for at in (0, 2, 3))

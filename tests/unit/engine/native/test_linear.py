@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.engine.ops.native import library
-from baton.engine.ops.native.packing import PackedWeight
+from baton.engine.kernels.native import library
+from baton.engine.kernels.native.packing import PackedWeight
 from baton.engine.weights.quantize import FP8, quantize_rows
 from baton.engine.weights.weight import (
     DenseWeight,

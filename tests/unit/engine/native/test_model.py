@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.engine.kernels.native.model import NativeModel
+from baton.engine.kernels.native.ops import NativeOps
+from baton.engine.kernels.native.packing import PackedWeight
 from baton.engine.models.architectures import ARCHITECTURES
-from baton.engine.models.config import ModelConfig
 from baton.engine.models.decoder import Model
-from baton.engine.ops.native.model import NativeModel
-from baton.engine.ops.native.ops import NativeOps
-from baton.engine.ops.native.packing import PackedWeight
+from baton.engine.models.model_config import ModelConfig
+from baton.engine.weights.loader import Weights, load_weights, random_weights
 from baton.engine.weights.weight import DenseWeight, Weight, quantized
-from baton.engine.weights.weights import Weights, load_weights, random_weights
 from tests.unit.engine.checkpoints import make_checkpoint
 from tests.unit.engine.paged import PagedRun, PagedSequence
 from tests.unit.engine.small_models import packed, small_config

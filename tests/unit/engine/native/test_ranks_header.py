@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from baton.engine.ops.native import library
+from baton.engine.kernels.native import library
 
 PROGRAM = """
 #include <signal.h>

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.models.config import Rope
+from baton.engine.kernels.torch.attention import write_kv
 from baton.engine.models.decoder import rms_norm, rotate
+from baton.engine.models.model_config import Rope
 from baton.engine.models.rope import rope_table
-from baton.engine.ops.torch.attention import write_kv
 from tests.unit.engine.native.paged_rows import EPS, LAYER, Heads, PagedRows, random_tensor
 
 pytestmark = pytest.mark.usefixtures("every_cpu")

@@ -1,0 +1,185 @@
+"""KV blocks: reference counts, the prefix cache, and least-recently-used eviction.
+
+Pure bookkeeping over block numbers; the memory itself is `kv_cache`'s. A block is in exactly one
+of four states, which `check()` proves:
+
+    free         not held, and keeps nothing
+    cached       not held, and keeps a prefix that can be hit until it is evicted
+    held         one or more sequences hold it (it may be in the prefix cache too)
+    quarantined  not to be allocated: a remote writer has not yet promised to stay away
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from baton.block_hash import block_hash, root_hash
+
+
+class _CacheEntry(NamedTuple):
+    """What a cached block contains; compared in full before a hash is trusted."""
+
+    hash: int
+    parent: int
+    tokens: tuple[int, ...]
+
+
+@dataclass
+class CacheChanges:
+    """What became of the prefix cache since they were last taken: these hashes left it, and then
+    those appeared, whatever came and went in between.
+    """
+
+    stored: set[int] = field(default_factory=set)
+    evicted: set[int] = field(default_factory=set)
+
+
+class BlockManager:
+    """Allocates `num_blocks` blocks of `block_size` tokens. Used by the engine thread only."""
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._prefix_cache = prefix_cache
+        self._refs = [0] * num_blocks
+        self._free: deque[int] = deque(range(num_blocks))
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._quarantined: set[int] = set()
+        self._by_hash: dict[int, int] = {}
+        self._entries: dict[int, _CacheEntry] = {}  # by block
+        self._changes = CacheChanges()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that are not held and keep nothing."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that are not held and keep a cached prefix."""
+        return len(self._evictable)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Blocks that must not be allocated for now."""
+        return len(self._quarantined)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that sequences hold."""
+        return self.num_blocks - self.num_free - self.num_cached - self.num_quarantined
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `allocate` can give."""
+        return self.num_free + self.num_cached
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with one holder each, or None when there are not enough."""
+        if count > self.num_available:
+            return None
+        blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
+        for block in blocks:
+            self._refs[block] = 1
+        return blocks
+
+    def match(self, tokens: Sequence[int], salt: str, hashes: list[int] | None = None) -> list[int]:
+        """Cached blocks that hold the longest prefix of `tokens`, now held by the caller too.
+
+        At least one token is left out, because its logits still have to be computed. hashes: those
+        of the leading blocks that are known; what is computed here is added to it.
+        """
+        hashes = [] if hashes is None else hashes
+        matched: list[int] = []
+        parent, size = root_hash(salt), self.block_size
+        for index in range((len(tokens) - 1) // size if self._prefix_cache else 0):
+            chunk = tuple(tokens[index * size : (index + 1) * size])
+            if index == len(hashes):
+                hashes.append(block_hash(parent, chunk))
+            block = self._by_hash.get(hashes[index])
+            if block is None or self._entries[block][1:] != (parent, chunk):
+                break
+            parent = hashes[index]
+            matched.append(block)
+        for block in matched:
+            self._evictable.pop(block, None)
+            self._refs[block] += 1
+        return matched
+
+    def publish(self, block: int, block_hash_: int, parent: int, tokens: Sequence[int]) -> None:
+        """Lets others hit a held, full block whose content is verified.
+
+        Where the same content is cached already, that copy stays and this one is private.
+        """
+        assert self._refs[block] > 0, "only held blocks are published"
+        assert len(tokens) == self.block_size, "only full blocks are published"
+        if not self._prefix_cache or block in self._entries or block_hash_ in self._by_hash:
+            return
+        self._by_hash[block_hash_] = block
+        self._entries[block] = _CacheEntry(block_hash_, parent, tuple(tokens))
+        self._changes.stored.add(block_hash_)
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Each of these blocks, which are held, has one more holder."""
+        for block in blocks:
+            assert self._refs[block] > 0, f"block {block} is not held"
+            self._refs[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One holder of each block is gone. Deeper blocks of a prefix become evictable first."""
+        for block in reversed(list(blocks)):
+            assert self._refs[block] > 0, f"block {block} released more often than held"
+            self._refs[block] -= 1
+            if self._refs[block]:
+                continue
+            if block in self._entries:
+                self._evictable[block] = None
+            else:
+                self._free.append(block)
+
+    def quarantine(self, blocks: Iterable[int]) -> None:
+        """Takes blocks with one holder each out of circulation instead of freeing them."""
+        for block in blocks:
+            assert self._refs[block] == 1, "only privately held blocks are quarantined"
+            assert block not in self._entries, "a cached block is never written from outside"
+            self._refs[block] = 0
+            self._quarantined.add(block)
+
+    def readmit(self, blocks: Iterable[int]) -> None:
+        """Quarantined blocks are safe again."""
+        for block in blocks:
+            self._quarantined.remove(block)
+            self._free.append(block)
+
+    def take_changes(self) -> CacheChanges:
+        """Changes of the prefix cache since the last call."""
+        changes, self._changes = self._changes, CacheChanges()
+        return changes
+
+    def check(self) -> None:
+        """Asserts every invariant of this class; cheap enough for tests to call always."""
+        held = {block for block, refs in enumerate(self._refs) if refs}
+        groups = [set(self._free), set(self._evictable), self._quarantined, held]
+        assert sum(map(len, groups)) == self.num_blocks, "every block is in one state"
+        assert len(set().union(*groups)) == self.num_blocks, "no block is in two states"
+        assert len(self._free) == len(groups[0]), "no block is free twice"
+        assert all(refs >= 0 for refs in self._refs), "no negative reference count"
+        assert not groups[0] & self._entries.keys(), "a free block caches nothing"
+        assert not self._quarantined & self._entries.keys(), "a quarantined block caches nothing"
+        assert groups[1] <= self._entries.keys(), "an evictable block caches something"
+        assert {entry.hash: block for block, entry in self._entries.items()} == self._by_hash, (
+            "index is exact"
+        )
+
+    def _evict(self) -> int:
+        block, _ = self._evictable.popitem(last=False)
+        evicted = self._entries.pop(block).hash
+        del self._by_hash[evicted]
+        if evicted in self._changes.stored:
+            self._changes.stored.remove(evicted)
+        else:
+            self._changes.evicted.add(evicted)
+        return block

@@ -1,0 +1,152 @@
+"""The forward pass on a CPU, as one native call a step.
+
+Computes what `baton.engine.models.decoder.Model` computes, which is its reference. In every
+precision a row's result is the same to the bit whatever shares its batch or chunk: the kernels add
+each row up in an order of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton.engine.batch import StepBatch
+from baton.engine.kernels.native.interface import (
+    AttentionShape,
+    Embedding,
+    Expert,
+    Layer,
+    Linear,
+    Ranks,
+    Step,
+    WholeModel,
+)
+from baton.engine.kernels.native.ops import ACTIVATIONS, NativeOps
+from baton.engine.kernels.native.packing import PackedWeight
+from baton.engine.models.model_config import ModelConfig
+from baton.engine.runner import RunnerFailed
+from baton.engine.shard import WHOLE, Shard
+from baton.engine.weights.loader import LayerWeights, Weights
+from baton.engine.weights.weight import Weight
+
+_HUGE_PAGE = 2 << 20  # where a workspace begins; elsewhere prompts take up to a tenth longer
+
+
+class NativeModel(NativeOps):
+    """Packed weights, and scratch memory that one thread at a time may use."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        dtype: torch.dtype,
+        shard: Shard = WHOLE,
+        exchange: int | None = None,
+    ) -> None:
+        """Weights may be packed already; `config` is of the whole model, they are the shard's.
+
+        exchange: address of the memory that several ranks share. Raises ConfigError where there is
+        no library.
+        """
+        super().__init__(config, weights, dtype, shard=shard)
+        self._kv_heads = shard.kv_heads(config)
+        self._ranks = Ranks(exchange, shard.rank, shard.count)
+        self._routers: list[PackedWeight | None] = []  # which are read as they are
+        self._model = self._whole(weights)
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._rows = 0  # that the workspace is for
+        self._scores = torch.empty(0, config.vocab_size)
+        self._own_scores = torch.empty(0, len(self._tokens))
+
+    def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
+        """Runs a step's rows through the model and writes their K and V to the pool.
+
+        The next-token scores of its `logit_rows`, float32 `[n, vocab]`, on the first rank; valid
+        until the next step. Raises RunnerFailed when another rank does not answer.
+        """
+        rows, wanted = len(batch.token_ids), len(batch.logit_rows)
+        if rows > self._rows:
+            self._rows = max(rows, 2 * self._rows)  # so that growing chunks seldom need another
+            size = self._native.baton_workspace(self._model, self._rows)
+            room = torch.empty(size + _HUGE_PAGE, dtype=torch.uint8)
+            self._workspace = room[-room.data_ptr() % _HUGE_PAGE :]
+        if wanted > len(self._scores):
+            self._scores = torch.empty(wanted, self.config.vocab_size)
+            self._own_scores = torch.empty(wanted, len(self._tokens))
+        self.hidden = None
+        if batch.wants_hidden:
+            self.hidden = torch.empty(wanted, self.config.hidden_size, dtype=self.dtype)
+        inputs = (
+            batch.token_ids, batch.context_lens, batch.query_lens, batch.block_tables,
+            batch.logit_rows, self._scores, self._own_scores, self.hidden, self._workspace,
+        )  # fmt: skip
+        sizes = (rows, len(batch.query_lens), batch.block_tables.shape[1], wanted)
+        pointers = (None if tensor is None else tensor.data_ptr() for tensor in inputs)
+        step = Step(*pointers, self._pool(pool), *sizes)
+        if not self._native.baton_step(torch.get_num_threads(), self._model, step):
+            raise RunnerFailed("a rank of this worker has ended or hangs: the step is lost")
+        return self._scores[:wanted]
+
+    def _whole(self, weights: Weights) -> WholeModel:
+        config, experts, own = self.config, self.config.experts, self._own_experts
+        assert all(tensor.is_contiguous() for tensor in (weights.embedding, self._tables))
+        counted = iter(() if self.expert_tokens is None else self.expert_tokens)
+        tokens = (next(counted) if layer.experts else None for layer in weights.layers)
+        return WholeModel(
+            Embedding(weights.embedding.data_ptr(), self._tokens.start, len(self._tokens)),
+            self._norm(weights.final_norm),
+            (Layer * config.num_layers)(*map(self._layer, weights.layers, self._shapes, tokens)),
+            _linear(weights.lm_head),
+            self._ranks,
+            *(
+                config.vocab_size,
+                config.num_layers,
+                config.hidden_size,
+                config.num_heads,
+                config.num_kv_heads,
+            ),
+            config.head_size,
+            *(experts.count if experts else 0, own.start, len(own)),
+            *((experts.per_token, experts.normed) if experts else (0, 0)),
+            ACTIVATIONS.index(config.activation),
+            *(config.rms_eps, config.logit_scale, config.logit_softcap),
+            *(self._embedding_scale, config.residual_scale),
+        )
+
+    def _layer(
+        self, layer: LayerWeights, attention: AttentionShape, expert_tokens: Tensor | None
+    ) -> Layer:
+        norms = (layer.input_norm, layer.mlp_norm, layer.attention_norm, layer.output_norm)
+        products = [
+            _linear(layer.qkv, layer.qkv_bias),
+            _linear(layer.o, layer.o_bias),
+            _linear(layer.gate_up, layer.gate_up_bias),
+            _linear(layer.down, layer.down_bias),
+        ]
+        router, shared_gate, experts, tokens = Linear(), Linear(), None, None
+        if (mixture := layer.experts) is not None:
+            assert expert_tokens is not None
+            packed, packed_gate = (
+                None if one is None else PackedWeight.of(one)
+                for one in (mixture.router, mixture.shared_gate)
+            )
+            self._routers += packed, packed_gate
+            router, shared_gate = _linear(packed, mixture.router_bias), _linear(packed_gate)
+            tokens = expert_tokens.data_ptr()
+            each = [
+                Expert(
+                    _linear(one.gate_up, one.gate_up_bias),
+                    _linear(one.down, one.down_bias),
+                )
+                for one in mixture.experts
+            ]
+            experts = (Expert * len(each))(*each)
+        products += router, shared_gate
+        return Layer(*map(self._norm, norms), *products, tokens, experts, attention)
+
+
+def _linear(weight: Weight | None, bias: Tensor | None = None) -> Linear:
+    if weight is None:
+        return Linear()
+    assert isinstance(weight, PackedWeight), "what native code reads is packed"
+    return weight.linear(bias)

@@ -1,0 +1,156 @@
+"""Weights in the order in which the native products read them.
+
+A product takes the outputs in panels of 64 columns. Along the depth, as many neighbours as fit
+into 32 bits form a group, and a panel stores group after group:
+`[panels][groups][64][group]`, depth and columns padded with zeros. Mirrors `src/kernels.h`; where a
+word has its eight values of 4 bits or four of fp8, `src/group_scaled.cpp` tells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from baton.engine.kernels.native import library
+from baton.engine.kernels.native.interface import Linear
+from baton.engine.weights.weight import (
+    DenseWeight,
+    FourBitWeight,
+    Fp8BlockWeight,
+    Int4Weight,
+    Int8Weight,
+    Mxfp4Weight,
+    Weight,
+)
+
+PANEL = 64
+NUMBERS = ("int4", "fp8", "mxfp4")  # of groups that share a scale, in the order of `Numbers` there
+ACTIVATION_OFFSET = 128  # added to int8 activations, which the product takes as unsigned bytes
+
+# A large weight is packed so many panels at a time, so that no second copy of it comes into being.
+PANELS_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class PackedWeight(Weight):
+    """A matrix `[out, in]` as native products read it.
+
+    int8 ones have a float32 scale for each output, and what the activations' offset adds to each
+    output's sum, int32 `[out]`, for the product to take off. Those with a group, whose `numbers`
+    are one of `NUMBERS`, have float32 scales `[panels][in / group][64]`; int4 ones also 8 less the
+    zero points unless all are 8, in the same order, and int32 `order` `[in]`.
+    """
+
+    packed: Tensor
+    outputs: int
+    inputs: int
+    scales: Tensor | None = None
+    offsets: Tensor | None = None
+    zeros: Tensor | None = None
+    order: Tensor | None = None
+    group: int = 0
+    numbers: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.outputs, self.inputs
+
+    @classmethod
+    def of(cls, weight: Weight) -> PackedWeight:
+        """A weight, packed unless it is. Native code has no fp8 but in blocks."""
+        match weight:
+            case PackedWeight():
+                return weight
+            case DenseWeight(tensor):
+                return cls(pack(tensor), *weight.shape)
+            case Int8Weight(values, scales):
+                offsets = values.sum(1, dtype=torch.int32) * ACTIVATION_OFFSET
+                return cls(pack(values), *weight.shape, scales, offsets)
+            case Fp8BlockWeight(values, scales):
+                numbers = NUMBERS.index("fp8")
+                packed = pack_fp8(values)
+                return cls(packed, *weight.shape, pack(scales), group=weight.group, numbers=numbers)
+            case Mxfp4Weight(_, scales):
+                numbers = NUMBERS.index("mxfp4")
+                packed = pack_4_bits(weight)
+                return cls(packed, *weight.shape, pack(scales), group=weight.group, numbers=numbers)
+            case Int4Weight(_, scales, zeros, order):
+                return cls(
+                    pack_4_bits(weight),
+                    *weight.shape,
+                    pack(scales),
+                    zeros=None if zeros is None else pack(Int4Weight.MIDDLE - zeros.float()),
+                    order=None if order is None else order.int(),
+                    group=weight.group,
+                )
+        raise TypeError(f"native code has no {type(weight).__name__}")
+
+    def linear(self, bias: Tensor | None = None) -> Linear:
+        """For native code, which points at these tensors and does not keep them."""
+        made = Linear.from_buffer_copy(self._without_bias)
+        made.bias = address(bias)
+        return made
+
+    @cached_property
+    def _without_bias(self) -> Linear:
+        tensors = (self.packed, self.scales, self.offsets, self.zeros, self.order, None)
+        sizes = (self.inputs, self.outputs, self.group, self.numbers)
+        return Linear(*map(address, tensors), *sizes)
+
+    def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        native, weights, rows = library.load(x.dtype), self.linear(bias), len(x)
+        assert native is not None, "weights are packed for it"
+        x, y = x.contiguous(), x.new_empty(rows, self.outputs)
+        scratch = torch.empty(native.baton_linear_scratch(weights, rows), dtype=torch.uint8)
+        threads, floats = torch.get_num_threads(), x.dtype == torch.float32
+        native.baton_linear(
+            threads, x.data_ptr(), rows, weights, y.data_ptr(), floats, scratch.data_ptr()
+        )
+        return y
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """For native code, which reads rows one after the other."""
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous(), "rows lie one after the other"
+    return tensor.data_ptr()
+
+
+def pack(weight: Tensor) -> Tensor:
+    """weight `[out, in]` of 4, 2 or 1 bytes → `[panels, groups, 64, group]`."""
+    outputs, depth = weight.shape
+    group = 4 // weight.element_size()
+    groups = -(-depth // group)
+    packed = weight.new_zeros(-(-outputs // PANEL), groups, PANEL, group)
+    for first in range(0, packed.shape[0], PANELS_AT_ONCE):
+        panels = packed[first : first + PANELS_AT_ONCE]
+        rows = weight[first * PANEL : (first + panels.shape[0]) * PANEL]
+        padded = weight.new_zeros(panels.shape[0] * PANEL, groups * group)
+        padded[: rows.shape[0], :depth] = rows
+        panels.copy_(padded.view(-1, PANEL, groups, group).transpose(1, 2))
+    return packed
+
+
+def pack_4_bits(weight: FourBitWeight) -> Tensor:
+    """Values `[out, in]` → int32 `[panels, in / 8, 64, 1]`."""
+    (outputs, depth), device = weight.shape, weight.values.device
+    words = torch.zeros(
+        -(-outputs // PANEL), depth // 8, PANEL, 1, dtype=torch.int32, device=device
+    )
+    shifts = [i // 2 * 4 + i % 2 * 16 for i in range(8)]
+    at = torch.tensor(shifts, dtype=torch.int32, device=device)
+    for first in range(0, words.shape[0], PANELS_AT_ONCE):
+        rows = slice(first * PANEL, (first + PANELS_AT_ONCE) * PANEL)
+        eights = weight.nibbles(rows).int().unflatten(1, (-1, 8))
+        words[first : first + PANELS_AT_ONCE] = pack((eights << at).sum(-1, dtype=torch.int32))
+    return words
+
+
+def pack_fp8(values: Tensor) -> Tensor:
+    """Values `[out, in]`, whole words → int8 `[panels, in / 4, 64, 4]`."""
+    words = values.view(torch.int8).unflatten(1, (-1, 4))
+    return pack(words[..., [0, 2, 1, 3]].flatten(1))

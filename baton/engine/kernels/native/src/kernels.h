@@ -1,0 +1,242 @@
+// The operations of a step: products, what happens to rows one by one, rotation, attention.
+// All are called by the whole team, and return when their results are complete. Structures are
+// mirrored in baton/engine/kernels/native/interface.py, field for field.
+#pragma once
+
+#include <algorithm>
+
+#include "simd.h"
+#include "team.h"
+
+namespace baton {
+
+// In the order of `packing.py`.
+enum Numbers : int32_t { INT4, FP8, MXFP4 };
+
+// y = x @ weight.T + bias.
+struct Linear {
+    const void* packed;      // [panels][groups][PANEL][GROUP]; depth and columns padded with zeros
+    const float* scales;     // int8: [out], of each output; with a group: as `zeros`; otherwise null
+    const int32_t* offsets;  // int8 weights: [out], 128 times the sum of an output's weights
+    const float* zeros;      // int4 weights: [panels][in / group][PANEL], 8 less zero points, or null
+    const int32_t* order;    // int4 weights: [in], the input of each place in the depth, or null
+    const Activation* bias;  // [out], or null
+    int32_t in, out;
+    int32_t group;    // inputs that share a scale, a multiple of 32; 0: all, or there is none
+    Numbers numbers;  // of weights with a group
+};
+
+constexpr int PANEL = 64;  // columns packed side by side
+
+// Bytes of scratch that `linear` needs for quantised weights; 0 for others.
+size_t linear_scratch(const Linear& weights, int rows);
+
+// x [rows][in] -> y [rows][out] of Output (Activation or float). Rows do not influence each other's
+// bits.
+template <class Output>
+void linear(Team& team, const Activation* x, int rows, const Linear& weights, Output* y,
+            void* scratch);
+
+// Rows of results: of floats or of activations.
+struct Results {
+    void* rows;
+    bool floats;
+};
+
+// The same of weights with a group, which `linear` calls.
+size_t grouped_scratch(const Linear& weights, int rows);
+void grouped_linear(Team& team, const Activation* x, int rows, const Linear& weights, Results y,
+                    void* scratch);
+
+// A norm's weight, or null. A wide one is of floats: rows are rounded after it, and not before.
+struct Norm {
+    const void* weight;
+    int32_t wide;
+};
+
+// The tokens [first, first + count), whose rows [count][size] a table has.
+struct Embedding {
+    const Activation* table;
+    int32_t first, count;
+};
+
+// hidden[row] = table[token_ids[row] - first] * scale, rows of `size` elements; zeros for tokens
+// that the table does not have.
+void embed(Team& team, const Embedding& embedding, const int32_t* token_ids, int rows, int size,
+           float scale, Activation* hidden);
+
+// hidden += added * scale (unless null); out = hidden scaled to unit mean square, times the norm's
+// weight (unless null), which may be hidden itself.
+void add_rms_norm(Team& team, Activation* hidden, const Activation* added, float scale, Norm norm,
+                  float eps, int rows, int size, Activation* out);
+
+// Of a gate, in the order of `models/config.py`.
+enum Gate : int32_t { SILU, GELU_TANH, SWIGLU_OAI };
+
+// out = activation(gate) * up, of gate_up [rows][2 * size], gate first; with SWIGLU_OAI both are
+// limited, and up is one more.
+void act_mul(Team& team, const Activation* gate_up, int rows, int size, Gate kind, Activation* out);
+
+// logits [rows][size] *= scale, and softcapped to cap * tanh(logit / cap) unless the cap is 0.
+void scale_logits(Team& team, float* logits, int rows, int size, float scale, float cap);
+
+// What rows take of a mixture of experts. A slot is one of the experts of one row.
+struct Routing {
+    float* shares;               // [rows][per_token]
+    int32_t* taken;              // [rows][per_token], experts
+    int32_t* place;              // [rows][per_token], of the slot among all, which lie by expert
+    int32_t* first;              // [experts + 1], each one's first place
+    int32_t own_begin, own_end;  // the experts that this rank has
+
+    bool is_own(int at) const { return at >= first[own_begin] && at < first[own_end]; }
+};
+
+// The `per_token` experts with the best scores [rows][experts], and their shares by softmax over
+// all; normed, they add up to 1.
+void route(Team& team, const float* scores, int rows, int experts, int per_token, bool normed,
+           const Routing& to);
+
+// x [rows][size] -> to [places][size], of own experts.
+void gather(Team& team, const Activation* x, int rows, int per_token, int size,
+            const Routing& routing, Activation* to);
+
+// out [rows][size] = the outputs [places][size] of each row's slots, those of own experts, times
+// their shares; plus, where there is a gate [rows], what is in out times its sigmoid. Added up in the
+// row's own order.
+void mix(Team& team, const Activation* outputs, int rows, int per_token, int size,
+         const Routing& routing, const float* gate, Activation* out);
+
+constexpr int MAX_HEAD_SIZE = 256;
+constexpr int MAX_QUERIES = 128;  // query heads that share a KV head
+
+// The pool [blocks][layers][2][all_heads][head], K at 0 and V at 1, of which the heads
+// [first_head, first_head + kv_heads) are used. A block's head is [block_size][head_size] elements
+// of the compute type, or of int8 and behind them float scales [block_size].
+struct Pool {
+    void* data;
+    int32_t layers, all_heads, first_head, kv_heads;
+    int32_t block_size, head_size;  // multiples of 16, the latter at most MAX_HEAD_SIZE
+    int32_t int8;                   // 1: rows are int8 and have scales
+};
+
+// Rows of one sequence: [first_row, first_row + count) of the batch, at positions
+// [context, context + count).
+struct Span {
+    int32_t first_row;
+    int32_t count;
+    int32_t context;
+    const int32_t* table;  // its blocks
+};
+
+struct AttentionShape {
+    int32_t heads, layer;
+    int32_t window;          // tokens a row sees, its own included; 0: all
+    float scale, cap, eps;   // of scores, and their softcap or 0; of q_norm and k_norm
+    const float *cos, *sin;  // [max_context][head_size]
+    Norm q_norm, k_norm;     // of each head, or of all heads of a row together
+    int32_t row_norms;       // 1: of all heads together
+    const float* sinks;      // [heads], a further score of each softmax with a value of 0; or null
+};
+
+// qkv [rows][(heads + 2 * kv_heads) * head_size] -> out [rows][2], q's and k's mean squares by
+// `ranks`: added up over so many ranks, those of all heads.
+void mean_squares(Team& team, const Activation* qkv, int rows, const AttentionShape& shape,
+                  const Pool& pool, int ranks, float* out);
+
+// qkv as above: normalises and turns q in place, and writes k (normalised, turned) and v to the pool.
+// mean_squares [rows][2]: of q and k where they are normed with other ranks' heads; else null.
+void rotate_and_store(Team& team, Activation* qkv, const Span* spans, int num_spans,
+                      const AttentionShape& shape, const Pool& pool, const float* mean_squares);
+
+// Attention of each row over its sequence's KV in the pool -> out [rows][heads * head_size]. A row's
+// bits depend on its own query and its sequence's KV alone, not on what shares its span or batch.
+void attend(Team& team, const Activation* qkv, const Span* spans, int num_spans,
+            const AttentionShape& shape, const Pool& pool, Activation* out);
+
+// Where a sequence's KV lies in the pool, and how a step's rows are cut into pieces of work.
+
+// Positions next to each other in one block, from a multiple of RUN on.
+constexpr int RUN = 16;
+
+enum Part { KEYS, VALUES };
+
+// The K or V rows of one sequence, layer and KV head.
+struct PagedRows {
+    const int32_t* table;
+    int block_size;
+    size_t stride;  // bytes from a row to the next one of its block
+    size_t block_bytes;
+    char* begin;
+
+    PagedRows(const Pool& pool, int layer, int kv_head, Part part, const int32_t* table)
+        : table(table),
+          block_size(pool.block_size),
+          stride(pool.head_size * (pool.int8 ? sizeof(int8_t) : sizeof(Activation))) {
+        const size_t head_bytes = (stride + (pool.int8 ? sizeof(float) : 0)) * block_size;
+        block_bytes = head_bytes * pool.all_heads * 2 * pool.layers;
+        const size_t head =
+            (size_t(layer) * 2 + part) * pool.all_heads + pool.first_head + kv_head;
+        begin = (char*)pool.data + head * head_bytes;
+    }
+
+    // The row of a position that the table has a block for.
+    char* at(int position) const { return block_of(position) + position % block_size * stride; }
+
+    // Its scale, where rows are int8; those of its block's next positions follow.
+    float* scale_at(int position) const {
+        return (float*)(block_of(position) + block_size * stride) + position % block_size;
+    }
+
+   private:
+    char* block_of(int position) const {
+        return begin + size_t(table[position / block_size]) * block_bytes;
+    }
+};
+
+// Some rows of a span, [first, first + count) of its own rows.
+struct Piece {
+    const Span* span;
+    int first;
+    int count;
+    int first_head, kv_heads;  // KV heads
+};
+
+// All spans' rows in pieces of at most `rows`, each once for every `together` of the KV heads; the last
+// rows come first, because in causal attention they take longest. A cursor: it may skip pieces, but
+// not go back.
+class Pieces {
+   public:
+    Pieces(const Span* spans, int num_spans, int rows, int kv_heads, int together)
+        : spans_(spans),
+          rows_(rows),
+          together_(together),
+          times_(kv_heads / together),
+          span_(num_spans) {
+        for (int i = 0; i < num_spans; i++) total_ += pieces_of(spans[i]);
+    }
+
+    int count() const { return total_ * times_; }
+
+    Piece at(int index) {
+        while (index >= end_) {
+            span_--;
+            begin_ = end_;
+            end_ += pieces_of(spans_[span_]) * times_;
+        }
+        const Span& span = spans_[span_];
+        const int from_end = (index - begin_) / times_;
+        const int first = (pieces_of(span) - 1 - from_end) * rows_;
+        const int first_head = (index - begin_) % times_ * together_;
+        return Piece{&span, first, std::min(rows_, span.count - first), first_head, together_};
+    }
+
+   private:
+    int pieces_of(const Span& span) const { return parts(span.count, rows_); }
+
+    const Span* spans_;
+    const int rows_, together_, times_;
+    int span_, total_ = 0;
+    int begin_ = 0, end_ = 0;  // indices of the current span's pieces
+};
+
+}  // namespace baton

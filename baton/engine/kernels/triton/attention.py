@@ -1,0 +1,502 @@
+"""Paged attention of decode rows, one query a sequence, and of prompt chunks, causal.
+
+Decode: a program takes rows of one KV head, whose query heads are the rows of one product. The keys
+of all rows are shared equally among as many programs as a GPU runs at once, however lengths differ:
+planned on the device, once a step, as FlashMLA's tile scheduler does. Where shares cut a row, a
+second kernel joins its parts by their log-sum-exp (Flash-Decoding, Dao et al. 2023). Grids depend
+on shapes alone, so that a CUDA graph can hold them.
+
+Chunks: the form is FlashAttention-2's (Dao 2023): a program takes a tile of query rows and goes
+over their keys with an online softmax. The query heads that share a KV head lie in one tile, token
+by token, so that what is read of KV serves all of them. Tiles of all sequences are planned on the
+device, once a step; the grid follows from shapes, and programs beyond the last tile end at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.engine.kernels.torch.attention import Scoring
+from baton.engine.kernels.triton.attention_common import (
+    LOWEST,
+    NO_WINDOW,
+    attend_range,
+    elements,
+    first_state,
+    halves,
+    joined,
+    pool_sizes,
+    scored,
+)
+from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
+from baton.engine.kernels.triton.rope_kv import Rotation, load_angles, put, turned
+from baton.engine.kernels.triton.spec import Config
+from baton.engine.kernels.triton.tuning import choose
+
+# Up to so many decode rows launches overlap. With more rows, programs that come while the kernel in
+# front still runs are spread over the processors unevenly: 8 rows take 4 % longer on an H200.
+EARLY_ROWS = 1
+
+# Query rows of a program: the least that tensor cores take, and the most that registers hold.
+LEAST_ROWS, MOST_ROWS = 16, 128
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Which tiles of keys each program takes; the same for all KV heads and layers of a window.
+
+    The tiles of all rows lie one after the other, at least one for each row, and are cut into equal
+    shares: one for each program.
+
+    seq_lens: int32 `[rows]` · ends: int32 `[rows]`, where a row's tiles end · firsts: int32
+    `[programs]`, the row with a program's first tile · config: of `decode_attention`.
+    """
+
+    seq_lens: Tensor
+    window: int | None
+    ends: Tensor
+    firsts: Tensor
+    config: Config
+
+
+def plan_decode(
+    q: Tensor, pool: Tensor, seq_lens: Tensor, window: int | None, programs: int = 0,
+    config: Config | None = None,
+) -> DecodePlan:  # fmt: skip
+    """Shares the keys of decode rows out, without waiting for the device.
+
+    q, pool: as `decode_attention` takes them; of q only the shape and type count · seq_lens: int32
+    `[rows]`, tokens of each sequence, the row's own included; 0 is a padding row · window: of the
+    layers that it is for · programs: of a KV head; 0 is as many as the GPU runs at once · config:
+    None is the one in effect.
+    """
+    sizes, key = pool_sizes(q, pool)
+    config = config or choose("decode_attention", key, q.device)
+    resident = config["PER_PROCESSOR"] * processors(q.device)
+    programs = programs or max(1, resident // sizes["KV_HEADS"])
+    rows = len(seq_lens)
+    ends, firsts = (
+        torch.empty(count, dtype=torch.int32, device=q.device) for count in (rows, programs)
+    )
+    plan_kernel[(triton.cdiv(programs, 16),)](
+        seq_lens, ends, firsts, rows, window or NO_WINDOW, programs, TILE=config["TILE"],
+        ROWS=triton.next_power_of_2(rows), PROGRAMS=16,
+    )  # fmt: skip
+    return DecodePlan(seq_lens, window, ends, firsts, config)
+
+
+def decode_attention(
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, plan: DecodePlan, scoring: Scoring,
+    out: Tensor, rotation: Rotation | None = None,
+) -> None:  # fmt: skip
+    """Writes the attention of each row of q over its own sequence, whose KV is in the pool already.
+
+    q: `[rows, heads, head_size]`, contiguous · block_tables: int32 `[rows, width]`, the blocks of
+    each sequence; what lies behind those of its tokens is not read · plan: for these rows and the
+    window of scoring · out: like q; zeros for padding rows · rotation: q is then `[rows, (heads + 2
+    * kv_heads) * head_size]`, as `rope_and_write` takes it, and the last token's K and V are
+    written first. Waits for nothing on the device.
+    """
+    window, config, programs = plan.window, plan.config, len(plan.firsts)
+    rows, heads, head_size = out.shape
+    assert window == scoring.window and len(plan.ends) == rows
+    assert pool.is_contiguous() and block_tables.stride(1) == 1
+    assert out.is_contiguous() and out.dtype == q.dtype
+    assert q.stride(1) == 1 if rotation else q.is_contiguous() and out.shape == q.shape
+    sizes, _ = pool_sizes(out, pool)
+    kv_heads = sizes["KV_HEADS"]
+    # The weighted sums of parts of rows, and behind all of them their log-sum-exps. A program has
+    # two at most: the end of a row that others began, and the beginning of one that others end.
+    size = 2 * programs * heads * (head_size + 1)
+    parts = torch.empty(size, dtype=torch.float32, device=q.device)
+    places = (parts, plan.seq_lens, plan.ends)
+    # Tensor cores take tiles of 16 rows at least.
+    group_pad = max(16, int(triton.next_power_of_2(heads // kv_heads)))
+    options = {name: config[name] for name in ("num_warps", "num_stages", "TILE")}
+    started = launch if rows <= EARLY_ROWS else launch_alone
+    pool = elements(pool)
+    started(
+        decode_kernel, (programs, kv_heads), q, pool, block_tables, out, *places, plan.firsts,
+        *(rotation or (None,) * 4 + (0.0,)), rows, layer, q.stride(0), block_tables.stride(0),
+        pool.stride(0), *scored(scoring), window or NO_WINDOW, WINDOWED=window is not None,
+        GROUP_PAD=group_pad, **sizes, **options,
+    )  # fmt: skip
+    started(
+        join_kernel, (rows, heads), out, *places, rows, programs, window or NO_WINDOW,
+        HEAD_SIZE=head_size, HEAD_PAD=sizes["HEAD_PAD"], TILE=config["TILE"], PARTS=16,
+    )  # fmt: skip
+
+
+def launch_alone(kernel: Any, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+    """As `launch`, but behind the end of the kernel in front."""
+    kernel[grid](*args, PDL=False, **kwargs)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def tiles_of_row(seq_len, window, TILE: tl.constexpr):
+    """The first key that a row sees, the edge of the tile that it lies in, and how many tiles."""
+    first = tl.maximum(seq_len - window, 0)
+    base = first // TILE * TILE
+    # A padding row has one, too: its program writes zeros.
+    return first, base, tl.maximum(tl.cdiv(seq_len - base, TILE), 1)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "window", "programs"], do_not_specialize_on_alignment=["seq_lens"]
+)
+def plan_kernel(
+    seq_lens, ends, firsts, rows, window, programs, TILE: tl.constexpr, ROWS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """What `DecodePlan` holds, of PROGRAMS of its programs. Grid `[programs / PROGRAMS]`."""
+    row = tl.arange(0, ROWS)
+    _, _, tiles = tiles_of_row(tl.load(seq_lens + row, mask=row < rows, other=0), window, TILE)
+    tiles = tl.where(row < rows, tiles, 0)
+    end = tl.cumsum(tiles, 0)
+    if tl.program_id(0) == 0:
+        tl.store(ends + row, end, mask=row < rows)
+    share = tl.cdiv(tl.sum(tiles, 0), programs)
+    program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
+    passed = (end[None, :] <= (program * share)[:, None]) & (row < rows)[None, :]
+    tl.store(firsts + program, tl.sum(passed.to(tl.int32), 1), mask=program < programs)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "layer", "table_stride", "window"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
+)
+def decode_kernel(
+    q_rows, pool, block_tables, out, parts, seq_lens, ends, firsts, cos, sin, q_weights, k_weights,
+    eps, rows, layer, row_stride, table_stride, block_stride, scale, softcap, sinks, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, FP8: tl.constexpr,
+    K_TYPE: tl.constexpr, V_TYPE: tl.constexpr, WINDOWED: tl.constexpr, GROUP_PAD: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One share of one KV head: the results of whole rows, and parts of those that others share.
+
+    Grid `[programs, kv_heads]`. parts: float32 `[2 * programs, heads, head_size]` and
+    `[2 * programs, heads]` behind it; first the ends of rows by program, then the beginnings.
+    """
+    wait_for_inputs(PDL)
+    launch_next(PDL)
+    program = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    total_tiles = tl.load(ends + rows - 1)
+    share = tl.cdiv(total_tiles, tl.num_programs(0))
+    at = program * share
+    stop = tl.minimum(at + share, total_tiles)
+    row = tl.load(firsts + program)
+
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    PART: tl.constexpr = KV_HEADS * BLOCK_SIZE * ROW_SIZE
+    head = tl.arange(0, GROUP_PAD)
+    dims = tl.arange(0, HEAD_PAD)
+    wanted = (head < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
+    k_base = pool + layer.to(tl.int64) * (2 * PART) + kv_head * (BLOCK_SIZE * ROW_SIZE)
+
+    #  tiles of rows:  | row 0 | row 1 .................. | row 2 | row 3 ........ |
+    #  shares:         | program 0    | program 1    | program 2    | program 3    |
+    while at < stop:
+        seq_len = tl.load(seq_lens + row)
+        row_end = tl.load(ends + row)
+        first, base, tiles = tiles_of_row(seq_len, window, TILE)
+        row_begin = row_end - tiles
+        until = tl.minimum(stop, row_end)
+        begin = base + (at - row_begin) * TILE
+        end = tl.minimum(base + (until - row_begin) * TILE, seq_len)
+        place = -1  # of a part; a whole row has none
+        if until - at < tiles:
+            place = program
+            if at == row_begin:
+                place += tl.num_programs(0)
+        least = None
+        if WINDOWED:
+            least = first
+        heads = row * HEADS + kv_head * GROUP + head
+        block_table = block_tables + row.to(tl.int64) * table_stride
+        own = q_rows + row.to(tl.int64) * row_stride + kv_head * GROUP * HEAD_SIZE
+        if cos is None:
+            q = tl.load(own + head[:, None] * HEAD_SIZE + dims[None, :], mask=wanted, other=0.0)
+        else:
+            # A padding row is turned like the first, and nobody reads it.
+            position = tl.maximum(seq_len - 1, 0)
+            cosines, sines = load_angles(cos, sin, position, dims, HEAD_SIZE)
+            q = turned(
+                own + head * HEAD_SIZE, head < GROUP, dims, q_weights, cosines, sines, eps,
+                HEAD_SIZE,
+            )  # fmt: skip
+            if (until == row_end) & (seq_len > 0):
+                one = tl.arange(0, 1)
+                of_kv = q_rows + row.to(tl.int64) * row_stride + (HEADS + kv_head + one) * HEAD_SIZE
+                k = turned(of_kv, one == 0, dims, k_weights, cosines, sines, eps, HEAD_SIZE)
+                of_kv += KV_HEADS * HEAD_SIZE
+                v = tl.load(
+                    of_kv[:, None] + dims[None, :], mask=(dims < HEAD_SIZE)[None, :], other=0.0
+                )
+                block = tl.load(block_table + position // BLOCK_SIZE).to(tl.int64)
+                into = k_base + block * block_stride + one
+                slot = position % BLOCK_SIZE
+                put(into, one == 0, slot, dims, k, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8)
+                put(into + PART, one == 0, slot, dims, v, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8)
+                tl.debug_barrier()  # other threads of the program read it
+
+        q, q_odd = halves(q.to(K_TYPE), QUANTIZED)
+        weighted, odd = halves(tl.zeros([GROUP_PAD, HEAD_PAD], dtype=tl.float32), QUANTIZED)
+        total, largest = first_state(sinks, kv_head * GROUP + head, head < GROUP)
+        if sinks is not None and at > row_begin:  # only a row's beginning has it
+            total, largest = first_state(None, head, head < GROUP)
+        # Only the first and the last tile can have keys to leave out, but looking costs no time
+        # next to the memory, and one loop keeps loads under way from the first tile to the last.
+        weighted, odd, total, largest = attend_range(
+            q, q_odd, weighted, odd, total, largest, k_base, k_base + PART, block_table, begin, end,
+            least, end, None, None, scale, softcap, block_stride, BLOCK_SIZE, HEAD_SIZE, HEAD_PAD,
+            QUANTIZED, FP8, V_TYPE, TILE, PARTLY=True, CAUSAL=False, WINDOWED=False,
+        )  # fmt: skip
+
+        result = joined(weighted, odd, QUANTIZED) / tl.where(total == 0, 1.0, total)[:, None]
+        if place >= 0:
+            part = place * HEADS + kv_head * GROUP + head
+            tl.store(parts + part[:, None] * HEAD_SIZE + dims[None, :], result, mask=wanted)
+            sums = parts + 2 * tl.num_programs(0) * HEADS * HEAD_SIZE
+            tl.store(sums + part, largest + tl.log2(total), mask=head < GROUP)
+        else:
+            tl.store(
+                out + heads[:, None] * HEAD_SIZE + dims[None, :],
+                result.to(out.dtype.element_ty),
+                mask=wanted,
+            )
+        at = until
+        row += 1
+
+
+@triton.jit(
+    do_not_specialize=["rows", "programs", "window"], do_not_specialize_on_alignment=["seq_lens"]
+)
+def join_kernel(
+    out, parts, seq_lens, ends, rows, programs, window, HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Joins the parts of one row's one head, if it has several. Grid `[rows, heads]`."""
+    wait_for_inputs(PDL)
+    launch_next(PDL)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    heads = tl.num_programs(1)
+    share = tl.cdiv(tl.load(ends + rows - 1), programs)
+    end = tl.load(ends + row)
+    _, _, tiles = tiles_of_row(tl.load(seq_lens + row), window, TILE)
+    first = (end - tiles) // share
+    last = (end - 1) // share
+    if first == last:
+        return
+    dims = tl.arange(0, HEAD_PAD)
+    sums = parts + 2 * programs * heads * HEAD_SIZE
+    weighted = tl.zeros([HEAD_PAD], dtype=tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    largest = tl.full([], LOWEST, tl.float32)
+    for begin in range(first, last + 1, PARTS):
+        program = begin + tl.arange(0, PARTS)
+        part = tl.where(program == first, program + programs, program) * heads + head
+        log_sums = tl.load(sums + part, mask=program <= last, other=float("-inf"))
+        results = tl.load(
+            parts + part[:, None] * HEAD_SIZE + dims[None, :],
+            mask=(program <= last)[:, None] & (dims < HEAD_SIZE)[None, :],
+            other=0.0,
+        )
+        above = tl.maximum(largest, tl.max(log_sums, 0))
+        shares = tl.exp2(log_sums - above)
+        faded = tl.exp2(largest - above)
+        weighted = weighted * faded + tl.sum(results * shares[:, None], 0)
+        total = total * faded + tl.sum(shares, 0)
+        largest = above
+    at = (row * heads + head) * HEAD_SIZE + dims
+    tl.store(out + at, (weighted / total).to(out.dtype.element_ty), mask=dims < HEAD_SIZE)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Which rows each program takes.
+
+    places: int32 `[tiles, 3]`, a tile's sequence, its first token in the sequence's chunk and that
+    token's row in the batch; where there is no tile, -1 and anything · tokens: of a tile, at most
+    · rows: query rows of a tile, tokens times heads of a group, padded to a power of two.
+    """
+
+    places: Tensor
+    tokens: int
+    rows: int
+
+
+def tile_rows(num_rows: int, sequences: int, group: int) -> int:
+    """Query rows of a tile of chunks that have so many rows together, times heads of a group."""
+    average = -(-num_rows // max(sequences, 1)) * group
+    return min(max(LEAST_ROWS, int(triton.next_power_of_2(average))), MOST_ROWS)
+
+
+def plan_tiles(query_lens: Tensor, num_rows: int, group: int) -> Tiles:
+    """Cuts the chunks of a step into tiles, without waiting for the device.
+
+    query_lens: int32 `[sequences]`, rows of each, num_rows together · group: query heads that share
+    a KV head, at most MOST_ROWS. A sequence's last tile, which sees the most keys, comes first, so
+    that the longest work starts early.
+    """
+    assert group <= MOST_ROWS, "the backend takes no other models"
+    sequences = len(query_lens)
+    rows = tile_rows(num_rows, sequences, group)
+    tokens = rows // group
+    # Each sequence has one tile at most that is not full.
+    most = min(num_rows, num_rows // tokens + sequences)
+
+    places = torch.empty((most, 3), dtype=torch.int32, device=query_lens.device)
+    tiles_kernel[(triton.cdiv(most, 16),)](
+        query_lens, places, sequences, most, tokens, TILES=16, SEQUENCES=128
+    )
+    return Tiles(places, tokens, rows)
+
+
+@triton.jit(
+    do_not_specialize=["sequences", "most", "tokens"],
+    do_not_specialize_on_alignment=["query_lens"],
+)
+def tiles_kernel(
+    query_lens, places, sequences, most, tokens, TILES: tl.constexpr, SEQUENCES: tl.constexpr
+):
+    """TILES of the places that `Tiles` holds, with SEQUENCES at a time. Grid `[most / TILES]`.
+
+    Compiled once: chunks of a step are of any number and length.
+    """
+    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    of = tl.full([TILES], -1, tl.int32)
+    token = tl.zeros([TILES], tl.int32)
+    row = tl.zeros([TILES], tl.int32)
+    tiles_before = tl.full([], 0, tl.int32)
+    rows_before = tl.full([], 0, tl.int32)
+    for begin in range(0, sequences, SEQUENCES):
+        sequence = begin + tl.arange(0, SEQUENCES)
+        rows = tl.load(query_lens + sequence, mask=sequence < sequences, other=0).to(tl.int32)
+        count = (rows + (tokens - 1)) // tokens
+        end = tiles_before + tl.cumsum(count, 0)
+        first_row = rows_before + tl.cumsum(rows, 0) - rows
+        # Each tile is one sequence's, or none's: sums over all are what that one adds.
+        own = ((end - count)[None, :] <= tile[:, None]) & (tile[:, None] < end[None, :])
+        of += tl.sum(tl.where(own, sequence[None, :] + 1, 0), 1)
+        first = (end[None, :] - 1 - tile[:, None]) * tokens
+        token += tl.sum(tl.where(own, first, 0), 1)
+        row += tl.sum(tl.where(own, first_row[None, :] + first, 0), 1)
+        tiles_before += tl.sum(count, 0)
+        rows_before += tl.sum(rows, 0)
+    place = places + tile * 3
+    tl.store(place, of, mask=tile < most)
+    tl.store(place + 1, token, mask=tile < most)
+    tl.store(place + 2, row, mask=tile < most)
+
+
+def prefill_attention(
+    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
+    query_lens: Tensor, tiles: Tiles, scoring: Scoring, out: Tensor, config: Config | None = None,
+) -> None:  # fmt: skip
+    """Writes the attention of every row over its sequence up to itself, whose KV is in the pool.
+
+    As `decode_attention`, but q has one sequence's rows after the other's · block_tables: of each
+    sequence · context_lens: int32 `[sequences]`, tokens before a sequence's first row · query_lens:
+    int32 `[sequences]`, its rows · tiles: `plan_tiles` of these query_lens. Rows of a sequence with
+    the context -1 are padding, of which out has zeros.
+    """
+    assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
+    assert out.is_contiguous() and out.shape == q.shape and out.dtype == q.dtype
+    sizes, key = pool_sizes(q, pool)
+    config = config or choose("prefill_attention", {**key, "rows": tiles.rows}, q.device)
+    pool = elements(pool)
+    prefill_kernel[sizes["KV_HEADS"] * len(tiles.places),](
+        q, pool, block_tables, context_lens, query_lens, tiles.places, out, layer,
+        block_tables.stride(0), pool.stride(0), *scored(scoring), scoring.window or NO_WINDOW,
+        **sizes, TOKENS=tiles.tokens, ROWS=tiles.rows, WINDOWED=scoring.window is not None,
+        **config,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["layer", "table_stride", "window"],
+    do_not_specialize_on_alignment=["block_tables", "context_lens", "query_lens", "places"],
+)
+def prefill_kernel(
+    q_rows, pool, block_tables, context_lens, query_lens, places, out, layer, table_stride,
+    block_stride, scale, softcap, sinks, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, FP8: tl.constexpr, K_TYPE: tl.constexpr,
+    V_TYPE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """One tile of query rows of one KV head, over all keys that any of them sees.
+
+    Grid `[tiles * kv_heads]`: along other axes CUDA takes 65,535 programs at most, and there may be
+    a tile for each row. ROWS: of the tile, TOKENS times HEADS // KV_HEADS and padding.
+    """
+    kv_head = tl.program_id(0) % KV_HEADS
+    place = places + tl.program_id(0) // KV_HEADS * 3
+    sequence = tl.load(place)
+    if sequence < 0:
+        return
+    first_token = tl.load(place + 1)
+    first_row = tl.load(place + 2)
+    tokens = tl.minimum(tl.load(query_lens + sequence) - first_token, TOKENS)
+    context = tl.load(context_lens + sequence)
+    first_position = context + first_token
+
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    PART: tl.constexpr = KV_HEADS * BLOCK_SIZE * ROW_SIZE
+    row = tl.arange(0, ROWS)
+    token = row // GROUP
+    dims = tl.arange(0, HEAD_PAD)
+    heads = (first_row + token) * HEADS + kv_head * GROUP + row % GROUP
+    at = heads.to(tl.int64)[:, None] * HEAD_SIZE + dims[None, :]
+    wanted = (token < tokens)[:, None] & (dims < HEAD_SIZE)[None, :]
+    if context < 0:  # padding
+        tl.store(out + at, tl.zeros([ROWS, HEAD_PAD], out.dtype.element_ty), mask=wanted)
+        return
+    q = tl.load(q_rows + at, mask=wanted, other=0.0).to(K_TYPE)
+    positions = first_position + token
+    k_base = pool + layer.to(tl.int64) * (2 * PART) + kv_head * (BLOCK_SIZE * ROW_SIZE)
+    block_table = block_tables + sequence.to(tl.int64) * table_stride
+
+    q, q_odd = halves(q, QUANTIZED)
+    weighted, odd = halves(tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32), QUANTIZED)
+    total, largest = first_state(sinks, kv_head * GROUP + row % GROUP, token < tokens)
+
+    #  begin .............. | whole ................. | diagonal ............. | end
+    #  the window cuts tiles | every row sees all keys | causality cuts tiles
+    # Tiles lie at multiples of TILE: a row sums up the same ones however its prompt is cut.
+    end = first_position + tokens
+    diagonal = (first_position + 1) // TILE * TILE
+    begin = None
+    edges = (0, 0, diagonal, end)
+    if WINDOWED:
+        begin = tl.maximum(first_position + 1 - window, 0)
+        whole = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), TILE) * TILE, diagonal)
+        edges = (begin // TILE * TILE, whole, diagonal, end)
+    for part in tl.static_range(0 if WINDOWED else 1, 3):
+        weighted, odd, total, largest = attend_range(
+            q, q_odd, weighted, odd, total, largest, k_base, k_base + PART, block_table,
+            edges[part], edges[part + 1], begin, end, positions, window, scale, softcap,
+            block_stride, BLOCK_SIZE, HEAD_SIZE, HEAD_PAD, QUANTIZED, FP8, V_TYPE, TILE,
+            PARTLY=part != 1, CAUSAL=part == 2, WINDOWED=WINDOWED and part != 1,
+        )  # fmt: skip
+
+    result = joined(weighted, odd, QUANTIZED) / tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=wanted)

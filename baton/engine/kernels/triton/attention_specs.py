@@ -1,0 +1,328 @@
+"""Both attention kernels as they are compiled without a GPU, compared and tuned on one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+import triton
+from torch import Tensor
+
+from baton.engine.kernels.torch.attention import Scoring, write_kv
+from baton.engine.kernels.triton.attention import (
+    DecodePlan,
+    decode_attention,
+    plan_decode,
+    plan_tiles,
+    prefill_attention,
+    tile_rows,
+)
+from baton.engine.kernels.triton.attention_common import attention_reference, pool_sizes
+from baton.engine.kernels.triton.rope_kv import Rotation
+from baton.engine.kernels.triton.spec import (
+    Config,
+    KernelSpec,
+    Key,
+    Trial,
+    dtype_of,
+    product_of,
+    text_of,
+)
+from baton.engine.models.decoder import rms_norm, rotate
+from baton.engine.weights.quantize import (
+    FP8,
+    SCALE_BYTES,
+    is_quantized,
+    pack_rows,
+    split_rows,
+    unpack_rows,
+)
+
+_DRAWN_AT_ONCE = 1 << 28  # elements, which are float32 while they are drawn
+
+
+def random_pool(
+    num_blocks: int, layers: int, kv_heads: int, head_size: int, kv: torch.dtype,
+    device: torch.device, block_size: int = 16,
+) -> Tensor:  # fmt: skip
+    """A pool whose every row is drawn, and quantised as writing it would."""
+    quantized = is_quantized(kv)
+    row_size = head_size + (SCALE_BYTES if quantized else 0)
+    shape = (num_blocks, layers, 2, kv_heads, block_size, row_size)
+    pool = torch.empty(shape, dtype=torch.int8 if quantized else kv, device=device)
+    for part in pool.split(max(1, _DRAWN_AT_ONCE // pool[0].numel())):
+        if not quantized:
+            part.normal_()
+        elif device.type != "meta":
+            drawn = torch.randn(*part.shape[:-1], head_size, device=device)
+            part.copy_(pack_rows(drawn, kv).view(torch.int8))
+    return pool.view(kv)
+
+
+def draw(
+    shape: Key, device: torch.device, seen: list[range], rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, a pool with KV of sequences, and their block tables, in random order.
+
+    seen: positions of each sequence that queries see · rows: queries. Of the shape: "dtype", "kv",
+    "head_size", "group" (heads of a KV head), "kv_heads", "layers" and "block_size". With "ragged"
+    everything that no query sees is NaN.
+    """
+    sizes: Key = {"head_size": 128, "group": 4, "kv_heads": 8, "layers": 1, "block_size": 16}
+    head_size, group, kv_heads, layers, block_size = (
+        int(shape.get(name, size)) for name, size in sizes.items()
+    )
+    dtype = dtype_of(shape)
+    kv = dtype_of(shape, "kv") if "kv" in shape else dtype
+    counts = [-(-span.stop // block_size) for span in seen]
+    used, width = sum(counts), max(1, *counts)
+    pool = random_pool(used + 4, layers, kv_heads, head_size, kv, device, block_size)
+    order = 1 + torch.randperm(used, dtype=torch.int32, device=device)
+    block_tables = torch.zeros(len(seen), width, dtype=torch.int32, device=device)
+    for row, part in zip(block_tables, order.split(counts), strict=True):
+        row[: len(part)] = part
+    if "ragged" in shape and device.type != "meta":
+        _poison(pool, block_tables.cpu(), seen)
+    q = torch.randn(rows, kv_heads * group, head_size, device=device).to(dtype)
+    return q, pool, block_tables
+
+
+def _poison(pool: Tensor, block_tables: Tensor, seen: list[range]) -> None:
+    """Makes what is not seen NaN: in quantised rows the scale, and every number of fp8."""
+    block_size = pool.shape[4]
+    hidden = torch.ones(pool.shape[0], block_size, dtype=torch.bool)
+    for table, span in zip(block_tables, seen, strict=True):
+        at = torch.tensor(span, dtype=torch.long)
+        hidden[table[at // block_size].long(), at % block_size] = False
+    hidden = hidden.to(pool.device)
+    if not is_quantized(pool.dtype):
+        pool.permute(0, 4, 1, 2, 3, 5)[hidden] = torch.nan
+        return
+    elements, scales = split_rows(pool.view(torch.int8))
+    elements.permute(0, 4, 1, 2, 3, 5)[hidden] = 0x7F
+    nan = torch.tensor([torch.nan], device=pool.device).view(torch.int8)
+    scales.permute(0, 4, 1, 2, 3, 5)[hidden] = nan
+
+
+def _ragged(shape: Key, count: int, most: int) -> list[int]:
+    """Lengths: `most` each, or with "ragged" between 0 and most, drawn from it as a seed."""
+    if "ragged" not in shape:
+        return [most] * count
+    dice = random.Random(int(shape["ragged"]) + count)  # noqa: S311 - lengths of a test
+    return [most, *(dice.choice((0, dice.randint(0, most))) for _ in range(count - 1))]
+
+
+def decode_trial(shape: Key, device: torch.device) -> Trial:
+    """Rows that see "context" tokens each, 64 of 4,096 by default: a batch that fills a GPU."""
+    count = int(shape.get("batch", 64))
+    lengths = _ragged(shape, count, int(shape.get("context", 4096)))
+    return _trial(shape, device, [length - 1 for length in lengths], [1] * count, decodes=True)
+
+
+def prefill_trial(shape: Key, device: torch.device) -> Trial:
+    """Chunks of "tokens" tokens after "context" others, of "batch" sequences."""
+    count = int(shape["batch"])
+    before, tokens = (_ragged(shape, count, int(shape[name])) for name in ("context", "tokens"))
+    return _trial(shape, device, before, tokens, decodes=False)
+
+
+def _trial(
+    shape: Key, device: torch.device, before: list[int], tokens: list[int], *, decodes: bool
+) -> Trial:
+    """Sequences of so many tokens, after so many others; -1 is a padding row."""
+    window, programs = int(shape.get("window", 0)) or None, int(shape.get("programs", 0))
+    seen = [
+        range(max(0, a + 1 - window) if window else 0, a + b) if b else range(0)
+        for a, b in zip(before, tokens, strict=True)
+    ]
+    q, pool, block_tables = draw(shape, device, seen, sum(tokens))
+    context_lens, query_lens = (
+        torch.tensor(lens, dtype=torch.int32).to(device) for lens in (before, tokens)
+    )
+    first = (q, pool, pool.shape[1] - 1, block_tables)
+    sinks = 2 * torch.randn(q.shape[1], device=device) if shape.get("sinks") else None
+    softcap = float(shape.get("softcap", 0))
+    scoring = Scoring(float(q.shape[2] ** -0.5), window, softcap, sinks)
+    _, key = pool_sizes(q, pool)
+
+    def reference() -> tuple[Tensor]:
+        found = attention_reference(*first, context_lens.clamp_min(0), query_lens, scoring)
+        return (found.masked_fill_((context_lens < 0)[:, None, None], 0) if decodes else found,)
+
+    if "rope" in shape:
+        return _rope_trial(shape, q, pool, block_tables, context_lens, scoring, programs)
+    if decodes:
+        seq_lens, plans = context_lens + 1, dict[str, DecodePlan]()
+
+        def run(config: Config | None) -> tuple[Tensor]:
+            name = text_of(config or {})
+            if name not in plans:  # one serves all layers of a step
+                plans[name] = plan_decode(q, pool, seq_lens, window, programs, config)
+            out = torch.empty_like(q)
+            decode_attention(*first, plans[name], scoring, out)
+            return (out,)
+
+        return Trial(
+            key,
+            run,
+            reference,
+            moved_bytes=sum(map(len, seen)) * pool[0, 0].nbytes // pool.shape[4],
+        )
+    group = q.shape[1] // pool.shape[3]
+    tiles = cache(partial(plan_tiles, query_lens, len(q), group))
+    pairs = sum(b * a + b * (b + 1) / 2 for a, b in zip(before, tokens, strict=True))
+
+    def run_prefill(config: Config | None) -> tuple[Tensor]:
+        out = torch.empty_like(q)
+        prefill_attention(*first, context_lens, query_lens, tiles(), scoring, out, config)
+        return (out,)
+
+    return Trial(
+        {**key, "rows": tile_rows(len(q), len(query_lens), group)},
+        run_prefill,
+        reference,
+        flops=4.0 * q.shape[1] * q.shape[2] * pairs,
+    )
+
+
+def _rope_trial(
+    shape: Key, q: Tensor, pool: Tensor, block_tables: Tensor, context_lens: Tensor,
+    scoring: Scoring, programs: int,
+) -> Trial:  # fmt: skip
+    """Decode rows whose K and V are written in the same launch; with "norms" heads are normed."""
+    rows, heads, head_size = q.shape
+    layer, kv_heads, block_size = pool.shape[1] - 1, *pool.shape[3:5]
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_size, device=q.device).to(q.dtype)
+    drawn = torch.randn(block_tables.shape[1] * block_size, head_size // 2, device=q.device)
+    cos, sin = (table.repeat(1, 2).to(q.dtype) for table in (drawn.cos(), drawn.sin()))
+    norms = torch.rand(2, head_size, device=q.device).to(q.dtype).unbind()
+    q_norm, k_norm = norms if "norms" in shape else (None, None)
+    rotation = Rotation(cos, sin, q_norm, k_norm, 1e-5)
+    given, seq_lens = pool.clone(), context_lens + 1
+    _, key = pool_sizes(q, pool)
+
+    def places() -> tuple[Tensor, Tensor]:
+        """Of the rows that are not padding: their positions, and their slots."""
+        at = context_lens[context_lens >= 0].long()
+        tables = block_tables[context_lens >= 0]
+        blocks = tables.gather(1, at[:, None] // block_size)[:, 0].long()
+        return at, blocks * block_size + at % block_size
+
+    def written(pool: Tensor) -> Tensor:
+        if q.device.type == "meta":
+            return pool
+        _, slots = places()
+        values = unpack_rows(pool, torch.float32) if is_quantized(pool.dtype) else pool
+        return values[slots // block_size, layer, :, :, slots % block_size]
+
+    def run(config: Config | None) -> tuple[Tensor, ...]:
+        plan = plan_decode(q, pool, seq_lens, scoring.window, programs, config)
+        out = torch.empty_like(q)
+        decode_attention(qkv, pool, layer, block_tables, plan, scoring, out, rotation)
+        return out, written(pool)
+
+    def reference() -> tuple[Tensor, ...]:
+        q, k, v = qkv.view(rows, -1, head_size).split((heads, kv_heads, kv_heads), dim=1)
+        if "norms" in shape:
+            q, k = (rms_norm(x, norm, 1e-5) for x, norm in zip((q, k), norms, strict=True))
+        angles = [table[context_lens.clamp_min(0), None].float() for table in (cos, sin)]
+        q, k = (rotate(x.float(), *angles).to(qkv.dtype) for x in (q, k))
+        live, (_, slots) = context_lens >= 0, places()
+        write_kv(given, layer, slots, k[live], v[live])
+        lens = context_lens.clamp_min(0), live.int()
+        # Of padding rows the reference has none.
+        found = torch.zeros_like(q)
+        found[live] = attention_reference(q[live], given, layer, block_tables, *lens, scoring)
+        return found, written(given)
+
+    return Trial(key, run, reference, tolerance={torch.int8: 0.02, FP8: 0.08}.get(pool.dtype))
+
+
+_FP8: Key = {"kv": "fp8", "least": 89}  # what the kernels load needs sm_89
+_WINDOW: Key = {"window": 40}
+_SIZES: Key = {"kv_heads": 8, "layers": 2}
+_HEADS: tuple[Key, ...] = (
+    {}, {"kv": "int8"}, _FP8,
+    {"dtype": "fp16"}, {"dtype": "fp16", "kv": "int8"}, {"dtype": "fp16", **_FP8},
+    {"dtype": "fp32"}, {"dtype": "fp32", "kv": "int8"},
+    {"head_size": 64, "group": 7}, {"head_size": 80, "group": 1},
+    {"kv": "int8", "head_size": 96, "group": 3}, {"head_size": 256, "group": 8}, {"group": 32},
+    {"head_size": 64, "group": 8, "sinks": 1}, {"kv": "int8", "softcap": 2, "sinks": 1},
+    {"head_size": 256, "group": 2, "softcap": 2},
+)  # fmt: skip
+
+_TURNED: tuple[Key, ...] = (
+    {"programs": 5}, {"kv": "int8", "norms": 1, "programs": 3}, {**_FP8, **_WINDOW, "programs": 2},
+    {"dtype": "fp16", "head_size": 64, "norms": 1}, {"dtype": "fp32", "head_size": 80, "group": 1},
+    {"kv": "int8", "head_size": 96, "group": 3, "programs": 9},
+    {"head_size": 256, "group": 8, "norms": 1, "sinks": 1},
+)  # fmt: skip
+
+
+def _prefill_cases() -> list[Key]:
+    """Chunks that fill large tiles, every second kind of heads with a window; and short ones."""
+    long = [
+        {**heads, **(_WINDOW if at % 2 else {}), "tokens": 16 if "fp32" in heads.values() else 70}
+        for at, heads in enumerate(_HEADS)
+    ]
+    short: list[Key] = [{**_WINDOW, "tokens": 70}, {"tokens": 16}, {"tokens": 4, "kv": "int8"}]
+    return [
+        {**case, **_SIZES, "batch": 3, "context": 60, "ragged": at}
+        for at, case in enumerate(long + short)
+    ]
+
+
+def _configs(**sizes: tuple[int, ...]) -> Callable[[Key], list[Config]]:
+    """Those whose tiles of K and V in flight fit a multiprocessor's shared memory."""
+
+    def fitting(key: Key) -> list[Config]:
+        row_bytes = int(triton.next_power_of_2(int(key["head_size"]))) * int(key["kv_bytes"])
+        return [
+            config
+            for config in product_of(TILE=(16, 32, 64, 128), **sizes)
+            if (config["num_stages"] - 1) * 2 * config["TILE"] * row_bytes <= 144 * 1024
+        ]
+
+    return fitting
+
+
+# The shapes of models as they are served: those of Llama 3, Qwen 2.5 and 3, and Gemma.
+_SHAPES: list[Key] = [
+    {"head_size": head_size, "kv": kv} for head_size in (64, 128, 256) for kv in ("bf16", "int8")
+]
+
+SPECS = (
+    KernelSpec(
+        "decode_attention",
+        decode_trial,
+        cases=[
+            {**heads, **use, **_SIZES, "batch": 4, "context": 150, "ragged": at}
+            for at, heads in enumerate(_HEADS)
+            for use in ({"programs": 5}, {**_WINDOW, "programs": 2})
+        ],
+        configs=_configs(num_warps=(2, 4, 8), num_stages=(2, 3, 4), PER_PROCESSOR=(1, 2, 3)),
+        shapes=_SHAPES,
+    ),
+    KernelSpec(
+        "decode_attention_with_rope",
+        decode_trial,
+        cases=[
+            {**heads, **_SIZES, "rope": 1, "batch": 4, "context": 150, "ragged": at}
+            for at, heads in enumerate(_TURNED)
+        ],
+    ),
+    KernelSpec(
+        "prefill_attention",
+        prefill_trial,
+        cases=_prefill_cases(),
+        configs=_configs(num_warps=(4, 8), num_stages=(1, 2, 3, 4)),
+        # Short chunks with long contexts, and chunks of 2,048 tokens that fill the largest tiles.
+        shapes=[
+            {**shape, "batch": batch, "context": context, "tokens": tokens}
+            for shape in _SHAPES
+            for batch, context, tokens in ((64, 2048, 4), (64, 2048, 16), (4, 0, 2048))
+        ],
+    ),
+)

@@ -1,0 +1,428 @@
+"""Routing of a mixture of experts: which experts each row takes, and where products find the rows.
+
+A slot is one of the experts of one row. One launch takes rows from scores to slots, and few rows
+from what is scored, another sorts the slots of many by expert (vLLM and SGLang have the same in
+topk_softmax, moe_align and moe_fused_gate). Nothing waits for the device, and grids follow from
+shapes, so that a CUDA graph can hold them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import linear
+
+from baton.engine.kernels.torch import moe_routing as reference
+from baton.engine.kernels.triton.attention import tile_rows
+from baton.engine.kernels.triton.attention_common import LOWEST
+from baton.engine.kernels.triton.launch import launch, wait_for_inputs
+from baton.engine.kernels.triton.spec import Config, KernelSpec, Key, Trial, dtype_of
+
+_SCORES = 2048  # that a program takes, at most
+_MANY = 512  # rows
+FEW_ROWS = 4  # rows seldom share experts: each slot is a tile, and none are sorted
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The experts that rows take.
+
+    taken: int32 `[rows, per_row]`, numbered from the first that is here; -1 where padding or
+    another rank's · shares: float32 `[rows, per_row]`, what their outputs are weighed with ·
+    tile_rows: the most slots of a tile.
+
+    Slots lie by expert, in their own order: order: int32 `[slots]`, the slot at each place; behind
+    those of all experts anything · tiles: int32 `[tiles, 3]`, a tile's expert, first place and
+    number of places; where there is no tile, -1 and anything. None where each slot is a tile, and
+    lies at the place of its own number.
+    """
+
+    taken: Tensor
+    shares: Tensor
+    tile_rows: int
+    order: Tensor | None = None
+    tiles: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Router:
+    """What scores experts: weight `[experts, in]`, bias `[experts]` or None, of x's type.
+
+    arrived: int32 `[1]`, zero between launches; of one launch at a time.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    arrived: Tensor
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether few rows are multiplied by the launch that routes them."""
+        return len(x) <= FEW_ROWS and x.shape[1] <= 4096 and x.dtype == self.weight.dtype
+
+
+def route(
+    scores: Tensor,
+    per_row: int,
+    normed: bool,
+    own: range | None = None,
+    lengths: Tensor | None = None,
+    totals: Tensor | None = None,
+    few_rows: int = FEW_ROWS,
+    scored: tuple[Router, Tensor] | None = None,
+) -> Slots:
+    """The best experts of each row, best first; of equal ones the lower is taken first.
+
+    scores: `[rows, experts]` · normed: shares are of those taken, not of all experts · own: the
+    experts that are here; None is all · lengths: int32 `[rows]`; rows of length 0 take none ·
+    totals: int64 `[experts]`, to which the rows that took each are added · few_rows: see FEW_ROWS ·
+    scored: a router and x `[rows, in]` that it takes, of which scores are yet to be written.
+    """
+    rows, experts = scores.shape
+    own = own if own is not None else range(experts)
+    assert scores.is_contiguous() and (totals is None or totals.is_contiguous())
+    taken, shares = (
+        torch.empty((rows, per_row), dtype=dtype, device=scores.device)
+        for dtype in (torch.int32, torch.float32)
+    )
+    columns, device = triton.next_power_of_2(experts), scores.device
+    # Rows of a program: few take the least time, and many programs each read what all counted.
+    step = min(triton.next_power_of_2(rows), 4 if rows <= _MANY else 16)
+    step = max(1, min(step, _SCORES // columns))
+    height, ranks = tile_rows(rows * per_row, len(own), 1), None
+    order = tiles = counts = x = weight = bias = arrived = None
+    programs, each, depth = triton.cdiv(rows, step), 1, 1
+    if rows <= few_rows:
+        step, programs = triton.next_power_of_2(rows), 1
+    else:
+        # Each expert has one tile at most that is not full.
+        most = min(rows * per_row, rows * per_row // height + len(own))
+        order = torch.empty(rows * per_row, dtype=torch.int32, device=device)
+        tiles = torch.empty((most, 3), dtype=torch.int32, device=device)
+        ranks, counts = torch.empty_like(order), order.new_empty((programs, columns))
+    if scored is not None:
+        router, x = scored
+        assert (
+            order is None
+            and router.takes(x)
+            and x.is_contiguous()
+            and router.weight.is_contiguous()
+        )
+        weight, bias, arrived, depth = router.weight, router.bias, router.arrived, x.shape[1]
+        each = 2 if depth <= 2048 else 1
+        programs = triton.cdiv(experts, each)
+    launch(
+        _route, (programs,), scores, x, weight, bias, arrived, lengths, taken, shares, totals,
+        ranks, counts, rows, own.start, own.stop, depth, EXPERTS=experts, PER_ROW=per_row,
+        NORMED=normed, ROWS=step, COLUMNS=columns, EACH=each,
+        DEPTH=triton.next_power_of_2(depth), num_warps=min(4, step),
+    )  # fmt: skip
+    if order is None or tiles is None:
+        return Slots(taken, shares, 1)
+    launch(
+        _sort, (programs,), taken, ranks, counts, order, tiles, rows * per_row, programs,
+        len(tiles), len(own), SLOTS=step * per_row, PADDED=triton.next_power_of_2(step * per_row),
+        COLUMNS=columns, TILE=height, TILES=triton.cdiv(triton.cdiv(rows, height), programs),
+        BLOCKS=min(64, triton.next_power_of_2(programs)), num_warps=4,
+    )  # fmt: skip
+    return Slots(taken, shares, height, order, tiles)
+
+
+@triton.jit
+def _by_score(scores, columns, COLUMNS: tl.constexpr):
+    """Whole numbers whose order is that of scores `[rows, COLUMNS]`; of equal ones the first is
+    above. The column is in the lowest bits.
+    """
+    scores = tl.where(scores == 0, 0.0, scores)  # of both signs
+    last = COLUMNS - 1 - columns
+    if scores.dtype.scalar.primitive_bitwidth == 16:
+        bits = scores.to(tl.int16, bitcast=True).to(tl.int32)
+        order = (bits ^ (bits >> 31 & 0x7FFF)) << 16
+    else:
+        bits = scores.to(tl.int32, bitcast=True)
+        order = (bits ^ (bits >> 31 & 0x7FFFFFFF)).to(tl.int64) << 32
+    return order | last
+
+
+@triton.jit
+def _score(
+    scores, x, weight, bias, num_rows, depth, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+    EACH: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Writes the scores of EACH experts. Their weights are read while the kernel in front runs."""
+    expert = tl.program_id(0) * EACH + tl.arange(0, EACH)
+    column = tl.arange(0, DEPTH)
+    inside = (expert < EXPERTS)[:, None] & (column < depth)[None, :]
+    factors = tl.load(weight + expert[:, None] * depth + column[None, :], mask=inside, other=0.0)
+    added = tl.zeros([EACH], tl.float32)
+    if bias is not None:
+        added = tl.load(bias + expert, mask=expert < EXPERTS, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    for row in tl.static_range(ROWS):
+        wanted = (column < depth) & (row < num_rows)
+        part = tl.load(x + row * depth + column, mask=wanted, other=0.0).to(tl.float32)
+        score = tl.sum(factors.to(tl.float32) * part[None, :], 1) + added
+        is_score = (expert < EXPERTS) & (row < num_rows)
+        tl.store(scores + row * EXPERTS + expert, score, mask=is_score)
+
+
+@triton.jit(do_not_specialize=["num_rows", "first", "end"])
+def _route(
+    scores, x, weight, bias, arrived, lengths, taken, shares, totals, ranks, counts, num_rows,
+    first, end, depth, EXPERTS: tl.constexpr, PER_ROW: tl.constexpr, NORMED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr, DEPTH: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows over COLUMNS experts. Grid `[rows / ROWS]`.
+
+    With a weight it is `[experts / EACH]`: the last program that writes scores goes on with all.
+    """
+    if weight is None:
+        block = tl.program_id(0)
+        wait_for_inputs(PDL)
+    else:
+        block = 0
+        _score(scores, x, weight, bias, num_rows, depth, EXPERTS, ROWS, EACH, DEPTH, PDL)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived, 1, sem="acq_rel") < tl.num_programs(0) - 1:
+            return
+        tl.store(arrived, 0)
+    row = block * ROWS + tl.arange(0, ROWS)
+    expert = tl.arange(0, COLUMNS)[None, :]
+    has_row = row < num_rows
+    is_score = has_row[:, None] & (expert < EXPERTS)
+    at = row.to(tl.int64)[:, None] * EXPERTS + expert
+    given = tl.load(scores + at, mask=is_score, other=0.0, cache_modifier=".cg")
+    left = _by_score(given, expert, COLUMNS)
+    LEAST: tl.constexpr = -(1 << (left.dtype.scalar.primitive_bitwidth - 1))
+    left = tl.where(expert < EXPERTS, left, LEAST)
+    which = tl.full([ROWS, COLUMNS], -1, tl.int32)
+    for number in tl.static_range(PER_ROW):
+        best = tl.max(left, 1)
+        here = expert == (COLUMNS - 1 - (best & (COLUMNS - 1)).to(tl.int32))[:, None]
+        which = tl.where(here, number, which)
+        left = tl.where(here, LEAST, left)
+    is_taken = which >= 0
+    given = tl.where(is_score, given.to(tl.float32), LOWEST)
+    powers = tl.exp(given - tl.max(given, 1)[:, None])
+    among = powers
+    if NORMED:
+        among = tl.where(is_taken, powers, 0.0)
+    share = powers / tl.sum(among, 1)[:, None]
+
+    counts_here = has_row
+    if lengths is not None:
+        counts_here = tl.load(lengths + row, mask=has_row, other=0) > 0
+    takes = is_taken & counts_here[:, None]
+    is_own = takes & (expert >= first) & (expert < end)
+    slot = row[:, None] * PER_ROW + which
+    is_slot = is_taken & has_row[:, None]
+    tl.store(shares + slot, share, mask=is_slot)
+    tl.store(taken + slot, tl.where(is_own, expert - first, -1), mask=is_slot)
+    experts = tl.arange(0, COLUMNS)
+    if totals is not None:
+        added = tl.sum(takes.to(tl.int32), 0)
+        tl.atomic_add(totals + experts, added.to(tl.int64), mask=added > 0, sem="relaxed")
+    if ranks is not None:
+        own = is_own.to(tl.int32)
+        tl.store(ranks + slot, tl.cumsum(own, 0) - 1, mask=is_own)
+        # Numbered as what is taken is.
+        to = counts + block * COLUMNS + experts - first
+        tl.store(to, tl.sum(own, 0), mask=(experts >= first) & (experts < end))
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_blocks", "most", "own"])
+def _sort(
+    taken, ranks, counts, order, tiles, num_slots, num_blocks, most, own, SLOTS: tl.constexpr,
+    PADDED: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The places of a block's slots, and a share of the tiles. Grid `[blocks]`, as `_route`'s.
+
+    ranks: int32 `[slots]`, in front of a slot among its block's that take the same expert ·
+    counts: int32 `[blocks, COLUMNS]`, slots of each block that take each expert.
+    """
+    block = tl.program_id(0)
+    expert = tl.arange(0, COLUMNS)
+    within = tl.arange(0, PADDED)
+    slot = block * SLOTS + within
+    is_slot = (within < SLOTS) & (slot < num_slots)
+    total = tl.zeros([COLUMNS], tl.int32)
+    before = tl.zeros([COLUMNS], tl.int32)
+    wait_for_inputs(PDL)
+    number = tl.load(taken + slot, mask=is_slot, other=-1)
+    rank = tl.load(ranks + slot, mask=number >= 0, other=0)
+    for begin in range(0, num_blocks, BLOCKS):
+        other = begin + tl.arange(0, BLOCKS)
+        found = tl.load(
+            counts + other[:, None] * COLUMNS + expert[None, :],
+            mask=(other < num_blocks)[:, None] & (expert < own)[None, :], other=0,
+        )  # fmt: skip
+        total += tl.sum(found, 0)
+        before += tl.sum(tl.where((other < block)[:, None], found, 0), 0)
+    first_place = tl.cumsum(total, 0) - total
+    place = tl.gather(first_place + before, tl.maximum(number, 0), 0) + rank
+    tl.store(order + place, slot, mask=number >= 0)
+    num_tiles = (total + TILE - 1) // TILE
+    first_tile = tl.cumsum(num_tiles, 0) - num_tiles
+    for turn in tl.static_range(TILES):
+        tile = turn * num_blocks + block
+        to = tiles + (first_tile + tile) * 3
+        tl.store(to, expert, mask=tile < num_tiles)
+        tl.store(to + 1, first_place + tile * TILE, mask=tile < num_tiles)
+        tl.store(to + 2, tl.minimum(total - tile * TILE, TILE), mask=tile < num_tiles)
+    for begin in range(tl.sum(num_tiles, 0) + block * COLUMNS, most, num_blocks * COLUMNS):
+        tl.store(tiles + (begin + expert) * 3, -1, mask=begin + expert < most)
+
+
+def add_up(
+    weighed: Tensor, slots: Slots, dtype: torch.dtype, stream: Tensor | None = None
+) -> Tensor:
+    """The sum over each row's experts, those that are here: `[rows, size]` of dtype.
+
+    weighed: `[slots * parts, size]`, whatever parts of each slot are added up · stream: `[rows,
+    size]` of dtype, to which it is added, in place.
+    """
+    rows, per_row = slots.taken.shape
+    parts, size = len(weighed) // slots.taken.numel(), weighed.shape[1]
+    out = torch.empty((rows, size), dtype=dtype, device=weighed.device)
+    out = out if stream is None else stream
+    assert out.is_contiguous() and out.dtype == dtype
+    block = min(1024, triton.next_power_of_2(size))
+    launch(
+        _add_up, (rows, triton.cdiv(size, block)), weighed, slots.taken, out, size,
+        PER_ROW=per_row, PARTS=parts, ADDS=stream is not None, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _add_up(
+    weighed, taken, out, size, PER_ROW: tl.constexpr, PARTS: tl.constexpr, ADDS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BLOCK columns of a row. Grid `[rows, size / BLOCK]`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    wait_for_inputs(PDL)
+    for number in tl.static_range(PER_ROW):
+        slot = row * PER_ROW + number
+        is_here = tl.load(taken + slot) >= 0
+        for part in tl.static_range(PARTS):
+            at = weighed + (slot * PARTS + part) * size + column
+            found = tl.load(at, mask=column < size, other=0.0)
+            total += tl.where(is_here, found.to(tl.float32), 0.0)
+    to = out + row * size + column
+    element = out.dtype.element_ty
+    if ADDS:  # rounded where torch rounds
+        before = tl.load(to, mask=column < size, other=0.0).to(tl.float32)
+        total = before + total.to(element).to(tl.float32)
+    tl.store(to, total.to(element), mask=column < size)
+
+
+def _trial(shape: Key, device: torch.device) -> Trial:
+    """Scores with equal ones among them; a part of the experts is here, and some rows are padding.
+
+    Outputs are compared as tensors of all slots and experts, whatever lies behind the last one.
+    """
+    rows, experts, per_row = (int(shape[name]) for name in ("scored", "experts", "per_row"))
+    scores = (4 * torch.randn(rows, experts, device=device)).to(dtype_of(shape))
+    scores[:, 1:3] = scores[:, :1]  # of which the first is taken
+    scored = None
+    if depth := int(shape.get("depth", 0)):
+        weight = torch.randn(experts, depth, device=device) / depth**0.5
+        weight[1:3] = weight[:1]
+        x = (2 * torch.randn(rows, depth, device=device)).to(scores.dtype)
+        bias = torch.randn(experts, device=device).to(scores.dtype) if shape.get("bias") else None
+        arrived = torch.zeros(1, dtype=torch.int32, device=device)
+        scored = Router(weight.to(scores.dtype), bias, arrived), x
+        wide, added = scored[0].weight.float(), bias if bias is None else bias.float()
+    normed, start = bool(shape.get("normed")), int(shape.get("start", 0))
+    own = range(start, experts - start)
+    is_row = torch.arange(rows, device=device) % 5 != 3
+    lengths = is_row.int() if shape.get("padding") else None
+    totals = torch.zeros(experts, dtype=torch.int64, device=device)
+
+    def run(config: Config | None) -> tuple[Tensor, ...]:
+        totals.zero_()
+        slots = route(scores, per_row, normed, own, lengths, totals, scored=scored)
+        found = (slots.shares, slots.taken, totals) + ((scores.clone(),) if scored else ())
+        if slots.order is None or slots.tiles is None or device.type == "meta":
+            return found
+        tiles = slots.tiles[slots.tiles[:, 0] >= 0]
+        here = int((slots.taken >= 0).sum())
+        return (*found, slots.order[:here], tiles)
+
+    def expected() -> tuple[Tensor, ...]:
+        # Of scores that the launch wrote: another order of sums may take other experts.
+        shares, numbers = reference.route(scores, per_row, normed)
+        counted = numbers if lengths is None else numbers[is_row]
+        products = () if scored is None else (linear(x.float(), wide, added).to(scores.dtype),)
+        found = (numbers - start).where((numbers >= own.start) & (numbers < own.stop), -1)
+        if lengths is not None:
+            found = found.where(is_row[:, None], -1)
+        total = counted.flatten().bincount(minlength=experts)
+        if rows <= FEW_ROWS:
+            return shares, found.int(), total, *products
+        flat, tiles, place = found.flatten(), list[tuple[int, int, int]](), 0
+        order = flat.argsort(stable=True)[int((flat < 0).sum()) :].int()
+        height = tile_rows(rows * per_row, len(own), 1)
+        for expert, count in enumerate(flat[flat >= 0].bincount(minlength=len(own)).tolist()):
+            for at in range(0, count, height):
+                tiles.append((expert, place + at, min(height, count - at)))
+            place += count
+        listed = torch.tensor(tiles, dtype=torch.int32, device=device)
+        return shares, found.int(), total, *products, order, listed
+
+    return Trial({}, run, expected, moved_bytes=scores.nbytes)
+
+
+def _add_up_trial(shape: Key, device: torch.device) -> Trial:
+    rows, per_row, size = (int(shape[name]) for name in ("rows", "per_row", "size"))
+    dtype, parts = dtype_of(shape), int(shape.get("parts", 1))
+    weighed = torch.randn(rows, per_row, parts, size, device=device)
+    weighed = weighed.to(dtype if parts == 1 else torch.float32)
+    taken = torch.arange(rows * per_row, dtype=torch.int32, device=device).view(rows, per_row) % 4
+    slots = Slots(taken - 1, torch.empty(0), 1)
+    weighed[slots.taken < 0] = torch.nan  # what other ranks have is not read
+    stream = torch.randn(rows, size, device=device).to(dtype)
+
+    def run(config: Config | None) -> tuple[Tensor]:
+        to = stream.clone() if shape.get("adds") else None
+        return (add_up(weighed.view(-1, size), slots, dtype, to),)
+
+    def expected() -> tuple[Tensor]:
+        here = weighed.float().where((slots.taken >= 0)[..., None, None], 0.0)
+        sums = here.sum((1, 2)).to(dtype)
+        return (sums + stream if shape.get("adds") else sums,)
+
+    return Trial({}, run, expected, moved_bytes=weighed.nbytes)
+
+
+_CASES: tuple[Key, ...] = (
+    {"scored": 1, "experts": 128, "per_row": 8, "normed": 1},
+    {"scored": 2, "experts": 60, "per_row": 4, "start": 7, "padding": 1},
+    {"scored": 5, "experts": 8, "per_row": 2, "normed": 1, "dtype": "fp32", "padding": 1},
+    {"scored": 64, "experts": 128, "per_row": 8, "normed": 1, "padding": 1},
+    {"scored": 100, "experts": 32, "per_row": 4, "dtype": "fp16", "start": 5},
+    {"scored": 70, "experts": 512, "per_row": 10, "dtype": "fp32", "start": 100, "padding": 1},
+    {"scored": 300, "experts": 128, "per_row": 4, "normed": 1, "padding": 1},
+    {"scored": 1, "experts": 128, "per_row": 8, "normed": 1, "depth": 2048},
+    {"scored": 4, "experts": 60, "per_row": 4, "depth": 200, "bias": 1, "dtype": "fp32"},
+)
+SPECS = (
+    KernelSpec("route", _trial, cases=_CASES),
+    KernelSpec(
+        "add_up",
+        _add_up_trial,
+        cases=(
+            {"rows": 64, "per_row": 8, "size": 2048},
+            {"rows": 1, "per_row": 4, "size": 2880, "parts": 4, "adds": 1},
+            {"rows": 5, "per_row": 3, "size": 300, "dtype": "fp32", "adds": 1},
+        ),
+    ),
+)

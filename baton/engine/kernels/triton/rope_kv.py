@@ -1,0 +1,244 @@
+"""What lies between the projection of queries, keys and values and attention, in one launch.
+
+Norms of heads, rotary embedding, quantisation and the write to the pool of KV: the fused
+projection is read once, queries are written once, and K and V go straight to their slots.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton.engine.kernels.torch.attention import write_kv
+from baton.engine.kernels.triton.attention_common import elements
+from baton.engine.kernels.triton.rows import bits_of, scale_of
+from baton.engine.kernels.triton.spec import Config, KernelSpec, Key, Outputs, Trial, dtype_of
+from baton.engine.kernels.triton.tuning import choose
+from baton.engine.models.decoder import rms_norm, rotate
+from baton.engine.weights.quantize import FP8, SCALE_BYTES, is_quantized, unpack_rows
+
+
+class Rotation(NamedTuple):
+    """How heads are turned: tables of `baton.engine.models.rope`, `[max_context, head_size]`, and
+    the weights `[head_size]` of an RMS norm of each head before, or None, with its epsilon.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+@triton.jit
+def load_angles(cos, sin, position, dims, HEAD_SIZE: tl.constexpr):
+    """Cosines and sines `[1, HEAD_PAD]`, float32."""
+    at = position.to(tl.int64) * HEAD_SIZE + dims
+    inside = dims < HEAD_SIZE
+    cosines = tl.load(cos + at, mask=inside, other=0.0).to(tl.float32)
+    sines = tl.load(sin + at, mask=inside, other=0.0).to(tl.float32)
+    return cosines[None, :], sines[None, :]
+
+
+@triton.jit
+def turned(heads, live, dims, weights, cosines, sines, eps, HEAD_SIZE: tl.constexpr):
+    """Heads (pointers `[heads]`), where live, at unit mean square times weights (unless None), and
+    turned: `[heads, HEAD_PAD]`, each element with its partner in the other half of the head.
+    """
+    element = heads.dtype.element_ty
+    is_first = dims < HEAD_SIZE // 2
+    partners = tl.where(is_first, dims + HEAD_SIZE // 2, dims - HEAD_SIZE // 2)
+    mask = live[:, None] & (dims < HEAD_SIZE)[None, :]
+    x = tl.load(heads[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    partner = tl.load(heads[:, None] + partners[None, :], mask=mask, other=0.0).to(tl.float32)
+    if weights is not None:
+        inverse = tl.rsqrt(tl.sum(x * x, 1) / HEAD_SIZE + eps)[:, None]
+        own = tl.load(weights + dims, mask=dims < HEAD_SIZE, other=0.0).to(tl.float32)
+        other = tl.load(weights + partners, mask=dims < HEAD_SIZE, other=0.0).to(tl.float32)
+        # Rounded where `rms_norm` of the decoder rounds.
+        kept = weights.dtype.element_ty
+        x = ((x * inverse).to(kept).to(tl.float32) * own[None, :]).to(element)
+        partner = ((partner * inverse).to(kept).to(tl.float32) * other[None, :]).to(element)
+        x = x.to(tl.float32)
+        partner = partner.to(tl.float32)
+    partner = tl.where(is_first[None, :], -partner, partner)
+    # To the model's type before it is quantised, as if it had been written whole.
+    return (x * cosines + partner * sines).to(element)
+
+
+@triton.jit
+def put(
+    blocks, live, slot, dims, x, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    QUANTIZED: tl.constexpr, FP8_POOL: tl.constexpr,
+):  # fmt: skip
+    """Rows `[heads, HEAD_PAD]` to a slot of a block of each head (pointers `[heads]`), where live.
+
+    Elements of eight bits are pointed to in pairs.
+    """
+    mask = live[:, None] & (dims < HEAD_SIZE)[None, :]
+    if QUANTIZED:
+        wide = tl.where(mask, x.to(tl.float32), 0.0)
+        largest = tl.max(tl.abs(wide), 1)
+        rows = blocks.to(tl.pointer_type(tl.int8)) + slot * HEAD_SIZE
+        bits = bits_of(wide, largest[:, None], FP8_POOL)
+        tl.store(rows[:, None] + dims[None, :], bits, mask=mask)
+        scales = (blocks + BLOCK_SIZE * HEAD_SIZE // 2).to(tl.pointer_type(tl.float32))
+        tl.store(scales + slot, scale_of(largest, FP8_POOL), mask=live)
+    else:
+        tl.store((blocks + slot * HEAD_SIZE)[:, None] + dims[None, :], x, mask=mask)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _rope_and_write_kernel(
+    qkv, positions, slots, cos, sin, q_weights, k_weights, eps, q_out, pool,
+    layer, num_layers, row_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr,
+    QUANTIZED: tl.constexpr, FP8_POOL: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Program (row, part): HEADS heads of a row; first those of queries, then those of K and V."""
+    q_parts: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    dims = tl.arange(0, HEAD_PAD)
+    # A padding row may have any position: it is turned like the first, and nobody reads it.
+    position = tl.maximum(tl.load(positions + row), 0)
+    cosines, sines = load_angles(cos, sin, position, dims, HEAD_SIZE)
+
+    qkv += row * row_stride
+    if part < q_parts:
+        heads = part * HEADS + tl.arange(0, HEADS)
+        live = heads < NUM_HEADS
+        q = turned(qkv + heads * HEAD_SIZE, live, dims, q_weights, cosines, sines, eps, HEAD_SIZE)
+        at = (row * NUM_HEADS + heads)[:, None] * HEAD_SIZE + dims[None, :]
+        tl.store(q_out + at, q, mask=live[:, None] & (dims < HEAD_SIZE)[None, :])
+    else:
+        slot = tl.load(slots + row).to(tl.int64)
+        if slot >= 0:
+            heads = (part - q_parts) * HEADS + tl.arange(0, HEADS)
+            live = heads < NUM_KV_HEADS
+            own = qkv + (NUM_HEADS + heads) * HEAD_SIZE
+            k = turned(own, live, dims, k_weights, cosines, sines, eps, HEAD_SIZE)
+            own += NUM_KV_HEADS * HEAD_SIZE
+            mask = live[:, None] & (dims < HEAD_SIZE)[None, :]
+            v = tl.load(own[:, None] + dims[None, :], mask=mask, other=0.0)
+
+            block = slot // BLOCK_SIZE * num_layers + layer
+            slot %= BLOCK_SIZE
+            blocks = pool + (block * (2 * NUM_KV_HEADS) + heads) * (BLOCK_SIZE * ROW_SIZE)
+            put(blocks, live, slot, dims, k, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8_POOL)
+            blocks += NUM_KV_HEADS * BLOCK_SIZE * ROW_SIZE
+            put(blocks, live, slot, dims, v, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8_POOL)
+
+
+def rope_and_write(
+    qkv: Tensor, positions: Tensor, slots: Tensor, rotation: Rotation, pool: Tensor, layer: int,
+    num_heads: int, num_kv_heads: int, config: Config | None = None,
+) -> Tensor:  # fmt: skip
+    """Queries, normed and turned, `[rows, num_heads, head_size]`; K and V go to the pool.
+
+    qkv: `[rows, (num_heads + 2 * num_kv_heads) * head_size]` · positions: int32 `[rows]` · slots:
+    int32 `[rows]`, block * block_size + offset; -1 writes nothing · pool: `[num_blocks, num_layers,
+    2, num_kv_heads, block_size, row_size]` of qkv's type, int8 or float8_e4m3fn · config: of the
+    launch; None is that of `tuning`. Two rows of a launch have different slots.
+    """
+    rows, width = qkv.shape
+    _, num_layers, _, kv_heads, block_size, row_size = pool.shape
+    head_size = width // (num_heads + 2 * num_kv_heads)
+    quantized = is_quantized(pool.dtype)
+    assert (num_heads + 2 * num_kv_heads) * head_size == width and kv_heads == num_kv_heads
+    assert row_size == head_size + (SCALE_BYTES if quantized else 0) and head_size % 4 == 0
+    assert qkv.stride(1) == 1 and rotation.cos.is_contiguous() and rotation.sin.is_contiguous()
+    assert pool.is_contiguous() and (quantized or pool.dtype == qkv.dtype)
+    q = qkv.new_empty((rows, num_heads, head_size))
+    key = {"rows": rows, "heads": num_heads, "kv_heads": num_kv_heads}
+    config = config or choose("rope_and_write", key, qkv.device)
+    heads = config["HEADS"]
+    grid = (rows, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
+    _rope_and_write_kernel[grid](
+        qkv, positions, slots, *rotation, q, elements(pool), layer, num_layers, qkv.stride(0),
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size,
+        HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size,
+        ROW_SIZE=row_size // 2 if quantized else row_size, QUANTIZED=quantized,
+        FP8_POOL=pool.dtype == FP8, **config,
+    )  # fmt: skip
+    return q
+
+
+def _trial(shape: Key, device: torch.device) -> Trial:
+    rows, heads, kv_heads = (int(shape[name]) for name in ("rows", "heads", "kv_heads"))
+    head_size, dtype = int(shape.get("head_size", 128)), dtype_of(shape)
+    kv_dtype = dtype_of(shape, "kv") if "kv" in shape else dtype
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * head_size, device=device).to(dtype)
+    angles = torch.randn(rows, head_size // 2, device=device).repeat(1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    norms = torch.rand(2, head_size, device=device).to(dtype).unbind()
+    slots = torch.arange(rows, dtype=torch.int32, device=device)
+    written = torch.where(slots % 5 == 4, -1, slots) if "padding" in shape else slots
+    row_size = head_size + (SCALE_BYTES if is_quantized(kv_dtype) else 0)
+    blocks = (triton.cdiv(rows, 16), 2, 2, kv_heads, 16, row_size)
+    pool = torch.zeros(blocks, dtype=torch.uint8, device=device).to(kv_dtype)
+    expected_pool = pool.clone()
+
+    def seen(pool: Tensor) -> Tensor:
+        quantized = is_quantized(kv_dtype) and device.type != "meta"
+        return unpack_rows(pool, torch.float32) if quantized else pool
+
+    def run(config: Config | None) -> Outputs:
+        q_norm, k_norm = norms if "norms" in shape else (None, None)
+        rotation = Rotation(cos, sin, q_norm, k_norm, 1e-5)
+        q = rope_and_write(qkv, slots, written, rotation, pool, 1, heads, kv_heads, config)
+        return q, seen(pool)
+
+    def reference() -> Outputs:
+        """In plain torch; what is turned is float32 inside."""
+        q, k, v = qkv.view(rows, -1, head_size).split((heads, kv_heads, kv_heads), dim=1)
+        if "norms" in shape:
+            q, k = (rms_norm(x, norm, 1e-5) for x, norm in zip((q, k), norms, strict=True))
+        angles = [table[:, None].float() for table in (cos, sin)]
+        q, k = (rotate(x.float(), *angles).to(dtype) for x in (q, k))
+        live = written >= 0
+        write_kv(expected_pool, 1, slots[live].long(), k[live], v[live])
+        return q, seen(expected_pool)
+
+    return Trial(
+        {"rows": rows, "heads": heads, "kv_heads": kv_heads},
+        run,
+        reference,
+        moved_bytes=2 * qkv.nbytes,
+        # A number of eight bits may be rounded to its neighbour.
+        tolerance={torch.int8: 0.02, FP8: 0.08}.get(kv_dtype),
+    )
+
+
+_HEADS: Key = {"rows": 20, "heads": 32, "kv_heads": 8, "padding": 1}
+
+SPECS = (
+    KernelSpec(
+        "rope_and_write",
+        _trial,
+        cases=(
+            _HEADS,
+            {**_HEADS, "kv": "int8", "norms": 1},
+            {**_HEADS, "kv": "fp8"},
+            {**_HEADS, "dtype": "fp16", "head_size": 64, "norms": 1},
+            {**_HEADS, "dtype": "fp32", "head_size": 80},
+            {**_HEADS, "kv": "int8", "head_size": 256},
+        ),
+        configs=lambda key: [
+            {"num_warps": warps, "num_stages": 1, "HEADS": heads}
+            for heads in (1, 2, 4, 8, 16, 32)
+            if heads <= triton.next_power_of_2(int(key["heads"]))
+            for warps in (1, 2, 4, 8)
+        ],
+        shapes=[
+            {"rows": rows, "heads": heads, "kv_heads": 8}
+            for heads in (32, 64)
+            for rows in (1, 32, 256, 8192)
+        ],
+    ),
+)

@@ -1,0 +1,1 @@
+"""Networking: gRPC, the HTTP server, TLS, and connections between processes of one worker."""

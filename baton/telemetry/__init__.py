@@ -1,0 +1,1 @@
+"""Traces, spans and metrics."""

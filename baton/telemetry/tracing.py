@@ -1,0 +1,186 @@
+"""Tracing: one trace for each request, across all processes (see `propagation`).
+
+Only the OpenTelemetry API is needed; without its SDK, or without an OTLP address, every span is a
+no-op. Spans of work done on other threads are recorded afterwards from measured times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import (
+    INVALID_SPAN,
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    StatusCode,
+    TraceFlags,
+    Tracer,
+)
+
+from baton.errors import ConfigError, InvalidRequest
+
+_TRACE_ID = re.compile("[0-9a-f]{32}")
+for _name in ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext"):
+    logging.getLogger(_name).setLevel(logging.ERROR)  # they tell of callers' mistakes
+_NO_SPAN = contextlib.nullcontext(INVALID_SPAN)
+PROVIDER = "baton"  # `gen_ai.provider.name` of spans and metrics
+_MAX_STATUS_CHARS = 1000  # spans are held by the thousand, and an error may quote a whole request
+Attributes = Mapping[str, str | int | float | bool]
+
+
+@dataclass
+class Telemetry:
+    """A process's tracer and, when spans are exported, the provider to flush at the end."""
+
+    tracer: Tracer
+    _provider: Any = None
+    _tail: Any = None
+
+    def keep(self, trace_id: str) -> None:
+        """Exports a trace's spans of this process, also those to come, though not sampled.
+
+        Raises InvalidRequest unless it is 32 hexadecimal digits.
+        """
+        if not _TRACE_ID.fullmatch(trace_id):
+            raise InvalidRequest(f"{trace_id!r} is no trace id", "trace_ids")
+        if self._tail is not None:
+            self._tail.keep(int(trace_id, 16))
+
+    def close(self) -> None:
+        """Exports what is pending (bounded by the exporter's own timeout)."""
+        if self._provider is not None:
+            self._provider.shutdown()
+
+
+def setup(
+    service: str, otlp: str | None, attributes: Attributes | None = None, sample: float = 1.0
+) -> Telemetry:
+    """A tracer named for `service` that exports to the OTLP/gRPC addresses `otlp`, if given.
+
+    `sample` is the share of traces that begin here which is exported in any case; other traces go
+    as their callers decided. What is not exported is held for a while: see `Telemetry.keep`. Raises
+    ConfigError when an address is given and the SDK is not installed.
+    """
+    if not otlp:
+        return Telemetry(trace.NoOpTracer())
+    try:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor, TracerProvider
+
+        from baton.telemetry.span_export import HeadSampler, OtlpProcessor, TailSampler
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp {otlp} needs the OpenTelemetry SDK: pip install '.[otel]' in Baton's "
+            "source tree"
+        ) from error
+    resource = Resource.create({"service.name": service, **(attributes or {})})
+    provider = TracerProvider(resource=resource, sampler=HeadSampler(sample))
+    exporting = SynchronousMultiSpanProcessor()  # type: ignore[no-untyped-call]
+    for url in otlp.split(","):
+        exporting.add_span_processor(OtlpProcessor(url.strip()))
+    tail = TailSampler(exporting)
+    provider.add_span_processor(tail)
+    return Telemetry(provider.get_tracer("baton"), provider, tail)
+
+
+def context_of(span: Span) -> Context:
+    """A context in which `span` is the parent; an empty one where that records nothing."""
+    if span is INVALID_SPAN:
+        return Context()
+    return trace.set_span_in_context(span)
+
+
+def is_held(span: Span) -> bool:
+    """Whether a span is recorded, and exported only if its trace is kept."""
+    return span.is_recording() and not span.get_span_context().trace_flags.sampled
+
+
+def example(span: Span, kept: bool = False) -> Context | None:
+    """A context by which a measurement can lead to its trace, if that trace is exported."""
+    context = span.get_span_context()
+    if not (context.is_valid and (kept or context.trace_flags.sampled)):
+        return None
+    if not context.trace_flags.sampled:
+        sampled = TraceFlags(TraceFlags.SAMPLED)
+        context = SpanContext(context.trace_id, context.span_id, False, sampled)
+    # The span itself would be kept alive by the context.
+    return trace.set_span_in_context(NonRecordingSpan(context), Context())
+
+
+def trace_id_of(span: Span) -> str:
+    """The span's trace id as 32 hexadecimal digits, empty when it records nothing."""
+    context = span.get_span_context()
+    return f"{context.trace_id:032x}" if context.is_valid else ""
+
+
+def trace_id_in(context: Context | None) -> str:
+    """The id of the trace that a context belongs to, empty when there is none."""
+    return trace_id_of(trace.get_current_span(context)) if context is not None else ""
+
+
+def span(
+    tracer: Tracer,
+    name: str,
+    parent: Context,
+    attributes: Attributes | None = None,
+    kind: SpanKind = SpanKind.INTERNAL,
+) -> AbstractContextManager[Span]:
+    """A span around what runs inside; it marks failures and cancellation.
+
+    It is not made current: in a generator, "current" would leak to its consumer. Where nothing is
+    recorded it is the caller's, if there is one: traces go through.
+    """
+    if isinstance(tracer, trace.NoOpTracer):
+        return contextlib.nullcontext(trace.get_current_span(parent)) if parent else _NO_SPAN
+    return _recorded(tracer, name, parent, attributes, kind)
+
+
+@contextlib.contextmanager
+def _recorded(
+    tracer: Tracer, name: str, parent: Context, attributes: Attributes | None, kind: SpanKind
+) -> Iterator[Span]:
+    entered = tracer.start_span(name, context=parent, attributes=dict(attributes or {}), kind=kind)
+    try:
+        yield entered
+    except (asyncio.CancelledError, GeneratorExit):
+        entered.set_attribute("baton.cancelled", True)
+        raise
+    except Exception as error:
+        failed(entered, error)
+        raise
+    finally:
+        entered.end()
+
+
+def failed(span: Span, error: Exception) -> None:
+    """Marks a span as failed, and says by which kind of error."""
+    span.set_attribute("error.type", type(error).__name__)
+    span.set_status(StatusCode.ERROR, str(error)[:_MAX_STATUS_CHARS])
+
+
+def record(
+    tracer: Tracer,
+    name: str,
+    parent: Context,
+    start_ns: int,
+    end_ns: int | None = None,
+    attributes: Attributes | None = None,
+) -> None:
+    """Records a span after the fact from wall-clock nanoseconds (`time.time_ns`)."""
+    if isinstance(tracer, trace.NoOpTracer):
+        return
+    known = dict(attributes or {})
+    span = tracer.start_span(name, parent, attributes=known, start_time=start_ns)
+    span.end(end_ns if end_ns is not None else time.time_ns())

@@ -1,0 +1,86 @@
+"""Values over sockets: whole, in order, and only between ends that know the secret."""
+
+import socket
+import ssl
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from baton.local import certs
+from baton.net import object_connection
+from baton.net.tls import Credentials
+from baton.rendezvous import listening_socket
+
+SECRET = b"of this worker"
+
+
+@pytest.fixture(params=["plain", "TLS"])
+def contexts(request, tmp_path):
+    """Of the one that is called, and of the caller."""
+    if request.param == "plain":
+        return None, None
+    certs.write(tmp_path, [])
+    pair = (tmp_path / "decode.pem", tmp_path / "decode-key.pem")
+    credentials = Credentials(*pair, client_ca_file=tmp_path / "ca.pem")
+    return credentials.context(), credentials.client_context()
+
+
+def both(contexts, caller_secret=SECRET):
+    """What each end gets: a connection, or why not."""
+    listening = listening_socket("127.0.0.1")
+    port = listening.getsockname()[1]
+    name = "decode.baton" if contexts[1] else ""
+
+    def call():
+        return object_connection.connect("127.0.0.1", port, caller_secret, contexts[1], name)
+
+    def answer():
+        return object_connection.accepted(listening.accept()[0], SECRET, contexts[0])
+
+    with listening, ThreadPoolExecutor(2) as threads:
+        ends = [threads.submit(call), threads.submit(answer)]
+    return [end.exception() or end.result() for end in ends]
+
+
+def test_objects_arrive_whole_and_in_order(contexts):
+    caller, called = both(contexts)
+    arrays = [np.arange(1 << 20, dtype=np.int32).reshape(2, -1), np.zeros((0, 3), np.int32)]
+    values = ["a", ("step", arrays, 7), {"b": None}]
+    sender = threading.Thread(target=lambda: [caller.send(one) for one in values])
+    sender.start()
+    assert called.recv() == "a"
+    name, found, number = called.recv()
+    assert (name, number) == ("step", 7)
+    for array, sent in zip(found, arrays, strict=True):
+        assert array.shape == sent.shape and np.array_equal(array, sent) and array.flags.writeable
+    assert called.recv() == {"b": None}
+    sender.join()
+    with pytest.raises(TypeError, match="bytes is not sent"):
+        caller.send(b"1")
+    assert not called.poll(0.0)
+    caller.end_sending()
+    assert called.poll(5.0)
+    called.send("the other way still works")
+    with pytest.raises((EOFError, OSError)):
+        called.recv()
+    assert caller.recv() == "the other way still works"
+    called.close()
+    with pytest.raises((EOFError, OSError)):
+        caller.recv()
+    caller.close()
+
+
+def test_who_does_not_know_the_secret_is_refused(contexts):
+    caller, called = both(contexts, b"a guess")
+    assert isinstance(called, ConnectionRefusedError)
+    assert isinstance(caller, (ConnectionError, EOFError, ssl.SSLError))
+
+
+def test_a_caller_that_says_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr(object_connection, "_PROOF_S", 0.1)
+    ours, theirs = socket.socketpair()
+    with theirs, pytest.raises(TimeoutError):
+        object_connection.accepted(ours, SECRET, None)
+    assert ours.fileno() == -1, "it is closed"

@@ -1,0 +1,96 @@
+"""What routers and workers run on: an event loop whose long turns do not starve gRPC."""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from baton.net import rpc
+from baton.net.server import EventLoop, measure_lag
+from tests.waiting import WAIT_S
+
+CALLS, MESSAGES = 150, 4
+TURNS = 200  # far fewer than events
+
+
+class Repeater(grpc.GenericRpcHandler):
+    """Answers every call with some messages."""
+
+    def service(self, details):
+        def stream(request, context):
+            return (b"" for _ in range(MESSAGES))
+
+        return grpc.unary_stream_rpc_method_handler(stream)
+
+
+@pytest.fixture
+def address():
+    server = grpc.server(ThreadPoolExecutor(4), handlers=[Repeater()])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def test_events_of_grpc_do_not_come_one_a_turn(address):
+    async def turns():
+        async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(WAIT_S):
+
+            async def call():
+                return [_ async for _ in channel.unary_stream("/any/call")(b"")]
+
+            running = [asyncio.create_task(call()) for _ in range(CALLS)]
+            taken = 0
+            while not all(task.done() for task in running):
+                time.sleep(0.005)  # noqa: ASYNC251 - the turn is long
+                await asyncio.sleep(0)
+                taken += 1
+            assert all(len(task.result()) == MESSAGES for task in running)
+            return taken
+
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        assert runner.run(turns()) < TURNS
+
+
+def test_calls_are_not_taken_one_a_turn():
+    def call_at_once(address):
+        with grpc.insecure_channel(address) as channel:
+            call = channel.unary_unary("/any/call")
+            return [f.result(WAIT_S) for f in [call.future(b"") for _ in range(CALLS)]]
+
+    async def turns():
+        server, taken, now = rpc.server(), [], 0
+
+        async def answer(request, context):
+            taken.append(now)
+            return b""
+
+        handlers = {"call": grpc.unary_unary_rpc_method_handler(answer, bytes, bytes)}
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("any", handlers)])
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        calling = asyncio.create_task(asyncio.to_thread(call_at_once, address))
+        while not calling.done():
+            time.sleep(0.005)  # noqa: ASYNC251 - the turn is long
+            await asyncio.sleep(0)
+            now += 1
+        await server.stop(None)
+        assert await calling == [b""] * CALLS
+        return taken[-1] - taken[0]
+
+    with asyncio.Runner(loop_factory=EventLoop) as runner:
+        assert runner.run(turns()) < CALLS / 2
+
+
+async def test_a_timer_that_runs_late_shows_how_long_the_loop_was_busy():
+    seen, blocked = asyncio.Queue(), 0.2
+    measuring = asyncio.create_task(measure_lag(seen.put_nowait))
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await seen.get()
+            time.sleep(blocked)  # noqa: ASYNC251 - the turn is long
+            assert await seen.get() >= blocked - 0.1
+    finally:
+        measuring.cancel()

@@ -1,0 +1,353 @@
+"""Ports with TLS: who gets an answer, from whom, and what happens when files change."""
+
+import asyncio
+import shutil
+import ssl
+from functools import partial
+
+import httpx
+import pytest
+
+from baton import cli
+from baton.errors import ConfigError, Unauthenticated, Unavailable
+from baton.local import certs
+from baton.net import rpc, tls
+from baton.net.connection import MessageConnection, connect
+from baton.net.metrics_server import serving
+from baton.net.server import Health, bind
+from baton.net.tls import Credentials, is_loopback, why_refused
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
+from baton.worker.metrics import LoadTracker
+from baton.worker.router_port import RouterPort
+from tests.waiting import WAIT_S
+
+TIMEOUT_S = WAIT_S
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder of certificates."""
+    folder = tmp_path_factory.mktemp("certs")
+    certs.write(folder, ["router.example", "10.0.0.9"])
+    return folder
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    """The same, to be changed."""
+    return shutil.copytree(made, tmp_path / "certs")
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    yield
+    tls.use(Credentials())
+
+
+def of(folder, role, **more):
+    return Credentials(
+        folder / f"{role}.pem", folder / f"{role}-key.pem", folder / "ca.pem", **more
+    )
+
+
+class Worker(worker_pb2_grpc.WorkerServiceServicer):
+    async def Describe(self, request, context):
+        return worker_pb2.DescribeResponse()
+
+    async def Drain(self, request, context):
+        return worker_pb2.DrainResponse()
+
+
+@pytest.fixture
+async def worker(folder):
+    """The address of a decode worker's port that wants certificates."""
+    tls.use(of(folder, "decode", client_ca_file=folder / "ca.pem"))
+    server, address = bind("127.0.0.1", 0)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(Worker(), server)
+    health = Health()
+    health.add_to(server, ["baton.v1.WorkerService"])
+    await health.set(True)
+    await server.start()
+    yield address
+    await server.stop(0)
+
+
+async def call(address, credentials, method="Describe", role="decode"):
+    """One call with these credentials; the port's own stay as they are."""
+    served = tls.current()
+    tls.use(credentials)
+    channel = rpc.channel(address, role=role)
+    tls.use(served)
+    async with channel, asyncio.timeout(TIMEOUT_S):
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        with rpc.translated():
+            request = getattr(worker_pb2, f"{method}Request")()
+            answer = getattr(stub, method)(request, timeout=TIMEOUT_S)
+            return await answer
+
+
+async def test_a_worker_answers_its_cluster_alone_and_each_role_what_it_may_call(worker, folder):
+    for role in tls.ROLES:
+        assert await call(worker, of(folder, role)) == worker_pb2.DescribeResponse()
+    assert await call(worker, of(folder, "admin"), "Drain") == worker_pb2.DrainResponse()
+    with pytest.raises(Unauthenticated, match="Drain is for admin only, and this is prefill"):
+        await call(worker, of(folder, "prefill"), "Drain")
+
+
+@pytest.mark.parametrize("who", ["plain", "without a certificate", "of another authority"])
+async def test_strangers_get_no_connection(worker, folder, tmp_path, who):
+    certs.write(tmp_path / "other", [])
+    other = of(tmp_path / "other", "router")
+    stranger = {
+        "plain": Credentials(),
+        "without a certificate": Credentials(ca_file=folder / "ca.pem"),
+        "of another authority": Credentials(other.cert_file, other.key_file, folder / "ca.pem"),
+    }[who]
+    with pytest.raises(Unavailable):
+        await call(worker, stranger)
+
+
+async def test_a_process_of_another_role_is_not_taken_for_a_worker(worker, folder):
+    with pytest.raises(Unavailable, match="Verification Check failed"):
+        await call(worker, of(folder, "router"), role="prefill")
+
+
+def test_which_calls_are_for_which_roles():
+    def refused(method, *roles):
+        names = [f"{role}.baton".encode() for role in roles]
+        return why_refused(method, {"x509_subject_alternative_name": names})
+
+    tls.use(Credentials())
+    assert not refused("/baton.v1.WorkerService/Drain")  # a port without certificates
+    tls._process.client_ca_file = "ca.pem"
+    for service, allowed in (
+        ("HandoffService/Control", {"prefill", "decode"}),
+        ("WorkerService/Describe", set(tls.ROLES)),
+        ("FleetService/GetStatus", set(tls.ROLES)),
+    ):
+        method = f"/baton.v1.{service}"
+        assert {role for role in tls.ROLES if not refused(method, role)} == allowed
+        assert "without a role" in refused(method, "guest") and "without a role" in refused(method)
+    assert not refused("/baton.v1.InferenceService/Generate")
+    assert not refused("/grpc.health.v1.Health/Check")
+
+
+class Accepting:
+    """A worker, as its port for routers has it."""
+
+    incarnation = "d"
+    max_message_bytes = 1 << 20
+
+    def __init__(self):
+        self.load_tracker, self.taken = LoadTracker(), 0
+
+    def report(self):
+        return worker_pb2.LoadReport()
+
+    def take(self, router, message):
+        self.taken += 1
+        yield
+
+    def lost(self, router):
+        """Nothing runs here."""
+
+
+class Asking(MessageConnection):
+    """A router's end, or that of a stranger; `answer` is the first thing that comes."""
+
+    received, sent = WorkerMessage, RouterMessage
+
+    def __init__(self):
+        super().__init__()
+        self.answer = asyncio.get_running_loop().create_future()
+
+    def take(self, message):
+        if not self.answer.done():
+            self.answer.set_result(message)
+
+
+async def test_a_port_for_routers_takes_routers_alone(folder, tmp_path):
+    certs.write(tmp_path / "other", [])
+    other = of(tmp_path / "other", "router")
+    worker, ours = Accepting(), of(folder, "decode", client_ca_file=folder / "ca.pem")
+    tls.use(ours)
+    port = RouterPort(worker)
+    address = f"127.0.0.1:{port.listen('127.0.0.1', 0)}"
+    await port.open()
+
+    async def answer(credentials, role="decode"):
+        tls.use(credentials)
+        asking = Asking()
+        await connect(asking, address, role, TIMEOUT_S)
+        tls.use(ours)
+        asking.outgoing.hello.router_id = "r"
+        try:
+            ends = {asking.answer, asyncio.ensure_future(asyncio.shield(asking.closed))}
+            await asyncio.wait(ends, timeout=TIMEOUT_S, return_when="FIRST_COMPLETED")
+            return asking.answer.result() if asking.answer.done() else await asking.closed
+        finally:
+            asking.close(at_once=True)
+
+    assert (await answer(of(folder, "router"))).incarnation == "d"
+    assert worker.taken == 1
+    for role in ("prefill", "decode", "admin"):
+        (failure,) = (await answer(of(folder, role))).failures
+        assert failure.text == f"this port is for router only, and this is {role}"
+    for stranger in (
+        Credentials(ca_file=folder / "ca.pem"),
+        Credentials(other.cert_file, other.key_file, folder / "ca.pem"),
+        Credentials(),
+    ):
+        with pytest.raises(Unavailable):
+            await answer(stranger)
+    with pytest.raises(Unavailable, match="cannot connect"):
+        await answer(of(folder, "router"), "prefill")  # not taken for another role's
+    assert worker.taken == 1
+    await port.aclose()
+
+
+async def test_new_certificates_are_taken_up_and_broken_ones_are_not(worker, folder, caplog):
+    router = of(folder, "router")
+    await call(worker, router)
+    cert = folder / "decode.pem"
+    good = cert.read_bytes()
+    cert.write_text("no certificate")
+    await call(worker, router)
+    assert "the certificate stays as it is" in caplog.text
+    shutil.copytree(folder, old := folder.parent / "old")
+    (old / "decode.pem").write_bytes(good)
+    (folder / "ca-key.pem").unlink()
+    certs.write(folder, [])  # another authority, and all certificates anew
+    await call(worker, of(folder, "router"))
+    with pytest.raises(Unavailable):
+        await call(worker, of(old, "router"))
+
+
+async def test_the_metrics_port_takes_tls_and_a_silent_client_stops_nobody(folder):
+    tls.use(of(folder, "router"))
+    async with serving(lambda accept: ("text/plain", b"page"), "127.0.0.1", 0) as url:
+        _, silent = await asyncio.open_connection(*url.removeprefix("https://").split(":"))
+        context = ssl.create_default_context(cafile=folder / "ca.pem")
+        async with httpx.AsyncClient(verify=context, timeout=TIMEOUT_S) as client:
+            assert (await client.get(f"{url}/metrics")).text == "page"
+        certs.write(folder, [])
+        async with httpx.AsyncClient(verify=context, timeout=TIMEOUT_S) as client:
+            assert (await client.get(f"{url}/metrics")).text == "page"
+        silent.close()
+
+
+async def test_probes_need_no_tls(folder):
+    tls.use(of(folder, "decode", client_ca_file=folder / "ca.pem"))
+    health = Health()
+    async with (
+        health.probed("127.0.0.1", 0) as url,
+        httpx.AsyncClient(timeout=TIMEOUT_S, base_url=url) as client,
+    ):
+        for serving_, alive, statuses in (
+            (None, True, (200, 503)), (True, True, (200, 200)), (False, False, (503, 503)),
+        ):  # fmt: skip
+            if serving_ is not None:
+                await health.set(serving_, alive=alive)
+            answers = [await client.get(path) for path in ("/health", "/ready")]
+            assert tuple(answer.status_code for answer in answers) == statuses
+        assert [answer.text for answer in answers] == ["not alive", "not ready"]
+        assert (await client.get("/metrics")).status_code == 404
+        assert (await client.post("/ready")).status_code == 404
+
+
+@pytest.mark.parametrize("role", ["decode", "router"])
+async def test_a_process_is_asked_for_its_health_by_its_own_settings(
+    role, folder, monkeypatch, capsys
+):
+    """As in its container, whose environment is the service's."""
+    tls.use(of(folder, role, client_ca_file=folder / "ca.pem"))
+    health = Health()
+    await health.set(False)
+    server, address = bind("127.0.0.1", 0)
+    health.add_to(server, [])
+    await server.start()
+    settings = {
+        "HOST": "0.0.0.0", "PORT": address.rpartition(":")[2], "TLS_CLIENT_CA": folder / "ca.pem",
+        "TLS_CERT": folder / f"{role}.pem", "TLS_KEY": folder / f"{role}-key.pem",
+    }  # fmt: skip
+    for name, value in settings.items():
+        monkeypatch.setenv(f"BATON_OPT_{name}", str(value))
+    ask = partial(asyncio.to_thread, cli.main, ["health"])
+    assert await ask() == 1
+    await health.set(True)
+    assert await ask() == 0
+    said = capsys.readouterr()
+    assert said.out == "SERVING\n" and "NOT_SERVING" in said.err
+    async with health.probed("127.0.0.1", 0) as url:
+        monkeypatch.setenv("BATON_OPT_HEALTH_PORT", url.rpartition(":")[2])
+        assert await ask() == 0
+        await health.set(False)
+        assert await ask() == 1
+    assert await ask() == 1
+    said = capsys.readouterr()
+    assert said.out == "ready\n" and "not ready" in said.err and "--health-port" in said.err
+    await server.stop(None)
+
+
+async def test_a_new_certificate_is_taken_up_by_every_port_whichever_sees_it_first(worker, folder):
+    async with serving(lambda accept: ("text/plain", b"page"), "127.0.0.1", 0) as url:
+        await call(worker, of(folder, "router"))
+        (folder / "ca-key.pem").unlink()
+        certs.write(folder, [])  # another authority, and all certificates anew
+        await call(worker, of(folder, "router"))
+        context = ssl.create_default_context(cafile=folder / "ca.pem")
+        context.check_hostname = False  # it is a decode worker's
+        context.load_cert_chain(folder / "router.pem", folder / "router-key.pem")
+        async with httpx.AsyncClient(verify=context, timeout=TIMEOUT_S) as client:
+            assert (await client.get(f"{url}/metrics")).text == "page"
+
+
+async def test_calls_take_a_new_certificate_and_those_that_run_go_on_with_the_old(
+    worker, folder, caplog
+):
+    ours = shutil.copytree(folder, folder.parent / "ours")
+    router = of(ours, "router")
+    old = router.of_client()
+    assert router.of_client() is old
+    held = rpc.channel(worker, old, role="decode")
+    stub = worker_pb2_grpc.WorkerServiceStub(held)
+    async with asyncio.timeout(TIMEOUT_S):
+        await stub.Describe(worker_pb2.DescribeRequest())
+        (folder / "ca-key.pem").unlink()
+        certs.write(folder, [])  # another authority: the worker's, and that of its callers
+        await call(worker, of(folder, "router"))
+        shutil.copy(folder / "router.pem", ours)
+        assert router.of_client() is router.of_client() is old  # its key is still the old one
+        assert caplog.text.count("calls go on with the old certificate") == 1
+        (ours / "ca.pem").unlink()
+        assert router.of_client() is router.of_client() is old
+        assert caplog.text.count("ca.pem cannot be read") == 1
+        for name in ("router-key.pem", "ca.pem"):
+            shutil.copy(folder / name, ours)
+        assert router.of_client() is not old
+        await call(worker, router)
+        # A connection that is open goes on with the certificates that it was made with.
+        await stub.Describe(worker_pb2.DescribeRequest())
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.9", "example.com"])
+def test_a_port_that_others_reach_needs_tls_or_an_explicit_word(folder, host):
+    with pytest.raises(ConfigError, match=r"give --tls-cert and --tls-key .*or --insecure"):
+        Credentials().check_exposed(host)
+    Credentials(insecure=True).check_exposed(host)
+    of(folder, "router").check_exposed(host)
+    assert not is_loopback(host)
+    assert all(map(is_loopback, ("127.0.0.1", "127.0.0.2", "::1", "[::1]", "localhost")))
+
+
+def test_files_that_cannot_be_used_are_named(folder):
+    with pytest.raises(ConfigError, match=r"--tls-cert and --tls-key .*go together"):
+        Credentials(folder / "router.pem")
+    with pytest.raises(ConfigError, match="--tls-client-ca needs"):
+        Credentials(client_ca_file=folder / "ca.pem")
+    with pytest.raises(ConfigError, match=r"router\.pem.* cannot be used for TLS"):
+        Credentials(folder / "router.pem", folder / "decode-key.pem")
+    with pytest.raises(ConfigError, match=r"nothing\.pem cannot be read"):
+        Credentials(ca_file=folder / "nothing.pem").of_client()
+    assert (folder / "ca-key.pem").stat().st_mode & 0o077 == 0
