@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 from baton import rendezvous
 from baton.errors import TransferFailed
 from baton.rendezvous import Rendezvous
+from kvtransfer.deadline import Deadline
 from kvtransfer.pool import Slots
 from kvtransfer.transports import process_group
 from kvtransfer.transports.process_group import NcclTransport, Staging
@@ -136,7 +137,7 @@ def test_a_link_whose_abort_fails_is_closed_all_the_same(link, pool, monkeypatch
 
 
 def lend(staging, num_bytes=8, timeout_s=0.0):
-    return staging.lend(num_bytes, torch.device("cpu"), time.monotonic() + timeout_s)
+    return staging.lend(num_bytes, torch.device("cpu"), Deadline(timeout_s))
 
 
 def test_staging_memory_is_lent_again_unless_something_failed():
