@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton.engine.backends.gpu.linear import GpuWeight, prepare
 from baton.engine.batch import StepBatch
-from baton.engine.collectives import ALONE, Collectives
+from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.triton.attention import (
     DecodePlan,
     decode_attention,
@@ -92,7 +92,7 @@ class GpuModel(Model):
         dtype: torch.dtype,
         device: torch.device,
         shard: Shard = WHOLE,
-        ranks: Collectives = ALONE,
+        ranks: Collectives = SINGLE_RANK,
     ) -> None:
         layers = tuple(
             replace(layer, experts=layer.experts and _GroupedExperts.of(layer.experts, dtype))
