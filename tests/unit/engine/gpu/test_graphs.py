@@ -33,8 +33,8 @@ from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK
 from baton.engine.kernels.torch.attention import place
 from baton.engine.kernels.triton import sampling
-from baton.engine.kernels.triton.attention import tile_rows
-from baton.engine.kernels.triton.placement import place_rows
+from baton.engine.kernels.triton.launch import tile_rows
+from baton.engine.kernels.triton.slot_mapping import map_slots
 from baton.engine.runner import sample_rows
 from baton.engine.scheduler import ScheduledSequence
 from baton.engine.sequence import Sequence
@@ -373,7 +373,7 @@ def batch(query_lens, context_lens, block_size):
 )
 def test_rows_lie_where_the_torch_model_puts_them(query_lens, context_lens, block_size):
     step = batch(query_lens, context_lens, block_size)
-    got = place_rows(
+    got = map_slots(
         step.context_lens, step.query_lens, step.block_tables, sum(query_lens), block_size
     )
     assert all(part.dtype == torch.int32 for part in (got.positions, got.slots, got.lengths))
@@ -387,6 +387,6 @@ def test_rows_lie_where_the_torch_model_puts_them(query_lens, context_lens, bloc
 @pytest.mark.parametrize("rows", [1, 2, 3, 33])
 def test_kernels_find_aligned_addresses_whatever_the_number_of_rows(rows):
     """Triton compiles a kernel once more for others."""
-    got = place_rows(ints([0] * rows), None, torch.zeros((rows, 1), dtype=torch.int32), rows, 16)
+    got = map_slots(ints([0] * rows), None, torch.zeros((rows, 1), dtype=torch.int32), rows, 16)
     for part in (got.positions, got.slots, got.lengths):
         assert part.is_contiguous() and part.data_ptr() % 16 == 0
