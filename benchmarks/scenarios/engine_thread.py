@@ -21,7 +21,7 @@ from baton.config import EngineConfig, WorkerConfig
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.block_manager import BlockManager
-from baton.engine.collectives import ALONE
+from baton.engine.collectives import SINGLE_RANK
 from baton.engine.loop import Engine, StepReport
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ChunkBudget, Scheduler
@@ -81,7 +81,7 @@ class _NoModel:
     """What a runner needs to know of a model whose steps do not run."""
 
     expert_tokens = hidden = None
-    collectives = ALONE
+    collectives = SINGLE_RANK
 
     def together(self, *_: object) -> Any:
         return nullcontext()
