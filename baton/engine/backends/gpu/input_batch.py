@@ -16,7 +16,7 @@ import numpy.typing as npt
 from baton.engine.backends.gpu.cuda_graphs import KNOWN, PADDING, StepInputs, StepShape
 from baton.engine.kernels.triton.sampling import settings_of
 from baton.engine.sampling.sampler import NUM_SETTINGS
-from baton.engine.scheduler import Work
+from baton.engine.scheduler import ScheduledSequence
 from baton.engine.sequence import Sequence
 
 Ints = npt.NDArray[np.int64]
@@ -53,7 +53,7 @@ class InputBatch:
 
     def write(
         self,
-        work: list[Work],
+        work: list[ScheduledSequence],
         shape: StepShape,
         sources: Ints,
         into: HostInputs,
@@ -91,7 +91,9 @@ class InputBatch:
         apart = self._adjusted[rows] | (ends <= self._adjusted_until[rows])
         return apart[samples].nonzero()[0]
 
-    def _write_chunks(self, chunks: list[Work], shape: StepShape, into: HostInputs) -> None:
+    def _write_chunks(
+        self, chunks: list[ScheduledSequence], shape: StepShape, into: HostInputs
+    ) -> None:
         """Writes tokens and lengths; behind those of chunks come sequences without a row, and one
         that has all rows of padding."""
         into.query_lens.fill(0)
