@@ -512,7 +512,7 @@ class Handoffs:
         try:
             blocks = await asyncio.wrap_future(released)
             if readmit:
-                await asyncio.wrap_future(self._engine.readmit(blocks))
+                await asyncio.wrap_future(self._engine.end_quarantine(blocks))
         except Exception as error:
             log.error("blocks were not freed: %s", error)
 

@@ -230,7 +230,7 @@ class Engine:
             self.freed.set()
         return _done([])
 
-    def readmit(self, blocks):
+    def end_quarantine(self, blocks):
         self.freed.set()
         return _done(None)
 
