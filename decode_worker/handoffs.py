@@ -65,7 +65,7 @@ class Handoffs:
         limits: ModelLimits,
         grammars: GrammarCompiler,
         lease_s: float,
-        verify_timeout_s: float = 10.0,
+        verify_timeout_s: float,
         count: Callable[[str], None] = lambda outcome: None,
     ) -> None:
         self._engine, self._limits, self._grammars = engine, limits, grammars

@@ -164,7 +164,7 @@ class IncomingLinks:
     find_prefill: FindWorker
     user: LinkUser
     _: KW_ONLY
-    timeout_s: float = 10.0
+    timeout_s: float
 
     def __post_init__(self) -> None:
         self._pool = local_pool(self.pools)

@@ -71,9 +71,9 @@ class HandoffSender:
     num_tokens: int
     timeout_s: float
     _: KW_ONLY
+    step_timeout_s: float
     parent: Context | None = None
     token_digest: bytes = b""
-    step_timeout_s: float = 10.0
     abort_wait_s: float = 0.5
 
     def __post_init__(self) -> None:

@@ -142,7 +142,7 @@ def worker_ms(batch: int) -> float:
     for _ in range(_WARM_UP + _STEPS):
         engine._step()
     tracker, metrics = LoadTracker(), WorkerMetrics(WorkerConfig("decode"))
-    router, unused = _Router(), dict.fromkeys(("limits", "grammars", "lease_s"))
+    router, unused = _Router(), dict.fromkeys(("limits", "grammars", "lease_s", "verify_timeout_s"))
     made: Any = Handoffs
     handoffs: Handoffs = made(engine, **unused)
     tracer = tracing.setup("benchmark", "", {}, 0.0).tracer

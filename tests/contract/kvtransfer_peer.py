@@ -48,7 +48,10 @@ async def stop(where, num_tokens, target, record):
     ours = common_pb2.WorkerRecord(incarnation="stopped", kv=kv)
     links = OutgoingLinks([pools.KvPool(torch.ones(shape))], ours, [shm.ShmTransport()], find)
     try:
-        async with HandoffSender(links, NoOpTracer(), to, "h", num_tokens, 120.0) as handoff:
+        handoff = HandoffSender(
+            links, NoOpTracer(), to, "h", num_tokens, 120.0, step_timeout_s=10.0
+        )
+        async with handoff:
             # Every other block, so that the put is made of several pieces.
             handoff.send(pools.Slots(tuple(range(0, 2 * blocks, 2)), num_tokens))
             handoff.conclude(7)

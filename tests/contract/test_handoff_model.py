@@ -260,10 +260,12 @@ class DecodeWorker(RuleBasedStateMachine):
         publish = lambda report: self.loop.call_soon(self.table.on_step, report)  # noqa: E731
         self.engine = Engine(self.runner, scheduler, frozenset(), 64, publish)
         limits, grammars = ModelLimits(1000, 64, BLOCK_SIZE), GrammarCompiler(Path(), 1000, ())
-        self.table = Handoffs(self.engine, limits, grammars, LEASE_S)
+        self.table = Handoffs(self.engine, limits, grammars, LEASE_S, 10.0)
         record = common_pb2.WorkerRecord(incarnation="d", host_id="host", kv=DESCRIPTOR)
         transports = [MemoryTransport()]
-        self.links = IncomingLinks([KvPool(self.pool)], record, transports, find, self.table)
+        self.links = IncomingLinks(
+            [KvPool(self.pool)], record, transports, find, self.table, timeout_s=10.0
+        )
         self.service = HandoffService(self.table, self.links)
 
     @invariant()
