@@ -25,7 +25,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,7 +32,14 @@ from torch import distributed
 
 from baton.cuda import NCCL_ENVIRONMENT, nccl_version
 from baton.errors import TransferFailed
-from baton.rendezvous import Place, Rendezvous, at_least_1ms, open_store
+from baton.rendezvous import (
+    Place,
+    Rendezvous,
+    at_least_1ms,
+    gloo_group,
+    nccl_group,
+    open_store,
+)
 from baton.v1 import common_pb2
 from kvtransfer.copier import Copier, copier
 from kvtransfer.deadline import Deadline
@@ -102,11 +108,7 @@ class GlooTransport(ProcessGroupTransport):
     kind = common_pb2.TRANSPORT_GLOO
 
     def build(self, store: Rendezvous, rank: int, timeout_s: float, ranks: int = 2) -> Any:
-        options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=self.host)]
-        options._timeout = timedelta(seconds=timeout_s)
-        options._threads = 1
-        return distributed.ProcessGroupGloo(store, rank, ranks, options)
+        return gloo_group(store, rank, ranks, self.host, timeout_s)
 
     def wait(self, work: Any, deadline: Deadline) -> None:
         work.wait(at_least_1ms(deadline.remaining_s))
@@ -134,12 +136,14 @@ class NcclTransport(ProcessGroupTransport):
     def build(self, store: Rendezvous, rank: int, timeout_s: float, ranks: int = 2) -> Any:
         # The receiver reads the communicator's id from it, and no abort ends that wait.
         store.set_timeout(at_least_1ms(timeout_s))
+        config = {
+            "blocking": 0,  # a blocking initialisation cannot be timed out
+            "min_ctas": NCCL_MIN_CTAS,
+            "max_ctas": NCCL_MAX_CTAS,
+        }
         # Ahead of the engine's kernels: a message behind a step would wait for milliseconds.
-        options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timedelta(seconds=max(timeout_s, _WATCHDOG_S))
-        options.config.blocking = 0  # a blocking initialisation cannot be timed out
-        options.config.min_ctas, options.config.max_ctas = NCCL_MIN_CTAS, NCCL_MAX_CTAS
-        return distributed.ProcessGroupNCCL(store, rank, ranks, options)
+        watchdog_s = max(timeout_s, _WATCHDOG_S)
+        return nccl_group(store, rank, ranks, watchdog_s, high_priority=True, config=config)
 
     def wait(self, work: Any, deadline: Deadline) -> None:
         work.wait()

@@ -49,7 +49,8 @@ class ProcessGroupNCCL:
 @pytest.fixture
 def nccl(monkeypatch):
     fake = types.SimpleNamespace(is_nccl_available=lambda: True, ProcessGroupNCCL=ProcessGroupNCCL)
-    monkeypatch.setattr(process_group, "distributed", fake)
+    for module in (process_group, rendezvous):
+        monkeypatch.setattr(module, "distributed", fake)
     monkeypatch.setattr(process_group, "nccl_version", lambda: (2, 27, 5))
     for name in (*process_group.NCCL_ENVIRONMENT, "NCCL_MULTI_RANK_GPU_ENABLE"):
         monkeypatch.setenv(name, "")
