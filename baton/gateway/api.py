@@ -44,10 +44,6 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenKey = Annotated[int, Meta(ge=0, lt=10**9)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 LogitBias = Annotated[dict[TokenKey, Bias], Meta(max_length=MAX_LOGIT_BIAS)]
-Metadata = Annotated[  # OpenAI's limits
-    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
-    Meta(max_length=16),
-]
 # 64 bits, signed or not: msgspec's own bounds are those of int64.
 Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
 PriorityNumber = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]

@@ -14,8 +14,8 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from baton.config import ApiConfig, RouterConfig, host_names, origins
 from baton.errors import ConfigError
-from baton.gateway import frontend
 from baton.gateway.output import ChatOutput, CompletionOutput
+from baton.gateway.routes import frontend
 from baton.net import http_server
 from baton.net.http_server import listen
 from baton.v1 import common_pb2
