@@ -66,7 +66,7 @@ async def running(
     listener = http_server.listen("127.0.0.1", 0, "lines of batches", "--batch-dir")
     host, port = listener.getsockname()
     settings = Settings(
-        str(folder.absolute()), config.batch_disk, config.batch_concurrency, host, port, secret,
+        str(folder), config.batch_disk, config.batch_concurrency, host, port, secret,
         MAX_BODY_BYTES + 4096,
     )  # fmt: skip
     connections = config.batch_concurrency + _SPARE_CONNECTIONS
