@@ -27,6 +27,7 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.batch import StepBatch
+from baton.engine.rank_executor import ReplayStep
 from baton.engine.sampling.sampler import NUM_SETTINGS
 
 if TYPE_CHECKING:  # it imports triton, which may not be installed
@@ -234,7 +235,7 @@ class StepGraphs:
 
         To be called on the stream. Other ranks get the inputs of the first, and no logits.
         """
-        with self._model.together("replay", *shape):
+        with self._model.on_all_ranks(ReplayStep(shape)):
             captured = self._captured.get(shape)
             return captured() if captured else self._run(shape)
 
@@ -275,9 +276,11 @@ class StepGraphs:
         if shape.chunk_rows:
             tables, logit_rows = at.block_tables, at.logit_rows
             rows = (at.token_ids, at.context_lens, at.query_lens, tables, logit_rows)
-            logits = model.own.step(StepBatch(*rows, shape.decodes), self._pool)
+            logits = model.local_shard.step(StepBatch(*rows, shape.decodes), self._pool)
         else:
-            logits = model.own.decode(at.token_ids, at.context_lens, at.block_tables, self._pool)
+            logits = model.local_shard.decode(
+                at.token_ids, at.context_lens, at.block_tables, self._pool
+            )
         self._sample(at, logits)
         return logits
 
