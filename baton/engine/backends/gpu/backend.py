@@ -15,7 +15,7 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.engine.backends import Backend, unsupported
 from baton.engine.backends.gpu import memory, warmup
-from baton.engine.backends.gpu.cuda_graphs import Shape, StepGraphs, count_graphs
+from baton.engine.backends.gpu.cuda_graphs import StepGraphs, StepShape, count_graphs
 from baton.engine.backends.gpu.device import Gpu, Waiting, new_stream
 from baton.engine.batch import StepModel
 from baton.engine.collectives import SINGLE_RANK, GroupCollectives
@@ -168,7 +168,7 @@ class GpuBackend(Backend):
         if self.settings.graphs:
             runner.capture()
             taken = max(0, free - self._gpu.free_and_total()[0])
-            log.info("steps as graphs keep %.2f GiB of GPU memory", taken / 2**30)
+            log.info("CUDA graphs of steps keep %.2f GiB of GPU memory", taken / 2**30)
         warmup.scored_decode(runner)
         if isinstance(runner.model, TensorParallelModel):
             runner.model.limit_steps(RANK_TIMEOUT_S)
@@ -218,7 +218,7 @@ class _GpuRankExecutor(RankExecutor):
             case ReplayStep(shape):
                 assert self._graphs is not None, "PrepareGraphs comes first"
                 with torch.inference_mode():
-                    self._stream.put(partial(self._graphs.run, Shape(*shape)))
+                    self._stream.put(partial(self._graphs.run, StepShape(*shape)))
             case _:
                 super().execute(command)
 
