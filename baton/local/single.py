@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from baton.client import Completion, Route, Timing, TokenLogprobs, Usage
 from baton.client.results import prompt_logprobs_of
 from baton.config import EngineConfig
-from baton.engine import build
-from baton.engine.backends import Backend, cpu
+from baton.engine import build, cpu_affinity
+from baton.engine.backends import Backend
 from baton.engine.loop import Engine, Progress, StepReport
 from baton.engine.sequence import Sequence as EngineSequence
 from baton.errors import InternalError, InvalidRequest
@@ -33,7 +33,7 @@ class SingleProcess:
 
     def __init__(self, settings: EngineConfig, backend: Backend | None = None) -> None:
         """backend: as `build.load` takes it."""
-        with cpu.pinned_to(settings.cpus):
+        with cpu_affinity.pinned_to(settings.cpus):
             self._loaded = build.load(settings, backend=backend)
         self.tokenizer = load_tokenizer(self._loaded.path)
         self._reports: queue.SimpleQueue[Progress] = queue.SimpleQueue()
