@@ -95,7 +95,7 @@ class GenerationService:
         self._dispatch = dispatch
         self.fleet = fleet
         self._tracer = tracer
-        self._config = admission.config
+        self._limits = admission.limits
         self._idle = asyncio.Event()
         self._idle.set()
         self._deliveries: set[Delivery] = set()  # of running requests
@@ -129,7 +129,7 @@ class GenerationService:
     @property
     def joins_traces(self) -> bool:
         """Whether requests join their callers' traces, which then decide on sampling."""
-        return self._config.trust_traceparent or self.admission.tenants.is_open
+        return self._limits.trust_traceparent or self.admission.tenants.is_open
 
     @property
     def max_context(self) -> int:
@@ -219,7 +219,7 @@ class GenerationService:
                 state, lease = await self._admit(request, caller, record, choices, number, stack)
             span.set_attribute("baton.request_id", record.request_id)
             span.set_attribute("baton.tenant", record.tenant)
-            details = RequestSpan(span, self.admission.tokenizer, self._config.trace_content)
+            details = RequestSpan(span, self.admission.tokenizer, self._limits.trace_content)
             details.admitted(request, state.request)
             stack.enter_context(lease)
             with tracing.span(self._tracer, "router.check", trace):
@@ -260,7 +260,7 @@ class GenerationService:
                 vocab_size=self.tokenizer.vocab_size,
                 chat=self.tokenizer.has_chat_template,
             )
-            for name in dict.fromkeys((self.admission.model, *self._config.model_aliases))
+            for name in dict.fromkeys((self.admission.model, *self.admission.config.api.model_aliases))
         ]
 
     async def explain(

@@ -70,11 +70,12 @@ def run(
 async def _run(
     config: RouterConfig, protocols: Sequence[ProtocolServer], shared: SharedState | None
 ) -> int:
+    limits = config.limits
     stop, leave = _requested(signal.SIGTERM, signal.SIGINT), _requested(signal.SIGUSR1)
     # Only a model with random weights may have no tokenizer.
     tokenizer = load_tokenizer(model_path(config.model), required=not config.random_weights)
     tenants = Tenants(
-        config.tenants_file, admin_keys=config.admin_keys, api_keys=config.api_keys, shared=shared
+        limits.tenants_file, admin_keys=config.admin_keys, api_keys=limits.api_keys, shared=shared
     )
     service: GenerationService
     listen = partial(
@@ -114,7 +115,7 @@ async def _run(
             await stack.enter_async_context(protocol(service))
         log.info("router %s at %s serves %s", config.incarnation, address, service.admission)
         _run_within(stack, operators.publish(), "status")
-        await _serve(stop, leave, partial(_leave, config.default_timeout_s, service, server))
+        await _serve(stop, leave, partial(_leave, limits.default_timeout_s, service, server))
         readiness.cancel()
         await health.set(False)
         await _drain(config.drain_s, service, server if _has_siblings(shared) else None)
@@ -130,6 +131,7 @@ async def _started_service(
     stack: contextlib.AsyncExitStack,
 ) -> tuple[GenerationService, Membership]:
     """The service over a fleet that follows the registry; `stop` is set if it cannot any more."""
+    limits = config.limits
     registry = EtcdRegistry(config.registry)
     stack.push_async_callback(registry.close)
     membership = await stack.enter_async_context(registry.watch())
@@ -138,8 +140,8 @@ async def _started_service(
         membership,
         config.incarnation,
         tokenizer.fingerprint,
-        LivenessConfig(config.silence_s, config.stall_s),
-        decode_alone=config.local_prefill_max_tokens > 0,
+        LivenessConfig(limits.silence_s, limits.stall_s),
+        decode_alone=limits.local_prefill_max_tokens > 0,
     )
     _run_within(stack, fleet.follow(), "fleet").add_done_callback(lambda _: stop.set())
     path = tokenizer.path
@@ -150,13 +152,13 @@ async def _started_service(
         grammars=GrammarCompiler(path, tokenizer.vocab_size, tokenizer.eos_token_ids),
         tickets=ResumeTickets(await registry.ticket_key()),
         sampling_defaults=(
-            sampling_defaults(path) if config.generation_config == "auto" else DEFAULTS
+            sampling_defaults(path) if config.api.generation_config == "auto" else DEFAULTS
         ),
         prefill_rate=lambda: fleet.snapshot().prefill_rate,
     )
     await stack.enter_async_context(aclosing(admission))
-    queue = WaitQueue(config.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
-    dispatch = Dispatch(fleet, queue, config, tracer)
+    queue = WaitQueue(limits.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
+    dispatch = Dispatch(fleet, queue, limits, tracer)
     return GenerationService(admission, queue, dispatch, fleet, tracer), membership
 
 
@@ -164,10 +166,10 @@ def _observe(
     config: RouterConfig, service: GenerationService, recorder: Recorder, telemetry: Telemetry
 ) -> Coroutine[Any, Any, None]:
     """Connects metrics and tail sampling to the service; returns what measures the loop's lag."""
-    slos = slo.parse_all(config.slos)
+    slos = slo.parse_all(config.limits.slos)
     metrics = RouterMetrics(recorder, service.admission.model, slos)
     metrics.observe(service)
-    sampler = SamplingPolicy(telemetry, service.fleet, config.trace_slow_s, slos)
+    sampler = SamplingPolicy(telemetry, service.fleet, config.limits.trace_slow_s, slos)
     # In this order: a trace that is kept may be an exemplar of a metric.
     service.stats.listeners = (sampler, metrics)
     return measure_lag(metrics.lag.record)

@@ -374,7 +374,7 @@ async def run_choices(
         return
     loop = asyncio.get_running_loop()
     left_s = (
-        service.admission.config.default_timeout_s
+        service.admission.limits.default_timeout_s
         if caller.time_left_s is None
         else caller.time_left_s
     )

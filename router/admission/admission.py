@@ -83,6 +83,7 @@ class Admission:
         Raises ConfigError for parsers that do not fit the model.
         """
         self.config = config
+        self.limits = config.limits
         self.tokenizer = tokenizer
         self.tenants = tenants
         self.tickets = tickets or ResumeTickets()
@@ -90,9 +91,9 @@ class Admission:
         self._grammars = grammars or GrammarCompiler(Path(), 0, ())
         self._prefill_rate = prefill_rate
         self.chat_formats = ChatFormats.from_tokenizer(
-            tokenizer, config.tool_parser, config.reasoning_parser
+            tokenizer, self.limits.tool_parser, self.limits.reasoning_parser
         )
-        self.prompts = PromptTokenizer(self.chat_formats, config.tool_parser, config.text_processes)
+        self.prompts = PromptTokenizer(self.chat_formats, self.limits.tool_parser, self.limits.text_processes)
 
     async def aclose(self) -> None:
         """Ends the processes that tokenize long texts."""
@@ -124,7 +125,7 @@ class Admission:
         """
         if charged := choices.num_charged(number):
             tenant.check(charged)
-        timeout_s = self.config.default_timeout_s if time_left_s is None else time_left_s
+        timeout_s = self.limits.default_timeout_s if time_left_s is None else time_left_s
         if timeout_s <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         deadline = time.monotonic() + timeout_s
@@ -144,7 +145,7 @@ class Admission:
         check_token_ids(prompt, resumed, self.tokenizer.vocab_size)
         check_length(len(prompt) + len(resumed), limit)
         tenant_limit = tenant.config.max_prompt_tokens
-        check_prompt_limit(len(prompt), smallest_limit(self.config.max_prompt_tokens, tenant_limit))
+        check_prompt_limit(len(prompt), smallest_limit(self.limits.max_prompt_tokens, tenant_limit))
         check_prompt_logprobs(params, len(prompt))
         return TokenizedRequest(
             request_id=request_id,
@@ -156,7 +157,7 @@ class Admission:
             cache_salt=tenant.salt(request.cache_salt),
             deadline=deadline,
             tenant=tenant.name,
-            ttft_target_s=request.ttft_target_ms / 1000 or self.config.ttft_target_s,
+            ttft_target_s=request.ttft_target_ms / 1000 or self.limits.ttft_target_s,
             resumed=resumed,
             is_further_choice=bool(number),
             workers=frozenset(request.workers),
@@ -201,7 +202,7 @@ class Admission:
 
     def check_model(self, model: str) -> None:
         """Raises ModelNotFound unless the request names the served model or nothing."""
-        if model not in ("", self.model, *self.config.model_aliases):
+        if model not in ("", self.model, *self.config.api.model_aliases):
             raise ModelNotFound(f"model {quoted(model)} is not served here; {self.model!r} is")
 
     async def _prompt(
@@ -261,7 +262,7 @@ class Admission:
 
     def _stream_interval(self, request: inference_pb2.GenerateRequest) -> int:
         """1 with stop strings, as one may end with each token."""
-        interval = request.stream_interval or self.config.stream_interval
+        interval = request.stream_interval or self.limits.stream_interval
         return 1 if request.stop else min(interval, MAX_STREAM_INTERVAL)
 
     async def _check_grammar(

@@ -40,12 +40,11 @@ class Gateway:
     def __init__(self, cluster, tokenizer, **limits):
         limits.setdefault("grammars", GrammarCompiler(DEMO_MODEL, 4096, {1}))
         self.api = limits.pop("api", ApiConfig())
-        limits.setdefault("model_aliases", self.api.model_aliases)
         self.host = limits.pop("host", "127.0.0.1")
         self.cluster = cluster
         self.tokenizer = tokenizer
         self.service = GenerationService(
-            admission(tokenizer, **{"default_timeout_s": TIMEOUT_S, **limits}),
+            admission(tokenizer, api=self.api, **{"default_timeout_s": TIMEOUT_S, **limits}),
             cluster.wait_queue,
             cluster.dispatch,
             cluster.fleet,

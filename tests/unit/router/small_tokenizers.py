@@ -5,7 +5,7 @@ import json
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from baton.config import RouterConfig
+from baton.config import ApiConfig, RouterConfig, RouterLimits
 from baton.text import load_tokenizer
 from router.admission.admission import Admission
 from router.admission.tenants import Tenants
@@ -46,5 +46,7 @@ def admission(tokenizer, tenants=None, **settings):
     """An Admission of a model "tiny"; `settings` are its arguments, or a router's configuration."""
     names = ("grammars", "tickets", "sampling_defaults", "prefill_rate")
     more = {name: settings.pop(name) for name in names if name in settings}
-    config = RouterConfig(model_name="tiny", **{"default_timeout_s": 60.0, **settings})
+    api = settings.pop("api", ApiConfig())
+    limits = RouterLimits(**{"default_timeout_s": 60.0, **settings})
+    config = RouterConfig(model_name="tiny", limits=limits, api=api)
     return Admission(config, tokenizer, tenants or Tenants(), **more)

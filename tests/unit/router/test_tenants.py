@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError, InvalidRequest, Overloaded, Unauthenticated
 from router import shared_state
 from router.admission import tenants as module
-from router.admission.tenants import Tenants, TokenBucket
+from router.admission.rate_limit import TokenBucket
+from router.admission.tenants import Tenants
 from router.shared_state import SharedState
 from tests.waiting import eventually
 

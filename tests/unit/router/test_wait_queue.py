@@ -406,7 +406,7 @@ async def test_slack_is_the_least_of_later_targets_unless_the_tenant_is_new(room
     for finish, tenant, left_s in ((1, "a", 9.0), (2, "b", 4.0), (3, "a", 7.0), (4, "a", 3.9)):
         by = room.clock.now + left_s
         await room.add(room.place(finish, 100, tenant=tenant, first_token_by=by))
-    slack_s = room.queue.slack_s
+    slack_s = room.queue.ttft_slack_s
     first, last, other, new = (
         pending(finish, tenant=tenant)
         for finish, tenant in ((0, "a"), (3.5, "a"), (0, "b"), (0, "c"))
