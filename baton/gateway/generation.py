@@ -30,9 +30,11 @@ from baton.net.http_errors import Failure, Header, HttpError, failure_of
 from baton.net.http_server import HttpExchange
 from baton.net.rpc import MAX_MESSAGE_BYTES, max_request_bytes
 from baton.v1 import inference_pb2
-from router.admission.admission import MAX_PROMPT_LOGPROBS, Choices
-from router.admission.tenants import Places
-from router.generation_service import Caller, GenerationService, Sink, Unread
+from router.admission.admission import PromptChoices
+from router.admission.tenants import ReservedChoices
+from router.admission.validation import MAX_PROMPT_LOGPROBS
+from router.generation_service import Caller, GenerationService
+from router.output.sink import Piece, Sink, UnreadLimit
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +82,11 @@ class Endpoint(Generic[T]):
             close = ((b"connection", b"close"),)  # what is left of it is not read
             raise HttpError(413, f"the body is over {max_bytes} bytes", close)
         if codings := exchange.headers.get(b"content-encoding"):
-            body = await service.admission.in_thread(decoded, body, codings, max_bytes)
+            body = await service.admission.prompts.run_in_thread(decoded, body, codings, max_bytes)
         try:
             if len(body) <= _LARGE_BODY_BYTES:
                 return self.parse(body)
-            return await service.admission.in_thread(self.parse, body)
+            return await service.admission.prompts.run_in_thread(self.parse, body)
         except InvalidRequest as error:
             kind = exchange.headers.get(b"content-type", b"").decode("latin-1")
             if error.field or "json" in kind.lower():
@@ -149,7 +151,7 @@ class Generation(ABC):
     exchange: HttpExchange
 
     def __post_init__(self) -> None:
-        self.unread = Unread()
+        self.unread = UnreadLimit()
         self._sent = False  # anything since the last look of `_keep_alive`
         self.created = int(time.time())
         self.model = self.parsed.options.model or self.service.admission.model
@@ -275,7 +277,7 @@ class CompletionGeneration(Generation):
 
     async def answer(self) -> bytes:
         if self._prompt_logprobs > _MANY_LOGPROBS:
-            return await self.service.admission.in_thread(self._all)
+            return await self.service.admission.prompts.run_in_thread(self._all)
         return self._all()
 
     def _all(self) -> bytes:
@@ -368,17 +370,20 @@ async def run_choices(
     total = num_prompts * n
     cut = not parsed.max_tokens_given
     if total == 1:
-        await service.generate(parsed.request(0), caller, sinks[0], Choices(cut_output=cut))
+        await service.generate(parsed.request(0), caller, sinks[0], PromptChoices(cut_output=cut))
         return
     loop = asyncio.get_running_loop()
     left_s = (
-        service.admission.default_timeout_s if caller.time_left_s is None else caller.time_left_s
+        service.admission.limits.default_timeout_s
+        if caller.time_left_s is None
+        else caller.time_left_s
     )
     deadline = loop.time() + left_s  # one for all, also for those that begin later
     computed = [asyncio.Event() for _ in range(num_prompts)]
-    places = Places()
+    reserved = ReservedChoices()
     shared = [
-        Choices(total, first=i == 0, cut_output=cut, places=places) for i in range(num_prompts)
+        PromptChoices(total, first=i == 0, cut_output=cut, reserved=reserved)
+        for i in range(num_prompts)
     ]
     entrance = asyncio.Semaphore()
 
@@ -403,7 +408,7 @@ async def run_choices(
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     finally:
-        places.free()
+        reserved.release()
 
 
 class _Choice:
@@ -422,6 +427,6 @@ class _Choice:
         self._leave()
         self._sink.start(started)
 
-    def put(self, *output: Any) -> None:
+    def put(self, piece: Piece) -> None:
         self._on_output()
-        self._sink.put(*output)
+        self._sink.put(piece)

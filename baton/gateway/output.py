@@ -18,7 +18,8 @@ from baton.gateway.prompt_output import MIN_LOGPROB, PromptOutput
 from baton.text import Tokenizer
 from baton.text.tool_calls import ToolCallDelta
 from baton.v1 import common_pb2, inference_pb2
-from router.dispatch.request_state import ParsedOutput
+from router.output.sink import Piece
+from router.output.text_stream import ParsedOutput
 
 _REASONS: dict[int, FinishReason | None] = {
     common_pb2.FINISH_REASON_UNSPECIFIED: None,
@@ -27,7 +28,6 @@ _REASONS: dict[int, FinishReason | None] = {
     common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 _STOPPED = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_TOOL_CALLS
-_UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
 _encode = msgspec.json.Encoder().encode
 _PHASES = ("queue_ms", "ttft_ms", "transfer_ms", "tpot_ms", "e2e_ms")
 
@@ -70,15 +70,8 @@ class Output(ABC):
         self.of_prompt.logprobs = logprobs
         self.on_prompt(self.of_prompt.size)
 
-    def put(
-        self,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[common_pb2.PositionLogprobs],
-        reason: common_pb2.FinishReason,
-        stop: str,
-        parsed: ParsedOutput | None = None,
-    ) -> None:
+    def put(self, piece: Piece) -> None:
+        text, token_ids, logprobs, reason, stop, parsed = piece
         self.num_tokens += len(token_ids)
         if parsed is not None and not self.with_reasoning:
             parsed = parsed._replace(reasoning="")
@@ -101,7 +94,7 @@ class Output(ABC):
             # A chunk for each: some clients look at a chunk's first one only.
             for call in parsed.tool_calls[:-1]:
                 one = ParsedOutput(parsed.reasoning, (call,))
-                self.put(text, (), (), _UNFINISHED, "", one)
+                self.put(Piece(text, parsed=one))
                 text, parsed = "", ParsedOutput("", parsed.tool_calls[-1:])
         members = self._members(logprobs, list(token_ids), reason)
         if not self._begun:

@@ -47,7 +47,7 @@ from baton.net.http_errors import Header, HttpError
 from baton.net.http_server import HttpExchange
 from baton.v1 import inference_pb2
 from router.generation_service import Caller, GenerationService
-from router.main import Frontend
+from router.main import ProtocolServer
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ _MODEL = "/v1/models/"  # and a name
 _PAGE = Path(__file__).with_name("chat.html").read_bytes()  # to try a model in a browser
 
 
-def frontend(config: RouterConfig) -> Frontend:
+def frontend(config: RouterConfig) -> ProtocolServer:
     """HTTP at `config.http_port`, for `router.main.run`.
 
     Listens at once, so that a port in use is a ConfigError before anything has begun; connections

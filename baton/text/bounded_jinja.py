@@ -4,7 +4,7 @@ Both are looked at where a template does something: at each turn of a loop, call
 and output. One operation cannot be interrupted, so those that make large results of small operands
 are charged for the largest possible one before they run. Two values that a template nests into
 themselves many times and then compares are not covered here: where chats are long, the process
-that renders them is ended (`router.admission.text_process`). Short ones are rendered on an event
+that renders them is ended (`router.admission.tokenizer_process`). Short ones are rendered on an event
 loop, which nothing can end.
 """
 

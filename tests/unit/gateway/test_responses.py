@@ -11,7 +11,7 @@ from baton.gateway.output_responses import ItemsOutput
 from baton.gateway.responses import parse_response
 from baton.text.tool_calls import ToolCallDelta
 from baton.v1 import common_pb2
-from router.dispatch.request_state import ParsedOutput
+from router.output.text_stream import ParsedOutput
 from tests.unit.router.scripted_workers import UNFINISHED
 
 from .conftest import CALLS
