@@ -24,9 +24,9 @@ import msgspec
 
 from baton.config import ApiConfig
 from baton.errors import Unauthenticated
-from baton.gateway.batch_runner import SECRET_HEADER, TENANT_HEADER, Report, Settings
+from baton.gateway.batch_runner import SECRET_HEADER, TENANT_HEADER, RunnerReport, RunnerSettings
 from baton.gateway.batch_store import lock_file, try_lock
-from baton.gateway.generation import MAX_BODY_BYTES, Endpoint
+from baton.gateway.endpoint import MAX_BODY_BYTES, Endpoint
 from baton.gateway.headers import caller_of
 from baton.net import http_server
 from baton.net.backoff import Backoff
@@ -65,7 +65,7 @@ async def running(
 
     listener = http_server.listen("127.0.0.1", 0, "lines of batches", "--batch-dir")
     host, port = listener.getsockname()
-    settings = Settings(
+    settings = RunnerSettings(
         str(folder), config.batch_disk, config.batch_concurrency, host, port, secret,
         MAX_BODY_BYTES + 4096,
     )  # fmt: skip
@@ -80,10 +80,10 @@ async def running(
                 await task
 
 
-async def _keep_runner(settings: Settings, service: GenerationService) -> None:
+async def _keep_runner(settings: RunnerSettings, service: GenerationService) -> None:
     """Runs the runner while this process has the folder's lock; until cancelled."""
 
-    def on_report(report: Report) -> None:
+    def on_report(report: RunnerReport) -> None:
         service.batch_lines.update(report.lines)
         if report.batches is not None:
             service.batches.clear()
@@ -104,7 +104,7 @@ async def _keep_runner(settings: Settings, service: GenerationService) -> None:
 
 
 async def run_runner(
-    settings: Settings, lock: BinaryIO, on_report: Callable[[Report], None]
+    settings: RunnerSettings, lock: BinaryIO, on_report: Callable[[RunnerReport], None]
 ) -> None:
     """Runs the runner as a process; returns, and logs it, when that ends."""
     ours, theirs = socket.socketpair()
@@ -120,7 +120,7 @@ async def run_runner(
     try:
         writer.write(msgspec.json.encode(settings) + b"\n")
         async for line in reader:
-            on_report(msgspec.json.decode(line, type=Report))
+            on_report(msgspec.json.decode(line, type=RunnerReport))
     except OSError:
         pass  # it ended before it had read all
     finally:

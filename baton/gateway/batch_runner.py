@@ -34,7 +34,7 @@ from baton.gateway.batch_store import (
     Batch,
     BatchError,
     BatchStore,
-    Result,
+    LineResult,
     Status,
     new_id,
 )
@@ -69,7 +69,7 @@ _ENDS: dict[str, tuple[Status, str]] = {
 _DROPPED = ("stream", "stream_options", "ttft_target_ms", "request_id")
 
 
-class Settings(Struct):
+class RunnerSettings(Struct):
     """What the router passes to the runner."""
 
     folder: str  # --batch-dir
@@ -81,7 +81,7 @@ class Settings(Struct):
     max_line_bytes: int
 
 
-class Report(Struct, omit_defaults=True):
+class RunnerReport(Struct, omit_defaults=True):
     """What the runner reports to the router; parts that are absent have not changed."""
 
     batches: dict[str, int] | None = None  # number by status
@@ -89,7 +89,7 @@ class Report(Struct, omit_defaults=True):
     log: tuple[int, str] | None = None  # level and text of a log line
 
 
-class Line(Struct):
+class RequestLine(Struct):
     """One request of a batch's input."""
 
     custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
@@ -98,7 +98,7 @@ class Line(Struct):
     body: Raw
 
 
-class Answer(Struct):
+class LineAnswer(Struct):
     """The router's answer to a line; without a body it could not be reached."""
 
     status: int = 503
@@ -113,7 +113,7 @@ class BatchRunner:
     It writes to the database on its event loop, which has nothing urgent to do.
     """
 
-    def __init__(self, settings: Settings, report: Callable[[Report], None]) -> None:
+    def __init__(self, settings: RunnerSettings, report: Callable[[RunnerReport], None]) -> None:
         self.settings = settings
         self.report = report
         self.slots = asyncio.Semaphore(settings.concurrency)  # for lines of all batches
@@ -141,7 +141,7 @@ class BatchRunner:
         jump_s = self._clock_jump_s()
         self.store.drop_stale_uploads(_STALE_UPLOAD_S)
         self.store.vacuum()
-        self.report(Report(batches=self.store.count_batches()))
+        self.report(RunnerReport(batches=self.store.count_batches()))
         for tenant, batch, is_full in self.store.unfinished():
             put_off(self.store, tenant, batch, jump_s)
             end = _why_ends(batch, is_full)
@@ -179,15 +179,15 @@ class BatchRunner:
         log.warning("the clock was set by %+.0f s: batches keep the time they have left", jump_s)
         return max(0.0, jump_s)
 
-    async def post(self, tenant: str, line: Line, time_s: float) -> Answer:
+    async def post(self, tenant: str, line: RequestLine, time_s: float) -> LineAnswer:
         """Sends a line to the router as the tenant's request, and reads the answer."""
         try:
             async with asyncio.timeout(time_s + _GRACE_S):
                 return await self._post(tenant, line, time_s)
         except (OSError, EOFError, TimeoutError):  # the router ends, and this process with it
-            return Answer()
+            return LineAnswer()
 
-    async def _post(self, tenant: str, line: Line, time_s: float) -> Answer:
+    async def _post(self, tenant: str, line: RequestLine, time_s: float) -> LineAnswer:
         settings, body = self.settings, _low_priority(line.body)
         head = (
             f"POST {line.url} HTTP/1.1\r\nhost: {settings.host}\r\nconnection: close\r\n"
@@ -200,7 +200,7 @@ class BatchRunner:
             writer.write(head.encode() + body)
             status, _, rest = (await reader.readuntil(b"\r\n\r\n")).partition(b"\r\n")
             headers = parse_headers(io.BytesIO(rest))
-            return Answer(
+            return LineAnswer(
                 int(status.split()[1]),
                 await reader.readexactly(int(headers["content-length"])),
                 headers["x-request-id"] or "",
@@ -244,7 +244,7 @@ class _Job:
         self.end = end
         self._runner = runner
         self._room = asyncio.Semaphore(runner.settings.concurrency)  # for this batch's lines
-        self._waiting: list[Result] = []  # to be written
+        self._waiting: list[LineResult] = []  # to be written
 
     async def run(self) -> None:
         """Runs the batch to its end. Raises sqlite3.Error where the database fails."""
@@ -263,11 +263,14 @@ class _Job:
             missing = self._missing()
             while some := list(islice(missing, _LINES_AT_ONCE)):
                 self._add(
-                    [Result(n, "failed", _result(line.custom_id, None, error)) for n, line in some]
+                    [
+                        LineResult(n, "failed", _result(line.custom_id, None, error))
+                        for n, line in some
+                    ]
                 )
         self._finish(status, [BatchError(self.end, message)] if status == "failed" else [])
 
-    async def _run_line(self, number: int, line: Line) -> None:
+    async def _run_line(self, number: int, line: RequestLine) -> None:
         """Sends a line until its answer is not a refusal, and stores that."""
         runner, failures = self._runner, 0
         while True:
@@ -285,15 +288,15 @@ class _Job:
             "body": Raw(answer.body),
         }
         kind: Literal["completed", "failed"] = "completed" if answer.status == 200 else "failed"
-        self._waiting.append(Result(number, kind, _result(line.custom_id, response, None)))
+        self._waiting.append(LineResult(number, kind, _result(line.custom_id, response, None)))
         await asyncio.sleep(0)  # what ends at the same time is written together
         if results := self._waiting:
             self._waiting = []
             self._add(results)
 
-    def _add(self, results: list[Result]) -> None:
+    def _add(self, results: list[LineResult]) -> None:
         self._runner.store.add_results(self.tenant, self.batch.id, results)
-        self._runner.report(Report(lines=Counter(result.kind for result in results)))
+        self._runner.report(RunnerReport(lines=Counter(result.kind for result in results)))
 
     def _begin(self) -> list[BatchError]:
         """Checks the input, and makes the batch in progress where nothing is wrong with it."""
@@ -325,13 +328,13 @@ class _Job:
             store.begin(self.tenant, self.batch.id, len(seen))
         return problems
 
-    def _missing(self) -> Iterator[tuple[int, Line]]:
+    def _missing(self) -> Iterator[tuple[int, RequestLine]]:
         """The lines that have no result, with their numbers from 0."""
         store, max_bytes = self._runner.store, self._runner.settings.max_line_bytes
         done = store.done(self.batch)
         for number, text in enumerate(store.lines(self.batch.input_file_id, max_bytes)):
             if number not in done and text.strip():
-                yield number, msgspec.json.decode(text, type=Line)
+                yield number, msgspec.json.decode(text, type=RequestLine)
 
     def _finish(self, status: Status, problems: list[BatchError]) -> None:
         batch = self._runner.store.finish(self.tenant, self.batch.id, status, problems)
@@ -342,10 +345,10 @@ class _Job:
         )  # fmt: skip
 
 
-def parse_line(text: bytes) -> Line:
+def parse_line(text: bytes) -> RequestLine:
     """Parses a line of a batch's input. Raises InvalidRequest."""
     try:
-        line = msgspec.json.decode(text, type=Line)
+        line = msgspec.json.decode(text, type=RequestLine)
         _low_priority(line.body)
         return line
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -369,14 +372,14 @@ async def _main() -> None:
     """Runs until the router closes its end of the socket."""
     loop = asyncio.get_running_loop()
     reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=0))
-    settings = msgspec.json.decode(await reader.readline(), type=Settings)
+    settings = msgspec.json.decode(await reader.readline(), type=RunnerSettings)
 
-    def report(found: Report) -> None:
+    def report(found: RunnerReport) -> None:
         loop.call_soon_threadsafe(writer.write, msgspec.json.encode(found) + b"\n")
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            report(Report(log=(record.levelno, self.format(record))))
+            report(RunnerReport(log=(record.levelno, self.format(record))))
 
     logging.basicConfig(level=logging.INFO, handlers=[Handler()])
     running = asyncio.create_task(BatchRunner(settings, report).run())

@@ -185,7 +185,7 @@ class BatchesQuery(Struct):
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
 
 
-class Result(NamedTuple):
+class LineResult(NamedTuple):
     """One line's result."""
 
     line: int  # number in the input file, from 0
@@ -451,7 +451,7 @@ class BatchStore:
         select = "SELECT number FROM chunks WHERE file_id IN (?, ?)"
         return {number for (number,) in self._db.execute(select, (*batch.result_files.values(),))}
 
-    def add_results(self, tenant: str, batch_id: str, results: Sequence[Result]) -> None:
+    def add_results(self, tenant: str, batch_id: str, results: Sequence[LineResult]) -> None:
         """Adds results and counts them, all or none."""
         with self.changing(tenant, batch_id) as batch:
             counts = batch.request_counts

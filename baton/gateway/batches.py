@@ -35,9 +35,9 @@ from baton.gateway.batch_store import (
     Files,
     FilesQuery,
 )
-from baton.gateway.generation import Endpoint
+from baton.gateway.endpoint import Endpoint
 from baton.gateway.headers import caller_of
-from baton.gateway.openapi import BYTES, ERRORS, Handler, Route, Routes
+from baton.gateway.openapi import BYTES, ERRORS, Handler, Operation, Routes
 from baton.net.http_errors import Header, HttpError
 from baton.net.http_server import UNREAD_S, HttpExchange
 from router.admission.tenants import Tenant
@@ -244,25 +244,33 @@ _POST = (*ERRORS, "507")
 # All are 404 without --batch-dir.
 ROUTES: Routes = {
     "/v1/files": {
-        "GET": Route(_answering(_files), "The caller's files.", Files, _LISTING, query=FilesQuery),
-        "POST": Route(BatchApi.create_file, "Upload a file of requests.", File, _POST, form=_FORM),
+        "GET": Operation(
+            _answering(_files), "The caller's files.", Files, _LISTING, query=FilesQuery
+        ),
+        "POST": Operation(
+            BatchApi.create_file, "Upload a file of requests.", File, _POST, form=_FORM
+        ),
     },
     "/v1/files/{id}": {
-        "GET": Route(_by_id(BatchStore.file), "One file.", File, _ONE),
-        "DELETE": Route(_by_id(BatchStore.delete), "Delete a file.", FileDeleted, (*_ONE, "409")),
+        "GET": Operation(_by_id(BatchStore.file), "One file.", File, _ONE),
+        "DELETE": Operation(
+            _by_id(BatchStore.delete), "Delete a file.", FileDeleted, (*_ONE, "409")
+        ),
     },
     "/v1/files/{id}/content": {
-        "GET": Route(BatchApi.content, "A file's content.", errors=_ONE),
+        "GET": Operation(BatchApi.content, "A file's content.", errors=_ONE),
     },
     "/v1/batches": {
-        "GET": Route(
+        "GET": Operation(
             _answering(_batches), "The caller's batches.", Batches, _LISTING, query=BatchesQuery
         ),
-        "POST": Route(BatchApi.create_batch, "Run a file of requests.", Batch, _POST, BatchRequest),
+        "POST": Operation(
+            BatchApi.create_batch, "Run a file of requests.", Batch, _POST, BatchRequest
+        ),
     },
-    "/v1/batches/{id}": {"GET": Route(_by_id(BatchStore.batch), "One batch.", Batch, _ONE)},
+    "/v1/batches/{id}": {"GET": Operation(_by_id(BatchStore.batch), "One batch.", Batch, _ONE)},
     "/v1/batches/{id}/cancel": {
-        "POST": Route(_by_id(BatchStore.cancel), "Cancel a batch.", Batch, (*_POST, "409")),
+        "POST": Operation(_by_id(BatchStore.cancel), "Cancel a batch.", Batch, (*_POST, "409")),
     },
 }
 

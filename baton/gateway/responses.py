@@ -10,7 +10,8 @@ from msgspec import Meta, Struct
 from baton.errors import InvalidRequest
 from baton.gateway import api
 from baton.gateway.batch_store import Metadata
-from baton.gateway.request import ParsedRequest, parsed_chat
+from baton.gateway.chat import parsed_chat
+from baton.gateway.parsed_request import ParsedRequest
 from router.admission.chat import MAX_MESSAGES, MAX_TOOLS
 
 
