@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from baton.errors import BatonError, TransferFailed
@@ -98,20 +98,7 @@ class Done:
 
 Command: TypeAlias = Listen | Connect | Accept | Put | Receive
 Answer: TypeAlias = Posted | Failed | Done
-_MESSAGES: Mapping[str, Callable[..., Any]] = {
-    kind.__name__: kind for kind in (Listen, Connect, Accept, Put, Receive, Posted, Failed, Done)
-}
-
-
-def send(connection: ObjectConnection, message: Command | Answer) -> None:
-    """Raises OSError."""
-    connection.send([type(message).__name__, *astuple(message)])
-
-
-def received(connection: ObjectConnection) -> Any:
-    """The next Command or Answer. Raises EOFError, OSError."""
-    name, *fields = connection.recv()
-    return _MESSAGES[name](*fields)
+KV_MESSAGES = (Listen, Connect, Accept, Put, Receive, Posted, Failed, Done)  # of a connection
 
 
 class RemoteDigest(Digest):
@@ -187,9 +174,9 @@ class _RemoteEnd:
     ) -> Any:
         """The command's result. Raises TransferFailed."""
         try:
-            send(self._connection, command)
+            self._connection.send(command)
             while self._connection.poll(timeout_s + _ANSWER_S):
-                match received(self._connection):
+                match self._connection.recv():
                     case Posted() if posted is not None:
                         posted()
                     case Failed(reason):
@@ -244,7 +231,7 @@ class PoolServer:
         try:
             with ThreadPoolExecutor(1, "kv-end") as thread, contextlib.suppress(OSError, EOFError):
                 while True:
-                    command = received(connection)
+                    command = connection.recv()
                     served.answered.clear()
                     thread.submit(served.answer, command)
                     connection.poll(None)
@@ -311,7 +298,7 @@ class _ServedEnd:
 
     def _send(self, answer: Answer) -> None:
         try:
-            send(self._connection, answer)
+            self._connection.send(answer)
         except OSError:
             self.abort()  # the first process has ended
 
