@@ -349,7 +349,7 @@ class OutgoingLinks:
         expected = next(failed, None) or pairing.fallback(used.kind, self.record, decode)
         if expected is None:
             return ""
-        text = f"not {pairing.name_of(expected[0])}: {expected[1]}"
+        text = f"not {pairing.transport_name(expected[0])}: {expected[1]}"
         if (peer, text) not in self._warned:
             if len(self._warned) == _REMEMBERED:
                 self._warned.clear()

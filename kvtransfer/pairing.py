@@ -25,7 +25,7 @@ FASTEST_FIRST: tuple[Kind, ...] = (
     common_pb2.TRANSPORT_GLOO,
 )
 ONE_HOST = (common_pb2.TRANSPORT_CUDA_IPC, common_pb2.TRANSPORT_SHM)
-_APART = (  # by the part of a host id that differs
+_SEPARATIONS = (  # by the part of a host id that differs
     "they are on different machines",
     "they share no /dev/shm",
     "they run as different users",
@@ -33,15 +33,15 @@ _APART = (  # by the part of a host id that differs
 
 
 @dataclass(frozen=True)
-class Ends:
+class PairTopology:
     """Where the two ends of a pair are.
 
-    apart: why they cannot have each other's memory, empty when they can · gpu: the receiver's,
+    separation: why they cannot have each other's memory, empty when they can · gpu: the receiver's,
     empty on a CPU · reachable: the GPUs the sender's can write to, its own first · nccl: the
     receiver's version.
     """
 
-    apart: str
+    separation: str
     gpu: str = ""
     reachable: Sequence[str] = ()
     nccl: tuple[int, ...] = ()
@@ -49,12 +49,12 @@ class Ends:
     @property
     def same_machine(self) -> bool:
         """Whether they run on one kernel, perhaps in containers that see nothing of each other."""
-        return self.apart != _APART[0]
+        return self.separation != _SEPARATIONS[0]
 
     def forbids(self, kind: Kind) -> str:
         """Why this transport cannot work between the two; empty when it can."""
-        if kind in ONE_HOST and self.apart:
-            return self.apart
+        if kind in ONE_HOST and self.separation:
+            return self.separation
         if kind == common_pb2.TRANSPORT_CUDA_IPC and self.gpu and self.gpu not in self.reachable:
             return f"the sender's GPU cannot write to {self.gpu}"
         share_gpu = self.gpu and self.gpu in self.reachable[:1]
@@ -64,11 +64,11 @@ class Ends:
         return ""
 
 
-def ends_between(prefill: WorkerRecord, decode: WorkerRecord) -> Ends:
+def topology_of(prefill: WorkerRecord, decode: WorkerRecord) -> PairTopology:
     """The ends by the records of the two."""
     ours, theirs = prefill.hardware, decode.hardware
-    return Ends(
-        apart=apart(prefill.host_id, decode.host_id),
+    return PairTopology(
+        separation=separation(prefill.host_id, decode.host_id),
         gpu=theirs.gpu.uuid,
         reachable=(ours.gpu.uuid, *ours.peer_gpus),
         nccl=tuple(int(part) for part in theirs.nccl_version.split(".") if part.isdigit()),
@@ -80,7 +80,7 @@ def obstacle(kind: Kind, prefill: WorkerRecord, decode: WorkerRecord) -> str:
     for name, record in (("prefill", prefill), ("decode", decode)):
         if kind not in record.transports:
             return f"the {name} worker does not offer it"
-    return ends_between(prefill, decode).forbids(kind)
+    return topology_of(prefill, decode).forbids(kind)
 
 
 def fastest(prefill: WorkerRecord, decode: WorkerRecord) -> Kind | None:
@@ -96,7 +96,7 @@ def fallback(used: Kind, prefill: WorkerRecord, decode: WorkerRecord) -> tuple[K
     memory, if at least one of the two offers it; and it is where NCCL has to go through the host's
     memory or sockets, of which NCCL itself does not warn.
     """
-    ends = ends_between(prefill, decode)
+    ends = topology_of(prefill, decode)
     for kind in ONE_HOST if ends.same_machine else ():
         offered = kind in prefill.transports or kind in decode.transports
         if used == common_pb2.TRANSPORT_NCCL and kind == common_pb2.TRANSPORT_CUDA_IPC:
@@ -134,13 +134,13 @@ def rank_pairs(senders: int, receivers: int, num_kv_heads: int) -> list[RankPair
     return pairs
 
 
-def apart(one: str, other: str) -> str:
+def separation(one: str, other: str) -> str:
     """What keeps two processes with these host ids (`baton.config.host_id`) from having each
     other's memory; empty when nothing does."""
     if one == other:
         return ""
-    parts = zip(one.split("/"), other.split("/"), _APART, strict=False)
-    return next((text for a, b, text in parts if a != b), _APART[0])
+    parts = zip(one.split("/"), other.split("/"), _SEPARATIONS, strict=False)
+    return next((text for a, b, text in parts if a != b), _SEPARATIONS[0])
 
 
 def shares_gpu(nccl: tuple[int, ...]) -> bool:
@@ -148,23 +148,23 @@ def shares_gpu(nccl: tuple[int, ...]) -> bool:
     return nccl >= (2, 30)
 
 
-def choose(offered: Collection[Kind], mine: Collection[Kind], ends: Ends) -> Kind:
+def choose(offered: Collection[Kind], mine: Collection[Kind], ends: PairTopology) -> Kind:
     """The fastest transport that both ends can use. Raises KvMismatch when there is none."""
     forbidden = ""
     for kind in FASTEST_FIRST:
         if kind in offered and kind in mine:
             if reason := ends.forbids(kind):
-                forbidden += f"; not {name_of(kind)}: {reason}"
+                forbidden += f"; not {transport_name(kind)}: {reason}"
                 continue
             return kind
-    theirs, ours = (", ".join(map(name_of, sorted(kinds))) or "none" for kinds in (offered, mine))
-    where = "different hosts" if ends.apart else "one host"
+    theirs, ours = (", ".join(map(transport_name, sorted(kinds))) or "none" for kinds in (offered, mine))
+    where = "different hosts" if ends.separation else "one host"
     raise KvMismatch(
         f"no common transport on {where}: prefill has {theirs}; decode has {ours}{forbidden}"
     )
 
 
-def name_of(kind: Kind) -> str:
+def transport_name(kind: Kind) -> str:
     """ "shm" for TRANSPORT_SHM; the number for one this version does not know."""
     if kind not in common_pb2.Transport.values():
         return str(kind)

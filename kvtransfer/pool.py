@@ -82,7 +82,7 @@ class KvPool:
         self.tensor, self.area, self.device = tensor, area, tensor.device
         self.num_blocks, layers, _, num_heads, self.block_size, head_size = tensor.shape
         self.heads = range(num_heads) if heads is None else heads
-        self.whole = len(self.heads) == num_heads
+        self.has_all_heads = len(self.heads) == num_heads
         self.row_slot_bytes = head_size * tensor.element_size()
         self.scale_bytes = SCALE_BYTES if tensor.element_size() == 1 else 0  # of row_slot_bytes
         self.token_bytes = layers * 2 * len(self.heads) * self.row_slot_bytes
@@ -109,12 +109,12 @@ class KvPool:
         """Of all heads of the tensor, K or V of a layer of a block."""
         return int(self.tensor.shape[3]) * self.block_size * self.row_slot_bytes // 4
 
-    def part(self, heads: range) -> KvPool:
+    def with_heads(self, heads: range) -> KvPool:
         """Only these heads of the tensor."""
         return self if heads == self.heads else KvPool(self.tensor, self.area, heads)
 
     @property
-    def place(self) -> dict[str, int]:
+    def layout(self) -> dict[str, int]:
         """What `counterpart` of another process needs: its blocks, and which of how many heads."""
         heads = {"heads": self.tensor.shape[3], "first_head": self.heads.start}
         return {"blocks": self.num_blocks, **heads}
@@ -160,7 +160,7 @@ class KvPool:
         if not slots.block_ids:
             return None
         first, count = slots.block_ids[0], len(slots.block_ids)
-        full = self.whole and slots.num_tokens == count * self.block_size
+        full = self.has_all_heads and slots.num_tokens == count * self.block_size
         if full and slots.block_ids == tuple(range(first, first + count)):
             return self.blocks[first : first + count].view(-1)
         return None
@@ -179,7 +179,7 @@ class KvPool:
     def digest(self, slots: Slots) -> Digest:
         """The digest of what the slots hold now; on a GPU, a copier computes it faster."""
         digest, full = self.new_digest(), slots.num_tokens // self.block_size
-        if self.whole or self.on_gpu:
+        if self.has_all_heads or self.on_gpu:
             for _, _, piece in self.pieces(slots):
                 digest.update(piece.contiguous().view(-1))
             return digest
@@ -206,7 +206,7 @@ class KvPool:
         ids = np.array(blocks, int)
         for at in range(0, len(blocks), at_once):
             wanted = ids[at : at + at_once]
-            if self.whole and (np.diff(wanted) == 1).all():
+            if self.has_all_heads and (np.diff(wanted) == 1).all():
                 held = octets[wanted[0] : wanted[0] + len(wanted)]
             else:
                 held = scratch[: len(wanted)]
@@ -225,7 +225,7 @@ class KvPool:
             yield start, start + tail.numel(), tail
             start += tail.numel()
 
-    def parts(self, slots: Slots, max_bytes: int) -> list[Slots]:
+    def split(self, slots: Slots, max_bytes: int) -> list[Slots]:
         """Splits slots into messages of at most `max_bytes`, but at least one block each.
 
         Both ends split by this rule, so that they agree on every message's length.
@@ -267,7 +267,7 @@ def copy_slots(source: KvPool, local: Slots, target: KvPool, remote: Slots, dige
     """
     check_fit(source, local, target, remote)
     full = local.num_tokens // source.block_size
-    copy = _copy_bytes if source.whole and target.whole else _copy_heads
+    copy = _copy_bytes if source.has_all_heads and target.has_all_heads else _copy_heads
     copy(source, local.block_ids[:full], target, remote.block_ids[:full], digest)
     for read, written in zip(source.tails(local), target.tails(remote), strict=True):
         written.copy_(read)

@@ -128,7 +128,7 @@ class RemotePool:
         self._connect = connect
         self._heads: HeadRange = (heads.start, heads.stop) if heads is not None else None
 
-    def part(self, heads: range) -> RemotePool:
+    def with_heads(self, heads: range) -> RemotePool:
         """The same pool with these heads alone."""
         return RemotePool(self._connect, heads)
 
@@ -303,7 +303,7 @@ class _ServedEnd:
             self.abort()  # the first process has ended
 
     def _part(self, heads: HeadRange) -> KvPool:
-        return self._pool if heads is None else self._pool.part(range(*heads))
+        return self._pool if heads is None else self._pool.with_heads(range(*heads))
 
     def _digest(self, key: int) -> Digest:
         if key not in self._digests:
