@@ -1,7 +1,7 @@
-"""What two workers agree on before the first byte: what KV bytes mean, and which transport to use.
+"""The rule by which two workers choose a transport, and which ranks of them exchange which heads.
 
-Knows what both ends report and nothing else: no torch, no sockets. The decode worker chooses by it
-at an Offer; `baton doctor` explains by it why a faster transport is not used.
+It is a pure function of what both workers report. The decode worker applies it at an Offer, and
+`baton doctor` uses it to explain why a faster transport is not used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FASTEST_FIRST: tuple[Kind, ...] = (
     common_pb2.TRANSPORT_GLOO,
 )
 ONE_HOST = (common_pb2.TRANSPORT_CUDA_IPC, common_pb2.TRANSPORT_SHM)
-_SEPARATIONS = (  # by the part of a host id that differs
+_SEPARATIONS = (  # by the first part of the host ids that differs
     "they are on different machines",
     "they share no /dev/shm",
     "they run as different users",
@@ -34,11 +34,11 @@ _SEPARATIONS = (  # by the part of a host id that differs
 
 @dataclass(frozen=True)
 class PairTopology:
-    """Where the two ends of a pair are.
+    """What the choice of a transport depends on.
 
-    separation: why they cannot have each other's memory, empty when they can · gpu: the receiver's,
-    empty on a CPU · reachable: the GPUs the sender's can write to, its own first · nccl: the
-    receiver's version.
+    separation: why the two cannot map each other's memory, empty if they can · gpu: UUID of the
+    receiver's GPU, empty on a CPU · reachable: UUIDs of the GPUs that the sender's GPU can write
+    to, its own first · nccl: the receiver's version.
     """
 
     separation: str
@@ -48,11 +48,11 @@ class PairTopology:
 
     @property
     def same_machine(self) -> bool:
-        """Whether they run on one kernel, perhaps in containers that see nothing of each other."""
+        """Whether they run on one kernel, perhaps in containers that share nothing."""
         return self.separation != _SEPARATIONS[0]
 
     def forbids(self, kind: Kind) -> str:
-        """Why this transport cannot work between the two; empty when it can."""
+        """Why this transport cannot work between the two; empty if it can."""
         if kind in ONE_HOST and self.separation:
             return self.separation
         if kind == common_pb2.TRANSPORT_CUDA_IPC and self.gpu and self.gpu not in self.reachable:
@@ -65,7 +65,7 @@ class PairTopology:
 
 
 def topology_of(prefill: WorkerRecord, decode: WorkerRecord) -> PairTopology:
-    """The ends by the records of the two."""
+    """The topology of a pair by the records of the two."""
     ours, theirs = prefill.hardware, decode.hardware
     return PairTopology(
         separation=separation(prefill.host_id, decode.host_id),
@@ -76,7 +76,7 @@ def topology_of(prefill: WorkerRecord, decode: WorkerRecord) -> PairTopology:
 
 
 def obstacle(kind: Kind, prefill: WorkerRecord, decode: WorkerRecord) -> str:
-    """Why this pair cannot use that transport; empty when it can."""
+    """Why this pair cannot use that transport; empty if it can."""
     for name, record in (("prefill", prefill), ("decode", decode)):
         if kind not in record.transports:
             return f"the {name} worker does not offer it"
@@ -84,17 +84,17 @@ def obstacle(kind: Kind, prefill: WorkerRecord, decode: WorkerRecord) -> str:
 
 
 def fastest(prefill: WorkerRecord, decode: WorkerRecord) -> Kind | None:
-    """The fastest transport that both can use with each other; None when there is none."""
+    """The fastest transport that the pair can use; None if there is none."""
     return next((kind for kind in FASTEST_FIRST if not obstacle(kind, prefill, decode)), None)
 
 
 def fallback(used: Kind, prefill: WorkerRecord, decode: WorkerRecord) -> tuple[Kind, str] | None:
-    """The faster transport that was to be expected of a pair that uses `used`, and why it does not
-    use that; None where `used` is what was to be expected.
+    """The faster transport that a pair using `used` is expected to use, and why it does not; None
+    if `used` is the expected one.
 
-    To be expected, within one machine, is the transport that writes straight into the other's
-    memory, if at least one of the two offers it; and it is where NCCL has to go through the host's
-    memory or sockets, of which NCCL itself does not warn.
+    Within one machine the expected transport is the one that writes straight into the other's
+    memory, if at least one of the two offers it. It is also expected if NCCL has to go through host
+    memory or sockets, because NCCL does not warn of that.
     """
     ends = topology_of(prefill, decode)
     for kind in ONE_HOST if ends.same_machine else ():
@@ -108,7 +108,7 @@ def fallback(used: Kind, prefill: WorkerRecord, decode: WorkerRecord) -> tuple[K
 
 @dataclass(frozen=True)
 class RankPair:
-    """Heads, by their numbers in the model, that a rank of the sender gives one of the receiver."""
+    """Heads, by their numbers in the model, that one rank sends to another."""
 
     sender: int
     receiver: int
@@ -116,9 +116,9 @@ class RankPair:
 
 
 def rank_pairs(senders: int, receivers: int, num_kv_heads: int) -> list[RankPair]:
-    """Who sends what, so that each receiver gets each of its heads once.
+    """The pairs by which each receiver gets each of its heads once.
 
-    Of senders that all hold a head, several receivers of it ask different ones.
+    If several senders hold a head, its receivers use different ones.
     """
     pairs = []
     for receiver in range(receivers):
@@ -135,8 +135,8 @@ def rank_pairs(senders: int, receivers: int, num_kv_heads: int) -> list[RankPair
 
 
 def separation(one: str, other: str) -> str:
-    """What keeps two processes with these host ids (`baton.config.host_id`) from having each
-    other's memory; empty when nothing does."""
+    """Why two processes with these host ids (`baton.config.host_id`) cannot map each other's
+    memory; empty if they can."""
     if one == other:
         return ""
     parts = zip(one.split("/"), other.split("/"), _SEPARATIONS, strict=False)
@@ -144,12 +144,12 @@ def separation(one: str, other: str) -> str:
 
 
 def shares_gpu(nccl: tuple[int, ...]) -> bool:
-    """Whether this NCCL, (2, 27, 5), lets two workers share a GPU."""
+    """Whether this version of NCCL, as (2, 27, 5), lets two workers share a GPU."""
     return nccl >= (2, 30)
 
 
 def choose(offered: Collection[Kind], mine: Collection[Kind], ends: PairTopology) -> Kind:
-    """The fastest transport that both ends can use. Raises KvMismatch when there is none."""
+    """The fastest transport that both ends can use. Raises KvMismatch if there is none."""
     forbidden = ""
     for kind in FASTEST_FIRST:
         if kind in offered and kind in mine:
@@ -157,7 +157,9 @@ def choose(offered: Collection[Kind], mine: Collection[Kind], ends: PairTopology
                 forbidden += f"; not {transport_name(kind)}: {reason}"
                 continue
             return kind
-    theirs, ours = (", ".join(map(transport_name, sorted(kinds))) or "none" for kinds in (offered, mine))
+    theirs, ours = (
+        ", ".join(map(transport_name, sorted(kinds))) or "none" for kinds in (offered, mine)
+    )
     where = "different hosts" if ends.separation else "one host"
     raise KvMismatch(
         f"no common transport on {where}: prefill has {theirs}; decode has {ours}{forbidden}"

@@ -212,7 +212,9 @@ def _check_pair(
         "in_use": transport_name(used) if used else None,
         "gb_per_s": gb_per_s(link),
         "sent_bytes": link.sent_bytes,
-        "not_possible": {transport_name(kind): pairing.obstacle(kind, prefill, decode) for kind in faster},
+        "not_possible": {
+            transport_name(kind): pairing.obstacle(kind, prefill, decode) for kind in faster
+        },
         "ranks": _ranks(prefill, decode),
         "problems": [text for text, _ in problems],
     }

@@ -9,7 +9,7 @@ from baton.errors import ConfigError, KvMismatch
 from baton.kv_descriptor import differences
 from baton.v1 import common_pb2
 from kvtransfer import shared_pool
-from kvtransfer.pairing import PairTopology, separation, choose, fallback
+from kvtransfer.pairing import PairTopology, choose, fallback, separation
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import usable
 from tests.contract.kvtransfer_parts import make_pool

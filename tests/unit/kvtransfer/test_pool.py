@@ -99,7 +99,11 @@ def test_a_copy_is_the_same_in_pieces_of_any_size(pool, piece, monkeypatch):
 def test_heads_of_a_pool_are_a_pool_of_their_own(pool, piece, monkeypatch):
     """Copied into another place of other pools, gathered, scattered: the same bytes and digest."""
     monkeypatch.setattr("kvtransfer.pool.CHUNK_BYTES", piece)
-    part, local, remote = pool.with_heads(range(1, 3)), Slots((1, 2, 4, 0), 14), Slots((2, 3, 5, 1), 14)
+    part, local, remote = (
+        pool.with_heads(range(1, 3)),
+        Slots((1, 2, 4, 0), 14),
+        Slots((2, 3, 5, 1), 14),
+    )
     own = KvPool(pool.tensor[:, :, :, 1:3].contiguous())
     other = KvPool(torch.zeros(6, 2, 2, 4, 4, 5, dtype=pool.tensor.dtype))
     expected = own.digest(local).value
