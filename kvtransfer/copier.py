@@ -39,7 +39,7 @@ class HostCopier:
         yield
 
     def gather(self, slots: Slots, staging: torch.Tensor) -> torch.Tensor:
-        """The slots' bytes in canonical order, digested: a view of the pool, or a copy in `staging`."""
+        """The slots' bytes in canonical order, digested: a view, or a copy in `staging`."""
         data = self._pool.in_place(slots)
         if data is None:
             data = self._pool.gather(slots, staging)

@@ -10,8 +10,8 @@ import torch
 import xxhash
 
 _MASK, _WORD = (1 << 64) - 1, (1 << 32) - 1
-# Constants of `word_sum`: 2**64 over the golden ratio; the first factor of splitmix64's finalizer (Steele,
-# Lea, Flood 2014); and two factors of murmur3's (Appleby 2011), made even.
+# Constants of `word_sum`: 2**64 over the golden ratio; the first factor of splitmix64's finalizer
+# (Steele, Lea, Flood 2014); and two factors of murmur3's (Appleby 2011), made even.
 STEP, FACTOR = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 KEY_STEP, MULTIPLIER_STEP = 0x85EBCA6A, 0xC2B2AE34
 _WORDS_AT_ONCE = 1 << 20  # bounds temporary memory: several 8-byte values for each word

@@ -1,7 +1,7 @@
 """A worker's KV blocks as bytes: where the bytes of tokens and heads are, and copies of them.
 
 The pool is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`. The first
-`n` tokens of a block are the first `n / block_size` of each of its (layer, K or V, head) rows, and a
+`n` tokens of a block are the first `n / block_size` of each of its (layer, K or V, head) rows; a
 range of heads is one run of bytes for each (layer, K or V). Quantized rows, of one-byte elements,
 hold the elements of all tokens and then a scale for each token: `n` tokens are the first
 `n / block_size` of both parts.
@@ -116,7 +116,7 @@ class KvPool:
 
     @property
     def layout(self) -> dict[str, int]:
-        """What another process's `counterpart` needs: number of blocks and heads, and first head."""
+        """What another process's `counterpart` needs: numbers of blocks and heads, first head."""
         heads = {"heads": self.tensor.shape[3], "first_head": self.heads.start}
         return {"blocks": self.num_blocks, **heads}
 
@@ -167,7 +167,7 @@ class KvPool:
         return None
 
     def gather(self, slots: Slots, out: torch.Tensor) -> torch.Tensor:
-        """Copies the slots' bytes in canonical order to the front of `out`; returns that part of it."""
+        """Copies the slots' bytes in canonical order to the front of `out`; returns that part."""
         for start, end, piece in self.pieces(slots):
             out[start:end].view(piece.shape).copy_(piece)
         return out[: self.nbytes(slots)]

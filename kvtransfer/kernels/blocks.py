@@ -1,9 +1,9 @@
 """A Triton kernel that copies listed blocks and computes their checksum; `reference` is its oracle.
 
-A work item is a tile of one block's words. A small, fixed number of programs share all items: a copy
-over a slow link must not fill the GPU with waiting programs while the engine computes. A thread
-spends about four instructions on each byte (SASS for sm_90), so memory and links are the limit, not
-the checksum.
+A work item is a tile of one block's words. A small, fixed number of programs share all items: a
+copy over a slow link must not fill the GPU with waiting programs while the engine computes. A
+thread spends about four instructions on each byte (SASS for sm_90), so memory and links are the
+limit, not the checksum.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _place(words, RUN_WORDS: tl.constexpr, SIDE_WORDS: tl.constexpr):
 
 @triton.jit
 def _block(ids, index, exists, BLOCK_WORDS: tl.constexpr, SIDES: tl.constexpr, SIDE: tl.constexpr):
-    """First word of a block in a pool of SIDE words a side, or in staging memory if SIDE is 0."""
+    """First word of a block in a pool of SIDE words a side; in staging memory if SIDE is 0."""
     if SIDE:
         return tl.load(ids + index, mask=exists, other=0).to(tl.int64) * (SIDES * SIDE)
     return tl.cast(index, tl.int64) * BLOCK_WORDS
