@@ -11,6 +11,15 @@ import triton
 from torch import Tensor
 
 from baton.engine.kernels.torch.attention import Scoring, write_kv
+from baton.engine.kernels.torch.quantized_rows import (
+    FP8,
+    SCALE_BYTES,
+    is_quantized,
+    pack_rows,
+    split_rows,
+    unpack_rows,
+)
+from baton.engine.kernels.torch.rows import rms_norm, rotate
 from baton.engine.kernels.triton.attention import (
     DecodePlan,
     decode_attention,
@@ -29,15 +38,6 @@ from baton.engine.kernels.triton.spec import (
     dtype_of,
     product_of,
     text_of,
-)
-from baton.engine.models.decoder import rms_norm, rotate
-from baton.engine.weights.quantize import (
-    FP8,
-    SCALE_BYTES,
-    is_quantized,
-    pack_rows,
-    split_rows,
-    unpack_rows,
 )
 
 _DRAWN_AT_ONCE = 1 << 28  # elements, which are float32 while they are drawn

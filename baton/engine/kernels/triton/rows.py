@@ -1,7 +1,7 @@
 """Kernels on rows: addition to the residual stream with its RMS norm, the feed-forward gate, and
 eight-bit rows, for int8 and fp8 products and for the KV pool; and the scales of int8 products.
 
-The formulas of eight-bit rows are those of `baton.engine.weights.quantize`, to the bit.
+The formulas of eight-bit rows are those of `baton.engine.kernels.torch.quantized_rows`, to the bit.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.torch.linear import act_mul as reference_act_mul
+from baton.engine.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
+from baton.engine.kernels.torch import quantized_rows
+from baton.engine.kernels.torch.rows import act_mul as reference_act_mul
+from baton.engine.kernels.torch.rows import rms_norm
 from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
 from baton.engine.kernels.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
 from baton.engine.kernels.triton.tuning import choose
-from baton.engine.models.decoder import rms_norm
-from baton.engine.models.model_config import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
-from baton.engine.weights import quantize
 
 # A row lies in the registers of one program.
 LARGEST_ROW = 32768
@@ -137,7 +137,7 @@ def add_rms_norm(
     normed, scales = _empty_rows(x, size, to)
     launch(
         _add_rms_norm_kernel, (rows,), x, residual, weight, normed, scales, size, x.stride(0), eps,
-        FP8=to == quantize.FP8, BLOCK=triton.next_power_of_2(size), **config,
+        FP8=to == quantized_rows.FP8, BLOCK=triton.next_power_of_2(size), **config,
     )  # fmt: skip
     return _rows(normed, scales, to, x), x if residual is None else residual
 
@@ -213,7 +213,7 @@ def act_mul(
     launch(
         _act_mul_kernel, grid, gate_up, out, scales, size, gate_up.stride(0),
         GELU=activation == "gelu_tanh", SWIGLU_OAI=activation == "swigluoai",
-        FP8=to == quantize.FP8, **config,
+        FP8=to == quantized_rows.FP8, **config,
     )  # fmt: skip
     return _rows(out, scales, to, gate_up)
 
@@ -265,7 +265,7 @@ def quantize_rows(
     block = triton.next_power_of_2(size) if whole else config["BLOCK"]
     launch(
         _quantize_rows_kernel, (rows,), x, values, scales, size, x.stride(0), WHOLE=whole,
-        FP8=dtype == quantize.FP8, **{**config, "BLOCK": block},
+        FP8=dtype == quantized_rows.FP8, **{**config, "BLOCK": block},
     )  # fmt: skip
     return values.view(dtype), scales
 
@@ -328,7 +328,7 @@ def _norm_trial(shape: Key, device: torch.device) -> Trial:
         return Trial(
             {"rows": rows, "size": size},
             lambda config: _parts(add_rms_norm(x, added, weight, 1e-5, config, to)[0]),
-            lambda: quantize.quantize_rows(
+            lambda: quantized_rows.quantize_rows(
                 _parts(add_rms_norm(stream, None, weight, 1e-5)[0])[0], to
             ),
             tolerance=0.0,
@@ -356,7 +356,7 @@ def _act_mul_trial(shape: Key, device: torch.device) -> Trial:
         return Trial(
             {"rows": rows, "size": size},
             lambda config: _parts(act_mul(gate_up, activation, config, to)),
-            lambda: quantize.quantize_rows(_parts(act_mul(gate_up, activation))[0], to),
+            lambda: quantized_rows.quantize_rows(_parts(act_mul(gate_up, activation))[0], to),
             tolerance=0.0,
         )
     return Trial(
@@ -374,7 +374,7 @@ def _quantize_trial(shape: Key, device: torch.device) -> Trial:
     return Trial(
         {"rows": rows, "size": size},
         lambda config: quantize_rows(x, to, config),
-        lambda: quantize.quantize_rows(x, to),
+        lambda: quantized_rows.quantize_rows(x, to),
         moved_bytes=3 * rows * size + 4 * rows,
         tolerance=0.0,
     )

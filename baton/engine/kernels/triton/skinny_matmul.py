@@ -18,14 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.torch.linear import act_mul as reference_act_mul
+from baton.engine.kernels.activation import Activation
+from baton.engine.kernels.torch import quantized_rows
+from baton.engine.kernels.torch.rows import act_mul as reference_act_mul
+from baton.engine.kernels.torch.rows import rms_norm
 from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
 from baton.engine.kernels.triton.rows import act_mul, add_rms_norm, gated
 from baton.engine.kernels.triton.spec import Config, KernelSpec, Key, Outputs, Trial, dtype_of
 from baton.engine.kernels.triton.tuning import choose
-from baton.engine.models.decoder import rms_norm
-from baton.engine.models.model_config import Activation
-from baton.engine.weights import quantize
 
 NAME = "skinny_matmul"
 
@@ -292,8 +292,8 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     x, weight = torch.randn(rows, depth, device=device), torch.randn(outputs, depth, device=device)
     scales = bias = norm = residual = None
     if kind.itemsize == 1:
-        x, of_rows = quantize.quantize_rows(x, kind)
-        weight, of_outputs = quantize.quantize_rows(weight, kind)
+        x, of_rows = quantized_rows.quantize_rows(x, kind)
+        weight, of_outputs = quantized_rows.quantize_rows(weight, kind)
         scales = of_rows, of_outputs
     else:
         x, weight = x.to(kind), weight.to(kind)
