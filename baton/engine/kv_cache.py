@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from baton.engine.kernels.torch.quantized_rows import SCALE_BYTES, is_quantized
+from baton.engine.kernels.torch.row_quantization import SCALE_BYTES, is_quantized
 from baton.engine.models.model_config import ModelConfig
 from baton.errors import ConfigError
 from baton.v1 import common_pb2
@@ -30,7 +30,7 @@ class KvLayout:
     """Shape of the pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]`.
 
     A row is a token's K or V of one head. In int8 and fp8, the elements of all rows of a block and
-    head come first, and their float32 scales last (`quantized_rows.split_rows`): so a row is
+    head come first, and their float32 scales last (`row_quantization.split_rows`): so a row is
     aligned to 16 bytes where head_size is a multiple of 16, as wide loads of GPUs need it.
     """
 

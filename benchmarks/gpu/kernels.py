@@ -32,11 +32,10 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.jit import JITFunction
 
 from baton.engine.backends.gpu.linear import GpuWeight, prepare
-from baton.engine.kernels.torch.quantized_rows import FP8
+from baton.engine.kernels.torch.row_quantization import FP8
 from baton.engine.kernels.triton import timing, tuning
 from baton.engine.kernels.triton.check import check as compile_specs
-from baton.engine.kernels.triton.rows import EightBitRows, quantize_rows
-from baton.engine.kernels.triton.spec import (
+from baton.engine.kernels.triton.kernel_spec import (
     Config,
     KernelSpec,
     Key,
@@ -45,6 +44,7 @@ from baton.engine.kernels.triton.spec import (
     specs_in,
     text_of,
 )
+from baton.engine.kernels.triton.row_quantization import QuantizedRows, quantize_rows
 from baton.engine.quantization.fp8 import Fp8BlockWeight
 from baton.engine.quantization.int4 import Int4Weight
 from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
@@ -463,7 +463,7 @@ def _random_weight(name: str, shape: tuple[int, int], device: torch.device) -> L
 def _rows_for(weight: LinearWeight, x: Tensor) -> Any:
     """Rows as a weight takes them: of eight bits where it can."""
     dtype = weight.rows_dtype(x.shape[1]) if isinstance(weight, GpuWeight) else None
-    return x if dtype is None else EightBitRows(*quantize_rows(x, dtype), x.dtype)
+    return x if dtype is None else QuantizedRows(*quantize_rows(x, dtype), x.dtype)
 
 
 def decode_name(kv: str, batch: int, context: int) -> str:

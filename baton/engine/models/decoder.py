@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
-from baton.engine.collectives import ALONE, Collectives
+from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.activation import Activation
 from baton.engine.kernels.torch.attention import Scoring, attend, place, softcapped, write_kv
 from baton.engine.kernels.torch.moe_routing import route
@@ -43,7 +43,7 @@ class DecoderModel:
         device: torch.device,
         tables_dtype: torch.dtype | None = None,
         shard: Shard = WHOLE,
-        ranks: Collectives = ALONE,
+        ranks: Collectives = SINGLE_RANK,
     ) -> None:
         """config: of the unsharded model · weights: the shard's.
 
@@ -119,7 +119,7 @@ class DecoderModel:
         elsewhere = (token_ids < tokens.start) | (token_ids >= tokens.stop)
         local = (token_ids - tokens.start).masked_fill(elsewhere, 0)
         rows = F.embedding(local, embedding).masked_fill(elsewhere[:, None], 0)
-        return self.collectives.sum(rows)
+        return self.collectives.all_reduce(rows)
 
     def _add_mlp(
         self, hidden: ResidualStream, layer: LayerWeights, placed: Any, index: int
@@ -201,7 +201,7 @@ class DecoderModel:
 
     def _add(self, hidden: ResidualStream, output: Tensor, norm: Tensor | None) -> None:
         """Adds a rank's part of the output of attention or MLP to the stream."""
-        output = self.collectives.sum(output)
+        output = self.collectives.all_reduce(output)
         if norm is not None:
             output, _ = self.ops.add_rms_norm(output, None, Norm(norm, self.config.rms_eps))
         scale = self.config.residual_scale
@@ -267,7 +267,7 @@ class DecoderModel:
         squares: Sequence[Tensor | None] = (None, None)
         if self._num_ranks > 1:
             own = torch.cat([x.float().pow(2).mean(-1, keepdim=True) for x in (q, k)], dim=1)
-            squares = (self.collectives.sum(own) / self._num_ranks).split(1, dim=1)
+            squares = (self.collectives.all_reduce(own) / self._num_ranks).split(1, dim=1)
         eps, (q_squares, k_squares) = self.config.rms_eps, squares
         return rms_norm(q, layer.q_norm, eps, q_squares), rms_norm(k, layer.k_norm, eps, k_squares)
 

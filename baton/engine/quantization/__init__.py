@@ -10,5 +10,5 @@
 | choosing among them | `methods.py` | |
 
 Every format is a `LinearWeight` (`linear_weight.py`). How rows of activations and of the KV cache
-are quantised is in `baton.engine.kernels.torch.quantized_rows`.
+are quantised is in `baton.engine.kernels.torch.row_quantization`.
 """

@@ -11,7 +11,7 @@ from typing import Self
 from torch import Tensor
 
 from baton.engine.checkpoint.fields import Fields, one_of
-from baton.engine.kernels.torch.quantized_rows import FP8
+from baton.engine.kernels.torch.row_quantization import FP8
 from baton.engine.quantization.config import (
     EMPTY,
     GROUP_SIZES,

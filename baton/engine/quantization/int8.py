@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.torch.linear import exact_products
-from baton.engine.kernels.torch.quantized_rows import quantize_rows
+from baton.engine.kernels.torch.row_quantization import quantize_rows
 from baton.engine.quantization.linear_weight import ROWS_AT_ONCE, LinearWeight
 
 

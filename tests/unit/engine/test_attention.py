@@ -12,7 +12,7 @@ from baton.engine.kernels.torch.attention import (
     padded_keys,
     write_kv,
 )
-from baton.engine.kernels.torch.quantized_rows import FP8, pack_rows, unpack_rows
+from baton.engine.kernels.torch.row_quantization import FP8, pack_rows, unpack_rows
 from baton.engine.kv_cache import KvLayout
 
 LAYERS, LAYER, HEADS, KV_HEADS, HEAD_SIZE = 3, 1, 6, 2, 16

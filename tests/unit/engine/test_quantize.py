@@ -7,7 +7,7 @@ import torch
 from baton.engine.kernels.torch import linear
 from baton.engine.kernels.torch.attention import write_kv
 from baton.engine.kernels.torch.linear import exact_products, products_by_float
-from baton.engine.kernels.torch.quantized_rows import (
+from baton.engine.kernels.torch.row_quantization import (
     FP8,
     SCALE_BYTES,
     pack_rows,

@@ -25,7 +25,7 @@ from baton.engine.backends import Backend, unsupported
 from baton.engine.backends.cpu.native_model import NativeModel
 from baton.engine.backends.cpu.native_ops import NativeOps
 from baton.engine.batch import StepModel
-from baton.engine.collectives import ALONE, GroupCollectives
+from baton.engine.collectives import SINGLE_RANK, GroupCollectives
 from baton.engine.kernels.native import library
 from baton.engine.kernels.native.packing import PackedWeight
 from baton.engine.models.decoder import DecoderModel
@@ -106,7 +106,7 @@ class CpuBackend(Backend):
         weights = load_or_make_weights(
             settings, path, config, dtype, self.device, kernels, prepared, shard
         )
-        group = exchange if isinstance(exchange, GroupCollectives) else ALONE
+        group = exchange if isinstance(exchange, GroupCollectives) else SINGLE_RANK
         if not native:
             return DecoderModel(config, weights, dtype, self.device, shard=shard, ranks=group)
         reason = unsupported(config, settings.block_size, "native")

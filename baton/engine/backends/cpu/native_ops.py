@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
-from baton.engine.collectives import ALONE, Collectives
+from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.native import library
 from baton.engine.kernels.native.interface import AttentionShape, Pool, Span
 from baton.engine.kernels.native.rows import NATIVE_ROW_OPS, c_norm
@@ -36,7 +36,7 @@ class NativeOps(DecoderModel):
         dtype: torch.dtype,
         attends: bool = True,
         shard: Shard = WHOLE,
-        ranks: Collectives = ALONE,
+        ranks: Collectives = SINGLE_RANK,
     ) -> None:
         """attends: heads and blocks have sizes that native attention takes.
 
@@ -48,7 +48,7 @@ class NativeOps(DecoderModel):
         self._native = library.require(dtype)
         self._attends = attends
         # With other ranks' heads, which the native step alone exchanges with them.
-        self._norms_apart = config.arch.qk_norm == "row" and ranks is not ALONE
+        self._norms_apart = config.arch.qk_norm == "row" and ranks is not SINGLE_RANK
         self._kv_heads = range(config.num_kv_heads)  # that are used of the pool's
         self._shapes = list(map(self._shape, range(config.num_layers), weights.layers))
 

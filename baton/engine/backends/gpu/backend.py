@@ -18,7 +18,7 @@ from baton.engine.backends.gpu import memory, warmup
 from baton.engine.backends.gpu.cuda_graphs import Shape, StepGraphs, count_graphs
 from baton.engine.backends.gpu.device import Gpu, Waiting, new_stream
 from baton.engine.batch import Ints, StepModel
-from baton.engine.collectives import ALONE, GroupCollectives
+from baton.engine.collectives import SINGLE_RANK, GroupCollectives
 from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.loader import load_or_make_weights
@@ -98,7 +98,7 @@ class GpuBackend(Backend):
         if kernels == "torch":
             return DecoderModel(config, load(), dtype, self.device)
         quantize = partial(prepare, quantization=settings.quantization, dtype=dtype)
-        group = exchange if isinstance(exchange, GroupCollectives) else ALONE
+        group = exchange if isinstance(exchange, GroupCollectives) else SINGLE_RANK
         return GpuModel(config, load(quantize, shard), dtype, self.device, shard, group)
 
     def layout(
@@ -211,8 +211,8 @@ class _GpuRank(Rank):
     def step(self, arrays: list[Ints], num_decodes: int) -> None:
         self._stream.put(partial(super().step, arrays, num_decodes))
 
-    def scrub(self, blocks: list[int]) -> None:
-        self._stream.put(partial(super().scrub, blocks))
+    def zero_blocks(self, blocks: list[int]) -> None:
+        self._stream.put(partial(super().zero_blocks, blocks))
 
     def replay(self, *sizes: int) -> None:
         """As `StepGraphs.run` for a `Shape`; the inputs come from the first rank."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from baton.engine.backends.gpu.cuda_graphs import KNOWN, PADDING, Sections, Shape
 from baton.engine.kernels.triton.sampling import settings_of
 from baton.engine.sampling.sampler import NUM_SETTINGS
-from baton.engine.scheduler import Work
+from baton.engine.scheduler import ScheduledSequence
 from baton.engine.sequence import Sequence
 
 Ints = npt.NDArray[np.int64]
@@ -50,7 +50,11 @@ class InputBatch:
         return np.array([places.get(one, KNOWN) for one in sequences], np.int64)
 
     def write(
-        self, work: list[Work], shape: Shape, sources: Ints, into: Sections[npt.NDArray[np.int32]]
+        self,
+        work: list[ScheduledSequence],
+        shape: Shape,
+        sources: Ints,
+        into: Sections[npt.NDArray[np.int32]],
     ) -> Ints:
         """Writes a launch's inputs; which of the works that sample are to be sampled with their
         tokens known.
@@ -86,7 +90,7 @@ class InputBatch:
         return apart[samples].nonzero()[0]
 
     def _write_chunks(
-        self, chunks: list[Work], shape: Shape, into: Sections[npt.NDArray[np.int32]]
+        self, chunks: list[ScheduledSequence], shape: Shape, into: Sections[npt.NDArray[np.int32]]
     ) -> None:
         """Writes tokens and lengths; behind those of chunks come sequences without a row, and one
         that has all rows of padding."""

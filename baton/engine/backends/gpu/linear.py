@@ -20,14 +20,14 @@ from torch import Tensor
 
 from baton.engine.kernels.activation import Activation
 from baton.engine.kernels.torch.rows import Norm, RowOps
+from baton.engine.kernels.triton.activation import act_mul
 from baton.engine.kernels.triton.group_scaled_linear import group_scaled_linear
 from baton.engine.kernels.triton.group_scaled_packing import PackedWeight, pack
-from baton.engine.kernels.triton.rows import (
+from baton.engine.kernels.triton.rms_norm import add_rms_norm
+from baton.engine.kernels.triton.row_quantization import (
     LARGEST_WHOLE,
-    EightBitRows,
+    QuantizedRows,
     Rows,
-    act_mul,
-    add_rms_norm,
     quantize_rows,
     scale_sums,
 )
@@ -209,22 +209,22 @@ class _EightBitWeight(RowScaledWeight, GpuWeight):
         by = self._library_product if x.values.is_cuda else self.apply_quantized
         return by(x.values, x.scales, bias, x.dtype)
 
-    def _read(self, x: Any, norm: Norm | None) -> EightBitRows:
+    def _read(self, x: Any, norm: Norm | None) -> QuantizedRows:
         return self._quantized(super()._read(x, norm))
 
     def rows_dtype(self, size: int) -> torch.dtype | None:
         return self.DTYPE if size <= LARGEST_WHOLE else None
 
-    def _quantized(self, x: Rows) -> EightBitRows:
-        if isinstance(x, EightBitRows):
+    def _quantized(self, x: Rows) -> QuantizedRows:
+        if isinstance(x, QuantizedRows):
             return x
-        return EightBitRows(*quantize_rows(x, self.DTYPE), x.dtype)
+        return QuantizedRows(*quantize_rows(x, self.DTYPE), x.dtype)
 
-    def _is_skinny(self, x: EightBitRows, has_norm: bool = False, has_gate: bool = False) -> bool:
+    def _is_skinny(self, x: QuantizedRows, has_norm: bool = False, has_gate: bool = False) -> bool:
         return is_ours(x.values, self.values, has_gate=has_gate)
 
     def _skinny_product(
-        self, x: EightBitRows, bias: Tensor | None, act: Activation | None = None,
+        self, x: QuantizedRows, bias: Tensor | None, act: Activation | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         return skinny_matmul(

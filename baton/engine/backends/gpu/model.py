@@ -15,19 +15,14 @@ from torch import Tensor
 
 from baton.engine.backends.gpu.linear import TRITON_ROW_OPS, prepare, unwrapped
 from baton.engine.batch import StepBatch
-from baton.engine.collectives import ALONE, Collectives
-from baton.engine.kernels.triton.attention import (
-    DecodePlan,
-    decode_attention,
-    plan_decode,
-    plan_tiles,
-    prefill_attention,
-)
+from baton.engine.collectives import SINGLE_RANK, Collectives
+from baton.engine.kernels.triton.decode_attention import DecodePlan, decode_attention, plan_decode
 from baton.engine.kernels.triton.moe_matmul import GroupedWeight
 from baton.engine.kernels.triton.moe_routing import Router, add_up, route
-from baton.engine.kernels.triton.placement import Placement, place_rows
+from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
+from baton.engine.kernels.triton.rms_norm import add_rms_norm
 from baton.engine.kernels.triton.rope_kv import Rotation, rope_and_write
-from baton.engine.kernels.triton.rows import add_rms_norm
+from baton.engine.kernels.triton.slot_mapping import SlotMapping, map_slots
 from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
@@ -42,7 +37,7 @@ class _PlacedRows:
     plans: of decode rows, by the window of the layers that they are for; made where first used.
     """
 
-    rows: Placement
+    rows: SlotMapping
     num_decodes: int
     block_tables: Tensor
     context_lens: Tensor
@@ -96,7 +91,7 @@ class GpuModel(DecoderModel):
         dtype: torch.dtype,
         device: torch.device,
         shard: Shard = WHOLE,
-        ranks: Collectives = ALONE,
+        ranks: Collectives = SINGLE_RANK,
     ) -> None:
         layers = tuple(
             replace(
@@ -117,7 +112,7 @@ class GpuModel(DecoderModel):
         tokens before the row; -1 is padding, which touches no block and whose logits mean nothing ·
         block_tables: int32 `[rows, width]`.
         """
-        rows = place_rows(context_lens, None, block_tables, len(token_ids), pool.shape[4])
+        rows = map_slots(context_lens, None, block_tables, len(token_ids), pool.shape[4])
         placed = _PlacedRows(rows, len(token_ids), block_tables, context_lens)
         return self._logits(self._forward(token_ids, placed, pool))
 
@@ -154,7 +149,7 @@ class GpuModel(DecoderModel):
         num_rows, num_decodes = len(batch.token_ids), batch.num_decodes
         context_lens, tables = batch.context_lens, batch.block_tables
         query_lens = None if num_decodes == len(batch.query_lens) else batch.query_lens
-        rows = place_rows(context_lens, query_lens, tables, num_rows, pool.shape[4])
+        rows = map_slots(context_lens, query_lens, tables, num_rows, pool.shape[4])
         tiles = None
         if query_lens is not None:
             query_lens = query_lens[num_decodes:]

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from baton.engine.kernels.torch.quantized_rows import FP8
+from baton.engine.kernels.torch.row_quantization import FP8
 from baton.engine.kernels.triton.attention_common import TRITON_TYPES
 from baton.engine.kernels.triton.skinny_matmul import new_counters
 from baton.engine.quantization.fp8 import Fp8BlockWeight

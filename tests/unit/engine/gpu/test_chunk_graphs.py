@@ -13,7 +13,7 @@ from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kv_cache import plan_layout
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.scheduler import Plan, Work
+from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
 from baton.generation.sampling_params import SamplingParams
 from tests.unit.engine.gpu.models import CONFIGS, TINY, both, tokens
@@ -53,7 +53,9 @@ class Stepped:
 
     def step(self, *work):
         """Computes so many tokens of each sequence."""
-        plan = Plan([Work(one, one.num_computed, count) for one, count in work])
+        plan = ScheduledStep(
+            [ScheduledSequence(one, one.num_computed, count) for one, count in work]
+        )
         found = self.runner.run(plan)
         for one, count in work:
             one.num_computed += count

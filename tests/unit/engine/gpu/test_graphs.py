@@ -30,13 +30,13 @@ from baton.engine.backends.gpu.device_sampling import SamplingGraphs
 from baton.engine.backends.gpu.input_batch import InputBatch
 from baton.engine.backends.gpu.warmup import largest_captured, step_shapes, warm_up
 from baton.engine.batch import StepBatch
-from baton.engine.collectives import ALONE
+from baton.engine.collectives import SINGLE_RANK
 from baton.engine.kernels.torch.attention import place
 from baton.engine.kernels.triton import sampling
-from baton.engine.kernels.triton.attention import tile_rows
-from baton.engine.kernels.triton.placement import place_rows
+from baton.engine.kernels.triton.launch import tile_rows
+from baton.engine.kernels.triton.slot_mapping import map_slots
 from baton.engine.runner import sample_rows
-from baton.engine.scheduler import Work
+from baton.engine.scheduler import ScheduledSequence
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError
 from baton.generation.sampling_params import SamplingParams
@@ -118,7 +118,7 @@ def check_inputs(dice, batch, some, before):
     count, size, width = len(some), 4, dice.choice((5, 10))
     shape = Shape(size, 0, width)
     into = arrays(shape)
-    work = [Work(one, len(one.tokens) - 1, 1) for one in some]
+    work = [ScheduledSequence(one, len(one.tokens) - 1, 1) for one in some]
     sources = batch.sources(some, before)
     assert sources.tolist() == [before.index(o) if o in before else KNOWN for o in some]
     known = [at for at, source in enumerate(sources) if source == KNOWN]
@@ -149,11 +149,11 @@ def test_inputs_of_chunks_lie_behind_those_of_decode_rows():
         return Sequence("", tokens, 1, SamplingParams(seed=tokens[0], **params), block_ids=blocks)
 
     work = [
-        Work(sequence([3, 4], [1]), 1, 1),
-        Work(sequence([5, 6, 7], [2]), 1, 1),  # another token is behind it
-        Work(sequence([8, 9, 10, 11], [3, 4], logprobs=1), 1, 3),
-        Work(sequence([12, 13, 14], [5], logprobs=1), 0, 2),  # and here
-        Work(sequence([15, 16], [6]), 0, 2),
+        ScheduledSequence(sequence([3, 4], [1]), 1, 1),
+        ScheduledSequence(sequence([5, 6, 7], [2]), 1, 1),  # another token is behind it
+        ScheduledSequence(sequence([8, 9, 10, 11], [3, 4], logprobs=1), 1, 3),
+        ScheduledSequence(sequence([12, 13, 14], [5], logprobs=1), 0, 2),  # and here
+        ScheduledSequence(sequence([15, 16], [6]), 0, 2),
     ]
     shape, batch = Shape(4, 20, 2), InputBatch(5, 2)
     into = arrays(shape)
@@ -232,7 +232,7 @@ def sampling_graphs(model, max_batch, stream):
 
 
 class Bf16Model:
-    collectives = ALONE
+    collectives = SINGLE_RANK
     logits = torch.linspace(-3, 3, 14, dtype=torch.bfloat16).view(2, 7)
 
     @property
@@ -373,7 +373,7 @@ def batch(query_lens, context_lens, block_size):
 )
 def test_rows_lie_where_the_torch_model_puts_them(query_lens, context_lens, block_size):
     step = batch(query_lens, context_lens, block_size)
-    got = place_rows(
+    got = map_slots(
         step.context_lens, step.query_lens, step.block_tables, sum(query_lens), block_size
     )
     assert all(part.dtype == torch.int32 for part in (got.positions, got.slots, got.lengths))
@@ -387,6 +387,6 @@ def test_rows_lie_where_the_torch_model_puts_them(query_lens, context_lens, bloc
 @pytest.mark.parametrize("rows", [1, 2, 3, 33])
 def test_kernels_find_aligned_addresses_whatever_the_number_of_rows(rows):
     """Triton compiles a kernel once more for others."""
-    got = place_rows(ints([0] * rows), None, torch.zeros((rows, 1), dtype=torch.int32), rows, 16)
+    got = map_slots(ints([0] * rows), None, torch.zeros((rows, 1), dtype=torch.int32), rows, 16)
     for part in (got.positions, got.slots, got.lengths):
         assert part.is_contiguous() and part.data_ptr() % 16 == 0

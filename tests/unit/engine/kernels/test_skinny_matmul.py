@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.kernels.torch.quantized_rows import FP8, quantize_rows
+from baton.engine.kernels.torch.row_quantization import FP8, quantize_rows
 from baton.engine.kernels.torch.rows import act_mul, rms_norm
 from baton.engine.kernels.triton.skinny_matmul import (
     NAME,
     _candidates,
     new_counters,
+    padded_rows,
     skinny_matmul,
-    tile_rows,
 )
 from baton.engine.kernels.triton.tuning import SHIPPED, read
 
@@ -136,5 +136,5 @@ def test_every_architecture_has_a_configuration_for_every_kind() -> None:
     for file in SHIPPED.glob("*.json"):
         for kind in ("16-bit", "16-bit norm gate", "8-bit", "8-bit gate"):
             for rows in (1, 20, 64):
-                key = {"kind": kind, "rows": tile_rows(rows), "outputs": 4096, "depth": 4096}
+                key = {"kind": kind, "rows": padded_rows(rows), "outputs": 4096, "depth": 4096}
                 assert read(file).nearest(NAME, key), (file, key)

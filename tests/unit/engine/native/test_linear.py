@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.engine.kernels.native import library
 from baton.engine.kernels.native.packing import PackedWeight
-from baton.engine.kernels.torch.quantized_rows import FP8, quantize_rows
+from baton.engine.kernels.torch.row_quantization import FP8, quantize_rows
 from baton.engine.quantization.fp8 import Fp8BlockWeight
 from baton.engine.quantization.group_scaled import GroupScaledWeight
 from baton.engine.quantization.int4 import Int4Weight, pack_nibbles
