@@ -26,8 +26,8 @@ from baton.engine.kv_cache import KvLayout, plan_layout
 from baton.engine.models.loader import random_weights
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
+from baton.engine.quantization.config import weight_format
 from baton.engine.quantization.linear_weight import DenseWeight
-from baton.engine.quantization.methods import weight_format
 from baton.errors import CheckpointError, ConfigError
 from baton.local import doctor
 from baton.local.doctor import Finding, fail, ok, warn

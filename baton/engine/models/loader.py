@@ -12,7 +12,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +33,12 @@ from baton.engine.models.model_config import (
     check_tensors,
 )
 from baton.engine.models.shard import WHOLE, Shard
-from baton.engine.models.stacked_experts import read_mxfp4
+from baton.engine.models.stacked_experts import StackedPart
 from baton.engine.models.weights import ExpertWeights, LayerWeights, ModelWeights, MoeWeights
-from baton.engine.quantization.config import Shapes
+from baton.engine.quantization.config import Shapes, weight_format
 from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
-from baton.engine.quantization.methods import weight_format
+from baton.engine.quantization.methods import read_weight
+from baton.engine.quantization.mxfp4 import Mxfp4Weight
 from baton.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class _Reader:
         parts = result.split([shape[0] for shape in shapes.values()])
         for name, target in zip(shapes, parts, strict=True):
             part = self._config.stacked_part(name)
-            tensor = part.read(self._read) if part else self._read(name)
+            tensor = _read_stacked(part, self._read) if part else self._read(name)
             if self._adapter is not None:
                 tensor = self._adapter.adapted(name, tensor.to(self._device))
             target.copy_(tensor)
@@ -145,13 +146,13 @@ class _Reader:
         config = self._config
         parts = [part for name in shapes if (part := config.stacked_part(name))]
         if parts and config.experts and config.experts.mxfp4:
-            weight: LinearWeight = read_mxfp4(parts, self._read, self._device)
+            weight: LinearWeight = _read_mxfp4(parts, self._read, self._device)
         elif config.quantization is None or not config.is_quantized(shapes):
             return DenseWeight(self.tensor(shapes))
         else:
             modules = {name.removesuffix(".weight"): shape for name, shape in shapes.items()}
             self._check_absent_biases(modules)
-            weight = config.quantization.read(modules, self._read_to_device)
+            weight = read_weight(config.quantization, modules, self._read_to_device)
         self._log_progress()
         return weight
 
@@ -186,6 +187,26 @@ class _Reader:
             "loading weights: %.2f of %.2f GiB, %.2f GiB/s, %.0f s left",
             self._read_bytes / _GIB, self._total_bytes / _GIB, rate / _GIB, left / rate,
         )  # fmt: skip
+
+
+def _read_stacked(part: StackedPart, get: Callable[[str], Tensor]) -> Tensor:
+    """An expert's matrix `[out, in]` or bias `[out]` that is not quantised."""
+    if part.is_bias:
+        return get(f"{part.tensor}_bias")[part.expert, part.outputs]
+    return get(part.tensor)[part.expert, :, part.outputs].T
+
+
+def _read_mxfp4(
+    parts: Sequence[StackedPart], get: Callable[[str], Tensor], device: torch.device
+) -> Mxfp4Weight:
+    """An expert's matrix in MXFP4, whose parts are joined along the outputs."""
+
+    def read(kind: str) -> list[Tensor]:
+        return [
+            get(f"{part.tensor}_{kind}")[part.expert, part.outputs].to(device) for part in parts
+        ]
+
+    return Mxfp4Weight.from_blocks(read("blocks"), read("scales"))
 
 
 def _is_here(name: str, experts: range) -> bool:

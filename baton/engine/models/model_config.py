@@ -30,8 +30,12 @@ from baton.engine.checkpoint.tensors import StoredTensor, read_json
 from baton.engine.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from baton.engine.models.architectures import ARCHITECTURES, Architecture
 from baton.engine.models.stacked_experts import StackedPart
-from baton.engine.quantization.config import QuantizationConfig, Shapes, TensorSpec
-from baton.engine.quantization.methods import parse_quantization_config
+from baton.engine.quantization.config import (
+    QuantizationConfig,
+    Shapes,
+    TensorSpec,
+    parse_quantization_config,
+)
 from baton.errors import CheckpointError
 
 MAX_LAYERS = 1024

@@ -9,14 +9,9 @@ alike, and biases are `[experts, out]`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from baton.engine.quantization.config import TensorSpec
-from baton.engine.quantization.mxfp4 import Mxfp4Weight
+from baton.engine.quantization.config import MXFP4_GROUP, TensorSpec
 from baton.errors import CheckpointError
 
 _PART = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
@@ -48,32 +43,13 @@ class StackedPart(NamedTuple):
         inputs = shape[1]
         if not mxfp4:
             return {self.tensor: TensorSpec((experts, inputs, outputs))}
-        group = Mxfp4Weight.GROUP
-        if inputs % group:
+        if inputs % MXFP4_GROUP:
             raise CheckpointError(
-                f"{self.tensor} has {inputs} inputs: in MXFP4 they have to be a multiple of {group}"
+                f"{self.tensor} has {inputs} inputs: in MXFP4 they have to be a multiple of "
+                f"{MXFP4_GROUP}"
             )
-        blocks, kinds = (experts, outputs, inputs // group), ("U8",)
+        blocks, kinds = (experts, outputs, inputs // MXFP4_GROUP), ("U8",)
         return {
-            f"{self.tensor}_blocks": TensorSpec((*blocks, group // 2), kinds),
+            f"{self.tensor}_blocks": TensorSpec((*blocks, MXFP4_GROUP // 2), kinds),
             f"{self.tensor}_scales": TensorSpec(blocks, kinds),
         }
-
-    def read(self, get: Callable[[str], Tensor]) -> Tensor:
-        """The matrix `[out, in]` or bias `[out]`, where it is not quantised."""
-        if self.is_bias:
-            return get(f"{self.tensor}_bias")[self.expert, self.outputs]
-        return get(self.tensor)[self.expert, :, self.outputs].T
-
-
-def read_mxfp4(
-    parts: Sequence[StackedPart], get: Callable[[str], Tensor], device: torch.device
-) -> Mxfp4Weight:
-    """An expert's matrix in MXFP4, whose parts are joined along the outputs."""
-
-    def read(kind: str) -> list[Tensor]:
-        return [
-            get(f"{part.tensor}_{kind}")[part.expert, part.outputs].to(device) for part in parts
-        ]
-
-    return Mxfp4Weight.from_blocks(read("blocks"), read("scales"))

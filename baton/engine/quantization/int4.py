@@ -9,9 +9,9 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from baton.engine.quantization.config import Get, joined
 from baton.engine.quantization.group_scaled import FourBitWeight
 from baton.engine.quantization.linear_weight import ROWS_AT_ONCE
+from baton.engine.quantization.parts import Get, joined
 from baton.errors import CheckpointError
 
 

@@ -1,56 +1,40 @@
-"""Chooses a format: that of a checkpoint, or the one that `--quantization` asks for."""
+"""Makes a weight in the format of a checkpoint, or in the one that `--quantization` asks for."""
 
 from __future__ import annotations
 
-from baton.config import EngineConfig
-from baton.engine.checkpoint.fields import Fields, one_of
-from baton.engine.quantization.awq import AwqConfig
-from baton.engine.quantization.compressed_tensors import CompressedTensorsConfig
-from baton.engine.quantization.config import REMEDY, QuantizationConfig
-from baton.engine.quantization.fp8 import Fp8Config, Fp8Weight
-from baton.engine.quantization.gptq import GptqConfig
+from baton.engine.quantization.awq import read_awq
+from baton.engine.quantization.compressed_tensors import read_compressed_tensors
+from baton.engine.quantization.config import (
+    AwqConfig,
+    CompressedTensorsConfig,
+    Fp8Config,
+    GptqConfig,
+    QuantizationConfig,
+    Shapes,
+)
+from baton.engine.quantization.fp8 import Fp8Weight, read_fp8_blocks
+from baton.engine.quantization.gptq import read_gptq
 from baton.engine.quantization.int4 import Int4Weight
 from baton.engine.quantization.int8 import Int8Weight
 from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
-from baton.errors import ConfigError
-
-METHODS = {
-    config.METHOD: config for config in (AwqConfig, GptqConfig, Fp8Config, CompressedTensorsConfig)
-}
+from baton.engine.quantization.parts import Get
 
 
-def parse_quantization_config(fields: Fields) -> QuantizationConfig | None:
-    """Reads `quantization_config` of config.json; None where nothing is quantised.
+def read_weight(config: QuantizationConfig, modules: Shapes, get: Get) -> LinearWeight:
+    """The weight of a checkpoint's modules, each `[out, in]`, joined along the outputs.
 
-    Raises CheckpointError naming a key whose value is not supported.
+    Raises CheckpointError naming a module that cannot be joined with the others.
     """
-    if fields.values.get("quantization_config") is None:
-        return None
-    inside = fields.inside("quantization_config", REMEDY)
-    method: str = inside.read("quant_method", one_of(*METHODS))
-    return METHODS[method].parse(inside)
-
-
-def weight_format(settings: EngineConfig, stored: QuantizationConfig | None) -> str:
-    """The format of a model's weights in memory, as `--quantization` names it.
-
-    stored: the checkpoint's. Raises ConfigError where it is quantised and the settings ask for
-    another format.
-    """
-    if stored is None or settings.simulate:
-        return settings.quantization
-    if settings.quantization != "none":
-        raise ConfigError(
-            f"--quantization {settings.quantization}: the checkpoint's weights are already "
-            f"{stored.weights} ({stored.METHOD}); leave it out"
-        )
-    if settings.random_weights:
-        raise ConfigError(
-            f"--random-weights: the model is quantised ({stored.METHOD}), and random weights are "
-            f"not; take the config.json of the model that it was made of, and --quantization "
-            f"{stored.weights.removesuffix('_block')}"
-        )
-    return stored.weights
+    match config:
+        case AwqConfig():
+            return read_awq(modules, get)
+        case GptqConfig():
+            return read_gptq(config, modules, get)
+        case Fp8Config():
+            return read_fp8_blocks(modules, get)
+        case CompressedTensorsConfig():
+            return read_compressed_tensors(config, modules, get)
+    raise TypeError(f"no checkpoint is read by {type(config).__name__}")
 
 
 def quantize_weight(

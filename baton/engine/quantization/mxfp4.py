@@ -8,8 +8,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from baton.engine.quantization.config import joined
+from baton.engine.quantization.config import MXFP4_GROUP
 from baton.engine.quantization.group_scaled import FourBitWeight
+from baton.engine.quantization.parts import joined
 
 
 class Mxfp4Weight(FourBitWeight):
@@ -20,7 +21,7 @@ class Mxfp4Weight(FourBitWeight):
     """
 
     NAME = "MXFP4"
-    GROUP: ClassVar[int] = 32  # inputs that share a scale
+    GROUP: ClassVar[int] = MXFP4_GROUP
     NUMBERS: ClassVar[tuple[int, ...]] = (0, 1, 2, 3, 4, 6, 8, 12)
 
     @classmethod

@@ -32,8 +32,9 @@ from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.loader import load_or_make_weights
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
+from baton.engine.quantization.config import weight_format
 from baton.engine.quantization.linear_weight import LinearWeight
-from baton.engine.quantization.methods import quantize_weight, weight_format
+from baton.engine.quantization.methods import quantize_weight
 from baton.engine.ranks import Exchange
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler

@@ -24,7 +24,7 @@ from baton.engine.models.decoder import DecoderModel
 from baton.engine.models.loader import load_or_make_weights
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
-from baton.engine.quantization.methods import weight_format
+from baton.engine.quantization.config import weight_format
 from baton.engine.ranks import (
     LOAD_S,
     RANK_TIMEOUT_S,
