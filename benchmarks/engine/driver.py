@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.generation.sampling_params import SamplingParams
-from baton.local.engine_bench import EngineDriver
+from baton.bench.engine import EngineDriver
 
 _CANCELLED = 0.1  # of soaked sequences a step
 
