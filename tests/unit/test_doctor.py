@@ -439,9 +439,9 @@ def test_a_handoff_between_each_pair_that_fails_is_a_failure():
     assert [
         (one.level, one.subject, one.text) for one in check_handoffs(Cluster(pairs=pairs), status)
     ] == [
-        ("fail", "p1 → d2", "a request was served there without a handoff"),
-        ("fail", "p1 → d3", "a request fails there: the link was lost"),
-        ("warn", "handoff test", "1 of 3 pairs handed a prompt's KV over, and it was verified"),
+        ("fail", "p1 → d2", "the test request was served without a handoff"),
+        ("fail", "p1 → d3", "the test request failed: the link was lost"),
+        ("warn", "handoff test", "1 of 3 pairs handed over KV, and it was verified"),
     ]
 
 
