@@ -19,7 +19,7 @@ from baton.local.span_store import SpanStore
 from baton.local.supervisor import echo, say
 from baton.local.trace_tree import entry_of
 from router.admission.tenants import Tenants
-from router.service import authorize
+from router.grpc_service import authorize
 
 _QUIET_S = 1.0  # exporters flush several times a second: afterwards a trace is complete
 _MIN_KEPT = 256  # traces, for drawing: requests may run concurrently

@@ -83,7 +83,7 @@ class _NoModel:
     expert_tokens = hidden = None
     collectives = SINGLE_RANK
 
-    def together(self, *_: object) -> Any:
+    def on_all_ranks(self, *_: object) -> Any:
         return nullcontext()
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.backends.gpu.cuda_graphs import Sections, Shape, num_elements, sections
+from baton.engine.backends.gpu.cuda_graphs import StepInputs, StepShape, num_elements, split_inputs
 from baton.engine.backends.gpu.device import Stream, new_stream
 from baton.engine.backends.gpu.device_sampling import (
     DeviceSampler,
@@ -33,6 +33,7 @@ from baton.engine.backends.gpu.device_sampling import (
     pinned_copy,
 )
 from baton.engine.backends.gpu.input_batch import InputBatch
+from baton.engine.rank_executor import CaptureGraphs
 from baton.engine.runner import Launch, Runner, SampledTokens, StepOutput, sample_rows
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
@@ -48,19 +49,19 @@ Array = npt.NDArray[Any]
 class _Slot:
     """The pinned memory of one launch, and when it may be written again."""
 
-    def __init__(self, stream: Stream, sampler: Sampler, largest: Shape) -> None:
+    def __init__(self, stream: Stream, sampler: Sampler, largest: StepShape) -> None:
         self._inputs = stream.pinned(num_elements(largest), torch.int32)
-        self._sections: dict[Shape, tuple[Tensor, Sections[Array]]] = {}
+        self._sections: dict[StepShape, tuple[Tensor, StepInputs[Array]]] = {}
         self.tokens = stream.pinned(largest.logits, torch.int64)
         self.sampler = DeviceSampler(stream, sampler, largest.logits)
         self.scores = Scores(stream, sampler.vocab_size)
         self.event = stream.record_event()
 
-    def inputs(self, shape: Shape) -> tuple[Tensor, Sections[Array]]:
+    def inputs(self, shape: StepShape) -> tuple[Tensor, StepInputs[Array]]:
         """(all of a launch's inputs, their parts to write)."""
         if shape not in self._sections:
-            parts = sections(self._inputs, shape)
-            self._sections[shape] = parts.all, Sections(*(part.numpy() for part in parts))
+            parts = split_inputs(self._inputs, shape)
+            self._sections[shape] = parts.all, StepInputs(*(part.numpy() for part in parts))
         return self._sections[shape]
 
 
@@ -75,7 +76,7 @@ class _CapturedLaunch(Launch):
 
     logits: Tensor  # once it runs
 
-    def __init__(self, plan: ScheduledStep, shape: Shape, slot: _Slot) -> None:
+    def __init__(self, plan: ScheduledStep, shape: StepShape, slot: _Slot) -> None:
         super().__init__(plan)
         self.shape, self.slot = shape, slot
         self.sequences = [item.sequence for item in plan.sequences]
@@ -128,7 +129,7 @@ class GpuRunner(Runner):
         self._block_size = pool.shape[4]
         self._stream = stream = stream or new_stream(pool.device)
         self._last: _CapturedLaunch | None = None  # until it is waited for
-        self._shaped: tuple[ScheduledStep | None, Shape | None] = None, None  # the last plan's
+        self._shaped: tuple[ScheduledStep | None, StepShape | None] = None, None  # the last plan's
         width = -(-max_context // self._block_size)
         with torch.inference_mode():
             self._graphs = SamplingGraphs(
@@ -145,7 +146,7 @@ class GpuRunner(Runner):
         Raises ConfigError where it cannot be done.
         """
         try:
-            with self.model.together("capture"):
+            with self.model.on_all_ranks(CaptureGraphs()):
                 self._graphs.capture()
         except RuntimeError as error:
             raise ConfigError(
@@ -163,13 +164,13 @@ class GpuRunner(Runner):
             if item.count > 1 or not shape.decodes
         )
 
-    def _shape(self, plan: ScheduledStep) -> Shape | None:
+    def _shape(self, plan: ScheduledStep) -> StepShape | None:
         """The shape of the captured step that holds a plan, if one does."""
         if plan is not self._shaped[0]:
             self._shaped = plan, self._shape_of(plan)
         return self._shaped[1]
 
-    def _shape_of(self, plan: ScheduledStep) -> Shape | None:
+    def _shape_of(self, plan: ScheduledStep) -> StepShape | None:
         work = plan.sequences
         if not all(map(self._fits, work)):
             return None
@@ -290,7 +291,7 @@ class GpuRunner(Runner):
             self._check(token_id)
         return sampled
 
-    def _launch_captured(self, plan: ScheduledStep, shape: Shape) -> _CapturedLaunch:
+    def _launch_captured(self, plan: ScheduledStep, shape: StepShape) -> _CapturedLaunch:
         slot = self._slots.pop(0)
         self._slots.append(slot)
         with suppress(Exception):  # its own step reports it

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.backends.gpu.cuda_graphs import Shape, shapes_of
+from baton.engine.backends.gpu.cuda_graphs import StepShape, shapes_of
 from baton.engine.batch import BatchBuilder, StepModel
 from baton.engine.runner import StepRunner
 from baton.engine.scheduler import SCORED_ROWS, ScheduledSequence, ScheduledStep
@@ -57,7 +57,7 @@ def largest_captured(
     model: StepModel, pool: Tensor, settings: EngineConfig, max_context: int
 ) -> None:
     """A step of the largest shape that is captured, with full contexts."""
-    shapes = shapes_of(settings, max_context) or [Shape(settings.max_batch, 0, 1)]
+    shapes = shapes_of(settings, max_context) or [StepShape(settings.max_batch, 0, 1)]
     work = [_work(max_context, 1, pool)] * shapes[0].decodes
     work += _chunks(shapes[0].chunk_rows, max_context, pool)
     work.sort(key=lambda item: item.count > 1)
