@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+from baton import kv_descriptor
 from baton.client import Client
 from baton.client.results import device_of, fields_of, gb_per_s
 from baton.errors import BatonError
@@ -185,7 +186,7 @@ def _on_gpu(record: WorkerRecord) -> bool:
 def _check_pair(
     prefill: WorkerRecord, decode: WorkerRecord, link: PairStatus
 ) -> tuple[dict[str, Any], list[Problem]]:
-    different = pairing.differences(prefill.kv, decode.kv)
+    different = kv_descriptor.differences(prefill.kv, decode.kv)
     chosen = None if different else pairing.fastest(prefill, decode)
     kinds: list[Kind] = []  # transports for the pair's kind of memory, fastest first
     if not different and _on_gpu(prefill) == _on_gpu(decode):
