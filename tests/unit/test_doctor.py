@@ -130,7 +130,9 @@ NO_PEERS = common_pb2.Hardware(gpu=REPORTED.gpu, visible_gpus=["GPU-aaaa", "GPU-
             "cuda:0": "ok: NVIDIA H100 80GB HBM3 writes 1 of 1 others: GPU-bbbb NV18",
             "NCCL": "ok: 2.27.5: two workers may not share a GPU",
         }),
-        ([H100], [], {"CUDA": "warn: .* the GPUs of driver 570.86.15 install a CUDA build of torch"}),
+        ([H100], [], {
+            "CUDA": "warn: .* the GPUs of driver 570.86.15 install a CUDA build of torch",
+        }),
         ([H100, H100], [ALONE], {
             "CUDA": "warn: 12.8, .* sees 1 of 2 GPUs leave CUDA_VISIBLE_DEVICES unset",
             "cuda:0": "ok: .*, alone", "NCCL": "warn: not found",
