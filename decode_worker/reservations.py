@@ -27,8 +27,9 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 
 from baton.block_hash import token_digest
-from baton.engine.loop import Engine, Progress, Reserved, StepReport
+from baton.engine.engine import Engine, Reserved
 from baton.engine.sequence import Sequence
+from baton.engine.step_report import SequenceProgress, StepReport
 from baton.errors import BatonError, DeadlineExceeded, InvalidRequest, Overloaded, Stale
 from baton.generation.structured_output import GrammarCompiler, GrammarMatcher
 from baton.log_format import about
@@ -80,7 +81,7 @@ class DecodeSpans:
         self._tokens += 1
         self._steps += 1
 
-    def step(self, started_ns: int, ended_ns: int, progress: Progress) -> None:
+    def step(self, started_ns: int, ended_ns: int, progress: SequenceProgress) -> None:
         self._tokens += len(progress.token_ids)
         self._steps += bool(progress.token_ids)
         if not self._first_step_ns:
@@ -120,12 +121,12 @@ class Entry:
     blocks: ReservedBlocks | None = None
     decoding: bool = False
     unverified: bool = False  # it decodes, and its router must not be told yet
-    early: list[Progress] = field(default_factory=list)  # what it is told then
+    early: list[SequenceProgress] = field(default_factory=list)  # what it is told then
     compiled: asyncio.Future[GrammarMatcher] | None = None  # its grammar, if there is one to come
     timer: asyncio.TimerHandle | None = None
     silent_leases: int = 0  # since its sender was heard of
     told: bool = False  # its router got an event
-    untold: Progress | None = None  # what is kept for the next one
+    untold: SequenceProgress | None = None  # what is kept for the next one
 
     @property
     def about(self) -> Mapping[str, str]:
@@ -286,13 +287,13 @@ class Reservations:
                 entry.spans.token()
                 add_event(handoff_id=seq_id, token_ids=(token_id,))
             else:
-                self._take(entry, Progress(seq_id, token_ids=(token_id,)), report)
+                self._take(entry, SequenceProgress(seq_id, token_ids=(token_id,)), report)
         for progress in report.others:
             entry = self._entries.get(progress.seq_id)
             if entry is not None:
                 self._take(entry, progress, report)
 
-    def _take(self, entry: Entry, progress: Progress, report: StepReport) -> None:
+    def _take(self, entry: Entry, progress: SequenceProgress, report: StepReport) -> None:
         """Handles what one sequence got."""
         if not entry.decoding:
             self._start_decoding(entry)
@@ -302,7 +303,7 @@ class Reservations:
         else:
             self._pass_on(entry, progress)
 
-    def _pass_on(self, entry: Entry, progress: Progress) -> None:
+    def _pass_on(self, entry: Entry, progress: SequenceProgress) -> None:
         """Tells the router; with its last progress an entry is over."""
         if progress.token_ids or progress.abort_reason or progress.prompt_logprobs:
             _tell(entry, progress)  # else its prompt is being computed
@@ -397,7 +398,7 @@ class Reservations:
     def _give_up(self, entry: Entry, reason: str) -> None:
         """Ends an entry of which its router does not know why."""
         self._end(entry, reason)
-        _tell(entry, Progress(entry.handoff_id, 0, abort_reason=reason))
+        _tell(entry, SequenceProgress(entry.handoff_id, 0, abort_reason=reason))
 
     def _end(self, entry: Entry, reason: str) -> asyncio.Task[None]:
         self._forget(entry)
@@ -437,7 +438,7 @@ async def _released(released: Future[list[int]]) -> None:
         log.error("blocks were not freed: %s", error)
 
 
-def _tell(entry: Entry, progress: Progress) -> None:
+def _tell(entry: Entry, progress: SequenceProgress) -> None:
     """Adds to what its router gets, or keeps it until that makes `stream_interval` tokens."""
     if (before := entry.untold) is not None:
         entry.untold = None
@@ -457,7 +458,7 @@ def _tell(entry: Entry, progress: Progress) -> None:
         entry.untold = progress
 
 
-def _add_event(message: WorkerMessage, progress: Progress) -> None:
+def _add_event(message: WorkerMessage, progress: SequenceProgress) -> None:
     # What most events lack is set apart: as arguments, empty ones cost as much as the others.
     event = message.events.add(handoff_id=progress.seq_id, token_ids=progress.token_ids)
     if progress.logprobs:

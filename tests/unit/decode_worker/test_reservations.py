@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from baton.engine.loop import Progress, StepReport
+from baton.engine.step_report import SequenceProgress, StepReport
 from baton.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -104,7 +104,7 @@ async def test_what_is_given_up_has_its_last_tokens_before_the_reason(decode, ro
     await router.reserve(spec("a", prompt(20)), interval=8)
     reservations = decode.node._reservations
     for token in (5, 6, 7):
-        progress = [Progress("a", 1, (token,))]
+        progress = [SequenceProgress("a", 1, (token,))]
         reservations.on_step(StepReport(0, 0, 1, progress, decode.node.engine.load()))
     reservations._give_up(reservations._entries["a"], "enough")
     events = [await router.event("a") for _ in range(3)]
