@@ -44,10 +44,10 @@ from baton.worker.messages import (
 from baton.worker.node import Node
 from baton.worker.router_port import RouterConnection
 from kvtransfer.interface import Transport
-from kvtransfer.links import LinkPool
+from kvtransfer.outgoing import OutgoingLinks
 from kvtransfer.pool import Slots
-from kvtransfer.rank_links import RankPool
-from kvtransfer.sender import Handoff
+from kvtransfer.rank_ends import RankPool
+from kvtransfer.sender import HandoffSender
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class PrefillWorker(Node):
             self._pooling = Pooling.read(loaded.path)
         except CheckpointError as error:  # it generates all the same
             self._no_pooling = f"this model's embeddings cannot be computed: {error}"
-        self._links = LinkPool(pools, self.record, usable, self.find)
+        self._links = OutgoingLinks(pools, self.record, usable, self.find)
         self._opening_links = asyncio.create_task(self._open_links())
         self.metrics.observe_links(self._links.status)
         self._prompts: dict[str, Prompt] = {}
@@ -240,9 +240,9 @@ class PrefillWorker(Node):
             if not self._prompts:
                 self._idle.set()
 
-    def _handoff(self, prompt: Prompt, request: prefill_pb2.PrefillRequest) -> Handoff:
+    def _handoff(self, prompt: Prompt, request: prefill_pb2.PrefillRequest) -> HandoffSender:
         sequence = prompt.sequence
-        return Handoff(
+        return HandoffSender(
             self._links,
             self.tracer,
             request.target,
@@ -255,7 +255,7 @@ class PrefillWorker(Node):
         )
 
     async def _compute(
-        self, prompt: Prompt, handoff: Handoff | None, send: Send
+        self, prompt: Prompt, handoff: HandoffSender | None, send: Send
     ) -> SequenceProgress:
         """Follows the engine until the first token is sampled; blocks are queued on the way.
 
@@ -299,7 +299,7 @@ class PrefillWorker(Node):
         embedding: list[float] = self._pooling.finish(prompt.pooled, prompt.num_tokens).tolist()
         return embedding
 
-    def _send_blocks(self, prompt: Prompt, handoff: Handoff) -> None:
+    def _send_blocks(self, prompt: Prompt, handoff: HandoffSender) -> None:
         """Queues the blocks that became complete: whole ones, and at the end the partial one."""
         size, end = self.limits.block_size, prompt.computed or 0
         if end < prompt.num_tokens:

@@ -50,7 +50,7 @@ from baton.worker.router_port import RouterConnection, RouterPort
 from kvtransfer import copier, transports
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
-from kvtransfer.rank_links import RankPool
+from kvtransfer.rank_ends import RankPool
 from kvtransfer.remote_pool import RemotePool
 
 log = logging.getLogger(__name__)
