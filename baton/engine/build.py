@@ -22,8 +22,8 @@ from baton.engine.backends.gpu.backend import GpuBackend
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.block_manager import BlockManager
 from baton.engine.cpu_affinity import pin_thread
+from baton.engine.engine import Engine
 from baton.engine.kv_cache import Allocate, KvLayout, plan_layout
-from baton.engine.loop import Engine, StepReport
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
@@ -31,6 +31,7 @@ from baton.engine.scheduler import ChunkBudget, ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
 from baton.engine.shard import Shard
 from baton.engine.speculative.ngram import NgramProposer
+from baton.engine.step_report import StepReport
 from baton.engine.tensor_parallel import RemoteRanks, TensorParallelModel
 from baton.engine.weights.checkpoint import fingerprint
 from baton.engine.weights.loader import random_seed
