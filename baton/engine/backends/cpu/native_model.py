@@ -55,8 +55,8 @@ class NativeModel(NativeOps):
         self._model = self._c_model(weights)
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._rows = 0  # that the workspace has room for
-        self._logits = torch.empty(0, config.vocab_size)
-        self._own_logits = torch.empty(0, len(self._tokens))
+        self._logit_buffer = torch.empty(0, config.vocab_size)
+        self._own_logit_buffer = torch.empty(0, len(self._tokens))
 
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
         """Runs a batch and writes its K and V to the pool.
@@ -70,22 +70,23 @@ class NativeModel(NativeOps):
             size = self._native.baton_workspace(self._model, self._rows)
             memory = torch.empty(size + _HUGE_PAGE, dtype=torch.uint8)
             self._workspace = memory[-memory.data_ptr() % _HUGE_PAGE :]
-        if num_logits > len(self._logits):
-            self._logits = torch.empty(num_logits, self.config.vocab_size)
-            self._own_logits = torch.empty(num_logits, len(self._tokens))
+        if num_logits > len(self._logit_buffer):
+            self._logit_buffer = torch.empty(num_logits, self.config.vocab_size)
+            self._own_logit_buffer = torch.empty(num_logits, len(self._tokens))
         self.hidden = None
         if batch.wants_hidden:
             self.hidden = torch.empty(num_logits, self.config.hidden_size, dtype=self.dtype)
         inputs = (
             batch.token_ids, batch.context_lens, batch.query_lens, batch.block_tables,
-            batch.logit_rows, self._logits, self._own_logits, self.hidden, self._workspace,
+            batch.logit_rows, self._logit_buffer, self._own_logit_buffer, self.hidden,
+            self._workspace,
         )  # fmt: skip
         sizes = (rows, len(batch.query_lens), batch.block_tables.shape[1], num_logits)
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in inputs)
         step = Step(*pointers, self._pool(pool), *sizes)
         if not self._native.baton_step(torch.get_num_threads(), self._model, step):
             raise RunnerFailed("a rank of this worker has ended or hangs: the step is lost")
-        return self._logits[:num_logits]
+        return self._logit_buffer[:num_logits]
 
     def _c_model(self, weights: ModelWeights) -> Model:
         config, experts, own = self.config, self.config.experts, self._own_experts
