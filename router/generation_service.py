@@ -260,7 +260,9 @@ class GenerationService:
                 vocab_size=self.tokenizer.vocab_size,
                 chat=self.tokenizer.has_chat_template,
             )
-            for name in dict.fromkeys((self.admission.model, *self.admission.config.api.model_aliases))
+            for name in dict.fromkeys(
+                (self.admission.model, *self.admission.config.api.model_aliases)
+            )
         ]
 
     async def explain(

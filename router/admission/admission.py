@@ -93,7 +93,9 @@ class Admission:
         self.chat_formats = ChatFormats.from_tokenizer(
             tokenizer, self.limits.tool_parser, self.limits.reasoning_parser
         )
-        self.prompts = PromptTokenizer(self.chat_formats, self.limits.tool_parser, self.limits.text_processes)
+        self.prompts = PromptTokenizer(
+            self.chat_formats, self.limits.tool_parser, self.limits.text_processes
+        )
 
     async def aclose(self) -> None:
         """Ends the processes that tokenize long texts."""

@@ -9,7 +9,7 @@ from baton.block_hash import block_hash
 from baton.errors import Overloaded, Unavailable
 from baton.v1 import common_pb2, worker_pb2
 from router.fleet.snapshot import SILENT, AssignedPrompt, WorkerView
-from router.placement.cost_model import ColumnCosts
+from router.placement.cost_model import Costs
 from router.placement.scoring import pick, predict, rank_all, soonest_room
 
 from .snapshots import PROMPT, fleet, needs, usable_pairs, worker
@@ -84,12 +84,10 @@ def test_without_a_usable_pair_the_router_says_what_is_missing(prefill, decode, 
     assert all(pair.refused for pair in rank_all(snapshot, needs()))
 
 
-@pytest.mark.parametrize("few", [True, False])  # row by row, or in columns
-def test_without_prefill_workers_decode_workers_compute_any_prompt(few):
+def test_without_prefill_workers_decode_workers_compute_any_prompt():
     """The least busy one with room; each way of asking gives the same."""
     busy = {"running": 4, "step_ms": 10, **POOL, **RATE}
-    more = [] if few else [worker(f"x{i:02}", "DRAINING") for i in range(20)]
-    decode = [worker("d0", **busy), worker("d1", **busy | {"running": 1}), *more]
+    decode = [worker("d0", **busy), worker("d1", **busy | {"running": 1})]
     snapshot = fleet([worker("p0", SILENT)], [*decode, worker("d2", blocks_free=1)], None, True)
     request = needs(5000, local_prefill_max_tokens=4)
     assert snapshot.why_not_ready == "" and snapshot.prefill_rate > 0
@@ -156,8 +154,8 @@ def test_thousands_of_workers_that_are_not_ready_cost_little():
 )
 def test_few_of_many_pairs_are_looked_at(monkeypatch, prefill, decode, excluded):
     """Walking all pairs of 64 and 64 workers took a router's loop 130 ms for each request."""
-    looks, of = [], ColumnCosts.of
-    monkeypatch.setattr(ColumnCosts, "of", lambda *args: looks.append(args) or of(*args))
+    looks, pair_costs = [], Costs.pair_costs
+    monkeypatch.setattr(Costs, "pair_costs", lambda *args: looks.append(args) or pair_costs(*args))
     size = range(100, 200)
     p = [worker(f"p{i}", host_id=f"h{i % 30}", **RATE, **prefill) for i in size]
     d = [worker(f"d{i}", host_id=f"h{i % 40}", step_ms=i, **decode) for i in size]
@@ -167,7 +165,7 @@ def test_few_of_many_pairs_are_looked_at(monkeypatch, prefill, decode, excluded)
         assert pick(fleet(p, d, pairs), request).candidates == 10_000 - excluded
     except Overloaded:
         assert prefill
-    assert len(looks) <= 2 + excluded
+    assert len(looks) <= 3 + excluded
 
 
 # Workers without room.
@@ -178,7 +176,7 @@ def missing(available, needed, name="d0"):
 
 
 def ahead(tokens, most):
-    return f"p0 has {tokens} tokens to compute first and is given no more than {most} ahead"
+    return f"p0 has {tokens} tokens to compute first and is given at most {most} ahead"
 
 
 FAST = {"chunk_tokens": 64, "prefill_tokens_per_s": 50_000}
@@ -384,7 +382,7 @@ def test_a_prompt_is_hashed_once_and_as_far_as_a_worker_caches_it(monkeypatch):
         hashed.append(tokens)
         return block_hash(parent, tokens)
 
-    monkeypatch.setattr("router.placement.cost_model.block_hash", counted)
+    monkeypatch.setattr("router.request.block_hash", counted)
     prompt, other = tuple(range(1000, 1100)), tuple(range(2000, 2100))
     requests = needs(prompt), needs(other)
     for caching in (worker("d0", caches=prompt[:9]), worker("d0", caches=prompt[:4])):
@@ -425,7 +423,7 @@ def test_slow_decode_workers_get_fewer_sequences_but_not_none():
 def test_expected_tokens_weigh_tpot_up_to_a_limit():
     decode = worker("d0", step_ms=10, **POOL)
     scores = {
-        n: only(worker("p0", **RATE), decode, needs(100, max_new_tokens=n)).score_ms
+        n: only(worker("p0", **RATE), decode, needs(100, max_max_new_tokens=n)).score_ms
         for n in (1, 10, 64, 256, 4000, 0)
     }
     assert scores[10] - scores[1] == pytest.approx(90)
@@ -455,7 +453,7 @@ def test_what_is_sent_takes_its_time_on_the_link(dtype, cached, bytes_):
     def cost_ms(host, handoff_s, bytes_per_s):
         prefill = worker("p0", dtype=dtype, host_id=host, **RATE)
         decode = worker("d0", dtype=dtype, caches=LONG[:cached], host_id="a", **POOL)
-        pair = only(prefill, decode, needs(LONG, max_new_tokens=1))
+        pair = only(prefill, decode, needs(LONG, max_max_new_tokens=1))
         rest_s = 0.1 + handoff_s + bytes_ / bytes_per_s + pair.on_decode.tpot_s
         assert pair.score_ms == pytest.approx(1e3 * rest_s, abs=0.01)
         assert pair.same_host == (host == "a")
