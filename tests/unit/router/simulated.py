@@ -42,7 +42,7 @@ def tokenized(tokens=100, target_s=0.0, timeout_s=600.0, now=NOW, **fields):
 def placement_request(request):
     tokens = (*request.prompt, *request.resumed)
     return Demand(
-        tokens, request.pending, max_max_new_tokens=16, local_prefill_max_tokens=32, max_itl_s=0.05
+        tokens, request.pending, max_new_tokens=16, local_prefill_max_tokens=32, max_itl_s=0.05
     )
 
 

@@ -243,7 +243,7 @@ def test_no_room_anywhere_is_overloaded_with_each_reason_once():
     assert "and 32 more" in str(caught.value) and str(caught.value).count("KV blocks") == 8
 
 
-@pytest.mark.parametrize("many", [False, True], ids=["row by row", "in columns"])
+@pytest.mark.parametrize("many", [False, True], ids=["few workers", "many workers"])
 def test_the_workers_kept_for_a_request_are_those_of_the_pair_that_has_room_first(many):
     """It needs 8 blocks of 10; of most workers one more block has to become free than of `sooner`.
 
@@ -275,7 +275,7 @@ def test_the_workers_kept_for_a_request_are_those_of_the_pair_that_has_room_firs
     in_order = worker("p0", queue_tokens=5000)
     assert kept(decode("d0", 10), prefill=in_order) == frozenset(), "what goes first is in its way"
     for avoided in ({"sooner"}, {"p0"}):
-        with pytest.raises(Overloaded, match="kept for another request"):
+        with pytest.raises(Overloaded, match="reserved for another request"):
             picked([prefill], [decode("sooner", 9)], full=avoided)
 
 
@@ -423,7 +423,7 @@ def test_slow_decode_workers_get_fewer_sequences_but_not_none():
 def test_expected_tokens_weigh_tpot_up_to_a_limit():
     decode = worker("d0", step_ms=10, **POOL)
     scores = {
-        n: only(worker("p0", **RATE), decode, needs(100, max_max_new_tokens=n)).score_ms
+        n: only(worker("p0", **RATE), decode, needs(100, max_new_tokens=n)).score_ms
         for n in (1, 10, 64, 256, 4000, 0)
     }
     assert scores[10] - scores[1] == pytest.approx(90)
@@ -453,7 +453,7 @@ def test_what_is_sent_takes_its_time_on_the_link(dtype, cached, bytes_):
     def cost_ms(host, handoff_s, bytes_per_s):
         prefill = worker("p0", dtype=dtype, host_id=host, **RATE)
         decode = worker("d0", dtype=dtype, caches=LONG[:cached], host_id="a", **POOL)
-        pair = only(prefill, decode, needs(LONG, max_max_new_tokens=1))
+        pair = only(prefill, decode, needs(LONG, max_new_tokens=1))
         rest_s = 0.1 + handoff_s + bytes_ / bytes_per_s + pair.on_decode.tpot_s
         assert pair.score_ms == pytest.approx(1e3 * rest_s, abs=0.01)
         assert pair.same_host == (host == "a")

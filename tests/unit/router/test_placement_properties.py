@@ -62,7 +62,7 @@ REQUESTS = st.builds(
     needs,
     st.sampled_from([PROMPT, PROMPT[:10], tuple(range(500, 620))]),
     virtual_finish=st.just(FINISH),
-    max_max_new_tokens=st.sampled_from([0, 1, 100]),
+    max_new_tokens=st.sampled_from([0, 1, 100]),
     local_prefill_max_tokens=st.sampled_from([0, 16]),
 )
 
