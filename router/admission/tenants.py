@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Self
 
 from baton.errors import ConfigError, InvalidRequest, Overloaded, RetryableError, Unauthenticated
+from baton.generation.enum_names import PRIORITIES
 from baton.v1 import common_pb2
 from router.admission.rate_limit import Clock, TokenBucket
 from router.admission.tenants_file import (
     DEFAULT_TENANT,
-    PRIORITIES,
     TenantConfig,
     TenantsContent,
     TenantsFile,

@@ -13,13 +13,8 @@ from typing import Any
 
 from baton.config.watched_files import WatchedFiles
 from baton.errors import ConfigError
-from baton.v1 import common_pb2
+from baton.generation.enum_names import PRIORITIES
 
-PRIORITIES = {
-    "low": common_pb2.PRIORITY_LOW,
-    "normal": common_pb2.PRIORITY_NORMAL,
-    "high": common_pb2.PRIORITY_HIGH,
-}
 DEFAULT_TENANT = "default"  # of callers without a key
 
 

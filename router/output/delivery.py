@@ -6,17 +6,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from baton.errors import ENDINGS, BatonError, DeadlineExceeded, as_exception
+from baton.generation.enum_names import FINISH_REASONS
 from baton.v1 import common_pb2, inference_pb2
 from router.output.sink import Piece, Sink
 from router.output.text_stream import TextStream
 from router.request import RequestState
 
 _STOP = common_pb2.FINISH_REASON_STOP
-_REASONS = {
-    common_pb2.FINISH_REASON_UNSPECIFIED: None,
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-}
 
 
 class Delivery:
@@ -64,7 +60,7 @@ class Delivery:
         A stop string may end among the tokens of a step: later tokens are not delivered.
         """
         try:
-            text, count = self._text.advance(token_ids, _REASONS[reason])
+            text, count = self._text.advance(token_ids, FINISH_REASONS[reason])
             if stopped := self._text.stop is not None:
                 token_ids, logprobs, reason = token_ids[:count], logprobs[:count], _STOP
             if reason == _STOP and self._text.calls_tools:

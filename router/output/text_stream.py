@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton.generation.sampling_params import ReasoningTracker
+from baton.generation.tool_call import ToolCallDelta
 from baton.text import Detokenizer, StopStrings, Tokenizer
-from baton.text.tool_calls import ToolCallDelta, ToolParser
+from baton.text.tool_calls import ToolParser
 from router.request import OutputFormat, TokenizedRequest
 
 

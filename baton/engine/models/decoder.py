@@ -117,12 +117,12 @@ class Model:
         """Nothing runs elsewhere."""
 
     @property
-    def own(self) -> Self:
-        """What computes here; ranks have a part of it each."""
+    def local_shard(self) -> Self:
+        """What this rank computes of the model: all of it."""
         return self
 
-    def together(self, command: str, *arguments: Any) -> AbstractContextManager[None]:
-        """Around what other ranks are to begin, too: this one has none to tell it to."""
+    def on_all_ranks(self, command: Any) -> AbstractContextManager[None]:
+        """As of `TensorParallelModel`; here there are no other ranks."""
         return nullcontext()
 
     def _forward(self, token_ids: Tensor, rows: Any, pool: Tensor) -> Hidden:

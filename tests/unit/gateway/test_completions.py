@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from baton.errors import BatonError
+from baton.gateway.chat import ChatOutput
+from baton.gateway.completions import parse_completion
 from baton.gateway.generation import run_choices
-from baton.gateway.output import ChatOutput
-from baton.gateway.request import ParsedRequest, parse_completion
+from baton.gateway.parsed_request import ParsedRequest
 from baton.v1 import common_pb2, inference_pb2
 from router.generation_service import Caller
 from router.request import RequestState

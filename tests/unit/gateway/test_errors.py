@@ -13,8 +13,9 @@ import pytest
 
 from baton import errors
 from baton.gateway import api, generation
-from baton.gateway.generation import MAX_BODY_BYTES
-from baton.gateway.request import parse_chat, parse_completion
+from baton.gateway.chat import parse_chat
+from baton.gateway.completions import parse_completion
+from baton.gateway.endpoint import MAX_BODY_BYTES
 from baton.net import rpc
 from baton.net.http_errors import failure_of
 from router.admission.tenants import Tenants

@@ -48,5 +48,5 @@ def admission(tokenizer, tenants=None, **settings):
     more = {name: settings.pop(name) for name in names if name in settings}
     api = settings.pop("api", ApiConfig())
     limits = RouterLimits(**{"default_timeout_s": 60.0, **settings})
-    config = RouterConfig(model_name="tiny", limits=limits, api=api)
+    config = RouterConfig(model_name="tiny", limits=limits, api=api, http_port=1)
     return Admission(config, tokenizer, tenants or Tenants(), **more)

@@ -57,14 +57,14 @@ def assigned(view, tokens, virtual_finish):
             [worker("d0", blocks_free=0)],  # said even when decode is full
             {},
             "no prefill and decode worker have compatible KV caches: "
-            "prefill worker p0 has dtype=bf16, decode worker d0 has dtype=float32",
+            "prefill worker p0 and decode worker d0 differ in dtype: 'bf16' != 'float32'",
         ),
         (
             [worker("p0", quantization="int8")],
             [worker("d0")],
             {},
             "no prefill and decode worker have compatible KV caches: "
-            "prefill worker p0 has quantization=int8, decode worker d0 has quantization=none",
+            "prefill worker p0 and decode worker d0 differ in quantization: 'int8' != ''",
         ),
         (
             [worker("p0")],

@@ -1,8 +1,7 @@
-"""The prefill side's open links: one for each decode process, opened once, kept while useful.
+"""The prefill side's links: one for each decode process, opened once and kept while in use.
 
-And the Aborts sent over them: until a decode worker knows that its writer has stopped, it must keep
-the blocks out of use. So an Abort must not be lost, but a handoff that is given up need not wait
-for the answer.
+Aborts are sent here, too: until a decode worker has an Abort it must keep the blocks out of use. So
+an Abort must not be lost, but a handoff that is given up need not wait for the answer.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 from baton.cuda import reachable_gpus
 from baton.errors import (
@@ -32,13 +31,14 @@ from baton.errors import (
 from baton.log_format import about
 from baton.net.backoff import Backoff
 from baton.v1 import common_pb2, handoff_pb2, prefill_pb2, worker_pb2
-from kvtransfer import pairing, rank_links
+from kvtransfer import pairing, rank_ends
 from kvtransfer.control import Control
 from kvtransfer.deadline import Deadline, in_background
-from kvtransfer.interface import FindWorker, Transport
+from kvtransfer.digest import Digest
+from kvtransfer.interface import FindWorker, SendingEnd, Transport
 from kvtransfer.pairing import ONE_HOST, Kind
 from kvtransfer.pool import Slots
-from kvtransfer.rank_links import PairDigest, RankLink, RankPool, own_pool
+from kvtransfer.rank_ends import LinkDigest, RankEnds, RankPool, local_pool
 
 log = logging.getLogger(__name__)
 
@@ -50,72 +50,75 @@ _NO_ANSWER = (Unavailable, DeadlineExceeded, Cancelled)
 _MAX_PENDING = 4096  # Aborts; each waits for a peer that is silent, or has just failed
 _ABORT_S, _MAX_INTERVAL_S, _CLOSE_S = 2.0, 5.0, 1.0
 
-Trace = Mapping[str, str]  # W3C trace context
 
-
-@dataclass(eq=False)
-class PairLink:
-    """One open link: its data end, the thread its puts run on, and its control.
+class OutgoingLink(RankEnds[SendingEnd]):
+    """One open link: its ends, the thread that its puts run on, and its control stream.
 
     `turn` is held from Ready to the end of the put: a two-sided receiver takes bytes in Ready's
     order.
     """
 
-    peer: str
-    epoch: int
-    transport: Transport
-    _link: RankLink
-    _thread: ThreadPoolExecutor
-    control: Control
-    fallback: str = ""  # the faster transport that was to be expected, and why it is not used
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    users: int = 0  # handoffs
-    aborts: int = 0  # that are not answered yet
-    sent_bytes: int = 0
-    sent_s: float = 0.0
-    _closing: bool = False
+    def __init__(
+        self,
+        peer: str,
+        epoch: int,
+        transport: Transport,
+        pools: Sequence[RankPool],
+        ends: Sequence[SendingEnd],
+        thread: ThreadPoolExecutor,
+        control: Control,
+        fallback: str,
+    ) -> None:
+        super().__init__(pools, ends, transport)
+        self.peer, self.epoch, self._thread, self.control = peer, epoch, thread, control
+        self.fallback = fallback  # the expected faster transport, and why it is not used
+        self.turn = asyncio.Lock()
+        self.users = 0  # handoffs
+        self.aborts = 0  # not answered yet
+        self.sent_bytes, self.sent_s = 0, 0.0
+        self._closing = False
 
     @property
     def abandoned(self) -> bool:
         """Whether no handoff uses it and its control connection has ended."""
         return not self.users and self.control.lost
 
-    def new_digest(self) -> PairDigest:
-        """For one handoff's puts."""
-        return self._link.new_digest()
-
     def put(
-        self, local: Slots, remote: Slots, digest: PairDigest, timeout_s: float
+        self, local: Slots, remote: Slots, digest: LinkDigest, timeout_s: float
     ) -> asyncio.Future[float]:
-        """Begins `Link.put` on the link's thread; the seconds it took. Raises TransferFailed.
+        """Begins to send `local` slots into `remote` ones, each pair its heads of them; the result
+        is the seconds that it took. Raises TransferFailed.
 
         Must not be cancelled: the thread would go on.
         """
         if self._closing:
             raise TransferFailed(f"the link to decode {self.peer} was closed")
-        before = digest.num_bytes
+        run = asyncio.get_running_loop().run_in_executor
+        return run(self._thread, self._put, local, remote, digest, timeout_s)
 
-        def put() -> float:
-            start = time.perf_counter()
-            self._link.put(local, remote, digest, timeout_s)
-            took_s = time.perf_counter() - start
-            self.sent_bytes += digest.num_bytes - before
-            self.sent_s += took_s
-            return took_s
+    def _put(self, local: Slots, remote: Slots, digest: LinkDigest, timeout_s: float) -> float:
+        bytes_before, start, deadline = digest.num_bytes, time.perf_counter(), Deadline(timeout_s)
 
-        return asyncio.get_running_loop().run_in_executor(self._thread, put)
+        def put(end: SendingEnd, part: Digest) -> None:
+            end.put(local, remote, part, deadline.remaining_s)
+
+        self.each_pair(put, self.ends, digest.parts)
+        seconds = time.perf_counter() - start
+        self.sent_bytes += digest.num_bytes - bytes_before
+        self.sent_s += seconds
+        return seconds
 
     async def close_data(self) -> None:
-        """Ends a running put, then frees the data end; control still works."""
+        """Ends a running put, then frees the ends; control still works."""
         self._closing = True
         run = asyncio.get_running_loop().run_in_executor
-        await run(None, self._link.abort)  # NCCL's takes long
-        await run(self._thread, self._link.close)
+        await run(None, self.abort)  # NCCL's takes long
+        await run(self._thread, self.close_ends)
         self._thread.shutdown()
 
 
 @dataclass(eq=False)
-class LinkPool:
+class OutgoingLinks:
     """Links by decode incarnation, at most `cap`, least recently used and idle ones closed first.
 
     A peer whose link failed is refused for `backoff_s`; the use after that opens a new epoch. A
@@ -135,9 +138,9 @@ class LinkPool:
     give_up_s: float = 600.0
 
     def __post_init__(self) -> None:
-        self.pool = own_pool(self.pools)
-        self._links: dict[str, PairLink] = {}  # least recently used first
-        self._opening: dict[str, asyncio.Task[PairLink]] = {}
+        self.pool = local_pool(self.pools)
+        self._links: dict[str, OutgoingLink] = {}  # least recently used first
+        self._opening: dict[str, asyncio.Task[OutgoingLink]] = {}
         self._ahead: set[str] = set()  # of these, what no handoff waits for yet
         self._refused_until: dict[str, float] = {}
         self._unusable: dict[tuple[str, Kind], str] = {}  # by peer; why
@@ -148,7 +151,7 @@ class LinkPool:
 
     async def acquire(
         self, target: prefill_pb2.HandoffTarget, deadline: Deadline, skip_backoff: bool = False
-    ) -> PairLink:
+    ) -> OutgoingLink:
         """The link to `target`, opened if need be; give it back with `release`.
 
         `skip_backoff`: for a handoff whose link failed while the peer's control still answered.
@@ -188,22 +191,20 @@ class LinkPool:
         self._ahead.add(peer)
         await asyncio.wait({self._begin_opening(peer)})
 
-    def release(self, link: PairLink) -> None:
+    def release(self, link: OutgoingLink) -> None:
         link.users -= 1
         self._close_unused(link)
 
-    def abort(
-        self, link: PairLink, request: handoff_pb2.AbortRequest, trace: Trace
-    ) -> asyncio.Event:
+    def abort(self, link: OutgoingLink, request: handoff_pb2.AbortRequest) -> asyncio.Event:
         """Starts sending it; the event is set after the first try, whatever its result."""
         tried = asyncio.Event()
         give_up_s = self.give_up_s if len(self._aborts) < _MAX_PENDING else _ABORT_S
         link.aborts += 1
-        in_background(self._aborts, self._abort(link, request, trace, give_up_s, tried))
+        in_background(self._aborts, self._abort(link, request, give_up_s, tried))
         return tried
 
     @contextlib.contextmanager
-    def closing_on_failure(self, link: PairLink, deadline: Deadline) -> Iterator[None]:
+    def closing_on_failure(self, link: OutgoingLink, deadline: Deadline) -> Iterator[None]:
         """Around what uses `link`: takes it out of service when it is the link that failed.
 
         No answer, and an error that is not ours, becomes TransferFailed. When the request's own
@@ -224,7 +225,7 @@ class LinkPool:
                 raise TransferFailed(f"decode {link.peer}: {error}") from error
             raise
 
-    def remove(self, link: PairLink, quarantine: bool = True) -> None:
+    def remove(self, link: OutgoingLink, quarantine: bool = True) -> None:
         """Takes `link` out of service; with `quarantine` its peer is refused for a while."""
         if self._links.get(link.peer) is link:
             if quarantine:
@@ -273,13 +274,13 @@ class LinkPool:
         while self._closing:
             await asyncio.gather(*self._closing)
 
-    def _begin_opening(self, peer: str) -> asyncio.Task[PairLink]:
+    def _begin_opening(self, peer: str) -> asyncio.Task[OutgoingLink]:
         opening = self._opening[peer] = asyncio.create_task(self._open(peer))
         # Its error is looked at even if everyone who waits for it is cancelled.
         opening.add_done_callback(lambda task: task.cancelled() or task.exception())
         return opening
 
-    async def _open(self, peer: str) -> PairLink:
+    async def _open(self, peer: str) -> OutgoingLink:
         try:
             decode = await self.find_decode(peer)
             try:
@@ -302,7 +303,7 @@ class LinkPool:
         self._links[peer] = link
         return link
 
-    async def _connect(self, decode: common_pb2.WorkerRecord) -> PairLink:
+    async def _connect(self, decode: common_pb2.WorkerRecord) -> OutgoingLink:
         """Offers until a transport works that the decode worker chose."""
         peer = decode.incarnation
         control = Control(decode.address)
@@ -318,14 +319,14 @@ class LinkPool:
                     transports=[one.kind for one in usable],
                     reachable_gpus=reachable_gpus(self.pool.device),
                 )
-                offer = await control.call(request, _CONNECT_S, {})
+                offer = await control.call(request, _CONNECT_S)
                 transport = next((one for one in usable if one.kind == offer.transport), None)
                 if transport is None:
                     raise KvMismatch(f"decode {peer} chose a transport we did not offer")
                 ranks = self.pools, decode.kv_pools or 1, self.record.kv.num_kv_heads
                 place = offer.endpoint, _CONNECT_S
                 try:
-                    link = await run(thread, rank_links.connect, transport, *ranks, *place)
+                    pair_ends = await run(thread, rank_ends.connect, transport, *ranks, *place)
                     break
                 except TransferFailed as error:
                     usable.remove(transport)
@@ -339,7 +340,7 @@ class LinkPool:
             await control.close()
             raise
         fallback = self._fallback(transport, decode)
-        return PairLink(peer, offer.epoch, transport, link, thread, control, fallback)
+        return OutgoingLink(peer, offer.epoch, transport, *pair_ends, thread, control, fallback)
 
     def _fallback(self, used: Transport, decode: common_pb2.WorkerRecord) -> str:
         """The faster transport that this pair should have, and why not; warns once of each."""
@@ -366,21 +367,20 @@ class LinkPool:
     def _quarantine(self, peer: str) -> None:
         self._refused_until[peer] = time.monotonic() + self.backoff_s
 
-    def _drop(self, link: PairLink) -> None:
+    def _drop(self, link: OutgoingLink) -> None:
         del self._links[link.peer]
         in_background(self._closing, link.close_data())
         self._close_unused(link)
 
-    def _close_unused(self, link: PairLink) -> None:
+    def _close_unused(self, link: OutgoingLink) -> None:
         """Ends its control connection if it is out of service, and nothing is sent any more."""
         if not link.users and not link.aborts and self._links.get(link.peer) is not link:
             in_background(self._closing, link.control.close())
 
     async def _abort(
         self,
-        link: PairLink,
+        link: OutgoingLink,
         request: handoff_pb2.AbortRequest,
-        trace: Trace,
         give_up_s: float,
         tried: asyncio.Event,
     ) -> None:
@@ -390,7 +390,7 @@ class LinkPool:
             async with asyncio.timeout(give_up_s):
                 while True:
                     try:
-                        await link.control.call(request, _ABORT_S, trace)
+                        await link.control.call(request, _ABORT_S)
                         return
                     except _NO_ANSWER as error:
                         why = "abort of handoff %s is not answered yet: %s"
