@@ -130,7 +130,8 @@ def test_what_settings_build(checkpoint, overlap, speculate):
 def test_the_pool_is_what_the_budget_leaves(checkpoint, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     # Of 7.2 GiB, so that the rest is no burden for a test; another engine here holds 5 bytes.
-    gpu, given, weights_of = UnmeasuredGpu(peak=int(2.98 * GIB)), [], gpu_backend.load_or_make_weights
+    gpu, given = UnmeasuredGpu(peak=int(2.98 * GIB)), []
+    weights_of = gpu_backend.load_or_make_weights
     gpu.held = 5
 
     def allocate(num_bytes, device):
