@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 
-from baton.engine.loop import Progress
+from baton.engine.step_report import SequenceProgress
 from baton.telemetry import tracing
 from baton.worker.messages import FINISH_REASONS, logprobs_proto, prompt_logprobs_proto
 from baton.worker.router_port import RouterConnection
@@ -27,9 +27,9 @@ class EventStream:
     interval: int = 1
     started: bool = False
     per_token: bool = False
-    _held: Progress | None = None  # tokens kept for the next event
+    _held: SequenceProgress | None = None  # tokens kept for the next event
 
-    def send(self, progress: Progress) -> None:
+    def send(self, progress: SequenceProgress) -> None:
         """Adds an event to the router's message, or keeps the tokens for the next one."""
         if (held := self._held) is not None:
             self._held = None
@@ -48,7 +48,7 @@ class EventStream:
         else:
             self._held = progress
 
-    def _add(self, progress: Progress) -> None:
+    def _add(self, progress: SequenceProgress) -> None:
         # Fields that most events lack are set separately: an empty argument costs like a set one.
         event = self.router.outgoing.events.add(
             handoff_id=self.handoff_id, token_ids=progress.token_ids
@@ -89,7 +89,7 @@ class DecodeSpans:
         self._tokens += 1
         self._steps += 1
 
-    def step(self, started_ns: int, ended_ns: int, progress: Progress) -> None:
+    def step(self, started_ns: int, ended_ns: int, progress: SequenceProgress) -> None:
         self._tokens += len(progress.token_ids)
         self._steps += bool(progress.token_ids)
         if not self._first_step_ns:

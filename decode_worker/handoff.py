@@ -23,8 +23,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from baton.engine.loop import Progress
 from baton.engine.sequence import Sequence
+from baton.engine.step_report import SequenceProgress
 from baton.errors import BatonError, InvalidRequest, KvCorrupted, Stale
 from baton.generation.structured_output import GrammarMatcher
 from baton.log_format import about
@@ -112,7 +112,7 @@ class Handoff:
     token_digest: bytes = b""
     compiled: asyncio.Future[GrammarMatcher] | None = None  # its grammar, while it is compiled
     transfer: Transfer | None = None
-    unverified: list[Progress] = field(default_factory=list)  # computed while COMMITTED
+    unverified: list[SequenceProgress] = field(default_factory=list)  # computed while COMMITTED
     has_decoded: bool = False  # steps ran, or may have run
     released: Future[list[int]] | None = None  # blocks in quarantine, once the engine has answered
     timer: asyncio.TimerHandle | None = None

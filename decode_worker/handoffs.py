@@ -24,7 +24,8 @@ from functools import partial
 from typing import Any
 
 from baton.block_hash import token_digest
-from baton.engine.loop import Engine, Progress, Reserved, StepReport, UnverifiedKv
+from baton.engine.engine import Engine, Reserved, UnverifiedKv
+from baton.engine.step_report import SequenceProgress, StepReport
 from baton.errors import (
     BatonError,
     DeadlineExceeded,
@@ -282,12 +283,12 @@ class Handoffs:
                 handoff.spans.token()
                 add_event(handoff_id=seq_id, token_ids=(token_id,))
             else:
-                self._advance(handoff, Progress(seq_id, token_ids=(token_id,)), report)
+                self._advance(handoff, SequenceProgress(seq_id, token_ids=(token_id,)), report)
         for progress in report.others:
             if (handoff := self._handoffs.get(progress.seq_id)) is not None:
                 self._advance(handoff, progress, report)
 
-    def _advance(self, handoff: Handoff, progress: Progress, report: StepReport) -> None:
+    def _advance(self, handoff: Handoff, progress: SequenceProgress, report: StepReport) -> None:
         if handoff.state is State.REQUESTED:  # the report came before the answer to `reserve`
             handoff.enter(State.RUNNING)
             self._start_decoding(handoff)
@@ -297,7 +298,7 @@ class Handoffs:
         else:
             self._report(handoff, progress)
 
-    def _report(self, handoff: Handoff, progress: Progress) -> None:
+    def _report(self, handoff: Handoff, progress: SequenceProgress) -> None:
         """Passes progress on to the router; the last one ends the handoff."""
         if progress.token_ids or progress.abort_reason or progress.prompt_logprobs:
             handoff.events.send(progress)  # otherwise its prompt is still being computed
@@ -480,7 +481,7 @@ class Handoffs:
     def _give_up(self, handoff: Handoff, reason: str) -> None:
         """Ends a handoff for a reason that its router does not have yet."""
         self._end(handoff, reason)
-        handoff.events.send(Progress(handoff.handoff_id, 0, abort_reason=reason))
+        handoff.events.send(SequenceProgress(handoff.handoff_id, 0, abort_reason=reason))
 
     def _end(self, handoff: Handoff, reason: str) -> None:
         """Frees the blocks, or quarantines those that a sender may still write into."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import grpc
 
 from baton.engine.build import Loaded
-from baton.engine.loop import StepReport
+from baton.engine.step_report import StepReport
 from baton.errors import Unavailable
 from baton.telemetry import propagation
 from baton.v1 import handoff_pb2_grpc

@@ -20,9 +20,9 @@ from opentelemetry.context import Context
 
 from baton.block_hash import token_digest
 from baton.engine.build import Loaded
-from baton.engine.loop import Progress, StepReport
 from baton.engine.pooling import Pooling, Vector
 from baton.engine.sequence import Sequence
+from baton.engine.step_report import SequenceProgress, StepReport
 from baton.errors import (
     CheckpointError,
     DeadlineExceeded,
@@ -69,7 +69,9 @@ class Prompt:
     arrived_ns: int = field(default_factory=time.time_ns)
     computed: int | None = None  # tokens; None before the first chunk
     pooled: Vector | None = None  # for an embedding: the sum of hidden states so far
-    steps: asyncio.Queue[tuple[StepReport, Progress] | None] = field(default_factory=asyncio.Queue)
+    steps: asyncio.Queue[tuple[StepReport, SequenceProgress] | None] = field(
+        default_factory=asyncio.Queue
+    )
     spans: list[Callable[[], None]] = field(default_factory=list)  # recorded at the prompt's end
 
 
@@ -254,7 +256,9 @@ class PrefillWorker(Node):
             step_timeout_s=self.config.transfer_timeout_s,
         )
 
-    async def _compute(self, prompt: Prompt, handoff: HandoffSender | None, send: Send) -> Progress:
+    async def _compute(
+        self, prompt: Prompt, handoff: HandoffSender | None, send: Send
+    ) -> SequenceProgress:
         """Follows the engine's steps until the first token is sampled, and queues blocks to send.
 
         Blocks are queued before the step's message is sent, and spans are recorded at the end:
@@ -344,7 +348,7 @@ def peers_to_open(records: Mapping[str, WorkerRecord], incarnation: str) -> set[
     }
 
 
-def _first_token(progress: Progress) -> prefill_pb2.PrefillFirstToken:
+def _first_token(progress: SequenceProgress) -> prefill_pb2.PrefillFirstToken:
     # No speculation: the sequence leaves the batch with this token.
     return prefill_pb2.PrefillFirstToken(
         token_id=progress.token_ids[0] if progress.token_ids else None,

@@ -22,10 +22,11 @@ from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.block_manager import BlockManager
 from baton.engine.collectives import SINGLE_RANK
-from baton.engine.loop import Engine, StepReport
+from baton.engine.engine import Engine
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence
+from baton.engine.step_report import StepReport
 from baton.generation.sampling_params import SamplingParams
 from baton.net.connection import framed
 from baton.tables import align

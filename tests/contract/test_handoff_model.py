@@ -29,7 +29,7 @@ from opentelemetry.trace import NoOpTracer
 
 from baton.block_hash import token_digest
 from baton.engine.block_manager import BlockManager
-from baton.engine.loop import Engine
+from baton.engine.engine import Engine
 from baton.engine.runner import SampledTokens, StepRunner
 from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.errors import DeadlineExceeded, KvCorrupted, Overloaded, Stale, Unavailable
@@ -632,7 +632,7 @@ class DecodeWorker(RuleBasedStateMachine):
         """The engine's thread goes around."""
         for _ in range(times):
             self.engine.submit(self.engine._mark_stopping)
-            self.engine._admit()
+            self.engine._run_commands()
             self.engine._step()
             self.engine._stopping = False
         self.move((pace[0], False))

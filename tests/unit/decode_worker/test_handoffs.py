@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from baton.engine.loop import Progress, StepReport
+from baton.engine.step_report import SequenceProgress, StepReport
 from baton.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -107,7 +107,7 @@ async def test_what_is_given_up_has_its_last_tokens_before_the_reason(decode, ro
     handoffs._handoffs["a"].enter(State.WRITING)  # as far as its events go, it runs
     handoffs._handoffs["a"].enter(State.RUNNING)
     for token in (5, 6, 7):
-        progress = [Progress("a", 1, (token,))]
+        progress = [SequenceProgress("a", 1, (token,))]
         handoffs.on_step(StepReport(0, 0, 1, progress, decode.node.engine.load()))
     handoffs._give_up(handoffs._handoffs["a"], "enough")
     events = [await router.event("a") for _ in range(3)]

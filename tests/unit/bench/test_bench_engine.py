@@ -2,9 +2,9 @@
 
 import pytest
 
+from baton.bench.engine import measure
 from baton.config import EngineConfig
 from baton.errors import ConfigError
-from baton.local.engine_bench import measure
 from tests.unit.engine.checkpoints import make_checkpoint
 
 
