@@ -221,9 +221,9 @@ def _run_router(args: argparse.Namespace) -> int:
 
     frontends = []
     if config.http_port:
-        from baton import gateway
+        from baton.gateway import routes
 
-        frontends.append(gateway.frontend(config))
+        frontends.append(routes.frontend(config))
     return main.run(config, frontends, shared)
 
 

@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from baton.config import EngineConfig
-from baton.engine import build
-from baton.engine.backends import cpu
+from baton.engine import build, cpu_affinity
 from baton.engine.build import Loaded
 from baton.engine.loop import StepReport
 from baton.engine.sequence import Sequence
@@ -53,7 +52,7 @@ def measure(
 
     context: tokens of each decoding sequence. Raises ConfigError for one that does not fit.
     """
-    with cpu.pinned_to(settings.cpus):
+    with cpu_affinity.pinned_to(settings.cpus):
         loaded = build.load(settings)
     build.warm_up(loaded)
     last = context + _WARM_UP + _STEPS + 2  # tokens of a sequence at its end

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from baton.client import Completion, Route, Timing, TokenLogprobs, Usage
 from baton.client.results import prompt_logprobs_of
 from baton.config import EngineConfig
-from baton.engine import build
-from baton.engine.backends import Backend, cpu
+from baton.engine import build, cpu_affinity
+from baton.engine.backends import Backend
 from baton.engine.loop import Engine, Progress, StepReport
 from baton.engine.sequence import Sequence as EngineSequence
 from baton.errors import InternalError, InvalidRequest
@@ -22,8 +22,9 @@ from baton.generation.structured_output import GrammarCompiler
 from baton.text import Tokenizer, check_stop_strings, load_tokenizer
 from baton.v1 import common_pb2
 from baton.worker.messages import prompt_logprobs_proto
-from router.admission.admission import check_length, fitting
-from router.dispatch.request_state import RequestState, TextStream, TokenizedRequest
+from router.admission.validation import check_length, fit_max_tokens
+from router.output.text_stream import TextStream
+from router.request import RequestState, TokenizedRequest
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -33,7 +34,7 @@ class SingleProcess:
 
     def __init__(self, settings: EngineConfig, backend: Backend | None = None) -> None:
         """backend: as `build.load` takes it."""
-        with cpu.pinned_to(settings.cpus):
+        with cpu_affinity.pinned_to(settings.cpus):
             self._loaded = build.load(settings, backend=backend)
         self.tokenizer = load_tokenizer(self._loaded.path)
         self._reports: queue.SimpleQueue[Progress] = queue.SimpleQueue()
@@ -68,7 +69,7 @@ class SingleProcess:
         if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab:
             raise InvalidRequest(f"the prompt needs token ids from 0 to {vocab - 1}", "token_ids")
         check_length(len(tokens), limit)
-        params = fitting(params, len(tokens), limit, limit, cut)
+        params = fit_max_tokens(params, len(tokens), limit, limit, cut)
         check_stop_strings(stop)
         self._requests += 1
         name = f"local-{self._requests}"

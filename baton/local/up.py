@@ -19,7 +19,7 @@ from baton.local.span_store import SpanStore
 from baton.local.supervisor import echo, say
 from baton.local.trace_tree import entry_of
 from router.admission.tenants import Tenants
-from router.service import authorize
+from router.grpc_service import authorize
 
 _QUIET_S = 1.0  # exporters flush several times a second: a trace this quiet has all its spans
 _MIN_KEPT = 256  # to be drawn: requests may run side by side

@@ -233,6 +233,11 @@ class Snapshot:
         return bool(prefill.ready and decode.ready and prefill.kv == decode.kv)
 
     @property
+    def has_idle_prefill(self) -> bool:
+        """Whether a READY worker that computes prompts has none."""
+        return any(row.ready and not row.queued_tokens for row in self.prefill_rows)
+
+    @property
     def prefill_rows(self) -> Iterator[Row]:
         """The numbers of the workers that compute prompts: prefill workers, if any is READY."""
         split = len(self.prefill)

@@ -93,7 +93,7 @@ GRPC = ("grpc",)
     [
         ("import baton; assert {'AsyncClient', 'Client', 'errors'} <= set(dir(baton))", GRPC),
         ("import baton.text", ("torch", "grpc")),
-        ("import router.admission.text_process", ("torch", "grpc", "opentelemetry")),
+        ("import router.admission.tokenizer_process", ("torch", "grpc", "opentelemetry")),
         ("import baton; baton.Client, baton.AsyncClient", LIBRARIES + HEAVY),
         ("import baton.cli; baton.cli.parser()", LIBRARIES + HEAVY),
         (

@@ -1,17 +1,9 @@
-"""An engine on a CPU: its kernels and pool, or a simulation's, and where its threads run.
-
-The kernel keeps affinity and niceness for each thread, and a new thread inherits them: what the
-engine's thread is given here, the threads that compute with it have too. All else in the process
-(event loop, gRPC, transfers) stays free to run wherever there is room. Linux.
-"""
+"""An engine on a CPU: native kernels or torch's, or a simulation."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import threading
-from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +15,7 @@ from torch import Tensor
 from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed
 from baton.engine.backends import Backend, unsupported
 from baton.engine.batch import StepModel
-from baton.engine.collectives import ALONE, GroupCollectives
+from baton.engine.collectives import SINGLE_RANK, GroupCollectives
 from baton.engine.kernels.native import library
 from baton.engine.kernels.native.model import NativeModel
 from baton.engine.kernels.native.ops import NativeOps
@@ -31,7 +23,7 @@ from baton.engine.kernels.native.packing import PackedWeight
 from baton.engine.models.decoder import Model
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.quantization import weight_format
-from baton.engine.ranks import Exchange
+from baton.engine.rank_executor import Exchange
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.shard import WHOLE, Shard
@@ -104,7 +96,7 @@ class CpuBackend(Backend):
         prepared = partial(prepare_weight, quantization=settings.quantization, native=native)
         kernels = "native" if native else "torch"
         weights = weights_of(settings, path, config, dtype, self.device, kernels, prepared, shard)
-        group = exchange if isinstance(exchange, GroupCollectives) else ALONE
+        group = exchange if isinstance(exchange, GroupCollectives) else SINGLE_RANK
         if not native:
             return Model(config, weights, dtype, self.device, shard=shard, ranks=group)
         reason = unsupported(config, settings.block_size, "native")
@@ -119,7 +111,7 @@ class CpuBackend(Backend):
             return SimulatedRunner(SimulatedSpeed.parse(self.settings.simulate), pool, sampler)
         return super().runner(model, pool, sampler, max_context)
 
-    def of_rank(self, place: Shard) -> CpuBackend:
+    def for_rank(self, place: Shard) -> CpuBackend:
         return CpuBackend(place.settings(self.settings))
 
     def _is_native(self, dtype: torch.dtype) -> bool:
@@ -134,26 +126,3 @@ def prepare_weight(weight: Weight, is_output: bool, quantization: str, native: b
     if isinstance(weight, DenseWeight):
         weight = quantized(weight, quantization, is_output)
     return PackedWeight.of(weight) if native else weight
-
-
-def pin_thread(cpus: Collection[int], nice: int) -> None:
-    """Pins the calling thread to `cpus` (none: leaves it free) and lets others go first.
-
-    `nice` is the kernel's measure, from 0 to 19: at 10 a thread gets a tenth of the time of one
-    that shares its core at 0, and all the time that is left over.
-    """
-    if cpus:
-        os.sched_setaffinity(0, cpus)
-    if nice:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-
-
-@contextlib.contextmanager
-def pinned_to(cpus: Collection[int]) -> Iterator[None]:
-    """Within, the calling thread keeps to `cpus`: memory that it touches first lies near them."""
-    allowed = os.sched_getaffinity(0)
-    pin_thread(cpus, 0)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.config import EngineConfig, options
-from baton.engine.backends import cpu
+from baton.engine import cpu_affinity
 from baton.engine.build import choose_dtype, device_of
 from baton.engine.kernels.native.ops import NativeOps
 from baton.engine.kernels.native.packing import PackedWeight
@@ -110,7 +110,7 @@ def test_an_int8_pool_has_room_for_the_scales_and_is_scrubbed_with_them(director
     assert pool.dtype == torch.int8
     assert pool.shape == (8, 2, 2, 2, 16, SMALL["head_dim"] + SCALE_BYTES)
     pool.fill_(-1)  # as bytes from a broken transfer: scales that are no numbers
-    loaded.runner.scrub([2, 5])
+    loaded.runner.zero_blocks([2, 5])
     kept = pool.any(dim=5).flatten(1)
     assert kept.all(dim=1).tolist() == [block not in (2, 5) for block in range(8)]
     assert not kept[[2, 5]].any()
@@ -166,16 +166,16 @@ def test_a_thread_and_those_it_starts_are_pinned_and_stand_back():
     def child():
         return in_a_thread(place)[0]
 
-    _, here, below = in_a_thread(lambda: cpu.pin_thread(last, nice), place, child)
+    _, here, below = in_a_thread(lambda: cpu_affinity.pin_thread(last, nice), place, child)
     assert here == below == (last, nice)
     assert place() == before
-    _, here = in_a_thread(lambda: cpu.pin_thread((), 0), place)
+    _, here = in_a_thread(lambda: cpu_affinity.pin_thread((), 0), place)
     assert here == before
 
 
 def test_confined_gives_the_cores_back_whatever_happens():
     def fail():
-        with cpu.pinned_to({min(ALL)}):
+        with cpu_affinity.pinned_to({min(ALL)}):
             assert os.sched_getaffinity(0) == {min(ALL)}
             raise ValueError("seen")
 

@@ -80,9 +80,9 @@ class Worker:
             if self._area is not None:
                 self._area.close()
 
-    def load(self, elsewhere):
-        assert not elsewhere.ranks
-        loaded, pools = node._load(self.config, elsewhere)
+    def load(self, remote_ranks):
+        assert not remote_ranks.connections
+        loaded, pools = node._load(self.config, remote_ranks)
         self._area = pools[0].area
         return loaded, pools
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.backends.gpu.cuda_graphs import Sections, StepGraphs
+from baton.engine.backends.gpu.cuda_graphs import StepGraphs, StepInputs
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.kernels.triton import penalties, sampling
 from baton.engine.kernels.triton.logprobs import score
@@ -51,13 +51,13 @@ class SamplingGraphs(StepGraphs):
         self._vocab_size = vocab_size
         self.tokens = torch.zeros(self.largest.logits, dtype=torch.int64, device=stream.device)
 
-    def _feed(self, at: Sections[Tensor]) -> None:
-        if decodes := len(at.sources):
-            gather_tokens(at.token_ids[:decodes], at.sources, self.tokens, self._vocab_size)
+    def _load_tokens(self, inputs: StepInputs[Tensor]) -> None:
+        if decodes := len(inputs.sources):
+            gather_tokens(inputs.token_ids[:decodes], inputs.sources, self.tokens, self._vocab_size)
 
-    def _sample(self, at: Sections[Tensor], logits: Tensor) -> None:
+    def _sample(self, inputs: StepInputs[Tensor], logits: Tensor) -> None:
         tokens = self.tokens[: len(logits)]
-        sampling.sample(logits, at.settings, at.seeds, at.positions, tokens)
+        sampling.sample(logits, inputs.settings, inputs.seeds, inputs.positions, tokens)
 
 
 class Scores:

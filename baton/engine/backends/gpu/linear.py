@@ -1,8 +1,8 @@
 """Weights on a GPU: how each format multiplies, and what of a layer it does on the way.
 
 Where a tensor lies on a CPU, a weight computes as `baton.engine.weights.weight` does, which is the
-reference. Few rows are a product of ours (`ops/triton/skinny_matmul.py`), which can take a norm, a
-gate or the residual stream along; more rows are cuBLAS's, with kernels of ours around it.
+reference. Products of few rows use `kernels/triton/skinny_matmul.py`, which can fuse a norm, a gate
+or the residual addition; products of more rows use cuBLAS, with separate kernels for the rest.
 
 What 8-bit products ask of shapes and GPUs is what torch's `_int_mm` and `_scaled_mm` check before
 they call cuBLAS or CUTLASS (aten/src/ATen/native/cuda/Blas.cpp and ScaledBlas.cpp of torch 2.11).

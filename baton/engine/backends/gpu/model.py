@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton.engine.backends.gpu.linear import GpuWeight, prepare
 from baton.engine.batch import StepBatch
-from baton.engine.collectives import ALONE, Collectives
+from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.triton.activation import act_mul
 from baton.engine.kernels.triton.decode_attention import DecodePlan, decode_attention, plan_decode
 from baton.engine.kernels.triton.moe_matmul import GroupedWeight
@@ -88,7 +88,7 @@ class GpuModel(Model):
         dtype: torch.dtype,
         device: torch.device,
         shard: Shard = WHOLE,
-        ranks: Collectives = ALONE,
+        ranks: Collectives = SINGLE_RANK,
     ) -> None:
         layers = tuple(
             replace(layer, experts=layer.experts and _GroupedExperts.of(layer.experts, dtype))

@@ -29,12 +29,12 @@ from router.placement.cost_model import (
     Costs,
     Estimate,
     OnPrefill,
-    PlacementRequest,
     RowCosts,
     costs_of,
     pair_cost,
     room_ms,
 )
+from router.request import Demand
 
 RETRY_AFTER_S = 1.0
 _MOST_REASONS = 8  # in one message
@@ -51,7 +51,7 @@ class Pair:
 
     on_prefill: Estimate
     on_decode: Estimate
-    request: PlacementRequest
+    demand: Demand
     unusable: str  # why it cannot be used, whatever room there is; empty when it can
     same_host: bool
     decode_prefills: bool
@@ -88,14 +88,14 @@ class Pair:
     def local_prefill_max_tokens(self) -> int:
         """For Reserve: decode starts by itself if no more than this is not cached."""
         if self.alone:
-            return self.request.num_tokens
-        most = self.request.local_prefill_max_tokens
+            return self.demand.num_tokens
+        most = self.demand.local_prefill_max_tokens
         return max(most, self.on_decode.uncached) if self.decode_prefills else most
 
 
 def pick(
     snapshot: Snapshot,
-    request: PlacementRequest,
+    request: Demand,
     failed: Set[str] = frozenset(),
     full: Set[str] = frozenset(),
 ) -> Pair:
@@ -115,7 +115,7 @@ def pick(
     raise Overloaded(f"no room for {request.num_tokens} tokens now ({reasons})", RETRY_AFTER_S)
 
 
-def predict(snapshot: Snapshot, request: PlacementRequest) -> tuple[float, bool]:
+def predict(snapshot: Snapshot, request: Demand) -> tuple[float, bool]:
     """Seconds to a first token on the best pair, without the wait queue, and whether there is room.
 
     0 seconds when nothing is known. Where no pair has room, it is the best of all: waiting for room
@@ -130,7 +130,7 @@ def predict(snapshot: Snapshot, request: PlacementRequest) -> tuple[float, bool]
 
 
 def soonest_room(
-    snapshot: Snapshot, request: PlacementRequest, kept: frozenset[str] = frozenset()
+    snapshot: Snapshot, request: Demand, kept: frozenset[str] = frozenset()
 ) -> frozenset[str] | None:
     """The workers to keep for a request that finds no room: what is full of the pair that has room
     first. Those that are `kept` already stay as long as they are READY.
@@ -166,9 +166,7 @@ def _prefill_room_ms(worker: Row, found: OnPrefill) -> float:
     return room_ms(worker, found.blocks) if worker.blocks_held else 0.0 if worker.ready else inf
 
 
-def rank_all(
-    snapshot: Snapshot, request: PlacementRequest, full: Set[str] = frozenset()
-) -> list[Pair]:
+def rank_all(snapshot: Snapshot, request: Demand, full: Set[str] = frozenset()) -> list[Pair]:
     """The pairs, best first, those that are left out last; of many the first of these."""
     costs, columns = ColumnCosts(snapshot, request), snapshot.columns
     if not snapshot.num_usable and (ranks := _ranks_alone(costs, frozenset(), full, False)):
@@ -336,7 +334,7 @@ def _lone_pair(costs: Costs, row: int, full: Set[str] = frozenset()) -> Pair:
     return Pair(
         on_prefill=found,
         on_decode=found,
-        request=costs.request,
+        demand=costs.request,
         unusable="",
         same_host=True,
         decode_prefills=decodes,
@@ -357,7 +355,7 @@ def _pair(costs: Costs, p: int, d: int, full: Set[str] = frozenset(), candidates
     return Pair(
         on_prefill=costs.on_prefill(p, full),
         on_decode=costs.on_decode(d, full),
-        request=costs.request,
+        demand=costs.request,
         unusable=_why_unusable(snapshot, prefill, decode),
         same_host=same_host,
         decode_prefills=bool(decode_prefills),

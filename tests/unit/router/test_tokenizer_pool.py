@@ -14,10 +14,10 @@ from baton.config import DEMO_MODEL
 from baton.errors import ContextOverflow, InternalError, InvalidRequest, Overloaded
 from baton.text import load_tokenizer
 from baton.v1 import inference_pb2
-from router.admission import text_pool
+from router.admission import tokenizer_pool
 from router.admission.chat import ChatFormats
-from router.admission.fair_queue import Flow
-from router.admission.text_pool import Text, TextPool
+from router.admission.tokenizer_pool import Text, TokenizerPool
+from router.request import TenantShare
 
 from .small_tokenizers import TEMPLATE, byte_tokenizer
 
@@ -47,7 +47,7 @@ def running(pids):
 @pytest.fixture
 async def pool_of(tmp_path):
     """Makes pools of the small tokenizer; afterwards none of their processes is left."""
-    made, started = [], text_pool._Process.__init__
+    made, started = [], tokenizer_pool._Process.__init__
     pids = []
 
     def start(self, command):
@@ -57,12 +57,12 @@ async def pool_of(tmp_path):
     def make(template=TEMPLATE, processes=1, fingerprint="", path=tmp_path):
         tokenizer = byte_tokenizer(tmp_path, template=template) if path == tmp_path else None
         arguments = (str(path), fingerprint or tokenizer.fingerprint, "auto")
-        made.append(TextPool(arguments, processes))
+        made.append(TokenizerPool(arguments, processes))
         made[-1].pids = pids
         return made[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_pool._Process, "__init__", start)
+        patch.setattr(tokenizer_pool._Process, "__init__", start)
         yield make
     for pool in made:
         await pool.close()
@@ -72,8 +72,8 @@ async def pool_of(tmp_path):
 async def test_ids_are_those_of_this_process_and_a_process_is_used_again(pool_of):
     tokenizer = load_tokenizer(DEMO_MODEL)
     pool = pool_of(path=DEMO_MODEL.resolve(), fingerprint=tokenizer.fingerprint, processes=2)
-    formats = ChatFormats.of(tokenizer)
-    turns, flow = ["def f(x):\n    return x\n" * 300, "é" * 50, "\n"], Flow("a")
+    formats = ChatFormats.from_tokenizer(tokenizer)
+    turns, flow = ["def f(x):\n    return x\n" * 300, "é" * 50, "\n"], TenantShare("a")
     for end in (1, 2, 3, 3):
         expected = formats.encode(chat(*turns[:end]), 0)
         assert [*await pool.encode(text_of(*turns[:end]), flow)] == expected
@@ -93,8 +93,8 @@ async def test_ids_are_those_of_this_process_and_a_process_is_used_again(pool_of
 async def test_what_takes_too_long_is_refused_with_its_process_and_others_go_on(
     pool_of, monkeypatch
 ):
-    monkeypatch.setattr(text_pool, "_LEAST_CPU_S", 1)
-    pool, flow = pool_of(ENDLESS), Flow("a")
+    monkeypatch.setattr(tokenizer_pool, "_LEAST_CPU_S", 1)
+    pool, flow = pool_of(ENDLESS), TenantShare("a")
     first = asyncio.create_task(pool.encode(text_of("go"), flow))
     second = asyncio.create_task(pool.encode(text_of("hi"), flow))
     with pytest.raises(InvalidRequest, match=r"over 1 s of CPU time.*shorten it") as caught:
@@ -105,7 +105,7 @@ async def test_what_takes_too_long_is_refused_with_its_process_and_others_go_on(
 
 
 async def test_a_process_that_ends_is_replaced_and_a_model_that_changed_is_named(pool_of, tmp_path):
-    pool, flow = pool_of(ENDLESS), Flow("a")
+    pool, flow = pool_of(ENDLESS), TenantShare("a")
     await pool.encode(text_of("hi"), flow)
     os.kill(pool.pids[-1], signal.SIGKILL)
     await asyncio.to_thread(os.waitid, os.P_PID, pool.pids[-1], os.WEXITED | os.WNOWAIT)
@@ -124,12 +124,12 @@ async def test_a_process_that_ends_is_replaced_and_a_model_that_changed_is_named
 async def test_a_tenant_of_many_texts_delays_no_other_and_too_many_are_refused(
     pool_of, monkeypatch
 ):
-    monkeypatch.setattr(text_pool, "MAX_WAITING", 20)
+    monkeypatch.setattr(tokenizer_pool, "MAX_WAITING", 20)
     pool, done = pool_of(), []
 
     async def encode(tenant, number):
         try:
-            await pool.encode(text_of("x" * 20_000), Flow(tenant))
+            await pool.encode(text_of("x" * 20_000), TenantShare(tenant))
             done.append((tenant, number))
         except Overloaded as error:
             assert error.retry_after_s
@@ -148,7 +148,7 @@ async def test_a_tenant_of_many_texts_delays_no_other_and_too_many_are_refused(
 
 
 async def test_who_leaves_while_it_waits_costs_nothing_and_a_process_is_kept(pool_of):
-    pool, flow = pool_of(), Flow("a")
+    pool, flow = pool_of(), TenantShare("a")
     tasks = [asyncio.create_task(pool.encode(text_of("x" * 20_000), flow)) for _ in range(3)]
     await asyncio.sleep(0)
     for task in tasks[:2]:  # one that runs, and one that waits
@@ -158,7 +158,7 @@ async def test_who_leaves_while_it_waits_costs_nothing_and_a_process_is_kept(poo
 
 
 async def test_closing_cancels_what_runs_and_waits(pool_of):
-    pool, flow = pool_of(ENDLESS), Flow("a")
+    pool, flow = pool_of(ENDLESS), TenantShare("a")
     tasks = [asyncio.create_task(pool.encode(text_of("go"), flow)) for _ in range(2)]
     await asyncio.sleep(0.2)
     await pool.close()
@@ -172,12 +172,12 @@ def test_a_router_that_is_killed_leaves_none(tmp_path):
     arguments = json.dumps([str(tmp_path), tokenizer.fingerprint, "auto"])
     program = f"""if True:
         import asyncio, os
-        from router.admission.fair_queue import Flow
-        from router.admission.text_pool import Text, TextPool
+        from router.request import TenantShare
+        from router.admission.tokenizer_pool import Text, TokenizerPool
 
         async def main():
-            pool = TextPool({arguments}, 1)
-            await pool.encode(Text("text", b"x" * 9000), Flow("a"))
+            pool = TokenizerPool({arguments}, 1)
+            await pool.encode(Text("text", b"x" * 9000), TenantShare("a"))
             print(pool._idle[0]._process.pid, flush=True)
             os.kill(os.getpid(), 9)
 

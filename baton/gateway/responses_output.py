@@ -22,7 +22,8 @@ from baton.gateway.responses import (
 )
 from baton.net.http_errors import CONTEXT_OVERFLOW, Failure
 from baton.v1 import common_pb2, inference_pb2
-from router.dispatch.request_state import ParsedOutput
+from router.output.sink import Piece
+from router.output.text_stream import ParsedOutput
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 FailureCode = Literal[
@@ -262,7 +263,7 @@ def _ignore(kind: str, **members: Any) -> None:
 
 @dataclass(eq=False)
 class ItemsOutput:
-    """An output as items, a `router.generation_service.Sink`. Each step is told as an event."""
+    """An output as items, a `router.output.sink.Sink`. Each step is told as an event."""
 
     on_start: Callable[[inference_pb2.Started], None]
     emit: Emit
@@ -284,16 +285,9 @@ class ItemsOutput:
     def prompt(self, logprobs: common_pb2.PromptLogprobs) -> None:
         """Not asked for."""
 
-    def put(
-        self,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[common_pb2.PositionLogprobs],
-        reason: common_pb2.FinishReason,
-        stop: str,
-        parsed: ParsedOutput | None = None,
-    ) -> None:
-        reasoning, calls = parsed or ParsedOutput()
+    def put(self, piece: Piece) -> None:
+        text, reason = piece.text, piece.finish_reason
+        reasoning, calls = piece.parsed or ParsedOutput()
         if reasoning:
             self._add(ReasoningItem, reasoning)
         if calls and not calls[0].id:  # the rest of the open call, which text would end

@@ -1,8 +1,8 @@
 """A process that renders and tokenizes long texts for a router, which may kill it.
 
 It answers one job after another on the socket that is its standard input, and ends with the
-router. What a job may take is bounded by the kernel, which ends the process: templates and
-tokenizers are a model's, and some of what they do in one step cannot be interrupted.
+router. The kernel limits a job's CPU time and memory by ending the process: templates and
+tokenizers come from a model, and some of their steps cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from baton.text import load_tokenizer
 from baton.v1 import inference_pb2
 from router.admission.chat import ChatFormats
 
-HEAD = struct.Struct("<II")  # of a job: bytes of its JSON, and of the text behind it
-ANSWER = struct.Struct("<cI")  # what kind it is, and its bytes
+HEAD = struct.Struct("<II")  # of a job: bytes of its JSON, and of the text after it
+ANSWER = struct.Struct("<cI")  # its kind and number of bytes
 IDS, REFUSAL, FAILURE = b"i", b"r", b"f"
-MEMORY_BYTES = 1 << 30  # for a job, beside what the process has when it begins
+MEMORY_BYTES = 1 << 30  # a job's, in addition to the process's own at its start
 _NICE = 2  # streams go before new prompts, as on workers
-_CACHED_BYTES = 32 << 20  # of the ids of chats' parts
+_CACHED_BYTES = 32 << 20  # token ids of parts of chats
 
 
 def main(path: str, fingerprint: str, tool_parser: str) -> None:
-    """Serves until the router closes its end."""
+    """Serves until the router closes the connection."""
     os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the router's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the router handles ctrl-C
     formats, failure = None, ""
     try:
         formats = _load(Path(path), fingerprint, tool_parser)
@@ -51,7 +51,7 @@ def main(path: str, fingerprint: str, tool_parser: str) -> None:
             _, hard = resource.getrlimit(resource.RLIMIT_CPU)
             resource.setrlimit(resource.RLIMIT_CPU, (used_s + job["cpu_s"], hard))
             kind, answer = (
-                (FAILURE, failure.encode()) if formats is None else _do(formats, job, text)
+                (FAILURE, failure.encode()) if formats is None else _answer(formats, job, text)
             )
             stream.write(ANSWER.pack(kind, len(answer)) + answer)
             stream.flush()
@@ -63,15 +63,15 @@ def _load(path: Path, fingerprint: str, tool_parser: str) -> ChatFormats:
     if tokenizer.fingerprint != fingerprint:
         raise InternalError(f"{path} has changed since the router was started: restart it")
     tokenizer.keep_segments(_CACHED_BYTES)
-    formats = ChatFormats.of(tokenizer, tool_parser, "none")
+    formats = ChatFormats.from_tokenizer(tokenizer, tool_parser, "none")
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     return formats
 
 
-def _do(formats: ChatFormats, job: dict[str, Any], text: bytes) -> tuple[bytes, bytes]:
-    """What kind of answer it is, and the answer."""
+def _answer(formats: ChatFormats, job: dict[str, Any], text: bytes) -> tuple[bytes, bytes]:
+    """Kind and bytes of the answer."""
     most, special = job["max_tokens"], job["add_special_tokens"]
     try:
         if job["field"] == "chat":
@@ -87,7 +87,7 @@ def _do(formats: ChatFormats, job: dict[str, Any], text: bytes) -> tuple[bytes, 
         most = getattr(error, "max_context", None)  # of a ContextOverflow
         return REFUSAL, json.dumps([str(error), error.field, most]).encode()
     except MemoryError:
-        reason = f"it takes over {MEMORY_BYTES >> 20} MiB to render and tokenize it"
+        reason = f"rendering and tokenizing it takes over {MEMORY_BYTES >> 20} MiB"
         return REFUSAL, json.dumps([reason, job["field"], None]).encode()
     except ENDINGS:
         raise

@@ -1,7 +1,7 @@
-"""Long texts and chats are rendered and tokenized by a few processes, not on the event loop.
+"""A pool of processes that render and tokenize long texts and chats.
 
-Rendering is Python: on a thread it would hold up every stream of the router. A process starts with
-the first text that needs it, and is killed with a text that takes too long.
+Rendering is Python code: on a thread it would delay every stream of the router. A process starts
+when a text needs it, and is killed if the text takes too long.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import ContextOverflow, InternalError, InvalidRequest, Overloaded, Unavailable
-from router.admission.fair_queue import FairQueue, Flow, PendingPrompt
-from router.admission.text_process import ANSWER, FAILURE, HEAD, IDS, MEMORY_BYTES
+from router.admission.tokenizer_process import ANSWER, FAILURE, HEAD, IDS, MEMORY_BYTES
+from router.queueing.fair_queue import FairQueue
+from router.request import PendingPrompt, TenantShare
 
-MAX_WAITING = 256  # texts; one more is refused, or one of the tenant that has most of them
+MAX_WAITING = 256  # texts; then one is refused, or one of the tenant with the most
 _RETRY_S = 1.0
-_EXIT_S = 5.0  # from the end of a process's connection to its own
-# CPU time that a text may take: several times what the slowest template and tokenizer need.
-_LEAST_CPU_S = 4
+_EXIT_S = 5.0  # from the end of a process's connection to its exit
+# CPU time limit of a text: several times what the slowest template and tokenizer need.
+_MIN_CPU_S = 4
 _BYTES_A_CPU_SECOND = 1 << 18
-_WALL_PER_CPU = 15  # as long may it take on a busy machine, with the start of its process
-# One text is one thread's work; the cores are for all of them, and for workers.
+_WALL_PER_CPU = 15  # wall time per CPU time on a busy machine, process start included
+# Each text uses one thread: the other cores are for other texts and for workers.
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -38,21 +39,21 @@ _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1"}
 class Text:
     """A text or a chat to tokenize: `data` is UTF-8 or a serialized Chat."""
 
-    field: str  # of the request: "text" or "chat"
+    field: str  # the request's: "text" or "chat"
     data: bytes
     suffix: bytes = b""
     max_tokens: int = 0
     add_special_tokens: bool = False
-    salt: str = ""  # keeps apart what the processes remember
+    salt: str = ""  # separates the processes' cached token ids
 
     @property
     def cpu_s(self) -> int:
-        """CPU time that it may take, whole seconds."""
-        return _LEAST_CPU_S + len(self.data) // _BYTES_A_CPU_SECOND
+        """CPU time limit in whole seconds."""
+        return _MIN_CPU_S + len(self.data) // _BYTES_A_CPU_SECOND
 
     @property
     def job(self) -> bytes:
-        """As `text_process` takes it."""
+        """The message for `tokenizer_process`."""
         head = {
             "field": self.field,
             "text_bytes": len(self.data),
@@ -75,27 +76,27 @@ class _Waiting:
     )
 
 
-class TextPool:
-    """The processes, and what waits for them, fair over tenants. Event-loop thread only."""
+class TokenizerPool:
+    """The processes and the texts that wait for them in fair order. Event-loop thread only."""
 
     def __init__(self, arguments: Sequence[str], processes: int) -> None:
-        """`arguments` are those of `text_process.main`."""
-        self._command = [sys.executable, "-m", "router.admission.text_process", *arguments]
+        """`arguments`: those of `tokenizer_process.main`; `processes`: their maximum number."""
+        self._command = [sys.executable, "-m", "router.admission.tokenizer_process", *arguments]
         self._processes = processes
         self._queue = FairQueue()
         self._waiting: list[_Waiting] = []
-        self._idle: list[_Process] = []  # the one that was used last is last: its cache is warm
+        self._idle: list[_Process] = []  # the last one was used last: its cache is warm
         self._running: dict[asyncio.Task[None], _Waiting] = {}
-        self._ending: set[asyncio.Future[int]] = set()  # of processes that were killed
+        self._ending: set[asyncio.Future[int]] = set()  # exits of killed processes
 
-    async def encode(self, text: Text, flow: Flow) -> array[int]:
-        """Token ids. Raises InvalidRequest as the tokenizer does, or for what takes too long.
+    async def encode(self, text: Text, owner: TenantShare) -> array[int]:
+        """Token ids. Raises InvalidRequest as the tokenizer does, or if it takes too long.
 
-        Overloaded while too much waits, and InternalError where a process ends by itself.
+        Raises Overloaded while too many texts wait, InternalError if a process ends unexpectedly.
         """
-        self._make_room(flow.tenant)
+        self._make_room(owner.tenant)
         seconds = len(text.data) / _BYTES_A_CPU_SECOND
-        waiting = _Waiting(text, self._queue.add(flow, seconds))
+        waiting = _Waiting(text, self._queue.add(owner, seconds))
         self._waiting.append(waiting)
         self._start_next()
         try:
@@ -105,7 +106,7 @@ class TextPool:
                 self._drop(waiting)
 
     async def close(self) -> None:
-        """Kills the processes; what runs or waits is cancelled."""
+        """Kills the processes and cancels all texts."""
         for waiting in (*self._waiting, *self._running.values()):
             waiting.ids.cancel()
         for task in self._running:
@@ -118,21 +119,21 @@ class TextPool:
             await asyncio.wait(self._ending, timeout=_EXIT_S)
 
     def _make_room(self, tenant: str) -> None:
-        """Where too many wait, the newest of the tenant with the most is refused."""
+        """If too many texts wait, refuses the newest of the tenant with the most."""
         if len(self._waiting) < MAX_WAITING:
             return
         refusal = Overloaded(f"{MAX_WAITING} long texts wait to be tokenized", _RETRY_S)
-        counts = Counter(waiting.pending.flow.tenant for waiting in self._waiting)
+        counts = Counter(waiting.pending.owner.tenant for waiting in self._waiting)
         most, count = counts.most_common(1)[0]
         if counts[tenant] + 1 >= count:
             raise refusal
-        newest = [waiting for waiting in self._waiting if waiting.pending.flow.tenant == most][-1]
+        newest = [waiting for waiting in self._waiting if waiting.pending.owner.tenant == most][-1]
         self._drop(newest)
         if not newest.ids.done():
             newest.ids.set_exception(refusal)
 
     def _kill(self, process: _Process) -> None:
-        """Its end is not waited for: that takes a while where it had much memory."""
+        """Does not wait for its exit, which takes a while with much memory."""
         end = process.kill()
         self._ending.add(end)
         end.add_done_callback(self._ending.discard)
@@ -155,7 +156,7 @@ class TextPool:
     def _ended(self, task: asyncio.Task[None]) -> None:
         waiting = self._running.pop(task)
         self._queue.remove(waiting.pending, computed=True)
-        # It has no answer where its caller has left, or the pool is closed.
+        # There is no result if its caller has left or the pool is closed.
         error = None if task.cancelled() else task.exception()
         if not waiting.ids.done() and error is not None:
             waiting.ids.set_exception(error)
@@ -163,7 +164,7 @@ class TextPool:
             self._start_next()
 
     async def _run(self, waiting: _Waiting) -> None:
-        """Goes on when its caller has left: a process that is killed costs more than the rest."""
+        """Continues if the caller leaves: killing the process would cost more than the rest."""
         text, process = waiting.text, None
         while self._idle and process is None:
             process = self._idle.pop()
@@ -189,7 +190,7 @@ class TextPool:
 
 
 def _ids(kind: bytes, answer: bytes) -> array[int]:
-    """What an answer holds. Raises InvalidRequest and InternalError."""
+    """The token ids of an answer. Raises InvalidRequest or InternalError."""
     if kind == IDS:
         ids = array("I")
         ids.frombytes(answer)
@@ -203,8 +204,8 @@ def _ids(kind: bytes, answer: bytes) -> array[int]:
 def _why_ended(status: int, text: Text) -> Exception:
     if status == -signal.SIGXCPU:
         return InvalidRequest(
-            f"to render and tokenize it takes over {text.cpu_s} s of CPU time: its process was "
-            "ended: shorten it, or look at the model's chat template",
+            f"rendering and tokenizing it takes over {text.cpu_s} s of CPU time, and its process "
+            "was ended: shorten it, or look at the model's chat template",
             text.field,
         )
     how = signal.Signals(-status).name if status < 0 else f"status {status}"
@@ -215,13 +216,13 @@ def _why_ended(status: int, text: Text) -> Exception:
 
 
 class _Process:
-    """One process, in a session of its own, so that ctrl-C is the router's alone."""
+    """One process, in its own session, so that ctrl-C reaches the router only."""
 
     def __init__(self, command: list[str]) -> None:
         self._socket, theirs = socket.socketpair()
         try:
             with theirs:
-                # In this thread: it takes 2 ms, once.
+                # Blocks the event loop for 2 ms, once.
                 self._process = subprocess.Popen(
                     command,
                     stdin=theirs.fileno(),
@@ -240,7 +241,7 @@ class _Process:
         return self._process.poll() is not None
 
     async def ask(self, job: bytes) -> tuple[bytes, bytes]:
-        """Kind and bytes of the answer. Raises EOFError or OSError where it has ended."""
+        """Kind and bytes of the answer. Raises EOFError or OSError if the process has ended."""
         if self._streams is None:
             self._streams = await asyncio.open_unix_connection(sock=self._socket)
         reader, writer = self._streams
@@ -250,13 +251,13 @@ class _Process:
         return kind, await reader.readexactly(size)
 
     async def ended(self) -> int:
-        """The exit status, as `subprocess` has it, of a process that has closed its end."""
+        """The exit status, as in `subprocess`, of a process that has closed its connection."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return await asyncio.to_thread(self._process.wait, _EXIT_S)
-        return -signal.SIGKILL  # which comes next
+        return -signal.SIGKILL  # the caller kills it next
 
     def kill(self) -> asyncio.Future[int]:
-        """Done when it has ended."""
+        """Kills the process; the future is done when it has exited."""
         if self._streams is None:
             self._socket.close()
         else:

@@ -1,26 +1,26 @@
-"""The router's RPCs, thin: generation for callers (`frontend`), and its view for operators."""
+"""The router's gRPC services: generation for callers, and the cluster's state for operators."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
 from typing import Any, Self
 
 from baton.errors import Unauthenticated
 from baton.net import rpc, tls
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
 from baton.v1.common_pb2 import WorkerRecord
-from router import generation_service
 from router.admission.tenants import Tenants
-from router.dispatch.request_state import ParsedOutput
-from router.generation_service import Caller, GenerationService, Unread
+from router.generation_service import Caller, GenerationService
+from router.output import sink
+from router.output.sink import Piece, UnreadLimit
+from router.output.text_stream import ParsedOutput
 from router.shared_state import SharedState
 
-_FOR_TENANTS = "/baton.v1.InferenceService/"
-_FOR_OPERATORS = ("/baton.v1.FleetService/", "/baton.v1.TraceService/", "/grpc.reflection.")
+_TENANT_METHODS = "/baton.v1.InferenceService/"
+_OPERATOR_METHODS = ("/baton.v1.FleetService/", "/baton.v1.TraceService/", "/grpc.reflection.")
 _PUBLISH_S = 0.5
-_MOST_JOINED = 64  # tokens in a message of output that waited
+_MAX_JOINED = 64  # tokens in a message of joined output
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -30,8 +30,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._service = service
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Any) -> None:
-        async with _Writer(context) as sink:
-            await self._service.generate(request, caller_of(context), sink)
+        async with _CallWriter(context) as writer:
+            await self._service.generate(request, caller_of(context), writer)
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Any
@@ -44,14 +44,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.ListModelsResponse(models=self._service.models(caller_of(context)))
 
 
-class _Writer:
-    """The sink that writes to a call. Output that waits behind a write becomes one message."""
+class _CallWriter:
+    """A sink that writes to a call. Output that waits for a write is joined into one message."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
-        self._unread = Unread()
+        self._unread = UnreadLimit()
         self._waiting: deque[inference_pb2.GenerateResponse] = deque()
-        self._num_bytes = 0  # of those, and of the one that is being written
+        self._num_bytes = 0  # waiting or being written
         self._wake = asyncio.Event()
         self._ends = False
 
@@ -72,18 +72,11 @@ class _Writer:
         self._unread.allow(response.ByteSize())
         self._add(response)
 
-    def put(
-        self,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[common_pb2.PositionLogprobs],
-        reason: common_pb2.FinishReason,
-        stop: str,
-        parsed: ParsedOutput | None = None,
-    ) -> None:
+    def put(self, piece: Piece) -> None:
+        text, token_ids, logprobs, reason, _, parsed = piece
         before = self._num_bytes
         delta = self._waiting[-1].delta if self._waiting else None
-        if delta is not None and 0 < len(delta.token_ids) < _MOST_JOINED:
+        if delta is not None and 0 < len(delta.token_ids) < _MAX_JOINED:
             self._num_bytes -= self._waiting[-1].ByteSize()
             delta.text += text
             delta.token_ids.extend(token_ids)
@@ -92,7 +85,7 @@ class _Writer:
             _add_parsed(delta, parsed)
             self._num_bytes += self._waiting[-1].ByteSize()
         else:
-            # Much cheaper than a Delta that is copied into it, and empty fields cost as others do.
+            # Much cheaper than copying a Delta into it; empty fields would cost as others do.
             response = inference_pb2.GenerateResponse(delta={"text": text, "token_ids": token_ids})
             if logprobs:
                 response.delta.logprobs.extend(logprobs)
@@ -106,10 +99,10 @@ class _Writer:
         self._ends = True
         self._add(inference_pb2.GenerateResponse(finish=finish))
         try:
-            async with asyncio.timeout(generation_service.UNREAD_S):
+            async with asyncio.timeout(sink.UNREAD_S):
                 await self._writing
         except TimeoutError:
-            raise generation_service.unread_for_long() from None
+            raise sink.unread_too_long() from None
 
     def _add(self, response: inference_pb2.GenerateResponse) -> None:
         self._waiting.append(response)
@@ -136,7 +129,7 @@ def _add_parsed(delta: inference_pb2.Delta, parsed: ParsedOutput | None) -> None
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
-    """The cluster as this router sees it."""
+    """The cluster's state at this router."""
 
     def __init__(
         self,
@@ -144,7 +137,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         router: fleet_pb2.RouterStatus,
         shared: SharedState | None = None,
     ) -> None:
-        """`router` has what does not change; `shared` is of a router of several processes."""
+        """`router`: constant fields of the status; `shared`: set if the router has siblings."""
         self._service = service
         self._router = router
         self._shared = shared
@@ -152,7 +145,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     async def GetStatus(
         self, request: fleet_pb2.GetStatusRequest, context: Any
     ) -> fleet_pb2.GetStatusResponse:
-        """Workers, load and pairs as seen now."""
+        """The current workers, load and pairs."""
         snapshot = self._service.fleet.snapshot()
         workers = [
             fleet_pb2.WorkerStatus(record=w.record, load=w.load, state=w.state, reason=w.reason)
@@ -166,7 +159,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         )
 
     async def publish(self) -> None:
-        """Shows siblings and parent this process, where it has some, until cancelled."""
+        """Publishes this process's status to its siblings and parent, if any, until cancelled."""
         while self._shared is not None:
             snapshot = self._service.fleet.snapshot()
             workers = [
@@ -183,7 +176,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         router = fleet_pb2.RouterStatus()
         router.CopyFrom(self._router)
         router.state = "NOT_SERVING" if service.why_not_ready else "SERVING"
-        router.queued = service.wait_queue.depth
+        router.queued = service.queued
         router.running = service.running
         router.registry_connected = fleet.registry_connected
         router.counts.CopyFrom(stats.counts)
@@ -199,25 +192,25 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
 
 
 def authorize(tenants: Tenants, method: str, context: Any) -> None:
-    """Raises Unauthenticated where a caller may not call a method of a router.
+    """Raises Unauthenticated if a caller may not call a method of a router.
 
-    What is for operators takes an operator's key, or a certificate with a role where the port asks
-    for certificates; without either of these settings it is for everybody. Generation takes a
-    tenant's key, where there are tenants.
+    Operators' methods need an operator's key, or a certificate with a role if the port requires
+    certificates; without either of these settings everybody may call them. Generation needs a
+    tenant's key, if there are tenants.
     """
     keys = tuple(context.invocation_metadata() or ())
     if sum(name == "authorization" for name, _ in keys) > 1:
-        raise Unauthenticated("authorization is there more than once")
-    if method.startswith(_FOR_TENANTS):
-        tenants.of(keys)
+        raise Unauthenticated("there is more than one authorization entry")
+    if method.startswith(_TENANT_METHODS):
+        tenants.tenant_for(keys)
     by_key = tls.current().client_ca_file is None or tenants.is_admin(keys)
-    if method.startswith(_FOR_OPERATORS) and by_key:
+    if method.startswith(_OPERATOR_METHODS) and by_key:
         tenants.check_admin(keys)
     else:
         rpc.authorize_role(method, context)
 
 
 def caller_of(context: Any) -> Caller:
-    """A call's metadata and the time that is left of it."""
+    """The caller of a call, with its metadata and remaining time."""
     metadata = tuple(context.invocation_metadata() or ())
     return Caller(metadata, context.time_remaining(), resumes=True)

@@ -7,7 +7,8 @@ import pytest
 from baton.generation.sampling_params import Reasoning, SamplingParams
 from baton.text.tool_calls import HERMES, MISTRAL_ARGS
 from baton.v1 import common_pb2
-from router.dispatch.request_state import OutputFormat, RequestState, TextStream
+from router.output.text_stream import TextStream
+from router.request import OutputFormat, RequestState
 
 from .scripted_workers import request_state, tokenized
 from .small_tokenizers import byte_tokenizer, ids_only_tokenizer
