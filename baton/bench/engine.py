@@ -16,8 +16,8 @@ from typing import Any
 from baton.config import EngineConfig
 from baton.engine import build, cpu_affinity
 from baton.engine.build import Loaded
-from baton.engine.loop import StepReport
 from baton.engine.sequence import Sequence
+from baton.engine.step_report import StepReport
 from baton.errors import ConfigError
 from baton.generation.sampling_params import SamplingParams
 

@@ -13,8 +13,9 @@ from baton.client.results import prompt_logprobs_of
 from baton.config import EngineConfig
 from baton.engine import build, cpu_affinity
 from baton.engine.backends import Backend
-from baton.engine.loop import Engine, Progress, StepReport
+from baton.engine.engine import Engine
 from baton.engine.sequence import Sequence as EngineSequence
+from baton.engine.step_report import SequenceProgress, StepReport
 from baton.errors import InternalError, InvalidRequest
 from baton.generation.sampling_params import SamplingParams
 from baton.generation.structured_output import GrammarCompiler
@@ -36,7 +37,7 @@ class SingleProcess:
         with cpu_affinity.pinned_to(settings.cpus):
             self._loaded = build.load(settings, backend=backend)
         self.tokenizer = load_tokenizer(self._loaded.path)
-        self._reports: queue.SimpleQueue[Progress] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[SequenceProgress] = queue.SimpleQueue()
         self._engine: Engine = self._loaded.engine(self._publish)
         self._requests = 0
         config = self._loaded.model_config

@@ -26,7 +26,8 @@ from baton.config import WorkerConfig, host_id, split_address
 from baton.cuda import CudaArea
 from baton.engine import build, cpu_affinity
 from baton.engine.build import Loaded
-from baton.engine.loop import Engine, StepReport
+from baton.engine.engine import Engine
+from baton.engine.step_report import StepReport
 from baton.engine.tensor_parallel import RemoteRanks
 from baton.errors import ConfigError, InternalError, TransferFailed, Unavailable
 from baton.generation.structured_output import GrammarCompiler
@@ -49,7 +50,7 @@ from baton.worker.router_port import RouterConnection, RouterPort
 from kvtransfer import copier, transports
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
-from kvtransfer.rank_links import RankPool
+from kvtransfer.rank_ends import RankPool
 from kvtransfer.remote_pool import RemotePool
 
 log = logging.getLogger(__name__)

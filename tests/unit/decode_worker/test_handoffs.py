@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from baton.engine.loop import Progress, StepReport
+from baton.engine.step_report import SequenceProgress, StepReport
 from baton.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -19,6 +19,7 @@ from baton.errors import (
 from baton.net import connection
 from baton.v1 import common_pb2, handoff_pb2
 from baton.worker import node
+from decode_worker.handoff import State
 from tests.unit.engine.checkpoints import byte_tokenizer
 from tests.unit.worker.running import (
     PATIENCE_S,
@@ -102,11 +103,13 @@ async def test_tokens_come_together_by_the_stream_interval(decode, router):
 
 async def test_what_is_given_up_has_its_last_tokens_before_the_reason(decode, router):
     await router.reserve(spec("a", prompt(20)), interval=8)
-    reservations = decode.node._reservations
+    handoffs = decode.node._handoffs
+    handoffs._handoffs["a"].enter(State.WRITING)  # as far as its events go, it runs
+    handoffs._handoffs["a"].enter(State.RUNNING)
     for token in (5, 6, 7):
-        progress = [Progress("a", 1, (token,))]
-        reservations.on_step(StepReport(0, 0, 1, progress, decode.node.engine.load()))
-    reservations._give_up(reservations._entries["a"], "enough")
+        progress = [SequenceProgress("a", 1, (token,))]
+        handoffs.on_step(StepReport(0, 0, 1, progress, decode.node.engine.load()))
+    handoffs._give_up(handoffs._handoffs["a"], "enough")
     events = [await router.event("a") for _ in range(3)]
     assert [list(event.token_ids) for event in events] == [[5], [6, 7], []]
     assert [event.abort_reason for event in events] == ["", "", "enough"]
@@ -173,7 +176,7 @@ async def test_what_ends_while_its_grammar_is_compiled_leaves_nothing(decode, ro
     wanted = matching("a", prompt(20), "[ab]{3}", time_left_ms=200 if end == "late" else 0)
     async with Router(decode, "other") as other:
         answer = other.reserving(wanted, local=20)
-        while "a" not in decode.node._reservations._entries:  # noqa: ASYNC110
+        while "a" not in decode.node._handoffs._handoffs:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         if end == "lost":
             other.connection.transport.abort()
@@ -216,7 +219,7 @@ async def test_a_lease_ends_by_itself(directory, store):
         assert 0.5 <= asyncio.get_running_loop().time() - began < PATIENCE_S
         load = await decode.blocks()
         assert (load.blocks_held, load.blocks_quarantined) == (2, 0)
-        await decode.handoff.call(handoff_pb2.AbortRequest(**names), PATIENCE_S, {})
+        await decode.handoff.call(handoff_pb2.AbortRequest(**names), PATIENCE_S)
         assert await decode.clean()
 
 
@@ -227,7 +230,7 @@ async def test_a_writer_that_hangs_does_not_keep_an_entry_for_ever(directory, st
         assert "lease" in (await router.event("hangs")).abort_reason
         load = await decode.blocks()
         assert load.blocks_held == 0 and load.blocks_quarantined > 0
-        await decode.handoff.call(handoff_pb2.AbortRequest(**names), PATIENCE_S, {})
+        await decode.handoff.call(handoff_pb2.AbortRequest(**names), PATIENCE_S)
         assert await decode.clean()
 
 
@@ -236,9 +239,9 @@ async def test_a_deadline_ends_a_request_in_any_state_and_is_no_fault_of_the_wor
         await router.reserve(spec("reserved", prompt(20), time_left_ms=50))
         await router.event("reserved")
     await router.reserve(spec("early", prompt(20), time_left_ms=5000))
-    reservations = decode.node._reservations
-    entry = reservations._entries["early"]
-    reservations._expire(entry, entry.deadline)  # as timers come, by up to a millisecond
+    handoffs = decode.node._handoffs
+    early = handoffs._handoffs["early"]
+    handoffs._expire(early, early.deadline)  # as timers come, by up to a millisecond
     with pytest.raises(DeadlineExceeded):
         await router.event("early")
     gate = threading.Event()
@@ -323,9 +326,9 @@ async def test_a_dead_writers_blocks_come_back(decode, router):
     process.kill()
     await process.wait()
     await asyncio.wait_for(decode.node.idle(), PATIENCE_S)
-    receiver = decode.node._receiver
-    while receiver._tasks:
-        await asyncio.wait(set(receiver._tasks))
+    while tasks := decode.node._links._tasks | decode.node._handoffs._tasks:
+        await asyncio.wait(tasks)
+    assert await decode.clean()
 
 
 async def test_an_abort_whose_sender_hangs_up_gives_the_blocks_back(decode, router):
@@ -335,20 +338,24 @@ async def test_an_abort_whose_sender_hangs_up_gives_the_blocks_back(decode, rout
     router.connection.outgoing.cancel.append("a")
     await asyncio.wait_for(released.wait(), PATIENCE_S)
     request = handoff_pb2.AbortRequest(**names, resend=True)
-    abort = asyncio.ensure_future(decode.handoff.call(request, PATIENCE_S, {}))
+    abort = asyncio.ensure_future(decode.handoff.call(request, PATIENCE_S))
     await asyncio.sleep(0.1)
     abort.cancel()
     await asyncio.sleep(0.1)
     gate.set()
-    await decode.handoff.call(handoff_pb2.AbortRequest(**names), PATIENCE_S, {})
+    await decode.handoff.call(handoff_pb2.AbortRequest(**names), PATIENCE_S)
     assert await decode.clean()
 
 
 async def test_a_commit_with_an_impossible_token_is_refused(decode, router):
-    reserved = await router.reserve(spec("a", prompt(20)))
-    with pytest.raises(InvalidRequest):
-        await decode.node._reservations.committed("a", reserved.reservation_token, 320)
-    await router.cancel("a")
+    names, reserved = await granted(decode, router), decode.node._handoffs._handoffs["a"]
+    commit = handoff_pb2.CommitRequest(
+        **names, epoch=reserved.transfer.link.epoch, num_tokens=20, first_token_id=320,
+        token_digest=reserved.token_digest,
+    )  # fmt: skip
+    with pytest.raises(InvalidRequest, match="token id 320"):
+        await decode.handoff.call(commit, PATIENCE_S)
+    assert await decode.clean()
 
 
 async def test_reservations_are_given_back_when_draining_takes_too_long(directory, store):
@@ -367,20 +374,20 @@ async def test_reservations_are_given_back_when_draining_takes_too_long(director
 
 
 async def test_only_a_registered_prefill_worker_gets_a_link(decode, router, store, monkeypatch):
-    offering = decode.handoff.call(offer_of(decode, "new"), PATIENCE_S, {})
+    offering = decode.handoff.call(offer_of(decode, "new"), PATIENCE_S)
     asyncio.get_running_loop().call_later(0.05, decode.knows_prefill, "new")
     assert (await offering).epoch > 0
     monkeypatch.setattr(node, "RECORD_WAIT_S", 0.05)
     for incarnation in ("unknown", decode.node.record.incarnation):
         offer = offer_of(decode, incarnation)
         with pytest.raises(TransferFailed, match="no prefill worker"):
-            await decode.handoff.call(offer, PATIENCE_S, {})
+            await decode.handoff.call(offer, PATIENCE_S)
     # What was registered stays known while the registry is away.
     decode.knows_prefill("writer")
     store.stop()
     monkeypatch.setattr(decode, "knows_prefill", lambda *_: None)
     names = await granted(decode, router)
-    await decode.handoff.call(handoff_pb2.AbortRequest(**names), PATIENCE_S, {})
+    await decode.handoff.call(handoff_pb2.AbortRequest(**names), PATIENCE_S)
     store.start()
 
 
@@ -389,10 +396,10 @@ async def test_links_of_prefill_workers_that_have_left_are_closed_once_no_handof
 ):
     """Nothing else tells of one on another host, and each new one would add a link."""
     names = await granted(decode, router)
-    links = decode.node._receiver._peers
+    links = decode.node._links._links
     decode.store.drop("writer")
     await asyncio.sleep(0.02)
     assert list(links) == ["writer"]
-    await decode.handoff.call(handoff_pb2.AbortRequest(**names), PATIENCE_S, {})
+    await decode.handoff.call(handoff_pb2.AbortRequest(**names), PATIENCE_S)
     decode.knows_prefill("another")
     await until(lambda: not links)

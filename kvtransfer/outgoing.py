@@ -1,8 +1,7 @@
-"""The prefill side's open links: one for each decode process, opened once, kept while useful.
+"""The prefill side's links: one for each decode process, opened once and kept while in use.
 
-And the Aborts sent over them: until a decode worker knows that its writer has stopped, it must keep
-the blocks out of use. So an Abort must not be lost, but a handoff that is given up need not wait
-for the answer.
+Aborts are sent here, too: until a decode worker has an Abort it must keep the blocks out of use. So
+an Abort must not be lost, but a handoff that is given up need not wait for the answer.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 from baton.cuda import reachable_gpus
 from baton.errors import (
@@ -32,100 +31,104 @@ from baton.errors import (
 from baton.log_format import about
 from baton.net.backoff import Backoff
 from baton.v1 import common_pb2, handoff_pb2, prefill_pb2, worker_pb2
-from kvtransfer import pairing, rank_links
+from kvtransfer import pairing, rank_ends
 from kvtransfer.control import Control
 from kvtransfer.deadline import Deadline, in_background
-from kvtransfer.interface import FindWorker, Transport
+from kvtransfer.digest import Digest
+from kvtransfer.interface import FindWorker, SendingEnd, Transport
 from kvtransfer.pairing import ONE_HOST, Kind
 from kvtransfer.pool import Slots
-from kvtransfer.rank_links import PairDigest, RankLink, RankPool, own_pool
+from kvtransfer.rank_ends import LinkDigest, RankEnds, RankPool, local_pool
 
 log = logging.getLogger(__name__)
 
-# Errors of one handoff; any other error is the link's failure.
-_LINK_IS_GOOD = (Stale, Cancelled, InvalidRequest, KvCorrupted)
-_REMEMBERED = 256  # peers whose unusable transports are kept; more than ever live at a time
-_CONNECT_S = 5.0  # bounds Offer, and connecting, each
+# Errors of one handoff; any other error means that the link failed.
+_HANDOFF_ERRORS = (Stale, Cancelled, InvalidRequest, KvCorrupted)
+_MAX_REMEMBERED = 256  # unusable transports and fallbacks of peers; more than live at a time
+_CONNECT_S = 5.0  # limit of Offer and of connecting, each
 _NO_ANSWER = (Unavailable, DeadlineExceeded, Cancelled)
-_MAX_PENDING = 4096  # Aborts; each waits for a peer that is silent, or has just failed
+_MAX_PENDING = 4096  # Aborts that wait for a silent or failed peer
 _ABORT_S, _MAX_INTERVAL_S, _CLOSE_S = 2.0, 5.0, 1.0
 
-Trace = Mapping[str, str]  # W3C trace context
 
-
-@dataclass(eq=False)
-class PairLink:
-    """One open link: its data end, the thread its puts run on, and its control.
+class OutgoingLink(RankEnds[SendingEnd]):
+    """One open link: its ends, the thread that its puts run on, and its control stream.
 
     `turn` is held from Ready to the end of the put: a two-sided receiver takes bytes in Ready's
     order.
     """
 
-    peer: str
-    epoch: int
-    transport: Transport
-    _link: RankLink
-    _thread: ThreadPoolExecutor
-    control: Control
-    fallback: str = ""  # the faster transport that was to be expected, and why it is not used
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    users: int = 0  # handoffs
-    aborts: int = 0  # that are not answered yet
-    sent_bytes: int = 0
-    sent_s: float = 0.0
-    _closing: bool = False
+    def __init__(
+        self,
+        peer: str,
+        epoch: int,
+        transport: Transport,
+        pools: Sequence[RankPool],
+        ends: Sequence[SendingEnd],
+        thread: ThreadPoolExecutor,
+        control: Control,
+        fallback: str,
+    ) -> None:
+        super().__init__(pools, ends, transport)
+        self.peer, self.epoch, self._thread, self.control = peer, epoch, thread, control
+        self.fallback = fallback  # the expected faster transport, and why it is not used
+        self.turn = asyncio.Lock()
+        self.users = 0  # handoffs
+        self.aborts = 0  # not answered yet
+        self.sent_bytes, self.sent_s = 0, 0.0
+        self._closing = False
 
     @property
     def abandoned(self) -> bool:
         """Whether no handoff uses it and its control connection has ended."""
         return not self.users and self.control.lost
 
-    def new_digest(self) -> PairDigest:
-        """For one handoff's puts."""
-        return self._link.new_digest()
-
     def put(
-        self, local: Slots, remote: Slots, digest: PairDigest, timeout_s: float
+        self, local: Slots, remote: Slots, digest: LinkDigest, timeout_s: float
     ) -> asyncio.Future[float]:
-        """Begins `Link.put` on the link's thread; the seconds it took. Raises TransferFailed.
+        """Begins to send `local` slots into `remote` ones, each pair its heads of them; the result
+        is the seconds that it took. Raises TransferFailed.
 
         Must not be cancelled: the thread would go on.
         """
         if self._closing:
             raise TransferFailed(f"the link to decode {self.peer} was closed")
-        before = digest.num_bytes
+        run = asyncio.get_running_loop().run_in_executor
+        return run(self._thread, self._put, local, remote, digest, timeout_s)
 
-        def put() -> float:
-            start = time.perf_counter()
-            self._link.put(local, remote, digest, timeout_s)
-            took_s = time.perf_counter() - start
-            self.sent_bytes += digest.num_bytes - before
-            self.sent_s += took_s
-            return took_s
+    def _put(self, local: Slots, remote: Slots, digest: LinkDigest, timeout_s: float) -> float:
+        bytes_before, start, deadline = digest.num_bytes, time.perf_counter(), Deadline(timeout_s)
 
-        return asyncio.get_running_loop().run_in_executor(self._thread, put)
+        def put(end: SendingEnd, part: Digest) -> None:
+            end.put(local, remote, part, deadline.remaining_s)
+
+        self.each_pair(put, self.ends, digest.parts)
+        seconds = time.perf_counter() - start
+        self.sent_bytes += digest.num_bytes - bytes_before
+        self.sent_s += seconds
+        return seconds
 
     async def close_data(self) -> None:
-        """Ends a running put, then frees the data end; control still works."""
+        """Ends a running put, then frees the ends; control still works."""
         self._closing = True
         run = asyncio.get_running_loop().run_in_executor
-        await run(None, self._link.abort)  # NCCL's takes long
-        await run(self._thread, self._link.close)
+        await run(None, self.abort)  # NCCL's takes long
+        await run(self._thread, self.close_ends)
         self._thread.shutdown()
 
 
 @dataclass(eq=False)
-class LinkPool:
-    """Links by decode incarnation, at most `cap`, least recently used and idle ones closed first.
+class OutgoingLinks:
+    """Links by decode incarnation, at most `cap`; the least recently used idle one is closed first.
 
-    A peer whose link failed is refused for `backoff_s`; the use after that opens a new epoch. A
-    peer whose memory this worker should be able to map, but cannot (which depends on how its
-    container was started, so that no retry helps), gets the next transport for as long as it lives.
-    An Abort is repeated until it is answered or `give_up_s` have passed. Then only the end of this
-    process frees the blocks: by then the peer has almost surely ended.
+    A peer whose link failed is refused for `backoff_s`; the next use opens a new epoch. If mapping
+    a peer's memory fails, the peer gets the next transport for as long as it lives: the cause is
+    how its container was started, so no retry helps. An Abort is repeated until it is answered or
+    `give_up_s` have passed. After that only the end of this process frees the blocks; by then the
+    peer has almost surely ended.
     """
 
-    pools: Sequence[RankPool]  # of each rank that has its own; the first's blocks are all ranks'
+    pools: Sequence[RankPool]  # one for each rank that has one; block ids are common to all
     record: common_pb2.WorkerRecord  # this worker's, complete before the first link is opened
     transports: Sequence[Transport]
     find_decode: FindWorker
@@ -135,24 +138,24 @@ class LinkPool:
     give_up_s: float = 600.0
 
     def __post_init__(self) -> None:
-        self.pool = own_pool(self.pools)
-        self._links: dict[str, PairLink] = {}  # least recently used first
-        self._opening: dict[str, asyncio.Task[PairLink]] = {}
-        self._ahead: set[str] = set()  # of these, what no handoff waits for yet
+        self.pool = local_pool(self.pools)
+        self._links: dict[str, OutgoingLink] = {}  # least recently used first
+        self._opening: dict[str, asyncio.Task[OutgoingLink]] = {}
+        self._ahead: set[str] = set()  # of these, the ones that no handoff waits for yet
         self._refused_until: dict[str, float] = {}
-        self._unusable: dict[tuple[str, Kind], str] = {}  # by peer; why
-        self._warned: set[tuple[str, str]] = set()  # of which peer's fallback
+        self._unusable: dict[tuple[str, Kind], str] = {}  # reasons, by peer and transport
+        self._warned: set[tuple[str, str]] = set()  # peers and their fallbacks
         self._aborts: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def acquire(
         self, target: prefill_pb2.HandoffTarget, deadline: Deadline, skip_backoff: bool = False
-    ) -> PairLink:
-        """The link to `target`, opened if need be; give it back with `release`.
+    ) -> OutgoingLink:
+        """The link to `target`, opened if necessary; to be given back with `release`.
 
         `skip_backoff`: for a handoff whose link failed while the peer's control still answered.
-        Raises Unavailable while the pair is quarantined, Overloaded when all links are in use,
+        Raises Unavailable while the pair is quarantined, Overloaded if all links are in use,
         KvMismatch, Stale, TransferFailed, DeadlineExceeded.
         """
         peer = target.incarnation
@@ -165,7 +168,7 @@ class LinkPool:
                     pair = f"{self.record.incarnation} → {peer}"
                     raise Unavailable(f"the pair {pair} failed just now", left_s)
                 self._begin_opening(peer)
-            # It is not cancelled: others may wait for the same link, and its own time is bounded.
+            # Never cancelled: other handoffs may wait for it, and its time is bounded.
             opening = self._opening[peer]
             self._ahead.discard(peer)
             await asyncio.wait({opening}, timeout=deadline.left_s(3 * _CONNECT_S))
@@ -188,31 +191,29 @@ class LinkPool:
         self._ahead.add(peer)
         await asyncio.wait({self._begin_opening(peer)})
 
-    def release(self, link: PairLink) -> None:
+    def release(self, link: OutgoingLink) -> None:
         link.users -= 1
         self._close_unused(link)
 
-    def abort(
-        self, link: PairLink, request: handoff_pb2.AbortRequest, trace: Trace
-    ) -> asyncio.Event:
-        """Starts sending it; the event is set after the first try, whatever its result."""
+    def abort(self, link: OutgoingLink, request: handoff_pb2.AbortRequest) -> asyncio.Event:
+        """Starts sending an Abort; the event is set after the first try, successful or not."""
         tried = asyncio.Event()
         give_up_s = self.give_up_s if len(self._aborts) < _MAX_PENDING else _ABORT_S
         link.aborts += 1
-        in_background(self._aborts, self._abort(link, request, trace, give_up_s, tried))
+        in_background(self._aborts, self._abort(link, request, give_up_s, tried))
         return tried
 
     @contextlib.contextmanager
-    def closing_on_failure(self, link: PairLink, deadline: Deadline) -> Iterator[None]:
-        """Around what uses `link`: takes it out of service when it is the link that failed.
+    def closing_on_failure(self, link: OutgoingLink, deadline: Deadline) -> Iterator[None]:
+        """A context for uses of `link`, which takes it out of service if it fails.
 
-        No answer, and an error that is not ours, becomes TransferFailed. When the request's own
-        time ran out the peer is not quarantined, but a two-sided link is opened anew: it may be out
-        of step.
+        A missing answer and the peer's internal errors become TransferFailed. If the request's own
+        deadline passed, the peer is not quarantined, but a two-sided link is replaced, because its
+        ends may disagree about the next message.
         """
         try:
             yield
-        except _LINK_IS_GOOD:
+        except _HANDOFF_ERRORS:
             raise
         except BatonError as error:
             out_of_time = isinstance(error, DeadlineExceeded) and deadline.passed
@@ -220,11 +221,11 @@ class LinkPool:
                 self.remove(link, quarantine=not out_of_time)
             if isinstance(error, (Unavailable, DeadlineExceeded)) and not out_of_time:
                 raise TransferFailed(f"decode {link.peer} did not answer: {error}") from error
-            if isinstance(error, InternalError):  # INTERNAL also carries its TransferFailed
+            if isinstance(error, InternalError):  # its TransferFailed arrives as one, too
                 raise TransferFailed(f"decode {link.peer}: {error}") from error
             raise
 
-    def remove(self, link: PairLink, quarantine: bool = True) -> None:
+    def remove(self, link: OutgoingLink, quarantine: bool = True) -> None:
         """Takes `link` out of service; with `quarantine` its peer is refused for a while."""
         if self._links.get(link.peer) is link:
             if quarantine:
@@ -232,9 +233,9 @@ class LinkPool:
             self._drop(link)
 
     def status(self) -> list[worker_pb2.PairStatus]:
-        """One entry for each open or quarantined pair; links that are abandoned are closed."""
+        """One entry for each open or quarantined pair. Closes abandoned links."""
         for link in [link for link in self._links.values() if link.abandoned]:
-            self._drop(link)  # it would keep the memory of a dead process mapped
+            self._drop(link)  # or the memory of a dead process stays mapped
         now = time.monotonic()
         self._refused_until = {p: end for p, end in self._refused_until.items() if end > now}
         pairs = [
@@ -257,8 +258,8 @@ class LinkPool:
         ]
 
     async def close(self) -> None:
-        """Closes every link; handoffs that still run fail. Aborts get a last try, and those that
-        come later are tried for one call's time."""
+        """Closes every link; running handoffs fail. Aborts get one last try; later ones are tried
+        for the time of one call."""
         self._closed, self.give_up_s = True, _ABORT_S
         for task in self._opening.values():
             task.cancel()
@@ -273,13 +274,13 @@ class LinkPool:
         while self._closing:
             await asyncio.gather(*self._closing)
 
-    def _begin_opening(self, peer: str) -> asyncio.Task[PairLink]:
+    def _begin_opening(self, peer: str) -> asyncio.Task[OutgoingLink]:
         opening = self._opening[peer] = asyncio.create_task(self._open(peer))
-        # Its error is looked at even if everyone who waits for it is cancelled.
+        # Retrieves the error even if all waiting handoffs are cancelled.
         opening.add_done_callback(lambda task: task.cancelled() or task.exception())
         return opening
 
-    async def _open(self, peer: str) -> PairLink:
+    async def _open(self, peer: str) -> OutgoingLink:
         try:
             decode = await self.find_decode(peer)
             try:
@@ -287,7 +288,7 @@ class LinkPool:
                 link = await self._connect(decode)
             except BatonError as error:
                 ahead = peer in self._ahead
-                # A handoff tells its router of these, which say nothing of the pair's network.
+                # A handoff reports these to its router; they do not concern the pair's network.
                 refused = isinstance(error, (KvMismatch, Stale, Overloaded))
                 if ahead or not refused:
                     us = self.record.incarnation
@@ -302,8 +303,8 @@ class LinkPool:
         self._links[peer] = link
         return link
 
-    async def _connect(self, decode: common_pb2.WorkerRecord) -> PairLink:
-        """Offers until a transport works that the decode worker chose."""
+    async def _connect(self, decode: common_pb2.WorkerRecord) -> OutgoingLink:
+        """Repeats the Offer until a transport that the decode worker chose works."""
         peer = decode.incarnation
         control = Control(decode.address)
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{peer}")
@@ -318,39 +319,39 @@ class LinkPool:
                     transports=[one.kind for one in usable],
                     reachable_gpus=reachable_gpus(self.pool.device),
                 )
-                offer = await control.call(request, _CONNECT_S, {})
+                offer = await control.call(request, _CONNECT_S)
                 transport = next((one for one in usable if one.kind == offer.transport), None)
                 if transport is None:
                     raise KvMismatch(f"decode {peer} chose a transport we did not offer")
                 ranks = self.pools, decode.kv_pools or 1, self.record.kv.num_kv_heads
                 place = offer.endpoint, _CONNECT_S
                 try:
-                    link = await run(thread, rank_links.connect, transport, *ranks, *place)
+                    pair_ends = await run(thread, rank_ends.connect, transport, *ranks, *place)
                     break
                 except TransferFailed as error:
                     usable.remove(transport)
                     if transport.kind not in ONE_HOST or not usable:
                         raise
-                    if len(self._unusable) == _REMEMBERED:
-                        self._unusable.clear()  # those that live are tried again
+                    if len(self._unusable) == _MAX_REMEMBERED:
+                        self._unusable.clear()  # living peers are tried again
                     self._unusable[peer, transport.kind] = str(error)
         except BaseException:
             thread.shutdown(wait=False)
             await control.close()
             raise
         fallback = self._fallback(transport, decode)
-        return PairLink(peer, offer.epoch, transport, link, thread, control, fallback)
+        return OutgoingLink(peer, offer.epoch, transport, *pair_ends, thread, control, fallback)
 
     def _fallback(self, used: Transport, decode: common_pb2.WorkerRecord) -> str:
-        """The faster transport that this pair should have, and why not; warns once of each."""
+        """The faster transport that this pair should use, and why it does not; warns once of each."""
         peer = decode.incarnation
         failed = ((k, self._unusable[peer, k]) for k in ONE_HOST if (peer, k) in self._unusable)
         expected = next(failed, None) or pairing.fallback(used.kind, self.record, decode)
         if expected is None:
             return ""
-        text = f"not {pairing.name_of(expected[0])}: {expected[1]}"
+        text = f"not {pairing.transport_name(expected[0])}: {expected[1]}"
         if (peer, text) not in self._warned:
-            if len(self._warned) == _REMEMBERED:
+            if len(self._warned) == _MAX_REMEMBERED:
                 self._warned.clear()
             self._warned.add((peer, text))
             log.warning("link to decode %s uses %s, %s", peer, used.name, text)
@@ -366,21 +367,20 @@ class LinkPool:
     def _quarantine(self, peer: str) -> None:
         self._refused_until[peer] = time.monotonic() + self.backoff_s
 
-    def _drop(self, link: PairLink) -> None:
+    def _drop(self, link: OutgoingLink) -> None:
         del self._links[link.peer]
         in_background(self._closing, link.close_data())
         self._close_unused(link)
 
-    def _close_unused(self, link: PairLink) -> None:
-        """Ends its control connection if it is out of service, and nothing is sent any more."""
+    def _close_unused(self, link: OutgoingLink) -> None:
+        """Closes its control connection if it is out of service and nothing uses it."""
         if not link.users and not link.aborts and self._links.get(link.peer) is not link:
             in_background(self._closing, link.control.close())
 
     async def _abort(
         self,
-        link: PairLink,
+        link: OutgoingLink,
         request: handoff_pb2.AbortRequest,
-        trace: Trace,
         give_up_s: float,
         tried: asyncio.Event,
     ) -> None:
@@ -390,12 +390,12 @@ class LinkPool:
             async with asyncio.timeout(give_up_s):
                 while True:
                     try:
-                        await link.control.call(request, _ABORT_S, trace)
+                        await link.control.call(request, _ABORT_S)
                         return
                     except _NO_ANSWER as error:
                         why = "abort of handoff %s is not answered yet: %s"
                         log.warning(why, handoff_id, error, extra=extra)
-                    except BatonError as error:  # an answer, even that the handoff is long gone
+                    except BatonError as error:  # an answer, perhaps that the handoff is gone
                         log.info("abort of handoff %s: %s", handoff_id, error, extra=extra)
                         return
                     tried.set()
