@@ -20,6 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from baton.engine.kernels.triton import precompile
 from benchmarks.child import messages
 from benchmarks.shapes import GPU_SHAPES, Shape
 
@@ -85,11 +86,8 @@ class Part:
 
     @property
     def capability(self) -> int:
-        """The device's, as 90 for 9.0; 90 in a dry run."""
-        if not self.cuda:
-            return 90
-        major, minor = torch.cuda.get_device_capability(self.device)
-        return 10 * major + minor
+        """The device's compute capability, as 90 for 9.0; 90 in a dry run."""
+        return precompile.capability_of(self.device)
 
     @cached_property
     def has_fp8(self) -> bool:

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from baton.tables import align
 from benchmarks.child import Child
 
 # Each part's share of the minutes, and what it runs: each may lack what another needs. What a part
@@ -267,7 +268,7 @@ def text_of(report: dict[str, Any]) -> Iterator[str]:
             yield from (table, *(f"  {name}: {rows[0][name]}" for name in columns))
         else:
             cells = [[row["name"], *(_cell(n, row.get(n)) for n in columns)] for row in rows]
-            yield from _aligned([[table, *columns], *cells])
+            yield from align([[table, *columns], *cells])
         yield from (f"  {text}" for of, text in notes if of == table)
     if failed := report["failed"]:
         yield f"\nfailed: {len(failed)}"
@@ -281,7 +282,7 @@ def text_of(report: dict[str, Any]) -> Iterator[str]:
             measured = _cell(one["cell"], one["value"])
             lines.append([one["target"], wanted, measured, one["verdict"]])
         counts = Counter(one["verdict"] for one in report["targets"])
-        yield from ("", *_aligned(lines))
+        yield from ("", *align(lines))
         yield f"targets: {', '.join(f'{counts[verdict]} {verdict}' for verdict in VERDICTS)}"
 
 
@@ -296,13 +297,6 @@ def _line(message: Message) -> str:
         return f"{found}: {message['progress']}"
     cells = (f"{name} {_cell(name, cell)}" for name, cell in message["cells"].items())
     return f"{found}: {', '.join(cells)}"
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for first, *others in lines:
-        cells = [text.rjust(width) for text, width in zip(others, widths[1:], strict=True)]
-        yield "  ".join([first.ljust(widths[0]), *cells]).rstrip()
 
 
 def _cell(column: str, value: float | str | None) -> str:

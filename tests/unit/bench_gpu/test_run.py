@@ -22,7 +22,7 @@ import pytest
 import torch
 import triton
 
-from baton.engine.kernels.triton import timing, tuning
+from baton.engine.kernels.triton import launch_configs, timing
 from baton.engine.kernels.triton.kernel_spec import text_of
 from baton.engine.models.model_config import ModelConfig
 from benchmarks import child
@@ -94,7 +94,7 @@ def test_a_part_ends_in_time_and_its_failures_are_reported_once_with_their_place
     assert failed["error"] == f"it ended with status {-signal.SIGKILL}"
     assert time.monotonic() - began < WAIT_S, "what hangs at its end does not hold up the next part"
 
-    monkeypatch.setattr(run.Child, "read", mock.Mock(side_effect=TimeoutError))
+    monkeypatch.setattr(child.Child, "read", mock.Mock(side_effect=TimeoutError))
     (failed,) = messages_of("fail")
     assert failed["error"] == "not done 1 s after its time was over"
 
@@ -253,7 +253,7 @@ def test_what_is_compiled_or_captured_for_a_request_is_a_failure() -> None:
         with pytest.raises(AssertionError, match="1 graphs were captured"):
             worker.requests(part, loaded, driver, compiled)
         listener: Any = triton.knobs.compilation.listener  # as Triton calls it
-        given = {"metadata": {}, "metadata_group": {}, "times": None}
+        given: dict[str, Any] = {"metadata": {}, "metadata_group": {}, "times": None}
         listener(src=SimpleNamespace(name="rope_kv"), cache_hit=False, **given)
         with pytest.raises(AssertionError, match=r"compiled after the warm-up: \['rope_kv'\]"):
             worker.requests(part, loaded, driver, compiled)
@@ -411,9 +411,9 @@ def test_what_is_tuned_is_written_with_what_is_shipped(
     part, messages = part_of(100.0, smoke=True, json=str(tmp_path / "figures.json"))
     kernels.tune(part)
     row, note = messages
-    file, shipped = tmp_path / "figures.sm_90.json", tuning.shipped_for(90)
+    file, shipped = tmp_path / "figures.sm_90.json", launch_configs.shipped_for(90)
     assert str(file) in note["note"] and row["cells"]["x faster"] > 0
-    found, then = (tuning.read(one).kernels for one in (file, shipped))
+    found, then = (launch_configs.read(one).kernels for one in (file, shipped))
     (key, config), *others = found.pop("add_rms_norm")
     assert others == then.pop("add_rms_norm") and found == then
     assert row["cells"]["configuration"] == text_of(config) and "rows" in key

@@ -19,6 +19,7 @@ from baton.engine.kernels.triton.kernel_spec import (
     product_of,
 )
 from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
+from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.row_quantization import (
     LARGEST_WHOLE,
     TUNED_ROWS,
@@ -28,7 +29,6 @@ from baton.engine.kernels.triton.row_quantization import (
     parts_of,
     store_row,
 )
-from baton.engine.kernels.triton.tuning import choose
 from baton.engine.models.model_config import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
 from baton.engine.weights import quantize
 
@@ -78,7 +78,7 @@ def act_mul(
 ) -> Rows:
     """`activation(gate) * up` of gate_up `[rows, 2 * size]`, gate first → `[rows, size]`.
 
-    config: of the launch; None is that of `tuning` · to: int8 or float8_e4m3fn gives rows of up to
+    config: None is the one in effect · to: int8 or float8_e4m3fn gives rows of up to
     `LARGEST_WHOLE` as `quantize_rows` would, with its configuration.
     """
     rows, width = gate_up.shape

@@ -30,7 +30,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from baton.engine.kernels.triton import sass, tuning
+from baton.engine.kernels.triton import launch_configs, sass
 from baton.engine.kernels.triton.kernel_spec import KernelSpec, Key, text_of
 
 # Bytes of shared memory that a program may have, by architecture (CUDA C++ Programming Guide,
@@ -103,7 +103,7 @@ def check(
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: kernels are interpreted and do not compile")
     if "TRITON_CACHE_DIR" not in os.environ:
-        triton.knobs.cache.dir = str(tuning.cache_folder() / "compiled")
+        triton.knobs.cache.dir = str(launch_configs.cache_folder() / "compiled")
     run, launched = JITFunction.run, Launched()
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -183,7 +183,7 @@ def _compiled(
     spec: KernelSpec, shape: Key, architecture: int, launched: Launched
 ) -> Iterator[Compiled]:
     """A case compiled for an architecture such as 90: each kernel that it launches."""
-    tuning.forget()
+    launch_configs.forget()
     driver.set_active(
         SimpleNamespace(
             get_current_device=lambda: architecture,

@@ -32,8 +32,8 @@ from baton.engine.kernels.triton.attention_common import (
 )
 from baton.engine.kernels.triton.kernel_spec import Config
 from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
+from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.rope_kv import Rotation, load_angles, put, turned
-from baton.engine.kernels.triton.tuning import choose
 
 # Up to so many decode rows launches overlap. With more rows, programs that come while the kernel in
 # front still runs are spread over the processors unevenly: 8 rows take 4 % longer on an H200.

@@ -32,8 +32,8 @@ from baton.engine.kernels.triton.kernel_spec import (
     product_of,
 )
 from baton.engine.kernels.triton.launch import launch, wait_for_inputs
+from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.skinny_matmul import padded_rows, prefetch
-from baton.engine.kernels.triton.tuning import choose
 
 NAME = "group_scaled_linear"
 
@@ -169,7 +169,7 @@ def group_scaled_linear(
 ) -> Tensor:
     """`x @ weight.T + bias`: x `[rows, in]` of the weight's dtype, bias `[out]` → `[rows, out]`.
 
-    x's columns are in the order of the weight's · config: of the launch; None is that of `tuning`,
+    x's columns are in the order of the weight's · config: None is the one in effect,
     `{"LIBRARY": 1}` is a product by torch.
     """
     (num_rows, depth), (num_outputs, _) = x.shape, weight.shape

@@ -48,10 +48,10 @@ _SMALL = {
 class Trial:
     """One launch on tensors made for it, beside its reference on the same values.
 
-    key: what the kernel gives to `tuning.choose` for these tensors · run: launches it, with the
-    configuration in effect for None · moved_bytes: read and written at least · flops: of products;
-    both 0 where they say nothing · tolerance: relative error allowed; None is by type, 0 is equal
-    to the bit.
+    key: what the kernel gives to `launch_configs.choose` for these tensors · run: launches it, with
+    the configuration in effect for None · moved_bytes: read and written at least · flops: of
+    products; both 0 where they say nothing · tolerance: relative error allowed; None is by type, 0
+    is equal to the bit.
     """
 
     key: Key
@@ -66,11 +66,11 @@ class Trial:
 class KernelSpec:
     """A kernel, how it is compiled and what of it is tuned.
 
-    name: as in `tuning.choose` and in the files of `configs/` · trial: tensors for a shape on a
-    device · cases: a shape for each way in which the kernel is compiled ahead of time and compared
-    with its reference; "least": 89 in it is of one that needs sm_89 · configs: those to try for a
-    key; None for a kernel with nothing to tune · shapes: what is tuned unless a user names others,
-    those of models and batches as they are served.
+    name: as in `launch_configs.choose` and in the files of `configs/` · trial: tensors for a shape
+    on a device · cases: a shape for each way in which the kernel is compiled ahead of time and
+    compared with its reference; "least": 89 in it is of one that needs sm_89 · configs: those to
+    try for a key; None for a kernel with nothing to tune · shapes: what is tuned unless a user
+    names others, those of models and batches as they are served.
     """
 
     name: str

@@ -38,9 +38,9 @@ from baton.engine.kernels.triton.kernel_spec import (
     product_of,
 )
 from baton.engine.kernels.triton.launch import LEAST_TILE_ROWS, launch, tile_rows, wait_for_inputs
+from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.moe_routing import FEW_ROWS, Slots, route
 from baton.engine.kernels.triton.row_quantization import quantize_rows
-from baton.engine.kernels.triton.tuning import choose
 from baton.engine.models.model_config import Activation
 from baton.engine.weights.quantize import FP8
 from baton.engine.weights.weight import (
@@ -119,8 +119,8 @@ class GroupedWeight:
         With an activation, of gate and up: x is `[rows, in]`, and the result what `act_mul` makes
         of the products, `[slots, out / 2]` by place. Without, of down: x is by place, and the
         result `[slots, out]` by slot, and weighed with its share; of few slots it may be in parts
-        over the depth, float32 `[slots * parts, out]`, for `add_up`. config: of the launch; None is
-        that of `tuning`.
+        over the depth, float32 `[slots * parts, out]`, for `add_up`. config: None is the one in
+        effect.
         """
         num_outputs, depth = self.weights[0].shape
         size, num_slots = num_outputs // 2 if activation else num_outputs, slots.taken.numel()

@@ -28,7 +28,7 @@ from baton.engine.kernels.triton.attention_common import (
 )
 from baton.engine.kernels.triton.kernel_spec import Config
 from baton.engine.kernels.triton.launch import MOST_TILE_ROWS, tile_rows
-from baton.engine.kernels.triton.tuning import choose
+from baton.engine.kernels.triton.launch_configs import choose
 
 
 @dataclass(frozen=True)

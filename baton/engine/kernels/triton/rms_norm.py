@@ -16,6 +16,7 @@ from baton.engine.kernels.triton.kernel_spec import (
     product_of,
 )
 from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
+from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.row_quantization import (
     TUNED_ROWS,
     Rows,
@@ -24,7 +25,6 @@ from baton.engine.kernels.triton.row_quantization import (
     parts_of,
     store_row,
 )
-from baton.engine.kernels.triton.tuning import choose
 from baton.engine.models.decoder import rms_norm
 from baton.engine.weights import quantize
 
@@ -67,9 +67,9 @@ def add_rms_norm(
 ) -> tuple[Rows, Tensor]:
     """The residual stream with x added in place, and its RMS norm times weight: (normed, stream).
 
-    x, residual: `[rows, size]` of one type · weight: `[size]`, of that type or float32.
-    Without a residual x itself is the stream, and nothing is added. config: of the launch; None is
-    that of `tuning` · to: int8 or float8_e4m3fn gives the norm as `quantize_rows` would.
+    x, residual: `[rows, size]` of one type · weight: `[size]`, of that type or float32. Without a
+    residual x itself is the stream, and nothing is added. config: None is the one in effect · to:
+    int8 or float8_e4m3fn gives the norm as `quantize_rows` would.
     """
     rows, size = x.shape
     assert size <= LARGEST_ROW, "no model's rows are as long"

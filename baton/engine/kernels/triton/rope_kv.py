@@ -23,8 +23,8 @@ from baton.engine.kernels.triton.kernel_spec import (
     Trial,
     dtype_of,
 )
+from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.row_quantization import bits_of, scale_of
-from baton.engine.kernels.triton.tuning import choose
 from baton.engine.models.decoder import rms_norm, rotate
 from baton.engine.weights.quantize import FP8, SCALE_BYTES, is_quantized, unpack_rows
 
@@ -150,8 +150,8 @@ def rope_and_write(
 
     qkv: `[rows, (num_heads + 2 * num_kv_heads) * head_size]` · positions: int32 `[rows]` · slots:
     int32 `[rows]`, block * block_size + offset; -1 writes nothing · pool: `[num_blocks, num_layers,
-    2, num_kv_heads, block_size, row_size]` of qkv's type, int8 or float8_e4m3fn · config: of the
-    launch; None is that of `tuning`. Two rows of a launch have different slots.
+    2, num_kv_heads, block_size, row_size]` of qkv's type, int8 or float8_e4m3fn · config: None is
+    the one in effect. Two rows of a launch have different slots.
     """
     rows, width = qkv.shape
     _, num_layers, _, kv_heads, block_size, row_size = pool.shape

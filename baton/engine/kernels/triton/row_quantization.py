@@ -21,7 +21,7 @@ from baton.engine.kernels.triton.kernel_spec import (
     product_of,
 )
 from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
-from baton.engine.kernels.triton.tuning import choose
+from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.weights import quantize
 
 # Elements of a row that `quantize_rows` keeps in registers between its two passes; a longer row is
@@ -138,7 +138,7 @@ def quantize_rows(
     """x `[rows, size]` → (int8 or float8_e4m3fn `[rows, size]`, float32 scales `[rows]`).
 
     The scale is a row's largest magnitude over 127 or 448; values are rounded to the nearest, ties
-    to even. A row of zeros has scale 0. config: of the launch; None is that of `tuning`.
+    to even. A row of zeros has scale 0. config: None is the one in effect.
     """
     rows, size = x.shape
     config = config or choose("quantize_rows", {"rows": rows, "size": size}, x.device)

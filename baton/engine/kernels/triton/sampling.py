@@ -32,7 +32,7 @@ from baton.engine.kernels.triton.kernel_spec import (
     dtype_of,
     product_of,
 )
-from baton.engine.kernels.triton.tuning import choose
+from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.sampling.filters import sample as reference
 from baton.engine.sampling.randomness import uniform
 from baton.engine.sampling.sampler import GREEDY_BELOW, NUM_SETTINGS

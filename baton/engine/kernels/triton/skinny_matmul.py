@@ -29,8 +29,8 @@ from baton.engine.kernels.triton.kernel_spec import (
     dtype_of,
 )
 from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
+from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.rms_norm import add_rms_norm
-from baton.engine.kernels.triton.tuning import choose
 from baton.engine.models.decoder import rms_norm
 from baton.engine.models.model_config import Activation
 from baton.engine.weights import quantize
@@ -198,7 +198,7 @@ def skinny_matmul(
     first, as `rms_norm` of the decoder does but for where it rounds; float32 `[in]`, as a thread
     loads ahead what has 32 bits · activation: the first half
     of out is the gate of the other: `[rows, out / 2]` · residual: `[rows, out]`, which the product
-    is added to, in place · config: of the launch; None is that of `tuning`.
+    is added to, in place · config: None is the one in effect.
     """
     (num_rows, depth), num_outputs = x.shape, len(weight) // (2 if activation else 1)
     assert num_rows <= MOST_ROWS, "more rows are another kernel's"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from baton.engine.kernels.torch.linear import act_mul
+from baton.engine.kernels.triton.launch_configs import SHIPPED, read
 from baton.engine.kernels.triton.skinny_matmul import (
     NAME,
     _candidates,
@@ -15,7 +16,6 @@ from baton.engine.kernels.triton.skinny_matmul import (
     padded_rows,
     skinny_matmul,
 )
-from baton.engine.kernels.triton.tuning import SHIPPED, read
 from baton.engine.models.decoder import rms_norm
 from baton.engine.weights.quantize import FP8, quantize_rows
 
