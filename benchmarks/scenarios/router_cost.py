@@ -114,13 +114,13 @@ async def main(args: argparse.Namespace) -> None:
             async with AsyncClient(cluster.address) as client:
                 counts = (await client.status())["router"]["counts"]
             print(f"requests{name}: {counts['served']}")
-    rows = [("a first token, to its chunk", "p50, ms", "p99, ms")]
+    rows = [["a first token, to its chunk", "p50, ms", "p99, ms"]]
     rows += [row for name, of in checkouts.items() for row in await _first_chunks(args, name, of)]
     columns = {kind + name: results[kind + name] for kind, name in cases}
     print("", *median_table(f"{args.callers} callers", FIGURES, columns), sep="\n")
     print("", *align(rows), sep="\n")
     if args.waiting:
-        waits = [("requests that wait", "number", "KiB of router each")]
+        waits = [["requests that wait", "number", "KiB of router each"]]
         waits += [row for name, of in checkouts.items() for row in await _waiting(args, name, of)]
         print("", *align(waits), sep="\n")
 
