@@ -14,10 +14,10 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from multiprocessing.pool import Pool
+from multiprocessing.pool import IMapIterator, Pool
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -488,7 +488,9 @@ def tune(part: Part) -> None:
             part.note("tuned", f"with the shipped configurations in {target}")
 
 
-def _tuned(part: Part, spec: Any, shape: Key, compiled: Iterable[str], file: Path) -> Cells:
+def _tuned(
+    part: Part, spec: Any, shape: Key, compiled: IMapIterator[str] | None, file: Path
+) -> Cells:
     """Tunes a shape. Raises RuntimeError where no candidate ran, and as `tuning.tune_shape`."""
     end = time.monotonic() + part.left
     one = tuning.tune_shape(spec, shape, part.device, file, end, compiled=compiled)

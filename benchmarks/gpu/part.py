@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from baton.engine.kernels.triton import precompile
+from baton.cuda import compute_capability
 from benchmarks.child import messages
 from benchmarks.shapes import GPU_SHAPES, Shape
 
@@ -87,7 +87,7 @@ class Part:
     @property
     def capability(self) -> int:
         """The device's compute capability, as 90 for 9.0; 90 in a dry run."""
-        return precompile.capability_of(self.device)
+        return compute_capability(self.device)
 
     @cached_property
     def has_fp8(self) -> bool:

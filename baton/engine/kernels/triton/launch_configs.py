@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import triton
 
+from baton.cuda import compute_capability
 from baton.engine.kernels.triton.kernel_spec import Config, Key
 
 SHIPPED = Path(__file__).parent / "configs"
@@ -84,9 +85,8 @@ def in_effect(device: torch.device) -> Sequence[Path]:
         return [shipped_for(triton.runtime.driver.active.get_current_target().arch)]
     if device.type != "cuda":
         return [SHIPPED / "interpreter.json"]
-    major, minor = torch.cuda.get_device_capability(device)
     measured = user_file(torch.cuda.get_device_name(device))
-    return [*([measured] if measured.is_file() else []), shipped_for(major * 10 + minor)]
+    return [*([measured] if measured.is_file() else []), shipped_for(compute_capability(device))]
 
 
 def shipped_for(capability: int) -> Path:

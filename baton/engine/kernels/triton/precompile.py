@@ -8,11 +8,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.pool import Pool
+from multiprocessing.pool import IMapIterator, Pool
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -21,6 +21,8 @@ from triton.runtime.jit import JITFunction
 
 from baton.engine.kernels.triton.check import check
 from baton.engine.kernels.triton.kernel_spec import Config, KernelSpec, Key, specs_in
+
+T = TypeVar("T")
 
 
 class Target(NamedTuple):
@@ -67,17 +69,8 @@ def compile_target(target: Target) -> str:
     return complaints[0] if complaints else ""
 
 
-def results_until(end: float, results: Iterable[Any]) -> Iterator[Any]:
+def results_until(end: float, results: IMapIterator[T]) -> Iterator[T]:
     """Results of a pool's `imap` that come before `end`, by time.monotonic()."""
-    pending: Any = iter(results)
     with suppress(StopIteration, multiprocessing.TimeoutError):
         while True:
-            yield pending.next(max(0.0, end - time.monotonic()))
-
-
-def capability_of(device: torch.device) -> int:
-    """A GPU's compute capability, such as 90; 90 for a CPU, in dry runs."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+            yield results.next(max(0.0, end - time.monotonic()))

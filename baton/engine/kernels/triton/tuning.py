@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing.pool import Pool
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.pool import IMapIterator, Pool
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import torch
 import triton
 
+from baton.cuda import compute_capability
 from baton.engine.kernels.triton import precompile, timing
 from baton.engine.kernels.triton.kernel_spec import (
     Config,
@@ -60,15 +61,15 @@ def tune(
 
 def with_candidates(
     work: Sequence[tuple[KernelSpec, Key]], device: torch.device, pool: Pool | None
-) -> list[tuple[KernelSpec, Key, Iterable[str]]]:
+) -> list[tuple[KernelSpec, Key, IMapIterator[str] | None]]:
     """Begins to compile the candidates of all shapes, and gives each shape with its results."""
-    found: list[tuple[KernelSpec, Key, Iterable[str]]] = []
+    found: list[tuple[KernelSpec, Key, IMapIterator[str] | None]] = []
     for spec, shape in work:
-        compiled: Iterable[str] = ()
+        compiled = None
         if pool is not None:
             assert spec.configs is not None
             candidates = spec.configs(spec.trial(shape, torch.device("meta")).key)
-            capability = precompile.capability_of(device)
+            capability = compute_capability(device)
             targets = [precompile.Target(spec.name, shape, capability, one) for one in candidates]
             compiled = pool.imap(precompile.compile_target, targets)
         found.append((spec, shape, compiled))
@@ -82,18 +83,19 @@ def tune_shape(
     file: Path,
     end: float,
     measure: Measure = timing.seconds,
-    compiled: Iterable[str] = (),
+    compiled: IMapIterator[str] | None = None,
 ) -> Tuned | None:
     """Finds the fastest configuration for a shape and keeps it in `file`; None if none ran.
 
     It replaces the configuration in effect only if it is faster in two further passes: in the first
     pass, the best of many candidates is also the luckiest. end: by time.monotonic() · compiled:
-    results of compiling the candidates, which are waited for. Raises ValueError, and keeps nothing,
-    if the fastest has other results than the configuration in effect.
+    results of compiling the candidates, which are waited for; None if that was not begun. Raises
+    ValueError, and keeps nothing, if the fastest has other results than the configuration in
+    effect.
     """
     assert spec.configs is not None
-    for _ in precompile.results_until(min(end, time.monotonic() + _CANDIDATES_S), compiled):
-        pass
+    if compiled is not None:
+        list(precompile.results_until(min(end, time.monotonic() + _CANDIDATES_S), compiled))
     trials = timing.trials_of(spec, shape, device)
     key, moved = trials[0].key, trials[0].moved_bytes
     in_effect = choose(spec.name, key, device)
