@@ -18,8 +18,8 @@ from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.triton.activation import act_mul
 from baton.engine.kernels.triton.decode_attention import DecodePlan, decode_attention, plan_decode
-from baton.engine.kernels.triton.moe_matmul import GroupedWeight
-from baton.engine.kernels.triton.moe_routing import Router, add_up, route
+from baton.engine.kernels.triton.moe_matmul import MoeWeight
+from baton.engine.kernels.triton.moe_routing import FusedRouter, moe_sum, route
 from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
 from baton.engine.kernels.triton.rms_norm import add_rms_norm
 from baton.engine.kernels.triton.rope_kv import Rotation, rope_and_write
@@ -48,31 +48,31 @@ class _Rows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _GroupedExperts(ExpertWeights):
+class _MoeExperts(ExpertWeights):
     """Experts, and where each one's matrices lie.
 
     few_router: the router where few rows are routed by the launch that scores them.
     """
 
-    gate_up: GroupedWeight
-    down: GroupedWeight
-    few_router: Router | None
+    gate_up: MoeWeight
+    down: MoeWeight
+    few_router: FusedRouter | None
 
     @classmethod
-    def of(cls, held: ExpertWeights, dtype: torch.dtype) -> _GroupedExperts:
+    def of(cls, held: ExpertWeights, dtype: torch.dtype) -> _MoeExperts:
         experts, few_router = held.experts, None
         router = prepare(held.router, is_output=False, quantization="none")
         if isinstance(router, DenseWeight):
             weight = router.tensor
             arrived = torch.zeros(1, dtype=torch.int32, device=weight.device)
-            few_router = Router(weight, held.router_bias, arrived)
+            few_router = FusedRouter(weight, held.router_bias, arrived)
         return cls(
             **{**vars(held), "router": router},
             few_router=few_router,
-            gate_up=GroupedWeight.of(
+            gate_up=MoeWeight.of(
                 [one.gate_up for one in experts], [one.gate_up_bias for one in experts], dtype
             ),
-            down=GroupedWeight.of(
+            down=MoeWeight.of(
                 [one.down for one in experts], [one.down_bias for one in experts], dtype
             ),
         )
@@ -91,7 +91,7 @@ class GpuModel(Model):
         ranks: Collectives = SINGLE_RANK,
     ) -> None:
         layers = tuple(
-            replace(layer, experts=layer.experts and _GroupedExperts.of(layer.experts, dtype))
+            replace(layer, experts=layer.experts and _MoeExperts.of(layer.experts, dtype))
             for layer in weights.layers
         )
         whole = replace(weights, layers=layers)
@@ -124,7 +124,7 @@ class GpuModel(Model):
     ) -> Tensor:  # fmt: skip
         """stream: to which it is added, in place."""
         config = self.config.experts
-        assert isinstance(experts, _GroupedExperts) and config is not None
+        assert isinstance(experts, _MoeExperts) and config is not None
         router, scored = experts.few_router, None
         if router is not None and router.takes(x):
             scores, scored = x.new_empty(len(x), config.count), (router, x)
@@ -135,7 +135,7 @@ class GpuModel(Model):
             scored=scored,
         )  # fmt: skip
         inner = experts.gate_up.apply(x, slots, self.config.activation)
-        return add_up(experts.down.apply(inner, slots), slots, x.dtype, stream)
+        return moe_sum(experts.down.apply(inner, slots), slots, x.dtype, stream)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         gated: Tensor = act_mul(gate_up, self.config.activation)

@@ -18,7 +18,7 @@ from baton.engine.kernels.triton.kernel_spec import (
     dtype_of,
     product_of,
 )
-from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
+from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.row_quantization import (
     LARGEST_WHOLE,
@@ -60,7 +60,7 @@ def _act_mul_kernel(
     FP8: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    launch_next(PDL)
+    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size

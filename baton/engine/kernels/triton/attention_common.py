@@ -6,7 +6,7 @@ block (`baton.engine.weights.quantize.split_rows`). Offsets into it pass 2**31 a
 
 Elements of eight bits are loaded in pairs, as int16, because GPUs bring 16 bits from shared memory
 into the order of a product in one instruction and have none for 8. Products are then of even and of
-odd elements: scores are the sum of both, and V's are two halves of the result.
+odd elements: scores are the sum of both, and V's are two split_even_odd of the result.
 
 Softmax is online (Milakov and Gimelshein 2018): a state of the largest score, the sum of weights
 and the weighted sum of V, all float32 and in powers of two, which are one instruction.
@@ -111,12 +111,12 @@ def _pool_sizes(
     }, key  # fmt: skip
 
 
-def elements(pool: Tensor) -> Tensor:
+def stored_elements(pool: Tensor) -> Tensor:
     """A pool as kernels read it: elements of eight bits in pairs, as int16."""
     return pool.view(torch.int16) if is_quantized(pool.dtype) else pool
 
 
-def scored(scoring: Scoring) -> tuple[float, float | None, Tensor | None]:
+def score_arguments(scoring: Scoring) -> tuple[float, float | None, Tensor | None]:
     """How kernels are given it, but for the window: scale and softcap for powers of two, sinks."""
     softcap = scoring.softcap * LOG2_E if scoring.softcap else None
     return scoring.scale * LOG2_E, softcap, scoring.sinks
@@ -145,7 +145,7 @@ def attention_reference(
 
 
 @triton.jit
-def first_state(sinks, heads, wanted):
+def initial_state(sinks, heads, wanted):
     """What rows of these heads begin with: total and largest. A sink has a weight and no value."""
     if sinks is None:
         total = tl.zeros(heads.shape, dtype=tl.float32)
@@ -221,7 +221,7 @@ def load_blocks(
 
 
 @triton.jit
-def halves(x, QUANTIZED: tl.constexpr):
+def split_even_odd(x, QUANTIZED: tl.constexpr):
     """x `[rows, HEAD_PAD]` as `attend_range` takes it: its even and odd columns over eight-bit KV,
     else itself twice.
     """
@@ -232,8 +232,8 @@ def halves(x, QUANTIZED: tl.constexpr):
 
 
 @triton.jit
-def joined(even, odd, QUANTIZED: tl.constexpr):
-    """What `halves` was given."""
+def join_even_odd(even, odd, QUANTIZED: tl.constexpr):
+    """What `split_even_odd` was given."""
     return tl.interleave(even, odd) if QUANTIZED else even
 
 
@@ -247,7 +247,7 @@ def attend_range(
 ):  # fmt: skip
     """Adds a range of a sequence's keys to the softmax of rows of queries.
 
-    q, q_odd: `halves` of queries `[rows, HEAD_PAD]` · weighted and weighted_odd, such halves in
+    q, q_odd: `split_even_odd` of queries `[rows, HEAD_PAD]` · weighted and weighted_odd, such split_even_odd in
     float32, total and largest, float32 `[rows]`: the state, returned as it is then · k_base,
     v_base: of one layer and head in block 0 · block_table: int32, the sequence's · begin, end: the
     range; begin is a multiple of TILE · positions: int32 `[rows]`, of the queries · scale: of
@@ -302,20 +302,20 @@ def attend_range(
         if PARTLY:
             scores = tl.where(visible, scores, float("-inf"))
 
-        above = tl.maximum(largest, tl.max(scores, 1))
-        weights = tl.exp2(scores - above[:, None])
-        faded = tl.exp2(largest - above)
-        total = total * faded + tl.sum(weights, 1)
-        largest = above
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_largest[:, None])
+        decay = tl.exp2(largest - new_largest)
+        total = total * decay + tl.sum(weights, 1)
+        largest = new_largest
 
         v = load_rows(v_base, rows, SIZE, PAD)
-        weighted *= faded[:, None]
+        weighted *= decay[:, None]
         if QUANTIZED:
             weights *= load_scales(v_base, begins, slots, BLOCK_SIZE, SIZE)[None, :]
             weights = weights.to(V_TYPE)
             v_even, v_odd = unpack(v, FP8, V_TYPE)
             weighted = tl.dot(weights, v_even, weighted, input_precision="ieee")
-            weighted_odd *= faded[:, None]
+            weighted_odd *= decay[:, None]
             weighted_odd = tl.dot(weights, v_odd, weighted_odd, input_precision="ieee")
         else:
             weighted = tl.dot(weights.to(V_TYPE), v.to(V_TYPE), weighted, input_precision="ieee")

@@ -23,17 +23,17 @@ from baton.engine.kernels.triton.attention_common import (
     LOWEST,
     NO_WINDOW,
     attend_range,
-    elements,
-    first_state,
-    halves,
-    joined,
+    initial_state,
+    join_even_odd,
     pool_sizes,
-    scored,
+    score_arguments,
+    split_even_odd,
+    stored_elements,
 )
 from baton.engine.kernels.triton.kernel_spec import Config
-from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
+from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
-from baton.engine.kernels.triton.rope_kv import Rotation, load_angles, put, turned
+from baton.engine.kernels.triton.rope_kv import Rotation, load_angles, rotate_heads, store_kv
 
 # Up to so many decode rows launches overlap. With more rows, programs that come while the kernel in
 # front still runs are spread over the processors unevenly: 8 rows take 4 % longer on an H200.
@@ -113,11 +113,11 @@ def decode_attention(
     group_pad = max(16, int(triton.next_power_of_2(heads // kv_heads)))
     options = {name: config[name] for name in ("num_warps", "num_stages", "TILE")}
     started = launch if rows <= EARLY_ROWS else launch_alone
-    pool = elements(pool)
+    pool = stored_elements(pool)
     started(
         decode_kernel, (programs, kv_heads), q, pool, block_tables, out, *places, plan.firsts,
         *(rotation or (None,) * 4 + (0.0,)), rows, layer, q.stride(0), block_tables.stride(0),
-        pool.stride(0), *scored(scoring), window or NO_WINDOW, WINDOWED=window is not None,
+        pool.stride(0), *score_arguments(scoring), window or NO_WINDOW, WINDOWED=window is not None,
         GROUP_PAD=group_pad, **sizes, **options,
     )  # fmt: skip
     started(
@@ -186,7 +186,7 @@ def decode_kernel(
     `[2 * programs, heads]` behind it; first the ends of rows by program, then the beginnings.
     """
     wait_for_inputs(PDL)
-    launch_next(PDL)
+    launch_dependents(PDL)
     program = tl.program_id(0)
     kv_head = tl.program_id(1)
     total_tiles = tl.load(ends + rows - 1)
@@ -229,14 +229,14 @@ def decode_kernel(
             # A padding row is turned like the first, and nobody reads it.
             position = tl.maximum(seq_len - 1, 0)
             cosines, sines = load_angles(cos, sin, position, dims, HEAD_SIZE)
-            q = turned(
+            q = rotate_heads(
                 own + head * HEAD_SIZE, head < GROUP, dims, q_weights, cosines, sines, eps,
                 HEAD_SIZE,
             )  # fmt: skip
             if (until == row_end) & (seq_len > 0):
                 one = tl.arange(0, 1)
                 of_kv = q_rows + row.to(tl.int64) * row_stride + (HEADS + kv_head + one) * HEAD_SIZE
-                k = turned(of_kv, one == 0, dims, k_weights, cosines, sines, eps, HEAD_SIZE)
+                k = rotate_heads(of_kv, one == 0, dims, k_weights, cosines, sines, eps, HEAD_SIZE)
                 of_kv += KV_HEADS * HEAD_SIZE
                 v = tl.load(
                     of_kv[:, None] + dims[None, :], mask=(dims < HEAD_SIZE)[None, :], other=0.0
@@ -244,15 +244,17 @@ def decode_kernel(
                 block = tl.load(block_table + position // BLOCK_SIZE).to(tl.int64)
                 into = k_base + block * block_stride + one
                 slot = position % BLOCK_SIZE
-                put(into, one == 0, slot, dims, k, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8)
-                put(into + PART, one == 0, slot, dims, v, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8)
+                store_kv(into, one == 0, slot, dims, k, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8)
+                store_kv(
+                    into + PART, one == 0, slot, dims, v, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8
+                )
                 tl.debug_barrier()  # other threads of the program read it
 
-        q, q_odd = halves(q.to(K_TYPE), QUANTIZED)
-        weighted, odd = halves(tl.zeros([GROUP_PAD, HEAD_PAD], dtype=tl.float32), QUANTIZED)
-        total, largest = first_state(sinks, kv_head * GROUP + head, head < GROUP)
+        q, q_odd = split_even_odd(q.to(K_TYPE), QUANTIZED)
+        weighted, odd = split_even_odd(tl.zeros([GROUP_PAD, HEAD_PAD], dtype=tl.float32), QUANTIZED)
+        total, largest = initial_state(sinks, kv_head * GROUP + head, head < GROUP)
         if sinks is not None and at > row_begin:  # only a row's beginning has it
-            total, largest = first_state(None, head, head < GROUP)
+            total, largest = initial_state(None, head, head < GROUP)
         # Only the first and the last tile can have keys to leave out, but looking costs no time
         # next to the memory, and one loop keeps loads under way from the first tile to the last.
         weighted, odd, total, largest = attend_range(
@@ -261,7 +263,7 @@ def decode_kernel(
             QUANTIZED, FP8, V_TYPE, TILE, PARTLY=True, CAUSAL=False, WINDOWED=False,
         )  # fmt: skip
 
-        result = joined(weighted, odd, QUANTIZED) / tl.where(total == 0, 1.0, total)[:, None]
+        result = join_even_odd(weighted, odd, QUANTIZED) / tl.where(total == 0, 1.0, total)[:, None]
         if place >= 0:
             part = place * HEADS + kv_head * GROUP + head
             tl.store(parts + part[:, None] * HEAD_SIZE + dims[None, :], result, mask=wanted)
@@ -286,7 +288,7 @@ def join_kernel(
 ):  # fmt: skip
     """Joins the parts of one row's one head, if it has several. Grid `[rows, heads]`."""
     wait_for_inputs(PDL)
-    launch_next(PDL)
+    launch_dependents(PDL)
     row = tl.program_id(0)
     head = tl.program_id(1)
     heads = tl.num_programs(1)
@@ -311,11 +313,11 @@ def join_kernel(
             mask=(program <= last)[:, None] & (dims < HEAD_SIZE)[None, :],
             other=0.0,
         )
-        above = tl.maximum(largest, tl.max(log_sums, 0))
-        shares = tl.exp2(log_sums - above)
-        faded = tl.exp2(largest - above)
-        weighted = weighted * faded + tl.sum(results * shares[:, None], 0)
-        total = total * faded + tl.sum(shares, 0)
-        largest = above
+        new_largest = tl.maximum(largest, tl.max(log_sums, 0))
+        shares = tl.exp2(log_sums - new_largest)
+        decay = tl.exp2(largest - new_largest)
+        weighted = weighted * decay + tl.sum(results * shares[:, None], 0)
+        total = total * decay + tl.sum(shares, 0)
+        largest = new_largest
     at = (row * heads + head) * HEAD_SIZE + dims
     tl.store(out + at, (weighted / total).to(out.dtype.element_ty), mask=dims < HEAD_SIZE)

@@ -28,7 +28,7 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 
 @triton.jit
-def launch_next(PDL: tl.constexpr):
+def launch_dependents(PDL: tl.constexpr):
     """Lets the next kernel's programs be launched, once all of this one have come here."""
     if PDL:
         gdc_launch_dependents()

@@ -39,7 +39,7 @@ from baton.engine.kernels.triton.kernel_spec import (
 )
 from baton.engine.kernels.triton.launch import LEAST_TILE_ROWS, launch, tile_rows, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
-from baton.engine.kernels.triton.moe_routing import FEW_ROWS, Slots, route
+from baton.engine.kernels.triton.moe_routing import FEW_ROWS, ExpertSlots, route
 from baton.engine.kernels.triton.row_quantization import quantize_rows
 from baton.engine.models.model_config import Activation
 from baton.engine.weights.quantize import FP8
@@ -67,7 +67,7 @@ Held = DenseWeight | RowScaledWeight | PackedWeight
 
 
 @dataclass(frozen=True)
-class GroupedWeight:
+class MoeWeight:
     """The same matrix `[out, in]` of every expert of a layer, and its biases `[out]`, or none.
 
     values, scales, bias: int64 `[experts]`, addresses: of a `PackedWeight` words and fields; of a
@@ -86,7 +86,7 @@ class GroupedWeight:
         weights: Sequence[Weight | PackedWeight],
         biases: Sequence[Tensor | None],
         dtype: torch.dtype,
-    ) -> GroupedWeight:
+    ) -> MoeWeight:
         """For activations of dtype.
 
         Raises ConfigError where experts are of several formats, or of one that no kernel takes.
@@ -110,7 +110,7 @@ class GroupedWeight:
     def apply(
         self,
         x: Tensor,
-        slots: Slots,
+        slots: ExpertSlots,
         activation: Activation | None = None,
         config: Config | None = None,
     ) -> Tensor:
@@ -119,7 +119,7 @@ class GroupedWeight:
         With an activation, of gate and up: x is `[rows, in]`, and the result what `act_mul` makes
         of the products, `[slots, out / 2]` by place. Without, of down: x is by place, and the
         result `[slots, out]` by slot, and weighed with its share; of few slots it may be in parts
-        over the depth, float32 `[slots * parts, out]`, for `add_up`. config: None is the one in
+        over the depth, float32 `[slots * parts, out]`, for `moe_sum`. config: None is the one in
         effect.
         """
         num_outputs, depth = self.weights[0].shape
@@ -335,7 +335,7 @@ def _moe_matmul(
         tl.store(target + column[:, None], found.to(element), mask=mask)
 
 
-def _key(weight: GroupedWeight, rows: int) -> Key:
+def _key(weight: MoeWeight, rows: int) -> Key:
     outputs, depth = weight.weights[0].shape
     first, bits = weight.weights[0], 8 * weight.dtype.itemsize
     if isinstance(first, PackedWeight):
@@ -379,7 +379,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         given = [last.empty(outputs, device)] * experts
     biases = [torch.randn(outputs, device=device).to(dtype) for _ in range(experts)]
     with_bias = bool(shape.get("bias"))
-    weight = GroupedWeight.of(given, biases if with_bias else [None] * experts, dtype)
+    weight = MoeWeight.of(given, biases if with_bias else [None] * experts, dtype)
     addresses: dict[str, Any] = {
         name: part.to(device) for name, part in vars(weight).items() if isinstance(part, Tensor)
     }

@@ -27,14 +27,14 @@ FEW_ROWS = 4  # rows seldom share experts: each slot is a tile, and none are sor
 
 
 @dataclass(frozen=True)
-class Slots:
+class ExpertSlots:
     """The experts that rows take.
 
     taken: int32 `[rows, per_row]`, numbered from the first that is here; -1 where padding or
     another rank's · shares: float32 `[rows, per_row]`, what their outputs are weighed with ·
     tile_rows: the most slots of a tile.
 
-    Slots lie by expert, in their own order: order: int32 `[slots]`, the slot at each place; behind
+    ExpertSlots lie by expert, in their own order: order: int32 `[slots]`, the slot at each place; behind
     those of all experts anything · tiles: int32 `[tiles, 3]`, a tile's expert, first place and
     number of places; where there is no tile, -1 and anything. None where each slot is a tile, and
     lies at the place of its own number.
@@ -48,7 +48,7 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class Router:
+class FusedRouter:
     """What scores experts: weight `[experts, in]`, bias `[experts]` or None, of x's type.
 
     arrived: int32 `[1]`, zero between launches; of one launch at a time.
@@ -71,8 +71,8 @@ def route(
     lengths: Tensor | None = None,
     totals: Tensor | None = None,
     few_rows: int = FEW_ROWS,
-    scored: tuple[Router, Tensor] | None = None,
-) -> Slots:
+    scored: tuple[FusedRouter, Tensor] | None = None,
+) -> ExpertSlots:
     """The best experts of each row, best first; of equal ones the lower is taken first.
 
     scores: `[rows, experts]` · normed: shares are of those taken, not of all experts · own: the
@@ -120,14 +120,14 @@ def route(
         DEPTH=triton.next_power_of_2(depth), num_warps=min(4, step),
     )  # fmt: skip
     if order is None or tiles is None:
-        return Slots(taken, shares, 1)
+        return ExpertSlots(taken, shares, 1)
     launch(
         _sort, (programs,), taken, ranks, counts, order, tiles, rows * per_row, programs,
         len(tiles), len(own), SLOTS=step * per_row, PADDED=triton.next_power_of_2(step * per_row),
         COLUMNS=columns, TILE=height, TILES=triton.cdiv(triton.cdiv(rows, height), programs),
         BLOCKS=min(64, triton.next_power_of_2(programs)), num_warps=4,
     )  # fmt: skip
-    return Slots(taken, shares, height, order, tiles)
+    return ExpertSlots(taken, shares, height, order, tiles)
 
 
 @triton.jit
@@ -277,8 +277,8 @@ def _sort(
         tl.store(tiles + (begin + expert) * 3, -1, mask=begin + expert < most)
 
 
-def add_up(
-    weighed: Tensor, slots: Slots, dtype: torch.dtype, stream: Tensor | None = None
+def moe_sum(
+    weighed: Tensor, slots: ExpertSlots, dtype: torch.dtype, stream: Tensor | None = None
 ) -> Tensor:
     """The sum over each row's experts, those that are here: `[rows, size]` of dtype.
 
@@ -292,14 +292,14 @@ def add_up(
     assert out.is_contiguous() and out.dtype == dtype
     block = min(1024, triton.next_power_of_2(size))
     launch(
-        _add_up, (rows, triton.cdiv(size, block)), weighed, slots.taken, out, size,
+        _moe_sum, (rows, triton.cdiv(size, block)), weighed, slots.taken, out, size,
         PER_ROW=per_row, PARTS=parts, ADDS=stream is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _add_up(
+def _moe_sum(
     weighed, taken, out, size, PER_ROW: tl.constexpr, PARTS: tl.constexpr, ADDS: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -338,7 +338,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         x = (2 * torch.randn(rows, depth, device=device)).to(scores.dtype)
         bias = torch.randn(experts, device=device).to(scores.dtype) if shape.get("bias") else None
         arrived = torch.zeros(1, dtype=torch.int32, device=device)
-        scored = Router(weight.to(scores.dtype), bias, arrived), x
+        scored = FusedRouter(weight.to(scores.dtype), bias, arrived), x
         wide, added = scored[0].weight.float(), bias if bias is None else bias.float()
     normed, start = bool(shape.get("normed")), int(shape.get("start", 0))
     own = range(start, experts - start)
@@ -380,19 +380,19 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     return Trial({}, run, expected, moved_bytes=scores.nbytes)
 
 
-def _add_up_trial(shape: Key, device: torch.device) -> Trial:
+def _moe_sum_trial(shape: Key, device: torch.device) -> Trial:
     rows, per_row, size = (int(shape[name]) for name in ("rows", "per_row", "size"))
     dtype, parts = dtype_of(shape), int(shape.get("parts", 1))
     weighed = torch.randn(rows, per_row, parts, size, device=device)
     weighed = weighed.to(dtype if parts == 1 else torch.float32)
     taken = torch.arange(rows * per_row, dtype=torch.int32, device=device).view(rows, per_row) % 4
-    slots = Slots(taken - 1, torch.empty(0), 1)
+    slots = ExpertSlots(taken - 1, torch.empty(0), 1)
     weighed[slots.taken < 0] = torch.nan  # what other ranks have is not read
     stream = torch.randn(rows, size, device=device).to(dtype)
 
     def run(config: Config | None) -> tuple[Tensor]:
         to = stream.clone() if shape.get("adds") else None
-        return (add_up(weighed.view(-1, size), slots, dtype, to),)
+        return (moe_sum(weighed.view(-1, size), slots, dtype, to),)
 
     def expected() -> tuple[Tensor]:
         here = weighed.float().where((slots.taken >= 0)[..., None, None], 0.0)
@@ -416,8 +416,8 @@ _CASES: tuple[Key, ...] = (
 SPECS = (
     KernelSpec("route", _trial, cases=_CASES),
     KernelSpec(
-        "add_up",
-        _add_up_trial,
+        "moe_sum",
+        _moe_sum_trial,
         cases=(
             {"rows": 64, "per_row": 8, "size": 2048},
             {"rows": 1, "per_row": 4, "size": 2880, "parts": 4, "adds": 1},

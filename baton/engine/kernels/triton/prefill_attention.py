@@ -19,12 +19,12 @@ from baton.engine.kernels.torch.attention import Scoring
 from baton.engine.kernels.triton.attention_common import (
     NO_WINDOW,
     attend_range,
-    elements,
-    first_state,
-    halves,
-    joined,
+    initial_state,
+    join_even_odd,
     pool_sizes,
-    scored,
+    score_arguments,
+    split_even_odd,
+    stored_elements,
 )
 from baton.engine.kernels.triton.kernel_spec import Config
 from baton.engine.kernels.triton.launch import MOST_TILE_ROWS, tile_rows
@@ -118,10 +118,10 @@ def prefill_attention(
     assert out.is_contiguous() and out.shape == q.shape and out.dtype == q.dtype
     sizes, key = pool_sizes(q, pool)
     config = config or choose("prefill_attention", {**key, "rows": tiles.rows}, q.device)
-    pool = elements(pool)
+    pool = stored_elements(pool)
     prefill_kernel[sizes["KV_HEADS"] * len(tiles.places),](
         q, pool, block_tables, context_lens, query_lens, tiles.places, out, layer,
-        block_tables.stride(0), pool.stride(0), *scored(scoring), scoring.window or NO_WINDOW,
+        block_tables.stride(0), pool.stride(0), *score_arguments(scoring), scoring.window or NO_WINDOW,
         **sizes, TOKENS=tiles.tokens, ROWS=tiles.rows, WINDOWED=scoring.window is not None,
         **config,
     )  # fmt: skip
@@ -171,9 +171,9 @@ def prefill_kernel(
     k_base = pool + layer.to(tl.int64) * (2 * PART) + kv_head * (BLOCK_SIZE * ROW_SIZE)
     block_table = block_tables + sequence.to(tl.int64) * table_stride
 
-    q, q_odd = halves(q, QUANTIZED)
-    weighted, odd = halves(tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32), QUANTIZED)
-    total, largest = first_state(sinks, kv_head * GROUP + row % GROUP, token < tokens)
+    q, q_odd = split_even_odd(q, QUANTIZED)
+    weighted, odd = split_even_odd(tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32), QUANTIZED)
+    total, largest = initial_state(sinks, kv_head * GROUP + row % GROUP, token < tokens)
 
     #  begin .............. | whole ................. | diagonal ............. | end
     #  the window cuts tiles | every row sees all keys | causality cuts tiles
@@ -194,5 +194,5 @@ def prefill_kernel(
             PARTLY=part != 1, CAUSAL=part == 2, WINDOWED=WINDOWED and part != 1,
         )  # fmt: skip
 
-    result = joined(weighted, odd, QUANTIZED) / tl.where(total == 0, 1.0, total)[:, None]
+    result = join_even_odd(weighted, odd, QUANTIZED) / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=wanted)

@@ -15,7 +15,7 @@ from baton.engine.kernels.triton.kernel_spec import (
     dtype_of,
     product_of,
 )
-from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
+from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.row_quantization import (
     TUNED_ROWS,
@@ -42,7 +42,7 @@ def _add_rms_norm_kernel(
     inside = columns < size
     weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
-    launch_next(PDL)
+    launch_dependents(PDL)
     values = tl.load(x + row * row_stride + columns, mask=inside, other=0.0)
     if residual is not None:
         residual += row * size + columns

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.torch.attention import write_kv
-from baton.engine.kernels.triton.attention_common import elements
+from baton.engine.kernels.triton.attention_common import stored_elements
 from baton.engine.kernels.triton.kernel_spec import (
     Config,
     KernelSpec,
@@ -52,7 +52,7 @@ def load_angles(cos, sin, position, dims, HEAD_SIZE: tl.constexpr):
 
 
 @triton.jit
-def turned(heads, live, dims, weights, cosines, sines, eps, HEAD_SIZE: tl.constexpr):
+def rotate_heads(heads, live, dims, weights, cosines, sines, eps, HEAD_SIZE: tl.constexpr):
     """Heads (pointers `[heads]`), where live, at unit mean square times weights (unless None), and
     turned: `[heads, HEAD_PAD]`, each element with its partner in the other half of the head.
     """
@@ -78,7 +78,7 @@ def turned(heads, live, dims, weights, cosines, sines, eps, HEAD_SIZE: tl.conste
 
 
 @triton.jit
-def put(
+def store_kv(
     blocks, live, slot, dims, x, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
     QUANTIZED: tl.constexpr, FP8_POOL: tl.constexpr,
 ):  # fmt: skip
@@ -120,7 +120,9 @@ def _rope_and_write_kernel(
     if part < q_parts:
         heads = part * HEADS + tl.arange(0, HEADS)
         live = heads < NUM_HEADS
-        q = turned(qkv + heads * HEAD_SIZE, live, dims, q_weights, cosines, sines, eps, HEAD_SIZE)
+        q = rotate_heads(
+            qkv + heads * HEAD_SIZE, live, dims, q_weights, cosines, sines, eps, HEAD_SIZE
+        )
         at = (row * NUM_HEADS + heads)[:, None] * HEAD_SIZE + dims[None, :]
         tl.store(q_out + at, q, mask=live[:, None] & (dims < HEAD_SIZE)[None, :])
     else:
@@ -129,7 +131,7 @@ def _rope_and_write_kernel(
             heads = (part - q_parts) * HEADS + tl.arange(0, HEADS)
             live = heads < NUM_KV_HEADS
             own = qkv + (NUM_HEADS + heads) * HEAD_SIZE
-            k = turned(own, live, dims, k_weights, cosines, sines, eps, HEAD_SIZE)
+            k = rotate_heads(own, live, dims, k_weights, cosines, sines, eps, HEAD_SIZE)
             own += NUM_KV_HEADS * HEAD_SIZE
             mask = live[:, None] & (dims < HEAD_SIZE)[None, :]
             v = tl.load(own[:, None] + dims[None, :], mask=mask, other=0.0)
@@ -137,16 +139,16 @@ def _rope_and_write_kernel(
             block = slot // BLOCK_SIZE * num_layers + layer
             slot %= BLOCK_SIZE
             blocks = pool + (block * (2 * NUM_KV_HEADS) + heads) * (BLOCK_SIZE * ROW_SIZE)
-            put(blocks, live, slot, dims, k, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8_POOL)
+            store_kv(blocks, live, slot, dims, k, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8_POOL)
             blocks += NUM_KV_HEADS * BLOCK_SIZE * ROW_SIZE
-            put(blocks, live, slot, dims, v, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8_POOL)
+            store_kv(blocks, live, slot, dims, v, BLOCK_SIZE, HEAD_SIZE, QUANTIZED, FP8_POOL)
 
 
 def rope_and_write(
     qkv: Tensor, positions: Tensor, slots: Tensor, rotation: Rotation, pool: Tensor, layer: int,
     num_heads: int, num_kv_heads: int, config: Config | None = None,
 ) -> Tensor:  # fmt: skip
-    """Queries, normed and turned, `[rows, num_heads, head_size]`; K and V go to the pool.
+    """Queries, normed and rotate_heads, `[rows, num_heads, head_size]`; K and V go to the pool.
 
     qkv: `[rows, (num_heads + 2 * num_kv_heads) * head_size]` · positions: int32 `[rows]` · slots:
     int32 `[rows]`, block * block_size + offset; -1 writes nothing · pool: `[num_blocks, num_layers,
@@ -167,7 +169,7 @@ def rope_and_write(
     heads = config["HEADS"]
     grid = (rows, triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads))
     _rope_and_write_kernel[grid](
-        qkv, positions, slots, *rotation, q, elements(pool), layer, num_layers, qkv.stride(0),
+        qkv, positions, slots, *rotation, q, stored_elements(pool), layer, num_layers, qkv.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_SIZE=head_size,
         HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size,
         ROW_SIZE=row_size // 2 if quantized else row_size, QUANTIZED=quantized,

@@ -20,7 +20,7 @@ from baton.engine.kernels.triton.kernel_spec import (
     dtype_of,
     product_of,
 )
-from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
+from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.weights import quantize
 
@@ -108,7 +108,7 @@ def _quantize_rows_kernel(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    launch_next(PDL)
+    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     x += row * row_stride
     values += row * size
@@ -163,7 +163,7 @@ def _scale_sums(
     COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(PDL)
-    launch_next(PDL)
+    launch_dependents(PDL)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     at = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]

@@ -28,7 +28,7 @@ from baton.engine.kernels.triton.kernel_spec import (
     Trial,
     dtype_of,
 )
-from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
+from baton.engine.kernels.triton.launch import launch, launch_dependents, wait_for_inputs
 from baton.engine.kernels.triton.launch_configs import choose
 from baton.engine.kernels.triton.rms_norm import add_rms_norm
 from baton.engine.models.decoder import rms_norm
@@ -92,7 +92,7 @@ def _skinny_matmul(
         if GATED:
             prefetch(lines[:, None] + num_outputs.to(tl.int64) * depth + ahead[None, :])
     wait_for_inputs(PDL)
-    launch_next(PDL)
+    launch_dependents(PDL)
     KIND: tl.constexpr = tl.int32 if weight.dtype.element_ty == tl.int8 else tl.float32
     TYPE: tl.constexpr = tl.float32 if FLOAT else weight.dtype.element_ty
     sums = tl.zeros([OUTPUTS, ROWS], dtype=KIND)
