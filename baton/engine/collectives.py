@@ -11,7 +11,7 @@ import time
 from abc import abstractmethod
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -19,7 +19,6 @@ from torch.distributed import distributed_c10d
 
 from baton.cuda import NCCL_ENVIRONMENT
 from baton.engine.runner import RunnerFailed
-from baton.engine.shard import Shard
 from baton.rendezvous import Rendezvous
 
 
@@ -51,10 +50,19 @@ _JOIN_S, _CLOSE_S = 60.0, 5.0  # of NCCL
 Options = TypeVar("Options")
 
 
+class RankOf(Protocol):
+    """The number of a rank, and of how many."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+
+
 class GroupCollectives(Collectives):
     """Between processes that a store brings together. host: of this rank, for the others."""
 
-    def __init__(self, shard: Shard, store: Rendezvous, host: str, timeout_s: float) -> None:
+    def __init__(self, shard: RankOf, store: Rendezvous, host: str, timeout_s: float) -> None:
         self._shard, self._timeout = shard, timedelta(seconds=timeout_s)
         self._store, self._host = store, host
         self._group: Any = None
@@ -150,7 +158,7 @@ class NcclCollectives(GroupCollectives):
     (https://github.com/pytorch/pytorch/pull/154055).
     """
 
-    def __init__(self, shard: Shard, store: Rendezvous, host: str, timeout_s: float) -> None:
+    def __init__(self, shard: RankOf, store: Rendezvous, host: str, timeout_s: float) -> None:
         super().__init__(shard, store, host, timeout_s)
         os.environ.update(NCCL_ENVIRONMENT)
 

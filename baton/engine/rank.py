@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 import torch
 from torch import Tensor
 
-from baton.engine.backends.cpu import pin_thread
+from baton.engine.backends.cpu.backend import pin_thread
 from baton.engine.collectives import GroupCollectives
 from baton.engine.ranks import Channel, RankWork, mapped
 from baton.engine.runner import RunnerFailed

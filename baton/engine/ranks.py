@@ -33,6 +33,7 @@ from torch import Tensor
 
 from baton.cuda import CudaArea, CudaDriver
 from baton.engine.batch import Ints, StepBatch, on_device
+from baton.engine.checkpoint.tensors import fingerprint
 from baton.engine.collectives import (
     SINGLE_RANK,
     Collectives,
@@ -41,11 +42,10 @@ from baton.engine.collectives import (
     NcclCollectives,
 )
 from baton.engine.kv_cache import Allocate, KvLayout
+from baton.engine.models.loader import random_seed
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.shard import Shard
 from baton.engine.runner import RunnerFailed, zero_blocks
-from baton.engine.shard import Shard
-from baton.engine.weights.checkpoint import fingerprint
-from baton.engine.weights.loader import random_seed
 from baton.errors import ConfigError
 from baton.net.object_connection import ObjectConnection
 from baton.rendezvous import Place, Rendezvous, open_store

@@ -15,7 +15,7 @@ from typing import Any
 
 from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.backends import cpu
+from baton.engine.backends.cpu import backend as cpu
 from baton.engine.build import Loaded
 from baton.engine.loop import StepReport
 from baton.engine.sequence import Sequence

@@ -13,7 +13,8 @@ from baton.client import Completion, Route, Timing, TokenLogprobs, Usage
 from baton.client.results import prompt_logprobs_of
 from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.backends import Backend, cpu
+from baton.engine.backends import Backend
+from baton.engine.backends.cpu import backend as cpu
 from baton.engine.loop import Engine, Progress, StepReport
 from baton.engine.sequence import Sequence as EngineSequence
 from baton.errors import InternalError, InvalidRequest

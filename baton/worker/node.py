@@ -25,7 +25,7 @@ import uvloop
 from baton.config import WorkerConfig, host_id, split_address
 from baton.cuda import CudaArea
 from baton.engine import build
-from baton.engine.backends import cpu
+from baton.engine.backends.cpu import backend as cpu
 from baton.engine.build import Loaded
 from baton.engine.loop import Engine, StepReport
 from baton.engine.ranks import Elsewhere

@@ -21,9 +21,9 @@ from baton import log_format
 from baton.config import WorkerConfig, model_path
 from baton.engine import build
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.shard import Shard
 from baton.engine.rank import ignore_signals, serve, serving
 from baton.engine.ranks import RankWork, dtype_named
-from baton.engine.shard import Shard
 from baton.errors import BatonError
 from baton.net import object_connection, tls
 from baton.net.object_connection import ObjectConnection

@@ -14,7 +14,7 @@ from opentelemetry.trace import NoOpTracer
 
 from baton.config import host_id, kv_heads_of
 from baton.cuda import CudaArea
-from baton.engine.weights.quantize import is_quantized, split_rows
+from baton.engine.kernels.torch.row_quantization import is_quantized, split_rows
 from baton.errors import Stale, TransferFailed
 from baton.net import rpc
 from baton.net.object_connection import ObjectConnection

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from baton.engine.models.architectures import ARCHITECTURES, Architecture
-from baton.engine.models.fields import (
+from baton.engine.checkpoint.fields import (
     BOOLEAN,
     COUNT,
     MAX_SIZE,
@@ -27,9 +26,16 @@ from baton.engine.models.fields import (
     one_of,
     whole,
 )
-from baton.engine.models.quantization import QuantizationConfig, Shapes, Stored
+from baton.engine.checkpoint.tensors import StoredTensor, read_json
+from baton.engine.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
+from baton.engine.models.architectures import ARCHITECTURES, Architecture
 from baton.engine.models.stacked_experts import StackedPart
-from baton.engine.weights.checkpoint import StoredTensor, read_json
+from baton.engine.quantization.config import (
+    QuantizationConfig,
+    Shapes,
+    TensorSpec,
+    parse_quantization_config,
+)
 from baton.errors import CheckpointError
 
 MAX_LAYERS = 1024
@@ -49,8 +55,6 @@ _ROPE_KEYS = {
 }
 
 
-Activation = Literal["silu", "gelu_tanh", "swigluoai"]
-SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0  # of "swigluoai"
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -158,12 +162,12 @@ class ModelConfig:
         if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
             families = ", ".join(name.removesuffix("ForCausalLM") for name in ARCHITECTURES)
             raise fields.error("architectures", named, f"ForCausalLM of {families}")
-        differs = ARCHITECTURES[architecture]
-        fields = fields._replace(values={**differs.defaults, **fields.values})
+        arch = ARCHITECTURES[architecture]
+        fields = fields._replace(values={**arch.defaults, **fields.values})
 
         def own(key: str, check: Check, without: Any) -> Any:
             """Of a key that only some architectures have."""
-            return fields.read(key, check, without) if key in differs.defaults else without
+            return fields.read(key, check, without) if key in arch.defaults else without
 
         def bias(key: bool | str) -> bool:
             return bool(fields.read(key, BOOLEAN, False)) if isinstance(key, str) else key
@@ -173,14 +177,14 @@ class ModelConfig:
         fields.read("use_bidirectional_attention", one_of(False), False)
         fields.read("is_causal", one_of(True), True)  # false in models made for embeddings
         fields.read("clip_qkv", Check(lambda value: value is None, "null"))
-        if "attn_logit_softcapping" not in differs.defaults:  # nor does transformers in Gemma 3
+        if "attn_logit_softcapping" not in arch.defaults:  # nor does transformers in Gemma 3
             fields.read("attn_logit_softcapping", Check(lambda value: not value, "null"))
-        act = "hidden_activation" if "hidden_activation" in differs.defaults else "hidden_act"
+        act = "hidden_activation" if "hidden_activation" in arch.defaults else "hidden_act"
         num_heads = fields.read("num_attention_heads", COUNT)
         hidden_size = fields.read("hidden_size", COUNT)
         num_kv_heads = fields.read("num_key_value_heads", COUNT, num_heads)
         head_size = fields.read(
-            "head_dim", COUNT, differs.defaults.get("head_dim", hidden_size // num_heads)
+            "head_dim", COUNT, arch.defaults.get("head_dim", hidden_size // num_heads)
         )
         if num_heads % num_kv_heads:
             supported = f"a divisor of {num_heads} heads"
@@ -188,18 +192,18 @@ class ModelConfig:
         if head_size % 2:
             raise fields.error("head_dim", head_size, "an even number")
         num_layers = fields.read("num_hidden_layers", whole(1, MAX_LAYERS))
-        rotated = _rotated(fields, differs, num_layers)
-        windows = _windows(fields, differs, rotated)
-        rope, sliding_rope, max_context = _ropes(fields, differs, head_size)
+        rotated = _rotated(fields, arch, num_layers)
+        windows = _windows(fields, arch, rotated)
+        rope, sliding_rope, max_context = _ropes(fields, arch, head_size)
         of_windows = (sliding_rope if window else rope for window in windows)
         query_scalar = own("query_pre_attn_scalar", NUMBER, head_size)
         dtype_key = "torch_dtype" if fields.values.get("dtype") is None else "dtype"
         activation = _ACTIVATIONS[fields.read(act, one_of(*_ACTIVATIONS), "silu")]
-        if "swiglu_limit" in differs.defaults:
+        if "swiglu_limit" in arch.defaults:
             fields.read("swiglu_alpha", one_of(SWIGLU_ALPHA))
             fields.read("swiglu_limit", one_of(SWIGLU_LIMIT))
             activation = "swigluoai"
-        experts = _experts(fields, differs, num_layers)
+        experts = _experts(fields, arch, num_layers)
         is_mxfp4 = experts is not None and experts.mxfp4
         return cls(
             architecture=architecture,
@@ -216,9 +220,9 @@ class ModelConfig:
             ),
             windows=windows,
             tie_embeddings=fields.read("tie_word_embeddings", BOOLEAN, False),
-            qkv_bias=bias(differs.qkv_bias),
-            o_bias=bias(differs.o_bias),
-            mlp_bias=bias(differs.mlp_bias),
+            qkv_bias=bias(arch.qkv_bias),
+            o_bias=bias(arch.o_bias),
+            mlp_bias=bias(arch.mlp_bias),
             max_context=max_context,
             eos_token_ids=_eos_token_ids(fields),
             dtype=fields.read(dtype_key, one_of("bfloat16", "float32", "float16"), "float32"),
@@ -228,15 +232,15 @@ class ModelConfig:
             logit_softcap=float(own("final_logit_softcapping", NOT_NEGATIVE, 0.0)),
             logit_scale=1 / float(own("logits_scaling", NUMBER, 1.0)),
             embedding_scale=hidden_size**0.5
-            if differs.scaled_embedding
+            if arch.scaled_embedding
             else float(own("embedding_multiplier", NUMBER, 1.0)),
             residual_scale=float(own("residual_multiplier", NUMBER, 1.0)),
             experts=experts,
-            quantization=None if is_mxfp4 else QuantizationConfig.parse(fields),
+            quantization=None if is_mxfp4 else parse_quantization_config(fields),
         )
 
     @property
-    def differs(self) -> Architecture:
+    def arch(self) -> Architecture:
         """How its architecture differs from Llama's."""
         return ARCHITECTURES[self.architecture]
 
@@ -249,10 +253,10 @@ class ModelConfig:
         """
         rope = next((rope for rope in self.ropes if rope is not None), None)
         size = self.head_size if rope is None else rope.size or self.head_size
-        if size == self.head_size and not self.differs.interleaved_rope:
+        if size == self.head_size and not self.arch.interleaved_rope:
             return None
         first, second = range(size // 2), range(size // 2, size)
-        if self.differs.interleaved_rope:
+        if self.arch.interleaved_rope:
             first, second = range(0, size, 2), range(1, size, 2)
         rest = range(size, self.head_size)
         half = len(rest) // 2
@@ -263,15 +267,15 @@ class ModelConfig:
         hidden, head = self.hidden_size, self.head_size
         q, kv = self.num_heads * head, self.num_kv_heads * head
         layer, attention = f"model.layers.{index}", f"model.layers.{index}.self_attn"
-        differs, tensors = self.differs, dict[str, Shapes]()
+        arch, tensors = self.arch, dict[str, Shapes]()
         for field in ("input_norm", "attention_norm", "mlp_norm", "output_norm"):
-            if name := getattr(differs, field):
+            if name := getattr(arch, field):
                 tensors[field] = {f"{layer}.{name}.weight": (hidden,)}
-        if differs.qk_norm != "none":
-            sizes = (head, head) if differs.qk_norm == "head" else (q, kv)
+        if arch.qk_norm != "none":
+            sizes = (head, head) if arch.qk_norm == "head" else (q, kv)
             for name, size in zip("qk", sizes, strict=True):
                 tensors[f"{name}_norm"] = {f"{attention}.{name}_norm.weight": (size,)}
-        if differs.sinks:
+        if arch.sinks:
             tensors["sinks"] = {f"{attention}.sinks": (self.num_heads,)}
         for field, outputs, inputs, biased in (
             (
@@ -284,7 +288,7 @@ class ModelConfig:
             *((field, *matrix) for field, matrix in self._mlp(index).items()),
         ):
             parts = {f"{layer}.{name}_proj": size for name, size in outputs.items()}
-            if field in differs.joined:
+            if field in arch.joined:
                 module = next(iter(outputs)).partition(".")[0]
                 parts = {f"{layer}.{module}.{field}_proj": sum(outputs.values())}
             tensors[field] = {f"{name}.weight": (size, inputs) for name, size in parts.items()}
@@ -306,7 +310,7 @@ class ModelConfig:
 
     def expert_tensors(self, index: int) -> tuple[dict[str, Shapes], list[dict[str, Shapes]]]:
         """Of a layer with experts: what `ExpertWeights` has once, and what it has of each."""
-        names, experts = self.differs.experts, self.experts
+        names, experts = self.arch.experts, self.experts
         if names is None or experts is None or not experts.layers[index]:
             return {}, []
         module, hidden = f"model.layers.{index}.{names.module}", self.hidden_size
@@ -342,9 +346,9 @@ class ModelConfig:
             yield {LM_HEAD: (self.vocab_size, self.hidden_size)}
 
     @property
-    def checkpoint_tensors(self) -> dict[str, Stored]:
+    def checkpoint_tensors(self) -> dict[str, TensorSpec]:
         """What a checkpoint has to hold. Raises CheckpointError for what its format cannot."""
-        found: dict[str, Stored] = {}
+        found: dict[str, TensorSpec] = {}
         for parts in self._parts():
             for name, shape in parts.items():
                 if self.is_quantized(parts):
@@ -352,22 +356,22 @@ class ModelConfig:
                     found |= self.quantization.tensors(name.removesuffix(".weight"), shape)
                 elif (part := self.stacked_part(name)) is not None:
                     assert self.experts is not None
-                    found |= part.stored(shape, self.experts.count, self.experts.mxfp4)
+                    found |= part.specs(shape, self.experts.count, self.experts.mxfp4)
                 else:
-                    found[name] = Stored(shape)
+                    found[name] = TensorSpec(shape)
         return found
 
     def stacked_part(self, name: str) -> StackedPart | None:
         """Where a tensor lies that the checkpoint has in one with those of other experts."""
-        names = self.differs.experts
-        return StackedPart.of(name) if names is not None and names.stacked else None
+        names = self.arch.experts
+        return StackedPart.from_name(name) if names is not None and names.stacked else None
 
     def is_quantized(self, parts: Shapes) -> bool:
         """Whether the checkpoint holds this matrix quantised. Raises CheckpointError if in part."""
         if self.quantization is None or EMBEDDING in parts:
             return False
         modules = [name.removesuffix(".weight") for name, shape in parts.items() if len(shape) == 2]
-        found = {module: self.quantization.holds(module) for module in modules}
+        found = {module: self.quantization.is_quantized(module) for module in modules}
         if len(set(found.values())) > 1:
             raise CheckpointError(
                 f"quantization_config ignores some of {', '.join(found)}: they are multiplied "
@@ -381,18 +385,18 @@ class ModelConfig:
         return sum(math.prod(shape) for parts in self._parts() for shape in parts.values())
 
 
-def _ropes(fields: Fields, differs: Architecture, head_size: int) -> tuple[Rope, Rope, int]:
+def _ropes(fields: Fields, arch: Architecture, head_size: int) -> tuple[Rope, Rope, int]:
     """Of layers that see all and of those that slide, and the longest context, in tokens.
 
     From `rope_parameters` (transformers 5), which may have both by name, or from `rope_theta` and
     `rope_scaling` (before), which goes first: guides to longer contexts tell users to add it.
     """
     key = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
-    default = differs.defaults.get("rope_parameters", {})
+    default = arch.defaults.get("rope_parameters", {})
     inside = Fields(fields.file, fields.read(key, OBJECT, default), f"{key}.")
     theta = fields.read("rope_theta", NUMBER, 10000.0)
-    if "rope_local_base_freq" not in differs.defaults:
-        rope, context = _rope(fields, differs, inside, theta, head_size)
+    if "rope_local_base_freq" not in arch.defaults:
+        rope, context = _rope(fields, arch, inside, theta, head_size)
         return rope, rope, context
     full, sliding = inside, inside._replace(values={})  # the old form scales the first only
     if FULL in inside.values or SLIDING in inside.values:
@@ -400,13 +404,13 @@ def _ropes(fields: Fields, differs: Architecture, head_size: int) -> tuple[Rope,
             Fields(fields.file, inside.read(kind, OBJECT, {}), f"{inside.prefix}{kind}.")
             for kind in (FULL, SLIDING)
         )
-    rope, context = _rope(fields, differs, full, theta, head_size)
+    rope, context = _rope(fields, arch, full, theta, head_size)
     local = fields.read("rope_local_base_freq", NUMBER)
-    return rope, _rope(fields, differs, sliding, local, head_size)[0], context
+    return rope, _rope(fields, arch, sliding, local, head_size)[0], context
 
 
 def _rope(
-    fields: Fields, differs: Architecture, inside: Fields, theta: float, head_size: int
+    fields: Fields, arch: Architecture, inside: Fields, theta: float, head_size: int
 ) -> tuple[Rope, int]:
     """One rope, as the object `inside` describes it, and the longest context."""
     for key in inside.values.keys() - _ROPE_KEYS:
@@ -414,7 +418,7 @@ def _rope(
     context = fields.read("max_position_embeddings", COUNT)
     rope = Rope(
         float(inside.read("rope_theta", NUMBER, theta)),
-        size=_turned(fields, differs, inside, head_size),
+        size=_turned(fields, arch, inside, head_size),
     )
     kinds = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
     kind = inside.read("rope_type", one_of(*kinds), inside.values.get("type", "default"))
@@ -478,10 +482,10 @@ def _yarn_attention(inside: Fields, factor: float) -> float:
     return float(inside.read("attention_factor", NUMBER, own))
 
 
-def _turned(fields: Fields, differs: Architecture, inside: Fields, head_size: int) -> int:
+def _turned(fields: Fields, arch: Architecture, inside: Fields, head_size: int) -> int:
     """Dimensions of a head that are turned; 0: all."""
     key, check = "partial_rotary_factor", one_of(1)
-    if key in differs.defaults:
+    if key in arch.defaults:
         check = Check(
             lambda value: NUMBER.holds(value) and value <= 1 and int(head_size * value) % 2 == 0,
             f"a number up to 1, by which an even number of {head_size} dimensions is turned",
@@ -490,9 +494,9 @@ def _turned(fields: Fields, differs: Architecture, inside: Fields, head_size: in
     return 0 if share == 1 else int(head_size * share)
 
 
-def _rotated(fields: Fields, differs: Architecture, num_layers: int) -> tuple[bool, ...]:
+def _rotated(fields: Fields, arch: Architecture, num_layers: int) -> tuple[bool, ...]:
     """Of each layer: whether it turns queries and keys."""
-    if "no_rope_layers" not in differs.defaults:
+    if "no_rope_layers" not in arch.defaults:
         return (True,) * num_layers
     interval = fields.read("no_rope_layer_interval", COUNT)
     given = fields.values["no_rope_layers"]
@@ -504,12 +508,12 @@ def _rotated(fields: Fields, differs: Architecture, num_layers: int) -> tuple[bo
 
 
 def _windows(
-    fields: Fields, differs: Architecture, rotated: tuple[bool, ...]
+    fields: Fields, arch: Architecture, rotated: tuple[bool, ...]
 ) -> tuple[int | None, ...]:
     """Of each layer."""
-    count, kind = len(rotated), differs.windows
+    count, kind = len(rotated), arch.windows
     key = "use_sliding_window"
-    is_on = key not in differs.defaults or fields.read(key, BOOLEAN, False)
+    is_on = key not in arch.defaults or fields.read(key, BOOLEAN, False)
     window = None
     if kind != "none" and is_on and fields.values.get("sliding_window") is not None:
         window = fields.read("sliding_window", COUNT)
@@ -535,28 +539,28 @@ def _windows(
     return tuple(window if slide else None for slide in slides)
 
 
-def _experts(fields: Fields, differs: Architecture, num_layers: int) -> ExpertsConfig | None:
-    if differs.experts is None:
+def _experts(fields: Fields, arch: Architecture, num_layers: int) -> ExpertsConfig | None:
+    if arch.experts is None:
         return None
     # transformers 5 writes one name of their number for all.
-    given = [key for key in (differs.experts.count, "num_local_experts") if key in fields.values]
-    count = fields.read(given[0] if given else differs.experts.count, whole(1, MAX_EXPERTS))
+    given = [key for key in (arch.experts.count, "num_local_experts") if key in fields.values]
+    count = fields.read(given[0] if given else arch.experts.count, whole(1, MAX_EXPERTS))
     layers = [True] * num_layers
-    if "decoder_sparse_step" in differs.defaults:
+    if "decoder_sparse_step" in arch.defaults:
         step = fields.read("decoder_sparse_step", COUNT)
         dense = fields.read("mlp_only_layers", NUMBERS, [])
         layers = [(index + 1) % step == 0 and index not in dense for index in range(num_layers)]
     shared = "shared_expert_intermediate_size"
-    stored = fields.values.get("quantization_config") if differs.experts.stacked else None
+    stored = fields.values.get("quantization_config") if arch.experts.stacked else None
     if stored is not None:
         fields.inside("quantization_config").read("quant_method", one_of("mxfp4"))
     return ExpertsConfig(
         count=count,
         per_token=fields.read("num_experts_per_tok", whole(1, min(count, MAX_PER_TOKEN))),
-        size=fields.read(differs.experts.size, COUNT),
+        size=fields.read(arch.experts.size, COUNT),
         normed=fields.read("norm_topk_prob", BOOLEAN, False),
         layers=tuple(layers),
-        shared_size=fields.read(shared, COUNT) if shared in differs.defaults else 0,
+        shared_size=fields.read(shared, COUNT) if shared in arch.defaults else 0,
         mxfp4=stored is not None,
     )
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
+from baton.engine.checkpoint.tensors import fingerprint
 from baton.engine.models.model_config import ModelConfig, Rope
 from baton.engine.models.rope import inverse_frequencies
-from baton.engine.weights.checkpoint import fingerprint
 from baton.errors import CheckpointError
 from tests.unit.engine.checkpoints import make_checkpoint
 

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.config import EngineConfig
+from baton.engine.checkpoint.tensors import INDEX_FILE, SINGLE_FILE
+from baton.engine.models import loader as loading
+from baton.engine.models.loader import load_weights, random_seed, random_weights
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.weights import loader as loading
-from baton.engine.weights.checkpoint import INDEX_FILE, SINGLE_FILE
-from baton.engine.weights.loader import load_weights, random_seed, random_weights
-from baton.engine.weights.weight import DenseWeight, Int8Weight
+from baton.engine.quantization.int8 import Int8Weight
+from baton.engine.quantization.linear_weight import DenseWeight
 from baton.errors import CheckpointError
 from baton.local.model_check import check_model
 from tests.unit.engine.checkpoints import load_reference, make_checkpoint
@@ -263,7 +264,7 @@ def test_projections_and_lm_head_are_int8_and_nothing_else(tmp_path, dtype, tied
         assert all(one() is None for one in before), "one at a time is there in full"
         if not (tied and len(before) == 8):  # the embedding, which stays
             before.append(weakref.ref(weight.tensor))
-        return Int8Weight.of(weight.tensor)
+        return Int8Weight.from_dense(weight.tensor)
 
     small = source(kind, tmp_path, dtype, prepare=prepare)
     pairs = [(small, full), *zip(small.layers, full.layers, strict=True)]
@@ -275,7 +276,7 @@ def test_projections_and_lm_head_are_int8_and_nothing_else(tmp_path, dtype, tied
     ):
         assert isinstance(found, Int8Weight) == (name in ("qkv", "o", "gate_up", "down", "lm_head"))
         if isinstance(found, Int8Weight):
-            expected = Int8Weight.of(wanted.tensor)
+            expected = Int8Weight.from_dense(wanted.tensor)
             assert torch.equal(found.values, expected.values)
             assert torch.equal(found.scales, expected.scales)
         else:

@@ -16,15 +16,13 @@ from torch import Tensor
 
 from baton.engine.kernels.native import library
 from baton.engine.kernels.native.interface import Linear
-from baton.engine.weights.weight import (
-    DenseWeight,
-    FourBitWeight,
-    Fp8BlockWeight,
-    Int4Weight,
-    Int8Weight,
-    Mxfp4Weight,
-    Weight,
-)
+from baton.engine.kernels.native.rows import NATIVE_ROW_OPS
+from baton.engine.quantization.fp8 import Fp8BlockWeight
+from baton.engine.quantization.group_scaled import FourBitWeight
+from baton.engine.quantization.int4 import Int4Weight
+from baton.engine.quantization.int8 import Int8Weight
+from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
+from baton.engine.quantization.mxfp4 import Mxfp4Weight
 
 PANEL = 64
 NUMBERS = ("int4", "fp8", "mxfp4")  # of groups that share a scale, in the order of `Numbers` there
@@ -35,7 +33,7 @@ PANELS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class PackedWeight(Weight):
+class PackedWeight(LinearWeight):
     """A matrix `[out, in]` as native products read it.
 
     int8 ones have a float32 scale for each output, and what the activations' offset adds to each
@@ -54,13 +52,15 @@ class PackedWeight(Weight):
     group: int = 0
     numbers: int = 0
 
+    ops = NATIVE_ROW_OPS
+
     @property
     def shape(self) -> tuple[int, int]:
         return self.outputs, self.inputs
 
     @classmethod
-    def of(cls, weight: Weight) -> PackedWeight:
-        """A weight, packed unless it is. Native code has no fp8 but in blocks."""
+    def from_weight(cls, weight: LinearWeight) -> PackedWeight:
+        """Packs a weight, unless it is packed. Raises TypeError for W8A8 fp8, which is GPUs'."""
         match weight:
             case PackedWeight():
                 return weight

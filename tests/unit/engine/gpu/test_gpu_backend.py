@@ -12,7 +12,7 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.backends.cpu import CpuBackend
+from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.backends.gpu import backend as gpu_backend
 from baton.engine.backends.gpu import device_sampling, memory
 from baton.engine.backends.gpu.backend import GpuBackend, choose_kernels, refused
@@ -20,10 +20,10 @@ from baton.engine.backends.gpu.memory import Usage
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kv_cache import plan_layout
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.quantization.int8 import Int8Weight
 from baton.engine.runner import Runner
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
-from baton.engine.weights.weight import Int8Weight
 from baton.errors import ConfigError
 from baton.generation.sampling_params import SamplingParams
 from baton.local import model_plan

@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton.engine.backends.cpu.native_ops import NativeOps
 from baton.engine.batch import StepBatch
+from baton.engine.kernels.activation import ACTIVATIONS
 from baton.engine.kernels.native.interface import (
     AttentionShape,
     Embedding,
@@ -21,13 +23,13 @@ from baton.engine.kernels.native.interface import (
     Step,
     WholeModel,
 )
-from baton.engine.kernels.native.ops import ACTIVATIONS, NativeOps
 from baton.engine.kernels.native.packing import PackedWeight
+from baton.engine.kernels.native.rows import c_norm
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.shard import WHOLE, Shard
+from baton.engine.models.weights import LayerWeights, ModelWeights
+from baton.engine.quantization.linear_weight import LinearWeight
 from baton.engine.runner import RunnerFailed
-from baton.engine.shard import WHOLE, Shard
-from baton.engine.weights.loader import LayerWeights, Weights
-from baton.engine.weights.weight import Weight
 
 _HUGE_PAGE = 2 << 20  # where a workspace begins; elsewhere prompts take up to a tenth longer
 
@@ -38,7 +40,7 @@ class NativeModel(NativeOps):
     def __init__(
         self,
         config: ModelConfig,
-        weights: Weights,
+        weights: ModelWeights,
         dtype: torch.dtype,
         shard: Shard = WHOLE,
         exchange: int | None = None,
@@ -87,14 +89,14 @@ class NativeModel(NativeOps):
             raise RunnerFailed("a rank of this worker has ended or hangs: the step is lost")
         return self._scores[:wanted]
 
-    def _whole(self, weights: Weights) -> WholeModel:
+    def _whole(self, weights: ModelWeights) -> WholeModel:
         config, experts, own = self.config, self.config.experts, self._own_experts
         assert all(tensor.is_contiguous() for tensor in (weights.embedding, self._tables))
         counted = iter(() if self.expert_tokens is None else self.expert_tokens)
         tokens = (next(counted) if layer.experts else None for layer in weights.layers)
         return WholeModel(
             Embedding(weights.embedding.data_ptr(), self._tokens.start, len(self._tokens)),
-            self._norm(weights.final_norm),
+            c_norm(weights.final_norm, self.dtype),
             (Layer * config.num_layers)(*map(self._layer, weights.layers, self._shapes, tokens)),
             _linear(weights.lm_head),
             self._ranks,
@@ -127,7 +129,7 @@ class NativeModel(NativeOps):
         if (mixture := layer.experts) is not None:
             assert expert_tokens is not None
             packed, packed_gate = (
-                None if one is None else PackedWeight.of(one)
+                None if one is None else PackedWeight.from_weight(one)
                 for one in (mixture.router, mixture.shared_gate)
             )
             self._routers += packed, packed_gate
@@ -142,10 +144,12 @@ class NativeModel(NativeOps):
             ]
             experts = (Expert * len(each))(*each)
         products += router, shared_gate
-        return Layer(*map(self._norm, norms), *products, tokens, experts, attention)
+        return Layer(
+            *(c_norm(norm, self.dtype) for norm in norms), *products, tokens, experts, attention
+        )
 
 
-def _linear(weight: Weight | None, bias: Tensor | None = None) -> Linear:
+def _linear(weight: LinearWeight | None, bias: Tensor | None = None) -> Linear:
     if weight is None:
         return Linear()
     assert isinstance(weight, PackedWeight), "what native code reads is packed"

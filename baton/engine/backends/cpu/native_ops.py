@@ -6,7 +6,7 @@ the rest is not. Between two calls Python dispatches and allocates.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,23 +14,25 @@ from torch import Tensor
 from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.native import library
-from baton.engine.kernels.native.interface import AttentionShape, Norm, Pool, Span
-from baton.engine.models.decoder import Model
-from baton.engine.models.model_config import Activation, ModelConfig
-from baton.engine.shard import WHOLE, Shard
-from baton.engine.weights.loader import LayerWeights, Weights
+from baton.engine.kernels.native.interface import AttentionShape, Pool, Span
+from baton.engine.kernels.native.rows import NATIVE_ROW_OPS, c_norm
+from baton.engine.models.decoder import DecoderModel
+from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.shard import WHOLE, Shard
+from baton.engine.models.weights import LayerWeights, ModelWeights
 
-ACTIVATIONS = get_args(Activation)  # in the order of `Gate` in src/kernels.h
 INT32 = 4  # bytes
 
 
-class NativeOps(Model):
+class NativeOps(DecoderModel):
     """Norms and gates are native, products where weights are packed, attention if `attends`."""
+
+    ops = NATIVE_ROW_OPS
 
     def __init__(
         self,
         config: ModelConfig,
-        weights: Weights,
+        weights: ModelWeights,
         dtype: torch.dtype,
         attends: bool = True,
         shard: Shard = WHOLE,
@@ -46,28 +48,9 @@ class NativeOps(Model):
         self._native = library.require(dtype)
         self._attends = attends
         # With other ranks' heads, which the native step alone exchanges with them.
-        self._norms_apart = config.differs.qk_norm == "row" and ranks is not SINGLE_RANK
+        self._norms_apart = config.arch.qk_norm == "row" and ranks is not SINGLE_RANK
         self._kv_heads = range(config.num_kv_heads)  # that are used of the pool's
         self._shapes = list(map(self._shape, range(config.num_layers), weights.layers))
-
-    def _add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The residual is added to where it lies."""
-        stream, added = (x, None) if residual is None else (residual, x.data_ptr())
-        normed = stream if weight is None else torch.empty_like(stream)
-        self._native.baton_add_rms_norm(
-            torch.get_num_threads(), stream.data_ptr(), added, self._norm(weight),
-            self.config.rms_eps, *stream.shape, normed.data_ptr(),
-        )  # fmt: skip
-        return normed, stream
-
-    def _gated(self, gate_up: Tensor) -> Tensor:
-        rows, size = len(gate_up), gate_up.shape[1] // 2
-        out, kind = gate_up.new_empty(rows, size), ACTIVATIONS.index(self.config.activation)
-        threads, to = torch.get_num_threads(), out.data_ptr()
-        self._native.baton_act_mul(threads, gate_up.data_ptr(), rows, size, kind, to)
-        return out
 
     def _place(self, batch: StepBatch, pool: Tensor) -> Any:
         """The spans of the batch's sequences, and the pool."""
@@ -82,24 +65,24 @@ class NativeOps(Model):
         return spans, self._pool(pool)
 
     def _rope_and_write(
-        self, qkv: Tensor, rows: Any, index: int, layer: LayerWeights, pool: Tensor
+        self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor
     ) -> Tensor:
         """`qkv` itself, with its queries normed and turned."""
         if not self._attends:
-            return super()._rope_and_write(qkv, rows, index, layer, pool)
+            return super()._rope_and_write(qkv, placed, index, layer, pool)
         if self._norms_apart:
             q, k, _ = self._split(qkv)
             for x, normed in zip((q, k), self._rows_normed(q, k, layer), strict=True):
                 x.copy_(normed)
-        spans, paged = rows
+        spans, paged = placed
         shape, threads = self._shapes[index], torch.get_num_threads()
         self._native.baton_rotate(threads, qkv.data_ptr(), spans, len(spans), shape, paged)
         return qkv
 
-    def _attend(self, q: Tensor, rows: Any, index: int, pool: Tensor) -> Tensor:
+    def _attend(self, q: Tensor, placed: Any, index: int, pool: Tensor) -> Tensor:
         if not self._attends:
-            return super()._attend(q, rows, index, pool)
-        spans, paged = rows
+            return super()._attend(q, placed, index, pool)
+        spans, paged = placed
         out = q.new_empty(len(q), self.config.num_heads * self.config.head_size)
         self._native.baton_attend(
             torch.get_num_threads(), q.data_ptr(), spans, len(spans), self._shapes[index], paged,
@@ -115,13 +98,10 @@ class NativeOps(Model):
         return AttentionShape(
             *(config.num_heads, index, config.windows[index] or 0),
             *(config.score_scale, config.attention_softcap, config.rms_eps),
-            *(cos.data_ptr(), sin.data_ptr(), *map(self._norm, norms)),
-            config.differs.qk_norm == "row",
+            *(cos.data_ptr(), sin.data_ptr(), *(c_norm(norm, self.dtype) for norm in norms)),
+            config.arch.qk_norm == "row",
             None if layer.sinks is None else layer.sinks.data_ptr(),
         )
-
-    def _norm(self, weight: Tensor | None) -> Norm:
-        return Norm() if weight is None else Norm(weight.data_ptr(), weight.dtype != self.dtype)
 
     def _pool(self, pool: Tensor) -> Pool:
         _, layers, _, heads, block_size, _ = pool.shape
