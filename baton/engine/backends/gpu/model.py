@@ -1,8 +1,7 @@
-"""The decoder over Triton's kernels: few launches, and nothing waits for the device.
+"""The decoder with Triton kernels: few launches, none of which waits for the device.
 
-A residual is added where the next norm reads it, and rotation, head norms and the write into the
-pool are one kernel. `decode` has shapes that depend on its arguments' shapes alone, so that a CUDA
-graph can hold it.
+A residual is added by the next norm, and head norms, rotation and the KV write are one kernel.
+Shapes in `decode` depend only on its arguments' shapes, so that a CUDA graph can hold it.
 """
 
 from __future__ import annotations
@@ -48,10 +47,9 @@ class _PlacedRows:
 
 @dataclass(frozen=True, kw_only=True)
 class _MoeExperts(MoeWeights):
-    """Experts, and where each one's matrices lie.
+    """Experts with their matrices prepared for the MoE kernel.
 
-    few_router: the router where few rows are routed by the launch that scores them.
-    """
+    few_router: the router for few rows, which `route` scores itself; None if it cannot."""
 
     gate_up: MoeWeight
     down: MoeWeight
@@ -104,7 +102,7 @@ class GpuModel(DecoderModel):
     def decode(
         self, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor, pool: Tensor
     ) -> Tensor:
-        """One row of each sequence: logits `[rows, vocab_size]`, of the model's type.
+        """Computes one row of each sequence: logits `[rows, vocab_size]`, of the model's type.
 
         token_ids: int32 `[rows]`, valid also where rows are padding · context_lens: int32 `[rows]`,
         tokens before the row; -1 is padding, which touches no block and whose logits mean nothing ·
@@ -158,7 +156,8 @@ class GpuModel(DecoderModel):
     def _rope_and_write(
         self, qkv: Tensor, placed: _PlacedRows, index: int, layer: LayerWeights, pool: Tensor
     ) -> Tensor:
-        """See `DecoderModel`; qkv itself of decode rows alone, whose attention rotates them."""
+        """See `DecoderModel`. Of decode rows alone qkv is returned: their attention kernel rotates
+        it."""
         config, rows = self.config, placed.rows
         if config.arch.qk_norm == "row":  # the kernels norm heads
             q, k, v = self._split(qkv)
