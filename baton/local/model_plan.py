@@ -26,6 +26,7 @@ from baton.engine.kv_cache import KvLayout, plan_layout
 from baton.engine.models.loader import random_weights
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
+from baton.engine.models.tensor_names import num_parameters
 from baton.engine.quantization.config import weight_format
 from baton.engine.quantization.linear_weight import DenseWeight
 from baton.errors import CheckpointError, ConfigError
@@ -46,7 +47,7 @@ def check_plan(settings: EngineConfig) -> Iterator[Finding]:
         gpu = Gpu(device) if device.type == "cuda" else None
         yield ok(
             "model",
-            f"{config.architecture}, {config.num_parameters / 1e6:,.1f} M parameters, contexts of "
+            f"{config.architecture}, {num_parameters(config) / 1e6:,.1f} M parameters, contexts of "
             f"up to {config.max_context:,} tokens",
         )
         yield _kernels(settings, config, gpu)

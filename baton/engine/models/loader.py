@@ -25,15 +25,21 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.engine.checkpoint.tensors import ELEMENT_BYTES, FLOATS, StoredTensor, stored_tensors
 from baton.engine.models.lora import LoraAdapter
-from baton.engine.models.model_config import (
+from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.shard import WHOLE, Shard
+from baton.engine.models.tensor_names import (
     EMBEDDING,
     FINAL_NORM,
     LM_HEAD,
-    ModelConfig,
+    StackedPart,
     check_tensors,
+    checkpoint_tensors,
+    expert_tensors,
+    is_quantized,
+    layer_tensors,
+    num_parameters,
+    stacked_part,
 )
-from baton.engine.models.shard import WHOLE, Shard
-from baton.engine.models.stacked_experts import StackedPart
 from baton.engine.models.weights import ExpertWeights, LayerWeights, ModelWeights, MoeWeights
 from baton.engine.quantization.config import Shapes, weight_format
 from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
@@ -113,7 +119,7 @@ class _Reader:
         """files: `safe_open` results by path · lora: an adapter's directory."""
         self._config, self._stored, self._files = config, stored, files
         self._dtype, self._device = dtype, device
-        self._specs = specs = config.checkpoint_tensors
+        self._specs = specs = checkpoint_tensors(config)
         self._adapter = None
         if lora is not None:
             dense = {
@@ -133,7 +139,7 @@ class _Reader:
         result = torch.empty(_joined_shape(shapes), dtype=self._dtype, device=self._device)
         parts = result.split([shape[0] for shape in shapes.values()])
         for name, target in zip(shapes, parts, strict=True):
-            part = self._config.stacked_part(name)
+            part = stacked_part(self._config, name)
             tensor = _read_stacked(part, self._read) if part else self._read(name)
             if self._adapter is not None:
                 tensor = self._adapter.adapted(name, tensor.to(self._device))
@@ -144,10 +150,10 @@ class _Reader:
     def weight(self, shapes: Shapes) -> LinearWeight:
         """The weight that these parts join to, in the checkpoint's format."""
         config = self._config
-        parts = [part for name in shapes if (part := config.stacked_part(name))]
+        parts = [part for name in shapes if (part := stacked_part(config, name))]
         if parts and config.experts and config.experts.mxfp4:
             weight: LinearWeight = _read_mxfp4(parts, self._read, self._device)
-        elif config.quantization is None or not config.is_quantized(shapes):
+        elif config.quantization is None or not is_quantized(config, shapes):
             return DenseWeight(self.tensor(shapes))
         else:
             modules = {name.removesuffix(".weight"): shape for name, shape in shapes.items()}
@@ -289,8 +295,8 @@ def _assemble(
         return {field: part(field, parts, shard) for field, parts in tensors.items()}
 
     def layer(index: int) -> LayerWeights:
-        once, each = config.expert_tensors(index)
-        fields, experts, own = parts_of(config.layer_tensors(index)), None, list[ExpertWeights]()
+        once, each = expert_tensors(config, index)
+        fields, experts, own = parts_of(layer_tensors(config, index)), None, list[ExpertWeights]()
         for number, tensors in enumerate(each):
             if number in own_experts:
                 own.append(
@@ -366,7 +372,7 @@ def load_or_make_weights(
     log.info(
         "loaded %s%s: %.1f M parameters, %.2f GiB a step, %s%s on %s, %s kernels, %.1f s",
         path.name, f" with {settings.lora.name}" if settings.lora else "",
-        config.num_parameters / 1e6, weights.num_bytes / _GIB,
+        num_parameters(config) / 1e6, weights.num_bytes / _GIB,
         f"{held} weights, " if held != "none" else "", dtype, device, kernels,
         time.monotonic() - started,
     )  # fmt: skip

@@ -237,7 +237,7 @@ REFUSED_FORMATS: list[Any] = [
         ({**GEMMA, "attn_logit_softcapping": 2.0}, ["attn_logit_softcapping", "2.0", "null"]),
         (
             {"rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.1}},
-            ["rope_parameters.llama_4_scaling_beta", "0.1", "not followed"],
+            ["rope_parameters.llama_4_scaling_beta", "0.1", "not supported"],
         ),
         ({"rope_scaling": {"rope_type": "dynamic", "alpha": 1e3}}, ["rope_scaling.alpha"]),
         ({"rope_parameters": {"full_attention": {"factor": 2}}}, ["full_attention"]),

@@ -18,6 +18,7 @@ from baton.engine.checkpoint.tensors import INDEX_FILE, SINGLE_FILE
 from baton.engine.models import loader as loading
 from baton.engine.models.loader import load_weights, random_seed, random_weights
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.tensor_names import num_parameters
 from baton.engine.quantization.int8 import Int8Weight
 from baton.engine.quantization.linear_weight import DenseWeight
 from baton.errors import CheckpointError
@@ -78,7 +79,7 @@ def test_shards_give_the_same_and_progress_in_bytes_is_logged_every_second(
     for a, b in zip(tensors_of(one), tensors_of(many), strict=True):
         assert torch.equal(a, b)
     config = ModelConfig.load(tmp_path / "many")
-    total = dtype.itemsize * config.num_parameters
+    total = dtype.itemsize * num_parameters(config)
     told = [re.findall(r"[0-9.]+", text) for text in caplog.messages]
     assert len(told) == (3 + 7 * config.num_layers) // 3  # tensors are joined
     for seconds, (done, of_all, rate, left) in zip(itertools.count(1.2, 1.2), told, strict=False):
@@ -241,7 +242,7 @@ def test_a_bare_config_has_no_weights_but_random_ones_that_follow_the_seed(tmp_p
         load_weights(tmp_path, config, torch.bfloat16, meta),
     ):
         assert {(t.device, t.dtype) for t in tensors_of(weights)} == {(meta, torch.bfloat16)}
-        assert sum(t.numel() for t in tensors_of(weights)) == config.num_parameters
+        assert sum(t.numel() for t in tensors_of(weights)) == num_parameters(config)
 
 
 def source(kind, directory, dtype, **options):

@@ -157,7 +157,7 @@ def test_int4_experts():
     experts = replace(EXPERTS, size=64)
     config = replace(CONFIGS["gpt-oss"], hidden_size=64, experts=experts)
     model, gpu = both(config, quantization="int4")
-    assert isinstance(gpu._weights.layers[0].experts.experts[0].down, Int4Weight)
+    assert isinstance(linear.unwrapped(gpu._weights.layers[0].experts.experts[0].down), Int4Weight)
     assert_near(PagedRun(gpu), PagedRun(model), atol=1e-4)
 
 
@@ -166,7 +166,7 @@ def test_mxfp4_experts(tmp_path):
     config = ModelConfig.load(tmp_path)
     prepare = partial(linear.prepare, quantization="int8")  # which leaves these as they are
     held = load_weights(tmp_path, config, torch.float32, CPU, prepare).layers[0].experts
-    assert isinstance(held.experts[3].down, Mxfp4Weight)
+    assert isinstance(linear.unwrapped(held.experts[3].down), Mxfp4Weight)
     prepare = partial(linear.prepare, quantization="none")
     weights = load_weights(tmp_path, config, torch.float32, CPU, prepare)
     run = PagedRun(GpuModel(config, weights, torch.float32, CPU))
