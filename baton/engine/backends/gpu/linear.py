@@ -31,7 +31,11 @@ from baton.engine.kernels.triton.row_quantization import (
     quantize_rows,
     scale_sums,
 )
-from baton.engine.kernels.triton.skinny_matmul import is_ours, new_counters, skinny_matmul
+from baton.engine.kernels.triton.skinny_matmul import (
+    new_counters,
+    skinny_matmul,
+    uses_skinny_matmul,
+)
 from baton.engine.quantization.fp8 import Fp8Weight
 from baton.engine.quantization.group_scaled import GroupScaledWeight
 from baton.engine.quantization.int8 import Int8Weight, RowScaledWeight
@@ -171,7 +175,7 @@ class GpuDenseWeight(DenseWeight, GpuWeight):
 
     def _is_skinny(self, x: Tensor, has_norm: bool = False, has_gate: bool = False) -> bool:
         # float32 rows have no tensor cores.
-        return x.dtype != torch.float32 and is_ours(x, self.tensor, has_norm, has_gate)
+        return x.dtype != torch.float32 and uses_skinny_matmul(x, self.tensor, has_norm, has_gate)
 
     def _skinny_product(
         self, x: Tensor, bias: Tensor | None, act: Activation | None = None,
@@ -220,7 +224,7 @@ class _EightBitWeight(RowScaledWeight, GpuWeight):
         return QuantizedRows(*quantize_rows(x, self.DTYPE), x.dtype)
 
     def _is_skinny(self, x: QuantizedRows, has_norm: bool = False, has_gate: bool = False) -> bool:
-        return is_ours(x.values, self.values, has_gate=has_gate)
+        return uses_skinny_matmul(x.values, self.values, has_gate=has_gate)
 
     def _skinny_product(
         self, x: QuantizedRows, bias: Tensor | None, act: Activation | None = None,

@@ -238,7 +238,9 @@ def key_of(x: Tensor, weight: Tensor, has_norm: bool = False, has_gate: bool = F
     return {"kind": kind, "rows": padded_rows(len(x)), "outputs": outputs, "depth": depth}
 
 
-def is_ours(x: Tensor, weight: Tensor, has_norm: bool = False, has_gate: bool = False) -> bool:
+def uses_skinny_matmul(
+    x: Tensor, weight: Tensor, has_norm: bool = False, has_gate: bool = False
+) -> bool:
     """Whether `skinny_matmul` is to compute a product together with its norm and gate.
 
     If not, norm and gate are separate launches, and torch or `skinny_matmul` multiplies."""
