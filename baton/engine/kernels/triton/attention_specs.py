@@ -126,7 +126,7 @@ def prefill_trial(shape: Key, device: torch.device) -> Trial:
 def _trial(
     shape: Key, device: torch.device, before: list[int], tokens: list[int], *, decodes: bool
 ) -> Trial:
-    """A trial for sequences with numbers of tokens `tokens` after contexts `before`; -1 is padding."""
+    """A trial for sequences of `tokens` tokens after contexts `before`; -1 is padding."""
     window, programs = int(shape.get("window", 0)) or None, int(shape.get("programs", 0))
     seen = [
         range(max(0, a + 1 - window) if window else 0, a + b) if b else range(0)

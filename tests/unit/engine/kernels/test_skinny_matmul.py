@@ -9,6 +9,7 @@ import torch
 
 from baton.engine.kernels.torch.row_quantization import FP8, quantize_rows
 from baton.engine.kernels.torch.rows import act_mul, rms_norm
+from baton.engine.kernels.triton.launch_configs import SHIPPED, read
 from baton.engine.kernels.triton.skinny_matmul import (
     NAME,
     _candidates,
@@ -16,7 +17,6 @@ from baton.engine.kernels.triton.skinny_matmul import (
     padded_rows,
     skinny_matmul,
 )
-from baton.engine.kernels.triton.tuning import SHIPPED, read
 
 EPS = 1e-5
 KINDS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8, "fp8": FP8}
