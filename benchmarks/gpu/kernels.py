@@ -142,7 +142,9 @@ def _smi(part: Part, *fields: str) -> list[str]:
 def _clocks(part: Part) -> Cells:
     """Clocks, temperature and power now, and the reasons that limit the clocks."""
     found = (_smi(part, *_CLOCKS.values(), reason) for reason in _REASONS)
-    *values, reasons = next(filter(None, found))
+    if (answer := next(filter(None, found), None)) is None:
+        raise RuntimeError("nvidia-smi does not answer")
+    *values, reasons = answer
     cells: Cells = {
         name: float(value) if value.replace(".", "", 1).isdigit() else value
         for name, value in zip(_CLOCKS, values, strict=True)

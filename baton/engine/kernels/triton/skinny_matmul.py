@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -297,7 +298,8 @@ def _candidates(key: Key) -> list[Config]:
 def _trial(shape: Key, device: torch.device) -> Trial:
     rows, outputs, depth = (int(shape[name]) for name in ("rows", "outputs", "depth"))
     dtype, kind = dtype_of(shape), dtype_of(shape, "weight", str(shape.get("dtype", "bf16")))
-    x, weight = torch.randn(rows, depth, device=device), torch.randn(outputs, depth, device=device)
+    x = torch.randn(rows, depth, device=device)
+    weight = torch.randn(outputs, depth, device=device) / depth**0.5
     scales = bias = norm = residual = None
     if kind.itemsize == 1:
         x, of_rows = row_quantization.quantize_rows(x, kind)
@@ -309,7 +311,8 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         bias = torch.randn(outputs, device=device).to(dtype)
     if shape.get("norm"):
         norm = torch.rand(depth, device=device)
-    activation: Activation | None = "silu" if shape.get("gate") else None
+    gated = "silu" if shape.get("gate") else None
+    activation = next((name for name in get_args(Activation) if name in shape), gated)
     if shape.get("residual"):
         residual = torch.randn(rows, outputs, device=device).to(dtype)
     counters = new_counters(outputs, device)
