@@ -9,10 +9,13 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
+from torch import distributed
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 _MAC_BYTES = 32
@@ -92,6 +95,37 @@ def open_store(host: str) -> tuple[Rendezvous, Place]:
         )  # fmt: skip
         listening.detach()  # the store owns it now
     return Rendezvous(store, secret), Place(host, port, secret)
+
+
+def gloo_group(store: Rendezvous, rank: int, ranks: int, host: str, timeout_s: float) -> Any:
+    """A process group between CPUs, over TCP. host: this rank's address, for the others.
+
+    Raises RuntimeError.
+    """
+    options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout, options._threads = at_least_1ms(timeout_s), 1
+    return distributed.ProcessGroupGloo(store, rank, ranks, options)
+
+
+def nccl_group(
+    store: Rendezvous,
+    rank: int,
+    ranks: int,
+    timeout_s: float,
+    high_priority: bool = False,
+    config: Mapping[str, int] | None = None,
+) -> Any:
+    """A process group between GPUs. Raises RuntimeError.
+
+    timeout_s: of torch's watchdog · high_priority: whether its streams go ahead of others · config:
+    fields of `ncclConfig_t`.
+    """
+    options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    options._timeout = timedelta(seconds=timeout_s)
+    for name, value in (config or {}).items():
+        setattr(options.config, name, value)
+    return distributed.ProcessGroupNCCL(store, rank, ranks, options)
 
 
 def at_least_1ms(seconds: float) -> timedelta:

@@ -70,14 +70,14 @@ class Control:
         """Whether there is no connection."""
         return self._channel.get_state() in _CONNECTION_LOST
 
-    async def call(self, request: Any, timeout_s: float, trace: Mapping[str, str]) -> Any:
+    async def call(self, request: Any, timeout_s: float) -> Any:
         """The answer to an Offer, Ready, Commit or Abort.
 
         One that is cancelled, or not answered in time, is cancelled there too. Raises what the
         decode worker does, Unavailable where it is gone, DeadlineExceeded.
         """
         number, stream = next(self._numbers), self._stream or self._open()
-        message = pb.ControlRequest(call_id=number, trace=trace, **{_NAMES[type(request)]: request})
+        message = pb.ControlRequest(call_id=number, **{_NAMES[type(request)]: request})
         waiting = stream.waiting[number] = asyncio.get_running_loop().create_future()
         waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
         stream.outgoing.put_nowait(message)
@@ -123,11 +123,11 @@ class Control:
                     call.set_exception(ended)
 
 
-Handle = Callable[[Any, Mapping[str, str]], Awaitable[Any]]
+Handle = Callable[[Any], Awaitable[Any]]
 
 
 class ControlServicer(HandoffServiceServicer):
-    """The other end: `handle` has, by the call's field, what answers it with its trace context."""
+    """The other end: `handle` has, by the call's field, what answers it."""
 
     def __init__(self, handle: Mapping[str, Handle]) -> None:
         self._handle = handle
@@ -193,7 +193,7 @@ class ControlServicer(HandoffServiceServicer):
         try:
             if name is None:
                 raise InvalidRequest("a call of no kind that is known here", "call")
-            answer = {name: await self._handle[name](getattr(request, name), request.trace)}
+            answer = {name: await self._handle[name](getattr(request, name))}
         except Exception as error:
             answer = {"failure": failure_of(error)}
         answers.put_nowait(pb.ControlResponse(call_id=request.call_id, **answer))

@@ -164,15 +164,6 @@ def choose(offered: Collection[Kind], mine: Collection[Kind], ends: Ends) -> Kin
     )
 
 
-def differences(prefill: common_pb2.KvDescriptor, decode: common_pb2.KvDescriptor) -> list[str]:
-    """Each field in which the two differ, as "block_size: 16 != 32"."""
-    return [
-        f"{field.name}: {getattr(prefill, field.name)!r} != {getattr(decode, field.name)!r}"
-        for field in common_pb2.KvDescriptor.DESCRIPTOR.fields
-        if getattr(prefill, field.name) != getattr(decode, field.name)
-    ]
-
-
 def name_of(kind: Kind) -> str:
     """ "shm" for TRANSPORT_SHM; the number for one this version does not know."""
     if kind not in common_pb2.Transport.values():

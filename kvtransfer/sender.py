@@ -19,10 +19,10 @@ from opentelemetry.trace import Tracer
 
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, InvalidRequest, TransferFailed
 from baton.log_format import about
-from baton.telemetry import propagation, tracing
+from baton.telemetry import tracing
 from baton.v1 import handoff_pb2, prefill_pb2
 from kvtransfer.deadline import Deadline, uninterrupted
-from kvtransfer.links import LinkPool, PairLink
+from kvtransfer.outgoing import OutgoingLink, OutgoingLinks
 from kvtransfer.pairing import Kind
 from kvtransfer.pool import Slots
 
@@ -54,7 +54,7 @@ class TransferStats:
 
 
 @dataclass(eq=False)
-class Handoff:
+class HandoffSender:
     """The transfer of one sequence's KV: an async context that aborts what was not committed.
 
     The blocks must be held until it is left. `num_tokens`: of the whole sequence, cached tokens
@@ -64,21 +64,20 @@ class Handoff:
     try; others follow in the background.
     """
 
-    links: LinkPool
+    links: OutgoingLinks
     tracer: Tracer
     target: prefill_pb2.HandoffTarget
     handoff_id: str
     num_tokens: int
     timeout_s: float
     _: KW_ONLY
+    step_timeout_s: float
     parent: Context | None = None
     token_digest: bytes = b""
-    step_timeout_s: float = 10.0
     abort_wait_s: float = 0.5
 
     def __post_init__(self) -> None:
         self._deadline = Deadline(self.timeout_s)
-        self._trace = dict(propagation.inject(self.parent))
         self._names: dict[str, Any] = {  # of every message
             "handoff_id": self.handoff_id,
             "reservation_token": self.target.reservation_token,
@@ -90,7 +89,9 @@ class Handoff:
         self._chunks: list[Slots] = []
         self._first_token_id: int | None = None  # once no more chunks come
         self._queued = asyncio.Event()
-        self._link: PairLink | None = None  # set once decode may have received a message of ours
+        self._link: OutgoingLink | None = (
+            None  # set once decode may have received a message of ours
+        )
         self._put: asyncio.Future[float] | None = None  # the last one of this attempt
         self._stats: TransferStats  # of this attempt, as are `_digest` and `_sent`, in tokens
         self._resends = 0
@@ -98,7 +99,7 @@ class Handoff:
         self._task: asyncio.Task[TransferStats]
         self._committed = False
 
-    async def __aenter__(self) -> Handoff:
+    async def __aenter__(self) -> HandoffSender:
         self._task = asyncio.create_task(self._run())
         return self
 
@@ -162,21 +163,21 @@ class Handoff:
 
         def when_written(put: asyncio.Future[float]) -> None:
             put.exception()  # its result is not used any more
-            self.links.abort(link, request, self._trace)
+            self.links.abort(link, request)
             self.links.release(link)
 
         if put is not None and not put.done():
             self._link = None  # released when it is written
             put.add_done_callback(when_written)
         else:
-            tried = self.links.abort(link, request, self._trace)
+            tried = self.links.abort(link, request)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.abort_wait_s):
                     await tried.wait()
 
     async def _run(self) -> TransferStats:
         try:
-            async with asyncio.timeout(self._deadline.left_s(float("inf"))):
+            async with asyncio.timeout(self._deadline.left_s()):
                 link = self._link = await self.links.acquire(self.target, self._deadline)
                 while True:
                     try:
@@ -189,7 +190,7 @@ class Handoff:
         except TimeoutError as error:
             raise DeadlineExceeded("the deadline passed during the KV transfer") from error
 
-    async def _attempt(self, link: PairLink) -> None:
+    async def _attempt(self, link: OutgoingLink) -> None:
         """Sends everything up to Commit, and returns when that was answered."""
         self._digest, self._put, self._sent = link.new_digest(), None, 0
         self._stats = stats = TransferStats(link.transport.name, link.transport.kind)
@@ -219,7 +220,7 @@ class Handoff:
         await self._call(link, request)
         stats.wait_s += time.perf_counter() - start
 
-    async def _send_chunk(self, link: PairLink, slots: Slots, granted: tuple[int, ...]) -> None:
+    async def _send_chunk(self, link: OutgoingLink, slots: Slots, granted: tuple[int, ...]) -> None:
         start, timeout_s = time.perf_counter(), self._time_left_s()
         try:
             async with asyncio.timeout(timeout_s):
@@ -239,12 +240,12 @@ class Handoff:
         finally:
             link.turn.release()
 
-    async def _ready_and_put(self, link: PairLink, slots: Slots, start: float) -> None:
+    async def _ready_and_put(self, link: OutgoingLink, slots: Slots, start: float) -> None:
         ids = await self._ready(link, self.target.cached_tokens + self._sent, slots.num_tokens)
         await self._end_put(link, slots, *self._begin_put(link, slots, ids, start))
 
     def _begin_put(
-        self, link: PairLink, slots: Slots, ids: tuple[int, ...], start: float
+        self, link: OutgoingLink, slots: Slots, ids: tuple[int, ...], start: float
     ) -> tuple[asyncio.Future[float], float]:
         """The put, and the time it has."""
         self._stats.wait_s += time.perf_counter() - start
@@ -255,7 +256,7 @@ class Handoff:
         return self._put, timeout_s
 
     async def _end_put(
-        self, link: PairLink, slots: Slots, put: asyncio.Future[float], timeout_s: float
+        self, link: OutgoingLink, slots: Slots, put: asyncio.Future[float], timeout_s: float
     ) -> None:
         with self.links.closing_on_failure(link, self._deadline):
             # A put waits for its GPU, which never answers if it hangs.
@@ -266,7 +267,7 @@ class Handoff:
         self._stats.chunks += 1
         self._sent += slots.num_tokens
 
-    async def _prepare_resend(self, link: PairLink, failure: TransferFailed) -> PairLink:
+    async def _prepare_resend(self, link: OutgoingLink, failure: TransferFailed) -> OutgoingLink:
         """When it returns all can be sent again, over that link. Raises `failure` when not.
 
         The decode worker has to agree first: that ends what this attempt was granted, and proves
@@ -281,7 +282,7 @@ class Handoff:
         request = handoff_pb2.AbortRequest(**self._names, reason=reason, resend=True)
         try:
             timeout_s = min(self._time_left_s(), _RESEND_ABORT_S)
-            await link.control.call(request, timeout_s, self._trace)
+            await link.control.call(request, timeout_s)
             opened = await self.links.acquire(self.target, self._deadline, skip_backoff=True)
             self.links.release(link)
             return opened
@@ -290,15 +291,17 @@ class Handoff:
             log.warning(why, handoff_id, error, extra=self._about)
             raise failure from error
 
-    async def _ready(self, link: PairLink, first_token: int, num_tokens: int) -> tuple[int, ...]:
+    async def _ready(
+        self, link: OutgoingLink, first_token: int, num_tokens: int
+    ) -> tuple[int, ...]:
         request = handoff_pb2.ReadyRequest(
             **self._names, epoch=link.epoch, first_token=first_token, num_tokens=num_tokens
         )
         return tuple((await self._call(link, request)).block_ids)
 
-    async def _call(self, link: PairLink, request: Any) -> Any:
+    async def _call(self, link: OutgoingLink, request: Any) -> Any:
         with self.links.closing_on_failure(link, self._deadline):
-            return await link.control.call(request, self._time_left_s(), self._trace)
+            return await link.control.call(request, self._time_left_s())
 
     def _time_left_s(self) -> float:
         return self._deadline.left_s(self.step_timeout_s)

@@ -10,11 +10,11 @@ from baton.client.results import (
     Timing,
     TokenLogprobs,
     ToolCall,
-    ToolCallDelta,
     Usage,
 )
 from baton.client.retry import RetryPolicy
 from baton.client.sync import Client, Stream
+from baton.generation.tool_call import ToolCallDelta
 
 __all__ = [
     "AsyncClient",

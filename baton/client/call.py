@@ -19,7 +19,6 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from baton import config
 from baton.client.request import Options, Prompt, generate_request, timeout_of
 from baton.client.results import (
-    REASONS,
     Completion,
     Delta,
     Route,
@@ -33,6 +32,7 @@ from baton.client.results import (
 )
 from baton.client.retry import RetryPolicy
 from baton.errors import BatonError, Cancelled, ConfigError, Unavailable, quoted
+from baton.generation.enum_names import FINISH_REASONS
 from baton.net import rpc, tls
 from baton.telemetry import propagation, tracing
 from baton.v1 import common_pb2, fleet_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -322,7 +322,7 @@ class GenerateCall:
         return Completion(
             text="".join(delta.text for delta in self._deltas),
             token_ids=tuple(self._token_ids),
-            finish_reason=REASONS.get(finish.reason),
+            finish_reason=FINISH_REASONS.get(finish.reason),
             stop=finish.stop,
             logprobs=tuple(logprob for delta in self._deltas for logprob in delta.logprobs),
             prompt_logprobs=prompt_logprobs_of(self._prompt_logprobs),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from baton.errors import InvalidRequest, quoted
+from baton.generation.enum_names import PRIORITIES
 from baton.v1 import common_pb2, inference_pb2
 
 # Chat messages such as {"role": "user", "content": "Hello"}. Content may also be parts such as
@@ -85,11 +86,6 @@ _PLAIN = (
     *("model", "include_stop", "cache_salt", "workers", "suffix", "bad_words"),
     *("add_special_tokens", "truncate_prompt_tokens", "show_special_tokens", "stream_interval"),
 )
-_PRIORITIES = {
-    "low": common_pb2.PRIORITY_LOW,
-    "normal": common_pb2.PRIORITY_NORMAL,
-    "high": common_pb2.PRIORITY_HIGH,
-}
 
 
 def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb2.GenerateRequest:
@@ -115,9 +111,9 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> inference_pb
         elif name == "stop":
             _set(request, name, [value] if isinstance(value, str) else value, name)
         elif name == "priority":
-            if not isinstance(value, str) or value not in _PRIORITIES:
-                raise InvalidRequest(f"priority must be one of {', '.join(_PRIORITIES)}", name)
-            request.priority = _PRIORITIES[value]
+            if not isinstance(value, str) or value not in PRIORITIES:
+                raise InvalidRequest(f"priority must be one of {', '.join(PRIORITIES)}", name)
+            request.priority = PRIORITIES[value]
         elif name == "ttft_target":
             _set(request, "ttft_target_ms", _checked(name, _milliseconds, value), name)
         else:

@@ -5,23 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
+from baton.generation.enum_names import FinishReason
+from baton.generation.tool_call import ToolCallDelta
 from baton.v1 import common_pb2, fleet_pb2, inference_pb2, worker_pb2
 
 C = TypeVar("C")
-FinishReason = Literal["stop", "length", "tool_calls"]
 _LOAD = (
     *("queue_tokens", "running"),
     *("blocks_total", "blocks_free", "blocks_cached", "blocks_held", "blocks_quarantined"),
 )
-REASONS: dict[int, FinishReason] = {
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
-}
 
 
 @dataclass(frozen=True)
@@ -41,16 +37,6 @@ class ToolCall:
     id: str
     name: str
     arguments: str
-
-
-@dataclass(frozen=True)
-class ToolCallDelta:
-    """A piece of call `index` of an output: first its id and name, then more of its arguments."""
-
-    index: int
-    id: str = ""
-    name: str = ""
-    arguments: str = ""
 
 
 @dataclass(frozen=True)

@@ -16,24 +16,26 @@ import torch
 
 from baton.config import EngineConfig, model_path
 from baton.engine.backends import Backend
-from baton.engine.backends.cpu.backend import CpuBackend, pin_thread
+from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import GpuBackend
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.block_manager import BlockManager
 from baton.engine.checkpoint.tensors import fingerprint
+from baton.engine.cpu_affinity import pin_thread
+from baton.engine.engine import Engine
 from baton.engine.kernels.torch.row_quantization import FP8
 from baton.engine.kv_cache import Allocate, KvLayout, plan_layout
-from baton.engine.loop import Engine, StepReport
 from baton.engine.models.loader import random_seed
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
-from baton.engine.ranks import Elsewhere, RankedModel
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ChunkBudget, ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import NgramProposer
+from baton.engine.step_report import StepReport
+from baton.engine.tensor_parallel import RemoteRanks, TensorParallelModel
 from baton.errors import ConfigError
 from baton.generation.sampling_params import SamplingParams
 from baton.v1 import common_pb2
@@ -98,22 +100,22 @@ def load(
     settings: EngineConfig,
     allocate: Allocate | None = None,
     backend: Backend | None = None,
-    elsewhere: Elsewhere | None = None,
+    remote_ranks: RemoteRanks | None = None,
 ) -> Loaded:
     """Loads the model that `settings` name and allocates its KV pool.
 
-    backend: that of the settings' device if None; a GPU becomes the calling thread's · elsewhere:
-    the ranks of other hosts, if there are any. Raises CheckpointError for a broken checkpoint,
+    backend: by default that of the settings' device, which becomes the calling thread's GPU ·
+    remote_ranks: those on other hosts. Raises CheckpointError for a broken checkpoint,
     ConfigError for impossible settings.
     """
-    elsewhere = elsewhere or Elsewhere()
-    ranks_here = settings.tp - len(elsewhere.ranks)
+    remote_ranks = remote_ranks or RemoteRanks()
+    ranks_here = settings.tp - len(remote_ranks.connections)
     if settings.lora and (settings.simulate or settings.random_weights):
         raise ConfigError("--lora adapts the weights of a checkpoint: give its --model")
     path = model_path(settings.model)
     config = ModelConfig.load(path)
     backend = backend or backend_of(settings, ranks_here)
-    backend.elsewhere = elsewhere
+    backend.remote_ranks = remote_ranks
     settings = Shard(0, ranks_here).settings(backend.settings)
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -157,7 +159,7 @@ def load(
         )  # fmt: skip
     runner = backend.runner(model, pools[0], sampler, max_context)
     runner.pools = pools
-    runner.ranks = model if isinstance(model, RankedModel) else None
+    runner.ranks = model if isinstance(model, TensorParallelModel) else None
     identity = fingerprint(path, random_seed(settings, backend.device), settings.lora)
     prepare = partial(backend.prepare, runner)
     return Loaded(path, config, runner, layout, dtype, identity, settings, max_context, prepare)

@@ -155,18 +155,22 @@ class ChunkBudget:
         self._rows = self._took_s = 0.0
 
     @property
-    def rate(self) -> float:
+    def tokens_per_s(self) -> float:
         """Tokens a second; 0 before any was measured."""
         return self._rows / self._took_s if self._took_s else 0.0
 
     @property
     def tokens(self) -> int:
         """Of the next step."""
-        return min(self.max_tokens, max(self._min_tokens, int(self.rate * self._seconds)))
+        return min(self.max_tokens, max(self._min_tokens, int(self.tokens_per_s * self._seconds)))
 
     def estimate_s(self, step: ScheduledStep) -> float:
         """How long a step with chunks takes at this rate; 0 for others, or if none was measured."""
-        return step.num_tokens / self.rate if step.num_chunk_tokens and self.rate else 0.0
+        return (
+            step.num_tokens / self.tokens_per_s
+            if step.num_chunk_tokens and self.tokens_per_s
+            else 0.0
+        )
 
     def record_step(self, step: ScheduledStep, seconds: float) -> None:
         """A step took so long."""

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from baton.errors import InvalidRequest
+from baton.generation.enum_names import FinishReason
 from baton.generation.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
@@ -44,10 +45,6 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenKey = Annotated[int, Meta(ge=0, lt=10**9)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 LogitBias = Annotated[dict[TokenKey, Bias], Meta(max_length=MAX_LOGIT_BIAS)]
-Metadata = Annotated[  # OpenAI's limits
-    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
-    Meta(max_length=16),
-]
 # 64 bits, signed or not: msgspec's own bounds are those of int64.
 Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
 PriorityNumber = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
@@ -326,9 +323,6 @@ class DetokenizeRequest(Struct, kw_only=True):
     model: ModelName | None = None
 
 
-FinishReason = Literal["stop", "length", "tool_calls"]
-
-
 class PromptTokensDetails(Struct):
     """How much of the prompt was cached."""
 
@@ -357,7 +351,7 @@ class ServedBy(Struct):
     e2e_ms: float
 
 
-class Usage(Struct):
+class CompletionUsage(Struct):
     """Tokens of the whole request: each prompt once, every choice's output.
 
     In a chunk that is not the last, of its choice so far, without details.
@@ -441,7 +435,7 @@ class AssistantMessage(Struct):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ToolCallDelta(Struct, kw_only=True):
+class ChatToolCallDelta(Struct, kw_only=True):
     """A piece of a call; the first one has all but its arguments."""
 
     index: Count
@@ -457,7 +451,7 @@ class ChatDelta(Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+    tool_calls: list[ChatToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(Choice, kw_only=True):
@@ -474,7 +468,7 @@ class Answer(Struct, kw_only=True):
     id: str
     created: Count
     model: str
-    usage: Usage | UnsetType | None = UNSET
+    usage: CompletionUsage | UnsetType | None = UNSET
 
 
 class Completion(Answer, kw_only=True):
@@ -531,7 +525,7 @@ class Detokenized(Struct):
     prompt: str
 
 
-class Model(Struct):
+class ModelCard(Struct):
     """A model that can be asked for."""
 
     id: str
@@ -541,10 +535,10 @@ class Model(Struct):
     owned_by: str = "baton"
 
 
-class Models(Struct):
+class ModelList(Struct):
     """What this router serves."""
 
-    data: list[Model]
+    data: list[ModelCard]
     object: Literal["list"] = "list"
 
 

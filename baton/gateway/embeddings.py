@@ -15,10 +15,11 @@ from baton.errors import InvalidRequest
 from baton.gateway import api
 from baton.gateway.generation import run_choices
 from baton.gateway.headers import correlated, id_headers
-from baton.gateway.request import ParsedRequest, priority_of
+from baton.gateway.parsed_request import ParsedRequest, priority_of
 from baton.net.http_server import HttpExchange
 from baton.v1 import common_pb2, inference_pb2
 from router.generation_service import Caller, GenerationService
+from router.output.sink import Piece
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class _Sink:
     def prompt(self, logprobs: common_pb2.PromptLogprobs) -> None:
         pass
 
-    def put(self, *output: object) -> None:
+    def put(self, piece: Piece) -> None:
         pass
 
     async def finish(self, finish: inference_pb2.Finish) -> None:

@@ -11,35 +11,30 @@ import contextlib
 import logging
 import re
 import time
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
-from baton.errors import BatonError, Cancelled, InvalidRequest, quoted
+from baton.errors import BatonError, Cancelled, InvalidRequest
 from baton.gateway import api
-from baton.gateway.headers import caller_of, correlated, id_headers
-from baton.gateway.output import Output, usage_of
-from baton.gateway.prompt_output import PromptOutput
-from baton.gateway.request import ParsedRequest
-from baton.net.http_errors import Failure, Header, HttpError, failure_of
+from baton.gateway.headers import correlated, id_headers
+from baton.gateway.output import ChoiceOutput, usage_of
+from baton.gateway.parsed_request import ParsedRequest
+from baton.gateway.prompt_logprobs import PromptOutput
+from baton.net.http_errors import Failure, Header, failure_of
 from baton.net.http_server import HttpExchange
-from baton.net.rpc import MAX_MESSAGE_BYTES, max_request_bytes
 from baton.v1 import inference_pb2
-from router.admission.admission import MAX_PROMPT_LOGPROBS, Choices
-from router.admission.tenants import Places
-from router.generation_service import Caller, GenerationService, Sink, Unread
+from router.admission.admission import PromptChoices
+from router.admission.tenants import ReservedChoices
+from router.admission.validation import MAX_PROMPT_LOGPROBS
+from router.generation_service import Caller, GenerationService
+from router.output.sink import Piece, Sink, UnreadLimit
 
 log = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = MAX_MESSAGE_BYTES
-_LARGE_BODY_BYTES = 64 << 10  # larger ones are parsed on a thread, off the event loop
-_CODINGS = frozenset(("gzip", "x-gzip", "deflate"))  # of bodies
-_MAX_CODINGS = 2  # one around the other
 _ROUTE_HEADER = b"x-baton-route"  # its presence asks for `usage.baton`
 _MANY_LOGPROBS = 4096  # of prompts; more are written on a thread
 _LOGPROB_BYTES = 64  # of a log-probability in a chunk, with its token, about
@@ -50,81 +45,6 @@ _STREAM_HEADERS: tuple[Header, ...] = (
     (b"cache-control", b"no-cache"),
 )
 _FUNCTION = re.compile(r"(tools\[\d+\]|tool_calls\[\d+\])\.")  # as fields of both are called here
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Endpoint(Generic[T]):
-    """What answers the POSTs to one path: `parse` reads a body, `answer` does what it asks for."""
-
-    parse: Callable[[bytes], T]
-    answer: Callable[[GenerationService, T, Caller, HttpExchange], Awaitable[None]]
-
-    async def __call__(
-        self, service: GenerationService, exchange: HttpExchange, caller: Caller | None = None
-    ) -> None:
-        """Answers a POST, of `caller` where its headers do not say whose it is."""
-        caller = caller or caller_of(exchange)
-        service.tenant_of(caller).check()
-        await self.answer(service, await self._parsed(service, exchange), caller, exchange)
-
-    async def _parsed(self, service: GenerationService, exchange: HttpExchange) -> T:
-        """What the body says. JSON is read under any content-type: `curl -d` sends a form's.
-
-        That lets web pages post here, but not with a key, which is no cookie that a browser adds.
-        """
-        max_bytes = max_request_bytes(service.max_context)
-        body = await exchange.body(max_bytes, MAX_BODY_BYTES)
-        if body is None:
-            close = ((b"connection", b"close"),)  # what is left of it is not read
-            raise HttpError(413, f"the body is over {max_bytes} bytes", close)
-        if codings := exchange.headers.get(b"content-encoding"):
-            body = await service.admission.in_thread(decoded, body, codings, max_bytes)
-        try:
-            if len(body) <= _LARGE_BODY_BYTES:
-                return self.parse(body)
-            return await service.admission.in_thread(self.parse, body)
-        except InvalidRequest as error:
-            kind = exchange.headers.get(b"content-type", b"").decode("latin-1")
-            if error.field or "json" in kind.lower():
-                raise
-            raise InvalidRequest(
-                f"{error} (its content-type is {quoted(kind)}: send application/json)"
-            ) from error
-
-
-def decoded(body: bytes, codings: bytes, max_bytes: int) -> bytes:
-    """A body without its Content-Encoding.
-
-    Raises HttpError 415 for other codings than gzip and deflate, HttpError 413 where it has more
-    than `max_bytes`, and InvalidRequest where it is not what its coding says.
-    """
-    names = [name.strip() for name in codings.decode("latin-1").lower().split(",")]
-    names = [name for name in names if name not in ("", "identity")]
-    if len(names) > _MAX_CODINGS or not _CODINGS.issuperset(names):
-        raise HttpError(
-            415,
-            f"content-encoding may be gzip or deflate, not {quoted(', '.join(names))}: send the "
-            "body without it",
-            ((b"accept-encoding", b"gzip, deflate"),),
-        )
-    for name in reversed(names):
-        if name == "deflate":  # zlib's format; some clients send what is within alone
-            has_header = body[:1] == b"x" and int.from_bytes(body[:2], "big") % 31 == 0
-            inflater = zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
-        else:
-            inflater = zlib.decompressobj(16 + zlib.MAX_WBITS)
-        try:
-            body = inflater.decompress(body, max_bytes + 1)
-        except zlib.error as error:
-            raise InvalidRequest(f"the body is not {name}: {error}") from error
-        if len(body) > max_bytes:
-            raise HttpError(413, f"the body is over {max_bytes} bytes without its {name}")
-        if not inflater.eof or inflater.unused_data:
-            where = "behind its end" if inflater.eof else "missing at its end"
-            raise InvalidRequest(f"the body is not one piece of {name}: bytes are {where}")
-    return body
 
 
 async def generate(
@@ -149,7 +69,7 @@ class Generation(ABC):
     exchange: HttpExchange
 
     def __post_init__(self) -> None:
-        self.unread = Unread()
+        self.unread = UnreadLimit()
         self._sent = False  # anything since the last look of `_keep_alive`
         self.created = int(time.time())
         self.model = self.parsed.options.model or self.service.admission.model
@@ -230,7 +150,7 @@ class Generation(ABC):
         self.unread.add(self.exchange.unread_bytes, len(event))
         self.exchange.write(event)
 
-    def usage_of(self, ends: Sequence[inference_pb2.Finish]) -> api.Usage:
+    def usage_of(self, ends: Sequence[inference_pb2.Finish]) -> api.CompletionUsage:
         """Tokens of all choices, which ended so."""
         return usage_of(ends, self.parsed.n, with_routes=_ROUTE_HEADER in self.exchange.headers)
 
@@ -239,7 +159,7 @@ class Generation(ABC):
 class CompletionGeneration(Generation):
     """A completion's or a chat's."""
 
-    kind: type[Output]
+    kind: type[ChoiceOutput]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -270,12 +190,12 @@ class CompletionGeneration(Generation):
         ]
 
     @property
-    def sinks(self) -> Sequence[Output]:
+    def sinks(self) -> Sequence[ChoiceOutput]:
         return self._outputs
 
     async def answer(self) -> bytes:
         if self._prompt_logprobs > _MANY_LOGPROBS:
-            return await self.service.admission.in_thread(self._all)
+            return await self.service.admission.prompts.run_in_thread(self._all)
         return self._all()
 
     def _all(self) -> bytes:
@@ -314,7 +234,9 @@ class CompletionGeneration(Generation):
             return self._chunk(choices=[choice], **self._no_usage)
         prompt = self._prompt_tokens[choice.index // self.parsed.n]
         output = self._outputs[choice.index].num_tokens
-        return self._chunk(choices=[choice], usage=api.Usage(prompt, output, prompt + output))
+        return self._chunk(
+            choices=[choice], usage=api.CompletionUsage(prompt, output, prompt + output)
+        )
 
     def _chunk(self, **members: Any) -> bytes:
         return b"data: " + self._answer(object=self.kind.chunk_object, **members) + b"\n\n"
@@ -329,7 +251,7 @@ class CompletionGeneration(Generation):
             )
         )
 
-    def _usage(self) -> api.Usage:
+    def _usage(self) -> api.CompletionUsage:
         return self.usage_of([output.end for output in self._outputs])
 
     def _prompt(self, index: int) -> PromptOutput:
@@ -343,9 +265,9 @@ class CompletionGeneration(Generation):
         )
 
 
-def best_of(outputs: Sequence[Output], n: int, kept: int) -> list[Output]:
+def best_of(outputs: Sequence[ChoiceOutput], n: int, kept: int) -> list[ChoiceOutput]:
     """Of the `n` outputs of each prompt the likeliest ones, renumbered; of equals the first."""
-    best = list[Output]()
+    best = list[ChoiceOutput]()
     for first in range(0, len(outputs), n):
         ranked = sorted(outputs[first : first + n], key=lambda one: -one.cumulative_logprob)
         best += ranked[:kept]
@@ -368,17 +290,20 @@ async def run_choices(
     total = num_prompts * n
     cut = not parsed.max_tokens_given
     if total == 1:
-        await service.generate(parsed.request(0), caller, sinks[0], Choices(cut_output=cut))
+        await service.generate(parsed.request(0), caller, sinks[0], PromptChoices(cut_output=cut))
         return
     loop = asyncio.get_running_loop()
     left_s = (
-        service.admission.default_timeout_s if caller.time_left_s is None else caller.time_left_s
+        service.admission.limits.default_timeout_s
+        if caller.time_left_s is None
+        else caller.time_left_s
     )
     deadline = loop.time() + left_s  # one for all, also for those that begin later
     computed = [asyncio.Event() for _ in range(num_prompts)]
-    places = Places()
+    reserved = ReservedChoices()
     shared = [
-        Choices(total, first=i == 0, cut_output=cut, places=places) for i in range(num_prompts)
+        PromptChoices(total, first=i == 0, cut_output=cut, reserved=reserved)
+        for i in range(num_prompts)
     ]
     entrance = asyncio.Semaphore()
 
@@ -403,7 +328,7 @@ async def run_choices(
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     finally:
-        places.free()
+        reserved.release()
 
 
 class _Choice:
@@ -422,6 +347,6 @@ class _Choice:
         self._leave()
         self._sink.start(started)
 
-    def put(self, *output: Any) -> None:
+    def put(self, piece: Piece) -> None:
         self._on_output()
-        self._sink.put(*output)
+        self._sink.put(piece)

@@ -65,7 +65,7 @@ _DESCRIPTIONS = {
 
 
 @dataclass(frozen=True)
-class Route:
+class Operation:
     """What answers a method of a path, and how that is described; without a summary it is not."""
 
     handler: Handler
@@ -78,7 +78,7 @@ class Route:
     streams: bool = False  # where the body asks for it
 
 
-Routes = Mapping[str, Mapping[str, Route]]  # by path and method
+Routes = Mapping[str, Mapping[str, Operation]]  # by path and method
 
 
 def document(routes: Routes) -> Part:
@@ -115,7 +115,7 @@ def document(routes: Routes) -> Part:
     }
 
 
-def _operation(route: Route) -> Part:
+def _operation(route: Operation) -> Part:
     content = _json(route.answer) if route.answer else {"application/octet-stream": _of(BYTES)}
     if route.streams:
         content["text/event-stream"] = {}
@@ -136,7 +136,7 @@ def _operation(route: Route) -> Part:
     return operation
 
 
-def _parameters(route: Route) -> Iterator[Part]:
+def _parameters(route: Operation) -> Iterator[Part]:
     if route.body:
         timeout = {"type": "number", "minimum": MIN_TIMEOUT_S, "maximum": MAX_TIMEOUT_S}
         yield {"name": TIMEOUT_HEADER, "in": "header", "schema": timeout}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -13,27 +12,20 @@ from msgspec import UNSET, UnsetType
 
 from baton.client.results import transport_name
 from baton.gateway import api
-from baton.gateway.api import ChatDelta, ChatLogprobs, ChatToken, CompletionLogprobs, FinishReason
-from baton.gateway.prompt_output import MIN_LOGPROB, PromptOutput
+from baton.gateway.prompt_logprobs import PromptOutput
+from baton.generation.enum_names import FINISH_REASONS
 from baton.text import Tokenizer
-from baton.text.tool_calls import ToolCallDelta
 from baton.v1 import common_pb2, inference_pb2
-from router.dispatch.request_state import ParsedOutput
+from router.output.sink import Piece
+from router.output.text_stream import ParsedOutput
 
-_REASONS: dict[int, FinishReason | None] = {
-    common_pb2.FINISH_REASON_UNSPECIFIED: None,
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-    common_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
-}
 _STOPPED = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_TOOL_CALLS
-_UNFINISHED = common_pb2.FINISH_REASON_UNSPECIFIED
 _encode = msgspec.json.Encoder().encode
 _PHASES = ("queue_ms", "ttft_ms", "transfer_ms", "tpot_ms", "e2e_ms")
 
 
 @dataclass(eq=False)
-class Output(ABC):
+class ChoiceOutput(ABC):
     """One choice, a `Sink`: its pieces are written at once, or kept."""
 
     id_prefix: ClassVar[str]
@@ -70,15 +62,8 @@ class Output(ABC):
         self.of_prompt.logprobs = logprobs
         self.on_prompt(self.of_prompt.size)
 
-    def put(
-        self,
-        text: str,
-        token_ids: Sequence[int],
-        logprobs: Sequence[common_pb2.PositionLogprobs],
-        reason: common_pb2.FinishReason,
-        stop: str,
-        parsed: ParsedOutput | None = None,
-    ) -> None:
+    def put(self, piece: Piece) -> None:
+        text, token_ids, logprobs, reason, stop, parsed = piece
         self.num_tokens += len(token_ids)
         if parsed is not None and not self.with_reasoning:
             parsed = parsed._replace(reasoning="")
@@ -101,7 +86,7 @@ class Output(ABC):
             # A chunk for each: some clients look at a chunk's first one only.
             for call in parsed.tool_calls[:-1]:
                 one = ParsedOutput(parsed.reasoning, (call,))
-                self.put(text, (), (), _UNFINISHED, "", one)
+                self.put(Piece(text, parsed=one))
                 text, parsed = "", ParsedOutput("", parsed.tool_calls[-1:])
         members = self._members(logprobs, list(token_ids), reason)
         if not self._begun:
@@ -139,11 +124,11 @@ class Output(ABC):
 
     def shown(self, token_id: int) -> tuple[str, bytes]:
         """A token as text, and its own bytes."""
-        text, piece = shown(self.tokenizer, token_id)
+        text, piece = token_text(self.tokenizer, token_id)
         return f"token_id:{token_id}" if self.as_token_ids else text, piece
 
     @classmethod
-    def answer_members(cls, outputs: Sequence[Output]) -> dict[str, Any]:
+    def answer_members(cls, outputs: Sequence[ChoiceOutput]) -> dict[str, Any]:
         """What an answer has beside its choices and its usage."""
         return {}
 
@@ -160,7 +145,7 @@ class Output(ABC):
         return {
             "index": self.index,
             "logprobs": self.logprobs(positions) if self.with_logprobs else None,
-            "finish_reason": _REASONS[reason],
+            "finish_reason": FINISH_REASONS[reason],
             "token_ids": token_ids if self.with_token_ids else UNSET,
         }
 
@@ -177,131 +162,9 @@ class Output(ABC):
         """The API's choice in a whole answer."""
 
 
-class CompletionOutput(Output):
-    """As /v1/completions has it."""
-
-    id_prefix = "cmpl-"
-    answer = api.Completion
-    chunk_object = "text_completion"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = 0
-        self._echoed = False
-
-    def logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> CompletionLogprobs:
-        """Four parallel lists; the first ones begin with the prompt's, if that is echoed."""
-        found, prompt = CompletionLogprobs([], [], [], []), self.of_prompt
-        if prompt.logprobs is not None and prompt.echoed_top is not None and not self._echoed:
-            self._echoed = True
-            self._add(found, prompt.logprobs.token_ids[0])
-            for token_id, logprob, _, top in prompt.positions(prompt.echoed_top):
-                self._add(found, token_id, logprob, top)
-        for position in positions:
-            top = [(other.token_id, other.logprob) for other in position.top]
-            self._add(found, position.chosen.token_id, position.chosen.logprob, top)
-        return found
-
-    def _add(
-        self,
-        found: CompletionLogprobs,
-        token_id: int,
-        logprob: float | None = None,
-        top: Sequence[tuple[int, float]] = (),
-    ) -> None:
-        """Appends a token; without a log-probability it is a prompt's first."""
-        text, piece = self.shown(token_id)
-        found.text_offset.append(self._offset)
-        found.tokens.append(text)
-        self._offset += len(self._utf8.decode(piece))
-        if logprob is None:
-            found.token_logprobs.append(None)
-            found.top_logprobs.append(None)
-            return
-        found.token_logprobs.append(max(logprob, MIN_LOGPROB))
-        best = {text: max(logprob, MIN_LOGPROB)}
-        for other, value in top:
-            best[self.shown(other)[0]] = max(value, MIN_LOGPROB)
-        found.top_logprobs.append(best)
-
-    def _chunk(
-        self, text: str, parsed: ParsedOutput | None, **members: Any
-    ) -> api.CompletionChoice:
-        return api.CompletionChoice(text=text, **members)
-
-    def _whole(self, text: str, parsed: ParsedOutput, **members: Any) -> api.CompletionChoice:
-        return api.CompletionChoice(text=text, prompt_logprobs=self.prompt_logprobs(), **members)
-
-
-class ChatOutput(Output):
-    """As /v1/chat/completions has it."""
-
-    id_prefix = "chatcmpl-"
-    answer = api.ChatCompletion
-    chunk_object = "chat.completion.chunk"
-
-    def logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> ChatLogprobs:
-        """One entry for each token."""
-        return ChatLogprobs(
-            [
-                ChatToken(
-                    *self._entry(position.chosen),
-                    [api.TopToken(*self._entry(other)) for other in position.top],
-                )
-                for position in positions
-            ]
-        )
-
-    def _entry(self, token: common_pb2.TokenLogprob) -> tuple[str, float, list[int]]:
-        text, piece = self.shown(token.token_id)
-        return text, max(token.logprob, MIN_LOGPROB), list(piece)
-
-    @classmethod
-    def answer_members(cls, outputs: Sequence[Output]) -> dict[str, Any]:
-        return {"prompt_logprobs": outputs[0].prompt_logprobs()}
-
-    def _whole(self, text: str, parsed: ParsedOutput, **members: Any) -> api.ChatChoice:
-        beside = _reasoning(parsed)
-        if parsed.tool_calls:
-            beside["tool_calls"] = _whole_calls(parsed.tool_calls)
-        content = None if beside and not text else text
-        return api.ChatChoice(message=api.AssistantMessage(content, **beside), **members)
-
-    def _chunk(self, text: str, parsed: ParsedOutput | None, **members: Any) -> api.ChatChoice:
-        beside = _reasoning(parsed)
-        if parsed and parsed.tool_calls:
-            beside["tool_calls"] = [_call_delta(call) for call in parsed.tool_calls]
-        delta = ChatDelta(UNSET if beside and self._begun and not text else text, **beside)
-        if not self._begun:
-            delta.role = "assistant"
-        return api.ChatChoice(delta=delta, **members)
-
-
-def _reasoning(parsed: ParsedOutput | None) -> dict[str, Any]:
-    if parsed is None or not parsed.reasoning:
-        return {}
-    return {"reasoning": parsed.reasoning, "reasoning_content": parsed.reasoning}
-
-
-def _call_delta(call: ToolCallDelta) -> api.ToolCallDelta:
-    function = api.CalledFunction(call.arguments, call.name or UNSET)
-    if not call.id:
-        return api.ToolCallDelta(index=call.index, function=function)
-    return api.ToolCallDelta(index=call.index, id=call.id, type="function", function=function)
-
-
-def _whole_calls(deltas: Sequence[ToolCallDelta]) -> list[api.ToolCall]:
-    calls: list[api.ToolCall] = []
-    for delta in deltas:
-        if delta.id:
-            function = api.CalledFunction("", delta.name)
-            calls.append(api.ToolCall(id=delta.id, function=function))
-        calls[-1].function.arguments += delta.arguments
-    return calls
-
-
-def usage_of(ends: Sequence[inference_pb2.Finish], n: int, *, with_routes: bool) -> api.Usage:
+def usage_of(
+    ends: Sequence[inference_pb2.Finish], n: int, *, with_routes: bool
+) -> api.CompletionUsage:
     """Tokens of the whole request: each prompt once, every choice's output."""
     usages = [end.usage for end in ends]
     prompt = sum(usage.prompt_tokens for usage in usages[::n])
@@ -311,7 +174,7 @@ def usage_of(ends: Sequence[inference_pb2.Finish], n: int, *, with_routes: bool)
     reasoning = sum(usage.reasoning_tokens for usage in usages)
     reasoned = api.CompletionTokensDetails(reasoning) if reasoning else UNSET
     served = [_served_by(end) for end in ends] if with_routes else UNSET
-    return api.Usage(prompt, output, prompt + output, details, reasoned, served)
+    return api.CompletionUsage(prompt, output, prompt + output, details, reasoned, served)
 
 
 def _served_by(finish: inference_pb2.Finish) -> api.ServedBy:
@@ -327,7 +190,7 @@ def _served_by(finish: inference_pb2.Finish) -> api.ServedBy:
     )
 
 
-def shown(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
+def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, bytes]:
     """A token as text, and its own bytes.
 
     Bytes that are no character are shown as "bytes:\\x..", a token without a text as its id.

@@ -9,7 +9,9 @@ from msgspec import Meta, Struct
 
 from baton.errors import InvalidRequest
 from baton.gateway import api
-from baton.gateway.request import ParsedRequest, parsed_chat
+from baton.gateway.batch_store import Metadata
+from baton.gateway.chat import parsed_chat
+from baton.gateway.parsed_request import ParsedRequest
 from router.admission.chat import MAX_MESSAGES, MAX_TOOLS
 
 
@@ -93,7 +95,7 @@ class ResponsesRequest(api.ChatOptions, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    metadata: api.Metadata | None = None
+    metadata: Metadata | None = None
     # Reasoning is returned as text, so nothing is encrypted.
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     previous_response_id: str | None = None

@@ -1,4 +1,4 @@
-"""Checks a model's files before any process is started for it, so that errors show at once."""
+"""Checks a model's files before processes are started, so that errors show at once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from baton.text.model_files import TOKENIZER_FILE
 
 
 def check_model(settings: EngineConfig, *, worker: bool = False) -> None:
-    """Raises ConfigError or CheckpointError, naming the file, when no process could load it.
+    """Raises ConfigError or CheckpointError, naming the file, if the model cannot be loaded.
 
-    Reads no tensors and imports no torch. A worker uses only the tokenizer's fingerprint.
+    Reads no tensors and does not import torch. Workers need only the tokenizer's fingerprint.
     """
     path = model_path(settings.model)
     if path.is_file() and path.suffix != ".gguf" and not settings.random_weights:

@@ -3,9 +3,9 @@
 Both are looked at where a template does something: at each turn of a loop, call, filter, operator
 and output. One operation cannot be interrupted, so those that make large results of small operands
 are charged for the largest possible one before they run. Two values that a template nests into
-themselves many times and then compares are not covered here: where chats are long, the process
-that renders them is ended (`router.admission.text_process`). Short ones are rendered on an event
-loop, which nothing can end.
+themselves many times and then compares are not covered here: long chats are rendered in a process
+that can be killed (`router.admission.tokenizer_process`). Short ones are rendered on an event loop,
+which nothing can end.
 """
 
 from __future__ import annotations

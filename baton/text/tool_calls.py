@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 
+from baton.generation.tool_call import ToolCallDelta
 from baton.text.json_repair import JsonRepair, repaired
 
 _MAX_HEAD_CHARS = 4096  # of a call, before its arguments begin
@@ -34,16 +35,6 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 
 Steps = Generator[None, None, None]
 Found = Generator[None, None, bool]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta:
-    """A piece of call `index` of an output; its first one has id and name, and no arguments."""
-
-    index: int
-    id: str
-    name: str
-    arguments: str
 
 
 class ToolParser:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from baton.config import WorkerConfig
 from baton.engine.block_manager import CacheChanges
-from baton.engine.loop import StepReport
 from baton.engine.runner import StepRunner
+from baton.engine.step_report import StepReport
 from baton.errors import BatonError
 from baton.telemetry.metrics.recorder import Attributes, Recorder
 from baton.v1 import worker_pb2

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from baton import kv_descriptor
 from baton.v1 import common_pb2, worker_pb2
 from router.fleet.kv_index import KvIndex
 
@@ -166,7 +167,7 @@ class Snapshot:
         record, load = view.record, view.load
         kv = record.kv.SerializeToString()
         if kv not in self.kvs:
-            self.kvs[kv] = len(self.kvs), record.kv.block_size, _token_bytes(record.kv)
+            self.kvs[kv] = len(self.kvs), record.kv.block_size, kv_descriptor.token_bytes(record.kv)
         number, block_size, token_bytes = self.kvs[kv]
         cached = load.blocks_cached
         return Row(
@@ -231,6 +232,11 @@ class Snapshot:
     def fits(prefill: Row, decode: Row) -> bool:
         """Whether both are READY and have equal KV caches."""
         return bool(prefill.ready and decode.ready and prefill.kv == decode.kv)
+
+    @property
+    def has_idle_prefill(self) -> bool:
+        """Whether a READY worker that computes prompts has none."""
+        return any(row.ready and not row.queued_tokens for row in self.prefill_rows)
 
     @property
     def prefill_rows(self) -> Iterator[Row]:
@@ -357,24 +363,8 @@ class Columns:
             self._finish[row, column] = prompt.virtual_finish
 
 
-def _token_bytes(kv: common_pb2.KvDescriptor) -> int:
-    """Of one token's KV: elements, and for one-byte types a float32 scale for each head."""
-    element, scale = {"float32": (4, 0), "int8": (1, 4), "float8_e4m3fn": (1, 4)}.get(
-        kv.dtype, (2, 0)
-    )
-    token: int = 2 * kv.num_layers * kv.num_kv_heads * (kv.head_size * element + scale)
-    return token
-
-
 def kv_difference(prefill: WorkerView, decode: WorkerView) -> str:
     """Both workers and what differs between their KV caches."""
-    one, other = prefill.record.kv, decode.record.kv
-    names = [field.name for field in one.DESCRIPTOR.fields]
-    differing = [name for name in names if getattr(one, name) != getattr(other, name)]
-
-    def side(worker: WorkerView) -> str:
-        found = ((name, getattr(worker.record.kv, name)) for name in differing)
-        values = (f"{name}={str(value)[:16] or 'none'}" for name, value in found)
-        return f"{worker.incarnation} has {' '.join(values)}"
-
-    return f"prefill worker {side(prefill)}, decode worker {side(decode)}"
+    fields = kv_descriptor.differences(prefill.record.kv, decode.record.kv)
+    workers = f"prefill worker {prefill.incarnation} and decode worker {decode.incarnation}"
+    return f"{workers} differ in {'; '.join(fields)}"

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from baton.block_hash import block_hash, root_hash
-from baton.config import DEFAULT_MAX_ITL_S, RouterLimits
-from router.admission.fair_queue import PendingPrompt
 from router.fleet.kv_index import leading_of
 from router.fleet.snapshot import Column, Flags, Row, Snapshot, WorkerView
+from router.request import Demand
 
 _WINDOW_CHUNKS = 2  # queued on a prefill worker: one that runs and one to go on with
 _WINDOW_S = 0.1  # or so much work, where chunks are short: no gap while the router hears of room
@@ -48,40 +46,6 @@ _FULL_POOL_MS = 100.0
 
 _REFUSED = "refused just now, or is kept for another request"
 _FEW = 12  # workers: so many take as long one by one as in columns
-
-
-@dataclass(frozen=True, eq=False)
-class PlacementRequest:
-    """What a request needs of a pair of workers, in tokens.
-
-    Made once for an attempt: its prompt is hashed once, as far as any worker caches it. Decode
-    always computes up to `local_prefill_max_tokens` by itself, and more where that costs less and
-    delays no token of the streams there by more than `max_itl_s`; with 0 it never does.
-    """
-
-    token_ids: Sequence[int]  # prompt, then what earlier attempts delivered
-    pending: PendingPrompt
-    cache_salt: str = ""
-    new_tokens: int = 0  # at most so many outputs; 0: not known
-    local_prefill_max_tokens: int = RouterLimits.local_prefill_max_tokens
-    max_itl_s: float = DEFAULT_MAX_ITL_S
-    decodes: bool = True  # else the prompt is all: a pair is its prefill worker
-    caches: bool = True  # else all of it is computed, whatever is cached
-    _chains: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens to compute where nothing is cached."""
-        return len(self.token_ids)
-
-    def hashes(self, block_size: int) -> Iterator[int]:
-        """Of its whole blocks; never of all tokens, as the last one is always computed."""
-        chain = self._chains.setdefault(block_size, [root_hash(self.cache_salt)])
-        for number in range(1, (self.num_tokens - 1) // block_size + 1 if self.caches else 1):
-            if number == len(chain):
-                tokens = self.token_ids[(number - 1) * block_size : number * block_size]
-                chain.append(block_hash(chain[-1], tokens))
-            yield chain[number]
 
 
 @dataclass(frozen=True)
@@ -144,7 +108,7 @@ class _Numbers:
 class Costs(ABC):
     """One request on the workers of a snapshot."""
 
-    def __init__(self, snapshot: Snapshot, request: PlacementRequest) -> None:
+    def __init__(self, snapshot: Snapshot, request: Demand) -> None:
         self.snapshot, self.request = snapshot, request
 
     @abstractmethod
@@ -199,7 +163,7 @@ class Costs(ABC):
 class RowCosts(Costs):
     """Worker by worker."""
 
-    def __init__(self, snapshot: Snapshot, request: PlacementRequest) -> None:
+    def __init__(self, snapshot: Snapshot, request: Demand) -> None:
         super().__init__(snapshot, request)
         index, finish = snapshot.index, request.pending.virtual_finish
         found = [(index.holders(request.hashes(size)), size) for size in self._block_sizes()]
@@ -238,7 +202,7 @@ class RowCosts(Costs):
 class ColumnCosts(Costs):
     """All workers at once."""
 
-    def __init__(self, snapshot: Snapshot, request: PlacementRequest) -> None:
+    def __init__(self, snapshot: Snapshot, request: Demand) -> None:
         super().__init__(snapshot, request)
         p, d = snapshot.columns.prefill, snapshot.columns.decode
         cached = np.zeros(1)
@@ -280,7 +244,7 @@ def pair_cost(p: OnPrefill, d: OnDecode, same_host: bool) -> tuple[float, bool]:
 
 
 def _on_prefill(
-    xp: Any, p: Row, request: PlacementRequest, usual_rate: float, cached: Any, ours: Any
+    xp: Any, p: Row, request: Demand, usual_rate: float, cached: Any, ours: Any
 ) -> OnPrefill:
     """`ours` are the tokens of assigned prompts that go first."""
     rate = _settled(xp, p.rate, usual_rate)
@@ -300,7 +264,7 @@ def _on_prefill(
 
 
 def _on_decode(
-    xp: Any, d: Row, request: PlacementRequest, usual_rate: float, cached: Any, lone_ms: Any,
+    xp: Any, d: Row, request: Demand, usual_rate: float, cached: Any, lone_ms: Any,
     usual_ms: float,
 ) -> OnDecode:  # fmt: skip
     """`lone_ms` is what its measured step would be with one sequence; 0 when there is none."""
@@ -318,7 +282,7 @@ def _on_decode(
     compute_s = uncached / rate
     free = d.blocks_available - (request.num_tokens // d.block_size + 1)
     used = xp.maximum(0, xp.minimum(1, 1 - free / xp.maximum(1, d.blocks_total)))
-    tokens = min(request.new_tokens or _NEW_TOKENS, _MOST_NEW_TOKENS)
+    tokens = min(request.max_new_tokens or _NEW_TOKENS, _MOST_NEW_TOKENS)
     rest_us = tpot_s * tokens * 1e6 + _FULL_POOL_MS * used * used * 1e3
     # Decode's batch waits while it computes, so that costs its time once a sequence.
     # And it costs no less than a handoff: where nothing waits, prefill workers compute.
@@ -351,7 +315,7 @@ def _on_decode(
     )
 
 
-def _blocks(xp: Any, workers: Row, request: PlacementRequest, cached: Any) -> Any:
+def _blocks(xp: Any, workers: Row, request: Demand, cached: Any) -> Any:
     """What the sequence and its next token need of the blocks that are available.
 
     Blocks that are shared with a running sequence are not needed again. Of those that match, as
@@ -362,7 +326,7 @@ def _blocks(xp: Any, workers: Row, request: PlacementRequest, cached: Any) -> An
 
 
 @lru_cache(maxsize=1)
-def costs_of(snapshot: Snapshot, request: PlacementRequest) -> RowCosts | ColumnCosts:
+def costs_of(snapshot: Snapshot, request: Demand) -> RowCosts | ColumnCosts:
     """Admission predicts, and placement picks, by the same, unless the fleet changes between."""
     return (RowCosts if len(snapshot.numbers) <= _FEW else ColumnCosts)(snapshot, request)
 

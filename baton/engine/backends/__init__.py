@@ -13,9 +13,11 @@ from baton.config import EngineConfig
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
-from baton.engine.ranks import Channel, Elsewhere, Exchange, Rank, RankedModel
+from baton.engine.rank_executor import Exchange, RankExecutor
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
+from baton.engine.tensor_parallel import RemoteRanks, TensorParallelModel
+from baton.net.object_connection import ObjectConnection
 
 MULTIPLE = 16  # of head sizes and block sizes
 MAX_HEAD_SIZE = 256
@@ -36,13 +38,13 @@ class Backend:
     """Loads a model and runs its steps on one device; `build.load` calls its methods in this order.
 
     kv_bytes: default size of the KV cache; 0 if it depends on the device's memory · shares_pool:
-    whether all ranks share one KV pool · elsewhere: ranks on other hosts.
+    whether all ranks share one KV pool · remote_ranks: ranks on other hosts.
     """
 
     device: torch.device
     kv_bytes = 0
     shares_pool = False
-    elsewhere = Elsewhere()
+    remote_ranks = RemoteRanks()
 
     def __init__(self, settings: EngineConfig) -> None:
         self.settings = settings
@@ -50,7 +52,7 @@ class Backend:
     def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
         """Loads the model on all ranks. Raises ConfigError if that is not possible."""
         if self.settings.tp > 1:
-            return RankedModel(self, path, config, dtype)
+            return TensorParallelModel(self, path, config, dtype)
         return self.shard_model(path, config, dtype)
 
     def shard_model(
@@ -86,7 +88,7 @@ class Backend:
 
     def pools(self, model: Any, layout: KvLayout, allocate: Allocate | None) -> tuple[Tensor, ...]:
         """Allocates zeroed KV pools, one for each rank that has its own, this process's first."""
-        if isinstance(model, RankedModel):
+        if isinstance(model, TensorParallelModel):
             return model.pools(layout, allocate)
         return (allocate_pool(layout, allocate, self.device),)
 
@@ -97,10 +99,10 @@ class Backend:
     def prepare(self, runner: Any) -> None:
         """Warms up before the first step."""
 
-    def of_rank(self, place: Shard) -> Backend:
+    def for_rank(self, place: Shard) -> Backend:
         """The backend of another rank on this host, for its process; place: that rank's number."""
         raise NotImplementedError
 
-    def rank(self, model: Any, connection: Channel) -> Rank:
-        """Serves the first rank's commands in another rank's process."""
-        return Rank(self, model, connection)
+    def executor(self, model: Any, connection: ObjectConnection) -> RankExecutor:
+        """Executes the first rank's commands in another rank's process."""
+        return RankExecutor(self.device, model, connection)

@@ -89,12 +89,12 @@ class DecoderModel:
         """Does nothing: no other process computes."""
 
     @property
-    def own(self) -> Self:
-        """The model of this process; where there are ranks, this rank's part."""
+    def local_shard(self) -> Self:
+        """This rank's part of the model: all of it."""
         return self
 
-    def together(self, command: str, *arguments: Any) -> AbstractContextManager[None]:
-        """A context in which all ranks run a command; here there is one rank only."""
+    def on_all_ranks(self, command: Any) -> AbstractContextManager[None]:
+        """See `TensorParallelModel`; here there are no other ranks."""
         return nullcontext()
 
     def _forward(self, token_ids: Tensor, placed: Any, pool: Tensor) -> ResidualStream:

@@ -3,10 +3,10 @@
 import gc
 import os
 import signal
+import socket
 import threading
 import time
 from dataclasses import replace
-from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from torch import distributed
 
 from baton.config import EngineConfig
 from baton.cuda import NCCL_ENVIRONMENT, CudaArea
-from baton.engine import build, collectives, ranks
+from baton.engine import build, collectives, rank_executor, rank_process, tensor_parallel
 from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.collectives import GlooCollectives
 from baton.engine.kv_cache import KvLayout
@@ -25,11 +25,13 @@ from baton.engine.quantization.fp8 import Fp8BlockWeight
 from baton.engine.quantization.int4 import Int4Weight
 from baton.engine.quantization.int8 import Int8Weight
 from baton.engine.quantization.linear_weight import DenseWeight
+from baton.engine.rank_executor import MESSAGES, JoinGroup
 from baton.engine.runner import RunnerFailed
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
 from baton.errors import CheckpointError, ConfigError, InternalError
 from baton.generation.sampling_params import SamplingParams
+from baton.net.object_connection import ObjectConnection
 from baton.rendezvous import Rendezvous
 from tests.contract.kvtransfer_driver import DRIVER, StandIn
 from tests.unit.engine.bench import WAIT_S, Bench
@@ -42,6 +44,11 @@ SETTINGS = {"dtype": "float32", "kv_blocks": 32, "chunk_tokens": 32, "threads": 
 
 def load(path, **settings):
     return build.load(EngineConfig(str(path), **{**SETTINGS, **settings}))
+
+
+def connections():
+    """Both ends of a rank's connection."""
+    return [ObjectConnection(end, MESSAGES) for end in socket.socketpair()]
 
 
 def generated(loaded):
@@ -151,29 +158,29 @@ def test_what_cannot_be_cut_is_refused_by_name(tmp_path):
 
 def test_a_rank_that_cannot_load_says_why_and_none_is_left(tmp_path, monkeypatch):
     make_checkpoint(tmp_path)
-    start, started = ranks.subprocess.Popen, []
+    start, started = rank_process.subprocess.Popen, []
 
     def without_weights(*args, **options):
         (tmp_path / "model.safetensors").rename(tmp_path / f"gone-{len(started)}")
         started.append(start(*args, **options))
         return started[-1]
 
-    monkeypatch.setattr(ranks.subprocess, "Popen", without_weights)
+    monkeypatch.setattr(rank_process.subprocess, "Popen", without_weights)
     with pytest.raises(ConfigError, match="has neither model"):
         load(tmp_path, tp=2)
     assert started[0].poll() is not None
 
 
 def test_a_rank_whose_end_takes_for_ever_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(ranks, "_STOP_S", 0.1)
-    ours, theirs = ranks.Pipe()
+    monkeypatch.setattr(rank_process, "_STOP_S", 0.1)
+    ours, theirs = connections()
     theirs.close()
-    with ranks.subprocess.Popen(["sleep", f"{WAIT_S}"]) as process:
+    with rank_process.subprocess.Popen(["sleep", f"{WAIT_S}"]) as process:
         with pytest.raises(ConfigError, match="its connection ended, but it did not"):
-            ranks._Other(1, ours, process).answer(WAIT_S)
+            rank_process.RankProcess(1, ours, process).answer(WAIT_S)
         process.kill()
     with pytest.raises(ConfigError, match="it ended with status -9"):
-        ranks._Other(1, ours, process).answer(WAIT_S)
+        rank_process.RankProcess(1, ours, process).answer(WAIT_S)
     ours.close()
 
 
@@ -196,14 +203,14 @@ def test_a_rank_maps_the_gpu_memory_that_the_first_one_allocated(monkeypatch):
     """By its descriptor, which it keeps no longer than that."""
     gc.collect()
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
-    monkeypatch.setattr(ranks, "CudaDriver", StandIn)
+    monkeypatch.setattr(rank_executor, "CudaDriver", StandIn)
     layout, areas = KvLayout(4, 1, 2, 4, 2, torch.float32), []
     config = SimpleNamespace(num_kv_heads=2, num_attention_heads=2)
-    ours, theirs = Pipe()
-    rank = ranks.Rank(SimpleNamespace(device=torch.device("cuda", 1)), None, theirs)
+    ours, theirs = connections()
+    rank = rank_executor.RankExecutor(torch.device("cuda", 1), None, theirs)
     first = SimpleNamespace(
         _shared=None, _shards=[Shard(0, 2), Shard(1, 2)], _config=config, _backends=[rank, rank],
-        _ranks=[ranks._Other(1, ours, SimpleNamespace(pid=os.getpid()))],
+        _ranks=[rank_process.RankProcess(1, ours, SimpleNamespace())],
     )  # fmt: skip
 
     def allocate(num_bytes, device):
@@ -211,12 +218,11 @@ def test_a_rank_maps_the_gpu_memory_that_the_first_one_allocated(monkeypatch):
         return areas[-1]
 
     def obey():
-        command, *arguments = theirs.recv()
-        getattr(rank, command)(*arguments)
+        rank.execute(theirs.recv())
 
     obeying = threading.Thread(target=obey)
     obeying.start()
-    _, pool = ranks.RankedModel.pools(first, layout, allocate)
+    _, pool = tensor_parallel.TensorParallelModel.pools(first, layout, allocate)
     obeying.join(WAIT_S)
     rank.pool[3] = 7
     assert rank.pool.shape == pool.shape == (4, 1, 2, 1, 4, 2)
@@ -263,16 +269,17 @@ def test_shares_of_threads_and_cores(monkeypatch):
         ({"threads": 2, "cpus": (6,)}, [(6,), (6,)]),
     ):
         backend = CpuBackend(EngineConfig(tp=2, **settings))
-        found = [backend.of_rank(Shard(number, 2)).settings for number in range(2)]
+        found = [backend.for_rank(Shard(number, 2)).settings for number in range(2)]
         assert [one.cpus for one in found] == shares, settings
         assert [one.threads for one in found] == [settings["threads"] // 2] * 2
 
 
 def test_a_rank_that_reads_another_checkpoint_is_refused(tmp_path, monkeypatch):
     make_checkpoint(tmp_path)
-    monkeypatch.setattr(ranks, "fingerprint", lambda *_: "replaced meanwhile")
+    monkeypatch.setattr(rank_executor, "fingerprint", lambda *_: "replaced meanwhile")
     with pytest.raises(
-        ConfigError, match=r"rank 1 cannot begin: model [0-9a-f]{64}, not model rep"
+        ConfigError,
+        match=r"rank 1 has loaded another checkpoint: .*, not model repl",
     ):
         load(tmp_path, tp=2)
 
@@ -280,7 +287,7 @@ def test_a_rank_that_reads_another_checkpoint_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_ends_or_hangs_fails_the_engine_in_time(tmp_path, monkeypatch, number, backend):
-    monkeypatch.setattr(ranks, "RANK_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(tensor_parallel, "RANK_TIMEOUT_S", 1.0)
     make_checkpoint(tmp_path)
     loaded = load(tmp_path, tp=4, tp_backend=backend)
     others = [rank.process for rank in loaded.runner.model._ranks]
@@ -297,7 +304,7 @@ def test_a_rank_that_ends_or_hangs_fails_the_engine_in_time(tmp_path, monkeypatc
             bench.engine.ended.result(WAIT_S)
         finally:
             took = time.monotonic() - began
-            monkeypatch.setattr(ranks, "_STOP_S", 0.5)
+            monkeypatch.setattr(rank_process, "_STOP_S", 0.5)
     assert took < WAIT_S
     assert all(process.wait(WAIT_S) is not None for process in others)
 
@@ -323,8 +330,9 @@ def test_a_wait_for_a_gpu_ends_when_a_rank_ends_or_hangs(tmp_path, monkeypatch, 
             closed.set()
             super().close()
 
-    monkeypatch.setattr(ranks, "GlooCollectives", Nccl)
-    monkeypatch.setattr(ranks, "NcclCollectives", Nccl)
+    monkeypatch.setattr(rank_executor, "GlooCollectives", Nccl)
+    for module in (rank_executor, tensor_parallel):
+        monkeypatch.setattr(module, "NcclCollectives", Nccl)
     make_checkpoint(tmp_path)
     loaded = load(tmp_path, tp=2, tp_backend="gloo")
     model = loaded.runner.model
@@ -337,7 +345,7 @@ def test_a_wait_for_a_gpu_ends_when_a_rank_ends_or_hangs(tmp_path, monkeypatch, 
         if number is not None:
             os.kill(model._ranks[0].process.pid, number)
         assert closed.wait(WAIT_S)
-    with pytest.raises(RunnerFailed, match=reason), model.together("step"):
+    with pytest.raises(RunnerFailed, match=reason), model.on_all_ranks(JoinGroup()):
         raise AssertionError("no further step begins")
     loaded.runner.close()
 

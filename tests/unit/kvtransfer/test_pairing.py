@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from baton.errors import ConfigError, KvMismatch
+from baton.kv_descriptor import differences
 from baton.v1 import common_pb2
 from kvtransfer import shared_pool
-from kvtransfer.pairing import Ends, apart, choose, differences, fallback
+from kvtransfer.pairing import Ends, apart, choose, fallback
 from kvtransfer.pool import KvPool
 from kvtransfer.transports import usable
 from tests.contract.kvtransfer_parts import make_pool

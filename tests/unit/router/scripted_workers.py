@@ -18,11 +18,11 @@ from baton.generation.sampling_params import SamplingParams
 from baton.v1 import common_pb2, decode_pb2, prefill_pb2, worker_pb2
 from baton.worker.metrics import LoadTracker
 from baton.worker.router_port import RouterConnection, RouterPort
-from router.admission.wait_queue import WaitQueue
 from router.dispatch.dispatch import Dispatch
-from router.dispatch.request_state import RequestState, TokenizedRequest
 from router.fleet.fleet import Fleet
 from router.fleet.heartbeat import LivenessConfig
+from router.queueing.wait_queue import WaitQueue
+from router.request import RequestState, TokenizedRequest
 from tests.memory_registry import MemoryRegistry
 from tests.waiting import WAIT_S
 

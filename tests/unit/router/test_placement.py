@@ -10,7 +10,7 @@ from baton.errors import Overloaded, Unavailable
 from baton.v1 import common_pb2, worker_pb2
 from router.fleet.snapshot import SILENT, AssignedPrompt, WorkerView
 from router.placement.cost_model import ColumnCosts
-from router.placement.placement import pick, predict, rank_all, soonest_room
+from router.placement.scoring import pick, predict, rank_all, soonest_room
 
 from .snapshots import PROMPT, fleet, needs, usable_pairs, worker
 
@@ -57,14 +57,14 @@ def assigned(view, tokens, virtual_finish):
             [worker("d0", blocks_free=0)],  # said even when decode is full
             {},
             "no prefill and decode worker have compatible KV caches: "
-            "prefill worker p0 has dtype=bf16, decode worker d0 has dtype=float32",
+            "prefill worker p0 and decode worker d0 differ in dtype: 'bf16' != 'float32'",
         ),
         (
             [worker("p0", quantization="int8")],
             [worker("d0")],
             {},
             "no prefill and decode worker have compatible KV caches: "
-            "prefill worker p0 has quantization=int8, decode worker d0 has quantization=none",
+            "prefill worker p0 and decode worker d0 differ in quantization: 'int8' != ''",
         ),
         (
             [worker("p0")],
@@ -425,7 +425,7 @@ def test_slow_decode_workers_get_fewer_sequences_but_not_none():
 def test_expected_tokens_weigh_tpot_up_to_a_limit():
     decode = worker("d0", step_ms=10, **POOL)
     scores = {
-        n: only(worker("p0", **RATE), decode, needs(100, new_tokens=n)).score_ms
+        n: only(worker("p0", **RATE), decode, needs(100, max_new_tokens=n)).score_ms
         for n in (1, 10, 64, 256, 4000, 0)
     }
     assert scores[10] - scores[1] == pytest.approx(90)
@@ -455,7 +455,7 @@ def test_what_is_sent_takes_its_time_on_the_link(dtype, cached, bytes_):
     def cost_ms(host, handoff_s, bytes_per_s):
         prefill = worker("p0", dtype=dtype, host_id=host, **RATE)
         decode = worker("d0", dtype=dtype, caches=LONG[:cached], host_id="a", **POOL)
-        pair = only(prefill, decode, needs(LONG, new_tokens=1))
+        pair = only(prefill, decode, needs(LONG, max_new_tokens=1))
         rest_s = 0.1 + handoff_s + bytes_ / bytes_per_s + pair.on_decode.tpot_s
         assert pair.score_ms == pytest.approx(1e3 * rest_s, abs=0.01)
         assert pair.same_host == (host == "a")

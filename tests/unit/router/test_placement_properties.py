@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from baton.v1 import worker_pb2
 from router.fleet.snapshot import AssignedPrompt
 from router.placement import cost_model
-from router.placement.placement import pick, rank_all
+from router.placement.scoring import pick, rank_all
 
 from .snapshots import BLOCK, caching, fleet, needs, worker
 
@@ -64,7 +64,7 @@ REQUESTS = st.builds(
     needs,
     st.sampled_from([PROMPT, PROMPT[:10], tuple(range(500, 620))]),
     virtual_finish=st.just(FINISH),
-    new_tokens=st.sampled_from([0, 1, 100]),
+    max_new_tokens=st.sampled_from([0, 1, 100]),
     local_prefill_max_tokens=st.sampled_from([0, 16]),
 )
 

@@ -1,17 +1,9 @@
-"""An engine on a CPU: its kernels and pool, or a simulation's, and where its threads run.
-
-The kernel keeps affinity and niceness for each thread, and a new thread inherits them: what the
-engine's thread is given here, the threads that compute with it have too. All else in the process
-(event loop, gRPC, transfers) stays free to run wherever there is room. Linux.
-"""
+"""An engine on a CPU: native kernels or torch's, or a simulation."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import threading
-from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +27,7 @@ from baton.engine.models.shard import WHOLE, Shard
 from baton.engine.quantization.config import weight_format
 from baton.engine.quantization.linear_weight import LinearWeight
 from baton.engine.quantization.methods import quantize_weight
-from baton.engine.ranks import Exchange
+from baton.engine.rank_executor import Exchange
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.simulated import SimulatedRunner
@@ -122,7 +114,7 @@ class CpuBackend(Backend):
             return SimulatedRunner(SimulatedSpeed.parse(self.settings.simulate), pool, sampler)
         return super().runner(model, pool, sampler, max_context)
 
-    def of_rank(self, place: Shard) -> CpuBackend:
+    def for_rank(self, place: Shard) -> CpuBackend:
         return CpuBackend(place.settings(self.settings))
 
     def _is_native(self, dtype: torch.dtype) -> bool:
@@ -138,26 +130,3 @@ def prepare_weight(
     """Quantises a dense weight as `--quantization` asks, and packs it for native code."""
     weight = quantize_weight(weight, quantization, is_output)
     return PackedWeight.from_weight(weight) if native else weight
-
-
-def pin_thread(cpus: Collection[int], nice: int) -> None:
-    """Pins the calling thread to `cpus` (none: leaves it free) and lets others go first.
-
-    `nice` is the kernel's measure, from 0 to 19: at 10 a thread gets a tenth of the time of one
-    that shares its core at 0, and all the time that is left over.
-    """
-    if cpus:
-        os.sched_setaffinity(0, cpus)
-    if nice:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-
-
-@contextlib.contextmanager
-def pinned_to(cpus: Collection[int]) -> Iterator[None]:
-    """Within, the calling thread keeps to `cpus`: memory that it touches first lies near them."""
-    allowed = os.sched_getaffinity(0)
-    pin_thread(cpus, 0)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)

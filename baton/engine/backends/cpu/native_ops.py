@@ -1,7 +1,7 @@
-"""The decoder's operations by native kernels, one call each.
+"""The decoder by native kernels, one call for each operation.
 
-For models that a whole native step (`model.py`) does not know: what native code lacks is torch's,
-the rest is not. Between two calls Python dispatches and allocates.
+For models that the native step (`native_model.py`) does not support: operations that native code
+lacks are torch's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INT32 = 4  # bytes
 
 
 class NativeOps(DecoderModel):
-    """Norms and gates are native, products where weights are packed, attention if `attends`."""
+    """Norms, gates and products are native, and attention if `attends`."""
 
     ops = NATIVE_ROW_OPS
 
@@ -38,22 +38,22 @@ class NativeOps(DecoderModel):
         shard: Shard = WHOLE,
         ranks: Collectives = SINGLE_RANK,
     ) -> None:
-        """attends: heads and blocks have sizes that native attention takes.
+        """attends: whether heads and blocks have sizes that native attention supports.
 
         Raises ConfigError where there is no library.
         """
-        of_tables = torch.float32 if attends else dtype
-        super().__init__(config, weights, dtype, torch.device("cpu"), of_tables, shard, ranks)
+        tables_dtype = torch.float32 if attends else dtype
+        super().__init__(config, weights, dtype, torch.device("cpu"), tables_dtype, shard, ranks)
         config = self.config
         self._native = library.require(dtype)
         self._attends = attends
-        # With other ranks' heads, which the native step alone exchanges with them.
-        self._norms_apart = config.arch.qk_norm == "row" and ranks is not SINGLE_RANK
-        self._kv_heads = range(config.num_kv_heads)  # that are used of the pool's
+        # Over all ranks' heads, which single native calls do not exchange.
+        self._norms_in_torch = config.arch.qk_norm == "row" and ranks is not SINGLE_RANK
+        self._kv_heads = range(config.num_kv_heads)  # of the pool that are used
         self._shapes = list(map(self._shape, range(config.num_layers), weights.layers))
 
     def _place(self, batch: StepBatch, pool: Tensor) -> Any:
-        """The spans of the batch's sequences, and the pool."""
+        """The spans of the batch's sequences, and the pool, for native code."""
         if not self._attends:
             return super()._place(batch, pool)
         query_lens, row = batch.query_lens.tolist(), 0
@@ -67,10 +67,10 @@ class NativeOps(DecoderModel):
     def _rope_and_write(
         self, qkv: Tensor, placed: Any, index: int, layer: LayerWeights, pool: Tensor
     ) -> Tensor:
-        """`qkv` itself, with its queries normed and turned."""
+        """Returns `qkv`, with its queries normed and rotated."""
         if not self._attends:
             return super()._rope_and_write(qkv, placed, index, layer, pool)
-        if self._norms_apart:
+        if self._norms_in_torch:
             q, k, _ = self._split(qkv)
             for x, normed in zip((q, k), self._rows_normed(q, k, layer), strict=True):
                 x.copy_(normed)
@@ -91,10 +91,10 @@ class NativeOps(DecoderModel):
         return out
 
     def _shape(self, index: int, layer: LayerWeights) -> AttentionShape:
-        """Of a layer."""
+        """The attention of a layer, for native code."""
         config = self.config
         cos, sin = self._tables[self._table_of[index]]
-        norms = (None, None) if self._norms_apart else (layer.q_norm, layer.k_norm)
+        norms = (None, None) if self._norms_in_torch else (layer.q_norm, layer.k_norm)
         return AttentionShape(
             *(config.num_heads, index, config.windows[index] or 0),
             *(config.score_scale, config.attention_softcap, config.rms_eps),

@@ -311,8 +311,9 @@ def _trial(shape: Key, device: torch.device) -> Trial:
         bias = torch.randn(outputs, device=device).to(dtype)
     if shape.get("norm"):
         norm = torch.rand(depth, device=device)
-    gated = "silu" if shape.get("gate") else None
-    activation = next((name for name in get_args(Activation) if name in shape), gated)
+    gated: Activation | None = "silu" if shape.get("gate") else None
+    activations: tuple[Activation, ...] = get_args(Activation)
+    activation = next((name for name in activations if name in shape), gated)
     if shape.get("residual"):
         residual = torch.randn(rows, outputs, device=device).to(dtype)
     counters = new_counters(outputs, device)

@@ -183,7 +183,7 @@ def test_ranks_with_whole_experts_add_up_to_all(kind, monkeypatch):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(7, config.hidden_size, generator=generator)
     router = DenseWeight(torch.randn(5, config.hidden_size, generator=generator))
-    rows = SimpleNamespace(placed=SimpleNamespace(lengths=torch.ones(7, dtype=torch.int32)))
+    placed = SimpleNamespace(rows=SimpleNamespace(lengths=torch.ones(7, dtype=torch.int32)))
 
     def mixed(shard):
         prepare = partial(linear.prepare, quantization="none")
@@ -191,7 +191,7 @@ def test_ranks_with_whole_experts_add_up_to_all(kind, monkeypatch):
         model = kind(config, weights, torch.float32, CPU, shard=shard)
         tokens = torch.zeros(5, dtype=torch.int64)
         experts = replace(model._weights.layers[0].experts, router=router, router_bias=None)
-        found = model._mix(x, experts, rows, tokens)
+        found = model._mix(x, experts, placed, tokens)
         assert tokens.sum() == 7 * 3, "each rank counts all"
         return found
 
