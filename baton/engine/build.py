@@ -25,6 +25,7 @@ from baton.engine.cpu_affinity import pin_thread
 from baton.engine.engine import Engine
 from baton.engine.kv_cache import Allocate, KvLayout, plan_layout
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.rank_executor import RemoteRanks
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ChunkBudget, ScheduledSequence, ScheduledStep, Scheduler
@@ -32,7 +33,7 @@ from baton.engine.sequence import Sequence
 from baton.engine.shard import Shard
 from baton.engine.speculative.ngram import NgramProposer
 from baton.engine.step_report import StepReport
-from baton.engine.tensor_parallel import RemoteRanks, TensorParallelModel
+from baton.engine.tensor_parallel import TensorParallelModel
 from baton.engine.weights.checkpoint import fingerprint
 from baton.engine.weights.loader import random_seed
 from baton.engine.weights.quantize import FP8
