@@ -16,27 +16,27 @@ import torch
 
 from baton.config import EngineConfig, model_path
 from baton.engine.backends import Backend
-from baton.engine.backends.cpu import CpuBackend
+from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import GpuBackend
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.block_manager import BlockManager
+from baton.engine.checkpoint.tensors import fingerprint
 from baton.engine.cpu_affinity import pin_thread
 from baton.engine.engine import Engine
+from baton.engine.kernels.torch.row_quantization import FP8
 from baton.engine.kv_cache import Allocate, KvLayout, plan_layout
+from baton.engine.models.loader import random_seed
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.shard import Shard
 from baton.engine.rank_executor import RemoteRanks
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ChunkBudget, ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
-from baton.engine.shard import Shard
 from baton.engine.speculative.ngram import NgramProposer
 from baton.engine.step_report import StepReport
 from baton.engine.tensor_parallel import TensorParallelModel
-from baton.engine.weights.checkpoint import fingerprint
-from baton.engine.weights.loader import random_seed
-from baton.engine.weights.quantize import FP8
 from baton.errors import ConfigError
 from baton.generation.sampling_params import SamplingParams
 from baton.v1 import common_pb2

@@ -19,13 +19,13 @@ import torch
 
 from baton.block_hash import root_hash
 from baton.config import SimulatedSpeed
+from baton.engine.kernels.torch.row_quantization import is_quantized, split_rows
 from baton.engine.runner import SampledTokens, StepRunner, sample_rows, tokens_by_sequence
 from baton.engine.sampling.prompt_logprobs import PromptLogprobs, logprobs_of
 from baton.engine.sampling.randomness import splitmix64
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
-from baton.engine.weights.quantize import is_quantized, split_rows
 from baton.errors import InternalError
 
 Words = npt.NDArray[np.uint64]

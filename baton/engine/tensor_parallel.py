@@ -30,6 +30,7 @@ from baton.engine.batch import StepBatch
 from baton.engine.collectives import SINGLE_RANK, Collectives, GroupCollectives, NcclCollectives
 from baton.engine.kv_cache import Allocate, KvLayout
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.shard import Shard
 from baton.engine.rank_executor import (
     MESSAGES,
     AllocatePool,
@@ -47,7 +48,6 @@ from baton.engine.rank_executor import (
 )
 from baton.engine.rank_process import RankProcess
 from baton.engine.runner import RunnerFailed
-from baton.engine.shard import Shard
 from baton.errors import ConfigError
 from baton.net.object_connection import broadcast
 from baton.rendezvous import Place, Rendezvous, open_store

@@ -35,6 +35,7 @@ from baton.net.object_connection import Messages, ObjectConnection
 from baton.registry import EtcdRegistry
 from baton.rendezvous import listening_socket
 from baton.v1.common_pb2 import RankHost
+from kvtransfer.remote_pool import KV_MESSAGES
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class RemoteRankConfig:
 
 @dataclass(frozen=True)
 class Open:
-    """First message of a connection to a rank: a key of `TABLES`; answered by `Ready` or `Failed`."""
+    """Opens a connection to a rank. purpose: a key of `TABLES`. Answers: `Ready`, `Failed`."""
 
     purpose: str
 
@@ -75,7 +76,7 @@ class Drain:
 
 CONTROL = (Open, Ready, Failed, Listening, Drain)
 COMMANDS, KV, DRAIN = "commands", "kv", "drain"
-TABLES: dict[str, Messages] = {COMMANDS: MESSAGES, KV: (), DRAIN: CONTROL}
+TABLES: dict[str, Messages] = {COMMANDS: MESSAGES, KV: KV_MESSAGES, DRAIN: CONTROL}
 """What a connection carries once it is open, by its purpose."""
 
 
