@@ -11,7 +11,7 @@ import time
 from abc import abstractmethod
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -19,7 +19,6 @@ from torch.distributed import distributed_c10d
 
 from baton.cuda import NCCL_ENVIRONMENT
 from baton.engine.runner import RunnerFailed
-from baton.engine.shard import Shard
 from baton.rendezvous import Rendezvous
 
 
@@ -55,13 +54,22 @@ _CLOSE_S = 5.0  # for NCCL to end
 Options = TypeVar("Options")
 
 
+class RankOf(Protocol):
+    """The number of a rank, and how many ranks there are."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def count(self) -> int: ...
+
+
 class GroupCollectives(Collectives):
     """Between the processes of a group, which meet at a store.
 
     host: this rank's address, for the others · timeout_s: limit for one collective.
     """
 
-    def __init__(self, shard: Shard, store: Rendezvous, host: str, timeout_s: float) -> None:
+    def __init__(self, shard: RankOf, store: Rendezvous, host: str, timeout_s: float) -> None:
         self._shard, self._store, self._host = shard, store, host
         self._timeout = timedelta(seconds=JOIN_TIMEOUT_S)  # of what is waited for now
         self._step_timeout = timedelta(seconds=timeout_s)
@@ -157,7 +165,7 @@ class NcclCollectives(GroupCollectives):
     (https://github.com/pytorch/pytorch/pull/154055).
     """
 
-    def __init__(self, shard: Shard, store: Rendezvous, host: str, timeout_s: float) -> None:
+    def __init__(self, shard: RankOf, store: Rendezvous, host: str, timeout_s: float) -> None:
         super().__init__(shard, store, host, timeout_s)
         os.environ.update(NCCL_ENVIRONMENT)
 

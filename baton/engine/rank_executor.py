@@ -19,6 +19,7 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.cuda import CudaDriver
 from baton.engine.batch import Ints, StepBatch, on_device
+from baton.engine.checkpoint.tensors import fingerprint
 from baton.engine.collectives import (
     JOIN_TIMEOUT_S,
     GlooCollectives,
@@ -26,11 +27,10 @@ from baton.engine.collectives import (
     NcclCollectives,
 )
 from baton.engine.cpu_affinity import pin_thread
+from baton.engine.models.loader import random_seed
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.shard import Shard
 from baton.engine.runner import zero_blocks
-from baton.engine.shard import Shard
-from baton.engine.weights.checkpoint import fingerprint
-from baton.engine.weights.loader import random_seed
 from baton.errors import BatonError
 from baton.net.object_connection import ObjectConnection
 from baton.rendezvous import Place

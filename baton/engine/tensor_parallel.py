@@ -35,6 +35,7 @@ from baton.engine.collectives import (
 )
 from baton.engine.kv_cache import Allocate, KvLayout
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.shard import Shard
 from baton.engine.rank_executor import (
     MESSAGES,
     AllocatePool,
@@ -52,7 +53,6 @@ from baton.engine.rank_executor import (
 )
 from baton.engine.rank_process import RankProcess
 from baton.engine.runner import RunnerFailed
-from baton.engine.shard import Shard
 from baton.errors import ConfigError
 from baton.net.object_connection import ObjectConnection, broadcast
 from baton.rendezvous import Place, Rendezvous, open_store

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from baton.config import EngineConfig, model_path
-from baton.engine.models.model_config import ModelConfig, check_tensors
-from baton.engine.models.quantization import weight_format
-from baton.engine.weights.checkpoint import stored_tensors
+from baton.engine.checkpoint.tensors import stored_tensors
+from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.tensor_names import check_tensors
+from baton.engine.quantization.config import weight_format
 from baton.errors import CheckpointError, ConfigError
 from baton.text import load_tokenizer, text_fingerprint
 from baton.text.model_files import TOKENIZER_FILE

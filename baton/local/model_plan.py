@@ -14,19 +14,21 @@ from functools import partial
 import torch
 
 from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, model_path
-from baton.engine.backends import cpu, unsupported
+from baton.engine.backends import unsupported
+from baton.engine.backends.cpu import backend as cpu
 from baton.engine.backends.gpu import memory
 from baton.engine.backends.gpu.backend import refused
 from baton.engine.backends.gpu.cuda_graphs import count_graphs
 from baton.engine.backends.gpu.device import Gpu
 from baton.engine.build import choose_dtype, device_of, kv_dtype_of, longest_context
+from baton.engine.checkpoint.tensors import ELEMENT_BYTES, stored_tensors
 from baton.engine.kv_cache import KvLayout, plan_layout
+from baton.engine.models.loader import random_weights
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.models.quantization import weight_format
-from baton.engine.shard import Shard
-from baton.engine.weights.checkpoint import ELEMENT_BYTES, stored_tensors
-from baton.engine.weights.loader import random_weights
-from baton.engine.weights.weight import DenseWeight
+from baton.engine.models.shard import Shard
+from baton.engine.models.tensor_names import num_parameters
+from baton.engine.quantization.config import weight_format
+from baton.engine.quantization.linear_weight import DenseWeight
 from baton.errors import CheckpointError, ConfigError
 from baton.local import doctor
 from baton.local.doctor import Finding, fail, ok, warn
@@ -45,7 +47,7 @@ def check_plan(settings: EngineConfig) -> Iterator[Finding]:
         gpu = Gpu(device) if device.type == "cuda" else None
         yield ok(
             "model",
-            f"{config.architecture}, {config.num_parameters / 1e6:,.1f} M parameters, contexts of "
+            f"{config.architecture}, {num_parameters(config) / 1e6:,.1f} M parameters, contexts of "
             f"up to {config.max_context:,} tokens",
         )
         yield _kernels(settings, config, gpu)

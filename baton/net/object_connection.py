@@ -188,11 +188,29 @@ def connect(
     return ObjectConnection(proven, messages)
 
 
+def prove_secret(connected: socket.socket, secret: bytes, ours: bytes, theirs: bytes) -> None:
+    """Both ends prove the secret by a MAC over fresh random bytes of both.
+
+    ours, theirs: names of the two ends, which differ. Raises OSError, EOFError.
+    """
+    nonce = os.urandom(_NONCE_BYTES)
+    connected.sendall(nonce)
+    other = bytes(_receive(connected, _NONCE_BYTES))
+
+    def mac(end: bytes, nonces: bytes) -> bytes:
+        return hmac.digest(secret, end + nonces, "sha256")
+
+    connected.sendall(mac(ours, nonce + other))
+    expected = mac(theirs, other + nonce)
+    if not hmac.compare_digest(_receive(connected, len(expected)), expected):
+        raise ConnectionRefusedError("the other end does not have this worker's secret")
+
+
 def _proven(
     connected: socket.socket, secret: bytes, context: ssl.SSLContext | None,
     server_name: str, ours: bytes, theirs: bytes,
 ) -> socket.socket:  # fmt: skip
-    """Both ends prove the secret by a MAC over fresh random bytes of both."""
+    """A socket over TLS, if there is a context, whose ends have proven the secret."""
     try:
         connected.settimeout(_PROOF_S)
         if context is not None:
@@ -200,17 +218,7 @@ def _proven(
             connected = context.wrap_socket(
                 connected, server_side=not is_caller, server_hostname=server_name or None
             )
-        nonce = os.urandom(_NONCE_BYTES)
-        connected.sendall(nonce)
-        other = bytes(_receive(connected, _NONCE_BYTES))
-
-        def mac(end: bytes, nonces: bytes) -> bytes:
-            return hmac.digest(secret, end + nonces, "sha256")
-
-        connected.sendall(mac(ours, nonce + other))
-        expected = mac(theirs, other + nonce)
-        if not hmac.compare_digest(_receive(connected, len(expected)), expected):
-            raise ConnectionRefusedError("the other end does not have this worker's secret")
+        prove_secret(connected, secret, ours, theirs)
         connected.settimeout(None)
         for option in _KEEPALIVE:
             connected.setsockopt(*option)

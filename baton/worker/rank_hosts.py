@@ -35,6 +35,7 @@ from baton.net.object_connection import Messages, ObjectConnection
 from baton.registry import EtcdRegistry
 from baton.rendezvous import listening_socket
 from baton.v1.common_pb2 import RankHost
+from kvtransfer.remote_pool import KV_MESSAGES
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class Drain:
 
 CONTROL = (Open, Opened, Failed, Listening, Drain)
 COMMANDS, KV, DRAIN = "commands", "kv", "drain"
-TABLES: dict[str, Messages] = {COMMANDS: MESSAGES, KV: (), DRAIN: CONTROL}
+TABLES: dict[str, Messages] = {COMMANDS: MESSAGES, KV: KV_MESSAGES, DRAIN: CONTROL}
 """What a connection carries once it is open, by its purpose."""
 
 

@@ -21,6 +21,7 @@ from baton import log_format
 from baton.config import WorkerConfig, model_path
 from baton.engine import build
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.shard import Shard
 from baton.engine.rank_executor import (
     Failed,
     LoadShard,
@@ -29,7 +30,6 @@ from baton.engine.rank_executor import (
     serve,
 )
 from baton.engine.rank_process import rank_process
-from baton.engine.shard import Shard
 from baton.errors import BatonError
 from baton.net import object_connection, tls
 from baton.net.object_connection import ObjectConnection

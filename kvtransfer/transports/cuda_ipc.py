@@ -42,7 +42,7 @@ class CudaIpcTransport(Transport):
     def listen(self, pool: KvPool) -> ReceivingEnd:
         area = pool.area
         assert isinstance(area, CudaArea), "the pool does not lie in a CudaArea"
-        place = {"bytes": area.nbytes, **pool.place, "gpu": gpu_uuid(pool.device)}
+        place = {"bytes": area.nbytes, **pool.layout, "gpu": gpu_uuid(pool.device)}
         return SharedPoolListener(self.name, area.fd, place)
 
     def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> SendingEnd:
@@ -80,7 +80,7 @@ class _CudaIpcLink(SendingEnd):
         self._receiver.check()
         assert self._remote is not None
         check_fit(self._pool, local, self._remote, remote)
-        pieces = (self._pool.parts(slots, PIECE_BYTES) for slots in (local, remote))
+        pieces = (self._pool.split(slots, PIECE_BYTES) for slots in (local, remote))
         try:
             with self._copier.transfer(digest):
                 events: deque[torch.cuda.Event | None] = deque()

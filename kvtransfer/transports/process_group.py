@@ -247,7 +247,7 @@ class _GroupEnd(SendingEnd, ReceivingEnd):
         deadline = Deadline(timeout_s)
         with self._transfer("send", digest, deadline) as (copying, staging):
             travelling = None
-            for i, part in enumerate(self._pool.parts(local, self._message_bytes)):
+            for i, part in enumerate(self._pool.split(local, self._message_bytes)):
                 data = copying.gather(part, staging[i % 2])
                 self._wait(travelling, deadline)
                 travelling = self._send(data)
@@ -257,7 +257,7 @@ class _GroupEnd(SendingEnd, ReceivingEnd):
         self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
     ) -> None:
         deadline = Deadline(timeout_s)
-        parts = self._pool.parts(slots, self._message_bytes)
+        parts = self._pool.split(slots, self._message_bytes)
         with self._transfer("receive", digest, deadline) as (copying, staging):
 
             def post(i: int) -> tuple[torch.Tensor, Any]:

@@ -34,7 +34,7 @@ class ShmTransport(Transport):
     def listen(self, pool: KvPool) -> ReceivingEnd:
         area = pool.area
         assert isinstance(area, SharedMemoryArea), "the pool does not lie in shared memory"
-        place = {"touched": area.touched, **pool.place}
+        place = {"touched": area.touched, **pool.layout}
         return SharedPoolListener(self.name, area.fd, place)
 
     def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> SendingEnd:

@@ -460,7 +460,7 @@ def test_the_workers_choose_the_transport_that_is_reported(host):
         prefill = gpu("p", own, others, transports=ours)
         decode = gpu("d", there, beyond, host=host, transports=theirs)
         reachable = (own, *others)
-        apart = pairing.apart(HOST, host)
+        apart = pairing.separation(HOST, host)
         ends = pairing.Ends(apart, gpu=there, reachable=reachable, nccl=(2, 27, 5))
         try:
             chosen = pairing.choose(ours, theirs, ends)

@@ -10,10 +10,10 @@ import torch
 
 from baton.config import EngineConfig, options
 from baton.engine import cpu_affinity
+from baton.engine.backends.cpu.native_ops import NativeOps
 from baton.engine.build import choose_dtype, device_of
-from baton.engine.kernels.native.ops import NativeOps
 from baton.engine.kernels.native.packing import PackedWeight
-from baton.engine.weights.quantize import SCALE_BYTES
+from baton.engine.kernels.torch.row_quantization import SCALE_BYTES
 from baton.errors import ConfigError
 from tests.unit.engine.bench import load
 from tests.unit.engine.checkpoints import SMALL, make_checkpoint

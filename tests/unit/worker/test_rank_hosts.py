@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from baton.config import DEMO_MODEL, EngineConfig, WorkerConfig
-from baton.engine.backends.cpu import CpuBackend
+from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.shard import Shard
 from baton.engine.rank_executor import RankWork
-from baton.engine.shard import Shard
 from baton.errors import ConfigError
 from baton.rendezvous import Place
 from baton.v1.common_pb2 import RankHost

@@ -20,9 +20,11 @@ from baton.engine.backends.gpu.device import Gpu, Waiting, new_stream
 from baton.engine.batch import StepModel
 from baton.engine.collectives import SINGLE_RANK, GroupCollectives
 from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
-from baton.engine.models.decoder import Model
+from baton.engine.models.decoder import DecoderModel
+from baton.engine.models.loader import load_or_make_weights
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.models.quantization import weight_format
+from baton.engine.models.shard import WHOLE, Shard
+from baton.engine.quantization.config import weight_format
 from baton.engine.rank_executor import (
     CaptureGraphs,
     Exchange,
@@ -38,9 +40,7 @@ from baton.engine.rank_executor import (
 )
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.shard import WHOLE, Shard
 from baton.engine.tensor_parallel import LOAD_S, RANK_TIMEOUT_S, TensorParallelModel
-from baton.engine.weights.loader import weights_of
 from baton.errors import ConfigError
 from baton.net.object_connection import ObjectConnection
 
@@ -99,9 +99,9 @@ class GpuBackend(Backend):
         held = weight_format(settings, config.quantization)
         _refuse_formats(settings, held, capability, kernels)
         self._held_before = self._gpu.allocated()
-        load = partial(weights_of, settings, path, config, dtype, self.device, kernels)
+        load = partial(load_or_make_weights, settings, path, config, dtype, self.device, kernels)
         if kernels == "torch":
-            return Model(config, load(), dtype, self.device)
+            return DecoderModel(config, load(), dtype, self.device)
         quantize = partial(prepare, quantization=settings.quantization, dtype=dtype)
         group = exchange if isinstance(exchange, GroupCollectives) else SINGLE_RANK
         return GpuModel(config, load(quantize, shard), dtype, self.device, shard, group)

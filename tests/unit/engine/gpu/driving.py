@@ -11,7 +11,7 @@ from baton.engine.batch import StepBatch
 from baton.engine.block_manager import BlockManager
 from baton.engine.engine import Engine
 from baton.engine.kv_cache import KvLayout
-from baton.engine.models.decoder import Model
+from baton.engine.models.decoder import DecoderModel
 from baton.engine.runner import Runner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ChunkBudget, Scheduler
@@ -26,7 +26,7 @@ CONFIG = replace(TINY, num_layers=1, windows=(None,), max_context=MAX_CONTEXT)
 EOS = frozenset({1})
 
 
-class PaddedModel(Model):
+class PaddedModel(DecoderModel):
     """The reference for padded steps, too; the logits of padding are no numbers."""
 
     def step(self, batch, pool):

@@ -1,8 +1,7 @@
-"""The forward pass on a CPU, as one native call a step.
+"""The forward pass on a CPU as one native call a step.
 
-Computes what `baton.engine.models.decoder.Model` computes, which is its reference. In every
-precision a row's result is the same to the bit whatever shares its batch or chunk: the kernels add
-each row up in an order of its own.
+Its reference is `baton.engine.models.decoder.DecoderModel`. In every precision a row's result is
+the same to the bit in any batch or chunk, because a row's order of additions depends on it alone.
 """
 
 from __future__ import annotations
@@ -10,91 +9,93 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from baton.engine.backends.cpu.native_ops import NativeOps
 from baton.engine.batch import StepBatch
+from baton.engine.kernels.activation import ACTIVATIONS
 from baton.engine.kernels.native.interface import (
     AttentionShape,
     Embedding,
     Expert,
     Layer,
     Linear,
+    Model,
     Ranks,
     Step,
-    WholeModel,
 )
-from baton.engine.kernels.native.ops import ACTIVATIONS, NativeOps
 from baton.engine.kernels.native.packing import PackedWeight
+from baton.engine.kernels.native.rows import c_norm
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.shard import WHOLE, Shard
+from baton.engine.models.weights import LayerWeights, ModelWeights
+from baton.engine.quantization.linear_weight import LinearWeight
 from baton.engine.runner import RunnerFailed
-from baton.engine.shard import WHOLE, Shard
-from baton.engine.weights.loader import LayerWeights, Weights
-from baton.engine.weights.weight import Weight
 
 _HUGE_PAGE = 2 << 20  # where a workspace begins; elsewhere prompts take up to a tenth longer
 
 
 class NativeModel(NativeOps):
-    """Packed weights, and scratch memory that one thread at a time may use."""
+    """Packed weights, and scratch memory for one thread at a time."""
 
     def __init__(
         self,
         config: ModelConfig,
-        weights: Weights,
+        weights: ModelWeights,
         dtype: torch.dtype,
         shard: Shard = WHOLE,
         exchange: int | None = None,
     ) -> None:
-        """Weights may be packed already; `config` is of the whole model, they are the shard's.
+        """config: of the unsharded model · weights: the shard's, packed.
 
-        exchange: address of the memory that several ranks share. Raises ConfigError where there is
-        no library.
+        exchange: address of the ranks' shared memory. Raises ConfigError where there is no library.
         """
         super().__init__(config, weights, dtype, shard=shard)
         self._kv_heads = shard.kv_heads(config)
         self._ranks = Ranks(exchange, shard.rank, shard.count)
-        self._routers: list[PackedWeight | None] = []  # which are read as they are
-        self._model = self._whole(weights)
+        self._routers: list[PackedWeight | None] = []  # and shared gates, packed here
+        self._model = self._c_model(weights)
         self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._rows = 0  # that the workspace is for
-        self._scores = torch.empty(0, config.vocab_size)
-        self._own_scores = torch.empty(0, len(self._tokens))
+        self._rows = 0  # that the workspace has room for
+        self._logit_buffer = torch.empty(0, config.vocab_size)
+        self._own_logit_buffer = torch.empty(0, len(self._tokens))
 
     def step(self, batch: StepBatch, pool: Tensor) -> Tensor:
-        """Runs a step's rows through the model and writes their K and V to the pool.
+        """Runs a batch and writes its K and V to the pool.
 
-        The next-token scores of its `logit_rows`, float32 `[n, vocab]`, on the first rank; valid
-        until the next step. Raises RunnerFailed when another rank does not answer.
+        Returns the logits of its `logit_rows`, float32 `[n, vocab]`, on the first rank, valid until
+        the next step. Raises RunnerFailed when another rank does not answer.
         """
-        rows, wanted = len(batch.token_ids), len(batch.logit_rows)
+        rows, num_logits = len(batch.token_ids), len(batch.logit_rows)
         if rows > self._rows:
-            self._rows = max(rows, 2 * self._rows)  # so that growing chunks seldom need another
+            self._rows = max(rows, 2 * self._rows)  # so that it seldom grows again
             size = self._native.baton_workspace(self._model, self._rows)
-            room = torch.empty(size + _HUGE_PAGE, dtype=torch.uint8)
-            self._workspace = room[-room.data_ptr() % _HUGE_PAGE :]
-        if wanted > len(self._scores):
-            self._scores = torch.empty(wanted, self.config.vocab_size)
-            self._own_scores = torch.empty(wanted, len(self._tokens))
+            memory = torch.empty(size + _HUGE_PAGE, dtype=torch.uint8)
+            self._workspace = memory[-memory.data_ptr() % _HUGE_PAGE :]
+        if num_logits > len(self._logit_buffer):
+            self._logit_buffer = torch.empty(num_logits, self.config.vocab_size)
+            self._own_logit_buffer = torch.empty(num_logits, len(self._tokens))
         self.hidden = None
         if batch.wants_hidden:
-            self.hidden = torch.empty(wanted, self.config.hidden_size, dtype=self.dtype)
+            self.hidden = torch.empty(num_logits, self.config.hidden_size, dtype=self.dtype)
         inputs = (
             batch.token_ids, batch.context_lens, batch.query_lens, batch.block_tables,
-            batch.logit_rows, self._scores, self._own_scores, self.hidden, self._workspace,
+            batch.logit_rows, self._logit_buffer, self._own_logit_buffer, self.hidden,
+            self._workspace,
         )  # fmt: skip
-        sizes = (rows, len(batch.query_lens), batch.block_tables.shape[1], wanted)
+        sizes = (rows, len(batch.query_lens), batch.block_tables.shape[1], num_logits)
         pointers = (None if tensor is None else tensor.data_ptr() for tensor in inputs)
         step = Step(*pointers, self._pool(pool), *sizes)
         if not self._native.baton_step(torch.get_num_threads(), self._model, step):
             raise RunnerFailed("a rank of this worker has ended or hangs: the step is lost")
-        return self._scores[:wanted]
+        return self._logit_buffer[:num_logits]
 
-    def _whole(self, weights: Weights) -> WholeModel:
+    def _c_model(self, weights: ModelWeights) -> Model:
         config, experts, own = self.config, self.config.experts, self._own_experts
         assert all(tensor.is_contiguous() for tensor in (weights.embedding, self._tables))
         counted = iter(() if self.expert_tokens is None else self.expert_tokens)
         tokens = (next(counted) if layer.experts else None for layer in weights.layers)
-        return WholeModel(
+        return Model(
             Embedding(weights.embedding.data_ptr(), self._tokens.start, len(self._tokens)),
-            self._norm(weights.final_norm),
+            c_norm(weights.final_norm, self.dtype),
             (Layer * config.num_layers)(*map(self._layer, weights.layers, self._shapes, tokens)),
             _linear(weights.lm_head),
             self._ranks,
@@ -127,7 +128,7 @@ class NativeModel(NativeOps):
         if (mixture := layer.experts) is not None:
             assert expert_tokens is not None
             packed, packed_gate = (
-                None if one is None else PackedWeight.of(one)
+                None if one is None else PackedWeight.from_weight(one)
                 for one in (mixture.router, mixture.shared_gate)
             )
             self._routers += packed, packed_gate
@@ -142,10 +143,12 @@ class NativeModel(NativeOps):
             ]
             experts = (Expert * len(each))(*each)
         products += router, shared_gate
-        return Layer(*map(self._norm, norms), *products, tokens, experts, attention)
+        return Layer(
+            *(c_norm(norm, self.dtype) for norm in norms), *products, tokens, experts, attention
+        )
 
 
-def _linear(weight: Weight | None, bias: Tensor | None = None) -> Linear:
+def _linear(weight: LinearWeight | None, bias: Tensor | None = None) -> Linear:
     if weight is None:
         return Linear()
     assert isinstance(weight, PackedWeight), "what native code reads is packed"

@@ -16,8 +16,8 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from baton.engine.models.fields import BOOLEAN, NOT_NEGATIVE, Fields, one_of
-from baton.engine.weights.checkpoint import (
+from baton.engine.checkpoint.fields import BOOLEAN, NOT_NEGATIVE, Fields, one_of
+from baton.engine.checkpoint.tensors import (
     FLOATS,
     LORA_CONFIG,
     LORA_FILE,

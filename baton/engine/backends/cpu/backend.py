@@ -14,22 +14,23 @@ from torch import Tensor
 
 from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed
 from baton.engine.backends import Backend, unsupported
+from baton.engine.backends.cpu.native_model import NativeModel
+from baton.engine.backends.cpu.native_ops import NativeOps
 from baton.engine.batch import StepModel
 from baton.engine.collectives import SINGLE_RANK, GroupCollectives
 from baton.engine.kernels.native import library
-from baton.engine.kernels.native.model import NativeModel
-from baton.engine.kernels.native.ops import NativeOps
 from baton.engine.kernels.native.packing import PackedWeight
-from baton.engine.models.decoder import Model
+from baton.engine.models.decoder import DecoderModel
+from baton.engine.models.loader import load_or_make_weights
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.models.quantization import weight_format
+from baton.engine.models.shard import WHOLE, Shard
+from baton.engine.quantization.config import weight_format
+from baton.engine.quantization.linear_weight import LinearWeight
+from baton.engine.quantization.methods import quantize_weight
 from baton.engine.rank_executor import Exchange
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.shard import WHOLE, Shard
 from baton.engine.simulated import SimulatedRunner
-from baton.engine.weights.loader import weights_of
-from baton.engine.weights.weight import DenseWeight, Weight, quantized
 from baton.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -95,10 +96,12 @@ class CpuBackend(Backend):
 
         prepared = partial(prepare_weight, quantization=settings.quantization, native=native)
         kernels = "native" if native else "torch"
-        weights = weights_of(settings, path, config, dtype, self.device, kernels, prepared, shard)
+        weights = load_or_make_weights(
+            settings, path, config, dtype, self.device, kernels, prepared, shard
+        )
         group = exchange if isinstance(exchange, GroupCollectives) else SINGLE_RANK
         if not native:
-            return Model(config, weights, dtype, self.device, shard=shard, ranks=group)
+            return DecoderModel(config, weights, dtype, self.device, shard=shard, ranks=group)
         reason = unsupported(config, settings.block_size, "native")
         if reason:
             log.info("native products, norms and gates, but attention by torch: %s", reason)
@@ -121,8 +124,9 @@ class CpuBackend(Backend):
         return self.settings.kernels != "torch" and library.load(dtype) is not None
 
 
-def prepare_weight(weight: Weight, is_output: bool, quantization: str, native: bool) -> Weight:
-    """A weight as native or torch's kernels are to apply it; dense ones are quantised."""
-    if isinstance(weight, DenseWeight):
-        weight = quantized(weight, quantization, is_output)
-    return PackedWeight.of(weight) if native else weight
+def prepare_weight(
+    weight: LinearWeight, is_output: bool, quantization: str, native: bool
+) -> LinearWeight:
+    """Quantises a dense weight as `--quantization` asks, and packs it for native code."""
+    weight = quantize_weight(weight, quantization, is_output)
+    return PackedWeight.from_weight(weight) if native else weight

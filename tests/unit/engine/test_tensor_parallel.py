@@ -17,15 +17,18 @@ from torch import distributed
 from baton.config import EngineConfig
 from baton.cuda import NCCL_ENVIRONMENT, CudaArea
 from baton.engine import build, collectives, rank_executor, rank_process, tensor_parallel
-from baton.engine.backends.cpu import CpuBackend
+from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.collectives import GlooCollectives
 from baton.engine.kv_cache import KvLayout
+from baton.engine.models.shard import Shard
+from baton.engine.quantization.fp8 import Fp8BlockWeight
+from baton.engine.quantization.int4 import Int4Weight
+from baton.engine.quantization.int8 import Int8Weight
+from baton.engine.quantization.linear_weight import DenseWeight
 from baton.engine.rank_executor import MESSAGES, JoinGroup
 from baton.engine.runner import RunnerFailed
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
-from baton.engine.shard import Shard
-from baton.engine.weights.weight import DenseWeight, Fp8BlockWeight, Int4Weight, Int8Weight
 from baton.errors import CheckpointError, ConfigError, InternalError
 from baton.generation.sampling_params import SamplingParams
 from baton.net.object_connection import ObjectConnection
@@ -104,13 +107,13 @@ def fp8_of(dense):
 
 
 def asymmetric_int4_of(dense):
-    int4 = Int4Weight.of(dense)
+    int4 = Int4Weight.from_dense(dense)
     zeros = torch.arange(96 * 4, dtype=torch.uint8).view(96, 4) % 17
     return replace(int4, zeros=zeros)
 
 
 @pytest.mark.parametrize(
-    "make", [DenseWeight, Int8Weight.of, Int4Weight.of, asymmetric_int4_of, fp8_of]
+    "make", [DenseWeight, Int8Weight.from_dense, Int4Weight.from_dense, asymmetric_int4_of, fp8_of]
 )
 def test_parts_of_a_weight_give_its_outputs_or_add_up_to_them(make):
     generator = torch.Generator().manual_seed(1)
@@ -143,7 +146,7 @@ def test_what_cannot_be_cut_is_refused_by_name(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             load(tmp_path / path, **settings)
-    int4 = Int4Weight.of(torch.ones(8, 128))
+    int4 = Int4Weight.from_dense(torch.ones(8, 128))
     for weight, message in (
         (int4, "int4 matrix of 128 inputs is not cut at 0 and 96: .* whole groups of 64"),
         (replace(int4, order=torch.arange(128)), "act-order"),

@@ -1,10 +1,9 @@
-"""Quantisation: rows of int8 or fp8 with one float32 scale each (W8A8, and KV).
+"""Rows of int8 or fp8 with one float32 scale each: W8A8 weights and activations, and KV.
 
-Every row is scaled by its own largest magnitude: an output of a weight, a token's activations, a
-token's K or V of one head. A row's numbers thus depend on itself alone, never on what shares its
-batch, its block or its chunk. Native kernels and those of GPUs compute by the same formulas; this
-is their reference. fp8 is torch.float8_e4m3fn (https://arxiv.org/abs/2209.05433), which GPUs
-multiply and CPUs do not: here its products are those of float32.
+A row (an output of a weight, a token's activations, a token's K or V of one head) is scaled by its
+own largest magnitude, so its numbers do not depend on what shares its batch, block or chunk.
+Native and Triton kernels compute by these formulas. fp8 is torch.float8_e4m3fn
+(https://arxiv.org/abs/2209.05433).
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from torch import Tensor
 PEAK = 127
 FP8 = torch.float8_e4m3fn
 PEAKS = {torch.int8: float(PEAK), FP8: 448.0}  # what a row's largest magnitude becomes
-SCALE_BYTES = 4  # of a packed row: its scale is float32
+SCALE_BYTES = 4  # of a float32 scale
 
-# Smaller magnitudes would overflow `peak / largest`; they are nothing next to any activation.
+# Smaller magnitudes would overflow `peak / largest`.
 _LEAST = {torch.int8: 1e-36, FP8: 2e-36}
 
 
 def is_quantized(dtype: torch.dtype) -> bool:
-    """Whether rows of a KV pool of dtype have a scale of their own."""
+    """Whether rows of dtype have scales."""
     return dtype in PEAKS
 
 
@@ -34,7 +33,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, T
     """
     x = x.float()
     largest = x.abs().amax(dim=-1)
-    # Divided by a tensor: torch would multiply a plain number by the reciprocal and round twice.
+    # A tensor, because torch divides by a number as a product with its reciprocal, rounded twice.
     peak = largest.new_tensor(PEAKS[dtype])
     inverse = peak / largest.clamp_min(_LEAST[dtype])
     units = x * inverse[..., None]
@@ -43,20 +42,20 @@ def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, T
 
 
 def pack_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
-    """x `[..., rows, size]` → dtype `[..., rows, size + SCALE_BYTES]`: a KV pool's form of it.
+    """x `[..., rows, size]` → dtype `[..., rows, size + SCALE_BYTES]`, as a KV pool holds it.
 
-    The elements of all rows, and behind them all scales (`split_rows`), so that every row of
-    elements is aligned as its size is.
+    The elements of all rows come first and their scales last (`split_rows`), which keeps the
+    elements aligned.
     """
     *leading, rows, size = x.shape
     packed = torch.empty(*leading, rows, size + SCALE_BYTES, dtype=torch.int8, device=x.device)
-    for part, of_part in zip(split_rows(packed), quantized_bytes(x, dtype), strict=True):
-        part.copy_(of_part)
+    for to, values in zip(split_rows(packed), quantized_bytes(x, dtype), strict=True):
+        to.copy_(values)
     return packed.view(dtype)
 
 
 def unpack_rows(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The way back: `[..., rows, size + SCALE_BYTES]` → `[..., rows, size]` of dtype."""
+    """Inverse of `pack_rows`: `[..., rows, size + SCALE_BYTES]` → `[..., rows, size]` of dtype."""
     elements, scales = split_rows(packed)
     return elements.float().mul_(scales.contiguous().view(torch.float32)).to(dtype)
 
@@ -73,6 +72,6 @@ def split_rows(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantized_bytes(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What `split_rows` gives of x's packed rows; int8, because few operations know fp8."""
+    """x's packed rows as `split_rows` returns them, viewed as int8: few operations support fp8."""
     values, scales = quantize_rows(x, dtype)
     return values.view(torch.int8), scales[..., None].view(torch.int8)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.config import EngineConfig, kv_heads_of
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.weights.weight import Weight
+from baton.engine.quantization.linear_weight import LinearWeight
 from baton.errors import ConfigError
 
 BY_INPUTS = ("o", "down")
@@ -86,7 +86,7 @@ class Shard:
         heads = len(self._part(config.num_heads))
         return replace(config, num_heads=heads, num_kv_heads=len(self.kv_heads(config)))
 
-    def weight(self, config: ModelConfig, field: str, weight: Weight) -> Weight:
+    def weight(self, config: ModelConfig, field: str, weight: LinearWeight) -> LinearWeight:
         """This rank's part of a matrix of `Weights`, by its field."""
         if self.count == 1:
             return weight
@@ -98,7 +98,7 @@ class Shard:
     def tensor(self, config: ModelConfig, field: str, tensor: Tensor) -> Tensor:
         """This rank's part of a norm or a bias; one that all would add is added by the first."""
         is_of_heads = field == "sinks" or (
-            field in ("q_norm", "k_norm") and config.differs.qk_norm == "row"
+            field in ("q_norm", "k_norm") and config.arch.qk_norm == "row"
         )
         if self.count == 1 or (field.endswith("norm") and not is_of_heads):
             return tensor
