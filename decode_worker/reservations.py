@@ -43,7 +43,7 @@ from baton.worker.messages import (
     prompt_logprobs_proto,
     sequence_of,
 )
-from baton.worker.router_port import RouterConnection
+from baton.worker.dispatch_service import RouterStream
 from kvtransfer.deadline import in_background
 from kvtransfer.receiver import HandoffReceiver, ReservedBlocks, Verified
 
@@ -110,7 +110,7 @@ class Entry:
     """One sequence that holds blocks here."""
 
     handoff_id: str
-    router: RouterConnection
+    router: RouterStream
     sequence: Sequence
     num_tokens: int  # known when it was reserved; the handoff covers all of them
     deadline: float | None  # loop time
@@ -155,7 +155,7 @@ class Reservations:
         self.receiver: HandoffReceiver  # set once, when the worker is built
 
     def reserve(
-        self, router: RouterConnection, request: decode_pb2.ReserveRequest, spans: DecodeSpans
+        self, router: RouterStream, request: decode_pb2.ReserveRequest, spans: DecodeSpans
     ) -> None:
         """Has blocks held, or not: the router gets a ReserveResponse, or a failure.
 
@@ -192,21 +192,21 @@ class Reservations:
             entry.compiled.add_done_callback(partial(self._compiled, entry, local_tokens))
 
     def refuse(
-        self, router: RouterConnection, handoff_id: str, spans: DecodeSpans, error: BaseException
+        self, router: RouterStream, handoff_id: str, spans: DecodeSpans, error: BaseException
     ) -> None:
         """Tells the router why nothing is held."""
         spans.end(str(error) or type(error).__name__)
         self._count("refused" if isinstance(error, Overloaded) else "failed")
         router.failed(handoff_id, error)
 
-    def cancel(self, router: RouterConnection, *handoff_ids: str) -> None:
+    def cancel(self, router: RouterStream, *handoff_ids: str) -> None:
         """Ends entries of this router, in any state; unknown ids are ignored."""
         for handoff_id in handoff_ids:
             entry = self._entries.get(handoff_id)
             if entry is not None and entry.router is router:
                 self._end(entry, "cancelled")
 
-    def lost(self, router: RouterConnection) -> None:
+    def lost(self, router: RouterStream) -> None:
         """Ends all entries of a router whose connection has ended."""
         for entry in [e for e in self._entries.values() if e.router is router]:
             reason = "the router's connection ended"
@@ -271,7 +271,7 @@ class Reservations:
 
     def on_step(self, report: StepReport) -> None:
         """Tells each router, in one message, what its sequences got."""
-        router: RouterConnection | None = None
+        router: RouterStream | None = None
         for seq_id, token_id in report.token_ids.items():
             entry = self._entries.get(seq_id)
             if entry is None:

@@ -15,7 +15,7 @@ from baton.telemetry import propagation
 from baton.v1 import handoff_pb2_grpc
 from baton.v1.dispatch_pb2 import RouterMessage
 from baton.worker.node import Node
-from baton.worker.router_port import RouterConnection
+from baton.worker.dispatch_service import RouterStream
 from decode_worker.reservations import DecodeSpans, Reservations
 from kvtransfer.interface import Transport
 from kvtransfer.rank_links import RankPool
@@ -59,7 +59,7 @@ class DecodeWorker(Node):
             async for records in changes:
                 self._receiver.keep_links(records.keys())
 
-    def dispatch(self, router: RouterConnection, message: RouterMessage) -> Iterator[None]:
+    def dispatch(self, router: RouterStream, message: RouterMessage) -> Iterator[None]:
         for request in message.reserve:
             spans = DecodeSpans(self.tracer, propagation.extract(request.trace.items()))
             try:
@@ -73,5 +73,5 @@ class DecodeWorker(Node):
             self._reservations.cancel(router, handoff_id)
             yield
 
-    def lost(self, router: RouterConnection) -> None:
+    def lost(self, router: RouterStream) -> None:
         self._reservations.lost(router)

@@ -42,7 +42,7 @@ from baton.worker.messages import (
     sequence_of,
 )
 from baton.worker.node import Node
-from baton.worker.router_port import RouterConnection
+from baton.worker.dispatch_service import RouterStream
 from kvtransfer.interface import Transport
 from kvtransfer.links import LinkPool
 from kvtransfer.pool import Slots
@@ -86,7 +86,7 @@ class PrefillWorker(Node):
         self._opening_links = asyncio.create_task(self._open_links())
         self.metrics.observe_links(self._links.status)
         self._prompts: dict[str, Prompt] = {}
-        self._tasks: dict[tuple[RouterConnection, str], asyncio.Task[None]] = {}
+        self._tasks: dict[tuple[RouterStream, str], asyncio.Task[None]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -129,7 +129,7 @@ class PrefillWorker(Node):
                     tried.add(peer)
                     await self._links.open_ahead(peer)
 
-    def dispatch(self, router: RouterConnection, message: RouterMessage) -> Iterator[None]:
+    def dispatch(self, router: RouterStream, message: RouterMessage) -> Iterator[None]:
         for request in message.prefill:
             key = router, request.sequence.handoff_id
             if key in self._tasks:
@@ -143,15 +143,15 @@ class PrefillWorker(Node):
                 task.cancel()
             yield
 
-    def _answered(self, key: tuple[RouterConnection, str], _: asyncio.Task[None]) -> None:
+    def _answered(self, key: tuple[RouterStream, str], _: asyncio.Task[None]) -> None:
         del self._tasks[key]
 
-    def lost(self, router: RouterConnection) -> None:
+    def lost(self, router: RouterStream) -> None:
         for (whose, _), task in self._tasks.items():
             if whose is router:
                 task.cancel()
 
-    async def _answer(self, router: RouterConnection, request: prefill_pb2.PrefillRequest) -> None:
+    async def _answer(self, router: RouterStream, request: prefill_pb2.PrefillRequest) -> None:
         """Runs a prompt for a router, which is told of its end too, unless that cancels it."""
         handoff_id = request.sequence.handoff_id
 

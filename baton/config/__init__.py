@@ -444,11 +444,6 @@ class WorkerConfig(TlsConfig, WorkerServiceConfig):
     advertise: str = option(
         "", "--advertise HOST:PORT", "what others reach it at (default: --host and the port)"
     )
-    router_port: int = option(
-        0,
-        "--router-port PORT",
-        "port for routers, which they reach at --advertise's host (default: a free one)",
-    )
     kv_host: str = option(
         "",
         "--kv-host ADDRESS",

@@ -258,7 +258,7 @@ class Hardware(_message.Message):
     def __init__(self, gpu: _Optional[_Union[Gpu, _Mapping]] = ..., visible_gpus: _Optional[_Iterable[str]] = ..., peer_gpus: _Optional[_Iterable[str]] = ..., gpu_links: _Optional[_Iterable[str]] = ..., rdma_devices: _Optional[_Iterable[str]] = ..., torch_version: _Optional[str] = ..., cuda_version: _Optional[str] = ..., nccl_version: _Optional[str] = ..., driver_version: _Optional[str] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("incarnation", "role", "address", "host_id", "pid", "state", "model", "text_fingerprint", "kv", "transports", "blocks_total", "max_context", "max_batch", "hardware", "router_address", "kv_pools")
+    __slots__ = ("incarnation", "role", "address", "host_id", "pid", "state", "model", "text_fingerprint", "kv", "transports", "blocks_total", "max_context", "max_batch", "hardware", "kv_pools")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -273,7 +273,6 @@ class WorkerRecord(_message.Message):
     MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_FIELD_NUMBER: _ClassVar[int]
     HARDWARE_FIELD_NUMBER: _ClassVar[int]
-    ROUTER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     KV_POOLS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     role: WorkerRole
@@ -289,9 +288,8 @@ class WorkerRecord(_message.Message):
     max_context: int
     max_batch: int
     hardware: Hardware
-    router_address: str
     kv_pools: int
-    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., host_id: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., text_fingerprint: _Optional[str] = ..., kv: _Optional[_Union[KvDescriptor, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., blocks_total: _Optional[int] = ..., max_context: _Optional[int] = ..., max_batch: _Optional[int] = ..., hardware: _Optional[_Union[Hardware, _Mapping]] = ..., router_address: _Optional[str] = ..., kv_pools: _Optional[int] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., host_id: _Optional[str] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., model: _Optional[str] = ..., text_fingerprint: _Optional[str] = ..., kv: _Optional[_Union[KvDescriptor, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[Transport, str]]] = ..., blocks_total: _Optional[int] = ..., max_context: _Optional[int] = ..., max_batch: _Optional[int] = ..., hardware: _Optional[_Union[Hardware, _Mapping]] = ..., kv_pools: _Optional[int] = ...) -> None: ...
 
 class RankHost(_message.Message):
     __slots__ = ("worker", "role", "node_rank", "addresses", "secret")

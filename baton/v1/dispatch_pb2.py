@@ -27,19 +27,19 @@ from baton.v1 import prefill_pb2 as baton_dot_v1_dot_prefill__pb2
 from baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/dispatch.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/decode.proto\x1a\x16\x62\x61ton/v1/prefill.proto\x1a\x15\x62\x61ton/v1/worker.proto\"0\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x14\n\x0cheartbeat_ms\x18\x02 \x01(\r\"\xaa\x01\n\rRouterMessage\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Hello\x12)\n\x07reserve\x18\x02 \x03(\x0b\x32\x18.baton.v1.ReserveRequest\x12)\n\x07prefill\x18\x03 \x03(\x0b\x32\x18.baton.v1.PrefillRequest\x12\x0e\n\x06\x63\x61ncel\x18\x04 \x03(\t\x12\x13\n\x0bkeep_traces\x18\x05 \x03(\t\"a\n\x07\x46\x61ilure\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\x12\r\n\x05\x66ield\x18\x05 \x01(\t\"\xf1\x01\n\rWorkerMessage\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12+\n\x08reserved\x18\x02 \x03(\x0b\x32\x19.baton.v1.ReserveResponse\x12\'\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x17.baton.v1.SequenceEvent\x12*\n\x07prefill\x18\x04 \x03(\x0b\x32\x19.baton.v1.PrefillResponse\x12#\n\x08\x66\x61ilures\x18\x05 \x03(\x0b\x32\x11.baton.v1.Failure\x12$\n\x06report\x18\x06 \x01(\x0b\x32\x14.baton.v1.LoadReportb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/dispatch.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/decode.proto\x1a\x16\x62\x61ton/v1/prefill.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\x8a\x01\n\rRouterMessage\x12)\n\x07reserve\x18\x01 \x03(\x0b\x32\x18.baton.v1.ReserveRequest\x12)\n\x07prefill\x18\x02 \x03(\x0b\x32\x18.baton.v1.PrefillRequest\x12\x0e\n\x06\x63\x61ncel\x18\x03 \x03(\t\x12\x13\n\x0bkeep_traces\x18\x04 \x03(\t\"a\n\x07\x46\x61ilure\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\x12\r\n\x05\x66ield\x18\x05 \x01(\t\"\xf1\x01\n\rWorkerMessage\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12+\n\x08reserved\x18\x02 \x03(\x0b\x32\x19.baton.v1.ReserveResponse\x12\'\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x17.baton.v1.SequenceEvent\x12*\n\x07prefill\x18\x04 \x03(\x0b\x32\x19.baton.v1.PrefillResponse\x12#\n\x08\x66\x61ilures\x18\x05 \x03(\x0b\x32\x11.baton.v1.Failure\x12$\n\x06report\x18\x06 \x01(\x0b\x32\x14.baton.v1.LoadReport2R\n\x0f\x44ispatchService\x12?\n\x07\x43onnect\x12\x17.baton.v1.RouterMessage\x1a\x17.baton.v1.WorkerMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.dispatch_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HELLO']._serialized_start=107
-  _globals['_HELLO']._serialized_end=155
-  _globals['_ROUTERMESSAGE']._serialized_start=158
-  _globals['_ROUTERMESSAGE']._serialized_end=328
-  _globals['_FAILURE']._serialized_start=330
-  _globals['_FAILURE']._serialized_end=427
-  _globals['_WORKERMESSAGE']._serialized_start=430
-  _globals['_WORKERMESSAGE']._serialized_end=671
+  _globals['_ROUTERMESSAGE']._serialized_start=108
+  _globals['_ROUTERMESSAGE']._serialized_end=246
+  _globals['_FAILURE']._serialized_start=248
+  _globals['_FAILURE']._serialized_end=345
+  _globals['_WORKERMESSAGE']._serialized_start=348
+  _globals['_WORKERMESSAGE']._serialized_end=589
+  _globals['_DISPATCHSERVICE']._serialized_start=591
+  _globals['_DISPATCHSERVICE']._serialized_end=673
 # @@protoc_insertion_point(module_scope)

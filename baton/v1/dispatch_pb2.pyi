@@ -9,27 +9,17 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class Hello(_message.Message):
-    __slots__ = ("router_id", "heartbeat_ms")
-    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
-    HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
-    router_id: str
-    heartbeat_ms: int
-    def __init__(self, router_id: _Optional[str] = ..., heartbeat_ms: _Optional[int] = ...) -> None: ...
-
 class RouterMessage(_message.Message):
-    __slots__ = ("hello", "reserve", "prefill", "cancel", "keep_traces")
-    HELLO_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("reserve", "prefill", "cancel", "keep_traces")
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     KEEP_TRACES_FIELD_NUMBER: _ClassVar[int]
-    hello: Hello
     reserve: _containers.RepeatedCompositeFieldContainer[_decode_pb2.ReserveRequest]
     prefill: _containers.RepeatedCompositeFieldContainer[_prefill_pb2.PrefillRequest]
     cancel: _containers.RepeatedScalarFieldContainer[str]
     keep_traces: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., reserve: _Optional[_Iterable[_Union[_decode_pb2.ReserveRequest, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[_prefill_pb2.PrefillRequest, _Mapping]]] = ..., cancel: _Optional[_Iterable[str]] = ..., keep_traces: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, reserve: _Optional[_Iterable[_Union[_decode_pb2.ReserveRequest, _Mapping]]] = ..., prefill: _Optional[_Iterable[_Union[_prefill_pb2.PrefillRequest, _Mapping]]] = ..., cancel: _Optional[_Iterable[str]] = ..., keep_traces: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("handoff_id", "error", "text", "retry_after_ms", "field")
