@@ -1,4 +1,4 @@
-"""The machine, where the other engines are installed, and what all benchmarks print with."""
+"""The machine, where the other engines are installed, and the options of all benchmarks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
-
 from benchmarks import checkpoint
 from benchmarks.shapes import SHAPES
 
 PAGE = "docs/comparison.md"
-console = Console(width=None if sys.stdout.isatty() else 200, highlight=False, markup=False)
 T = TypeVar("T")
 
 

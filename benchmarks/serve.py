@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 import aiohttp
-from rich.console import Console
 
 from baton.bench import serve
 from baton.bench.report import failures_of
@@ -36,7 +35,7 @@ from baton.local.process import ChildProcess
 from benchmarks import checkpoint, environment
 from benchmarks.child import TAIL_LINES, Failed
 from benchmarks.engine.adapters.gguf_file import gguf_of
-from benchmarks.environment import Missing, Rivals, console, cores, rotated
+from benchmarks.environment import Missing, Rivals, cores, rotated
 from benchmarks.shapes import SHAPES
 
 SCHEMA = "baton.bench.comparison/2"
@@ -82,9 +81,9 @@ class Comparison:
         for kind, load in self.loads.items():
             title = f"{kind}: median (min-max){', PARTIAL: ended early' * self.is_partial}"
             figures = INTERFERENCE_FIGURES if load.interference else FIGURES
-            console.print("", median_table(title, figures, self.results[kind]), sep="\n")
+            print("", *median_table(title, figures, self.results[kind]), sep="\n")
         for name, why in (self.absent | self.failed).items():
-            console.print(f"{name}: {why}")
+            print(f"{name}: {why}")
         if self.is_partial:
             return 130
         nothing = bool(self.absent) and not any(self.results.values())
@@ -99,10 +98,10 @@ class Comparison:
                 except (Missing, Failed, BatonError, OSError) as error:
                     kind = "not installed" if isinstance(error, Missing) else "failed"
                     self.absent[name] = f"{kind}: {error}"
-                    console.print(f"{name}: {self.absent[name]}")
+                    print(f"{name}: {self.absent[name]}")
 
     async def _round(self, name: str, round_: int, target: Target) -> None:
-        progress = Progress(Console(stderr=True))
+        progress = Progress()
         for place, (kind, load) in enumerate(self.loads.items()):
             progress.say(f"round {round_ + 1}: {name}, {kind}")
             # No two loads have a prompt in common, all variants have the same.
@@ -111,10 +110,10 @@ class Comparison:
             if report["partial"]:
                 raise KeyboardInterrupt
             for complaint in report["generator"]["complaints"]:
-                console.print(f"{name}, {kind}: the generator was slow: {complaint}")
+                print(f"{name}, {kind}: the generator was slow: {complaint}")
             if why := failures_of(report):
                 self.failed.setdefault(name, f"{kind}: {why}")
-                console.print(f"{name}, {kind}: {why}")
+                print(f"{name}, {kind}: {why}")
             stats = report["interference"] or report["stages"][0]["figures"]
             self.results[kind].setdefault(name, []).append(stats)
 
@@ -245,7 +244,7 @@ def main(args: argparse.Namespace) -> int:
     """Measures what the command line asks for; what there is when it is interrupted, too."""
     os.sched_setaffinity(0, args.cpus)  # this process and all that it starts
     machine = environment.machine(args.cpus, len(args.cpus))
-    console.print(
+    print(
         f"shape {args.shape}; servers and client on cores {machine['cpus']} of "
         f"{machine['processor']}, load before {machine['load_before']}; one server at a time, "
         f"{args.rounds} rounds"

@@ -263,7 +263,9 @@ class Reservations:
     async def aborted(self, handoff_id: str, token: str, reason: str) -> None:
         """Nothing is written any more."""
         if released := self._quarantined.pop((handoff_id, token), None):
-            await asyncio.wrap_future(self._engine.readmit(await asyncio.wrap_future(released)))
+            await asyncio.wrap_future(
+                self._engine.end_quarantine(await asyncio.wrap_future(released))
+            )
         entry = self._entries.get(handoff_id)
         if entry is not None and entry.token == token and not entry.decoding:
             log.info("handoff %s aborted: %s", handoff_id, reason, extra=entry.about)

@@ -175,7 +175,7 @@ class PrefillWorker(Node):
         """
         self.refuse_if_draining()
         spec, cached_tokens = request.sequence, request.target.cached_tokens
-        sequence = sequence_of(spec, self.limits, park_after=1)
+        sequence = sequence_of(spec, self.limits, pause_after=1)
         if sequence.params.embedding:
             if self._no_pooling:
                 raise InvalidRequest(self._no_pooling, "sampling.embedding")
@@ -218,7 +218,7 @@ class PrefillWorker(Node):
                     await asyncio.wrap_future(self.engine.add(sequence))
                     last = await self._compute(prompt, handoff, send)
                 except BaseException:  # also a caller that hung up: no further chunk runs
-                    self.engine.halt(seq_id)
+                    self.engine.pause(seq_id)
                     raise
                 if handoff and not last.finish_reason:  # else nothing is left: it is aborted
                     with self.metrics.transferring():

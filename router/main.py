@@ -66,12 +66,13 @@ def run(
 async def _run(
     config: RouterConfig, frontends: Sequence[Frontend], shared: SharedState | None
 ) -> int:
+    limits = config.limits
     stop, leave = _requested(signal.SIGTERM, signal.SIGINT), _requested(signal.SIGUSR1)
     path = model_path(config.model)
     # Only a model with made-up weights may have no tokenizer.
     tokenizer = load_tokenizer(path, required=not config.random_weights)
     tenants = Tenants(
-        config.tenants_file, admin_keys=config.admin_keys, api_keys=config.api_keys, shared=shared
+        limits.tenants_file, admin_keys=config.admin_keys, api_keys=limits.api_keys, shared=shared
     )
     service: GenerationService
     listen = partial(
@@ -91,13 +92,12 @@ async def _run(
         stack.push_async_callback(registry.close)
         membership = await stack.enter_async_context(registry.watch())
         _run_within(stack, tenants.follow(), "tenants")
-        liveness = LivenessConfig(config.silence_s, config.stall_s)
         fleet = Fleet(
             membership,
             config.incarnation,
             tokenizer.fingerprint,
-            liveness,
-            decode_alone=config.local_prefill_max_tokens > 0,
+            LivenessConfig(limits.silence_s, limits.stall_s),
+            decode_alone=limits.local_prefill_max_tokens > 0,
         )
         # A router is nothing without its fleet.
         _run_within(stack, fleet.follow(), "fleet").add_done_callback(lambda _: stop.set())
@@ -106,41 +106,43 @@ async def _run(
                 Admission(
                     config.served_name,
                     tokenizer,
-                    config.default_timeout_s,
-                    ttft_target_s=config.ttft_target_s,
-                    max_prompt_tokens=config.max_prompt_tokens,
-                    stream_interval=config.stream_interval,
+                    limits.default_timeout_s,
+                    ttft_target_s=limits.ttft_target_s,
+                    max_prompt_tokens=limits.max_prompt_tokens,
+                    stream_interval=limits.stream_interval,
                     prefill_rate=lambda: fleet.snapshot().prefill_rate,
                     tenants=tenants,
-                    aliases=config.model_aliases,
+                    aliases=config.api.model_aliases,
                     grammars=GrammarCompiler(path, tokenizer.vocab_size, tokenizer.eos_token_ids),
-                    tool_parser=config.tool_parser,
-                    reasoning_parser=config.reasoning_parser,
+                    tool_parser=limits.tool_parser,
+                    reasoning_parser=limits.reasoning_parser,
                     tickets=ResumeTickets(await registry.ticket_key()),
-                    text_processes=config.text_processes,
+                    text_processes=limits.text_processes,
                     sampling_defaults=(
-                        sampling_defaults(path) if config.generation_config == "auto" else DEFAULTS
+                        sampling_defaults(path)
+                        if config.api.generation_config == "auto"
+                        else DEFAULTS
                     ),
                 )
             )
         )
-        queue = WaitQueue(config.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
-        dispatch = Dispatch(fleet, queue, config, trace.tracer)
+        queue = WaitQueue(limits.max_queue, lambda: fleet.changed, fleet.tokens_in_flight)
+        dispatch = Dispatch(fleet, queue, limits, trace.tracer)
         service = GenerationService(
             admission,
             queue,
             dispatch,
             fleet,
             trace.tracer,
-            config.trace_content,
-            config.trust_traceparent,
+            limits.trace_content,
+            limits.trust_traceparent,
         )
         recorder = Recorder("router", name)
-        slos = slo.parse_all(config.slos)
+        slos = slo.parse_all(limits.slos)
         metrics = RouterMetrics(recorder, admission.model, slos)
         metrics.observe(service)
         _run_within(stack, measure_lag(metrics.lag.record), "event loop lag")
-        sampler = SamplingPolicy(trace, fleet, config.trace_slow_s, slos)
+        sampler = SamplingPolicy(trace, fleet, limits.trace_slow_s, slos)
         # In this order: a trace that is kept may be an exemplar of a metric.
         dispatch.stats.listeners = (sampler, metrics)
         service.metrics_page = recorder.render if config.router_processes == 1 else _no_page
@@ -161,7 +163,7 @@ async def _run(
             await stack.enter_async_context(frontend(service))
         log.info("router %s at %s serves %s", config.incarnation, address, admission)
         _run_within(stack, operators.publish(), "status")
-        await _serve(stop, leave, partial(_leave, config.default_timeout_s, service, server))
+        await _serve(stop, leave, partial(_leave, limits.default_timeout_s, service, server))
         readiness.cancel()
         await health.set(False)
         await _drain(config.drain_s, service, server if _has_siblings(shared) else None)

@@ -11,7 +11,19 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from baton.cli import bench, certs, chat, doctor, generate, services, status, top, trace
+from baton.cli import (
+    bench,
+    certs,
+    chat,
+    doctor,
+    explain,
+    generate,
+    health,
+    services,
+    status,
+    top,
+    trace,
+)
 from baton.cli.options import HelpFormatter, take_rest, use_tls
 from baton.cli.services import fix_for
 from baton.errors import BatonError
@@ -34,7 +46,10 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"baton {_version()}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (services, generate, chat, status, doctor, top, trace, bench, certs):
+    for module in (
+        *(services, generate, chat, status, explain, health),
+        *(doctor, top, trace, bench, certs),
+    ):
         module.add_commands(commands)
     return root
 

@@ -105,19 +105,17 @@ def _run(args: argparse.Namespace) -> int:
         if one in given and other in given:
             args.usage_error(f"--{other} does not go with --{one}: {why}")
     import uvloop
-    from rich.console import Console
 
     from baton.bench import serve, terminal
     from baton.bench.report import failures_of
 
     settings = settings_of(args)
-    progress = terminal.Progress(Console(stderr=True))
+    progress = terminal.Progress()
     report = uvloop.run(serve.run(settings, progress))
     if args.json:
         print(json.dumps(report))
     else:
-        print()
-        terminal.show(report, Console(highlight=False))
+        print("", *terminal.report_lines(report), sep="\n")
     if settings.output:
         print(f"report: {settings.output / 'report.json'}", file=sys.stderr)
     if report["partial"]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from baton.cli import options
 from baton.cli.options import seconds
-from baton.cli.status import table
 from baton.config import EngineConfig
 from baton.errors import BatonError, Unauthenticated, Unavailable
+from baton.tables import table
 
 if TYPE_CHECKING:
     from baton.local.doctor import Finding

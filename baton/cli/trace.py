@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from baton.cli import options
 from baton.cli.options import count, seconds
-from baton.cli.status import table
 from baton.errors import InvalidRequest, Stale
+from baton.tables import table
 
 if TYPE_CHECKING:
     from baton.local.trace_source import KeptTraces

@@ -230,6 +230,14 @@ def size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
+def split_address(address: str, flag: str = "address") -> tuple[str, int]:
+    """(host, port) of "host:port"; raises ConfigError naming the flag."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > MAX_PORT:
+        raise ConfigError(f"{flag} must be HOST:PORT, not {address!r}")
+    return host, int(port)
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """Whole numbers from "1,2,3"."""
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baton.engine.scheduler import Plan, Work
+from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 
 
 @dataclass(frozen=True)
@@ -66,20 +66,20 @@ _SPARE_BLOCKS = 4  # columns of a block table that sequences can grow into
 
 
 class BatchBuilder:
-    """Builds the batch of each plan of one engine. Used by the engine thread only."""
+    """Builds the batch of each step of one engine. Used by the engine thread only."""
 
     def __init__(self, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
         self._device = device
         self._last: _DecodeBatch | None = None
 
-    def build(self, plan: Plan) -> StepBatch:
-        """The batch of a plan, valid until the next is built.
+    def build(self, step: ScheduledStep) -> StepBatch:
+        """The batch of a step, valid until the next is built.
 
         Its logit rows are, for each work, those of `scored` positions and, if it samples, of the
         last known token and of each proposed token behind it.
         """
-        work = plan.work
+        work = step.sequences
         on_cpu = self._device.type == "cpu"  # a GPU's decode steps are launched in another way
         if not on_cpu or work[-1].count > 1 or not all(map(_decodes, work)):
             return self.new_batch(work)
@@ -87,7 +87,7 @@ class BatchBuilder:
             self._last = _DecodeBatch(work)
         return self._last.batch(work)
 
-    def new_batch(self, work: list[Work]) -> StepBatch:
+    def new_batch(self, work: list[ScheduledSequence]) -> StepBatch:
         """A batch of tensors of its own."""
         token_ids, logit_rows = list[int](), list[int]()
         for item in work:
@@ -130,14 +130,14 @@ def on_device(values: Ints, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _decodes(item: Work) -> bool:
+def _decodes(item: ScheduledSequence) -> bool:
     return item.samples and not item.sequence.params.embedding
 
 
 class _DecodeBatch:
     """Sequences on a CPU that are all one token behind, whose batch is written again each step."""
 
-    def __init__(self, work: list[Work]) -> None:
+    def __init__(self, work: list[ScheduledSequence]) -> None:
         count = len(work)
         self._sequences = [item.sequence for item in work]
         self._blocks = [sequence.block_ids for sequence in self._sequences]
@@ -153,7 +153,7 @@ class _DecodeBatch:
         tables = torch.from_numpy(self._tables)
         self._batch = StepBatch(token_ids, context_lens, query_lens, tables, logit_rows, count)
 
-    def continues(self, work: list[Work]) -> bool:
+    def continues(self, work: list[ScheduledSequence]) -> bool:
         """Whether these are the same sequences, and have room here; takes in blocks they got."""
         if [item.sequence for item in work] != self._sequences:
             return False
@@ -164,7 +164,7 @@ class _DecodeBatch:
                 return False
         return True
 
-    def batch(self, work: list[Work]) -> StepBatch:
+    def batch(self, work: list[ScheduledSequence]) -> StepBatch:
         """The batch of these sequences' last known tokens."""
         self._rows[0] = [sequence.tokens[-1] for sequence in self._sequences]
         self._rows[1] = [item.start for item in work]

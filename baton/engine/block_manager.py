@@ -86,7 +86,9 @@ class BlockManager:
             self._refs[block] = 1
         return blocks
 
-    def match(self, tokens: Sequence[int], salt: str, hashes: list[int] | None = None) -> list[int]:
+    def get_computed_blocks(
+        self, tokens: Sequence[int], salt: str, hashes: list[int] | None = None
+    ) -> list[int]:
         """Cached blocks that hold the longest prefix of `tokens`, now held by the caller too.
 
         At least one token is left out, because its logits still have to be computed. hashes: those
@@ -109,7 +111,7 @@ class BlockManager:
             self._refs[block] += 1
         return matched
 
-    def publish(self, block: int, block_hash_: int, parent: int, tokens: Sequence[int]) -> None:
+    def cache_block(self, block: int, block_hash_: int, parent: int, tokens: Sequence[int]) -> None:
         """Lets others hit a held, full block whose content is verified.
 
         Where the same content is cached already, that copy stays and this one is private.
@@ -148,7 +150,7 @@ class BlockManager:
             self._refs[block] = 0
             self._quarantined.add(block)
 
-    def readmit(self, blocks: Iterable[int]) -> None:
+    def end_quarantine(self, blocks: Iterable[int]) -> None:
         """Quarantined blocks are safe again."""
         for block in blocks:
             self._quarantined.remove(block)

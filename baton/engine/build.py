@@ -27,7 +27,7 @@ from baton.engine.models.model_config import ModelConfig
 from baton.engine.ranks import Elsewhere, RankedModel
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.scheduler import ChunkBudget, Plan, Scheduler, Work
+from baton.engine.scheduler import ChunkBudget, ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.shard import Shard
 from baton.engine.speculative.ngram import NgramProposer
@@ -201,9 +201,15 @@ def warm_up(loaded: Loaded) -> None:
     chunk = min(512, loaded.settings.chunk_tokens, loaded.max_context)
     blocks = list(range(-(-chunk // loaded.layout.block_size)))
     sequence = Sequence("warm-up", [1] * chunk, chunk, SamplingParams(), block_ids=blocks)
-    single = Work(Sequence("warm-up", [1], 1, SamplingParams(), block_ids=blocks[:1]), 0, 1)
-    loaded.runner.run(Plan([single] * loaded.settings.max_batch + [Work(sequence, 0, chunk)]))
-    loaded.runner.run(Plan([Work(sequence, chunk - 1, 1)]))
+    single = ScheduledSequence(
+        Sequence("warm-up", [1], 1, SamplingParams(), block_ids=blocks[:1]), 0, 1
+    )
+    loaded.runner.run(
+        ScheduledStep(
+            [single] * loaded.settings.max_batch + [ScheduledSequence(sequence, 0, chunk)]
+        )
+    )
+    loaded.runner.run(ScheduledStep([ScheduledSequence(sequence, chunk - 1, 1)]))
 
 
 def backend_of(settings: EngineConfig, ranks: int) -> Backend:

@@ -28,7 +28,7 @@ class Collectives:
 
     seconds = 0.0
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """x `[rows, columns]` of every rank added up, on all of them: the same bits.
 
         x may be overwritten.
@@ -46,7 +46,7 @@ class Collectives:
         return part
 
 
-ALONE = Collectives()
+SINGLE_RANK = Collectives()
 _JOIN_S, _CLOSE_S = 60.0, 5.0  # of NCCL
 Options = TypeVar("Options")
 
@@ -131,7 +131,7 @@ class GlooCollectives(GroupCollectives):
         rank, count = self._shard.rank, self._shard.count
         return distributed.ProcessGroupGloo(self._store, rank, count, options)
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         parts = x.new_empty(self._shard.count, *x.shape)
         self._wait(self._group._allgather_base, parts.flatten(0, 1), x.contiguous())
         total = parts[0].float()
@@ -185,7 +185,7 @@ class NcclCollectives(GroupCollectives):
         rank, count = self._shard.rank, self._shard.count
         return distributed.ProcessGroupNCCL(self._store, rank, count, options)
 
-    def sum(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         total = x.contiguous()
         self._wait(self._group.allreduce, [total], _ordered(distributed_c10d.AllreduceOptions()))
         return total

@@ -1,4 +1,4 @@
-"""The engine's one thread: admit, plan, launch, land, publish.
+"""The engine's one thread: admit, step, launch, land, publish.
 
 Everything that changes blocks or batch happens on this thread. Others submit closures through the
 inbox and get a future; it sleeps on the inbox when there is nothing to run. What a step produced
@@ -48,7 +48,7 @@ from baton.engine.pooling import Vector
 from baton.engine.runner import Launch, RunnerFailed, SampledTokens, StepOutput, StepRunner
 from baton.engine.sampling.prompt_logprobs import PromptLogprobs
 from baton.engine.sampling.sampler import SampleRow, TokenLogprobs, finish_reason
-from baton.engine.scheduler import Plan, Scheduler, Work
+from baton.engine.scheduler import ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
 from baton.errors import InternalError, Overloaded, Stale, Unavailable
 
@@ -340,7 +340,7 @@ class Engine:
         first = sequence.num_computed // self._blocks.block_size
         kv = UnverifiedKv(sequence, num_computed, first, sequence.block_ids[first:])
         if verified:
-            self._scheduler.publish(sequence, sequence.num_computed, num_computed)
+            self._scheduler.cache_blocks(sequence, sequence.num_computed, num_computed)
         else:
             self._blocks.hold(kv.blocks)
             sequence.unverified = True
@@ -359,10 +359,10 @@ class Engine:
         sequence.unverified, start = False, kv.first * self._blocks.block_size
         if not sequence.dropped:
             end = sequence.num_computed - sequence.awaits_token  # without a step in flight
-            self._scheduler.publish(sequence, start, end)
+            self._scheduler.cache_blocks(sequence, start, end)
         else:
             sequence.block_ids = [-1] * kv.first + kv.blocks
-            self._scheduler.publish(sequence, start, kv.num_tokens)
+            self._scheduler.cache_blocks(sequence, start, kv.num_tokens)
             sequence.block_ids = []
         self._blocks.release(kv.blocks)
 
@@ -375,11 +375,11 @@ class Engine:
             if own[: len(wrong)] == wrong:  # it was not preempted
                 wrong = own  # what was computed from it is no better
             self._drop(sequence)
-        self._runner.scrub(wrong)
+        self._runner.zero_blocks(wrong)
         self._blocks.release(kv.blocks)
 
     @_command
-    def halt(self, seq_id: str) -> None:
+    def pause(self, seq_id: str) -> None:
         """Runs a sequence no more; it keeps its blocks until `release`. Ignores unknown ids."""
         if sequence := self._sequences.get(seq_id):
             self._scheduler.remove(sequence)
@@ -389,7 +389,7 @@ class Engine:
         """Ends a sequence in any state and frees its blocks; unknown ids are ignored.
 
         Blocks from index `quarantine_from` on are quarantined instead, and their numbers returned
-        for `readmit`.
+        for `end_quarantine`.
         """
         sequence = self._sequences.get(seq_id)
         if sequence is None:
@@ -401,15 +401,15 @@ class Engine:
             self._blocks.quarantine(quarantined)
         if sequence.awaits_kv:
             first = sequence.num_computed // self._blocks.block_size
-            self._runner.scrub(sequence.block_ids[first:])
+            self._runner.zero_blocks(sequence.block_ids[first:])
         self._drop(sequence)
         return quarantined
 
     @_command
-    def readmit(self, blocks: list[int]) -> None:
+    def end_quarantine(self, blocks: list[int]) -> None:
         """Quarantined blocks are safe again."""
-        self._runner.scrub(blocks)
-        self._blocks.readmit(blocks)
+        self._runner.zero_blocks(blocks)
+        self._blocks.end_quarantine(blocks)
 
     @_command
     def load(self) -> Load:
@@ -451,53 +451,53 @@ class Engine:
         What cannot be launched before that has landed is launched then, and landed at once.
         """
         before = self._flight
-        if before is not None and self._scheduler.chunk.expected_s(before.plan) > LAUNCH_AHEAD_S:
+        if before is not None and self._scheduler.chunk.estimate_s(before.step) > LAUNCH_AHEAD_S:
             self._flight = None
             self._land(before)
             return
-        plan, launch = self._scheduler.plan(), None
-        ahead = self._overlap and bool(plan.work) and self._runner.launches_ahead(plan)
-        ahead = ahead and not plan.alone
+        step, launch = self._scheduler.schedule(), None
+        ahead = self._overlap and bool(step.sequences) and self._runner.launches_ahead(step)
+        ahead = ahead and not step.exclusive
         if before is not None:
-            launch = self._launch_behind(plan) if ahead else None
+            launch = self._launch_behind(step) if ahead else None
             self._flight = None
             landed = self._land(before, launch)
             if launch is None:
-                held = [work for work in plan.work if not work.sequence.dropped]
-                plan = Plan(held, plan.prompts)
-            if not plan.work or (launch is not None and not landed):
+                held = [work for work in step.sequences if not work.sequence.dropped]
+                step = ScheduledStep(held, step.prompts)
+            if not step.sequences or (launch is not None and not landed):
                 return
-        if plan.work:
-            self._run(plan, launch, ahead)
+        if step.sequences:
+            self._run(step, launch, ahead)
         else:
-            self._wait_for_room(plan)
+            self._wait_for_room(step)
 
-    def _run(self, plan: Plan, launch: Launch | None, ahead: bool) -> None:
-        """Begins a plan, unless it was launched, and lands it if it is not to be in flight."""
+    def _run(self, step: ScheduledStep, launch: Launch | None, ahead: bool) -> None:
+        """Begins a step, unless it was launched, and lands it if it is not to be in flight."""
         began_ns = time.monotonic_ns()
         self._steps += launch is None
 
         def begin() -> Launch:
-            begun = launch or self._runner.launch(plan)
+            begun = launch or self._runner.launch(step)
             self._runner.sample(begun)
             return begun
 
         begun, failure = self._watched(begin)
         if begun is None:
-            self._fail(plan, plan.work, str(failure), began_ns)
+            self._fail(step, step.sequences, str(failure), began_ns)
             return
         if launch is None:
             begun.began_ns = began_ns
-        self._scheduler.launched(plan)
+        self._scheduler.update_after_launch(step)
         if ahead:
             self._flight = begun
         else:
             self._land(begun)
 
-    def _launch_behind(self, plan: Plan) -> Launch | None:
-        """Launches a plan behind the step in flight, if that works."""
+    def _launch_behind(self, step: ScheduledStep) -> Launch | None:
+        """Launches a step behind the step in flight, if that items."""
         try:
-            launch = self._runner.launch(plan)
+            launch = self._runner.launch(step)
         except Exception:
             log.warning("a launch failed: its step waits for the one before", exc_info=True)
             return None
@@ -509,28 +509,28 @@ class Engine:
 
         What was launched behind one that failed has failed, too.
         """
-        plan, waited_s = flight.plan, self._runner.waited_s or 0.0
+        step, waited_s = flight.step, self._runner.waited_s or 0.0
         output, failure = self._watched(lambda: self._runner.land(flight))
         if output is None:
-            works = plan.work + (behind.plan.work if behind else [])
-            self._fail(plan, works, str(failure), flight.began_ns)
+            items = step.sequences + (behind.step.sequences if behind else [])
+            self._fail(step, items, str(failure), flight.began_ns)
             return False
         now_ns = time.monotonic_ns()
         if behind is not None:
             behind.began_ns = now_ns  # what it waited for was this step's time
-        self._scheduler.ran(plan, (now_ns - flight.began_ns) / 1e9)
-        token_ids, progress = self._take(plan.work, output)
+        self._scheduler.record_step(step, (now_ns - flight.began_ns) / 1e9)
+        token_ids, progress = self._take(step.sequences, output)
         waited_s = (self._runner.waited_s or 0.0) - waited_s
-        self._publish(plan, progress, flight.began_ns, token_ids, waited_s)
+        self._publish(step, progress, flight.began_ns, token_ids, waited_s)
         self._failed_steps = 0
         return True
 
-    def _wait_for_room(self, plan: Plan) -> None:
+    def _wait_for_room(self, step: ScheduledStep) -> None:
         """Nothing fits: waits for a command and publishes what that changed."""
         began_ns = time.monotonic_ns()
         if self._scheduler.num_waiting and not self._stopping:
             self._inbox.run_all(wait=True)
-        self._publish(plan, [], began_ns)
+        self._publish(step, [], began_ns)
 
     def _watched(self, run: Callable[[], T]) -> tuple[T | None, str | None]:
         """What a part of a step gives, or why it failed; meanwhile `step_age_s` tells its age."""
@@ -545,7 +545,9 @@ class Engine:
         finally:
             self._step_began = None
 
-    def _fail(self, plan: Plan, works: list[Work], failure: str, began_ns: int) -> None:
+    def _fail(
+        self, step: ScheduledStep, items: list[ScheduledSequence], failure: str, began_ns: int
+    ) -> None:
         """Ends the sequences of a step that failed.
 
         Raises InternalError when steps keep failing, whatever they run: a new process may do
@@ -554,12 +556,12 @@ class Engine:
         """
         self._runner.wait_for_writes()
         progress = [
-            self._give_up(work.sequence, failure) for work in works if not work.sequence.dropped
+            self._give_up(work.sequence, failure) for work in items if not work.sequence.dropped
         ]
-        self._publish(plan, progress, began_ns)
-        if any(work.sequence.unverified for work in works):
+        self._publish(step, progress, began_ns)
+        if any(work.sequence.unverified for work in items):
             return
-        prompts = {_prompt_hash(work.sequence) for work in works}
+        prompts = {_prompt_hash(work.sequence) for work in items}
         self._suspects = self._suspects & prompts if self._failed_steps else prompts
         self._failed_steps += 1
         if self._failed_steps >= MAX_FAILED_STEPS and not self._suspects:
@@ -567,7 +569,7 @@ class Engine:
 
     def _publish(
         self,
-        plan: Plan,
+        step: ScheduledStep,
         progress: list[Progress],
         began_ns: int,
         token_ids: Mapping[str, int] | None = None,
@@ -578,30 +580,32 @@ class Engine:
             StepReport(
                 ended_ns - (time.monotonic_ns() - began_ns),
                 ended_ns,
-                plan.num_tokens,
+                step.num_tokens,
                 progress,
                 self._load(),
                 self._blocks.take_changes(),
-                plan.num_proposed,
+                step.num_proposed,
                 sum(len(one.token_ids) - 1 for one in progress if len(one.token_ids) > 1),
                 token_ids or {},
                 waited_s,
             )
         )
 
-    def _take(self, works: list[Work], output: StepOutput) -> tuple[dict[str, int], list[Progress]]:
+    def _take(
+        self, items: list[ScheduledSequence], output: StepOutput
+    ) -> tuple[dict[str, int], list[Progress]]:
         """Gives a step's tokens to its sequences: (of those that got one token and go on, and
         nothing else is to be said, that token; what all others got)."""
         found, plain, progress = output.found, dict[str, int](), list[Progress]()
         if not output.token_ids:
             return plain, [
                 self._advance(work, found.get(work.sequence.seq_id))
-                for work in works
+                for work in items
                 if not work.sequence.dropped
             ]
         scheduler, size = self._scheduler, self._blocks.block_size
-        learns = scheduler.learns
-        for work, token_id in zip(works, output.token_ids, strict=True):
+        learns = scheduler.needs_every_token
+        for work, token_id in zip(items, output.token_ids, strict=True):
             sequence = work.sequence
             if sequence.dropped:
                 continue
@@ -612,7 +616,7 @@ class Engine:
             known[-1] = token_id
             sequence.awaits_token = False
             if learns or not (work.start + 1) % size:
-                scheduler.landed(work, (token_id,))
+                scheduler.update_after_landing(work, (token_id,))
             if token_id in sequence.ends or len(known) >= sequence.limit:
                 row = SampleRow(sequence.params, known, sequence.prompt_tokens)
                 reason = finish_reason(row, self._eos_token_ids, self._max_context)
@@ -624,20 +628,20 @@ class Engine:
             plain[sequence.seq_id] = token_id
         return plain, progress
 
-    def _advance(self, work: Work, sampled: SampledTokens | None) -> Progress:
+    def _advance(self, work: ScheduledSequence, sampled: SampledTokens | None) -> Progress:
         sequence = work.sequence
         if sequence.awaits_token and work.samples:
             sequence.tokens.pop()
             sequence.new_tokens -= 1
             sequence.awaits_token = False
         if sampled is None or not sampled.token_ids:
-            done = self._scheduler.landed(work)
+            done = self._scheduler.update_after_landing(work)
             _, _, prompt, pooled = sampled or SampledTokens(())
             return Progress(sequence.seq_id, done, prompt_logprobs=prompt, pooled=pooled)
         if sequence.grammar is not None and sequence.grammar.failure:
             return self._give_up(sequence, sequence.grammar.failure, invalid=True)
         count, reason = self._append(sequence, sampled.token_ids)
-        done = self._scheduler.landed(work, sampled.token_ids[:count])
+        done = self._scheduler.update_after_landing(work, sampled.token_ids[:count])
         if reason is not None:
             self._drop(sequence)
         elif sequence.num_tokens >= sequence.limit:
@@ -680,7 +684,7 @@ class Engine:
                 f"the sequence needs {needed} KV blocks and the pool has {self._blocks.num_blocks}"
             )
         self._sequences[sequence.seq_id] = sequence
-        sequence.priority -= self._scheduler.late_s
+        sequence.priority -= self._scheduler.virtual_lag_s
         params = sequence.params
         eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         sequence.ends = eos | params.stop_token_ids if params.stop_token_ids else eos

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from baton.checkpoint_files import MAX_JSON_BYTES, parse_json_value, read_bytes
-from baton.engine.scheduler import Work
+from baton.engine.scheduler import ScheduledSequence
 from baton.errors import CheckpointError, quoted
 
 Vector = npt.NDArray[np.float32]
@@ -59,7 +59,7 @@ class Pooling:
         return vector
 
 
-def pooled(work: Sequence[Work], hidden: Tensor) -> dict[str, Vector]:
+def pooled(work: Sequence[ScheduledSequence], hidden: Tensor) -> dict[str, Vector]:
     """Of the sequences whose embeddings are wanted: the sum of their rows, by id.
 
     hidden: `[rows, hidden_size]`, of each work's `scored` positions, and then of those that it

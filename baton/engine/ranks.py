@@ -34,7 +34,7 @@ from torch import Tensor
 from baton.cuda import CudaArea, CudaDriver
 from baton.engine.batch import Ints, StepBatch, on_device
 from baton.engine.collectives import (
-    ALONE,
+    SINGLE_RANK,
     Collectives,
     GlooCollectives,
     GroupCollectives,
@@ -170,7 +170,7 @@ class Rank:
         self.allocated(self.pool)
         self.connection.send("ready")
 
-    def scrub(self, blocks: list[int]) -> None:
+    def zero_blocks(self, blocks: list[int]) -> None:
         """Zeroes blocks of the pool that it allocated."""
         zero_blocks(self.pool, blocks)
         if self.device.type == "cuda":
@@ -321,12 +321,12 @@ class RankedModel:
             for area, one in zip(areas, layouts, strict=False)
         )
 
-    def scrub(self, blocks: list[int]) -> None:
+    def zero_blocks(self, blocks: list[int]) -> None:
         """Zeroes blocks of the pools on other hosts. Raises RunnerFailed."""
         elsewhere = [rank for rank in self._ranks if rank.process is None]
         try:
             for rank in elsewhere:
-                rank.connection.send(("scrub", blocks))
+                rank.connection.send(("zero_blocks", blocks))
             for rank in elsewhere:
                 rank.expect("ready", self._limit_s)
         except (OSError, ConfigError) as error:
@@ -349,7 +349,7 @@ class RankedModel:
     @property
     def collectives(self) -> Collectives:
         """What joins the ranks, where each has a pool of its own."""
-        return self._exchange if isinstance(self._exchange, GroupCollectives) else ALONE
+        return self._exchange if isinstance(self._exchange, GroupCollectives) else SINGLE_RANK
 
     def check(self) -> None:
         """Raises RunnerFailed once no further step can run."""

@@ -1,4 +1,4 @@
-"""Computes a plan: tensors in, forward pass, tokens out. Chooses nothing."""
+"""Computes a step: tensors in, forward pass, tokens out. Chooses nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.engine.batch import BatchBuilder, StepModel
 from baton.engine.pooling import Vector, pooled
 from baton.engine.sampling.prompt_logprobs import PromptLogprobs, of_prompts
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
-from baton.engine.scheduler import Plan, Work
+from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.speculative import verify
 from baton.errors import InternalError
 
@@ -33,16 +33,16 @@ class StepOutput(NamedTuple):
     """What a step gave its sequences.
 
     found: by its id what each got, if it got something · token_ids: of a step that samples one
-    token for each of its works, these, in the plan's order; then `found` has those alone that got
+    token for each of its works, these, in the step's order; then `found` has those alone that got
     more than a token.
     """
 
     found: dict[str, SampledTokens]
     token_ids: list[int] = []  # noqa: RUF012 (never written)
 
-    def by_id(self, plan: Plan) -> dict[str, SampledTokens]:
-        """What each sequence of its plan got."""
-        plain = zip(plan.work, self.token_ids, strict=bool(self.token_ids))
+    def by_id(self, step: ScheduledStep) -> dict[str, SampledTokens]:
+        """What each sequence of its step got."""
+        plain = zip(step.sequences, self.token_ids, strict=bool(self.token_ids))
         return {work.sequence.seq_id: SampledTokens((one,)) for work, one in plain} | self.found
 
 
@@ -51,8 +51,8 @@ class Launch:
 
     output: StepOutput  # where it has been computed
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.began_ns = plan, time.monotonic_ns()
+    def __init__(self, step: ScheduledStep) -> None:
+        self.step, self.began_ns = step, time.monotonic_ns()
 
 
 class Ranks(Protocol):
@@ -70,7 +70,7 @@ class Ranks(Protocol):
     def check(self) -> None:
         """Raises RunnerFailed once no further step can run."""
 
-    def scrub(self, blocks: list[int]) -> None:
+    def zero_blocks(self, blocks: list[int]) -> None:
         """Zeroes blocks in pools that are not of this host."""
 
 
@@ -100,21 +100,21 @@ class StepRunner:
         self.sampler = sampler
         self.decode_rows: dict[str, int] = {}
 
-    def run(self, plan: Plan) -> dict[str, SampledTokens]:
-        """Runs every row of the plan; by its id what each sequence got, if it got something.
+    def run(self, step: ScheduledStep) -> dict[str, SampledTokens]:
+        """Runs every row of the step; by its id what each sequence got, if it got something.
 
         When it returns, all that was computed is in the pool for every thread to see.
         """
         raise NotImplementedError
 
-    def launches_ahead(self, plan: Plan) -> bool:
-        """Whether `launch` takes a plan while the step before has not landed."""
+    def launches_ahead(self, step: ScheduledStep) -> bool:
+        """Whether `launch` takes a step while the step before has not landed."""
         return False
 
-    def launch(self, plan: Plan) -> Launch:
+    def launch(self, step: ScheduledStep) -> Launch:
         """Begins a step. The last tokens of sequences may be those that the step before samples."""
-        launch = Launch(plan)
-        launch.output = StepOutput(self.run(plan))
+        launch = Launch(step)
+        launch.output = StepOutput(self.run(step))
         return launch
 
     def sample(self, launch: Launch) -> None:
@@ -124,7 +124,7 @@ class StepRunner:
         """Waits for a step. Raises what it failed with, unless all of its sequences are gone."""
         return launch.output
 
-    def scrub(self, blocks: list[int]) -> None:
+    def zero_blocks(self, blocks: list[int]) -> None:
         """Zeroes blocks that unverified bytes came into.
 
         Attention multiplies what it must not see by zero, which undoes any number but not a NaN.
@@ -134,7 +134,7 @@ class StepRunner:
             if pool.device != self.pool.device:  # another rank's GPU
                 torch.cuda.synchronize(pool.device)
         if blocks and self.ranks is not None:
-            self.ranks.scrub(blocks)
+            self.ranks.zero_blocks(blocks)
 
     def close(self) -> None:
         """Ends what computes for it elsewhere; no step runs any more."""
@@ -164,27 +164,27 @@ class Runner(StepRunner):
         self.expert_tokens = model.expert_tokens
         self._batches = BatchBuilder(pool.shape[4], pool.device)
 
-    def run(self, plan: Plan) -> dict[str, SampledTokens]:
-        launch = self.launch(plan)
+    def run(self, step: ScheduledStep) -> dict[str, SampledTokens]:
+        launch = self.launch(step)
         self.sample(launch)
-        return self.land(launch).by_id(plan)
+        return self.land(launch).by_id(step)
 
-    def launch(self, plan: Plan) -> Launch:
-        launch = Launch(plan)
-        logits = self.model.step(self._batches.build(plan), self.pool)
-        launch.output = self._sample(plan, logits)
+    def launch(self, step: ScheduledStep) -> Launch:
+        launch = Launch(step)
+        logits = self.model.step(self._batches.build(step), self.pool)
+        launch.output = self._sample(step, logits)
         self.wait_for_writes()
         return launch
 
     def close(self) -> None:
         self.model.close()
 
-    def _sample(self, plan: Plan, logits: torch.Tensor) -> StepOutput:
+    def _sample(self, step: ScheduledStep, logits: torch.Tensor) -> StepOutput:
         """Samples; pools hidden states and takes log-probabilities of prompts first."""
-        work, hidden = plan.work, self.model.hidden
+        work, hidden = step.sequences, self.model.hidden
         sampling = [item for item in work if item.samples]
         rows = [row for item in sampling for row in sample_rows(item)]
-        if hidden is None and len(rows) == len(work) == len(logits) and not plan.has_chunks:
+        if hidden is None and len(rows) == len(work) == len(logits) and not step.has_chunks:
             return one_each(work, self._choose(logits, rows))
         embedded: dict[str, Vector] = {} if hidden is None else pooled(work, hidden)
         logits, prompts = of_prompts(work, logits)
@@ -197,7 +197,7 @@ class Runner(StepRunner):
         return self.sampler.sample(logits, rows)
 
 
-def sample_rows(work: Work) -> Iterator[SampleRow]:
+def sample_rows(work: ScheduledSequence) -> Iterator[SampleRow]:
     """What is sampled: the next token, and one behind each proposed one as if those were right.
 
     So each has the penalties, the position and the random number that it would have in a step of
@@ -211,7 +211,7 @@ def sample_rows(work: Work) -> Iterator[SampleRow]:
         yield SampleRow(sequence.params, known, sequence.prompt_tokens, end, *of_sequence)
 
 
-def one_each(work: list[Work], sampled: Sampled) -> StepOutput:
+def one_each(work: list[ScheduledSequence], sampled: Sampled) -> StepOutput:
     """What a step gave in which each work sampled one token."""
     found = dict[str, SampledTokens]()
     for item, token_id, logprobs in zip(work, sampled.token_ids, sampled.logprobs, strict=True):
@@ -222,7 +222,7 @@ def one_each(work: list[Work], sampled: Sampled) -> StepOutput:
 
 
 def tokens_by_sequence(
-    sampling: list[Work], sampled: Sampled, prompts: Mapping[str, PromptLogprobs]
+    sampling: list[ScheduledSequence], sampled: Sampled, prompts: Mapping[str, PromptLogprobs]
 ) -> dict[str, SampledTokens]:
     """What each work's sequence accepts of its sampled rows, by its id; rows as `sample_rows`."""
     tokens = {seq_id: SampledTokens((), (), prompt) for seq_id, prompt in prompts.items()}

@@ -71,7 +71,7 @@ class SequenceQueue:
         return True
 
 
-class Work:
+class ScheduledSequence:
     """Tokens [start, start + count) of one sequence; the last ones may be proposed.
 
     proposed: guesses behind the known tokens; `count` includes them · samples: whether the last
@@ -97,44 +97,44 @@ class Work:
 
 
 @dataclass
-class Plan:
+class ScheduledStep:
     """What one step runs: single-token rows first, then chunks.
 
-    prompts: those of the works whose sequences have not sampled a token here · alone: its sequence
+    prompts: those whose sequences have not sampled a token here · exclusive: the only sequence
     shares no step, so that nothing is in flight with it.
     """
 
-    work: list[Work] = field(default_factory=list)
-    prompts: list[Work] = field(default_factory=list)
-    alone: bool = False
+    sequences: list[ScheduledSequence] = field(default_factory=list)
+    prompts: list[ScheduledSequence] = field(default_factory=list)
+    exclusive: bool = False
 
     @property
     def num_tokens(self) -> int:
         """Rows of the step's batch."""
         if not self.has_chunks:
-            return len(self.work)
-        return sum(item.count for item in self.work)
+            return len(self.sequences)
+        return sum(item.count for item in self.sequences)
 
     def sort(self) -> None:
         """Puts single tokens first."""
-        self.work.sort(key=lambda item: item.count > 1)  # stable
+        self.sequences.sort(key=lambda item: item.count > 1)  # stable
 
     @property
     def has_chunks(self) -> bool:
         """Whether some sequence has several rows."""
-        return bool(self.work) and self.work[-1].count > 1
+        return bool(self.sequences) and self.sequences[-1].count > 1
 
     @property
     def num_proposed(self) -> int:
         """How many of them are proposed tokens."""
-        return sum(len(item.proposed) for item in self.work) if self.has_chunks else 0
+        return sum(len(item.proposed) for item in self.sequences) if self.has_chunks else 0
 
     @property
     def num_chunk_tokens(self) -> int:
         """How many of them belong to chunks of prompts."""
         if not self.has_chunks:
             return 0
-        return sum(item.count for item in self.work if item.count > 1 + len(item.proposed))
+        return sum(item.count for item in self.sequences if item.count > 1 + len(item.proposed))
 
 
 class ChunkBudget:
@@ -149,9 +149,9 @@ class ChunkBudget:
     _KEPT = 0.8  # of what is known, from one step to the next
     _MEASURED = 32  # tokens of prompts; fewer say little of the rate
 
-    def __init__(self, most: int, seconds: float = 0.060, least: int = 64) -> None:
-        self.most = most
-        self._seconds, self._least = seconds, least
+    def __init__(self, max_tokens: int, seconds: float = 0.060, min_tokens: int = 64) -> None:
+        self.max_tokens = max_tokens
+        self._seconds, self._min_tokens = seconds, min_tokens
         self._rows = self._took_s = 0.0
 
     @property
@@ -162,16 +162,16 @@ class ChunkBudget:
     @property
     def tokens(self) -> int:
         """Of the next step."""
-        return min(self.most, max(self._least, int(self.rate * self._seconds)))
+        return min(self.max_tokens, max(self._min_tokens, int(self.rate * self._seconds)))
 
-    def expected_s(self, plan: Plan) -> float:
+    def estimate_s(self, step: ScheduledStep) -> float:
         """How long a step with chunks takes at this rate; 0 for others, or if none was measured."""
-        return plan.num_tokens / self.rate if plan.num_chunk_tokens and self.rate else 0.0
+        return step.num_tokens / self.rate if step.num_chunk_tokens and self.rate else 0.0
 
-    def took(self, plan: Plan, seconds: float) -> None:
+    def record_step(self, step: ScheduledStep, seconds: float) -> None:
         """A step took so long."""
-        if plan.num_chunk_tokens >= self._MEASURED:
-            self._rows = self._rows * self._KEPT + plan.num_tokens
+        if step.num_chunk_tokens >= self._MEASURED:
+            self._rows = self._rows * self._KEPT + step.num_tokens
             self._took_s = self._took_s * self._KEPT + seconds
 
 
@@ -193,11 +193,11 @@ class Scheduler:
         self.holding = SequenceQueue()  # have all their blocks, and several tokens to compute
         self.waiting = SequenceQueue()  # need blocks
         self.preemptions = 0
-        self.late_s = 0.0  # by which the clock is ahead of the virtual time of prompts
+        self.virtual_lag_s = 0.0  # by which the clock is ahead of the virtual time of prompts
         self._proposer = proposer
         self._arrivals = itertools.count(1)
-        self._alone: list[Sequence] = []  # those that share no step
-        self._alone_ran = False  # when the last one had a step
+        self._exclusive: list[Sequence] = []  # those that share no step
+        self._last_was_exclusive = False  # when the last one had a step
 
     @property
     def num_waiting(self) -> int:
@@ -216,8 +216,8 @@ class Scheduler:
         Those do not queue behind one that needs blocks: it might wait for theirs, for ever.
         """
         sequence.arrival = next(self._arrivals)
-        if sequence.alone:
-            self._alone.append(sequence)
+        if sequence.exclusive:
+            self._exclusive.append(sequence)
         if not sequence.block_ids:
             self.waiting.add(sequence)
         else:
@@ -236,7 +236,7 @@ class Scheduler:
         """
         blocks = self.blocks
         if not (sequence.block_ids or sequence.scores):
-            sequence.block_ids = blocks.match(
+            sequence.block_ids = blocks.get_computed_blocks(
                 sequence.tokens, sequence.cache_salt, sequence.block_hashes
             )
             sequence.num_computed = len(sequence.block_ids) * blocks.block_size
@@ -253,28 +253,28 @@ class Scheduler:
         sequence.block_ids = []
         sequence.num_computed = 0
 
-    def plan(self) -> Plan:
+    def schedule(self) -> ScheduledStep:
         """The next step. Decoding sequences go first, so that no prompt delays a stream's token."""
-        plan = Plan()
-        self._decode(plan)
-        decoding = len(plan.work)
-        self._catch_up(plan, self.chunk.tokens)
-        if len(plan.work) > decoding:
-            plan.sort()
+        step = ScheduledStep()
+        self._decode(step)
+        decoding = len(step.sequences)
+        self._catch_up(step, self.chunk.tokens)
+        if len(step.sequences) > decoding:
+            step.sort()
         if self._proposer is not None:
-            self._propose(plan, self.chunk.most - plan.num_chunk_tokens, self._proposer)
-            plan.sort()
-        if self._alone:
-            self._set_apart(plan)
-        return plan
+            self._propose(step, self.chunk.max_tokens - step.num_chunk_tokens, self._proposer)
+            step.sort()
+        if self._exclusive:
+            self._separate_exclusive(step)
+        return step
 
-    def launched(self, plan: Plan) -> None:
-        """A plan is being computed: its tokens count as computed, and what each sequence samples
+    def update_after_launch(self, step: ScheduledStep) -> None:
+        """A step is being computed: its tokens count as computed, and what each sequence samples
         has a place, `UNKNOWN`. One that ends or parks with that token leaves the batch.
 
         How many proposed tokens are right is not known, so that none counts.
         """
-        for work in plan.work:
+        for work in step.sequences:
             sequence = work.sequence
             if sequence.dropped:  # with a token that came after the launch
                 continue
@@ -291,12 +291,12 @@ class Scheduler:
                 self.remove(sequence)
 
     @property
-    def learns(self) -> bool:
-        """Whether `landed` needs to know of every token."""
+    def needs_every_token(self) -> bool:
+        """Whether `update_after_landing` needs to know of every token."""
         return self._proposer is not None
 
-    def landed(self, work: Work, sampled: Tokens[int] = ()) -> int:
-        """Work has been computed: full blocks may be shared from now on. How many tokens are.
+    def update_after_landing(self, work: ScheduledSequence, sampled: Tokens[int] = ()) -> int:
+        """Records that a sequence's rows have been computed; returns how many of its tokens are.
 
         Of `sampled`, which the sequence has appended by now, all but the last were proposed. The KV
         of rejected proposals is in slots that the next step writes again.
@@ -308,27 +308,27 @@ class Scheduler:
             sequence.num_computed += len(sampled) - 1
         end = work.start + work.count - len(work.proposed) + max(0, len(sampled) - 1)
         # One that was preempted meanwhile has computed less.
-        self.publish(sequence, work.start, min(end, sequence.num_computed))
+        self.cache_blocks(sequence, work.start, min(end, sequence.num_computed))
         if self._proposer is not None:
             self._proposer.learn(sequence, sampled)
         return end
 
-    def ran(self, plan: Plan, seconds: float) -> None:
+    def record_step(self, step: ScheduledStep, seconds: float) -> None:
         """A step took so long.
 
         While prompts are computed, virtual time advances with each one that is done, as it does in
         the router's fair queueing, by what that counts for it. By the clock a long prompt's virtual
         finish time would pass before it is computed, and no short one could overtake it any more.
         """
-        self.chunk.took(plan, seconds)
-        prompts = plan.prompts
+        self.chunk.record_step(step, seconds)
+        prompts = step.prompts
         if prompts and all(item.sequence.prompt_s for item in prompts):
-            self.late_s += seconds - sum(i.sequence.prompt_s for i in prompts if i.samples)
+            self.virtual_lag_s += seconds - sum(i.sequence.prompt_s for i in prompts if i.samples)
         if self._proposer is not None:
-            proposed = plan.num_proposed
-            self._proposer.took(plan.num_tokens - proposed, proposed, seconds)
+            proposed = step.num_proposed
+            self._proposer.took(step.num_tokens - proposed, proposed, seconds)
 
-    def publish(self, sequence: Sequence, start: int, end: int) -> None:
+    def cache_blocks(self, sequence: Sequence, start: int, end: int) -> None:
         """Shares the full blocks that KV of positions [start, end) completes, if it is verified."""
         if sequence.unverified:
             return
@@ -337,21 +337,25 @@ class Scheduler:
             tokens = sequence.tokens[index * size : (index + 1) * size]
             block_hash = sequence.hash_of(index, size)
             parent = sequence.parent_hash(index)
-            self.blocks.publish(sequence.block_ids[index], block_hash, parent, tokens)
+            self.blocks.cache_block(sequence.block_ids[index], block_hash, parent, tokens)
 
-    def _set_apart(self, plan: Plan) -> None:
-        """Leaves one sequence that shares no step in the plan, or all others, in turns."""
-        self._alone = [one for one in self._alone if one.alone and not one.dropped]
-        alone = [work for work in plan.work if work.sequence.alone]
+    def _separate_exclusive(self, step: ScheduledStep) -> None:
+        """Leaves one sequence that shares no step in the step, or all others, in turns."""
+        self._exclusive = [one for one in self._exclusive if one.exclusive and not one.dropped]
+        alone = [work for work in step.sequences if work.sequence.exclusive]
         if not alone:
             return
-        plan.alone = self._alone_ran = len(alone) == len(plan.work) or not self._alone_ran
-        kept = alone[:1] if plan.alone else [w for w in plan.work if not w.sequence.alone]
+        step.exclusive = self._last_was_exclusive = (
+            len(alone) == len(step.sequences) or not self._last_was_exclusive
+        )
+        kept = (
+            alone[:1] if step.exclusive else [w for w in step.sequences if not w.sequence.exclusive]
+        )
         sequences = {id(work.sequence) for work in kept}
-        plan.work = kept
-        plan.prompts = [work for work in plan.prompts if id(work.sequence) in sequences]
+        step.sequences = kept
+        step.prompts = [work for work in step.prompts if id(work.sequence) in sequences]
 
-    def _decode(self, plan: Plan) -> None:
+    def _decode(self, step: ScheduledStep) -> None:
         """Plans the running sequences that are one token behind.
 
         Sequences preempted meanwhile come after all that are planned already.
@@ -365,12 +369,12 @@ class Scheduler:
             blocks = sequence.block_ids
             if known > len(blocks) * size and not (blocks and self._make_room(sequence)):
                 continue
-            work = Work(sequence, start, 1)
-            plan.work.append(work)
+            work = ScheduledSequence(sequence, start, 1)
+            step.sequences.append(work)
             if not sequence.new_tokens:
-                plan.prompts.append(work)
+                step.prompts.append(work)
 
-    def _catch_up(self, plan: Plan, budget: int) -> None:
+    def _catch_up(self, step: ScheduledStep, budget: int) -> None:
         """Plans `budget` tokens of all others by priority, admitting new ones to the batch.
 
         The ready ones are one token behind, and take nothing of the budget. The first waiting one
@@ -392,19 +396,21 @@ class Scheduler:
             group.discard(sequence)
             if group is not behind:
                 self.running.add(sequence)
-            count = _append(plan, sequence, room)
+            count = _append(step, sequence, room)
             budget -= 0 if group is self.ready else count
             scored -= count if sequence.scores else 0
 
-    def _propose(self, plan: Plan, budget: int, proposer: Proposer) -> None:
+    def _propose(self, step: ScheduledStep, budget: int, proposer: Proposer) -> None:
         """Adds proposed tokens to decoding sequences, as far as budget and blocks allow.
 
         A step that computes a prompt, too, has so many rows that a further one hardly ever pays.
         """
-        decoding = [at for at, work in enumerate(plan.work) if work.count == 1 and work.samples]
-        sequences = [plan.work[at].sequence for at in decoding]
+        decoding = [
+            at for at, work in enumerate(step.sequences) if work.count == 1 and work.samples
+        ]
+        sequences = [step.sequences[at].sequence for at in decoding]
         limits = [min(budget, proposer.limit(sequence)) for sequence in sequences]
-        drafts = proposer.propose(sequences, limits, plan.num_tokens)
+        drafts = proposer.propose(sequences, limits, step.num_tokens)
         for at, sequence, draft in zip(decoding, sequences, drafts, strict=True):
             count = len(draft)
             if sequence.grammar is not None:
@@ -412,8 +418,8 @@ class Scheduler:
                 count = sequence.grammar.accepts(draft)
             count = self._slots_behind(sequence, min(count, budget))
             if count:
-                start = plan.work[at].start
-                plan.work[at] = Work(sequence, start, 1 + count, draft[:count])
+                start = step.sequences[at].start
+                step.sequences[at] = ScheduledSequence(sequence, start, 1 + count, draft[:count])
                 budget -= count
 
     def _slots_behind(self, sequence: Sequence, count: int) -> int:
@@ -459,9 +465,9 @@ class Scheduler:
         self.waiting.add(sequence)
 
 
-def _append(plan: Plan, sequence: Sequence, budget: int) -> int:
+def _append(step: ScheduledStep, sequence: Sequence, budget: int) -> int:
     count = min(sequence.num_pending, budget)
-    plan.work.append(Work(sequence, sequence.num_computed, count))
+    step.sequences.append(ScheduledSequence(sequence, sequence.num_computed, count))
     if not sequence.new_tokens:
-        plan.prompts.append(plan.work[-1])
+        step.prompts.append(step.sequences[-1])
     return count

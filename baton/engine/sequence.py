@@ -94,8 +94,8 @@ class Sequence:
     priority: float = 0.0  # smaller goes first: time.monotonic() of its virtual finish time
     prompt_s: float = 0.0  # by how much its prompt advances virtual time; 0: not known
     arrival: int = 0  # set by the scheduler; decides between equal priorities
-    alone_tokens: int = 0  # output tokens here before which it is scheduled alone in its steps
-    park_after: int | None = None  # leave the batch, keep the blocks, after this many new tokens
+    exclusive_tokens: int = 0  # output tokens here before which it is scheduled alone in its steps
+    pause_after: int | None = None  # leave the batch, keep the blocks, after this many new tokens
     awaits_kv: bool = False  # blocks are held and may be written from outside, unverified
     unverified: bool = False  # it runs on KV from outside whose checksum is not known yet
     # Prompt positions whose logits have told the next token's log-probability, or whose hidden
@@ -135,15 +135,15 @@ class Sequence:
         return self.num_scored is not None and self.num_scored < self.prompt_tokens - 1
 
     @property
-    def alone(self) -> bool:
+    def exclusive(self) -> bool:
         """Whether it still shares no step with others."""
-        return self.new_tokens < self.alone_tokens
+        return self.new_tokens < self.exclusive_tokens
 
     def tokens_left(self, max_context: int) -> int:
         """The most tokens that it can still get here."""
         params, output = self.params, len(self.tokens) - self.prompt_tokens
         left = min(params.max_tokens - output, max_context - len(self.tokens))
-        return left if self.park_after is None else min(left, self.park_after - self.new_tokens)
+        return left if self.pause_after is None else min(left, self.pause_after - self.new_tokens)
 
     @property
     def order(self) -> tuple[float, int]:

@@ -24,7 +24,7 @@ from baton.engine.runner import SampledTokens, StepRunner, sample_rows, tokens_b
 from baton.engine.sampling.prompt_logprobs import PromptLogprobs, logprobs_of
 from baton.engine.sampling.randomness import splitmix64
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
-from baton.engine.scheduler import Plan, Work
+from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
 from baton.engine.weights.quantize import is_quantized, split_rows
 from baton.errors import InternalError
@@ -45,21 +45,21 @@ class SimulatedRunner(StepRunner):
         self._histories: WeakKeyDictionary[Sequence, _History] = WeakKeyDictionary()
         self._steps = 0
 
-    def run(self, plan: Plan) -> dict[str, SampledTokens]:
+    def run(self, step: ScheduledStep) -> dict[str, SampledTokens]:
         """A token for each sequence that has caught up, by its id, after the time it would take.
 
         Raises InternalError when a block does not hold what its sequence wrote there.
         """
-        sequences = sum(work.count - len(work.proposed) == 1 for work in plan.work)
-        ends = time.monotonic() + self._speed.step_s(plan.num_tokens - sequences, sequences)
+        sequences = sum(work.count - len(work.proposed) == 1 for work in step.sequences)
+        ends = time.monotonic() + self._speed.step_s(step.num_tokens - sequences, sequences)
         self._steps += 1
-        for work in plan.work:
+        for work in step.sequences:
             self._compute(work)
-        sampled = self._sample_work(plan.work)
+        sampled = self._sample_work(step.sequences)
         time.sleep(max(0.0, ends - time.monotonic()))
         return sampled
 
-    def _compute(self, work: Work) -> None:
+    def _compute(self, work: ScheduledSequence) -> None:
         """Reads what comes before these tokens, then writes them."""
         sequence = work.sequence
         history = self._histories.setdefault(sequence, _History(sequence.cache_salt))
@@ -88,7 +88,7 @@ class SimulatedRunner(StepRunner):
                 f"sequence {sequence.seq_id}: block {block} does not hold the KV of token {wrong}"
             )
 
-    def _sample_work(self, work: list[Work]) -> dict[str, SampledTokens]:
+    def _sample_work(self, work: list[ScheduledSequence]) -> dict[str, SampledTokens]:
         sampling = [item for item in work if item.samples]
         rows = [(item.sequence, row) for item in sampling for row in sample_rows(item)]
         sampled = tokens_by_sequence(sampling, self._sample(rows), self._prompts(work))
@@ -97,7 +97,7 @@ class SimulatedRunner(StepRunner):
             self._histories[item.sequence].accept(item.sequence.num_tokens, len(new) - 1)
         return sampled
 
-    def _prompts(self, work: list[Work]) -> dict[str, PromptLogprobs]:
+    def _prompts(self, work: list[ScheduledSequence]) -> dict[str, PromptLogprobs]:
         found = {}
         for item in work:
             if scored := item.scored:

@@ -63,10 +63,10 @@ def frontend(config: RouterConfig) -> Frontend:
     wait until it serves.
     """
     where = config.host, config.http_port
-    if config.batch_dir:
-        batch_store.prepare(config.batch_dir)
+    if config.api.batch_dir:
+        batch_store.prepare(config.api.batch_dir)
     listener = http_server.listen(*where, "HTTP", "--http-port")
-    return lambda service: serving(service, listener, config)
+    return lambda service: serving(service, listener, config.api)
 
 
 @contextlib.asynccontextmanager

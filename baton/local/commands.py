@@ -24,8 +24,8 @@ def router(
 ) -> list[str]:
     """A router's arguments; `certs` is a folder that `baton.local.certs.write` has filled."""
     settings = RouterConfig(
-        **vars(config.limits),
-        **vars(config.api),
+        limits=config.limits,
+        api=config.api,
         **_shared(config, RouterConfig),
         model=config.engine.model,
         random_weights=config.engine.random_weights,
@@ -74,7 +74,7 @@ def _tls(certs: Path, role: str) -> dict[str, Any]:
 
 def _shared(config: ClusterConfig, cls: type[Any]) -> dict[str, Any]:
     """The fields of a cluster that each of its processes has, too, with the same value."""
-    own = {"engine", "registry", "host", "port", "http_port", "metrics_port"}
+    own = {"engine", "limits", "api", "registry", "host", "port", "http_port", "metrics_port"}
     names = {field.name for field in fields(cls)} & {field.name for field in fields(config)}
     return {name: getattr(config, name) for name in names - own}
 

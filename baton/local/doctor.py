@@ -27,7 +27,7 @@ from kvtransfer import pairing
 MIN_MEMORY_BYTES = 2 << 30  # torch, a small model and the default KV cache
 MIN_CAPABILITY = (8, 0)
 MIN_SHM_BYTES = 1 << 30
-BUILT_KERNELS = Path(config.__file__).parent / "engine" / "ops" / "native" / "built"
+BUILT_KERNELS = Path(__file__).parents[1] / "engine/kernels/native/built"
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
 SHM = config.SHARED_FOLDER

@@ -153,4 +153,4 @@ class _RouterProcesses(Supervisor):
         """Others do not look for it."""
 
     def _leave_s(self, process: ChildProcess) -> float:
-        return self._config.default_timeout_s
+        return self._config.limits.default_timeout_s

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
+from baton import tables
 from baton.client.results import transport_name
 from baton.errors import ConfigError, Unavailable
 from baton.local import top_view
@@ -43,10 +43,6 @@ SORTS: dict[str, Callable[[WorkerLine], float] | None] = {
     "tokens": lambda w: w.rate("tokens_computed") or 0.0,
 }
 _GOOD, _BAD, _QUIET = "green", "bold red", "dim"
-_STATE_STYLES = {
-    **dict.fromkeys(("READY", "SERVING", "OPEN"), _GOOD),
-    **dict.fromkeys(("DRAINING", "STARTING"), "yellow"),
-}
 _EVENT_NAMES = {
     fleet_pb2.EVENT_KIND_FAILOVER: ("failover", "yellow"),
     fleet_pb2.EVENT_KIND_REFUSAL: ("refused", "magenta"),
@@ -55,9 +51,15 @@ _EVENT_NAMES = {
 # What a block is, how it is drawn, and in which colour; in the bar's order.
 _BLOCKS = (("held", "█", "cyan"), ("cached", "▓", "blue"), ("quarantined", "▒", "red"))
 _FREE = "░"
+_STYLES = {  # of words and signs in tables
+    r"\b(READY|SERVING|OPEN)\b": _GOOD,
+    r"\b(DRAINING|STARTING)\b|\S+ \([\w-]+\)$": "yellow",
+    r"\b(NO ANSWER|MISMATCH|UNREACHABLE|SILENT|STALLED|EJECTED|QUARANTINED|NOT_SERVING)\b": _BAD,
+    **{f"{sign}+": style for _, sign, style in _BLOCKS},
+    f"{_FREE}+": _QUIET,
+}
 _MAX_LINES = 6  # of a kind of what went wrong
 _MIN_TRACE_WIDTH = 100  # columns: on less the text needs them all
-_GAP = 2  # between columns
 
 
 @dataclass
@@ -172,21 +174,21 @@ def frame(moment: Moment, view: View, width: int) -> Group:
         workers.sort(key=measure, reverse=True)
     several, failing = len(routers) > 1, [worker for worker in workers if worker.reason]
     signs = [part for name, sign, style in _BLOCKS for part in ((sign, style), f" {name} ")]
-    parts: list[RenderableType] = [
+    parts: list[Text] = [
         _title(moment, view),
-        _table(_ROUTER_COLUMNS, [router for router in routers if router.last], width),
+        *_table(_ROUTER_COLUMNS, [router for router in routers if router.last], width),
         *_problems(moment),
         *(Text(f"  {w.name}: {w.reason}", "red") for w in failing[:_MAX_LINES]),
         *(_event(at if several else "", one, width) for at, one in events),
         Text(),
-        _table(_worker_columns(width), workers, width) if workers else Text("no workers", "yellow"),
+        *_table(_worker_columns(width), workers, width),
+        *([] if workers else [Text("no workers", "yellow")]),
         Text.assemble("KV blocks: ", *signs, f"{_FREE} free", style=_QUIET),
     ]
     if pairs:
-        parts += [Text(), _table(_PAIR_COLUMNS, pairs, width)]
+        parts += [Text(), *_table(_PAIR_COLUMNS, pairs, width)]
     for part in parts:
-        if isinstance(part, Text):
-            part.no_wrap, part.overflow = True, "ellipsis"
+        part.no_wrap, part.overflow = True, "ellipsis"
     return Group(*parts)
 
 
@@ -240,33 +242,33 @@ class Column(NamedTuple):
     """
 
     title: str
-    cell: Callable[[Any], str | Text | float | None]
+    cell: Callable[[Any], str | float | None]
     rank: int = 0  # the highest goes first; 0 stays
     left: bool = False
 
 
-def _table(columns: Sequence[Column], lines: Sequence[Any], width: int) -> Table:
-    """The columns that fit, all of which are as wide as their cells."""
-    shown = []
-    for column in columns:
-        texts = [_text(column.cell(line)) for line in lines]
-        widest = max(len(column.title), *(text.cell_len for text in texts), 0)
-        shown.append((column, texts, widest + _GAP))
-    while sum(widest for *_, widest in shown) - _GAP > width and any(c.rank for c, *_ in shown):
-        shown.remove(max(shown, key=lambda entry: entry[0].rank))
-    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style=_QUIET)
-    for column, *_ in shown:
-        table.add_column(column.title, justify="left" if column.left else "right", no_wrap=True)
-    for row in zip(*(texts for _, texts, _ in shown), strict=True):
-        table.add_row(*row)
-    return table
+def _table(columns: Sequence[Column], lines: Sequence[Any], width: int) -> list[Text]:
+    """The columns that fit into `width`; those of the highest rank are left out first."""
+    shown = {
+        column: [column.title, *(_text(column.cell(line)) for line in lines)] for column in columns
+    }
+    widths = {column: max(map(len, texts)) + tables.GAP for column, texts in shown.items()}
+    while sum(widths[c] for c in shown) - tables.GAP > width and any(c.rank for c in shown):
+        del shown[max(shown, key=lambda column: column.rank)]
+    left = {number for number, column in enumerate(shown) if column.left}
+    header, *rows = tables.align([*zip(*shown.values(), strict=True)], left)
+    return [Text(header, _QUIET), *map(_coloured, rows)]
 
 
-def _text(cell: str | Text | float | None) -> Text:
-    if isinstance(cell, Text):
-        return cell
-    # A string would be read as rich's markup: "[::1]:7700" is none.
-    return Text(_rate(cell) if isinstance(cell, float) else "-" if cell is None else str(cell))
+def _text(cell: str | float | None) -> str:
+    return _rate(cell) if isinstance(cell, float) else "-" if cell is None else str(cell)
+
+
+def _coloured(row: str) -> Text:
+    text = Text(row)
+    for pattern, style in _STYLES.items():
+        text.highlight_regex(pattern, style)
+    return text
 
 
 def _rate(value: float) -> str:
@@ -274,7 +276,7 @@ def _rate(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
-def blocks_bar(worker: WorkerLine, columns: int) -> Text | None:
+def blocks_bar(worker: WorkerLine, columns: int) -> str | None:
     """The pool as a bar: blocks held, cached, quarantined, and the rest free.
 
     A kind with any blocks at all gets at least one column.
@@ -285,10 +287,8 @@ def blocks_bar(worker: WorkerLine, columns: int) -> Text | None:
     parts = [max(1, round(count * columns / total)) if count else 0 for count in counts]
     while sum(parts) > columns:  # rounded up
         parts[parts.index(max(parts))] -= 1
-    bar = Text()
-    for (_, sign, style), part in zip(_BLOCKS, parts, strict=True):
-        bar.append(sign * part, style)
-    return bar.append(_FREE * (columns - sum(parts)), _QUIET)
+    bar = "".join(sign * part for (_, sign, _), part in zip(_BLOCKS, parts, strict=True))
+    return bar.ljust(columns, _FREE)
 
 
 def _used(worker: WorkerLine) -> str | None:
@@ -304,7 +304,7 @@ def _worker_columns(width: int) -> Sequence[Column]:
     return (
         Column("role", lambda w: w.role, 6, left=True),
         Column("worker", lambda w: w.name, left=True),
-        Column("state", lambda w: _state_text(w.state), left=True),
+        Column("state", lambda w: w.state, left=True),
         Column("batch", lambda w: f"{w.load.running}/{w.status.record.max_batch}"),
         Column("wait", lambda w: w.load.waiting, 5),
         Column("queue tok", lambda w: w.load.queue_tokens, 3),
@@ -331,17 +331,13 @@ def _good_share(status: Status) -> str | None:
     return f"{top_view.good(status) / total:.1%}" if total else None
 
 
-def _state_text(state: str) -> Text:
-    return Text(state, _STATE_STYLES.get(state, _BAD))
-
-
 def _clock(unix_s: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(unix_s))
 
 
 _ROUTER_COLUMNS = (  # of those that have answered
     Column("router", lambda r: r.name, left=True),
-    Column("state", lambda r: _state_text("NO ANSWER" if r.failure else r.last.router.state),
+    Column("state", lambda r: "NO ANSWER" if r.failure else r.last.router.state,
            left=True),
     Column("running", lambda r: r.last.router.running),
     Column("queued", lambda r: r.last.router.queued),
@@ -361,17 +357,17 @@ def _shown(value: float | None, text: Callable[[float], str]) -> str | None:
     return None if value is None else text(value)
 
 
-def _transport(pair: top_view.PairLine) -> str | Text | None:
-    """What the link uses; a fallback with the transport that was to be expected."""
+def _transport(pair: top_view.PairLine) -> str | None:
+    """The link's transport; a fallback with the transport that was expected."""
     name, fallback = transport_name(pair.status.transport), pair.status.fallback
-    return Text(f"{name} ({fallback.partition(':')[0]})", "yellow") if fallback else name
+    return f"{name} ({fallback.partition(':')[0]})" if fallback else name
 
 
 _PAIR_COLUMNS = (
     Column("prefill", lambda p: p.status.prefill, left=True),
     Column("decode", lambda p: p.status.decode, left=True),
     Column("over", _transport, left=True),
-    Column("link", lambda p: _state_text(p.status.state), left=True),
+    Column("link", lambda p: p.status.state, left=True),
     Column("KV/s", lambda p: _shown(p.rate("sent_bytes"), bytes_text), 1),
     Column("wire GB/s", lambda p: _shown(p.wire_gb_per_s, "{:.2f}".format), 3),
     Column("sent", lambda p: bytes_text(p.status.sent_bytes), 2),

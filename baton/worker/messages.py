@@ -49,7 +49,7 @@ class ModelLimits:
 
 
 def sequence_of(
-    spec: common_pb2.SequenceSpec, limits: ModelLimits, park_after: int | None = None
+    spec: common_pb2.SequenceSpec, limits: ModelLimits, pause_after: int | None = None
 ) -> Sequence:
     """The engine's sequence for a router's request, but for its grammar. Raises InvalidRequest.
 
@@ -79,8 +79,8 @@ def sequence_of(
         cache_salt=spec.cache_salt,
         priority=time.monotonic() + spec.virtual_finish_ms / 1000,
         prompt_s=spec.prompt_us / 1e6,
-        alone_tokens=PROVING_TOKENS if spec.alone else 0,
-        park_after=park_after,
+        exclusive_tokens=PROVING_TOKENS if spec.alone else 0,
+        pause_after=pause_after,
         block_hashes=hash_chain(tokens, limits.block_size, spec.cache_salt),
     )
 

@@ -18,13 +18,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import RenderableType
-
-from baton.bench.terminal import median_of, table
+from baton.bench.terminal import median_of
+from baton.tables import align
 from benchmarks import checkpoint, environment
 from benchmarks.child import Child, Failed
 from benchmarks.engine.adapters.protocol import Setup
-from benchmarks.environment import Missing, Rivals, console, rotated, say
+from benchmarks.environment import Missing, Rivals, rotated, say
 from benchmarks.shapes import SHAPES
 
 SCHEMA = "baton.bench.engine/2"
@@ -232,7 +231,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def text_of(report: Mapping[str, Any]) -> Iterator[RenderableType]:
+def text_of(report: Mapping[str, Any]) -> Iterator[str]:
     """What it was measured on, then rates and ratios: medians with their extremes."""
     machine = report["machine"]
     yield (
@@ -251,7 +250,7 @@ def text_of(report: Mapping[str, Any]) -> Iterator[RenderableType]:
             [n, *(median_of(values, form) for values in of.values())] for n, of in found.items()
         ]
         if rows:
-            yield from ("", table(title, list(next(iter(found.values()))), rows))
+            yield from ("", *align([[title, *next(iter(found.values()))], *rows]))
     for part, which in (("failures", "failed: "), ("notes", "")):
         for name, of in report[part].items():
             yield f"{name}: " + "; ".join(f"{label}: {which}{text}" for label, text in of.items())
@@ -278,7 +277,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Measures what the command line asks for."""
     report = compare(args)
-    for part in text_of(report):
-        console.print(part)
+    print(*text_of(report), sep="\n")
     environment.write(args.json, report)
     return 0

@@ -34,8 +34,7 @@ from triton.runtime.jit import JITFunction
 from baton.engine.backends.gpu.linear import GpuWeight, prepare
 from baton.engine.kernels.triton import timing, tuning
 from baton.engine.kernels.triton.check import check as compile_specs
-from baton.engine.kernels.triton.rows import EightBitRows, quantize_rows
-from baton.engine.kernels.triton.spec import (
+from baton.engine.kernels.triton.kernel_spec import (
     Config,
     KernelSpec,
     Key,
@@ -44,6 +43,7 @@ from baton.engine.kernels.triton.spec import (
     specs_in,
     text_of,
 )
+from baton.engine.kernels.triton.row_quantization import QuantizedRows, quantize_rows
 from baton.engine.weights.quantize import FP8
 from baton.engine.weights.weight import (
     DenseWeight,
@@ -466,7 +466,7 @@ def _random_weight(name: str, shape: tuple[int, int], device: torch.device) -> W
 def _rows_for(weight: Weight, x: Tensor) -> Any:
     """Rows as a weight takes them: of eight bits where it can."""
     dtype = weight.takes(x.shape[1]) if isinstance(weight, GpuWeight) else None
-    return x if dtype is None else EightBitRows(*quantize_rows(x, dtype), x.dtype)
+    return x if dtype is None else QuantizedRows(*quantize_rows(x, dtype), x.dtype)
 
 
 def decode_name(kv: str, batch: int, context: int) -> str:

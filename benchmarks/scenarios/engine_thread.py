@@ -16,23 +16,22 @@ from typing import Any
 
 import torch
 
-from baton.bench.terminal import table
 from baton.block_hash import hash_chain
 from baton.config import EngineConfig, WorkerConfig
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.block_manager import BlockManager
-from baton.engine.collectives import ALONE
+from baton.engine.collectives import SINGLE_RANK
 from baton.engine.loop import Engine, StepReport
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence
 from baton.generation.sampling_params import SamplingParams
 from baton.net.connection import framed
+from baton.tables import align
 from baton.telemetry import propagation, tracing
 from baton.v1.dispatch_pb2 import WorkerMessage
 from baton.worker.metrics import LoadTracker, WorkerMetrics
-from benchmarks.environment import console
 from decode_worker.reservations import DecodeSpans, Entry, Reservations
 
 BATCHES = (1, 64, 256)
@@ -67,7 +66,7 @@ def main(args: argparse.Namespace) -> int:
         over |= found > budget
         cells = f"{found:.3f}", f"{found / batch * 1e3:.2f}", f"{budget:.3f}"
         rows.append((f"event loop, {batch}", *cells))
-    console.print(table("step", ("ms CPU", "us a row", "budget ms"), rows))
+    print(*align([("step", "ms CPU", "us a row", "budget ms"), *rows]), sep="\n")
     return int(over)
 
 
@@ -82,7 +81,7 @@ class _NoModel:
     """What a runner needs to know of a model whose steps do not run."""
 
     expert_tokens = hidden = None
-    collectives = ALONE
+    collectives = SINGLE_RANK
 
     def together(self, *_: object) -> Any:
         return nullcontext()

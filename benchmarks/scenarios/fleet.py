@@ -27,13 +27,13 @@ from baton.bench import servers
 from baton.bench.generator import Generator, Run
 from baton.bench.request import RequestOptions
 from baton.bench.stats import percentile
-from baton.bench.terminal import table
 from baton.bench.workload import Lengths, Workload
 from baton.client import AsyncClient
 from baton.config import ClusterConfig, EngineConfig, RouterLimits
 from baton.local.cluster import LocalCluster
+from baton.tables import align
 from benchmarks.child import Failed
-from benchmarks.environment import console, cores, machine
+from benchmarks.environment import cores, machine
 from benchmarks.scenarios import fleet_workers
 
 _WORDS = 58  # of a prompt: 70 tokens with the template
@@ -67,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 async def main(args: argparse.Namespace) -> int:
     here = machine(cores(), len(cores()))
-    console.print(f"{here['processor']}, {len(cores())} cores, load before {here['load_before']}")
+    print(f"{here['processor']}, {len(cores())} cores, load before {here['load_before']}")
     program = (sys.executable, fleet_workers.__file__, str(args.workers // 2))
     config = ClusterConfig(
         engine=EngineConfig(simulate=args.simulate),
@@ -80,11 +80,11 @@ async def main(args: argparse.Namespace) -> int:
         await cluster.restart("router")
         await _until_ready(cluster, args.workers)
         ready_s = cluster.processes["router"].age_s
-        console.print(f"all {args.workers} READY {ready_s:.1f} s after the router's start")
+        print(f"all {args.workers} READY {ready_s:.1f} s after the router's start")
         before = await _Reading.take(cluster)
         await asyncio.sleep(args.idle)
         after = await _Reading.take(cluster)
-        console.print("", after.since(before, "without requests"), sep="\n")
+        print("", *after.since(before, "without requests"), sep="\n")
         load = Workload(
             rate=args.rate,
             duration_s=args.seconds,
@@ -96,19 +96,19 @@ async def main(args: argparse.Namespace) -> int:
             before = await _Reading.take(cluster)
             run = await Generator(server).open_loop(load.demands())
             after = await _Reading.take(cluster)
-        console.print("", after.since(before, f"{args.rate:g} requests/s"), sep="\n")
+        print("", *after.since(before, f"{args.rate:g} requests/s"), sep="\n")
         await _until_ready(cluster, args.workers)
     ended = Counter(o.status if o.ok else f"{o.status}: {o.message}" for o in run.outcomes)
     handed_over = sum(bool(o.finish and o.finish.route.prefill) for o in run.outcomes)
-    console.print(f"{run.ok / run.seconds:.1f} requests/s ended well of {args.rate:g}")
+    print(f"{run.ok / run.seconds:.1f} requests/s ended well of {args.rate:g}")
     for how, count in ended.most_common(_MOST_SHOWN):
-        console.print(f"{count:6} {how}")
-    console.print(f"handed over by a prefill worker: {handed_over}")
-    console.print(f"TTFT {spread(o.ttft_s for o in run.outcomes)}")
+        print(f"{count:6} {how}")
+    print(f"handed over by a prefill worker: {handed_over}")
+    print(f"TTFT {spread(o.ttft_s for o in run.outcomes)}")
     timings = [o.finish.timing for o in run.outcomes if o.finish]
-    console.print(f"of it until placed {spread(t.queue_ms / 1e3 for t in timings)}")
-    console.print(f"in the router's sight {spread(t.ttft_ms / 1e3 for t in timings)}")
-    console.print(lag_of(run))
+    print(f"of it until placed {spread(t.queue_ms / 1e3 for t in timings)}")
+    print(f"in the router's sight {spread(t.ttft_ms / 1e3 for t in timings)}")
+    print(lag_of(run))
     return int(run.failed > 0)
 
 
@@ -166,7 +166,7 @@ class _Reading:
             etcd,
         )
 
-    def since(self, before: _Reading, title: str) -> object:
+    def since(self, before: _Reading, title: str) -> list[str]:
         """What has happened since, as a table."""
         seconds = self.at - before.at
         rows = [
@@ -183,7 +183,7 @@ class _Reading:
         router_s = self.cpu_s["router"] - before.cpu_s["router"]
         rows.append(("router, CPU µs a message", f"{1e6 * router_s / max(1, sent.total()):.0f}"))
         rows += [(f"etcd: {what}/s", f"{count / seconds:.0f}") for what, count in etcd.items()]
-        return table(title, ("",), rows)
+        return align([(title, ""), *rows])
 
 
 async def _samples(address: str, *names: str) -> list[Sample]:

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from baton.bench.terminal import table
 from baton.config import EngineConfig, model_path
 from baton.engine import build
 from baton.engine.batch import StepBatch, StepModel
@@ -41,8 +40,8 @@ from baton.engine.models.model_config import ModelConfig
 from baton.engine.runner import Runner
 from baton.engine.weights.loader import load_weights
 from baton.engine.weights.weight import DenseWeight, Weight, quantized
+from baton.tables import align
 from baton.text import Tokenizer, load_tokenizer
-from benchmarks.environment import console
 
 # The demo model's tools are scripts beside each other, not a package.
 sys.path.append(str(Path(__file__).parents[2] / "scripts" / "demo_model"))
@@ -203,5 +202,5 @@ def main(args: argparse.Namespace) -> None:
             fit = [f"{value:.4f}" for value in (each, math.exp(each), bits)]
             fit.append(f"{variants[variant].token_bytes}")
             rows.append([variant, *fit, *(cell for name in REFERENCES for cell in cells(of, name))])
-        console.print(f"\n{name}: {len(stream) - 1} tokens, {num_bytes} bytes")
-        console.print(table("", columns, rows))
+        print(f"\n{name}: {len(stream) - 1} tokens, {num_bytes} bytes")
+        print(*align([["", *columns], *rows]), sep="\n")

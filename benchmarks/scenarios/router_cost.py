@@ -33,13 +33,14 @@ from baton.bench.generator import Generator, Run
 from baton.bench.request import RequestOptions
 from baton.bench.servers import Server
 from baton.bench.stats import Figure, percentile
-from baton.bench.terminal import median_table, table
+from baton.bench.terminal import median_table
 from baton.bench.workload import Lengths, Workload
 from baton.client import AsyncClient
 from baton.config import ClusterConfig, EngineConfig, RouterLimits
 from baton.local import ports
 from baton.local.cluster import LocalCluster
-from benchmarks.environment import console, cores, machine, rotated
+from baton.tables import align
+from benchmarks.environment import cores, machine, rotated
 from benchmarks.scenarios import fleet_workers
 
 _WARM_UP = 64
@@ -89,7 +90,7 @@ async def main(args: argparse.Namespace) -> None:
     if 0 < args.waiting <= _FULL_BLOCKS:
         raise SystemExit(f"--waiting: {_FULL_BLOCKS} run at once; give more than that, or 0")
     here = machine(cores(), len(cores()))
-    console.print(f"{here['processor']}, {len(cores())} cores, load before {here['load_before']}")
+    print(f"{here['processor']}, {len(cores())} cores, load before {here['load_before']}")
     checkouts = {"": None} if args.beside is None else {"": None, " beside": args.beside.resolve()}
     results: dict[str, list[dict[str, float]]] = {}
     # The demo model for its tokenizer: without one, streams over HTTP would carry empty texts.
@@ -104,7 +105,7 @@ async def main(args: argparse.Namespace) -> None:
         cases = [(kind, name) for kind in KINDS for name in clusters]
         for round_ in range(args.rounds):
             dumps_s = _dumps_s()
-            console.print(f"round {round_ + 1}: one json.dumps takes {dumps_s * 1e6:.2f} µs")
+            print(f"round {round_ + 1}: one json.dumps takes {dumps_s * 1e6:.2f} µs")
             for kind, name in rotated(cases, round_):
                 found = await _measure(args, clusters[name], kind, round_)
                 found["dumps"] = found["router"] / (1000 * args.tokens) / dumps_s
@@ -112,14 +113,16 @@ async def main(args: argparse.Namespace) -> None:
         for name, cluster in clusters.items():
             async with AsyncClient(cluster.address) as client:
                 counts = (await client.status())["router"]["counts"]
-            console.print(f"requests{name}: {counts['served']}")
-    rows = [row for name, of in checkouts.items() for row in await _first_chunks(args, name, of)]
+            print(f"requests{name}: {counts['served']}")
+    rows = [["a first token, to its chunk", "p50, ms", "p99, ms"]]
+    rows += [row for name, of in checkouts.items() for row in await _first_chunks(args, name, of)]
     columns = {kind + name: results[kind + name] for kind, name in cases}
-    console.print("", median_table(f"{args.callers} callers", FIGURES, columns), sep="\n")
-    console.print("", table("a first token, to its chunk", ("p50, ms", "p99, ms"), rows), sep="\n")
+    print("", *median_table(f"{args.callers} callers", FIGURES, columns), sep="\n")
+    print("", *align(rows), sep="\n")
     if args.waiting:
-        rows = [row for name, of in checkouts.items() for row in await _waiting(args, name, of)]
-        console.print("", table("requests that wait", ("number", "KiB of router each"), rows))
+        waits = [["requests that wait", "number", "KiB of router each"]]
+        waits += [row for name, of in checkouts.items() for row in await _waiting(args, name, of)]
+        print("", *align(waits), sep="\n")
 
 
 @asynccontextmanager

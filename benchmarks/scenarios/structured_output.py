@@ -29,7 +29,6 @@ from baton.errors import InvalidRequest
 from baton.generation.sampling_params import StructuredOutput
 from baton.generation.structured_output import GrammarCompiler, GrammarMatcher
 from baton.text import load_tokenizer
-from benchmarks.environment import console
 
 _CLOSING = '"]}'  # ends an output that became long, wherever it may
 _LONG, _LONGEST = 60, 200  # tokens
@@ -112,15 +111,15 @@ def main(args: argparse.Namespace) -> int:
             kind = f"{'valid' if test['valid'] else 'invalid'}, {'taken' if taken else 'refused'}"
             counts[f"instances {kind}"] += 1
             if taken != test["valid"]:
-                console.print(f"{kind}: {text} by {json.dumps(schema)}", markup=False)
+                print(f"{kind}: {text} by {json.dumps(schema)}")
     for schema in itertools.islice(itertools.cycle(accepted), args.samples):
         output = vocabulary.sample(vocabulary.matcher(schema), rng)
         counts[f"random outputs {(verdict := _verdict(schema, output))}"] += 1
         if verdict == "invalid":
-            console.print(f"random output: {output} by {json.dumps(schema)}", markup=False)
-    console.print(f"schemas: {len(accepted)} of {len(groups)} accepted")
+            print(f"random output: {output} by {json.dumps(schema)}")
+    print(f"schemas: {len(accepted)} of {len(groups)} accepted")
     for count in (refused, counts):
-        console.print("\n".join(f"{number:6} {what}" for what, number in count.most_common()))
+        print("\n".join(f"{number:6} {what}" for what, number in count.most_common()))
     return int(bool(counts["instances invalid, taken"] or counts["random outputs invalid"]))
 
 

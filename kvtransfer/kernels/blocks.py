@@ -331,5 +331,6 @@ _CASES = [
     for use in ("gather", "scatter", "copy", "checksum")
     for pool in _POOLS
 ]
-# With the fields of `baton.engine.kernels.triton.spec`: nothing of `kvtransfer` imports an engine.
+# The fields of `KernelSpec` in baton.engine.kernels.triton.kernel_spec: kvtransfer must not import
+# the engine.
 SPECS = (SimpleNamespace(name="move_blocks", trial=_trial, cases=_CASES, configs=None, shapes=()),)

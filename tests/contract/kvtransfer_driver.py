@@ -1,5 +1,5 @@
-"""CUDA's driver where there is no GPU: `baton.cuda.CudaDriver` over a library whose "GPU memory"
-lies in memfds, with tensors on the CPU. What `cuda_ipc` asks of it, and passes on, is real.
+"""CUDA's driver where there is no GPU: `baton.cuda.CudaDriver` over a fake libcuda, whose "GPU
+memory" is memfds, with tensors on the CPU. Descriptors and mappings between processes are real.
 """
 
 import ctypes
@@ -16,25 +16,27 @@ from tests.waiting import WAIT_S
 
 SOURCE = Path(__file__).parents[1] / "unit" / "fake_libcuda.c"
 CPU = torch.device("cpu")
-_FOLDER = tempfile.TemporaryDirectory(prefix="baton-libcuda-")
 
 
 @cache
 def library():
-    """The path of the library, built for this process."""
+    """The fake libcuda, loaded so that this process's cuda-bindings find it by its name."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler, "the native kernels need a C compiler, and so does this test"
-    path = Path(_FOLDER.name) / "libcuda.so.1"
-    command = [compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-o", path, SOURCE]
-    subprocess.run(command, check=True, timeout=WAIT_S)
-    return str(path)
+    with tempfile.TemporaryDirectory(prefix="baton-libcuda-") as folder:
+        path = Path(folder) / "libcuda.so.1"
+        command = [compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+        command += ["-Wl,-soname,libcuda.so.1", "-o", path, SOURCE]
+        subprocess.run(command, check=True, timeout=WAIT_S)
+        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 class StandIn(CudaDriver):
     """Its devices are CPUs, which are taken for the first GPU."""
 
     def __init__(self):
-        super().__init__(library())
+        self._library = library()
+        super().__init__()
 
     def allocate(self, device, num_bytes):
         return super().allocate(_gpu(device), num_bytes)

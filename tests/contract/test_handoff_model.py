@@ -103,9 +103,11 @@ class CheckingRunner(StepRunner):
         self._committed, self.wrong = committed, []
 
     def run(self, plan):
-        return {one.sequence.seq_id: sampled for one in plan.work if (sampled := self._run(one))}
+        return {
+            one.sequence.seq_id: sampled for one in plan.sequences if (sampled := self._run(one))
+        }
 
-    def scrub(self, blocks):
+    def zero_blocks(self, blocks):
         self.pool[blocks] = 0
 
     def wait_for_writes(self, blocks=None):

@@ -2,10 +2,12 @@
  *
  * An allocation is a memfd, so that descriptors of it are real and other processes can map it. As on
  * a GPU it lives while a handle, a mapping or a descriptor does, and mapped memory that nothing was
- * given access to cannot be read. What is not as cuda.h has it is CUDA_ERROR_INVALID_VALUE.
+ * given access to cannot be read. What is not as cuda.h has it is CUDA_ERROR_INVALID_VALUE. cuda-bindings asks cuGetProcAddress for
+ * every function; one that is not here it cannot call.
  */
 
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
@@ -124,7 +126,7 @@ CUresult cuCtxPopCurrent_v2(CUcontext *context) {
 }
 CUresult cuCtxSynchronize(void) { synchronized++; return in_context("cuCtxSynchronize"); }
 CUresult cuMemsetD8_v2(CUdeviceptr address, unsigned char value, size_t count) {
-    CUresult code = in_context("cuMemsetD8_v2");
+    CUresult code = in_context("cuMemsetD8");
     if (!code) memset((void *)(uintptr_t)address, value, count);
     return code;
 }
@@ -244,4 +246,13 @@ CUresult cuGetErrorName(CUresult code, const char **text) {
 CUresult cuGetErrorString(CUresult code, const char **text) {
     *text = code == 2 ? "out of memory" : 0;
     return code == 2 ? SUCCESS : INVALID_VALUE;
+}
+CUresult cuGetProcAddress_v2(const char *symbol, void **function, int version, uint64_t flags,
+                             int *status) {
+    char name[80];
+    (void)version, (void)flags;
+    snprintf(name, sizeof name, "%s_v2", symbol);
+    if (!(*function = dlsym(RTLD_DEFAULT, name))) *function = dlsym(RTLD_DEFAULT, symbol);
+    if (status) *status = !*function;
+    return SUCCESS;
 }

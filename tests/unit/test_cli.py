@@ -189,7 +189,7 @@ def test_an_api_key_is_shown_to_nobody(monkeypatch):
         assert cluster.limits.api_keys == digests
         line = commands.router(cluster, "h:1", 7701)
         assert "secret" not in repr(cluster) + str(line)
-        assert settings(*line).api_keys == digests
+        assert settings(*line).limits.api_keys == digests
 
 
 def test_a_worker_runs_on_its_share_of_the_machine():
@@ -225,12 +225,12 @@ def test_flags_override_the_environment_which_overrides_the_file(tmp_path, monke
         graphs=False,
     )  # fmt: skip
     router = settings("router", "--config", str(file))
-    assert (router.slos, router.ttft_target_s) == (("ttft=1", "x:e2e=2"), 0.5)
-    assert (router.trace_sample, router.max_queue) == (0, 9)
+    assert (router.limits.slos, router.limits.ttft_target_s) == (("ttft=1", "x:e2e=2"), 0.5)
+    assert (router.trace_sample, router.limits.max_queue) == (0, 9)
     child, _ = children()
-    assert child.max_queue == 9
+    assert child.limits.max_queue == 9
     monkeypatch.setenv("BATON_OPT_MAX_QUEUE", "10")  # what `baton up` has read is what holds
-    assert settings("router", "--config", options.to_json(child)).max_queue == 9
+    assert settings("router", "--config", options.to_json(child)).limits.max_queue == 9
 
 
 def test_sizes_are_in_powers_of_two_or_ten():

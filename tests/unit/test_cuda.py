@@ -4,6 +4,7 @@ import ctypes
 import gc
 import mmap
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,12 +33,6 @@ def driver():
 
 def open_files():
     return sorted(path.name for path in Path("/proc/self/fd").iterdir())
-
-
-def test_structures_are_laid_out_as_in_cuda_h():
-    fields = cuda._Properties.location, cuda._Properties.win32_handle_meta_data
-    assert [field.offset for field in (*fields, cuda._Properties.alloc_flags)] == [8, 16, 24]
-    assert [ctypes.sizeof(one) for one in (cuda._Properties, cuda._Access)] == [32, 12]
 
 
 def test_memory_is_zeroed_opened_by_its_descriptor_and_given_back(driver):
@@ -69,13 +64,13 @@ def test_memory_is_seen_by_torch_where_it_lies(monkeypatch):
         return SimpleNamespace(data_ptr=lambda: seen["data"][0])
 
     monkeypatch.setattr(cuda.torch, "as_tensor", as_tensor)
-    CudaDriver(library()).view(4096, 60)
+    library()
+    CudaDriver().view(4096, 60)
     assert (seen["typestr"], seen["data"], seen["device"]) == ("|u1", (4096, False), GPU)
     assert seen["shape"] == (60,)
 
 
-def test_a_link_of_native_atomics_is_nvlink(driver, monkeypatch):
-    monkeypatch.setattr(cuda.CudaDriver.__init__, "__defaults__", (library(),))
+def test_a_link_of_native_atomics_is_nvlink(driver):
     other = torch.device("cuda", 0)
     assert cuda.has_nvlink.__wrapped__(other, GPU)
     assert not cuda.has_nvlink.__wrapped__(GPU, other)
@@ -83,7 +78,7 @@ def test_a_link_of_native_atomics_is_nvlink(driver, monkeypatch):
         cuda.has_nvlink.__wrapped__(GPU, GPU)
 
 
-def test_a_failed_call_is_named_with_its_text_and_a_hint(driver, tmp_path):
+def test_a_failed_call_is_named_with_its_text_and_a_hint(driver):
     driver.fail("cuMemCreate", 2)
     with pytest.raises(CudaError) as failed:
         driver.allocate(GPU, 100)
@@ -93,16 +88,31 @@ def test_a_failed_call_is_named_with_its_text_and_a_hint(driver, tmp_path):
     )
     with pytest.raises(CudaError, match=r"cuDeviceGet failed with CUDA error 101, .*every GPU"):
         driver.allocate(torch.device("cuda", 7), 100)
-    driver.fail("cuMemCreate", 12345)
-    with pytest.raises(CudaError, match=r"12345, no text from the driver$"):
+    driver.fail("cuMemCreate", 999)
+    with pytest.raises(CudaError, match=r"999, no text from the driver$"):
         driver.allocate(GPU, 100)
-    with pytest.raises(OSError, match="CUDA's driver cannot be loaded"):
-        CudaDriver(str(tmp_path / "libcuda.so.1"))
+    driver.fail("cuMemCreate", 12345)  # which bindings do not know
+    with pytest.raises(OSError, match=r"cuMemCreate of CUDA's driver cannot be called: 12345"):
+        driver.allocate(GPU, 100)
+
+
+def test_a_missing_driver_and_missing_bindings_are_named(monkeypatch):
+    def cannot_load(_):
+        raise RuntimeError("no libcuda.so.1")
+
+    library()
+    with monkeypatch.context() as patched:
+        patched.setattr("cuda.bindings.driver.cuInit", cannot_load)
+        with pytest.raises(OSError, match="cuInit of CUDA's driver cannot be called: no libcuda"):
+            CudaDriver()
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(OSError, match=r"install baton-serving\[gpu\]"):
+        CudaDriver()
 
 
 @pytest.mark.parametrize(
     "call",
-    ["cuMemExportToShareableHandle", "cuMemMap", "cuMemSetAccess", "cuMemsetD8_v2", "cuInit"],
+    ["cuMemExportToShareableHandle", "cuMemMap", "cuMemSetAccess", "cuMemsetD8", "cuInit"],
 )
 def test_memory_that_cannot_be_had_leaves_nothing(driver, call):
     driver.fail(call, 801)

@@ -36,11 +36,11 @@ sys.meta_path.insert(0, Hidden())
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel of a copy of the tree that has only what packaging reads."""
+    """The wheel of a copy of the tree that has what packaging reads, without generated stubs."""
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    skipped = shutil.ignore_patterns("__pycache__", "*.pyc")
+    skipped = shutil.ignore_patterns("__pycache__", "*.pyc", "*_pb2*")
     for name in (*PACKAGES, "protos", "tests", "scripts"):
         shutil.copytree(ROOT / name, source / name, ignore=skipped)
     (built,) = WheelBuilder(str(source)).build(directory=str(tmp_path_factory.mktemp("dist")))
@@ -74,6 +74,15 @@ def test_the_wheel_is_whole_and_has_nothing_else(wheel):
         if line.startswith("Requires-Dist: ") and "extra ==" not in line
     }
     assert required == {"grpcio", "protobuf", "googleapis-common-protos", "opentelemetry-api"}
+
+
+def test_a_source_tree_without_stubs_says_how_to_get_them(tmp_path):
+    (tmp_path / "baton" / "v1").mkdir(parents=True)
+    (tmp_path / "baton" / "__init__.py").touch()
+    shutil.copy(ROOT / "baton/v1/__init__.py", tmp_path / "baton/v1")
+    argv = [sys.executable, "-c", "from baton.v1 import common_pb2"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "ImportError" in done.stderr and "run `make setup`" in done.stderr
 
 
 GRPC = ("grpc",)

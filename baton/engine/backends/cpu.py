@@ -23,7 +23,7 @@ from torch import Tensor
 from baton.config import CPU_KV_CACHE_BYTES, EngineConfig, SimulatedSpeed
 from baton.engine.backends import Backend, unsupported
 from baton.engine.batch import StepModel
-from baton.engine.collectives import ALONE, GroupCollectives
+from baton.engine.collectives import SINGLE_RANK, GroupCollectives
 from baton.engine.kernels.native import library
 from baton.engine.kernels.native.model import NativeModel
 from baton.engine.kernels.native.ops import NativeOps
@@ -104,7 +104,7 @@ class CpuBackend(Backend):
         prepared = partial(prepare_weight, quantization=settings.quantization, native=native)
         kernels = "native" if native else "torch"
         weights = weights_of(settings, path, config, dtype, self.device, kernels, prepared, shard)
-        group = exchange if isinstance(exchange, GroupCollectives) else ALONE
+        group = exchange if isinstance(exchange, GroupCollectives) else SINGLE_RANK
         if not native:
             return Model(config, weights, dtype, self.device, shard=shard, ranks=group)
         reason = unsupported(config, settings.block_size, "native")

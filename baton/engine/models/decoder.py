@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
-from baton.engine.collectives import ALONE, Collectives
+from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.torch.attention import Scoring, attend, place, softcapped, write_kv
 from baton.engine.kernels.torch.linear import act_mul
 from baton.engine.kernels.torch.moe_routing import route
@@ -71,7 +71,7 @@ class Model:
         device: torch.device,
         tables_dtype: torch.dtype | None = None,
         shard: Shard = WHOLE,
-        ranks: Collectives = ALONE,
+        ranks: Collectives = SINGLE_RANK,
     ) -> None:
         """config is of the whole model, weights are the shard's.
 
@@ -148,7 +148,7 @@ class Model:
         elsewhere = (token_ids < tokens.start) | (token_ids >= tokens.stop)
         local = (token_ids - tokens.start).masked_fill(elsewhere, 0)
         rows = F.embedding(local, embedding).masked_fill(elsewhere[:, None], 0)
-        return self.collectives.sum(rows)
+        return self.collectives.all_reduce(rows)
 
     def _mlp(self, hidden: Hidden, layer: LayerWeights, rows: Any, index: int) -> Hidden:
         """With what the MLP adds, or the experts that each row takes."""
@@ -221,7 +221,7 @@ class Model:
 
     def _added(self, hidden: Hidden, mixed: Tensor, norm: Tensor | None) -> Hidden:
         """With what a rank's part of attention or MLP adds to the stream."""
-        mixed = self.collectives.sum(mixed)
+        mixed = self.collectives.all_reduce(mixed)
         if norm is not None:
             mixed, _ = self._add_rms_norm(mixed, None, norm)
         scale = self.config.residual_scale
@@ -300,7 +300,7 @@ class Model:
         squares: Sequence[Tensor | None] = (None, None)
         if self._num_ranks > 1:
             own = torch.cat([x.float().pow(2).mean(-1, keepdim=True) for x in (q, k)], dim=1)
-            squares = (self.collectives.sum(own) / self._num_ranks).split(1, dim=1)
+            squares = (self.collectives.all_reduce(own) / self._num_ranks).split(1, dim=1)
         eps, (of_q, of_k) = self.config.rms_eps, squares
         return rms_norm(q, layer.q_norm, eps, of_q), rms_norm(k, layer.k_norm, eps, of_k)
 

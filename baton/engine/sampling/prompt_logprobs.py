@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baton.engine.scheduler import Work
+from baton.engine.scheduler import ScheduledSequence
 from baton.errors import InternalError
 
 _ROWS = 32  # worked on at a time: their log-probabilities stay in the cache
@@ -30,7 +30,9 @@ class PromptLogprobs:
     top_logprobs: npt.NDArray[np.float32]
 
 
-def of_prompts(work: Sequence[Work], logits: Tensor) -> tuple[Tensor, dict[str, PromptLogprobs]]:
+def of_prompts(
+    work: Sequence[ScheduledSequence], logits: Tensor
+) -> tuple[Tensor, dict[str, PromptLogprobs]]:
     """(the logits of rows that sample, by sequence id what was asked for of the others).
 
     logits: float32 `[rows, vocab]` of each work's `scored` positions, then of those that it samples

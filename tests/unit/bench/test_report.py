@@ -1,16 +1,14 @@
 """The report's form, and the table that is made of it."""
 
-import io
 import json
 import re
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from baton.bench.generator import Run
 from baton.bench.report import SCHEMA, Stage, report_of
-from baton.bench.terminal import show
+from baton.bench.terminal import report_lines
 from baton.bench.workload import Workload
 from baton.config.slo import Slo
 from tests.unit.bench.outcomes import failed, finish, outcome
@@ -23,9 +21,7 @@ SWEEP = (1.0, 2.0, 4.0)
 
 def text_of(found):
     """What a terminal shows."""
-    out = io.StringIO()
-    show(found, Console(file=out, width=100))
-    return out.getvalue()
+    return "\n".join(report_lines(found))
 
 
 def run(scale=1.0):

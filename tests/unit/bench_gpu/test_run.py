@@ -23,7 +23,7 @@ import torch
 import triton
 
 from baton.engine.kernels.triton import timing, tuning
-from baton.engine.kernels.triton.spec import text_of
+from baton.engine.kernels.triton.kernel_spec import text_of
 from baton.engine.models.model_config import ModelConfig
 from benchmarks import child
 from benchmarks.engine.driver import Driver, Soaked

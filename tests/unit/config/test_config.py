@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 
-from baton import config
 from baton.config import (
     DEMO_MODEL,
     ClusterConfig,
     EngineConfig,
     RegistryConfig,
     RouterConfig,
+    RouterLimits,
     WorkerConfig,
     default_model_name,
     host_id,
     model_path,
+    service,
     split_address,
 )
 from baton.config.slo import Slo, parse_all
@@ -40,7 +41,7 @@ WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
     (EngineConfig, {"gpu_memory": NAN}, "--gpu-memory must be between 0.001 and 1, not nan"),
     (EngineConfig, {"block_size": 0}, "--block-size must be at least 1, not 0"),
     (EngineConfig, {"kv_cache_bytes": -1}, "--kv-cache must be at least 0, not -1 (field kv_cache"),
-    (RouterConfig, {"ttft_target_s": 500}, "0 and 60, not 500 (field ttft_target_s): it is in sec"),
+    (RouterLimits, {"ttft_target_s": 500}, "0 and 60, not 500 (field ttft_target_s): it is in sec"),
     (WorkerConfig, {"role": "decode", "transport": "rdma"}, "--transport must be one of auto"),
     (WorkerConfig, {"role": "decode", "advertise": "h"}, "--advertise must be HOST:PORT, not 'h'"),
     (WorkerConfig, {"role": "decode", "node_rank": 1}, "--node-rank 1 is none of --nnodes 1"),
@@ -49,7 +50,7 @@ WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
     (RouterConfig, {"port": -1}, "--port must be between 0 and 65535, not -1"),
     (ClusterConfig, {"decode": 0}, "--decode must be at least 1, not 0: only decode workers"),
     (ClusterConfig, {"routers": 3, "port": 65534}, "--port 65534 leaves no ports for 3 routers"),
-    (RouterConfig, {"slos": ("x",)}, "--slo 'x'"),
+    (RouterLimits, {"slos": ("x",)}, "--slo 'x'"),
     (ClusterConfig, {"etcd": "x"}, "--etcd must be HOST:PORT, not 'x'"),
     (ClusterConfig, {"etcd_access": RegistryConfig(user="me")}, "need --etcd HOST:PORT"),
 ]
@@ -124,7 +125,7 @@ def test_processes_in_other_namespaces_share_it_if_they_share_a_folder():
 def test_a_process_without_the_folder_shares_none(monkeypatch, tmp_path):
     own = host_id()
     for folder in (tmp_path, tmp_path / "none"):
-        monkeypatch.setattr(config, "SHARED_FOLDER", folder)
+        monkeypatch.setattr(service, "SHARED_FOLDER", folder)
         assert host_id() != own
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.batch import BatchBuilder
-from baton.engine.scheduler import Plan, Work
+from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
 from baton.generation.sampling_params import SamplingParams
 
@@ -22,7 +22,7 @@ def from_nothing(plan):
     """The batch of a plan but its block_tables, as plain lists, one token at a time."""
     token_ids: list[int] = []
     logit_rows: list[int] = []
-    for work in plan.work:
+    for work in plan.sequences:
         known = [*work.sequence.tokens, *work.proposed]
         token_ids += known[work.start : work.start + work.count]
         if work.start + work.count == len(known):
@@ -30,10 +30,10 @@ def from_nothing(plan):
             logit_rows += range(last - len(work.proposed), last + 1)
     return {
         "token_ids": token_ids,
-        "context_lens": [work.start for work in plan.work],
-        "query_lens": [work.count for work in plan.work],
+        "context_lens": [work.start for work in plan.sequences],
+        "query_lens": [work.count for work in plan.sequences],
         "logit_rows": logit_rows,
-        "num_decodes": sum(work.count == 1 for work in plan.work),
+        "num_decodes": sum(work.count == 1 for work in plan.sequences),
     }
 
 
@@ -47,8 +47,8 @@ def assert_same(batch, plan):
         assert value == expected, name
     assert batch.block_tables.dtype == torch.int32
     assert batch.block_tables.is_contiguous()
-    assert len(batch.block_tables) == len(plan.work)
-    for work, table in zip(plan.work, batch.block_tables.tolist(), strict=True):
+    assert len(batch.block_tables) == len(plan.sequences)
+    for work, table in zip(plan.sequences, batch.block_tables.tolist(), strict=True):
         blocks = work.sequence.block_ids
         needed = (work.start + work.count + SIZE - 1) // SIZE
         assert table[:needed] == blocks[:needed]
@@ -80,9 +80,9 @@ def some_work(dice, sequence):
     kind = dice.random()
     if kind < 0.8:
         proposed = range(dice.randint(0, room) if kind < 0.1 else 0)
-        return Work(sequence, known - 1, 1 + len(proposed), tuple(proposed))
+        return ScheduledSequence(sequence, known - 1, 1 + len(proposed), tuple(proposed))
     start = dice.randrange(known)
-    return Work(sequence, start, dice.randint(1, known - start))
+    return ScheduledSequence(sequence, start, dice.randint(1, known - start))
 
 
 @settings(max_examples=150, deadline=None)
@@ -100,18 +100,18 @@ def test_whatever_happens_to_sequences_batches_are_those_of_their_plans(seed):
             change(dice, sequence)
         work = [some_work(dice, sequence) for sequence in running]
         if dice.random() < 0.5:
-            work = [Work(s, len(s.tokens) - 1, 1) for s in running]
-        plan = Plan(sorted(work, key=lambda one: one.count > 1))
+            work = [ScheduledSequence(s, len(s.tokens) - 1, 1) for s in running]
+        plan = ScheduledStep(sorted(work, key=lambda one: one.count > 1))
         assert_same(built.build(plan), plan)
 
 
 def test_a_sequence_that_goes_on_costs_no_new_tensors():
     sequence, built = a_sequence("a", [1, 2, 3, 4], [7]), batches()
-    first = built.build(Plan([Work(sequence, 3, 1)]))
+    first = built.build(ScheduledStep([ScheduledSequence(sequence, 3, 1)]))
     for token, at in zip(range(5, 13), range(4, 12), strict=True):
         sequence.tokens.append(token)
         sequence.block_ids += [at] if at % SIZE == 0 else []
-        plan = Plan([Work(sequence, at, 1)])
+        plan = ScheduledStep([ScheduledSequence(sequence, at, 1)])
         batch = built.build(plan)
         assert_same(batch, plan)
         assert batch.block_tables.data_ptr() == first.block_tables.data_ptr()

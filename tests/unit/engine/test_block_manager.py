@@ -15,7 +15,7 @@ def publish_all(pool, blocks, tokens, salt=""):
     for index, (block, name) in enumerate(
         zip(blocks, hash_chain(tokens, SIZE, salt), strict=False)
     ):
-        pool.publish(block, name, parent, tokens[index * SIZE : (index + 1) * SIZE])
+        pool.cache_block(block, name, parent, tokens[index * SIZE : (index + 1) * SIZE])
         parent = name
 
 
@@ -31,21 +31,25 @@ def test_a_released_prefix_is_hit_again_but_for_its_last_token():
     blocks = filled(pool, tokens)
     pool.release(blocks)
     assert (pool.num_free, pool.num_cached, pool.num_held) == (5, 3, 0)
-    assert pool.match([*tokens, 99], "") == blocks
+    assert pool.get_computed_blocks([*tokens, 99], "") == blocks
     assert pool.num_held == 3
-    assert pool.match(tokens, "") == blocks[:2], "one token is left to compute"
+    assert pool.get_computed_blocks(tokens, "") == blocks[:2], "one token is left to compute"
     pool.check()
 
 
 def test_only_the_same_tokens_under_the_same_salt_hit():
     pool, tokens = BlockManager(8, SIZE), list(range(8))
     blocks = filled(pool, tokens, salt="tenant-a")
-    assert pool.match([*tokens, 1], "tenant-b") == pool.match([*tokens, 1], "") == []
-    assert pool.match([*tokens, 1], "tenant-a") == blocks
+    assert (
+        pool.get_computed_blocks([*tokens, 1], "tenant-b")
+        == pool.get_computed_blocks([*tokens, 1], "")
+        == []
+    )
+    assert pool.get_computed_blocks([*tokens, 1], "tenant-a") == blocks
     (other,) = pool.allocate(1)
     forged = block_hash(root_hash(""), [1, 2, 3, 4])  # as if other tokens had this very hash
-    pool.publish(other, forged, root_hash(""), [5, 6, 7, 8])
-    assert pool.match([1, 2, 3, 4, 9], "") == []
+    pool.cache_block(other, forged, root_hash(""), [5, 6, 7, 8])
+    assert pool.get_computed_blocks([1, 2, 3, 4, 9], "") == []
 
 
 def test_the_deepest_blocks_of_the_oldest_prefix_go_first_and_changes_are_reported_once():
@@ -54,8 +58,8 @@ def test_the_deepest_blocks_of_the_oldest_prefix_go_first_and_changes_are_report
         pool.release(filled(pool, tokens))
     assert len(pool.take_changes().stored) == 4
     assert pool.allocate(1) is not None
-    assert len(pool.match([*old, 1], "")) == 1
-    assert len(pool.match([*new, 1], "")) == 2
+    assert len(pool.get_computed_blocks([*old, 1], "")) == 1
+    assert len(pool.get_computed_blocks([*new, 1], "")) == 2
     changes = pool.take_changes()
     assert (len(changes.stored), len(changes.evicted)) == (0, 1)
     pool.check()
@@ -89,7 +93,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(kind=st.integers(0, 2), length=st.integers(1, 20))
     def admit(self, kind, length):
         tokens = [kind] * length
-        matched = self.pool.match(tokens, "")
+        matched = self.pool.get_computed_blocks(tokens, "")
         assert len(matched) * SIZE < length
         fresh = self.pool.allocate(-(-length // SIZE) - len(matched))
         if fresh is None:
@@ -99,7 +103,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def publish(self, data):
+    def cache_block(self, data):
         publish_all(self.pool, *data.draw(st.sampled_from(self.held)))
 
     @precondition(lambda self: self.held)
@@ -118,8 +122,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.quarantined)
     @rule()
-    def readmit(self):
-        self.pool.readmit(self.quarantined.pop())
+    def end_quarantine(self):
+        self.pool.end_quarantine(self.quarantined.pop())
 
     @rule()
     def tell(self):

@@ -110,7 +110,7 @@ def test_an_int8_pool_has_room_for_the_scales_and_is_scrubbed_with_them(director
     assert pool.dtype == torch.int8
     assert pool.shape == (8, 2, 2, 2, 16, SMALL["head_dim"] + SCALE_BYTES)
     pool.fill_(-1)  # as bytes from a broken transfer: scales that are no numbers
-    loaded.runner.scrub([2, 5])
+    loaded.runner.zero_blocks([2, 5])
     kept = pool.any(dim=5).flatten(1)
     assert kept.all(dim=1).tolist() == [block not in (2, 5) for block in range(8)]
     assert not kept[[2, 5]].any()

@@ -100,7 +100,7 @@ def test_unverified_bytes_do_not_outlive_their_reservation(loaded, quarantine):
         assert bool(blocks) == quarantine
         if quarantine:
             assert bench.engine.load().result(WAIT_S).blocks_quarantined == len(blocks)
-            bench.engine.readmit(blocks).result(WAIT_S)
+            bench.engine.end_quarantine(blocks).result(WAIT_S)
         assert bench.engine.load().result(WAIT_S).blocks_free == 128
     assert not loaded.runner.pool.isnan().any()
 

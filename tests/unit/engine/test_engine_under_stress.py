@@ -30,13 +30,15 @@ class GatedRunner(StepRunner):
         self.plans = []
 
     def run(self, plan):
-        self.plans.append([work.sequence.seq_id for work in plan.work])
+        self.plans.append([work.sequence.seq_id for work in plan.sequences])
         self.begun.set()
         assert self.opened or self.allow.acquire(timeout=WAIT_S)
         poisoned = self.poison and any(one.startswith(self.poison) for one in self.plans[-1])
         if self.failing or poisoned:
             raise RuntimeError("out of memory")
-        return {work.sequence.seq_id: SampledTokens((7,)) for work in plan.work if work.samples}
+        return {
+            work.sequence.seq_id: SampledTokens((7,)) for work in plan.sequences if work.samples
+        }
 
     def open(self):
         self.opened = True
@@ -72,10 +74,10 @@ def sequence(name, length=40, max_tokens=8, **fields):
 def test_hundreds_leave_at_once_and_the_next_one_is_served_at_once(bench):
     engine, names = bench.engine, [f"s{i}" for i in range(STORM)]
     for name in names:
-        engine.add(sequence(name, park_after=1))
+        engine.add(sequence(name, pause_after=1))
     assert bench.runner.begun.wait(WAIT_S)
     for name in names[::2]:
-        engine.halt(name)
+        engine.pause(name)
     gone = [engine.release(name) for name in names]
     engine.add(sequence("next", 3, 1))
     bench.runner.open()
@@ -91,10 +93,10 @@ def test_hundreds_leave_at_once_and_the_next_one_is_served_at_once(bench):
 def test_a_halted_sequence_runs_no_more_and_keeps_its_blocks(bench):
     bench.engine.add(sequence("a"))
     assert bench.runner.begun.wait(WAIT_S)
-    halted = bench.engine.halt("a")
-    bench.engine.halt("unknown")
+    paused = bench.engine.pause("a")
+    bench.engine.pause("unknown")
     bench.runner.open()
-    halted.result(WAIT_S)
+    paused.result(WAIT_S)
     load = bench.engine.load().result(WAIT_S)
     assert (load.blocks_held, load.running, load.waiting, load.steps) == (10, 0, 0, 1)
     bench.engine.release("a").result(WAIT_S)
@@ -162,7 +164,7 @@ def test_a_sequence_that_is_to_run_alone_shares_no_step_and_delays_the_others_by
     engine.add(sequence("a", 3, max_tokens=40))
     engine.add(sequence("b", 3, max_tokens=40))
     for name in ("s1", "s2"):  # prompts of two chunks
-        engine.add(sequence(name, 20, max_tokens=30, alone_tokens=4))
+        engine.add(sequence(name, 20, max_tokens=30, exclusive_tokens=4))
     runner.poison = "s2"
     runner.open()
     ended = {}

@@ -21,7 +21,7 @@ from baton.engine.backends.cpu import CpuBackend
 from baton.engine.collectives import GlooCollectives
 from baton.engine.kv_cache import KvLayout
 from baton.engine.runner import RunnerFailed
-from baton.engine.scheduler import Plan, Work
+from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
 from baton.engine.shard import Shard
 from baton.engine.weights.weight import DenseWeight, Fp8BlockWeight, Int4Weight, Int8Weight
@@ -184,7 +184,7 @@ def test_pools_of_ranks_hold_what_was_asked_for_and_are_zeroed_together(tmp_path
         assert sum(pool.shape[3] for pool in pools) == 2 * copies
         for pool in pools:
             pool.fill_(float("nan"))
-        loaded.runner.scrub([3, 5])
+        loaded.runner.zero_blocks([3, 5])
         assert all(not pool[[3, 5]].any() and pool[4].isnan().all() for pool in pools)
         loaded.runner.close()
 
@@ -231,7 +231,7 @@ def test_a_step_without_logits_ends_when_every_rank_has_written_its_keys(tmp_pat
     loaded = load(tmp_path, tp=2)
     model, rounds = loaded.runner.model, 1  # of the exchange's header
     chunk = Sequence("a", [1] * 8, 8, GREEDY, block_ids=[0])
-    loaded.runner.run(Plan([Work(chunk, 0, 4)]))
+    loaded.runner.run(ScheduledStep([ScheduledSequence(chunk, 0, 4)]))
     # The embedding, two sums of each layer but the last, and one more meeting.
     assert int(model._words[rounds]) == 1 + 2 * (loaded.model_config.num_layers - 1) + 1
     loaded.runner.close()
@@ -374,7 +374,7 @@ def test_nccl_is_asked_for_what_graphs_can_hold(monkeypatch):
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "a lost rank ends no process"
     group.join(torch.device("cpu"))
     x = torch.arange(6.0).view(2, 3)
-    assert group.sum(x.clone()).equal(2 * x)
+    assert group.all_reduce(x.clone()).equal(2 * x)
     # Of seven columns the first rank has three, and the second four.
     gathered = group.gather(x, 7)
     assert gathered[:, :6].equal(torch.cat([x, x], dim=1)) and gathered.shape == (2, 7)

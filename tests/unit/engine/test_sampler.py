@@ -12,7 +12,7 @@ from baton.engine.runner import sample_rows
 from baton.engine.sampling import filters
 from baton.engine.sampling.randomness import splitmix64, uniform
 from baton.engine.sampling.sampler import Sampler, SampleRow, finish_reason
-from baton.engine.scheduler import Work
+from baton.engine.scheduler import ScheduledSequence
 from baton.engine.sequence import Sequence, TokenCounts
 from baton.errors import InternalError
 from baton.generation.sampling_params import SamplingParams
@@ -301,7 +301,7 @@ def test_penalties_look_at_new_tokens_only():
     sequence = Sequence("s", tokens, 1500, params, num_computed=1999)
     logits = random_logits(1, seed=3)
     for step in range(10):
-        sampled = sample(logits, *sample_rows(Work(sequence, len(tokens) - 1, 1)))
+        sampled = sample(logits, *sample_rows(ScheduledSequence(sequence, len(tokens) - 1, 1)))
         assert sampled == sample(logits, SampleRow(params, list(tokens.data), 1500))
         tokens += sampled
         if not step:

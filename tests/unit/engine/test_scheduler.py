@@ -26,23 +26,23 @@ def make_sequence(name, length, first=0, priority=0.0):
 
 def run(scheduler, plan):
     """What a step does to the books: computes, and draws a token (7) where one is due."""
-    scheduler.launched(plan)
-    for work in plan.work:
+    scheduler.update_after_launch(plan)
+    for work in plan.sequences:
         if work.samples:
             work.sequence.tokens[-1] = 7
-        scheduler.landed(work)
+        scheduler.update_after_landing(work)
     scheduler.blocks.check()
 
 
 def shape(plan):
-    return [(work.sequence.seq_id, work.start, work.count) for work in plan.work]
+    return [(work.sequence.seq_id, work.start, work.count) for work in plan.sequences]
 
 
 def rounds(scheduler, count):
     """What is planned and run in so many steps."""
     seen = []
     for _ in range(count):
-        plan = scheduler.plan()
+        plan = scheduler.schedule()
         seen += shape(plan)
         run(scheduler, plan)
     return seen
@@ -68,8 +68,8 @@ def test_a_chunk_takes_its_time_at_the_rate_of_the_last_steps():
         """Sizes of so many chunks at that rate."""
         sizes = []
         for _ in range(steps):
-            sizes.append((plan := scheduler.plan()).num_chunk_tokens)
-            scheduler.ran(plan, sizes[-1] / tokens_per_s)
+            sizes.append((plan := scheduler.schedule()).num_chunk_tokens)
+            scheduler.record_step(plan, sizes[-1] / tokens_per_s)
             run(scheduler, plan)
         return sizes
 
@@ -87,11 +87,11 @@ def test_a_chunk_takes_its_time_at_the_rate_of_the_last_steps():
 def test_only_steps_with_some_tokens_of_prompts_measure_their_rate():
     scheduler = Scheduler(BlockManager(64, SIZE), ChunkBudget(64), max_batch=64)
     scheduler.add(make_sequence("short", 31))
-    scheduler.ran(plan := scheduler.plan(), 1.0)
+    scheduler.record_step(plan := scheduler.schedule(), 1.0)
     run(scheduler, plan)
     assert scheduler.chunk.rate == 0
     scheduler.add(make_sequence("long", 32, first=100))
-    scheduler.ran(scheduler.plan(), 1.0)
+    scheduler.record_step(scheduler.schedule(), 1.0)
     assert scheduler.chunk.rate == 33  # rows: the other's is one
 
 
@@ -101,41 +101,45 @@ def test_a_batch_above_the_chunk_budget_starves_nobody():
     for sequence in streams[:6]:
         scheduler.add(sequence)
     while any(sequence.num_pending != 1 for sequence in streams[:6]):
-        run(scheduler, scheduler.plan())
+        run(scheduler, scheduler.schedule())
     for sequence in streams[6:]:  # their KV has come
         assert scheduler.reserve(sequence, extra_tokens=1)
         sequence.num_computed = 2
         scheduler.add(sequence)
     scheduler.add(make_sequence("prompt", 20, first=900, priority=-1.0))
     for step in range(5):
-        plan = scheduler.plan()
+        plan = scheduler.schedule()
         assert {name for name, _, count in shape(plan) if count == 1} == {f"s{i}" for i in range(8)}
         assert shape(plan)[-1] == ("prompt", 4 * step, 4)
         run(scheduler, plan)
 
 
-@pytest.mark.parametrize(("prompt_s", "late_s"), [(2.0, [5, 10, 13, 13]), (0.0, [0, 0, 0, 0])])
-def test_virtual_time_advances_with_prompts_that_are_done_by_what_they_count(prompt_s, late_s):
+@pytest.mark.parametrize(
+    ("prompt_s", "virtual_lag_s"), [(2.0, [5, 10, 13, 13]), (0.0, [0, 0, 0, 0])]
+)
+def test_virtual_time_advances_with_prompts_that_are_done_by_what_they_count(
+    prompt_s, virtual_lag_s
+):
     scheduler, found = make_planner(), []
     sequence = make_sequence("a", 18)
     sequence.prompt_s = prompt_s
     scheduler.add(sequence)
     for step in range(4):
-        plan = scheduler.plan()
+        plan = scheduler.schedule()
         sequence.new_tokens = int(step > 2)  # decodes
-        scheduler.ran(plan, 5.0)
-        found.append(scheduler.late_s)
+        scheduler.record_step(plan, 5.0)
+        found.append(scheduler.virtual_lag_s)
         run(scheduler, plan)
-    assert found == late_s
+    assert found == virtual_lag_s
 
 
 def test_a_second_prompt_skips_what_the_first_left_in_the_cache():
     scheduler = make_planner(chunk_tokens=32)
     first, second = make_sequence("a", 10), make_sequence("b", 11)
     scheduler.add(first)
-    run(scheduler, scheduler.plan())
+    run(scheduler, scheduler.schedule())
     scheduler.add(second)
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     assert ("b", 8, 3) in shape(plan)
     assert second.num_cached == 8
     assert second.block_ids[:2] == first.block_ids[:2]
@@ -145,7 +149,7 @@ def test_blocks_are_not_shared_before_the_step_that_fills_them_has_run():
     scheduler = make_planner(chunk_tokens=64, max_batch=2)
     for name in "abc":  # the batch is bounded
         scheduler.add(make_sequence(name, 10))
-    assert shape(scheduler.plan()) == [("a", 0, 10), ("b", 0, 10)]
+    assert shape(scheduler.schedule()) == [("a", 0, 10), ("b", 0, 10)]
     assert len(scheduler.waiting) == 1
 
 
@@ -165,7 +169,7 @@ def test_the_last_by_priority_is_preempted_and_starts_over_in_its_place():
     assert list(scheduler.waiting) == [late, newcomer]
     scheduler.remove(newcomer)
     finish(scheduler, early)
-    assert shape(scheduler.plan()) == [("late", 4, 4)]  # its first block was still cached
+    assert shape(scheduler.schedule()) == [("late", 4, 4)]  # its first block was still cached
     assert late.num_tokens == 8
 
 
@@ -183,9 +187,9 @@ def test_one_that_holds_its_blocks_does_not_wait_behind_one_that_needs_them():
     reserved = make_sequence("reserved", 11)
     assert scheduler.reserve(reserved, extra_tokens=1)
     scheduler.add(make_sequence("needs", 8, first=100))
-    assert shape(scheduler.plan()) == []
+    assert shape(scheduler.schedule()) == []
     scheduler.add(reserved)  # its KV has come
-    assert shape(scheduler.plan()) == [("reserved", 0, 8)]
+    assert shape(scheduler.schedule()) == [("reserved", 0, 8)]
     assert scheduler.num_waiting == 1
 
 
@@ -193,7 +197,7 @@ def test_one_that_waits_for_blocks_is_hashed_once(monkeypatch):
     scheduler = make_planner(num_blocks=16, chunk_tokens=64)
     first = make_sequence("first", 40)
     scheduler.add(first)
-    run(scheduler, scheduler.plan())
+    run(scheduler, scheduler.schedule())
     hashed, hash64 = [], block_hash._hash64
 
     def watched(data):
@@ -203,7 +207,7 @@ def test_one_that_waits_for_blocks_is_hashed_once(monkeypatch):
     monkeypatch.setattr(block_hash, "_hash64", watched)
     scheduler.add(make_sequence("waits", 64))  # 40 of its tokens are cached, and yet it has no room
     for _ in range(20):
-        run(scheduler, scheduler.plan())
+        run(scheduler, scheduler.schedule())
     assert scheduler.num_waiting == 1
     # The root of the empty salt has no bytes; two blocks belong to the first one's output.
     of_a_block = 8 + 4 * SIZE
@@ -223,7 +227,7 @@ class Before:
 
 def check_order(scheduler, before, plan):
     """A sequence that got less than it needs was not passed by one with a later finish time."""
-    got = {work.sequence.seq_id: work.count for work in plan.work}
+    got = {work.sequence.seq_id: work.count for work in plan.sequences}
     in_reach = [*before.behind, *before.holding, *before.waiting]
     taken = [s for s in in_reach if got.get(s.seq_id, 0) > 0 and before.pending[s.seq_id] > 1]
     joined = [s for s in taken if s not in before.running]
@@ -261,10 +265,10 @@ def test_priorities_are_kept_and_every_sequence_finishes(coming, num_blocks, chu
             scheduler.add(sequence)
             alive[sequence.seq_id] = sequence, length + 4
         before = Before(scheduler)
-        plan = scheduler.plan()
+        plan = scheduler.schedule()
         assert scheduler.queue_tokens == sum(one.num_pending for one, _ in alive.values())
         assert plan.num_tokens <= chunk + max_batch
-        planned = {work.sequence for work in plan.work}
+        planned = {work.sequence for work in plan.sequences}
         for sequence in before.running:
             if before.pending[sequence.seq_id] == 1:
                 assert sequence in planned or sequence not in scheduler.running
@@ -300,13 +304,13 @@ def looping(name, length=12, max_tokens=50, **fields):
 
 def go_on(scheduler, plan):
     """Every sequence goes on with the loop."""
-    sampled = [[LOOP[at % len(LOOP)] for at in _positions(work)] for work in plan.work]
-    scheduler.launched(plan)
-    for work, tokens in zip(plan.work, sampled, strict=True):
+    sampled = [[LOOP[at % len(LOOP)] for at in _positions(work)] for work in plan.sequences]
+    scheduler.update_after_launch(plan)
+    for work, tokens in zip(plan.sequences, sampled, strict=True):
         if work.samples:
             work.sequence.tokens[-1:] = tokens
             work.sequence.new_tokens += len(tokens) - 1
-        scheduler.landed(work, tokens)
+        scheduler.update_after_landing(work, tokens)
     scheduler.blocks.check()
 
 
@@ -315,7 +319,7 @@ def started(scheduler, *sequences):
     for sequence in sequences:
         scheduler.add(sequence)
     while any(sequence.num_pending != 1 for sequence in sequences):
-        go_on(scheduler, scheduler.plan())
+        go_on(scheduler, scheduler.schedule())
 
 
 def test_step_times_are_learned_by_rows_and_proposed_tokens():
@@ -327,8 +331,8 @@ def test_step_times_are_learned_by_rows_and_proposed_tokens():
 
     scheduler = speculating(proposer=Watched(2, MAX_CONTEXT))
     started(scheduler, looping("a"), looping("b"))
-    plan = scheduler.plan()
-    scheduler.ran(plan, 0.5)
+    plan = scheduler.schedule()
+    scheduler.record_step(plan, 0.5)
     assert learned == [(2, plan.num_proposed, 0.5)]
     assert plan.num_proposed > 0
 
@@ -336,19 +340,19 @@ def test_step_times_are_learned_by_rows_and_proposed_tokens():
 def test_they_take_what_budget_is_left():
     scheduler = speculating(chunk_tokens=5)
     started(scheduler, looping("a"), looping("b"))
-    counts = [work.count for work in scheduler.plan().work]
+    counts = [work.count for work in scheduler.schedule().sequences]
     assert sum(counts) <= 7 and max(counts) > 1
     scheduler.add(looping("prompt", 40))
-    plan = scheduler.plan()
+    plan = scheduler.schedule()
     assert plan.num_proposed == 0
-    assert [work.count for work in plan.work] == [1, 1, 5]
+    assert [work.count for work in plan.sequences] == [1, 1, 5]
 
 
 def test_they_end_where_the_sequence_parks():
-    scheduler, sequence = speculating(num_blocks=60), looping("parks", park_after=3)
+    scheduler, sequence = speculating(num_blocks=60), looping("parks", pause_after=3)
     started(scheduler, sequence)
-    assert scheduler.plan().num_proposed == 1
-    go_on(scheduler, scheduler.plan())
+    assert scheduler.schedule().num_proposed == 1
+    go_on(scheduler, scheduler.schedule())
     assert sequence.tokens_left(MAX_CONTEXT) == 0
 
 
@@ -356,8 +360,8 @@ def test_they_never_preempt_and_use_the_slots_there_are():
     scheduler = speculating(num_blocks=8)
     first, second = looping("a", 13), looping("b", 13)
     started(scheduler, first, second)  # four blocks each: none is left
-    plan = scheduler.plan()
-    assert {len(work.proposed) for work in plan.work} == {2}  # to the end of the fourth block
+    plan = scheduler.schedule()
+    assert {len(work.proposed) for work in plan.sequences} == {2}  # to the end of the fourth block
     assert scheduler.preemptions == 0
     assert (len(first.block_ids), len(second.block_ids)) == (4, 4)
 
@@ -366,8 +370,8 @@ def test_they_take_a_new_block_only_while_every_sequence_could_have_one():
     for spare, speculation in ((2, []), (3, ["a"]), (4, ["a", "b"])):
         scheduler = speculating(num_blocks=8 + spare)
         started(scheduler, looping("a", 15), looping("b", 15))
-        plan = scheduler.plan()
-        assert [work.sequence.seq_id for work in plan.work if work.proposed] == speculation
+        plan = scheduler.schedule()
+        assert [work.sequence.seq_id for work in plan.sequences if work.proposed] == speculation
         assert scheduler.preemptions == 0
 
 

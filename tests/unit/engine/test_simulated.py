@@ -10,7 +10,7 @@ import torch
 
 from baton.config import EngineConfig, SimulatedSpeed
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.scheduler import Plan, Work
+from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
 from baton.engine.simulated import SimulatedRunner
 from baton.errors import ConfigError, InternalError
@@ -35,7 +35,7 @@ def sequence(length, blocks, params=GREEDY, salt=""):
 
 
 def compute(engine, of, start, count):
-    drawn = engine.run(Plan([Work(of, start, count)])).get(of.seq_id)
+    drawn = engine.run(ScheduledStep([ScheduledSequence(of, start, count)])).get(of.seq_id)
     return drawn.token_ids[0] if drawn else None
 
 
@@ -111,7 +111,7 @@ class TestKv:
     def test_a_block_overwritten_while_decoding_is_noticed_within_a_round(self):
         engine, running = runner(), sequence(12, [0, 1, 2, 3, 4])
         running.tokens.append(compute(engine, running, 0, 12) or 0)
-        engine.scrub([1])
+        engine.zero_blocks([1])
         with pytest.raises(InternalError, match="block 1 "):
             decode(engine, running, 5)
 
@@ -119,7 +119,7 @@ class TestKv:
         engine, running = runner(), sequence(12, [0, 1, 2])
         compute(engine, running, 0, 12)
         running.block_ids = [0, 5, 6]  # the first block was still cached
-        engine.scrub([0])
+        engine.zero_blocks([0])
         with pytest.raises(InternalError, match="block 0 "):
             compute(engine, running, 4, 8)
 
@@ -130,7 +130,9 @@ def test_neither_a_batch_nor_a_failover_changes_a_token(params):
     engine, other = runner(), sequence(6, [6, 5])
     running = sequence(9, [0, 1, 2, 3, 4], params)
     other.seq_id = "other"
-    sampled = engine.run(Plan([Work(other, 0, 6), Work(running, 0, 9)]))
+    sampled = engine.run(
+        ScheduledStep([ScheduledSequence(other, 0, 6), ScheduledSequence(running, 0, 9)])
+    )
     assert sampled["s"].token_ids == (alone,)
     running.tokens.append(alone)
     whole = [alone, *decode(engine, running, 5)]

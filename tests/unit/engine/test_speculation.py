@@ -117,7 +117,7 @@ class ScriptedRunner(StepRunner):
         self.text = text
 
     def run(self, plan):
-        sampling = [work for work in plan.work if work.samples]
+        sampling = [work for work in plan.sequences if work.samples]
         tokens = [
             self.text[work.sequence.num_tokens + i]
             for work in sampling

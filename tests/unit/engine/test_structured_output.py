@@ -131,7 +131,7 @@ def test_another_worker_goes_on_behind_what_was_delivered(demo, undisturbed, par
 @pytest.mark.parametrize("params", [GREEDY, SEEDED])
 def test_a_handoff_takes_its_grammar_to_the_decode_worker(demo, undisturbed, params):
     with demo.bench() as bench:
-        first = demo.sequence("prefill", params, park_after=1)
+        first = demo.sequence("prefill", params, pause_after=1)
         bench.engine.add(first).result(WAIT_S)
         (token,) = bench.until("prefill", "token_ids").token_ids
         parked = demo.sequence("decode", params)

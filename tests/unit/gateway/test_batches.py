@@ -362,9 +362,9 @@ async def test_without_a_folder_there_are_neither_files_nor_batches(gateway_of, 
         assert (answer.status_code, "--batch-dir DIR" in answer.text) == (404, True)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"--batch-dir .* cannot be used"):
-        frontend(RouterConfig(http_port=1, batch_dir=tmp_path / "file" / "x"))
+        frontend(RouterConfig(http_port=1, api=ApiConfig(batch_dir=tmp_path / "file" / "x")))
     with pytest.raises(ConfigError, match="--batch-dir is for the HTTP API"):
-        RouterConfig(batch_dir=tmp_path)
+        RouterConfig(api=ApiConfig(batch_dir=tmp_path))
 
 
 FORM = b'--b\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n%b\r\n'

@@ -170,9 +170,9 @@ async def test_cancel_stops_the_chunks_before_decode_has_answered_the_abort(pair
     paced, call = await start_paced(pair, spec("a", prompt(100)))
     paced.allow.release()
     assert (await call.read()).HasField("started")
-    gate, halted = pair.decode.hold_engine(), asked(pair.prefill, "halt")  # Abort needs the engine
+    gate, paused = pair.decode.hold_engine(), asked(pair.prefill, "pause")  # Abort needs the engine
     call.cancel()
-    await asyncio.wait_for(halted.wait(), PATIENCE_S)
+    await asyncio.wait_for(paused.wait(), PATIENCE_S)
     paced.allow.release(9)
     load = await pair.prefill.blocks()
     assert (load.running, load.waiting) == (0, 0)

@@ -15,10 +15,10 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.engine.backends import Backend, unsupported
 from baton.engine.backends.gpu import memory, warmup
-from baton.engine.backends.gpu.cuda_graphs import Shape, StepGraphs, count_graphs
+from baton.engine.backends.gpu.cuda_graphs import StepGraphs, StepShape, count_graphs
 from baton.engine.backends.gpu.device import Gpu, Waiting, new_stream
 from baton.engine.batch import Ints, StepModel
-from baton.engine.collectives import ALONE, GroupCollectives
+from baton.engine.collectives import SINGLE_RANK, GroupCollectives
 from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
 from baton.engine.models.decoder import Model
 from baton.engine.models.model_config import ModelConfig
@@ -98,7 +98,7 @@ class GpuBackend(Backend):
         if kernels == "torch":
             return Model(config, load(), dtype, self.device)
         quantize = partial(prepare, quantization=settings.quantization, dtype=dtype)
-        group = exchange if isinstance(exchange, GroupCollectives) else ALONE
+        group = exchange if isinstance(exchange, GroupCollectives) else SINGLE_RANK
         return GpuModel(config, load(quantize, shard), dtype, self.device, shard, group)
 
     def layout(
@@ -163,7 +163,7 @@ class GpuBackend(Backend):
         if self.settings.graphs:
             runner.capture()
             taken = max(0, free - self._gpu.free_and_total()[0])
-            log.info("steps as graphs keep %.2f GiB of GPU memory", taken / 2**30)
+            log.info("CUDA graphs of steps keep %.2f GiB of GPU memory", taken / 2**30)
         warmup.scored_decode(runner)
         if isinstance(runner.model, RankedModel):
             runner.model.limit_steps(RANK_TIMEOUT_S)
@@ -211,14 +211,14 @@ class _GpuRank(Rank):
     def step(self, arrays: list[Ints], num_decodes: int) -> None:
         self._stream.put(partial(super().step, arrays, num_decodes))
 
-    def scrub(self, blocks: list[int]) -> None:
-        self._stream.put(partial(super().scrub, blocks))
+    def zero_blocks(self, blocks: list[int]) -> None:
+        self._stream.put(partial(super().zero_blocks, blocks))
 
     def replay(self, *sizes: int) -> None:
-        """As `StepGraphs.run` for a `Shape`; the inputs come from the first rank."""
+        """As `StepGraphs.run` for a `StepShape`; the inputs come from the first rank."""
         assert self._graphs is not None, "it has begun"
         with torch.inference_mode():
-            self._stream.put(partial(self._graphs.run, Shape(*sizes)))
+            self._stream.put(partial(self._graphs.run, StepShape(*sizes)))
 
     def capture(self) -> None:
         """As `StepGraphs.capture`."""

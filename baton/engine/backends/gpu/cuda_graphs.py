@@ -1,15 +1,16 @@
-"""Steps padded to a few shapes, each captured once as a CUDA graph and launched whole.
+"""CUDA graphs: steps padded to a ladder of shapes, each captured once and replayed by one launch.
 
 A step is hundreds of kernels, most of them shorter than their launch from Python. A CUDA graph
-launches them at once, but is of one shape and reads fixed places. So batches of decode rows are
-padded up a ladder of sizes, chunks of prompts up another, and block tables up a ladder of widths,
-so that little of them is copied in vain.
+launches them all at once, but has fixed shapes and reads its inputs at fixed addresses. So decode
+batches are padded up one ladder of sizes, chunks of prompts up another, and block tables up a
+ladder of widths, so that few unused entries are copied.
 
     decode rows | padding || chunk | chunk | (no rows) ... | padding
     one sequence each     || `MAX_CHUNKS` sequences        | one more
 
-Padding has the context -1: it writes no KV and attends to nothing. A step with chunks has room for
-a full batch of decode rows beside them, and none on a prefill worker, where nothing decodes.
+Padding rows have the context length -1: they write no KV and attend to nothing. A step with chunks
+has room for a full batch of decode rows beside them; on a prefill worker, where nothing decodes, it
+has none.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
+from baton.cuda import CudaDriver
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.batch import StepBatch
 from baton.engine.sampling.sampler import NUM_SETTINGS
@@ -33,25 +36,25 @@ if TYPE_CHECKING:  # it imports triton, which may not be installed
     from baton.engine.backends.gpu.model import GpuModel
 
 log = logging.getLogger(__name__)
-MAX_CHUNKS = 16  # sequences with several rows in a captured step
-# Rows of chunks in a captured step, so that less than a quarter is padding where that counts: a
-# GPU takes as long for a few rows as for 256, as it reads all weights. More than the last take
-# longer to compute than to be launched.
+MAX_CHUNKS = 16  # chunks in a captured step
+# Rows of all chunks in a captured step. Less than a quarter is padding where padding costs time: a
+# GPU takes as long for a few rows as for 256, because it reads all weights. Steps with more rows
+# than the last size take longer to compute than to launch.
 CHUNK_SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-_NARROWEST = 128  # blocks of a table; wider ones are four times as wide each
-# Sections begin at multiples of so many elements: kernels load faster from aligned addresses, and
-# would be compiled once more for those that are not.
-_SECTION = 32
-PADDING = -1  # the context length of padding
-KNOWN = -1  # the source of a row whose token is in the inputs
+_NARROWEST = 128  # blocks of the narrowest table; each wider table is four times as wide
+# Sections of the inputs begin at multiples of this number of elements: kernels load faster from
+# aligned addresses, and would be compiled again for unaligned ones.
+_ALIGNMENT = 32
+PADDING = -1  # context length of padding rows
+KNOWN = -1  # source of a row whose token the host has written
 Part = TypeVar("Part")
 
 
-class Shape(NamedTuple):
-    """Sizes of a padded step.
+class StepShape(NamedTuple):
+    """StepShape of a padded step.
 
-    decodes: sequences of one row · chunk_rows: rows of all chunks together; 0 for a step without
-    chunks · width: blocks of each table.
+    decodes: number of decode rows · chunk_rows: total rows of chunks; 0 for a step without chunks ·
+    width: blocks of each block table.
     """
 
     decodes: int
@@ -60,28 +63,29 @@ class Shape(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """All rows of the step."""
+        """Total rows of the step."""
         return self.decodes + self.chunk_rows
 
     @property
     def sequences(self) -> int:
-        """Those of decode rows, then those of chunks, the last of which is padding."""
+        """Number of sequences: decode rows, then chunks, then one for padding rows of chunks."""
         return self.decodes + (MAX_CHUNKS + 1 if self.chunk_rows else 0)
 
     @property
     def logits(self) -> int:
-        """Rows of logits: one for each sequence that can be there."""
+        """Rows of logits: one for each decode row and chunk."""
         return self.decodes + (MAX_CHUNKS if self.chunk_rows else 0)
 
 
-class Sections(NamedTuple, Generic[Part]):
-    """Parts of one launch's inputs, in one copy; int32 where nothing else is said.
+class StepInputs(NamedTuple, Generic[Part]):
+    """Inputs of one captured step, all in one buffer; int32 unless another type is named.
 
-    token_ids: `[rows]` · context_lens: `[sequences]` · query_lens: `[sequences]`, and logit_rows:
-    `[logits]`, as in `StepBatch`, of steps with chunks · sources: `[decodes]`, which row of logits
-    of the launch before sampled a row's token, or KNOWN · positions: `[logits]`, of the token to
-    sample, 0 of padding · seeds: int64 `[logits]`, settings: float64 `[logits, 4]`, what
-    `sampling.sample` takes · block_tables: `[sequences, width]` · all: of all of them.
+    token_ids: `[rows]` · context_lens: `[sequences]` · query_lens `[sequences]` and logit_rows
+    `[logits]`: as in `StepBatch`; empty in steps without chunks · sources: `[decodes]`, the row of
+    logits of the previous step whose sampled token is the row's token, or KNOWN · positions:
+    `[logits]`, position of the token to sample; 0 for padding · seeds: int64 `[logits]` and
+    settings: float64 `[logits, 4]`, arguments of `sampling.sample` · block_tables: `[sequences,
+    width]` · all: the buffer.
     """
 
     token_ids: Part
@@ -96,8 +100,8 @@ class Sections(NamedTuple, Generic[Part]):
     all: Part
 
 
-def _words(shape: Shape) -> tuple[int, ...]:
-    """Of each section, in 32 bits."""
+def _section_words(shape: StepShape) -> tuple[int, ...]:
+    """Size of each section of the inputs, in 32-bit words."""
     sequences, logits = shape.sequences, shape.logits
     of_chunks = (sequences, logits) if shape.chunk_rows else (0, 0)
     sampling = (logits, 2 * logits, 2 * NUM_SETTINGS * logits)
@@ -105,38 +109,38 @@ def _words(shape: Shape) -> tuple[int, ...]:
     return shape.rows, sequences, *of_chunks, shape.decodes, *sampling, tables
 
 
-def sections(flat: Tensor, shape: Shape) -> Sections[Tensor]:
-    """The parts of a launch's inputs, in flat int32 memory of at least `num_elements`."""
+def split_inputs(buffer: Tensor, shape: StepShape) -> StepInputs[Tensor]:
+    """Views of the sections in an int32 buffer of at least `num_elements`."""
     parts, end = list[Tensor](), 0
-    for words in _words(shape):
-        parts.append(flat[end : end + words])
-        end += -(-words // _SECTION) * _SECTION
+    for words in _section_words(shape):
+        parts.append(buffer[end : end + words])
+        end += -(-words // _ALIGNMENT) * _ALIGNMENT
     tokens, contexts, queries, logit_rows, sources, positions, seeds, settings, tables = parts
-    return Sections(
+    return StepInputs(
         tokens, contexts, queries, logit_rows, sources, positions, seeds.view(torch.int64),
         settings.view(torch.float64).view(-1, NUM_SETTINGS),
-        tables.view(shape.sequences, shape.width), flat[:end],
+        tables.view(shape.sequences, shape.width), buffer[:end],
     )  # fmt: skip
 
 
-def num_elements(shape: Shape) -> int:
-    """How much flat memory the inputs of a step take."""
-    return sum(-(-words // _SECTION) * _SECTION for words in _words(shape))
+def num_elements(shape: StepShape) -> int:
+    """Elements of the buffer that a step's inputs need."""
+    return sum(-(-words // _ALIGNMENT) * _ALIGNMENT for words in _section_words(shape))
 
 
 def batch_sizes(max_batch: int) -> tuple[int, ...]:
-    """The sizes that batches are padded to, ascending; the last is `max_batch`."""
+    """Sizes that decode batches are padded to, ascending; the last is `max_batch`."""
     sizes = [size for size in (1, 2, 4, 8) if size < max_batch]
     size = 16
     while size < max_batch:
         sizes.append(size)
-        # By 8 at first, then by a quarter of the last power of two: less than a fifth is padding.
+        # Steps of 8, then a quarter of the last power of two: less than a fifth is padding.
         size += max(8, (1 << size.bit_length() - 1) // 4)
     return (*sizes, max_batch)
 
 
 def table_widths(widest: int) -> tuple[int, ...]:
-    """The widths that block_tables are padded to, ascending; the last is `widest`."""
+    """Widths that block tables are padded to, ascending; the last is `widest`."""
     widths, width = [], _NARROWEST
     while 2 * width < widest:
         widths.append(width)
@@ -145,45 +149,45 @@ def table_widths(widest: int) -> tuple[int, ...]:
 
 
 def chunk_sizes(most: int) -> tuple[int, ...]:
-    """The rows that chunks are padded to, ascending; the last is `most` if that is captured.
+    """Total rows that chunks are padded to, ascending, up to `most` or the last of CHUNK_SIZES.
 
-    All are more than the logits that are wanted of them.
+    Each size is larger than the number of logits that chunks can ask for.
     """
     most = min(max(most, CHUNK_SIZES[0]), CHUNK_SIZES[-1])
     return (*(size for size in CHUNK_SIZES if size < most), most)
 
 
-def shapes_of(settings: EngineConfig, max_context: int) -> list[Shape]:
-    """The shapes of steps that are captured, largest first; none without `--graphs`."""
+def shapes_of(settings: EngineConfig, max_context: int) -> list[StepShape]:
+    """Shapes of the captured steps, largest first; none without `--graphs`."""
     if not settings.graphs:
         return []
     widths = table_widths(-(-max_context // settings.block_size))
-    beside = 0 if settings.prefill_only else settings.max_batch
-    # Chunks take longer than decode rows, so that every other width is enough for them.
+    decodes = 0 if settings.prefill_only else settings.max_batch
+    # Steps with chunks take longer, so every other width is enough for them.
     sizes = itertools.product(chunk_sizes(settings.chunk_tokens), widths[::-2][::-1])
-    shapes = [Shape(beside, rows, width) for rows, width in sizes]
+    shapes = [StepShape(decodes, rows, width) for rows, width in sizes]
     if not settings.prefill_only:
         sizes = itertools.product(batch_sizes(settings.max_batch), widths)
-        shapes = [*(Shape(size, 0, width) for size, width in sizes), *shapes]
+        shapes = [*(StepShape(size, 0, width) for size, width in sizes), *shapes]
     return shapes[::-1]
 
 
 def count_graphs(settings: EngineConfig, max_context: int) -> int:
-    """How many steps are captured; 0 without `--graphs`."""
+    """Number of captured steps; 0 without `--graphs`."""
     return len(shapes_of(settings, max_context))
 
 
 class StepGraphs:
-    """Computes padded steps: by graphs once they are captured, kernel by kernel before.
+    """Computes padded steps on any rank: by CUDA graphs once captured, kernel by kernel before.
 
-    Of any rank; the first one's also feed and sample. largest: no step has more of anything.
+    largest: the shape whose sizes no captured step exceeds.
     """
 
     def __init__(
         self, model: GpuModel, pool: Tensor, stream: Stream, settings: EngineConfig,
         max_context: int,
     ) -> None:  # fmt: skip
-        """max_context: of sequences, in tokens."""
+        """max_context: largest context of a sequence, in tokens."""
         self._model = model
         self._pool = pool
         self._stream = stream
@@ -193,101 +197,124 @@ class StepGraphs:
         chunks = [shape for shape in self._shapes if shape.chunk_rows]
         self._chunk_sizes = sorted({shape.chunk_rows for shape in chunks})
         self._chunk_widths = sorted({shape.width for shape in chunks})
-        self._beside = 0 if settings.prefill_only else settings.max_batch  # decode rows
+        self._max_decodes = 0 if settings.prefill_only else settings.max_batch
         most_rows = max(self._chunk_sizes, default=0)
-        self.largest = Shape(self._beside, most_rows, self._widths[-1])
-        self._inputs = torch.zeros(
+        self.largest = StepShape(self._max_decodes, most_rows, self._widths[-1])
+        self._buffer = torch.zeros(
             num_elements(self.largest), dtype=torch.int32, device=stream.device
         )
-        self._captured: dict[Shape, Callable[[], Tensor]] = {}
-        self._sections: dict[Shape, Sections[Tensor]] = {}
+        self._inputs: dict[StepShape, StepInputs[Tensor]] = {}
+        self._captured: dict[StepShape, Callable[[], Tensor]] = {}
 
-    def decode_shape(self, rows: int, blocks: int) -> Shape | None:
-        """The captured shape for a step of `rows` decode rows and block tables of `blocks` entries,
-        or None.
+    def capture(self) -> None:
+        """Captures every shape, largest first, so that the others fit into its memory.
+
+        Before requests are served: all steps read inputs from one buffer, and padding alone is
+        computed, which writes nothing into the pool.
         """
-        if rows > self._beside:
-            return None
-        return Shape(_least(self._batch_sizes, rows), 0, _least(self._widths, blocks))
+        logged = time.monotonic()
+        for number, shape in enumerate(self._shapes, 1):
+            compute = partial(self._compute, shape)
+            self._stream.call(partial(self._write_padding, shape))
+            self._stream.call(compute)  # compiles kernels, and allocates what graphs must not
+            self._stream.record_event().synchronize()
+            if self._stream.cuda is None:  # a CPU has no graphs
+                self._captured[shape] = compute
+            else:
+                graph = torch.cuda.CUDAGraph()
+                # All graphs share memory, as one runs at a time. Other threads may use the GPU.
+                with torch.cuda.graph(
+                    graph, pool=self._stream.graph_pool, stream=self._stream.cuda,
+                    capture_error_mode="thread_local",
+                ):  # fmt: skip
+                    logits = compute()
+                self._captured[shape] = partial(_replay, graph, _unowned(logits))
+            if number == len(self._shapes) or time.monotonic() >= logged + 1.0:
+                logged = time.monotonic()
+                log.info("captured %d of %d steps as CUDA graphs", number, len(self._shapes))
 
-    def chunk_shape(self, counts: list[int], blocks: int) -> Shape | None:
-        """The captured shape for a step with chunks, or None. counts: rows of each sequence, decode
-        rows first · blocks: entries of the longest block table."""
-        singles = counts.count(1) if self._beside else 0
-        chunks, rows = len(counts) - singles, sum(counts) - singles
-        if singles > self._beside or chunks > MAX_CHUNKS:
+    def run(self, shape: StepShape) -> Tensor:
+        """Computes the step in `inputs`: logits `[shape.logits, vocab_size]`, valid until the next
+        call.
+
+        Called on the stream. Other ranks receive the inputs from the first.
+        """
+        with self._model.together("replay", *shape):
+            replay = self._captured.get(shape)
+            return replay() if replay else self._compute(shape)
+
+    def close(self) -> None:
+        """Destroys the graphs: NCCL cannot be shut down while a graph holds its operations."""
+        self._captured.clear()
+
+    def decode_shape(self, rows: int, blocks: int) -> StepShape | None:
+        """The captured shape for a number of decode rows and table entries, or None."""
+        if rows > self._max_decodes:
+            return None
+        return StepShape(_least(self._batch_sizes, rows), 0, _least(self._widths, blocks))
+
+    def chunk_shape(self, counts: list[int], blocks: int) -> StepShape | None:
+        """The captured shape for a step with chunks, or None.
+
+        counts: rows of each sequence, decode rows first · blocks: entries of the longest table.
+        """
+        decodes = counts.count(1) if self._max_decodes else 0
+        chunks, rows = len(counts) - decodes, sum(counts) - decodes
+        if decodes > self._max_decodes or chunks > MAX_CHUNKS:
             return None
         if not self._chunk_sizes or rows > self._chunk_sizes[-1]:
             return None
         width = _least(self._chunk_widths, blocks)
-        return Shape(self._beside, _least(self._chunk_sizes, rows), width)
+        return StepShape(self._max_decodes, _least(self._chunk_sizes, rows), width)
 
-    def inputs(self, shape: Shape) -> Sections[Tensor]:
-        """Where a step of that shape finds its inputs, on the device."""
-        if shape not in self._sections:
-            self._sections[shape] = sections(self._inputs, shape)
-        return self._sections[shape]
+    def inputs(self, shape: StepShape) -> StepInputs[Tensor]:
+        """The inputs on the device that a step of this shape reads."""
+        if shape not in self._inputs:
+            self._inputs[shape] = split_inputs(self._buffer, shape)
+        return self._inputs[shape]
 
-    def run(self, shape: Shape) -> Tensor:
-        """Computes the step in `inputs`: logits `[shape.logits, vocab_size]`, valid until the next
-        is run.
+    def _write_padding(self, shape: StepShape) -> None:
+        """Makes every row of a step padding."""
+        self._buffer.zero_()
+        inputs = self.inputs(shape)
+        inputs.context_lens.fill_(PADDING)
+        inputs.query_lens[: shape.decodes].fill_(1)
+        inputs.query_lens[-1:].fill_(shape.chunk_rows)
+        inputs.sources.fill_(KNOWN)
 
-        To be called on the stream. Other ranks get the inputs of the first, and no logits.
-        """
-        with self._model.together("replay", *shape):
-            captured = self._captured.get(shape)
-            return captured() if captured else self._run(shape)
-
-    def capture(self) -> None:
-        """Captures every shape, largest first, so that the others fit into the memory it took.
-
-        Writes nothing into the pool. Before requests are served.
-        """
-        logged = time.monotonic()
-        for done, shape in enumerate(self._shapes, 1):
-            self._capture(shape)
-            if done == len(self._shapes) or time.monotonic() >= logged + 1.0:
-                logged = time.monotonic()
-                log.info("captured %d of %d steps as graphs", done, len(self._shapes))
-
-    def close(self) -> None:
-        """Gives captured steps up: NCCL does not end while a graph holds its operations."""
-        self._captured.clear()
-
-    def _capture(self, shape: Shape) -> None:
-        def first() -> None:
-            self._inputs.zero_()
-            at = self.inputs(shape)
-            at.context_lens.fill_(PADDING)
-            at.query_lens[: shape.decodes].fill_(1)
-            at.query_lens[-1:].fill_(shape.chunk_rows)
-            at.sources.fill_(KNOWN)
-            self._run(shape)
-
-        self._stream.call(first)
-        self._stream.record_event().synchronize()
-        self._captured[shape] = self._stream.capture(lambda: self._run(shape))
-
-    def _run(self, shape: Shape) -> Tensor:
-        model, at = self._model, self.inputs(shape)
-        self._feed(at)
-        model.collectives.broadcast(at.all)
+    def _compute(self, shape: StepShape) -> Tensor:
+        """The work of a step, which is what a graph captures: logits."""
+        model, inputs = self._model, self.inputs(shape)
+        self._load_tokens(inputs)
+        model.collectives.broadcast(inputs.all)
+        tokens, context_lens, tables = inputs.token_ids, inputs.context_lens, inputs.block_tables
         if shape.chunk_rows:
-            tables, logit_rows = at.block_tables, at.logit_rows
-            rows = (at.token_ids, at.context_lens, at.query_lens, tables, logit_rows)
+            rows = (tokens, context_lens, inputs.query_lens, tables, inputs.logit_rows)
             logits = model.own.step(StepBatch(*rows, shape.decodes), self._pool)
         else:
-            logits = model.own.decode(at.token_ids, at.context_lens, at.block_tables, self._pool)
-        self._sample(at, logits)
+            logits = model.own.decode(tokens, context_lens, tables, self._pool)
+        self._sample(inputs, logits)
         return logits
 
-    def _feed(self, at: Sections[Tensor]) -> None:
-        """Completes the inputs, on the device."""
+    def _load_tokens(self, inputs: StepInputs[Tensor]) -> None:
+        """Loads tokens that the previous step sampled; done by the first rank alone."""
 
-    def _sample(self, at: Sections[Tensor], logits: Tensor) -> None:
-        """Samples each row, on the device."""
+    def _sample(self, inputs: StepInputs[Tensor], logits: Tensor) -> None:
+        """Samples a token for each row of logits; done by the first rank alone."""
+
+
+def _replay(graph: torch.cuda.CUDAGraph, logits: Tensor) -> Tensor:
+    graph.replay()
+    return logits
+
+
+def _unowned(tensor: Tensor) -> Tensor:
+    """A view that does not own its memory, so that other graphs may use the memory again."""
+    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = CudaDriver().view(tensor.data_ptr(), extent * tensor.element_size())
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def _least(sizes: Sequence[int], wanted: int) -> int:
-    """The smallest of ascending sizes that is large enough."""
+    """The smallest of ascending sizes that is at least `wanted`."""
     return sizes[bisect_left(sizes, wanted)]

@@ -1,8 +1,8 @@
-"""What an engine asks of a GPU: its stream, events and pinned memory, and its facts and sizes.
+"""A GPU as the engine uses it: its stream, events and pinned memory, its properties and memory.
 
-All work of an engine goes through one stream, in order: nothing begins before what was put there
-earlier has ended. So kernels that follow each other need no waiting; only the host, and others that
-touch the same memory, wait for events.
+All work of an engine goes through one stream, in order: work begins when everything queued before
+it has ended. Kernels that follow each other therefore need no waiting; only the host, and others
+that touch the same memory, wait for events.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from baton.cuda import CudaDriver
-
 T = TypeVar("T")
 Work = Callable[[], object]  # whose result is not used
 Waiting = Callable[[], AbstractContextManager[None]]
@@ -25,35 +23,29 @@ Waiting = Callable[[], AbstractContextManager[None]]
 class Stream:
     """Work for one device, in order. Used by the engine thread only.
 
-    This one is a CPU's: work is done when it is put there, and nothing is captured.
+    This class is a CPU's: work is done at once. cuda, graph_pool: torch's stream, and the memory of
+    its graphs; None on a CPU.
     """
 
     device = torch.device("cpu")
+    cuda: torch.cuda.Stream | None = None
+    graph_pool: Any = None
 
     def pinned(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Zeroed host memory `[count]` that copies to and from the device need not wait for."""
+        """Zeroed host memory `[count]` for copies to and from the device that do not block."""
         return torch.zeros(count, dtype=dtype)
 
     def put(self, work: Work) -> None:
-        """Appends work. It may run later: what it reads must stay as it is."""
+        """Queues work. It may run later: its inputs must not be changed until then."""
         work()
 
     def call(self, work: Callable[[], T]) -> T:
-        """Appends work whose result the host needs; the work itself waits where it must."""
+        """Queues work and returns its result; the work itself waits where it has to."""
         return work()
 
     def record_event(self) -> Any:
-        """The end of the stream as it is now: `synchronize` of it raises what work before failed
-        with.
-        """
+        """An event after all queued work; its `synchronize` raises the errors of that work."""
         return torch.cpu.Event()
-
-    def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """What does the same as `work` with one launch, each time, on the same memory.
-
-        What it gives is valid until something else that was captured runs.
-        """
-        return work
 
 
 @dataclass(frozen=True)
@@ -67,19 +59,20 @@ class _Event:
 
 
 class CudaStream(Stream):
-    """A CUDA stream of its own.
+    """A CUDA stream of the engine's.
 
-    Not the default stream: that one cannot be captured, and others' streams would wait for it.
-    Host threads wait by spinning, which is over tens of microseconds sooner than sleeping is.
+    Not the default stream, which cannot be captured, and which other streams would wait for. Host
+    threads wait by spinning, which ends tens of microseconds sooner than sleeping does.
     """
 
+    cuda: torch.cuda.Stream
+
     def __init__(self, device: torch.device, waiting: Waiting = nullcontext) -> None:
-        """waiting: what each of the host's waits is to be within."""
+        """waiting: makes a context manager that each wait of the host runs in."""
         self.device, self._waiting = device, waiting
-        # What was loaded on other streams is there before this one reads it.
-        torch.cuda.synchronize(device)
-        self._stream = torch.cuda.Stream(device)
-        self._graph_memory = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize(device)  # weights were loaded on other streams
+        self.cuda = torch.cuda.Stream(device)
+        self.graph_pool = torch.cuda.graph_pool_handle()
 
     def pinned(self, count: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, dtype=dtype, pin_memory=True)
@@ -88,62 +81,33 @@ class CudaStream(Stream):
         self.call(work)
 
     def call(self, work: Callable[[], T]) -> T:
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.cuda):
             return work()
 
     def record_event(self) -> Any:
         event = torch.cuda.Event()
-        event.record(self._stream)
+        event.record(self.cuda)
         return _Event(event, self._waiting)
-
-    def capture(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """A CUDA graph; all of a stream's share their memory, as one at a time runs.
-
-        Other threads may use the GPU meanwhile. The work has to have run before: a first run may
-        compile, and allocate what graphs must not.
-        """
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph,
-            pool=self._graph_memory,
-            stream=self._stream,
-            capture_error_mode="thread_local",
-        ):
-            result = work()
-        kept = _unowned(result)
-
-        def replay() -> Tensor:
-            graph.replay()
-            return kept
-
-        return replay
-
-
-def _unowned(tensor: Tensor) -> Tensor:
-    """A view of a tensor in a graph's memory, which others may then share with it."""
-    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = CudaDriver().view(tensor.data_ptr(), extent * tensor.element_size())
-    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def new_stream(device: torch.device, waiting: Waiting = nullcontext) -> Stream:
-    """One of a device; a CPU's, which has nothing to wait for, stands for a GPU's in tests."""
+    """A stream of a GPU; for a CPU one that works at once, which tests use."""
     return CudaStream(device, waiting) if device.type == "cuda" else Stream()
 
 
 class Gpu:
-    """One GPU, `device` with its number: its kind and its memory. Sizes are bytes."""
+    """Properties and memory of one GPU; `device` has its number, sizes are bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @property
     def name(self) -> str:
-        """Its number and its maker's name, as "cuda:0 NVIDIA H100"."""
+        """Its number and product name, such as "cuda:0 NVIDIA H100"."""
         return f"{self.device} {torch.cuda.get_device_name(self.device)}"
 
     def of_rank(self, rank: int) -> Gpu:
-        """The GPU of another rank, where the first one computes on this: the next, and so on."""
+        """The GPU of another rank: `rank` numbers after this one, which is the first rank's."""
         return Gpu(torch.device("cuda", (self.device.index or 0) + rank))
 
     @property
@@ -152,35 +116,35 @@ class Gpu:
         return torch.cuda.get_device_capability(self.device)
 
     def use(self) -> None:
-        """Makes it the calling thread's GPU; CUDA keeps that for each thread, and starts at 0."""
+        """Makes it the calling thread's current GPU, which is 0 in a new thread."""
         torch.cuda.set_device(self.device)
 
     def free_and_total(self) -> tuple[int, int]:
-        """Free memory and all there is; torch first gives back what it only keeps."""
+        """Free and total memory, after torch has released its unused cache."""
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self.device)
 
     def allocated(self) -> int:
-        """What this process's tensors hold."""
+        """Memory of this process's tensors."""
         return torch.cuda.memory_allocated(self.device)
 
     def peak_of(self, run: Callable[[], object]) -> int:
-        """The most that `run` takes at a time beside what is held now."""
+        """Peak memory of `run`, less the memory in use before it."""
         before = self.reset_peak()
         run()
         return self.peak() - before
 
     def reset_peak(self) -> int:
-        """What is held now, from which on a peak counts.
+        """Begins to record the peak, and returns the memory in use now.
 
-        Counted in whole segments of torch's allocator, fragmentation included.
+        Counted in whole segments of torch's allocator, which includes fragmentation.
         """
         self.free_and_total()
         torch.cuda.reset_peak_memory_stats(self.device)
         return torch.cuda.memory_reserved(self.device)
 
     def peak(self) -> int:
-        """The most that was held at a time since `reset_peak`, once what runs has ended."""
+        """The peak since `reset_peak`, once queued work has ended."""
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_reserved(self.device)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.backends.gpu.cuda_graphs import Sections, StepGraphs
+from baton.engine.backends.gpu.cuda_graphs import StepGraphs, StepInputs
 from baton.engine.backends.gpu.device import Stream
-from baton.engine.kernels.triton import sampling
+from baton.engine.kernels.triton import penalties, sampling
 from baton.engine.kernels.triton.logprobs import score
-from baton.engine.kernels.triton.placement import feed
+from baton.engine.kernels.triton.slot_mapping import gather_tokens
 from baton.engine.sampling.sampler import (
     Adjustments,
     Sampled,
@@ -51,13 +51,13 @@ class SamplingGraphs(StepGraphs):
         self._vocab_size = vocab_size
         self.tokens = torch.zeros(self.largest.logits, dtype=torch.int64, device=stream.device)
 
-    def _feed(self, at: Sections[Tensor]) -> None:
-        if decodes := len(at.sources):
-            feed(at.token_ids[:decodes], at.sources, self.tokens, self._vocab_size)
+    def _load_tokens(self, inputs: StepInputs[Tensor]) -> None:
+        if decodes := len(inputs.sources):
+            gather_tokens(inputs.token_ids[:decodes], inputs.sources, self.tokens, self._vocab_size)
 
-    def _sample(self, at: Sections[Tensor], logits: Tensor) -> None:
+    def _sample(self, inputs: StepInputs[Tensor], logits: Tensor) -> None:
         tokens = self.tokens[: len(logits)]
-        sampling.sample(logits, at.settings, at.seeds, at.positions, tokens)
+        sampling.sample(logits, inputs.settings, inputs.seeds, inputs.positions, tokens)
 
 
 class Scores:
@@ -103,8 +103,8 @@ def pinned_copy(stream: Stream, values: np.ndarray) -> Tensor:
 class _Launch:
     """One launch's inputs, in pinned memory until it has ended.
 
-    integers, floats: what `sampling.adjust` takes, one after the other; of how many rows and tokens
-    scored: the rows that want log-probabilities.
+    integers, floats: the arguments of `penalties.adjust`, concatenated · num_adjusted, num_tokens:
+    rows and tokens in them · scored: rows that want log-probabilities.
     """
 
     rows: Rows[SampleRow]
@@ -148,7 +148,7 @@ class DeviceSampler:
         ids, biases, times = (np.concatenate([[], *parts]) for parts in _columns(changes))
         ends = np.cumsum([len(one.ids) for one in changes])
         params = [rows[at].params for at in adjusted]
-        penalties = [
+        strengths = [
             (row.repetition_penalty, row.frequency_penalty, row.presence_penalty) for row in params
         ]
         scored = [at for at, row in enumerate(rows) if row.params.logprobs is not None]
@@ -162,7 +162,7 @@ class DeviceSampler:
             masks,
             None if allowed is None else self._pinned(allowed),
             self._pinned(np.concatenate([adjusted, ends, ids, times]).astype(np.int32)),
-            self._pinned(np.concatenate([np.ravel(penalties), biases]).astype(np.float32)),
+            self._pinned(np.concatenate([np.ravel(strengths), biases]).astype(np.float32)),
             len(adjusted),
             len(ids),
             scored,
@@ -186,10 +186,10 @@ class DeviceSampler:
         if rows := launch.num_adjusted:
             integers = on_device(launch.integers)
             which, ends, ids, times = integers.split([rows] * 2 + [launch.num_tokens] * 2)
-            penalties, biases = on_device(launch.floats).split(
-                [sampling.NUM_PENALTIES * rows, launch.num_tokens]
+            strengths, biases = on_device(launch.floats).split(
+                [penalties.NUM_PENALTIES * rows, launch.num_tokens]
             )
-            sampling.adjust(logits, which, ends, ids, biases, times, penalties)
+            penalties.adjust(logits, which, ends, ids, biases, times, strengths)
         settings, seeds, positions = map(
             on_device, (launch.settings, launch.seeds, launch.positions)
         )

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from operator import is_
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.backends.gpu.cuda_graphs import KNOWN, PADDING, Sections, Shape
+from baton.engine.backends.gpu.cuda_graphs import KNOWN, PADDING, StepInputs, StepShape
 from baton.engine.kernels.triton.sampling import settings_of
 from baton.engine.sampling.sampler import NUM_SETTINGS
-from baton.engine.scheduler import Work
+from baton.engine.scheduler import ScheduledSequence
 from baton.engine.sequence import Sequence
 
 Ints = npt.NDArray[np.int64]
+HostInputs: TypeAlias = StepInputs[npt.NDArray[np.int32]]
 
 
 class InputBatch:
@@ -50,7 +52,11 @@ class InputBatch:
         return np.array([places.get(one, KNOWN) for one in sequences], np.int64)
 
     def write(
-        self, work: list[Work], shape: Shape, sources: Ints, into: Sections[npt.NDArray[np.int32]]
+        self,
+        work: list[ScheduledSequence],
+        shape: StepShape,
+        sources: Ints,
+        into: HostInputs,
     ) -> Ints:
         """Writes a launch's inputs; which of the works that sample are to be sampled with their
         tokens known.
@@ -86,7 +92,7 @@ class InputBatch:
         return apart[samples].nonzero()[0]
 
     def _write_chunks(
-        self, chunks: list[Work], shape: Shape, into: Sections[npt.NDArray[np.int32]]
+        self, chunks: list[ScheduledSequence], shape: StepShape, into: HostInputs
     ) -> None:
         """Writes tokens and lengths; behind those of chunks come sequences without a row, and one
         that has all rows of padding."""

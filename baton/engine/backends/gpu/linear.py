@@ -1,8 +1,8 @@
 """Weights on a GPU: how each format multiplies, and what of a layer it does on the way.
 
 Where a tensor lies on a CPU, a weight computes as `baton.engine.weights.weight` does, which is the
-reference. Few rows are a product of ours (`ops/triton/skinny_matmul.py`), which can take a norm, a
-gate or the residual stream along; more rows are cuBLAS's, with kernels of ours around it.
+reference. Products of few rows use `kernels/triton/skinny_matmul.py`, which can fuse a norm, a gate
+or the residual addition; products of more rows use cuBLAS, with separate kernels for the rest.
 
 What 8-bit products ask of shapes and GPUs is what torch's `_int_mm` and `_scaled_mm` check before
 they call cuBLAS or CUTLASS (aten/src/ATen/native/cuda/Blas.cpp and ScaledBlas.cpp of torch 2.11).
@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from baton.engine.kernels.triton.activation import act_mul
 from baton.engine.kernels.triton.group_scaled_linear import group_scaled_linear
 from baton.engine.kernels.triton.group_scaled_packing import PackedWeight, pack
-from baton.engine.kernels.triton.rows import (
+from baton.engine.kernels.triton.rms_norm import add_rms_norm
+from baton.engine.kernels.triton.row_quantization import (
     LARGEST_WHOLE,
-    EightBitRows,
+    QuantizedRows,
     Rows,
-    act_mul,
-    add_rms_norm,
     quantize_rows,
     scale_sums,
 )
@@ -60,7 +60,7 @@ class GpuWeight(Weight):
     """
 
     def takes(self, size: int) -> torch.dtype | None:
-        """The type of rows of that size that products take as `EightBitRows`, if they do."""
+        """The type of rows of that size that products take as `QuantizedRows`, if they do."""
         return None
 
     def gated(self, x: Any) -> Rows:
@@ -178,17 +178,17 @@ class _EightBitWeight(RowScaledWeight, GpuWeight):
             return Hidden(hidden.stream, self.apply(x, bias))
         return Hidden(self._ours(x, bias, residual=hidden.stream))
 
-    def _rows(self, x: Rows) -> EightBitRows:
-        if isinstance(x, EightBitRows):
+    def _rows(self, x: Rows) -> QuantizedRows:
+        if isinstance(x, QuantizedRows):
             return x
-        return EightBitRows(*quantize_rows(x, self.DTYPE), x.dtype)
+        return QuantizedRows(*quantize_rows(x, self.DTYPE), x.dtype)
 
-    def _is_ours(self, x: EightBitRows, has_gate: bool = False) -> bool:
+    def _is_ours(self, x: QuantizedRows, has_gate: bool = False) -> bool:
         """Whether a product with these rows is ours."""
         return is_ours(x.values, self.values, has_gate=has_gate)
 
     def _ours(
-        self, x: EightBitRows, bias: Tensor | None, activation: Activation | None = None,
+        self, x: QuantizedRows, bias: Tensor | None, activation: Activation | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         return skinny_matmul(

@@ -15,19 +15,15 @@ from torch import Tensor
 
 from baton.engine.backends.gpu.linear import GpuWeight, prepare
 from baton.engine.batch import StepBatch
-from baton.engine.collectives import ALONE, Collectives
-from baton.engine.kernels.triton.attention import (
-    DecodePlan,
-    decode_attention,
-    plan_decode,
-    plan_tiles,
-    prefill_attention,
-)
+from baton.engine.collectives import SINGLE_RANK, Collectives
+from baton.engine.kernels.triton.activation import act_mul
+from baton.engine.kernels.triton.decode_attention import DecodePlan, decode_attention, plan_decode
 from baton.engine.kernels.triton.moe_matmul import GroupedWeight
 from baton.engine.kernels.triton.moe_routing import Router, add_up, route
-from baton.engine.kernels.triton.placement import Placement, place_rows
+from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
+from baton.engine.kernels.triton.rms_norm import add_rms_norm
 from baton.engine.kernels.triton.rope_kv import Rotation, rope_and_write
-from baton.engine.kernels.triton.rows import act_mul, add_rms_norm
+from baton.engine.kernels.triton.slot_mapping import SlotMapping, map_slots
 from baton.engine.models.decoder import Hidden, Model
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.shard import WHOLE, Shard
@@ -42,7 +38,7 @@ class _Rows:
     plans: of decode rows, by the window of the layers that they are for; made where first used.
     """
 
-    placed: Placement
+    placed: SlotMapping
     num_decodes: int
     block_tables: Tensor
     context_lens: Tensor
@@ -92,7 +88,7 @@ class GpuModel(Model):
         dtype: torch.dtype,
         device: torch.device,
         shard: Shard = WHOLE,
-        ranks: Collectives = ALONE,
+        ranks: Collectives = SINGLE_RANK,
     ) -> None:
         layers = tuple(
             replace(layer, experts=layer.experts and _GroupedExperts.of(layer.experts, dtype))
@@ -111,7 +107,7 @@ class GpuModel(Model):
         tokens before the row; -1 is padding, which touches no block and whose logits mean nothing ·
         block_tables: int32 `[rows, width]`.
         """
-        placed = place_rows(context_lens, None, block_tables, len(token_ids), pool.shape[4])
+        placed = map_slots(context_lens, None, block_tables, len(token_ids), pool.shape[4])
         rows = _Rows(placed, len(token_ids), block_tables, context_lens)
         return self._logits(self._forward(token_ids, rows, pool))
 
@@ -174,7 +170,7 @@ class GpuModel(Model):
         rows, num_decodes = len(batch.token_ids), batch.num_decodes
         context_lens, tables = batch.context_lens, batch.block_tables
         query_lens = None if num_decodes == len(batch.query_lens) else batch.query_lens
-        placed = place_rows(context_lens, query_lens, tables, rows, pool.shape[4])
+        placed = map_slots(context_lens, query_lens, tables, rows, pool.shape[4])
         tiles = None
         if query_lens is not None:
             query_lens = query_lens[num_decodes:]

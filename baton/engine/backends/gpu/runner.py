@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.backends.gpu.cuda_graphs import Sections, Shape, num_elements, sections
+from baton.engine.backends.gpu.cuda_graphs import StepInputs, StepShape, num_elements, split_inputs
 from baton.engine.backends.gpu.device import Stream, new_stream
 from baton.engine.backends.gpu.device_sampling import (
     DeviceSampler,
@@ -35,7 +35,7 @@ from baton.engine.backends.gpu.device_sampling import (
 from baton.engine.backends.gpu.input_batch import InputBatch
 from baton.engine.runner import Launch, Runner, SampledTokens, StepOutput, sample_rows
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
-from baton.engine.scheduler import Plan, Work
+from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError, InternalError
 
@@ -48,19 +48,19 @@ Array = npt.NDArray[Any]
 class _Slot:
     """The pinned memory of one launch, and when it may be written again."""
 
-    def __init__(self, stream: Stream, sampler: Sampler, largest: Shape) -> None:
+    def __init__(self, stream: Stream, sampler: Sampler, largest: StepShape) -> None:
         self._inputs = stream.pinned(num_elements(largest), torch.int32)
-        self._sections: dict[Shape, tuple[Tensor, Sections[Array]]] = {}
+        self._sections: dict[StepShape, tuple[Tensor, StepInputs[Array]]] = {}
         self.tokens = stream.pinned(largest.logits, torch.int64)
         self.sampler = DeviceSampler(stream, sampler, largest.logits)
         self.scores = Scores(stream, sampler.vocab_size)
         self.event = stream.record_event()
 
-    def inputs(self, shape: Shape) -> tuple[Tensor, Sections[Array]]:
+    def inputs(self, shape: StepShape) -> tuple[Tensor, StepInputs[Array]]:
         """(all of a launch's inputs, their parts to write)."""
         if shape not in self._sections:
-            parts = sections(self._inputs, shape)
-            self._sections[shape] = parts.all, Sections(*(part.numpy() for part in parts))
+            parts = split_inputs(self._inputs, shape)
+            self._sections[shape] = parts.all, StepInputs(*(part.numpy() for part in parts))
         return self._sections[shape]
 
 
@@ -75,21 +75,23 @@ class _CapturedLaunch(Launch):
 
     logits: Tensor  # once it runs
 
-    def __init__(self, plan: Plan, shape: Shape, slot: _Slot) -> None:
+    def __init__(self, plan: ScheduledStep, shape: StepShape, slot: _Slot) -> None:
         super().__init__(plan)
         self.shape, self.slot = shape, slot
-        self.sequences = [item.sequence for item in plan.work]
+        self.sequences = [item.sequence for item in plan.sequences]
         self.blocks = [one.block_ids for one in self.sequences]
         self.apart: list[int] = []
         self.resampled, self.scored = list[int](), list[int]()
-        self.sampling: list[Work] = plan.work
-        self.places: Rows[int] = range(len(plan.work))
+        self.sampling: list[ScheduledSequence] = plan.sequences
+        self.places: Rows[int] = range(len(plan.sequences))
         self.sampled: Rows[Sequence | None] = self.sequences
-        self.decodes = len(plan.work)
+        self.decodes = len(plan.sequences)
         if shape.chunk_rows:
-            self.decodes = sum(item.count == 1 for item in plan.work) if shape.decodes else 0
+            self.decodes = sum(item.count == 1 for item in plan.sequences) if shape.decodes else 0
             places = [*range(self.decodes), *range(shape.decodes, shape.logits)]
-            of_works = [pair for pair in zip(plan.work, places, strict=False) if pair[0].samples]
+            of_works = [
+                pair for pair in zip(plan.sequences, places, strict=False) if pair[0].samples
+            ]
             self.sampling, self.places = [item for item, _ in of_works], [at for _, at in of_works]
             by_place = {at: item.sequence for item, at in of_works}
             self.sampled = [by_place.get(at) for at in range(shape.logits)]
@@ -98,7 +100,7 @@ class _CapturedLaunch(Launch):
 class _WaitingLaunch(Launch):
     """A step of any work, which is waited for; logits: as `StepModel.step`."""
 
-    def __init__(self, plan: Plan, logits: Tensor) -> None:
+    def __init__(self, plan: ScheduledStep, logits: Tensor) -> None:
         super().__init__(plan)
         self.logits = logits
 
@@ -126,7 +128,7 @@ class GpuRunner(Runner):
         self._block_size = pool.shape[4]
         self._stream = stream = stream or new_stream(pool.device)
         self._last: _CapturedLaunch | None = None  # until it is waited for
-        self._shaped: tuple[Plan | None, Shape | None] = None, None  # the last plan's
+        self._shaped: tuple[ScheduledStep | None, StepShape | None] = None, None  # the last plan's
         width = -(-max_context // self._block_size)
         with torch.inference_mode():
             self._graphs = SamplingGraphs(
@@ -150,25 +152,25 @@ class GpuRunner(Runner):
                 f"steps cannot be captured as CUDA graphs ({error}): add --no-graphs"
             ) from error
 
-    def launches_ahead(self, plan: Plan) -> bool:
+    def launches_ahead(self, plan: ScheduledStep) -> bool:
         """Whether a captured step holds it in which only decode rows await their tokens."""
         shape = self._shape(plan)
         if shape is None or not shape.chunk_rows:
             return shape is not None
         return not any(
             item.sequence.awaits_token and item.samples
-            for item in plan.work
+            for item in plan.sequences
             if item.count > 1 or not shape.decodes
         )
 
-    def _shape(self, plan: Plan) -> Shape | None:
+    def _shape(self, plan: ScheduledStep) -> StepShape | None:
         """The shape of the captured step that holds a plan, if one does."""
         if plan is not self._shaped[0]:
             self._shaped = plan, self._shape_of(plan)
         return self._shaped[1]
 
-    def _shape_of(self, plan: Plan) -> Shape | None:
-        work = plan.work
+    def _shape_of(self, plan: ScheduledStep) -> StepShape | None:
+        work = plan.sequences
         if not all(map(self._fits, work)):
             return None
         blocks = -(-max([item.start + item.count for item in work]) // self._block_size)
@@ -177,7 +179,7 @@ class GpuRunner(Runner):
             shape = self._graphs.decode_shape(len(work), blocks)
         return shape or self._graphs.chunk_shape([item.count for item in work], blocks)
 
-    def _fits(self, item: Work) -> bool:
+    def _fits(self, item: ScheduledSequence) -> bool:
         """Whether a captured step gives a sequence all that it asks for."""
         sequence = item.sequence
         params = sequence.params
@@ -190,14 +192,14 @@ class GpuRunner(Runner):
         )
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Launch:
+    def launch(self, plan: ScheduledStep) -> Launch:
         """Begins a step; in a captured one, tokens that the launch before samples are taken from
         there."""
         if shape := self._shape(plan):
             return self._launch_captured(plan, shape)
         return _WaitingLaunch(plan, self._stream.call(lambda: self._forward(plan)))
 
-    def _forward(self, plan: Plan) -> Tensor:
+    def _forward(self, plan: ScheduledStep) -> Tensor:
         """Logits as `StepModel.step`; on the stream, so that it follows its inputs there."""
         return self.model.step(self._batches.build(plan), self.pool)
 
@@ -208,7 +210,7 @@ class GpuRunner(Runner):
                 self._sample_apart(launch)
             return
         assert isinstance(launch, _WaitingLaunch)
-        plan, logits = launch.plan, launch.logits
+        plan, logits = launch.step, launch.logits
         launch.output = self._stream.call(lambda: self._sample(plan, logits))
 
     def land(self, launch: Launch) -> StepOutput:
@@ -250,10 +252,10 @@ class GpuRunner(Runner):
         finally:
             self.waited_s += time.perf_counter() - began
 
-    def scrub(self, blocks: list[int]) -> None:
-        """Zeroes blocks that unverified bytes came into; see `Runner.scrub`."""
+    def zero_blocks(self, blocks: list[int]) -> None:
+        """Zeroes blocks that unverified bytes came into; see `Runner.zero_blocks`."""
         if blocks:
-            self._stream.call(lambda: Runner.scrub(self, blocks))
+            self._stream.call(lambda: Runner.zero_blocks(self, blocks))
             self._stream.record_event().synchronize()
 
     def wait_for_writes(self, blocks: list[int] | None = None) -> None:
@@ -288,7 +290,7 @@ class GpuRunner(Runner):
             self._check(token_id)
         return sampled
 
-    def _launch_captured(self, plan: Plan, shape: Shape) -> _CapturedLaunch:
+    def _launch_captured(self, plan: ScheduledStep, shape: StepShape) -> _CapturedLaunch:
         slot = self._slots.pop(0)
         self._slots.append(slot)
         with suppress(Exception):  # its own step reports it
@@ -297,7 +299,7 @@ class GpuRunner(Runner):
         before = self._last.sampled if self._last is not None else []
         sources = self._inputs.sources(launch.sequences[: launch.decodes], before)
         inputs, parts = slot.inputs(shape)
-        launch.apart = self._inputs.write(plan.work, shape, sources, parts).tolist()
+        launch.apart = self._inputs.write(plan.sequences, shape, sources, parts).tolist()
         if not shape.chunk_rows:
             self.decode_rows["padding"] += shape.decodes - launch.decodes
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from baton.config import EngineConfig
-from baton.engine.backends.gpu.cuda_graphs import Shape, shapes_of
+from baton.engine.backends.gpu.cuda_graphs import StepShape, shapes_of
 from baton.engine.batch import BatchBuilder, StepModel
 from baton.engine.runner import StepRunner
-from baton.engine.scheduler import SCORED_ROWS, Plan, Work
+from baton.engine.scheduler import SCORED_ROWS, ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
 from baton.generation.sampling_params import SamplingParams
 
@@ -50,14 +50,14 @@ def largest_step(runner: StepRunner, settings: EngineConfig, max_context: int) -
         rest -= scored
     work += _chunks(rest, max_context, pool)
     work.sort(key=lambda item: item.count > 1)  # as schedulers order it
-    runner.run(Plan(work))
+    runner.run(ScheduledStep(work))
 
 
 def largest_captured(
     model: StepModel, pool: Tensor, settings: EngineConfig, max_context: int
 ) -> None:
     """A step of the largest shape that is captured, with full contexts."""
-    shapes = shapes_of(settings, max_context) or [Shape(settings.max_batch, 0, 1)]
+    shapes = shapes_of(settings, max_context) or [StepShape(settings.max_batch, 0, 1)]
     work = [_work(max_context, 1, pool)] * shapes[0].decodes
     work += _chunks(shapes[0].chunk_rows, max_context, pool)
     work.sort(key=lambda item: item.count > 1)
@@ -92,26 +92,26 @@ def scored_decode(runner: StepRunner) -> None:
     """A decode row that wants log-probabilities: its logits are of the model's type, where those
     of all other steps are float32.
     """
-    runner.run(Plan([_work(1, 1, runner.pool, params=SamplingParams(logprobs=1))]))
+    runner.run(ScheduledStep([_work(1, 1, runner.pool, params=SamplingParams(logprobs=1))]))
 
 
 def _work(
     end: int, count: int, pool: Tensor, proposed: int = 0, params: SamplingParams = _GREEDY
-) -> Work:
+) -> ScheduledSequence:
     """The last `count` tokens of a context of `end`, some of them proposed."""
     blocks = [0] * -(-end // pool.shape[4])
     sequence = Sequence("", [0] * (end - proposed), 1, params, block_ids=blocks)
-    return Work(sequence, end - count, count, (0,) * proposed)
+    return ScheduledSequence(sequence, end - count, count, (0,) * proposed)
 
 
-def _chunks(rows: int, max_context: int, pool: Tensor) -> list[Work]:
+def _chunks(rows: int, max_context: int, pool: Tensor) -> list[ScheduledSequence]:
     """So many rows, of as many sequences as they need."""
     longest = max_context - 1
     counts = [min(longest, rows - done) for done in range(0, rows, longest)]
     return [_work(max_context, count, pool) for count in counts]
 
 
-def _step(model: StepModel, pool: Tensor, work: list[Work]) -> None:
+def _step(model: StepModel, pool: Tensor, work: list[ScheduledSequence]) -> None:
     model.step(BatchBuilder(pool.shape[4], pool.device).new_batch(work), pool)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.batch import StepBatch
-from baton.engine.collectives import ALONE, Collectives
+from baton.engine.collectives import SINGLE_RANK, Collectives
 from baton.engine.kernels.native import library
 from baton.engine.kernels.native.interface import AttentionShape, Norm, Pool, Span
 from baton.engine.models.decoder import Model
@@ -34,7 +34,7 @@ class NativeOps(Model):
         dtype: torch.dtype,
         attends: bool = True,
         shard: Shard = WHOLE,
-        ranks: Collectives = ALONE,
+        ranks: Collectives = SINGLE_RANK,
     ) -> None:
         """attends: heads and blocks have sizes that native attention takes.
 
@@ -46,7 +46,7 @@ class NativeOps(Model):
         self._native = library.require(dtype)
         self._attends = attends
         # With other ranks' heads, which the native step alone exchanges with them.
-        self._norms_apart = config.differs.qk_norm == "row" and ranks is not ALONE
+        self._norms_apart = config.differs.qk_norm == "row" and ranks is not SINGLE_RANK
         self._kv_heads = range(config.num_kv_heads)  # that are used of the pool's
         self._shapes = list(map(self._shape, range(config.num_layers), weights.layers))
 

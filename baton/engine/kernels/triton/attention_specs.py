@@ -11,17 +11,9 @@ import triton
 from torch import Tensor
 
 from baton.engine.kernels.torch.attention import Scoring, write_kv
-from baton.engine.kernels.triton.attention import (
-    DecodePlan,
-    decode_attention,
-    plan_decode,
-    plan_tiles,
-    prefill_attention,
-    tile_rows,
-)
 from baton.engine.kernels.triton.attention_common import attention_reference, pool_sizes
-from baton.engine.kernels.triton.rope_kv import Rotation
-from baton.engine.kernels.triton.spec import (
+from baton.engine.kernels.triton.decode_attention import DecodePlan, decode_attention, plan_decode
+from baton.engine.kernels.triton.kernel_spec import (
     Config,
     KernelSpec,
     Key,
@@ -30,6 +22,9 @@ from baton.engine.kernels.triton.spec import (
     product_of,
     text_of,
 )
+from baton.engine.kernels.triton.launch import tile_rows
+from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
+from baton.engine.kernels.triton.rope_kv import Rotation
 from baton.engine.models.decoder import rms_norm, rotate
 from baton.engine.weights.quantize import (
     FP8,

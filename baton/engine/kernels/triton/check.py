@@ -31,7 +31,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from baton.engine.kernels.triton import sass, tuning
-from baton.engine.kernels.triton.spec import KernelSpec, Key, text_of
+from baton.engine.kernels.triton.kernel_spec import KernelSpec, Key, text_of
 
 # Bytes of shared memory that a program may have, by architecture (CUDA C++ Programming Guide,
 # compute capabilities); and columns of a Blackwell multiprocessor's tensor memory.

@@ -23,9 +23,16 @@ from baton.engine.kernels.triton.group_scaled_packing import (
     scaled_plane,
     step_numbers,
 )
+from baton.engine.kernels.triton.kernel_spec import (
+    Config,
+    KernelSpec,
+    Key,
+    Trial,
+    dtype_of,
+    product_of,
+)
 from baton.engine.kernels.triton.launch import launch, wait_for_inputs
-from baton.engine.kernels.triton.skinny_matmul import prefetch, tile_rows
-from baton.engine.kernels.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
+from baton.engine.kernels.triton.skinny_matmul import padded_rows, prefetch
 from baton.engine.kernels.triton.tuning import choose
 
 NAME = "group_scaled_linear"
@@ -182,7 +189,7 @@ def group_scaled_linear(
         _group_scaled_linear, (tiles, parts), x, weight.words, weight.fields, bias, out, partials,
         weight.counters, num_rows, num_outputs, depth, weight.padded,
         WHOLE=depth % STEP == 0 and weight.padded % config["OUTPUTS"] == 0, IS_SPLIT=parts > 1,
-        ROWS=tile_rows(num_rows), **weight.options, **sizes,
+        ROWS=padded_rows(num_rows), **weight.options, **sizes,
     )  # fmt: skip
     return out
 
@@ -190,7 +197,7 @@ def group_scaled_linear(
 def _key(weight: PackedWeight, rows: int) -> Key:
     outputs, depth = weight.shape
     return {
-        "rows": tile_rows(rows), "outputs": outputs, "depth": depth, "format": weight.format,
+        "rows": padded_rows(rows), "outputs": outputs, "depth": depth, "format": weight.format,
     }  # fmt: skip
 
 

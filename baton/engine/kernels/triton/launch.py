@@ -53,3 +53,16 @@ def _has_pdl(device: torch.device) -> bool:
 def _capability(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+# Query rows of a tile: the fewest that tensor cores take, and the most that registers hold.
+LEAST_TILE_ROWS, MOST_TILE_ROWS = 16, 128
+
+
+def tile_rows(num_rows: int, sequences: int, group: int) -> int:
+    """Rows of a tile for chunks of `num_rows` rows in all: the average chunk, padded.
+
+    group: rows that each of these becomes, such as the query heads that share a KV head.
+    """
+    average = -(-num_rows // max(sequences, 1)) * group
+    return min(max(LEAST_TILE_ROWS, int(triton.next_power_of_2(average))), MOST_TILE_ROWS)

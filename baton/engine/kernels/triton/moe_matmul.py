@@ -20,7 +20,7 @@ from torch import Tensor
 
 from baton.engine.kernels.torch import moe_routing
 from baton.engine.kernels.torch.linear import act_mul
-from baton.engine.kernels.triton.attention import LEAST_ROWS, tile_rows
+from baton.engine.kernels.triton.activation import gated
 from baton.engine.kernels.triton.group_scaled_packing import (
     STEP,
     TILE,
@@ -29,10 +29,17 @@ from baton.engine.kernels.triton.group_scaled_packing import (
     planes,
     step_numbers,
 )
-from baton.engine.kernels.triton.launch import launch, wait_for_inputs
+from baton.engine.kernels.triton.kernel_spec import (
+    Config,
+    KernelSpec,
+    Key,
+    Trial,
+    dtype_of,
+    product_of,
+)
+from baton.engine.kernels.triton.launch import LEAST_TILE_ROWS, launch, tile_rows, wait_for_inputs
 from baton.engine.kernels.triton.moe_routing import FEW_ROWS, Slots, route
-from baton.engine.kernels.triton.rows import gated, quantize_rows
-from baton.engine.kernels.triton.spec import Config, KernelSpec, Key, Trial, dtype_of, product_of
+from baton.engine.kernels.triton.row_quantization import quantize_rows
 from baton.engine.kernels.triton.tuning import choose
 from baton.engine.models.model_config import Activation
 from baton.engine.weights.quantize import FP8
@@ -145,7 +152,7 @@ class GroupedWeight:
             SUMS=tl.int32 if is_int8 else tl.float32, GATED=activation is not None,
             GELU=activation == "gelu_tanh", SWIGLU_OAI=activation == "swigluoai",
             WHOLE=depth % max(STEP, config["DEPTH"]) == 0 and size % width == 0,
-            ROWS=max(LEAST_ROWS, slots.tile_rows), **options,
+            ROWS=max(LEAST_TILE_ROWS, slots.tile_rows), **options,
             **{**config, "SPLIT": split},
         )  # fmt: skip
         return out

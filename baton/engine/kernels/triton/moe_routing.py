@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from baton.engine.kernels.torch import moe_routing as reference
-from baton.engine.kernels.triton.attention import tile_rows
 from baton.engine.kernels.triton.attention_common import LOWEST
-from baton.engine.kernels.triton.launch import launch, wait_for_inputs
-from baton.engine.kernels.triton.spec import Config, KernelSpec, Key, Trial, dtype_of
+from baton.engine.kernels.triton.kernel_spec import Config, KernelSpec, Key, Trial, dtype_of
+from baton.engine.kernels.triton.launch import launch, tile_rows, wait_for_inputs
 
 _SCORES = 2048  # that a program takes, at most
 _MANY = 512  # rows

@@ -15,8 +15,15 @@ from torch import Tensor
 
 from baton.engine.kernels.torch.attention import write_kv
 from baton.engine.kernels.triton.attention_common import elements
-from baton.engine.kernels.triton.rows import bits_of, scale_of
-from baton.engine.kernels.triton.spec import Config, KernelSpec, Key, Outputs, Trial, dtype_of
+from baton.engine.kernels.triton.kernel_spec import (
+    Config,
+    KernelSpec,
+    Key,
+    Outputs,
+    Trial,
+    dtype_of,
+)
+from baton.engine.kernels.triton.row_quantization import bits_of, scale_of
 from baton.engine.kernels.triton.tuning import choose
 from baton.engine.models.decoder import rms_norm, rotate
 from baton.engine.weights.quantize import FP8, SCALE_BYTES, is_quantized, unpack_rows

@@ -19,9 +19,17 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.torch.linear import act_mul as reference_act_mul
+from baton.engine.kernels.triton.activation import act_mul, gated
+from baton.engine.kernels.triton.kernel_spec import (
+    Config,
+    KernelSpec,
+    Key,
+    Outputs,
+    Trial,
+    dtype_of,
+)
 from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
-from baton.engine.kernels.triton.rows import act_mul, add_rms_norm, gated
-from baton.engine.kernels.triton.spec import Config, KernelSpec, Key, Outputs, Trial, dtype_of
+from baton.engine.kernels.triton.rms_norm import add_rms_norm
 from baton.engine.kernels.triton.tuning import choose
 from baton.engine.models.decoder import rms_norm
 from baton.engine.models.model_config import Activation
@@ -195,7 +203,7 @@ def skinny_matmul(
     (num_rows, depth), num_outputs = x.shape, len(weight) // (2 if activation else 1)
     assert num_rows <= MOST_ROWS, "more rows are another kernel's"
     assert x.is_contiguous() and weight.is_contiguous()
-    rows = tile_rows(num_rows)
+    rows = padded_rows(num_rows)
     key = key_of(x, weight, norm is not None, activation is not None)
     config = config or choose(NAME, key, x.device)
     tiles, split = triton.cdiv(num_outputs, config["OUTPUTS"]), config["SPLIT"]
@@ -228,7 +236,7 @@ def key_of(x: Tensor, weight: Tensor, has_norm: bool = False, has_gate: bool = F
     """What a launch's configuration depends on."""
     outputs, depth = weight.shape
     kind = f"{8 * x.itemsize}-bit{' norm' if has_norm else ''}{' gate' if has_gate else ''}"
-    return {"kind": kind, "rows": tile_rows(len(x)), "outputs": outputs, "depth": depth}
+    return {"kind": kind, "rows": padded_rows(len(x)), "outputs": outputs, "depth": depth}
 
 
 def is_ours(x: Tensor, weight: Tensor, has_norm: bool = False, has_gate: bool = False) -> bool:
@@ -241,7 +249,7 @@ def is_ours(x: Tensor, weight: Tensor, has_norm: bool = False, has_gate: bool = 
     return not choose(NAME, key_of(x, weight, has_norm, has_gate), x.device).get("LIBRARY")
 
 
-def tile_rows(num_rows: int) -> int:
+def padded_rows(num_rows: int) -> int:
     """Rows of a tile that holds all of x."""
     return max(_LEAST_ROWS, int(triton.next_power_of_2(num_rows)))
 

@@ -23,7 +23,7 @@ import torch
 import triton
 
 from baton.engine.kernels.triton import timing
-from baton.engine.kernels.triton.spec import Config, KernelSpec, Key, relative_error, text_of
+from baton.engine.kernels.triton.kernel_spec import Config, KernelSpec, Key, relative_error, text_of
 
 SHIPPED = Path(__file__).parent / "configs"
 

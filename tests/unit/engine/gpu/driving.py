@@ -99,7 +99,7 @@ class Driven:
     def in_flight(self):
         """Ids of the sequences with a row in a launch that was not waited for."""
         flight = self.engine._flight
-        return [work.sequence.seq_id for work in flight.plan.work] if flight else []
+        return [work.sequence.seq_id for work in flight.step.sequences] if flight else []
 
     def add(self, sequence):
         self.tokens[sequence.seq_id], self.logprobs[sequence.seq_id] = [], []

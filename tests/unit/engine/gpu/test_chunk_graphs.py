@@ -8,12 +8,12 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine.backends.gpu import cuda_graphs
-from baton.engine.backends.gpu.cuda_graphs import MAX_CHUNKS, Shape, chunk_sizes, shapes_of
+from baton.engine.backends.gpu.cuda_graphs import MAX_CHUNKS, StepShape, chunk_sizes, shapes_of
 from baton.engine.backends.gpu.device import Stream
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kv_cache import plan_layout
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.scheduler import Plan, Work
+from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
 from baton.generation.sampling_params import SamplingParams
 from tests.unit.engine.gpu.models import CONFIGS, TINY, both, tokens
@@ -36,7 +36,7 @@ class Stepped:
         layout = plan_layout(model.config, kv_dtype, 16, 60, 0)
         self.pool = torch.zeros(layout.shape, dtype=kv_dtype)
         self.pool.view(torch.uint8)[0] = 1  # nobody's block
-        self.before, self.shapes, self.found = self.pool.clone(), list[Shape](), list[object]()
+        self.before, self.shapes, self.found = self.pool.clone(), list[StepShape](), list[object]()
         self.runner = GpuRunner(
             model, self.pool, Sampler(frozenset(), TINY.vocab_size), replace(SETTINGS, **settings),
             MAX_CONTEXT, Stream(),
@@ -53,7 +53,9 @@ class Stepped:
 
     def step(self, *work):
         """Computes so many tokens of each sequence."""
-        plan = Plan([Work(one, one.num_computed, count) for one, count in work])
+        plan = ScheduledStep(
+            [ScheduledSequence(one, one.num_computed, count) for one, count in work]
+        )
         found = self.runner.run(plan)
         for one, count in work:
             one.num_computed += count
@@ -94,7 +96,7 @@ def test_prompts_of_every_length_around_a_shapes_edges():
         for seed, length in enumerate((1, 2, 19, 20, 21, 39, 40)):
             run.step((run.add(length, seed), length))
     assert_same(*runs)
-    assert runs[0].shapes == [Shape(0, rows, 16) for rows in (20, 20, 20, 20, 40, 40, 40)]
+    assert runs[0].shapes == [StepShape(0, rows, 16) for rows in (20, 20, 20, 20, 40, 40, 40)]
 
 
 @pytest.mark.parametrize(
@@ -154,9 +156,9 @@ def test_steps_that_no_shape_holds_run_without_one():
 
 def test_which_shapes_are_captured(monkeypatch):
     settings = EngineConfig(max_batch=2, chunk_tokens=40)
-    decoding = [Shape(2, 40, 3), Shape(2, 20, 3), Shape(2, 0, 3), Shape(1, 0, 3)]
+    decoding = [StepShape(2, 40, 3), StepShape(2, 20, 3), StepShape(2, 0, 3), StepShape(1, 0, 3)]
     assert shapes_of(settings, 40) == decoding
-    prefilling = [Shape(0, 40, 3), Shape(0, 20, 3)]
+    prefilling = [StepShape(0, 40, 3), StepShape(0, 20, 3)]
     assert shapes_of(replace(settings, prefill_only=True), 40) == prefilling
     assert shapes_of(replace(settings, graphs=False), 40) == []
     widths = [shape.width for shape in shapes_of(settings, 16 * 2048)]

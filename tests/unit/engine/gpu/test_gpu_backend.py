@@ -21,7 +21,7 @@ from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kv_cache import plan_layout
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.runner import Runner
-from baton.engine.scheduler import Plan, Work
+from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
 from baton.engine.weights.weight import Int8Weight
 from baton.errors import ConfigError
@@ -252,12 +252,14 @@ def test_chunks_are_larger_where_no_stream_waits_for_its_token(checkpoint):
     on_cpu = build.load(config, backend=CpuBackend(replace(config, kernels="torch")))
     device = torch.device("cuda", 0)
     runner = SimpleNamespace(pool=SimpleNamespace(device=device), ranks=None)
-    plan = Plan([Work(Sequence("", [0] * 2001, 2001, SamplingParams()), 0, 2000)])
+    plan = ScheduledStep(
+        [ScheduledSequence(Sequence("", [0] * 2001, 2001, SamplingParams()), 0, 2000)]
+    )
     found = []
     for changes in ({}, {"prefill_only": True}, {"prefill_only": True, "chunk_ms": 30.0}):
         loaded = replace(on_cpu, runner=runner, settings=replace(config, **changes))
         chunk = loaded.engine(lambda report: None)._scheduler.chunk
-        chunk.took(plan, 0.1)  # 20,000 tokens a second
+        chunk.record_step(plan, 0.1)  # 20,000 tokens a second
         found.append(chunk.tokens)
     assert found == [500, 2000, 600]
 

@@ -7,7 +7,7 @@ import torch
 
 from baton.engine.backends.gpu import linear as gpu
 from baton.engine.backends.gpu.backend import LEAST_CAPABILITY
-from baton.engine.kernels.triton.rows import EightBitRows
+from baton.engine.kernels.triton.row_quantization import QuantizedRows
 from baton.engine.weights.weight import DenseWeight, Fp8Weight, Int4Weight, quantized
 from baton.errors import CheckpointError
 
@@ -53,7 +53,7 @@ def test_int8_products_are_those_of_the_reference(rows, depth, biased):
     scales = random(rows, seed=1).abs()
     weight = gpu.GpuInt8Weight(values, random(40, seed=2).abs())
     bias = random(40, seed=3) if biased else None
-    got = weight.apply(EightBitRows(x, scales, torch.float32), bias)
+    got = weight.apply(QuantizedRows(x, scales, torch.float32), bias)
     exact = (x.int() @ values.int().T).float()
     expected = exact * (scales[:, None] * weight.scales)
     assert torch.equal(got, expected if bias is None else expected + bias)

@@ -2,8 +2,9 @@
 
 import logging
 import random
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,17 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config import EngineConfig
+from baton.engine.backends.gpu import cuda_graphs
 from baton.engine.backends.gpu.cuda_graphs import (
     KNOWN,
     MAX_CHUNKS,
     PADDING,
-    Sections,
-    Shape,
     StepGraphs,
+    StepInputs,
+    StepShape,
     batch_sizes,
     count_graphs,
     num_elements,
-    sections,
+    split_inputs,
     table_widths,
 )
 from baton.engine.backends.gpu.device import Stream
@@ -30,13 +32,13 @@ from baton.engine.backends.gpu.device_sampling import SamplingGraphs
 from baton.engine.backends.gpu.input_batch import InputBatch
 from baton.engine.backends.gpu.warmup import largest_captured, step_shapes, warm_up
 from baton.engine.batch import StepBatch
-from baton.engine.collectives import ALONE
+from baton.engine.collectives import SINGLE_RANK
 from baton.engine.kernels.torch.attention import place
 from baton.engine.kernels.triton import sampling
-from baton.engine.kernels.triton.attention import tile_rows
-from baton.engine.kernels.triton.placement import place_rows
+from baton.engine.kernels.triton.launch import tile_rows
+from baton.engine.kernels.triton.slot_mapping import map_slots
 from baton.engine.runner import sample_rows
-from baton.engine.scheduler import Work
+from baton.engine.scheduler import ScheduledSequence
 from baton.engine.sequence import Sequence
 from baton.errors import ConfigError
 from baton.generation.sampling_params import SamplingParams
@@ -61,9 +63,9 @@ def test_tables_are_padded_to_few_widths():
 
 @given(st.integers(0, 300), st.sampled_from((0, 64, 100)), st.integers(1, 70))
 def test_sections_are_aligned_apart_and_fit_their_memory(decodes, chunk_rows, width):
-    shape = Shape(decodes, chunk_rows, width)
+    shape = StepShape(decodes, chunk_rows, width)
     flat = torch.zeros(num_elements(shape), dtype=torch.int32)
-    *apart, whole = sections(flat, shape)
+    *apart, whole = split_inputs(flat, shape)
     for number, part in enumerate(apart, 1):
         assert part.is_contiguous()
         assert not part.numel() or (part.data_ptr() - flat.data_ptr()) % 128 == 0
@@ -75,7 +77,10 @@ def test_sections_are_aligned_apart_and_fit_their_memory(decodes, chunk_rows, wi
     assert contexts == decodes + chunks + padding and positions == decodes + chunks
     assert (lengths, logit_rows) == ((contexts, positions) if chunk_rows else (0, 0))
     assert len(whole) == len(flat)
-    for smaller in (Shape(max(0, decodes - 1), chunk_rows, width), Shape(decodes, 0, width)):
+    for smaller in (
+        StepShape(max(0, decodes - 1), chunk_rows, width),
+        StepShape(decodes, 0, width),
+    ):
         assert num_elements(smaller) <= len(flat)
 
 
@@ -116,9 +121,9 @@ def a_sequence(dice, name):
 
 def check_inputs(dice, batch, some, before):
     count, size, width = len(some), 4, dice.choice((5, 10))
-    shape = Shape(size, 0, width)
+    shape = StepShape(size, 0, width)
     into = arrays(shape)
-    work = [Work(one, len(one.tokens) - 1, 1) for one in some]
+    work = [ScheduledSequence(one, len(one.tokens) - 1, 1) for one in some]
     sources = batch.sources(some, before)
     assert sources.tolist() == [before.index(o) if o in before else KNOWN for o in some]
     known = [at for at, source in enumerate(sources) if source == KNOWN]
@@ -141,7 +146,7 @@ def check_inputs(dice, batch, some, before):
 def arrays(shape):
     """A launch's inputs, in memory that holds something."""
     flat = torch.full((num_elements(shape),), -9, dtype=torch.int32)
-    return Sections(*(part.numpy() for part in sections(flat, shape)))
+    return StepInputs(*(part.numpy() for part in split_inputs(flat, shape)))
 
 
 def test_inputs_of_chunks_lie_behind_those_of_decode_rows():
@@ -149,13 +154,13 @@ def test_inputs_of_chunks_lie_behind_those_of_decode_rows():
         return Sequence("", tokens, 1, SamplingParams(seed=tokens[0], **params), block_ids=blocks)
 
     work = [
-        Work(sequence([3, 4], [1]), 1, 1),
-        Work(sequence([5, 6, 7], [2]), 1, 1),  # another token is behind it
-        Work(sequence([8, 9, 10, 11], [3, 4], logprobs=1), 1, 3),
-        Work(sequence([12, 13, 14], [5], logprobs=1), 0, 2),  # and here
-        Work(sequence([15, 16], [6]), 0, 2),
+        ScheduledSequence(sequence([3, 4], [1]), 1, 1),
+        ScheduledSequence(sequence([5, 6, 7], [2]), 1, 1),  # another token is behind it
+        ScheduledSequence(sequence([8, 9, 10, 11], [3, 4], logprobs=1), 1, 3),
+        ScheduledSequence(sequence([12, 13, 14], [5], logprobs=1), 0, 2),  # and here
+        ScheduledSequence(sequence([15, 16], [6]), 0, 2),
     ]
-    shape, batch = Shape(4, 20, 2), InputBatch(5, 2)
+    shape, batch = StepShape(4, 20, 2), InputBatch(5, 2)
     into = arrays(shape)
     apart = batch.write(work, shape, np.array([2, KNOWN]), into)
     absent = MAX_CHUNKS - 3
@@ -173,37 +178,51 @@ def test_inputs_of_chunks_lie_behind_those_of_decode_rows():
     assert not into.block_tables[7:].any()
 
 
-class CountingStream(Stream):
-    """Captures as a graph does, and replays later."""
-
-    def __init__(self):
-        self.captured = self.replayed = 0
-
-    def capture(self, work):
-        self.captured += 1
-        work()
-
-        def replay():
-            self.replayed += 1
-            return work()
-
-        return replay
-
-
 class FailingStream(Stream):
-    def capture(self, work):
+    def call(self, work):
         raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_a_graph_is_captured_on_the_engines_stream_after_a_first_run_and_replayed(monkeypatch):
+    """With torch's calls recorded in place of a GPU's."""
+    calls, stream = [], Stream()
+    stream.cuda, stream.graph_pool = object(), object()
+    graph = SimpleNamespace(replay=lambda: calls.append("replay"))
+
+    @contextmanager
+    def capturing(captured, **options):
+        assert captured is graph
+        assert options == {
+            "pool": stream.graph_pool, "stream": stream.cuda, "capture_error_mode": "thread_local"
+        }  # fmt: skip
+        calls.append("begin")
+        yield
+        calls.append("end")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(cuda_graphs, "_unowned", lambda logits: logits)
+    settings = EngineConfig(max_batch=1, block_size=SIZE, chunk_tokens=8)
+    graphs = StepGraphs(MODEL, new_pool(2), stream, settings, 4 * SIZE)
+    compute = graphs._compute
+    graphs._compute = lambda shape: (calls.append("compute"), compute(shape))[1]
+    with torch.inference_mode():
+        graphs.capture()
+        once = ["compute", "begin", "compute", "end"]
+        assert calls == once * count_graphs(settings, 4 * SIZE)
+        logits = graphs.run(graphs.decode_shape(1, 1))
+    assert calls[-2:] == ["end", "replay"] and logits.shape == (1, CONFIG.vocab_size)
 
 
 def test_captured_shapes_are_replayed_give_the_same_and_leave_the_pool_alone(caplog):
     caplog.set_level(logging.INFO)
-    stream, pool = CountingStream(), new_pool(12)
+    pool, replayed = new_pool(12), []
     of_blocks = EngineConfig(max_batch=5, block_size=SIZE, chunk_tokens=8)
     with torch.inference_mode():
-        graphs = StepGraphs(MODEL, pool, stream, of_blocks, 16 * SIZE)
+        graphs = StepGraphs(MODEL, pool, Stream(), of_blocks, 16 * SIZE)
         graphs.capture()
-        assert stream.captured == count_graphs(of_blocks, 16 * SIZE) == 5
-        assert "captured 5 of 5 steps as graphs" in caplog.messages
+        assert len(graphs._captured) == count_graphs(of_blocks, 16 * SIZE) == 5
+        assert "captured 5 of 5 steps as CUDA graphs" in caplog.messages
         assert not pool.any()
         pool += torch.linspace(-1, 1, pool.numel()).view_as(pool)
         for rows, size in enumerate((1, 2, 4, 4, 5), 1):
@@ -219,11 +238,14 @@ def test_captured_shapes_are_replayed_give_the_same_and_leave_the_pool_alone(cap
             expected = MODEL.decode(
                 inputs.token_ids, inputs.context_lens, inputs.block_tables, mine
             )
+            captured = graphs._captured[shape]
+            graphs._captured[shape] = lambda run=captured: (replayed.append(1), run())[1]
             got = graphs.run(shape)
+            graphs._captured[shape] = captured
             assert got.shape == (size, CONFIG.vocab_size)
             assert torch.equal(got[:rows], expected[:rows])
             assert torch.equal(pool, mine)
-    assert stream.replayed == 5
+    assert len(replayed) == 5
 
 
 def sampling_graphs(model, max_batch, stream):
@@ -232,7 +254,7 @@ def sampling_graphs(model, max_batch, stream):
 
 
 class Bf16Model:
-    collectives = ALONE
+    collectives = SINGLE_RANK
     logits = torch.linspace(-3, 3, 14, dtype=torch.bfloat16).view(2, 7)
 
     @property
@@ -250,7 +272,7 @@ def test_a_step_samples_from_logits_as_they_are(monkeypatch):
     """No pass over them makes them float32."""
     given_to = []
     monkeypatch.setattr(sampling, "sample", lambda logits, *rest: given_to.append(logits))
-    graphs, shape = sampling_graphs(Bf16Model(), 2, Stream()), Shape(2, 0, 4)
+    graphs, shape = sampling_graphs(Bf16Model(), 2, Stream()), StepShape(2, 0, 4)
     with torch.inference_mode():
         graphs.inputs(shape).sources.fill_(KNOWN)
         logits = graphs.run(shape)
@@ -268,7 +290,7 @@ def test_a_step_goes_on_with_what_the_one_before_has_sampled(dtype):
             return torch.eye(8, dtype=dtype)[torch.tensor(self.fed) + 1]
 
     model = Model()
-    graphs, shape = sampling_graphs(model, 4, Stream()), Shape(4, 0, 4)
+    graphs, shape = sampling_graphs(model, 4, Stream()), StepShape(4, 0, 4)
     with torch.inference_mode():
         at = graphs.inputs(shape)
         at.sources.fill_(KNOWN)
@@ -373,7 +395,7 @@ def batch(query_lens, context_lens, block_size):
 )
 def test_rows_lie_where_the_torch_model_puts_them(query_lens, context_lens, block_size):
     step = batch(query_lens, context_lens, block_size)
-    got = place_rows(
+    got = map_slots(
         step.context_lens, step.query_lens, step.block_tables, sum(query_lens), block_size
     )
     assert all(part.dtype == torch.int32 for part in (got.positions, got.slots, got.lengths))
@@ -387,6 +409,6 @@ def test_rows_lie_where_the_torch_model_puts_them(query_lens, context_lens, bloc
 @pytest.mark.parametrize("rows", [1, 2, 3, 33])
 def test_kernels_find_aligned_addresses_whatever_the_number_of_rows(rows):
     """Triton compiles a kernel once more for others."""
-    got = place_rows(ints([0] * rows), None, torch.zeros((rows, 1), dtype=torch.int32), rows, 16)
+    got = map_slots(ints([0] * rows), None, torch.zeros((rows, 1), dtype=torch.int32), rows, 16)
     for part in (got.positions, got.slots, got.lengths):
         assert part.is_contiguous() and part.data_ptr() % 16 == 0

@@ -20,7 +20,7 @@ from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kernels.triton import sampling
 from baton.engine.sampling import filters, randomness
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.scheduler import Plan, Work
+from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
 from baton.generation.sampling_params import SamplingParams, StructuredOutput
 from baton.generation.structured_output import GrammarCompiler
@@ -126,7 +126,7 @@ def fresh(one):
     output, tokens = one.params.structured_output, list(one.tokens)
     matcher = output and grammars().compile(output, tokens, one.prompt_tokens).result(WAIT_S)
     return Sequence(
-        one.seq_id, tokens, one.prompt_tokens, one.params, park_after=one.park_after,
+        one.seq_id, tokens, one.prompt_tokens, one.params, pause_after=one.pause_after,
         grammar=matcher,
     )  # fmt: skip
 
@@ -216,7 +216,7 @@ def prompt(number, dice):
     """One that a prefill worker computes, often behind tokens that others begin with, too."""
     tokens = [7] * dice.choice((0, 9, 17)) + dice.choices(range(2, 90), k=dice.randint(1, 40))
     params = SamplingParams(max_tokens=9, seed=number, temperature=0.7, ignore_eos=True)
-    return Sequence(f"{number}", tokens, len(tokens), params, park_after=1)
+    return Sequence(f"{number}", tokens, len(tokens), params, pause_after=1)
 
 
 def handed_over(driven, dice, coming):
@@ -477,7 +477,7 @@ class TestLaunches:
     def test_a_short_prompt_waits_for_one_chunk_that_takes_long(self, seconds, chunks):
         driven = on_gpu(LazyStream(), 40)
         long, short = sequence("long", 60), sequence("short", 3)
-        driven.scheduler.chunk.took(Plan([Work(long, 0, 40)]), seconds)
+        driven.scheduler.chunk.record_step(ScheduledStep([ScheduledSequence(long, 0, 40)]), seconds)
         driven.add(long)
         driven.step()
         assert driven.in_flight == ["long"]
@@ -515,7 +515,7 @@ class TestLaunches:
 
     def test_a_sequence_parks_with_its_last_token(self):
         driven, parking = on_gpu(LazyStream(), 40), sequence("a")
-        parking.park_after = 4
+        parking.pause_after = 4
         driven.add(parking)
         driven.finish()
         assert driven.tokens["a"] == tokens_alone("a")[:4]
@@ -527,7 +527,7 @@ class TestLaunches:
         driven = decoding(LazyStream(), "a")
         runner, launches = runner_of(driven), []
         launch = runner.launch
-        runner.launch = lambda plan: launches.append(len(plan.work)) or launch(plan)
+        runner.launch = lambda plan: launches.append(len(plan.sequences)) or launch(plan)
         few = SamplingParams(max_tokens=4, ignore_eos=True)
         for step in range(20):
             driven.reserve(sequence(f"n{step}", 1, few))

@@ -13,18 +13,13 @@ import torch
 from torch import Tensor
 
 from baton.engine.kernels.torch.attention import Scoring
-from baton.engine.kernels.triton import attention
-from baton.engine.kernels.triton.attention import (
-    LEAST_ROWS,
-    MOST_ROWS,
-    decode_attention,
-    plan_decode,
-    plan_tiles,
-    prefill_attention,
-)
+from baton.engine.kernels.triton import prefill_attention as prefill
 from baton.engine.kernels.triton.attention_common import FP8_TO_BF16, INT8_TO_BF16
 from baton.engine.kernels.triton.attention_specs import decode_trial, draw, prefill_trial
-from baton.engine.kernels.triton.spec import Key, Trial, relative_error
+from baton.engine.kernels.triton.decode_attention import decode_attention, plan_decode
+from baton.engine.kernels.triton.kernel_spec import Key, Trial, relative_error
+from baton.engine.kernels.triton.launch import LEAST_TILE_ROWS, MOST_TILE_ROWS
+from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
 from tests.unit.engine.kernels.ptx import run_ptx
 
 CPU = torch.device("cpu")
@@ -145,12 +140,12 @@ def test_tiles_of_a_long_chunk_are_not_along_an_axis_that_cuda_bounds(monkeypatc
             grids.append(grid)
             return lambda *args, **options: None
 
-    monkeypatch.setattr(attention, "prefill_kernel", Launches())
+    monkeypatch.setattr(prefill, "prefill_kernel", Launches())
     lens = torch.tensor([0], dtype=torch.int32), torch.tensor([70_000], dtype=torch.int32)
     q = torch.zeros(1, 72, 16)  # no row is read
     pool, table = torch.zeros(1, 1, 2, 1, 16, 16), torch.zeros(1, 1, dtype=torch.int32)
-    tiles = attention.Tiles(torch.zeros(70_000, 3, dtype=torch.int32), 1, 128)
-    attention.prefill_attention(q, pool, 0, table, *lens, tiles, Scoring(1.0), q, {"num_warps": 4})
+    tiles = prefill.Tiles(torch.zeros(70_000, 3, dtype=torch.int32), 1, 128)
+    prefill.prefill_attention(q, pool, 0, table, *lens, tiles, Scoring(1.0), q, {"num_warps": 4})
     assert grids == [(70_000,)]
 
 
@@ -178,7 +173,7 @@ def test_reaches_blocks_beyond_2_to_the_31_elements() -> None:
 def test_tiles_cover_every_row_once_and_late_ones_first(counts: list[int], group: int) -> None:
     tiles = plan_tiles(torch.tensor(counts, dtype=torch.int32), sum(counts), group)
     assert tiles.tokens == tiles.rows // group
-    assert LEAST_ROWS <= tiles.rows <= MOST_ROWS
+    assert LEAST_TILE_ROWS <= tiles.rows <= MOST_TILE_ROWS
     assert len(tiles.places) <= sum(counts)
     starts = [sum(counts[:sequence]) for sequence in range(len(counts))]
     covered: Counter[int] = Counter()
@@ -192,8 +187,8 @@ def test_tiles_cover_every_row_once_and_late_ones_first(counts: list[int], group
     assert covered == Counter(range(sum(counts)))
     assert len(used) == sum(-(-count // tiles.tokens) for count in counts)
     short = torch.full((8,), 4, dtype=torch.int32)  # tiles are as small as chunks are
-    assert plan_tiles(short, 32, 4).rows == LEAST_ROWS
-    assert plan_tiles(short * 5, 160, 4).rows == MOST_ROWS
+    assert plan_tiles(short, 32, 4).rows == LEAST_TILE_ROWS
+    assert plan_tiles(short * 5, 160, 4).rows == MOST_TILE_ROWS
 
 
 @pytest.mark.parametrize(

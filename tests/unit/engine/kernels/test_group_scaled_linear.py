@@ -15,7 +15,7 @@ from baton.engine.kernels.triton.group_scaled_linear import (
     group_scaled_linear,
 )
 from baton.engine.kernels.triton.group_scaled_packing import pack, random_weight
-from baton.engine.kernels.triton.spec import relative_error
+from baton.engine.kernels.triton.kernel_spec import relative_error
 from baton.engine.weights.weight import Int4Weight, Mxfp4Weight
 from tests.unit.engine.kernels.ptx import run_ptx
 

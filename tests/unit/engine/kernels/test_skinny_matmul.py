@@ -12,8 +12,8 @@ from baton.engine.kernels.triton.skinny_matmul import (
     NAME,
     _candidates,
     new_counters,
+    padded_rows,
     skinny_matmul,
-    tile_rows,
 )
 from baton.engine.kernels.triton.tuning import SHIPPED, read
 from baton.engine.models.decoder import rms_norm
@@ -137,5 +137,5 @@ def test_every_architecture_has_a_configuration_for_every_kind() -> None:
     for file in SHIPPED.glob("*.json"):
         for kind in ("16-bit", "16-bit norm gate", "8-bit", "8-bit gate"):
             for rows in (1, 20, 64):
-                key = {"kind": kind, "rows": tile_rows(rows), "outputs": 4096, "depth": 4096}
+                key = {"kind": kind, "rows": padded_rows(rows), "outputs": 4096, "depth": 4096}
                 assert read(file).nearest(NAME, key), (file, key)

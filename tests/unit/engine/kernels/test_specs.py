@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.kernels.triton.spec import Key, error_of, relative_error, small, specs_in, text_of
+from baton.engine.kernels.triton.kernel_spec import (
+    Key,
+    error_of,
+    relative_error,
+    small,
+    specs_in,
+    text_of,
+)
 
 CASES = [
     pytest.param(spec, small(shape), id=f"{spec.name} {text_of(shape)}")

@@ -15,7 +15,7 @@ import triton
 
 from baton.engine.kernels.triton import __main__ as command
 from baton.engine.kernels.triton import tuning
-from baton.engine.kernels.triton.spec import (
+from baton.engine.kernels.triton.kernel_spec import (
     Config,
     KernelSpec,
     Key,

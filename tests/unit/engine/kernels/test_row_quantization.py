@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton.engine.kernels.triton import rows as kernels
-from baton.engine.kernels.triton.rows import quantize_rows
+from baton.engine.kernels.triton import row_quantization as kernels
+from baton.engine.kernels.triton.row_quantization import quantize_rows
 from baton.engine.weights import quantize
 
 FP8 = torch.float8_e4m3fn

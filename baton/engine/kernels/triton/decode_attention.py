@@ -1,15 +1,10 @@
-"""Paged attention of decode rows, one query a sequence, and of prompt chunks, causal.
+"""Decode attention: one query row a sequence over its KV in a paged pool.
 
-Decode: a program takes rows of one KV head, whose query heads are the rows of one product. The keys
-of all rows are shared equally among as many programs as a GPU runs at once, however lengths differ:
-planned on the device, once a step, as FlashMLA's tile scheduler does. Where shares cut a row, a
-second kernel joins its parts by their log-sum-exp (Flash-Decoding, Dao et al. 2023). Grids depend
-on shapes alone, so that a CUDA graph can hold them.
-
-Chunks: the form is FlashAttention-2's (Dao 2023): a program takes a tile of query rows and goes
-over their keys with an online softmax. The query heads that share a KV head lie in one tile, token
-by token, so that what is read of KV serves all of them. Tiles of all sequences are planned on the
-device, once a step; the grid follows from shapes, and programs beyond the last tile end at once.
+A program takes rows of one KV head, whose query heads are the rows of one product. The keys of all
+rows are split equally among as many programs as a GPU runs at once, however lengths differ; the
+split is planned on the device, once a step, as FlashMLA's tile scheduler does. Where a row is split
+over several programs, a second kernel joins the parts by their log-sum-exp (Flash-Decoding, Dao et
+al. 2023). Grids depend on shapes alone, so that a CUDA graph can hold the launches.
 """
 
 from __future__ import annotations
@@ -35,17 +30,14 @@ from baton.engine.kernels.triton.attention_common import (
     pool_sizes,
     scored,
 )
+from baton.engine.kernels.triton.kernel_spec import Config
 from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
 from baton.engine.kernels.triton.rope_kv import Rotation, load_angles, put, turned
-from baton.engine.kernels.triton.spec import Config
 from baton.engine.kernels.triton.tuning import choose
 
 # Up to so many decode rows launches overlap. With more rows, programs that come while the kernel in
 # front still runs are spread over the processors unevenly: 8 rows take 4 % longer on an H200.
 EARLY_ROWS = 1
-
-# Query rows of a program: the least that tensor cores take, and the most that registers hold.
-LEAST_ROWS, MOST_ROWS = 16, 128
 
 
 @dataclass(frozen=True)
@@ -327,176 +319,3 @@ def join_kernel(
         largest = above
     at = (row * heads + head) * HEAD_SIZE + dims
     tl.store(out + at, (weighted / total).to(out.dtype.element_ty), mask=dims < HEAD_SIZE)
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Which rows each program takes.
-
-    places: int32 `[tiles, 3]`, a tile's sequence, its first token in the sequence's chunk and that
-    token's row in the batch; where there is no tile, -1 and anything · tokens: of a tile, at most
-    · rows: query rows of a tile, tokens times heads of a group, padded to a power of two.
-    """
-
-    places: Tensor
-    tokens: int
-    rows: int
-
-
-def tile_rows(num_rows: int, sequences: int, group: int) -> int:
-    """Query rows of a tile of chunks that have so many rows together, times heads of a group."""
-    average = -(-num_rows // max(sequences, 1)) * group
-    return min(max(LEAST_ROWS, int(triton.next_power_of_2(average))), MOST_ROWS)
-
-
-def plan_tiles(query_lens: Tensor, num_rows: int, group: int) -> Tiles:
-    """Cuts the chunks of a step into tiles, without waiting for the device.
-
-    query_lens: int32 `[sequences]`, rows of each, num_rows together · group: query heads that share
-    a KV head, at most MOST_ROWS. A sequence's last tile, which sees the most keys, comes first, so
-    that the longest work starts early.
-    """
-    assert group <= MOST_ROWS, "the backend takes no other models"
-    sequences = len(query_lens)
-    rows = tile_rows(num_rows, sequences, group)
-    tokens = rows // group
-    # Each sequence has one tile at most that is not full.
-    most = min(num_rows, num_rows // tokens + sequences)
-
-    places = torch.empty((most, 3), dtype=torch.int32, device=query_lens.device)
-    tiles_kernel[(triton.cdiv(most, 16),)](
-        query_lens, places, sequences, most, tokens, TILES=16, SEQUENCES=128
-    )
-    return Tiles(places, tokens, rows)
-
-
-@triton.jit(
-    do_not_specialize=["sequences", "most", "tokens"],
-    do_not_specialize_on_alignment=["query_lens"],
-)
-def tiles_kernel(
-    query_lens, places, sequences, most, tokens, TILES: tl.constexpr, SEQUENCES: tl.constexpr
-):
-    """TILES of the places that `Tiles` holds, with SEQUENCES at a time. Grid `[most / TILES]`.
-
-    Compiled once: chunks of a step are of any number and length.
-    """
-    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    of = tl.full([TILES], -1, tl.int32)
-    token = tl.zeros([TILES], tl.int32)
-    row = tl.zeros([TILES], tl.int32)
-    tiles_before = tl.full([], 0, tl.int32)
-    rows_before = tl.full([], 0, tl.int32)
-    for begin in range(0, sequences, SEQUENCES):
-        sequence = begin + tl.arange(0, SEQUENCES)
-        rows = tl.load(query_lens + sequence, mask=sequence < sequences, other=0).to(tl.int32)
-        count = (rows + (tokens - 1)) // tokens
-        end = tiles_before + tl.cumsum(count, 0)
-        first_row = rows_before + tl.cumsum(rows, 0) - rows
-        # Each tile is one sequence's, or none's: sums over all are what that one adds.
-        own = ((end - count)[None, :] <= tile[:, None]) & (tile[:, None] < end[None, :])
-        of += tl.sum(tl.where(own, sequence[None, :] + 1, 0), 1)
-        first = (end[None, :] - 1 - tile[:, None]) * tokens
-        token += tl.sum(tl.where(own, first, 0), 1)
-        row += tl.sum(tl.where(own, first_row[None, :] + first, 0), 1)
-        tiles_before += tl.sum(count, 0)
-        rows_before += tl.sum(rows, 0)
-    place = places + tile * 3
-    tl.store(place, of, mask=tile < most)
-    tl.store(place + 1, token, mask=tile < most)
-    tl.store(place + 2, row, mask=tile < most)
-
-
-def prefill_attention(
-    q: Tensor, pool: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
-    query_lens: Tensor, tiles: Tiles, scoring: Scoring, out: Tensor, config: Config | None = None,
-) -> None:  # fmt: skip
-    """Writes the attention of every row over its sequence up to itself, whose KV is in the pool.
-
-    As `decode_attention`, but q has one sequence's rows after the other's · block_tables: of each
-    sequence · context_lens: int32 `[sequences]`, tokens before a sequence's first row · query_lens:
-    int32 `[sequences]`, its rows · tiles: `plan_tiles` of these query_lens. Rows of a sequence with
-    the context -1 are padding, of which out has zeros.
-    """
-    assert q.is_contiguous() and pool.is_contiguous() and block_tables.stride(1) == 1
-    assert out.is_contiguous() and out.shape == q.shape and out.dtype == q.dtype
-    sizes, key = pool_sizes(q, pool)
-    config = config or choose("prefill_attention", {**key, "rows": tiles.rows}, q.device)
-    pool = elements(pool)
-    prefill_kernel[sizes["KV_HEADS"] * len(tiles.places),](
-        q, pool, block_tables, context_lens, query_lens, tiles.places, out, layer,
-        block_tables.stride(0), pool.stride(0), *scored(scoring), scoring.window or NO_WINDOW,
-        **sizes, TOKENS=tiles.tokens, ROWS=tiles.rows, WINDOWED=scoring.window is not None,
-        **config,
-    )  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize=["layer", "table_stride", "window"],
-    do_not_specialize_on_alignment=["block_tables", "context_lens", "query_lens", "places"],
-)
-def prefill_kernel(
-    q_rows, pool, block_tables, context_lens, query_lens, places, out, layer, table_stride,
-    block_stride, scale, softcap, sinks, window, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, ROW_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    HEAD_PAD: tl.constexpr, QUANTIZED: tl.constexpr, FP8: tl.constexpr, K_TYPE: tl.constexpr,
-    V_TYPE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, WINDOWED: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """One tile of query rows of one KV head, over all keys that any of them sees.
-
-    Grid `[tiles * kv_heads]`: along other axes CUDA takes 65,535 programs at most, and there may be
-    a tile for each row. ROWS: of the tile, TOKENS times HEADS // KV_HEADS and padding.
-    """
-    kv_head = tl.program_id(0) % KV_HEADS
-    place = places + tl.program_id(0) // KV_HEADS * 3
-    sequence = tl.load(place)
-    if sequence < 0:
-        return
-    first_token = tl.load(place + 1)
-    first_row = tl.load(place + 2)
-    tokens = tl.minimum(tl.load(query_lens + sequence) - first_token, TOKENS)
-    context = tl.load(context_lens + sequence)
-    first_position = context + first_token
-
-    GROUP: tl.constexpr = HEADS // KV_HEADS
-    PART: tl.constexpr = KV_HEADS * BLOCK_SIZE * ROW_SIZE
-    row = tl.arange(0, ROWS)
-    token = row // GROUP
-    dims = tl.arange(0, HEAD_PAD)
-    heads = (first_row + token) * HEADS + kv_head * GROUP + row % GROUP
-    at = heads.to(tl.int64)[:, None] * HEAD_SIZE + dims[None, :]
-    wanted = (token < tokens)[:, None] & (dims < HEAD_SIZE)[None, :]
-    if context < 0:  # padding
-        tl.store(out + at, tl.zeros([ROWS, HEAD_PAD], out.dtype.element_ty), mask=wanted)
-        return
-    q = tl.load(q_rows + at, mask=wanted, other=0.0).to(K_TYPE)
-    positions = first_position + token
-    k_base = pool + layer.to(tl.int64) * (2 * PART) + kv_head * (BLOCK_SIZE * ROW_SIZE)
-    block_table = block_tables + sequence.to(tl.int64) * table_stride
-
-    q, q_odd = halves(q, QUANTIZED)
-    weighted, odd = halves(tl.zeros([ROWS, HEAD_PAD], dtype=tl.float32), QUANTIZED)
-    total, largest = first_state(sinks, kv_head * GROUP + row % GROUP, token < tokens)
-
-    #  begin .............. | whole ................. | diagonal ............. | end
-    #  the window cuts tiles | every row sees all keys | causality cuts tiles
-    # Tiles lie at multiples of TILE: a row sums up the same ones however its prompt is cut.
-    end = first_position + tokens
-    diagonal = (first_position + 1) // TILE * TILE
-    begin = None
-    edges = (0, 0, diagonal, end)
-    if WINDOWED:
-        begin = tl.maximum(first_position + 1 - window, 0)
-        whole = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), TILE) * TILE, diagonal)
-        edges = (begin // TILE * TILE, whole, diagonal, end)
-    for part in tl.static_range(0 if WINDOWED else 1, 3):
-        weighted, odd, total, largest = attend_range(
-            q, q_odd, weighted, odd, total, largest, k_base, k_base + PART, block_table,
-            edges[part], edges[part + 1], begin, end, positions, window, scale, softcap,
-            block_stride, BLOCK_SIZE, HEAD_SIZE, HEAD_PAD, QUANTIZED, FP8, V_TYPE, TILE,
-            PARTLY=part != 1, CAUSAL=part == 2, WINDOWED=WINDOWED and part != 1,
-        )  # fmt: skip
-
-    result = joined(weighted, odd, QUANTIZED) / tl.where(total == 0, 1.0, total)[:, None]
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=wanted)

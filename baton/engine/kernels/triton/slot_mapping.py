@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton.engine.batch import StepBatch
 from baton.engine.kernels.torch.attention import place
-from baton.engine.kernels.triton.spec import Config, KernelSpec, Key, Outputs, Trial
+from baton.engine.kernels.triton.kernel_spec import Config, KernelSpec, Key, Outputs, Trial
 
 CONFIG = {"num_warps": 4, "num_stages": 1, "ROWS": 128, "SEQUENCES": 32}
 
@@ -24,7 +24,7 @@ CONFIG = {"num_warps": 4, "num_stages": 1, "ROWS": 128, "SEQUENCES": 32}
 _ALIGNED = 32
 
 
-class Placement(NamedTuple):
+class SlotMapping(NamedTuple):
     """All int32 `[rows]`.
 
     positions: of each row in its sequence; 0 for padding · slots: block * block_size + offset of
@@ -38,7 +38,7 @@ class Placement(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences", "width"])
-def _place_rows(
+def _slot_mapping_kernel(
     context_lens, ends, block_tables, positions, slots, lengths, num_rows, num_sequences, width,
     block_size, ONE_EACH: tl.constexpr, ROWS: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
@@ -66,10 +66,10 @@ def _place_rows(
     tl.store(lengths + rows, tl.where(taken, position + 1, 0), mask=inside)
 
 
-def place_rows(
+def map_slots(
     context_lens: Tensor, query_lens: Tensor | None, block_tables: Tensor, num_rows: int,
     block_size: int,
-) -> Placement:  # fmt: skip
+) -> SlotMapping:  # fmt: skip
     """Rows of sequences, one after the other, over blocks of `block_size` tokens.
 
     context_lens: int32 `[sequences]`, tokens before a sequence's first row; -1 makes padding of its
@@ -81,15 +81,15 @@ def place_rows(
     held = torch.empty((3, apart), dtype=torch.int32, device=context_lens.device)
     positions, slots, lengths = held[:, :num_rows].unbind()
     ends = context_lens if query_lens is None else query_lens.cumsum(0, dtype=torch.int32)
-    _place_rows[(triton.cdiv(num_rows, CONFIG["ROWS"]),)](
+    _slot_mapping_kernel[(triton.cdiv(num_rows, CONFIG["ROWS"]),)](
         context_lens, ends, block_tables, positions, slots, lengths, num_rows, len(context_lens),
         block_tables.shape[1], block_size, ONE_EACH=query_lens is None, **CONFIG,
     )  # fmt: skip
-    return Placement(positions, slots, lengths)
+    return SlotMapping(positions, slots, lengths)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _feed_kernel(token_ids, sources, sampled, num_rows, vocab_size, ROWS: tl.constexpr):
+def _gather_tokens_kernel(token_ids, sources, sampled, num_rows, vocab_size, ROWS: tl.constexpr):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     source = tl.load(sources + rows, mask=rows < num_rows, other=-1)
     token = tl.load(sampled + source, mask=source >= 0, other=0)
@@ -98,18 +98,18 @@ def _feed_kernel(token_ids, sources, sampled, num_rows, vocab_size, ROWS: tl.con
     tl.store(token_ids + rows, token, mask=source >= 0)
 
 
-def feed(token_ids: Tensor, sources: Tensor, sampled: Tensor, vocab_size: int) -> None:
+def gather_tokens(token_ids: Tensor, sources: Tensor, sampled: Tensor, vocab_size: int) -> None:
     """Writes into token_ids int32 `[rows]` those of `sampled`, int64, whose places `sources` are.
 
     sources: int32 `[rows]`; where one is negative the token stays.
     """
     rows = CONFIG["ROWS"]
-    _feed_kernel[(triton.cdiv(len(token_ids), rows),)](
+    _gather_tokens_kernel[(triton.cdiv(len(token_ids), rows),)](
         token_ids, sources, sampled, len(token_ids), vocab_size, ROWS=rows, num_warps=4
     )
 
 
-def _feed_trial(shape: Key, device: torch.device) -> Trial:
+def _gather_tokens_trial(shape: Key, device: torch.device) -> Trial:
     rows, vocab_size = int(shape["rows"]), 50
     tokens = torch.arange(rows, dtype=torch.int32, device=device)
     sources = torch.randint(-1, rows, (rows,), dtype=torch.int32, device=device)
@@ -117,7 +117,7 @@ def _feed_trial(shape: Key, device: torch.device) -> Trial:
 
     def run(config: Config | None) -> Outputs:
         fed = tokens.clone()
-        feed(fed, sources, sampled, vocab_size)
+        gather_tokens(fed, sources, sampled, vocab_size)
         return (fed,)
 
     def wanted() -> Outputs:
@@ -139,9 +139,9 @@ def _trial(shape: Key, device: torch.device) -> Trial:
 
     def run(config: Config | None) -> Outputs:
         if rows_each > 1:
-            return place_rows(context_lens, query_lens, block_tables, len(padding), 16)
+            return map_slots(context_lens, query_lens, block_tables, len(padding), 16)
         contexts = context_lens.masked_fill(padding, -1)
-        return place_rows(contexts, None, block_tables, sequences, 16)
+        return map_slots(contexts, None, block_tables, sequences, 16)
 
     def reference() -> Outputs:
         tokens = torch.empty_like(padding)
@@ -157,6 +157,6 @@ def _trial(shape: Key, device: torch.device) -> Trial:
 
 
 SPECS = (
-    KernelSpec("placement", _trial, cases=({"rows": 70}, {"rows": 40, "rows_each": 3})),
-    KernelSpec("feed", _feed_trial, cases=({"rows": 200},)),
+    KernelSpec("slot_mapping", _trial, cases=({"rows": 70}, {"rows": 40, "rows_each": 3})),
+    KernelSpec("gather_tokens", _gather_tokens_trial, cases=({"rows": 200},)),
 )

@@ -1,0 +1,96 @@
+"""`baton health`: whether a router or a worker takes requests."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import socket
+from http import HTTPStatus
+from typing import Any
+
+from baton.cli import options
+from baton.config import RouterConfig, split_address
+from baton.errors import Unavailable
+
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - of services that listen there
+_MAX_ANSWER_BYTES = 1000
+_TEXT = """\
+Asks a router or a worker by the gRPC health protocol (grpc.health.v1). Exit status 0 if it takes
+work; 1 if it does not, with the reason on stderr. Without --target it asks the service whose
+environment it shares, as in a container: at BATON_OPT_HEALTH_PORT by HTTP, else at BATON_OPT_PORT,
+with the certificates that BATON_OPT_TLS_CERT and its like name."""
+_EXAMPLES = """\
+  baton health
+  baton health --target 10.0.0.7:7710 --timeout 2"""
+
+
+def add_commands(commands: options.Commands) -> None:
+    """Adds the command."""
+    summary = "ask whether a process takes work"
+    parser = options.add_command(commands, "health", summary, _TEXT, _EXAMPLES)
+    text = "address of a router or worker (default: of the service with this environment)"
+    options.add_question_options(parser, text, json=False)
+    parser.set_defaults(target="")
+    parser.set_defaults(run=_run, extra="router")
+
+
+def _run(args: argparse.Namespace) -> int:
+    target = args.target
+    if not target:
+        own = options.service_values()
+        host = str(own.get("host", RouterConfig.host))
+        host = _LOOPBACK.get(host.strip("[]"), host)
+        if (port := own.get("health-port")) is not None:
+            return _ask_by_http(host, port, args.timeout)
+        target = f"{host}:{own.get('port', RouterConfig.port)}"
+        if args.tls_ca and not args.tls_name:
+            _take_its_name(target, args.timeout)
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from baton.net import rpc
+
+    asking = options.calling(target, args.timeout, "router or worker")
+    with asking, rpc.translated(), rpc.channel(target, kind=grpc) as channel:
+        request = health_pb2.HealthCheckRequest()
+        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=args.timeout)
+    status = str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+    if status != "SERVING":
+        raise Unavailable(f"{target} says {status}")
+    print(status)
+    return 0
+
+
+def _ask_by_http(host: str, port: int, timeout_s: float) -> int:
+    connection = http.client.HTTPConnection(host.strip("[]"), port, timeout=timeout_s)
+    try:
+        with contextlib.closing(connection):
+            connection.request("GET", "/ready")
+            response = connection.getresponse()
+            said = response.read(_MAX_ANSWER_BYTES).decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        raise Unavailable(f"no answer at --health-port {port}: {error}") from error
+    if response.status != HTTPStatus.OK:
+        raise Unavailable(f"{host}:{port} says {said}")
+    print(said)
+    return 0
+
+
+def _take_its_name(target: str, timeout_s: float) -> None:
+    """Calls our own service by a name that its certificate has, whatever its address."""
+    from baton.net import tls
+
+    host, port = split_address(target)
+    context = tls.current().client_context()
+    context.check_hostname = False  # its authority is verified
+    try:
+        with (
+            socket.create_connection((host.strip("[]"), port), timeout_s) as connection,
+            context.wrap_socket(connection) as encrypted,
+        ):
+            certificate: dict[str, Any] = encrypted.getpeercert() or {}
+    except OSError as error:
+        raise Unavailable(f"no answer at {target}: {error}") from error
+    names = [name for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS"]
+    tls.current().server_name = (*names, "")[0]

@@ -1,0 +1,114 @@
+"""Settings of a cluster on one machine, as `baton up` starts it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from baton.config import options
+from baton.config.api import ApiConfig
+from baton.config.engine import MAX_TP, EngineConfig
+from baton.config.options import MAX_PORT, option, part
+from baton.config.registry import RegistryConfig
+from baton.config.router import MAX_ROUTER_PROCESSES, ROUTER_PROCESSES_TEXT, RouterLimits
+from baton.config.service import DRAIN_TEXT, LOG_LEVEL_TEXT, LOG_LEVELS
+from baton.config.worker import WorkerServiceConfig
+from baton.errors import ConfigError
+
+HTTP_PORT = 7780
+
+
+@dataclass(frozen=True)
+class ClusterConfig(WorkerServiceConfig):
+    """Routers, workers and etcd of a cluster on this machine."""
+
+    GROUP: ClassVar[str] = "cluster"
+    engine: EngineConfig = part(EngineConfig, without=("cpus", "nice"))
+    limits: RouterLimits = part(RouterLimits)
+    api: ApiConfig = part(ApiConfig)
+    etcd_access: RegistryConfig = part(RegistryConfig, without=("etcd", "lease_ttl_s"))
+    prefill: int = option(
+        1,
+        "--prefill N",
+        "number of prefill workers; with 0 decode workers compute prompts",
+        least=0,
+    )
+    decode: int = option(
+        1,
+        "--decode N",
+        "number of decode workers",
+        least=1,
+        hint="only decode workers generate tokens",
+    )
+    prefill_tp: int = option(
+        0, "--prefill-tp RANKS", "--tp of prefill workers (default: --tp)", most=MAX_TP
+    )
+    decode_tp: int = option(
+        0, "--decode-tp RANKS", "--tp of decode workers (default: --tp)", most=MAX_TP
+    )
+    # Prompts give way to streams, and to whatever serves both. Not far: beside a busy process
+    # at 0 a core gives 39 % of its time to 2, but 10 % to 10: prompts took five times as long.
+    prefill_nice: int = option(
+        2,
+        "--prefill-nice N",
+        "niceness of prefill workers, up to 19, so that decode workers and routers on the same "
+        "cores go first; every other busy process does too (at 10 a tenth of a core is left)",
+        most=19,
+    )
+    routers: int = option(1, "--routers N", "number of routers", least=1)
+    router_processes: int = option(
+        1, "--router-processes N", ROUTER_PROCESSES_TEXT, least=1, most=MAX_ROUTER_PROCESSES
+    )
+    host: str = option("127.0.0.1", "--host", "address that routers listen on", group="service")
+    port: int = option(
+        7700, "--port PORT", "port of the first router; others follow; 0 takes free ports"
+    )
+    http_port: int | None = option(
+        None,
+        "--http-port PORT",
+        "port of the first router's OpenAI-compatible HTTP API; others follow; 0 turns it off "
+        f"(default: {HTTP_PORT}; off if --port is 0)",
+        int,
+    )
+    etcd: str | None = option(
+        None, "--etcd HOST:PORT", "address of an etcd to use (default: start one for the cluster)"
+    )
+    tls: bool = option(
+        False, "--tls", "encrypt all ports but etcd's, with certificates made for this run"
+    )
+    trace: bool = option(False, "--trace", "print the trace of each request")
+    keep_traces: int = option(
+        1000,
+        "--keep-traces N",
+        "number of requests whose traces are kept for `baton trace`, unless --otlp is given",
+    )
+    restart: bool = option(True, "--restart", "restart processes that end, after a growing delay")
+    drain_s: float = option(5.0, "--drain-timeout SECONDS", DRAIN_TEXT, group="service")
+    log_level: str = option(
+        "warning", "--log-level", LOG_LEVEL_TEXT, choices=LOG_LEVELS, group="telemetry"
+    )
+
+    def __post_init__(self) -> None:
+        options.check(self)
+        if self.port + self.routers - 1 > MAX_PORT:
+            raise ConfigError(f"--port {self.port} leaves no ports for {self.routers} routers")
+        if self.first_http_port + self.routers - 1 > MAX_PORT:
+            raise ConfigError(f"--http-port {self.http_port} leaves no ports for all routers")
+        self.registry(self.etcd or RegistryConfig.etcd)
+        if not self.etcd and self.etcd_access != RegistryConfig(cluster=self.etcd_access.cluster):
+            raise ConfigError("--etcd-user, -ca, -cert and their like need --etcd HOST:PORT")
+
+    @property
+    def first_http_port(self) -> int:
+        """HTTP port of the first router; 0 if HTTP is off."""
+        default = HTTP_PORT if self.port else 0
+        return default if self.http_port is None else self.http_port
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """Ranks of a prefill worker and of a decode worker."""
+        return self.prefill_tp or self.engine.tp, self.decode_tp or self.engine.tp
+
+    def registry(self, etcd: str) -> RegistryConfig:
+        """The registry's settings for an etcd at this address; raises ConfigError."""
+        return replace(self.etcd_access, etcd=etcd)

@@ -1,0 +1,210 @@
+"""Settings of an engine: KV cache, batch, device, parallelism, quantisation."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from baton.config import options
+from baton.config.model import ServedModel
+from baton.config.options import numbers, option
+from baton.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")  # or one GPU by its number: cuda:1
+QUANTIZATIONS = ("none", "int8", "fp8", "int4")
+KV_DTYPES = ("auto", "int8", "fp8")
+KERNELS = ("auto", "native", "torch", "triton")
+CPU_KV_CACHE_BYTES = 512 << 20  # on a CPU, without --kv-cache or --kv-blocks
+MAX_TP = 64
+
+
+def device_name(text: str) -> str:
+    """One of `DEVICES`, or a GPU by its number, as cuda:1. Raises ConfigError."""
+    if text not in DEVICES and not re.fullmatch(r"cuda:\d+", text):
+        raise ConfigError(f"{text!r} is no device: write {', '.join(DEVICES)} or cuda:1")
+    return text
+
+
+@dataclass(frozen=True)
+class SimulatedSpeed:
+    """Speed of a simulated engine."""
+
+    prefill_tokens_per_s: float
+    step_ms: float  # of a decode step
+    ms_per_sequence: float = 0.0  # added to a decode step for each sequence
+
+    @classmethod
+    def parse(cls, text: str) -> SimulatedSpeed:
+        """Parses "PREFILL_TOKENS_PER_S,STEP_MS[,MS_PER_SEQUENCE]". Raises ConfigError."""
+        try:
+            numbers = [float(part) for part in text.split(",")]
+        except ValueError:
+            numbers = []
+        finite = all(0 <= number < float("inf") for number in numbers)
+        if not (2 <= len(numbers) <= 3 and finite and numbers[0] > 0):
+            raise ConfigError(
+                f"--simulate {text!r}: write the prefill rate in tokens a second and the time of a "
+                "decode step in ms, as 8000,10; a third number is added for each sequence"
+            )
+        return cls(*numbers)
+
+    def step_s(self, prompt_tokens: int, sequences: int) -> float:
+        """Duration in seconds of a step with these prompt tokens and decoding sequences."""
+        decode_ms = self.step_ms + self.ms_per_sequence * sequences if sequences else 0.0
+        return prompt_tokens / self.prefill_tokens_per_s + decode_ms / 1e3
+
+
+def kv_heads_of(rank: int, ranks: int, num_kv_heads: int) -> range:
+    """The KV heads that a rank holds. With fewer heads than ranks, several ranks hold one."""
+    if ranks <= num_kv_heads:
+        return range(num_kv_heads * rank // ranks, num_kv_heads * (rank + 1) // ranks)
+    first = rank * num_kv_heads // ranks
+    return range(first, first + 1)
+
+
+@dataclass(frozen=True)
+class CacheConfig(ServedModel):
+    """The KV cache and the batch of an engine. Counts are tokens unless the name says otherwise."""
+
+    GROUP: ClassVar[str] = "KV cache and batch"
+    block_size: int = option(16, "--block-size TOKENS", "size of a KV block", least=1)
+    kv_blocks: int = option(
+        0, "--kv-blocks BLOCKS", "size of the KV cache in blocks (default: what fits --kv-cache)"
+    )
+    kv_cache_bytes: int = option(
+        0,
+        "--kv-cache SIZE",
+        "size of the KV cache, as 2GiB (default: 512MiB on a CPU, by --gpu-memory on a GPU)",
+    )
+    kv_dtype: str = option(
+        "auto",
+        "--kv-dtype",
+        "number format of KV: int8 and fp8 (GPUs only) halve memory and transfers and are slightly "
+        "less accurate (default: --dtype)",
+        choices=KV_DTYPES,
+    )
+    max_context: int = option(
+        0,
+        "--max-context TOKENS",
+        "longest prompt and output of a request together (default: the model's limit)",
+    )
+    max_batch: int = option(
+        64, "--max-batch SEQUENCES", "most sequences in one engine step", least=1
+    )
+    chunk_ms: float = option(
+        0.0,
+        "--chunk-ms MS",
+        "target time of a prompt chunk: about how long a short prompt waits behind a long one; "
+        "chunks have at least 64 tokens, 256 on a GPU (default: 60 on a CPU, 25 on a GPU, 100 on a "
+        "prefill worker's GPU)",
+    )
+    chunk_tokens: int = option(
+        2048, "--chunk-tokens TOKENS", "most prompt and draft tokens in one engine step", least=1
+    )
+    prefix_cache: bool = option(True, "--prefix-cache", "reuse the KV of earlier prompts")
+
+
+@dataclass(frozen=True)
+class EngineConfig(CacheConfig):
+    """How one engine runs a model."""
+
+    GROUP: ClassVar[str] = "engine"
+    dtype: str = option("auto", "--dtype", "number format of weights and KV", choices=DTYPES)
+    device: str = option(
+        "auto",
+        "--device auto|cpu|cuda|cuda:N",
+        "device to compute on: auto is a GPU if torch finds one, cuda is the first GPU, cuda:N is "
+        "GPU N, counted from 0; `baton up` spreads its workers over all GPUs unless N is given",
+        device_name,
+    )
+    threads: int = option(
+        0, "--threads N", "CPU threads (default: one for each core of --cpus, else torch's choice)"
+    )
+    cpus: tuple[int, ...] = option(
+        (),
+        "--cpus 0,1",
+        "cores to pin compute threads to (default: not pinned, except --tp ranks on CPUs whose "
+        "--threads fill all cores)",
+        numbers,
+    )
+    tp: int = option(
+        1,
+        "--tp RANKS",
+        "tensor parallelism: number of processes that compute each step together, on this host's "
+        "CPUs or on one GPU each, from --device on; they share --threads and --cpus",
+        least=1,
+        most=MAX_TP,
+    )
+    expert_parallel: bool = option(
+        False,
+        "--expert-parallel",
+        "for mixture-of-experts models: give each --tp rank some experts entirely instead of a "
+        "slice of every expert; needed if experts cannot be sliced evenly",
+    )
+    tp_backend: str = option(
+        "shm",
+        "--tp-backend",
+        "how --tp ranks on CPUs exchange data: shm is shared memory with one KV pool and native "
+        "kernels; gloo is torch.distributed with one KV pool a rank, as ranks on GPUs have with "
+        "NCCL",
+        choices=("shm", "gloo"),
+    )
+    nice: int = option(0, "--nice N", "niceness of compute threads, up to 19", most=19)
+    simulate: str = option(
+        "",
+        "--simulate TOKENS_PER_S,STEP_MS",
+        "compute nothing, but take the time of a model with this prefill rate and decode step (a "
+        "third number: additional ms per sequence), to test routing and failures; blocks, caches "
+        "and transfers are real, tokens are meaningless",
+    )
+    quantization: str = option(
+        "none",
+        "--quantization",
+        "quantise weights when they are loaded: int8 and fp8 (GPUs only) with 8-bit activations, "
+        "faster and slightly less accurate; int4 weights only, smallest and least accurate",
+        choices=QUANTIZATIONS,
+    )
+    lora: Path | None = option(
+        None,
+        "--lora DIR",
+        "LoRA adapter in PEFT's format, merged into the weights when they are loaded",
+        Path,
+    )
+    kernels: str = option(
+        "auto",
+        "--kernels",
+        "native on CPUs (compiled by g++ on first use), triton on GPUs; torch needs nothing "
+        "installed and is slow on GPUs (default: the fastest available)",
+        choices=KERNELS,
+    )
+    speculate: int = option(
+        0,
+        "--speculate TOKENS",
+        "speculative decoding: most tokens to propose a step from n-grams of the text so far; the "
+        "output is the same, sooner if the text repeats itself (default: 0, off)",
+    )
+    gpu_memory: float = option(
+        0.9,
+        "--gpu-memory SHARE",
+        "share of a GPU's memory for weights, activations, CUDA graphs and KV; `baton up` divides "
+        "it among workers",
+        least=0.001,
+        most=1,
+    )
+    graphs: bool = option(True, "--graphs", "run decode steps as CUDA graphs (GPUs)")
+    overlap: bool = option(
+        True, "--overlap", "prepare the next step while one runs (asynchronous scheduling, GPUs)"
+    )
+    prefill_only: bool = False  # on prefill workers: sequences end after their first token
+
+    def __post_init__(self) -> None:
+        options.check(self)
+        if self.max_context == 1:
+            raise ConfigError("--max-context must be at least 2: a prompt token and an output one")
+        if self.simulate:
+            SimulatedSpeed.parse(self.simulate)
+            if self.device.startswith("cuda"):
+                raise ConfigError(f"--simulate computes nothing: leave --device {self.device} out")

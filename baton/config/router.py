@@ -1,0 +1,224 @@
+"""Settings of a router."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from baton.config import options, slo
+from baton.config.api import ApiConfig
+from baton.config.model import ServedModel, default_model_name
+from baton.config.options import option, part
+from baton.config.registry import RegistryConfig
+from baton.config.service import NAME_TEXT, ServiceConfig, TlsConfig, new_incarnation
+from baton.errors import ConfigError
+
+MAX_TTFT_TARGET_S = 60  # a larger value was meant in milliseconds
+TTFT_HINT = "it is in seconds, 0.5 for 500 ms"
+DEFAULT_MAX_ITL_S = 0.05
+# After this many tokens of an attempt its request is not blamed for a failed engine step.
+PROVING_TOKENS = 16
+MAX_STREAM_INTERVAL = 64  # these tokens may have to be computed again when a worker dies
+TOOL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral")
+REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1", "mistral")
+ROUTER_PROCESSES_TEXT = "processes of each router, at the same ports: one for each core it may use"
+MAX_ROUTER_PROCESSES = 64
+
+
+def api_key_digest(key: str) -> str:
+    """The form in which settings hold a key, "sha256:" and its digest, so that nothing shows it.
+
+    A digest is returned as it is. Raises ConfigError, whose text does not contain the key.
+    """
+    if re.fullmatch(r"sha256:[0-9a-fA-F]{64}", key):
+        return key
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError("an API key must be ASCII without spaces")
+    return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+
+
+@dataclass(frozen=True)
+class RouterLimits:
+    """What a router accepts and how long it waits; equal for all routers of a cluster."""
+
+    GROUP: ClassVar[str] = "limits"
+    max_queue: int = option(
+        1024,
+        "--max-queue REQUESTS",
+        "most waiting requests; when full, a new one is refused or displaces the last one of the "
+        "tenant with the most",
+        least=1,
+    )
+    max_attempts: int = option(
+        8,
+        "--max-attempts N",
+        f"most attempts of a request before it fails; each {PROVING_TOKENS} delivered tokens allow "
+        "one more",
+        least=1,
+    )
+    default_timeout_s: float = option(
+        600.0,
+        "--default-timeout SECONDS",
+        "deadline of requests that do not set one",
+        least=0.001,
+    )
+    ttft_target_s: float = option(
+        0.0,
+        "--ttft-target SECONDS",
+        "refuse requests at once whose first token is predicted to take longer than this (default: "
+        "no target)",
+        most=MAX_TTFT_TARGET_S,
+        hint=TTFT_HINT,
+    )
+    stream_interval: int = option(
+        1,
+        "--stream-interval TOKENS",
+        "fewest tokens of a stream that are sent together, except the first and the last; larger "
+        "values lower the CPU cost of a stream; requests may override it, and stop strings do",
+        least=1,
+        most=MAX_STREAM_INTERVAL,
+    )
+    max_prompt_tokens: int = option(
+        0, "--max-prompt-tokens TOKENS", "longest prompt (default: the context length)"
+    )
+    tool_parser: str = option(
+        "auto",
+        "--tool-parser",
+        "format of tool calls in a chat's output (default: by the chat template)",
+        choices=TOOL_PARSERS,
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "--reasoning-parser",
+        "format of reasoning before the answer (default: by the chat template)",
+        choices=REASONING_PARSERS,
+    )
+    text_processes: int = option(
+        2,
+        "--text-processes N",
+        "processes that render and tokenize prompts of over 4 KiB, each with its own tokenizer; "
+        "they start with the first long prompt",
+        least=1,
+        most=64,
+    )
+    tenants_file: Path | None = option(
+        None,
+        "--tenants FILE",
+        "TOML file with tenants, their keys, shares and limits (default: one tenant, unlimited)",
+    )
+    api_keys: tuple[str, ...] = option(
+        (),
+        "--api-key KEY",
+        "key that every request and operator must show, instead of --tenants; may be repeated, and "
+        "given as sha256:DIGEST. Other users see command lines: prefer BATON_OPT_API_KEY",
+        api_key_digest,
+        many=True,
+    )
+    trust_traceparent: bool = option(
+        False,
+        "--trust-traceparent",
+        "with --tenants: let callers' trace ids and sampling flags apply (they always do without "
+        "--tenants)",
+    )
+    silence_s: float = option(
+        1.5,
+        "--silence SECONDS",
+        "longest time without a heartbeat before a worker counts as lost",
+        least=0.3,
+    )
+    stall_s: float = option(
+        10.0,
+        "--stall SECONDS",
+        "longest time an engine step may take before its worker counts as stalled, unless its "
+        "steps usually take that long",
+        least=0.1,
+    )
+    recovery_s: float = option(
+        30.0,
+        "--recovery-timeout SECONDS",
+        "longest time requests wait for a lost worker to come back",
+    )
+    slos: tuple[str, ...] = option(
+        (),
+        "--slo [NAME:]ttft=S,tpot=S",
+        "targets in seconds of a class of requests, for goodput metrics (also e2e=S); may be "
+        "repeated",
+        str,
+        many=True,
+    )
+    trace_slow_s: float = option(
+        2.0,
+        "--trace-slow SECONDS",
+        "time to first token from which a request's trace is always kept",
+    )
+    trace_content: int = option(
+        0,
+        "--trace-content CHARACTERS",
+        "most characters of each prompt and answer to record in the request's span",
+        most=1 << 16,
+    )
+    # Measured on two CPU cores: up to 64 tokens decode is sooner and the streams beside it do not
+    # notice; from 80 on they do. Half of that, because models whose prompts take longer, next to
+    # their steps, disturb streams sooner.
+    local_prefill_max_tokens: int = option(
+        32,
+        "--local-prefill-max TOKENS",
+        "longest uncached rest of a prompt that the decode worker always computes itself; it "
+        "computes longer ones while prefill workers are busy; 0 sends all to prefill workers",
+    )
+
+    def __post_init__(self) -> None:
+        options.check(self)
+        slo.parse_all(self.slos)
+
+    @property
+    def max_itl_s(self) -> float:
+        """Longest time between two tokens of a stream while decode computes a prompt beside it:
+        the shortest TPOT target, by default what a fast reader does not notice."""
+        targets = (one.tpot_s for one in slo.parse_all(self.slos) if one.tpot_s < math.inf)
+        return min(targets, default=DEFAULT_MAX_ITL_S)
+
+
+@dataclass(frozen=True)
+class RouterConfig(ServedModel, TlsConfig, ServiceConfig):
+    """One router. It needs the model's tokenizer, which may be missing with random weights."""
+
+    GROUP: ClassVar[str] = "service"
+    limits: RouterLimits = part(RouterLimits)
+    api: ApiConfig = part(ApiConfig)
+    registry: RegistryConfig = part(RegistryConfig)
+    port: int = option(7700, "--port PORT", "port to listen on")
+    http_port: int = option(
+        0, "--http-port PORT", "port of the OpenAI-compatible HTTP API (default: 0, none)"
+    )
+    admin_keys: tuple[str, ...] = option(
+        (),
+        "--admin-key sha256:DIGEST",
+        "with --tenants: digest of an operator's key, in addition to the file's [admin]; may be "
+        "repeated",
+        str,
+        many=True,
+    )
+    router_processes: int = option(
+        1, "--router-processes N", ROUTER_PROCESSES_TEXT, least=1, most=MAX_ROUTER_PROCESSES
+    )
+    name: str = option("", "--name NAME", NAME_TEXT)
+    incarnation: str = field(default_factory=lambda: new_incarnation("router"))
+
+    def __post_init__(self) -> None:
+        options.check(self)
+        for flag, value in (
+            ("--batch-dir", self.api.batch_dir),
+            ("--cors-origins", self.api.cors_origins),
+            ("--allowed-hosts", self.api.allowed_hosts),
+        ):
+            if value and not self.http_port:
+                raise ConfigError(f"{flag} is for the HTTP API: give --http-port PORT too")
+
+    @property
+    def served_name(self) -> str:
+        return self.model_name or default_model_name(self.model)
