@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 NAME: str = DESCRIPTOR.services_by_name["DispatchService"].full_name
 REPORT_INTERVAL_S = 0.05  # minimum between two load reports
-MIN_HEARTBEAT_S = 0.05
+MIN_HEARTBEAT_S, MAX_HEARTBEAT_S = 0.05, 1.0
 MAX_ROUTERS = 256  # streams at a time
 MAX_PARTS = 4096  # of a message: requests, cancels and traces
 TURN_S = 0.005  # for the parts of all messages in one turn of the event loop
@@ -60,8 +60,9 @@ class Worker(Protocol):
 class DispatchService:
     """Serves Connect until `aclose`."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, stream: type[RouterStream] | None = None) -> None:
         self.worker = worker
+        self._stream = stream or RouterStream
         self.routers: set[RouterStream] = set()
         self._log = RateLimit(log)
         self._turn = asyncio.Lock()  # of the stream whose message is handled; others wait in order
@@ -83,7 +84,7 @@ class DispatchService:
             raise Unavailable(f"worker {self.worker.incarnation} is leaving")
         if len(self.routers) >= MAX_ROUTERS:
             raise Overloaded(f"{MAX_ROUTERS} routers are connected")
-        router = RouterStream(self.worker, context)
+        router = self._stream(self.worker, context)
         self.routers.add(router)
         try:
             await router.run(self._handle_all(router))
@@ -225,7 +226,7 @@ def _heartbeat_s(wanted_ms: str | bytes) -> float:
         wanted_s = int(wanted_ms) / 1000
     except ValueError:
         raise InvalidRequest("baton-heartbeat-ms must be a number of milliseconds") from None
-    return max(MIN_HEARTBEAT_S, wanted_s) if wanted_s > 0 else 0.0
+    return min(max(MIN_HEARTBEAT_S, wanted_s), MAX_HEARTBEAT_S) if wanted_s > 0 else 0.0
 
 
 def count_fields(message: bytes, most: int) -> int:

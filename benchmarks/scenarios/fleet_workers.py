@@ -41,7 +41,7 @@ from baton.v1 import common_pb2, prefill_pb2, worker_pb2
 from baton.v1.decode_pb2 import ReserveRequest
 from baton.v1.dispatch_pb2 import RouterMessage, WorkerMessage
 from baton.v1.prefill_pb2 import PrefillRequest
-from baton.worker import dispatch_service, node
+from baton.worker import node
 from baton.worker.dispatch_service import DispatchService, RouterStream
 from baton.worker.metrics import LoadTracker
 
@@ -79,9 +79,6 @@ class Router(RouterStream):
         SENT[kind or ("heartbeat" if not message.ByteSize() else "answer")] += 1
 
 
-dispatch_service.RouterStream = Router  # type: ignore[misc]
-
-
 class Worker(ABC):
     """One worker; its role is a subclass."""
 
@@ -97,7 +94,7 @@ class Worker(ABC):
         self.load.chunk_tokens = int(0.06 * self.speed.prefill_tokens_per_s)
         self.load.step_ms = self.speed.step_s(0, 1) * 1e3
         self.server, address = bind(config.host, 0)
-        self.dispatch = DispatchService(self)
+        self.dispatch = DispatchService(self, Router)
         self.dispatch.add_to(self.server)
         self.record = common_pb2.WorkerRecord(
             incarnation=new_incarnation(name),

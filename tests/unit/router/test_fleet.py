@@ -178,7 +178,7 @@ async def test_records_of_workers_that_do_not_exist_cost_one_look_together(clust
         held.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{held.getsockname()[1]}"
         for i in range(300):
-            record = changed(cluster.decodes[0], incarnation=f"ghost{i}", router_address=address)
+            record = changed(cluster.decodes[0], incarnation=f"ghost{i}", address=address)
             cluster.store.put(record)
             await asyncio.sleep(0)
         await cluster.until(lambda s: len(s.decode) == 301)
