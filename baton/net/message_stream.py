@@ -66,7 +66,7 @@ class MessageStream(Generic[Received, Sent]):
         self._open = None
         if self._ended:
             return
-        self._sealed.append(message.SerializeToString())
+        self._sealed.append(serialized(message))
         self._unsent_bytes += len(self._sealed[-1])
         if self._unsent_bytes > MAX_UNSENT_BYTES:
             self.fail(Unavailable(f"{self._unsent_bytes >> 20} MiB were left unread"))
@@ -92,7 +92,8 @@ class MessageStream(Generic[Received, Sent]):
             done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if done == {tasks[0]} and tasks[0].exception() is None:
                 self.close()
-                await asyncio.wait({tasks[1], self._failed}, timeout=CLOSE_S)
+                rest = {tasks[1], self._failed}
+                await asyncio.wait(rest, timeout=CLOSE_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._ended = True
             self._open = None
@@ -129,6 +130,7 @@ class MessageStream(Generic[Received, Sent]):
                     return
                 self._idle = self._loop.create_future()
                 await self._idle
+                continue
             try:
                 await self._raw.write(self._next())
             except asyncio.InvalidStateError:  # the call is over, and who reads is told why
@@ -152,5 +154,10 @@ class MessageStream(Generic[Received, Sent]):
         if not self._sealed and size < _JOINED_BYTES:
             message, self._open = self._open or self._sent(), None
             self.complete(message)
-            parts.append(message.SerializeToString())
+            parts.append(serialized(message))
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def serialized(message: Message) -> bytes:
+    """The bytes of a message, or of a part of one."""
+    return message.SerializeToString()

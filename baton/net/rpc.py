@@ -356,9 +356,7 @@ def channel(
     process unless it is not `shared`.
     """
     credentials = credentials or tls.current().of_client()
-    options = _options(max_message_bytes)
-    if role:
-        options.append(_NEVER_IDLE)
+    options = [*([_NEVER_IDLE] if role else []), *_options(max_message_bytes)]
     if not (role and shared):
         options.append(("grpc.use_local_subchannel_pool", 1))
     if credentials is None:

@@ -220,14 +220,15 @@ class Member:
             ("baton-router-id", self._router_id),
             ("baton-heartbeat-ms", str(self._liveness.heartbeat_ms)),
         )
+        call = channel.stream_stream(_CONNECT)(metadata=metadata)
         try:
             with rpc.translated():
-                call = channel.stream_stream(_CONNECT)(metadata=metadata)
                 await _connected(call, self.record.address)
                 connection = _Connection(call, WorkerMessage, RouterMessage)
                 await connection.run(self._take_all(stream, connection))
         finally:
             self._connection = None
+            call.cancel()
             await channel.close(None)
 
     async def _take_all(self, stream: HeartbeatStream, connection: _Connection) -> None:
