@@ -151,7 +151,7 @@ def worker_ms(batch: int) -> float:
         spans = DecodeSpans(tracer, propagation.extract([]))
         connection: Any = router
         events = EventStream(connection, seq_id)
-        handoff = Handoff(seq_id, sequence, _CONTEXT, _BLOCK, None, events, spans, State.RUNNING)
+        handoff = Handoff(seq_id, sequence, _BLOCK, None, events, spans, State.RUNNING)
         handoffs._handoffs[seq_id] = handoff
     began = 0.0
     for number, report in enumerate(reports):
