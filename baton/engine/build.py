@@ -147,7 +147,7 @@ def load(
     try:
         pools = backend.pools(model, layout, allocate)
     except torch.OutOfMemoryError as error:  # another process allocated meanwhile
-        raise memory.taken(layout, settings) from error
+        raise memory.lost(layout, settings) from error
     log.info(
         "%d KV blocks of %d tokens (%.0f MiB, %s), contexts of up to %d tokens",
         layout.num_blocks, layout.block_size, layout.num_bytes / 2**20, layout.dtype, max_context,
