@@ -186,8 +186,8 @@ class IncomingLinks:
             caches = f"KV caches of prefill {theirs} and decode {ours}"
             raise KvMismatch(f"{caches} differ in {'; '.join(fields)}")
         sender = await self.find_prefill(theirs)
-        ends = pairing.Ends(
-            apart=pairing.apart(sender.host_id, self.record.host_id),
+        ends = pairing.PairTopology(
+            separation=pairing.separation(sender.host_id, self.record.host_id),
             gpu=gpu_uuid(self._pool.device),
             reachable=tuple(request.reachable_gpus),
             nccl=nccl_version(),

@@ -42,12 +42,12 @@ from kvtransfer.rank_ends import LinkDigest, RankEnds, RankPool, local_pool
 
 log = logging.getLogger(__name__)
 
-# Errors of one handoff; any other error is the link's failure.
-_LINK_IS_GOOD = (Stale, Cancelled, InvalidRequest, KvCorrupted)
-_REMEMBERED = 256  # peers whose unusable transports are kept; more than ever live at a time
-_CONNECT_S = 5.0  # bounds Offer, and connecting, each
+# Errors of one handoff; any other error means that the link failed.
+_HANDOFF_ERRORS = (Stale, Cancelled, InvalidRequest, KvCorrupted)
+_MAX_REMEMBERED = 256  # unusable transports and fallbacks of peers; more than live at a time
+_CONNECT_S = 5.0  # limit of Offer and of connecting, each
 _NO_ANSWER = (Unavailable, DeadlineExceeded, Cancelled)
-_MAX_PENDING = 4096  # Aborts; each waits for a peer that is silent, or has just failed
+_MAX_PENDING = 4096  # Aborts that wait for a silent or failed peer
 _ABORT_S, _MAX_INTERVAL_S, _CLOSE_S = 2.0, 5.0, 1.0
 
 
@@ -119,16 +119,16 @@ class OutgoingLink(RankEnds[SendingEnd]):
 
 @dataclass(eq=False)
 class OutgoingLinks:
-    """Links by decode incarnation, at most `cap`, least recently used and idle ones closed first.
+    """Links by decode incarnation, at most `cap`; the least recently used idle one is closed first.
 
-    A peer whose link failed is refused for `backoff_s`; the use after that opens a new epoch. A
-    peer whose memory this worker should be able to map, but cannot (which depends on how its
-    container was started, so that no retry helps), gets the next transport for as long as it lives.
-    An Abort is repeated until it is answered or `give_up_s` have passed. Then only the end of this
-    process frees the blocks: by then the peer has almost surely ended.
+    A peer whose link failed is refused for `backoff_s`; the next use opens a new epoch. If mapping
+    a peer's memory fails, the peer gets the next transport for as long as it lives: the cause is
+    how its container was started, so no retry helps. An Abort is repeated until it is answered or
+    `give_up_s` have passed. After that only the end of this process frees the blocks; by then the
+    peer has almost surely ended.
     """
 
-    pools: Sequence[RankPool]  # of each rank that has its own; the first's blocks are all ranks'
+    pools: Sequence[RankPool]  # one for each rank that has one; block ids are common to all
     record: common_pb2.WorkerRecord  # this worker's, complete before the first link is opened
     transports: Sequence[Transport]
     find_decode: FindWorker
@@ -141,10 +141,10 @@ class OutgoingLinks:
         self.pool = local_pool(self.pools)
         self._links: dict[str, OutgoingLink] = {}  # least recently used first
         self._opening: dict[str, asyncio.Task[OutgoingLink]] = {}
-        self._ahead: set[str] = set()  # of these, what no handoff waits for yet
+        self._ahead: set[str] = set()  # of these, the ones that no handoff waits for yet
         self._refused_until: dict[str, float] = {}
-        self._unusable: dict[tuple[str, Kind], str] = {}  # by peer; why
-        self._warned: set[tuple[str, str]] = set()  # of which peer's fallback
+        self._unusable: dict[tuple[str, Kind], str] = {}  # reasons, by peer and transport
+        self._warned: set[tuple[str, str]] = set()  # peers and their fallbacks
         self._aborts: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -152,10 +152,10 @@ class OutgoingLinks:
     async def acquire(
         self, target: prefill_pb2.HandoffTarget, deadline: Deadline, skip_backoff: bool = False
     ) -> OutgoingLink:
-        """The link to `target`, opened if need be; give it back with `release`.
+        """The link to `target`, opened if necessary; to be given back with `release`.
 
         `skip_backoff`: for a handoff whose link failed while the peer's control still answered.
-        Raises Unavailable while the pair is quarantined, Overloaded when all links are in use,
+        Raises Unavailable while the pair is quarantined, Overloaded if all links are in use,
         KvMismatch, Stale, TransferFailed, DeadlineExceeded.
         """
         peer = target.incarnation
@@ -168,7 +168,7 @@ class OutgoingLinks:
                     pair = f"{self.record.incarnation} → {peer}"
                     raise Unavailable(f"the pair {pair} failed just now", left_s)
                 self._begin_opening(peer)
-            # It is not cancelled: others may wait for the same link, and its own time is bounded.
+            # Never cancelled: other handoffs may wait for it, and its time is bounded.
             opening = self._opening[peer]
             self._ahead.discard(peer)
             await asyncio.wait({opening}, timeout=deadline.left_s(3 * _CONNECT_S))
@@ -196,7 +196,7 @@ class OutgoingLinks:
         self._close_unused(link)
 
     def abort(self, link: OutgoingLink, request: handoff_pb2.AbortRequest) -> asyncio.Event:
-        """Starts sending it; the event is set after the first try, whatever its result."""
+        """Starts sending an Abort; the event is set after the first try, successful or not."""
         tried = asyncio.Event()
         give_up_s = self.give_up_s if len(self._aborts) < _MAX_PENDING else _ABORT_S
         link.aborts += 1
@@ -205,15 +205,15 @@ class OutgoingLinks:
 
     @contextlib.contextmanager
     def closing_on_failure(self, link: OutgoingLink, deadline: Deadline) -> Iterator[None]:
-        """Around what uses `link`: takes it out of service when it is the link that failed.
+        """A context for uses of `link`, which takes it out of service if it fails.
 
-        No answer, and an error that is not ours, becomes TransferFailed. When the request's own
-        time ran out the peer is not quarantined, but a two-sided link is opened anew: it may be out
-        of step.
+        A missing answer and the peer's internal errors become TransferFailed. If the request's own
+        deadline passed, the peer is not quarantined, but a two-sided link is replaced, because its
+        ends may disagree about the next message.
         """
         try:
             yield
-        except _LINK_IS_GOOD:
+        except _HANDOFF_ERRORS:
             raise
         except BatonError as error:
             out_of_time = isinstance(error, DeadlineExceeded) and deadline.passed
@@ -221,7 +221,7 @@ class OutgoingLinks:
                 self.remove(link, quarantine=not out_of_time)
             if isinstance(error, (Unavailable, DeadlineExceeded)) and not out_of_time:
                 raise TransferFailed(f"decode {link.peer} did not answer: {error}") from error
-            if isinstance(error, InternalError):  # INTERNAL also carries its TransferFailed
+            if isinstance(error, InternalError):  # its TransferFailed arrives as one, too
                 raise TransferFailed(f"decode {link.peer}: {error}") from error
             raise
 
@@ -233,9 +233,9 @@ class OutgoingLinks:
             self._drop(link)
 
     def status(self) -> list[worker_pb2.PairStatus]:
-        """One entry for each open or quarantined pair; links that are abandoned are closed."""
+        """One entry for each open or quarantined pair. Closes abandoned links."""
         for link in [link for link in self._links.values() if link.abandoned]:
-            self._drop(link)  # it would keep the memory of a dead process mapped
+            self._drop(link)  # or the memory of a dead process stays mapped
         now = time.monotonic()
         self._refused_until = {p: end for p, end in self._refused_until.items() if end > now}
         pairs = [
@@ -258,8 +258,8 @@ class OutgoingLinks:
         ]
 
     async def close(self) -> None:
-        """Closes every link; handoffs that still run fail. Aborts get a last try, and those that
-        come later are tried for one call's time."""
+        """Closes every link; running handoffs fail. Aborts get one last try; later ones are tried
+        for the time of one call."""
         self._closed, self.give_up_s = True, _ABORT_S
         for task in self._opening.values():
             task.cancel()
@@ -276,7 +276,7 @@ class OutgoingLinks:
 
     def _begin_opening(self, peer: str) -> asyncio.Task[OutgoingLink]:
         opening = self._opening[peer] = asyncio.create_task(self._open(peer))
-        # Its error is looked at even if everyone who waits for it is cancelled.
+        # Retrieves the error even if all waiting handoffs are cancelled.
         opening.add_done_callback(lambda task: task.cancelled() or task.exception())
         return opening
 
@@ -288,7 +288,7 @@ class OutgoingLinks:
                 link = await self._connect(decode)
             except BatonError as error:
                 ahead = peer in self._ahead
-                # A handoff tells its router of these, which say nothing of the pair's network.
+                # A handoff reports these to its router; they do not concern the pair's network.
                 refused = isinstance(error, (KvMismatch, Stale, Overloaded))
                 if ahead or not refused:
                     us = self.record.incarnation
@@ -304,7 +304,7 @@ class OutgoingLinks:
         return link
 
     async def _connect(self, decode: common_pb2.WorkerRecord) -> OutgoingLink:
-        """Offers until a transport works that the decode worker chose."""
+        """Repeats the Offer until a transport that the decode worker chose works."""
         peer = decode.incarnation
         control = Control(decode.address)
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"kv-send-{peer}")
@@ -332,8 +332,8 @@ class OutgoingLinks:
                     usable.remove(transport)
                     if transport.kind not in ONE_HOST or not usable:
                         raise
-                    if len(self._unusable) == _REMEMBERED:
-                        self._unusable.clear()  # those that live are tried again
+                    if len(self._unusable) == _MAX_REMEMBERED:
+                        self._unusable.clear()  # living peers are tried again
                     self._unusable[peer, transport.kind] = str(error)
         except BaseException:
             thread.shutdown(wait=False)
@@ -343,15 +343,15 @@ class OutgoingLinks:
         return OutgoingLink(peer, offer.epoch, transport, *pair_ends, thread, control, fallback)
 
     def _fallback(self, used: Transport, decode: common_pb2.WorkerRecord) -> str:
-        """The faster transport that this pair should have, and why not; warns once of each."""
+        """The faster transport that this pair should use, and why it does not; warns once."""
         peer = decode.incarnation
         failed = ((k, self._unusable[peer, k]) for k in ONE_HOST if (peer, k) in self._unusable)
         expected = next(failed, None) or pairing.fallback(used.kind, self.record, decode)
         if expected is None:
             return ""
-        text = f"not {pairing.name_of(expected[0])}: {expected[1]}"
+        text = f"not {pairing.transport_name(expected[0])}: {expected[1]}"
         if (peer, text) not in self._warned:
-            if len(self._warned) == _REMEMBERED:
+            if len(self._warned) == _MAX_REMEMBERED:
                 self._warned.clear()
             self._warned.add((peer, text))
             log.warning("link to decode %s uses %s, %s", peer, used.name, text)
@@ -373,7 +373,7 @@ class OutgoingLinks:
         self._close_unused(link)
 
     def _close_unused(self, link: OutgoingLink) -> None:
-        """Ends its control connection if it is out of service, and nothing is sent any more."""
+        """Closes its control connection if it is out of service and nothing uses it."""
         if not link.users and not link.aborts and self._links.get(link.peer) is not link:
             in_background(self._closing, link.control.close())
 
@@ -395,7 +395,7 @@ class OutgoingLinks:
                     except _NO_ANSWER as error:
                         why = "abort of handoff %s is not answered yet: %s"
                         log.warning(why, handoff_id, error, extra=extra)
-                    except BatonError as error:  # an answer, even that the handoff is long gone
+                    except BatonError as error:  # an answer, perhaps that the handoff is gone
                         log.info("abort of handoff %s: %s", handoff_id, error, extra=extra)
                         return
                     tried.set()

@@ -173,4 +173,4 @@ def connect(
 def _part(pools: Sequence[RankPool], rank: int, heads: range, num_kv_heads: int) -> RankPool:
     """The given heads of the model in a rank's pool."""
     first = kv_heads_of(rank, len(pools), num_kv_heads).start
-    return pools[rank].part(range(heads.start - first, heads.stop - first))
+    return pools[rank].with_heads(range(heads.start - first, heads.stop - first))

@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from baton.errors import BatonError, TransferFailed
@@ -98,20 +98,7 @@ class Done:
 
 Command: TypeAlias = Listen | Connect | Accept | Put | Receive
 Answer: TypeAlias = Posted | Failed | Done
-_MESSAGES: Mapping[str, Callable[..., Any]] = {
-    kind.__name__: kind for kind in (Listen, Connect, Accept, Put, Receive, Posted, Failed, Done)
-}
-
-
-def send(connection: ObjectConnection, message: Command | Answer) -> None:
-    """Raises OSError."""
-    connection.send([type(message).__name__, *astuple(message)])
-
-
-def received(connection: ObjectConnection) -> Any:
-    """The next Command or Answer. Raises EOFError, OSError."""
-    name, *fields = connection.recv()
-    return _MESSAGES[name](*fields)
+KV_MESSAGES = (Listen, Connect, Accept, Put, Receive, Posted, Failed, Done)  # of a connection
 
 
 class RemoteDigest(Digest):
@@ -141,7 +128,7 @@ class RemotePool:
         self._connect = connect
         self._heads: HeadRange = (heads.start, heads.stop) if heads is not None else None
 
-    def part(self, heads: range) -> RemotePool:
+    def with_heads(self, heads: range) -> RemotePool:
         """The same pool with these heads alone."""
         return RemotePool(self._connect, heads)
 
@@ -187,9 +174,9 @@ class _RemoteEnd:
     ) -> Any:
         """The command's result. Raises TransferFailed."""
         try:
-            send(self._connection, command)
+            self._connection.send(command)
             while self._connection.poll(timeout_s + _ANSWER_S):
-                match received(self._connection):
+                match self._connection.recv():
                     case Posted() if posted is not None:
                         posted()
                     case Failed(reason):
@@ -244,7 +231,7 @@ class PoolServer:
         try:
             with ThreadPoolExecutor(1, "kv-end") as thread, contextlib.suppress(OSError, EOFError):
                 while True:
-                    command = received(connection)
+                    command = connection.recv()
                     served.answered.clear()
                     thread.submit(served.answer, command)
                     connection.poll(None)
@@ -311,12 +298,12 @@ class _ServedEnd:
 
     def _send(self, answer: Answer) -> None:
         try:
-            send(self._connection, answer)
+            self._connection.send(answer)
         except OSError:
             self.abort()  # the first process has ended
 
     def _part(self, heads: HeadRange) -> KvPool:
-        return self._pool if heads is None else self._pool.part(range(*heads))
+        return self._pool if heads is None else self._pool.with_heads(range(*heads))
 
     def _digest(self, key: int) -> Digest:
         if key not in self._digests:

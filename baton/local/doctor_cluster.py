@@ -23,7 +23,7 @@ from baton.v1.common_pb2 import WorkerRecord
 from baton.v1.fleet_pb2 import GetStatusResponse, WorkerStatus
 from baton.v1.worker_pb2 import PairStatus
 from kvtransfer import pairing
-from kvtransfer.pairing import Kind, name_of
+from kvtransfer.pairing import Kind, transport_name
 
 _MAX_PAIRS_NAMED = 4
 _TEST_TOKENS = 1024  # in a test's prompt
@@ -197,21 +197,23 @@ def _check_pair(
     problems = list(_problems(prefill, decode, chosen, different))
     used = link.transport if link.state == "OPEN" else None
     if chosen and used and used != chosen:
-        why = link.fallback or f"and {name_of(chosen)} is faster"
+        why = link.fallback or f"and {transport_name(chosen)} is faster"
         fix = "remove the reason, then restart the workers of this pair"
-        problems.append((f"the open link uses {name_of(used)}, {why}", fix))
+        problems.append((f"the open link uses {transport_name(used)}, {why}", fix))
     if link.state not in ("", "OPEN"):
         text = f"{link.state}: not used for a while after failed handoffs"
         problems.append((text, "see the logs of both workers; `baton top` shows failovers"))
     pair = {
         "prefill": prefill.incarnation,
         "decode": decode.incarnation,
-        "transport": name_of(chosen) if chosen else None,
+        "transport": transport_name(chosen) if chosen else None,
         "link": next((kind for kind, _, uuid in links if there and uuid == there), None),
-        "in_use": name_of(used) if used else None,
+        "in_use": transport_name(used) if used else None,
         "gb_per_s": gb_per_s(link),
         "sent_bytes": link.sent_bytes,
-        "not_possible": {name_of(kind): pairing.obstacle(kind, prefill, decode) for kind in faster},
+        "not_possible": {
+            transport_name(kind): pairing.obstacle(kind, prefill, decode) for kind in faster
+        },
         "ranks": _ranks(prefill, decode),
         "problems": [text for text, _ in problems],
     }
@@ -250,7 +252,7 @@ def _problems(
     elif expected := pairing.fallback(chosen, prefill, decode):
         kind, why = expected
         yield (
-            f"KV is sent over the network within one machine, not by {name_of(kind)}: {why}",
+            f"KV is sent over the network within one machine, not by {transport_name(kind)}: {why}",
             "start both with --transport auto, as one user with one /dev/shm (in containers ipc: "
             "host), or keep gloo: it works, slower",
         )
@@ -263,7 +265,7 @@ def _nccl_problems(prefill: WorkerRecord, decode: WorkerRecord) -> Iterator[Prob
             "a worker does not report which GPU it computes on",
             "see its log at --log-level debug; faster transports cannot be checked without it",
         )
-    elif not pairing.ends_between(prefill, decode).same_machine:
+    elif not pairing.topology_of(prefill, decode).same_machine:
         if not (ours.rdma_devices and theirs.rdma_devices):
             yield (
                 "NCCL will use TCP sockets between their machines: one has no RDMA device",
@@ -278,7 +280,7 @@ def _nccl_problems(prefill: WorkerRecord, decode: WorkerRecord) -> Iterator[Prob
             "containers also set ipc: host and the same NCCL_HOSTID",
         )
     elif prefill.host_id != decode.host_id and theirs.gpu.uuid in ours.peer_gpus:
-        why = pairing.apart(prefill.host_id, decode.host_id)
+        why = pairing.separation(prefill.host_id, decode.host_id)
         yield (
             f"KV is sent over NCCL although one GPU could write into the other: {why}",
             "run both as one user with one /dev/shm (in containers ipc: host)",
@@ -291,4 +293,4 @@ def _nccl_problems(prefill: WorkerRecord, decode: WorkerRecord) -> Iterator[Prob
 
 
 def _names(record: WorkerRecord) -> str:
-    return ", ".join(map(name_of, record.transports)) or "none"
+    return ", ".join(map(transport_name, record.transports)) or "none"

@@ -30,7 +30,7 @@ from kvtransfer.incoming import IncomingLinks
 from kvtransfer.interface import ReceivingEnd, SendingEnd, Transport
 from kvtransfer.outgoing import OutgoingLinks
 from kvtransfer.pool import KvPool, Slots, copy_slots
-from kvtransfer.remote_pool import PoolServer, RemotePool
+from kvtransfer.remote_pool import KV_MESSAGES, PoolServer, RemotePool
 from kvtransfer.sender import HandoffSender
 from kvtransfer.transports import shm
 from kvtransfer.transports.cuda_ipc import CudaIpcTransport
@@ -119,7 +119,7 @@ def across_hosts(pools, transport):
 
 
 def _served(pool, transport):
-    ours, theirs = (ObjectConnection(end) for end in socket.socketpair())
+    ours, theirs = (ObjectConnection(end, KV_MESSAGES) for end in socket.socketpair())
     server = PoolServer(pool, [transport])
     threading.Thread(target=server.serve, args=(theirs,), name="kv-served").start()
     return ours
