@@ -463,7 +463,7 @@ def test_dry_run_needs_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "gpu", "--smoke", "--json", str(file),
-         "--only", "speed,tune,engine,steps,worker,cluster,serve"],
+         "--minutes", "60", "--only", "speed,tune,engine,steps,worker,cluster,serve"],
         capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
