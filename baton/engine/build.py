@@ -29,13 +29,14 @@ from baton.engine.kv_cache import Allocate, KvLayout, plan_layout
 from baton.engine.models.loader import random_seed
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import Shard
+from baton.engine.rank_executor import RemoteRanks
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.scheduler import ChunkBudget, ScheduledSequence, ScheduledStep, Scheduler
 from baton.engine.sequence import Sequence
 from baton.engine.speculative.ngram import NgramProposer
 from baton.engine.step_report import StepReport
-from baton.engine.tensor_parallel import RemoteRanks, TensorParallelModel
+from baton.engine.tensor_parallel import TensorParallelModel
 from baton.errors import ConfigError
 from baton.generation.sampling_params import SamplingParams
 from baton.v1 import common_pb2

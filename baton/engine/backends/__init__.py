@@ -13,10 +13,10 @@ from baton.config import EngineConfig
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.models.shard import WHOLE, Shard
-from baton.engine.rank_executor import Exchange, RankExecutor
+from baton.engine.rank_executor import Exchange, RankExecutor, RemoteRanks
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.tensor_parallel import RemoteRanks, TensorParallelModel
+from baton.engine.tensor_parallel import TensorParallelModel
 from baton.net.object_connection import ObjectConnection
 
 MULTIPLE = 16  # of head sizes and block sizes
