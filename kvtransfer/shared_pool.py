@@ -31,7 +31,8 @@ from typing import Any
 
 from baton.config import SHARED_FOLDER
 from baton.errors import TransferFailed
-from kvtransfer.interface import End, Listener
+from kvtransfer.deadline import Deadline
+from kvtransfer.interface import ReceivingEnd
 
 _PREFIX = "baton-link-"
 _SECRET_BYTES = 32
@@ -39,7 +40,7 @@ _HELLO_S = 1.0  # for a process that has connected to say its secret
 _BINDING_S = 10.0  # between a file and its `listen`, at most
 
 
-class SharedPoolListener(Listener):
+class SharedPoolListener(ReceivingEnd):
     """The receiver's end: gives `fd` to the sender. `place` is what it needs to know of the pool.
 
     Raises OSError where there can be no such socket.
@@ -63,13 +64,13 @@ class SharedPoolListener(Listener):
             raise
 
     def accept(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         try:
             while self._sender is None and not self._aborted:
-                self._socket.settimeout(_left_s(deadline))
+                self._socket.settimeout(deadline.left_s())
                 connection, _ = self._socket.accept()
                 with connection:
-                    connection.settimeout(min(_left_s(deadline), _HELLO_S))
+                    connection.settimeout(deadline.left_s(_HELLO_S))
                     self._give(connection)
         except OSError as error:
             raise TransferFailed(f"{self._transport}: the sender did not come: {error}") from error
@@ -112,7 +113,7 @@ class SharedPoolListener(Listener):
             self._fd = -1
 
 
-class ReceiverProcess(End):
+class ReceiverProcess:
     """The process whose memory a one-sided link writes into, checked before and after every put.
 
     Mapped memory outlives its owner: without this, bytes would be lost unnoticed. `pidfd` is closed
@@ -154,7 +155,7 @@ def received(
     """
     try:
         place = dict(json.loads(endpoint))
-        fd, pidfd = _ask(bytes.fromhex(place["secret"]), time.monotonic() + timeout_s)
+        fd, pidfd = _ask(bytes.fromhex(place["secret"]), Deadline(timeout_s))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TransferFailed(f"{transport}: no such receiver: {error}") from error
     process = ReceiverProcess(transport, pidfd)
@@ -170,14 +171,14 @@ def received(
         os.close(fd)
 
 
-def _ask(secret: bytes, deadline: float) -> tuple[int, int]:
+def _ask(secret: bytes, deadline: Deadline) -> tuple[int, int]:
     """The memory and the pidfd of the receiver that made the secret."""
-    with _connect(_path(secret), _left_s(deadline)) as connection:
+    with _connect(_path(secret), deadline.left_s()) as connection:
         if not _is_ours(connection):
             raise PermissionError("it belongs to another user")
         with _own_pidfd() as pidfd:
             socket.send_fds(connection, [secret], [pidfd])
-        connection.settimeout(_left_s(deadline))
+        connection.settimeout(deadline.left_s())
         _, fds = _receive(connection, 1, 2)
     if len(fds) != 2:
         for fd in fds:
@@ -252,9 +253,3 @@ def _remove_abandoned() -> None:
                     _connect(path, 0.0).close()
                 except ConnectionRefusedError:  # no process listens
                     path.unlink()
-
-
-def _left_s(deadline: float) -> float:
-    if (left_s := deadline - time.monotonic()) <= 0:
-        raise TimeoutError("timed out")
-    return left_s

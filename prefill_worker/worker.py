@@ -20,9 +20,9 @@ from opentelemetry.context import Context
 
 from baton.block_hash import token_digest
 from baton.engine.build import Loaded
-from baton.engine.loop import Progress, StepReport
 from baton.engine.pooling import Pooling, Vector
 from baton.engine.sequence import Sequence
+from baton.engine.step_report import SequenceProgress, StepReport
 from baton.errors import (
     CheckpointError,
     DeadlineExceeded,
@@ -44,10 +44,10 @@ from baton.worker.messages import (
 from baton.worker.node import Node
 from baton.worker.router_port import RouterConnection
 from kvtransfer.interface import Transport
-from kvtransfer.links import LinkPool
+from kvtransfer.outgoing import OutgoingLinks
 from kvtransfer.pool import Slots
-from kvtransfer.rank_links import RankPool
-from kvtransfer.sender import Handoff
+from kvtransfer.rank_ends import RankPool
+from kvtransfer.sender import HandoffSender
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,9 @@ class Prompt:
     arrived_ns: int = field(default_factory=time.time_ns)
     computed: int | None = None  # before the first chunk
     pooled: Vector | None = None  # hidden states so far, added up, where an embedding is wanted
-    steps: asyncio.Queue[tuple[StepReport, Progress] | None] = field(default_factory=asyncio.Queue)
+    steps: asyncio.Queue[tuple[StepReport, SequenceProgress] | None] = field(
+        default_factory=asyncio.Queue
+    )
     spans: list[Callable[[], None]] = field(default_factory=list)  # recorded at its end
 
 
@@ -82,7 +84,7 @@ class PrefillWorker(Node):
             self._pooling = Pooling.read(loaded.path)
         except CheckpointError as error:  # it generates all the same
             self._no_pooling = f"this model's embeddings cannot be computed: {error}"
-        self._links = LinkPool(pools, self.record, usable, self.find)
+        self._links = OutgoingLinks(pools, self.record, usable, self.find)
         self._opening_links = asyncio.create_task(self._open_links())
         self.metrics.observe_links(self._links.status)
         self._prompts: dict[str, Prompt] = {}
@@ -238,9 +240,9 @@ class PrefillWorker(Node):
             if not self._prompts:
                 self._idle.set()
 
-    def _handoff(self, prompt: Prompt, request: prefill_pb2.PrefillRequest) -> Handoff:
+    def _handoff(self, prompt: Prompt, request: prefill_pb2.PrefillRequest) -> HandoffSender:
         sequence = prompt.sequence
-        return Handoff(
+        return HandoffSender(
             self._links,
             self.tracer,
             request.target,
@@ -252,7 +254,9 @@ class PrefillWorker(Node):
             step_timeout_s=self.config.transfer_timeout_s,
         )
 
-    async def _compute(self, prompt: Prompt, handoff: Handoff | None, send: Send) -> Progress:
+    async def _compute(
+        self, prompt: Prompt, handoff: HandoffSender | None, send: Send
+    ) -> SequenceProgress:
         """Follows the engine until the first token is sampled; blocks are queued on the way.
 
         Before the step's message, and all spans come later: writing one takes as long as a put.
@@ -295,7 +299,7 @@ class PrefillWorker(Node):
         embedding: list[float] = self._pooling.finish(prompt.pooled, prompt.num_tokens).tolist()
         return embedding
 
-    def _send_blocks(self, prompt: Prompt, handoff: Handoff) -> None:
+    def _send_blocks(self, prompt: Prompt, handoff: HandoffSender) -> None:
         """Queues the blocks that became complete: whole ones, and at the end the partial one."""
         size, end = self.limits.block_size, prompt.computed or 0
         if end < prompt.num_tokens:
@@ -341,7 +345,7 @@ def peers_to_open(records: Mapping[str, WorkerRecord], incarnation: str) -> set[
     }
 
 
-def _first_token(progress: Progress) -> prefill_pb2.PrefillFirstToken:
+def _first_token(progress: SequenceProgress) -> prefill_pb2.PrefillFirstToken:
     # No drafts: the sequence leaves the batch with this one.
     return prefill_pb2.PrefillFirstToken(
         token_id=progress.token_ids[0] if progress.token_ids else None,

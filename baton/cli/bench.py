@@ -12,7 +12,7 @@ from typing import Any
 from baton.bench.request import RequestOptions
 from baton.bench.workload import Interference, Lengths, Settings
 from baton.cli import options
-from baton.cli.services import limit_cpu, with_threads
+from baton.cli.process_setup import limit_cpu, with_threads
 from baton.config import EngineConfig
 from baton.config.options import build
 
@@ -132,7 +132,7 @@ def _run_engine(args: argparse.Namespace) -> int:
 
     check_model(engine, worker=True)
     limit_cpu(engine.threads, engine.cpus)
-    from baton.local.engine_bench import DecodeRate, PrefillRate, measure
+    from baton.bench.engine import DecodeRate, PrefillRate, measure
 
     def show(rate: PrefillRate | DecodeRate) -> None:
         if args.json:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from baton.cli import options
-from baton.cli.services import limit_cpu, with_threads
+from baton.cli.process_setup import limit_cpu, with_threads
 from baton.config import EngineConfig, model_path
 from baton.config.options import numbers
 from baton.errors import InvalidRequest

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
+from baton.engine.kernels.torch.row_quantization import SCALE_BYTES, is_quantized
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.weights.quantize import SCALE_BYTES, is_quantized
 from baton.errors import ConfigError
 from baton.v1 import common_pb2
 
@@ -29,9 +29,9 @@ Allocate = Callable[[int, torch.device], Memory | None]
 class KvLayout:
     """Shape of the pool: `[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]`.
 
-    A row is a token's K or V of one head. Of int8 and fp8, each block and head has the elements of
-    all its rows and behind them their float32 scales (`quantize.split_rows`): a row of elements is
-    then aligned to 16 bytes where head_size is a multiple of 16, as wide loads of GPUs need it.
+    A row is a token's K or V of one head. In int8 and fp8, the elements of all rows of a block and
+    head come first, and their float32 scales last (`row_quantization.split_rows`): so a row is
+    aligned to 16 bytes where head_size is a multiple of 16, as wide loads of GPUs need it.
     """
 
     num_blocks: int

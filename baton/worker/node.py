@@ -24,11 +24,11 @@ import uvloop
 
 from baton.config import WorkerConfig, host_id, split_address
 from baton.cuda import CudaArea
-from baton.engine import build
-from baton.engine.backends import cpu
+from baton.engine import build, cpu_affinity
 from baton.engine.build import Loaded
-from baton.engine.loop import Engine, StepReport
-from baton.engine.ranks import Elsewhere
+from baton.engine.engine import Engine
+from baton.engine.step_report import StepReport
+from baton.engine.tensor_parallel import RemoteRanks
 from baton.errors import ConfigError, InternalError, TransferFailed, Unavailable
 from baton.generation.structured_output import GrammarCompiler
 from baton.net import rpc
@@ -50,7 +50,7 @@ from baton.worker.router_port import RouterConnection, RouterPort
 from kvtransfer import copier, transports
 from kvtransfer.interface import Transport
 from kvtransfer.pool import KvPool
-from kvtransfer.rank_links import RankPool
+from kvtransfer.rank_ends import RankPool
 from kvtransfer.remote_pool import RemotePool
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Node(WorkerServiceServicer, ABC):
     async def close(self) -> None:
         """Gives up what still runs and frees everything."""
 
-    async def run(self, load: Callable[[Elsewhere], tuple[Loaded, list[KvPool]]]) -> None:
+    async def run(self, load: Callable[[RemoteRanks], tuple[Loaded, list[KvPool]]]) -> None:
         """From binding to leaving; returns when it has drained.
 
         Raises ConfigError when it cannot begin, Unavailable when the registry does not answer, and
@@ -148,11 +148,11 @@ class Node(WorkerServiceServicer, ABC):
         ):
             others = await self._unless_stopped(rank_hosts.connected(self.config, self._registry))
             if others is not None:
-                addresses, steps = others
-                elsewhere = Elsewhere()
-                if steps:
-                    elsewhere = Elsewhere(rank_hosts.own_address(self.config), steps)
-                loaded, pools = await asyncio.to_thread(load, elsewhere)
+                addresses, connections = others
+                remote_ranks = RemoteRanks()
+                if connections:
+                    remote_ranks = RemoteRanks(rank_hosts.advertised_host(self.config), connections)
+                loaded, pools = await asyncio.to_thread(load, remote_ranks)
             if others is None or self._stop.is_set():
                 log.info("stopped while loading")
                 return
@@ -361,7 +361,9 @@ async def _run(config: WorkerConfig, role: type[Node]) -> int:
     return 0
 
 
-def _load(config: WorkerConfig, elsewhere: Elsewhere | None = None) -> tuple[Loaded, list[KvPool]]:
+def _load(
+    config: WorkerConfig, remote_ranks: RemoteRanks | None = None
+) -> tuple[Loaded, list[KvPool]]:
     """Everything slow, on a thread: the event loop keeps the worker's lease meanwhile."""
     settings = config.engine
     if config.role == "prefill":
@@ -374,8 +376,8 @@ def _load(config: WorkerConfig, elsewhere: Elsewhere | None = None) -> tuple[Loa
         areas.append(shareable_memory(device, num_bytes, transport))
         return areas[-1]
 
-    with cpu.pinned_to(settings.cpus):
-        loaded = build.load(settings, allocate, elsewhere=elsewhere)
+    with cpu_affinity.pinned_to(settings.cpus):
+        loaded = build.load(settings, allocate, remote_ranks=remote_ranks)
         for area in areas:
             if isinstance(area, SharedMemoryArea) and not settings.simulate:
                 area.touch()  # KV of simulated models is small; leave the memory free

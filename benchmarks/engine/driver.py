@@ -7,8 +7,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton.bench.engine import EngineDriver
 from baton.generation.sampling_params import SamplingParams
-from baton.local.engine_bench import EngineDriver
 
 _CANCELLED = 0.1  # of soaked sequences a step
 

@@ -27,11 +27,11 @@ from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.build import Loaded
 from baton.engine.kernels.triton.attention_specs import random_pool
 from baton.engine.kv_cache import KvLayout, plan_layout
-from baton.engine.models.decoder import Model
+from baton.engine.models.decoder import DecoderModel
+from baton.engine.models.loader import random_weights
 from baton.engine.models.model_config import ModelConfig
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.weights.loader import random_weights
 from benchmarks.engine.adapters.protocol import Setup, Timed
 from benchmarks.engine.adapters.transformers_model import Transformers
 from benchmarks.engine.driver import Driver
@@ -136,7 +136,7 @@ class OurEngine:
         runner: StepRunner
         if reference:
             pool = torch.zeros_like(self._pool)
-            runner = Runner(Model(*self._model_args), pool, self._sampler)
+            runner = Runner(DecoderModel(*self._model_args), pool, self._sampler)
         else:
             model = GpuModel(*self._model_args)
             runner = on_gpu = GpuRunner(model, self._pool, self._sampler, settings, context)

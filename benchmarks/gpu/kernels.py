@@ -32,6 +32,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.jit import JITFunction
 
 from baton.engine.backends.gpu.linear import GpuWeight, prepare
+from baton.engine.kernels.torch.row_quantization import FP8
 from baton.engine.kernels.triton import timing, tuning
 from baton.engine.kernels.triton.check import check as compile_specs
 from baton.engine.kernels.triton.kernel_spec import (
@@ -44,14 +45,10 @@ from baton.engine.kernels.triton.kernel_spec import (
     text_of,
 )
 from baton.engine.kernels.triton.row_quantization import QuantizedRows, quantize_rows
-from baton.engine.weights.quantize import FP8
-from baton.engine.weights.weight import (
-    DenseWeight,
-    Fp8BlockWeight,
-    Int4Weight,
-    Mxfp4Weight,
-    Weight,
-)
+from baton.engine.quantization.fp8 import Fp8BlockWeight
+from baton.engine.quantization.int4 import Int4Weight
+from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
+from baton.engine.quantization.mxfp4 import Mxfp4Weight
 from benchmarks.gpu.part import Case, Cells, Part, is_fatal, summary
 from benchmarks.gpu.run import run_part
 
@@ -388,7 +385,7 @@ def _tables(part: Part) -> Iterator[tuple[str, Iterator[KernelCase]]]:
         yield table, (case for case in cases if _runs(part, case[2]))
 
 
-def in_format(weight: Weight, is_output: bool, name: str) -> Weight:
+def in_format(weight: LinearWeight, is_output: bool, name: str) -> LinearWeight:
     """A dense matrix as the GPU's model holds it in a format, one of FORMATS.
 
     What only checkpoints have is made up: numbers do not matter to how long a product takes.
@@ -457,15 +454,15 @@ def _product(part: Part, name: str, shape: tuple[int, int], rows: Sequence[int])
     return cells
 
 
-def _random_weight(name: str, shape: tuple[int, int], device: torch.device) -> Weight:
+def _random_weight(name: str, shape: tuple[int, int], device: torch.device) -> LinearWeight:
     return in_format(
         DenseWeight(torch.randn(shape, dtype=torch.bfloat16, device=device)), False, name
     )
 
 
-def _rows_for(weight: Weight, x: Tensor) -> Any:
+def _rows_for(weight: LinearWeight, x: Tensor) -> Any:
     """Rows as a weight takes them: of eight bits where it can."""
-    dtype = weight.takes(x.shape[1]) if isinstance(weight, GpuWeight) else None
+    dtype = weight.rows_dtype(x.shape[1]) if isinstance(weight, GpuWeight) else None
     return x if dtype is None else QuantizedRows(*quantize_rows(x, dtype), x.dtype)
 
 

@@ -7,7 +7,6 @@ and writes into over NVLink or PCIe.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from typing import Any
 
@@ -17,8 +16,9 @@ from baton.cuda import CudaArea, CudaDriver, gpu_uuid
 from baton.errors import TransferFailed
 from baton.v1 import common_pb2
 from kvtransfer.copier import GpuCopier
+from kvtransfer.deadline import Deadline
 from kvtransfer.digest import Digest
-from kvtransfer.interface import Link, Listener, Transport
+from kvtransfer.interface import ReceivingEnd, SendingEnd, Transport
 from kvtransfer.pool import KvPool, Slots, check_fit
 from kvtransfer.shared_pool import ReceiverProcess, SharedPoolListener, received
 
@@ -39,18 +39,18 @@ class CudaIpcTransport(Transport):
     def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
 
-    def listen(self, pool: KvPool) -> Listener:
+    def listen(self, pool: KvPool) -> ReceivingEnd:
         area = pool.area
         assert isinstance(area, CudaArea), "the pool does not lie in a CudaArea"
-        place = {"bytes": area.nbytes, **pool.place, "gpu": gpu_uuid(pool.device)}
+        place = {"bytes": area.nbytes, **pool.layout, "gpu": gpu_uuid(pool.device)}
         return SharedPoolListener(self.name, area.fd, place)
 
-    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
+    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> SendingEnd:
         with received(self.name, endpoint, timeout_s) as (place, fd, receiver):
             return _CudaIpcLink(self._driver, pool, place, fd, receiver)
 
 
-class _CudaIpcLink(Link):
+class _CudaIpcLink(SendingEnd):
     def __init__(
         self,
         driver: CudaDriver,
@@ -74,13 +74,13 @@ class _CudaIpcLink(Link):
             raise
 
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
-        """See `Link.put`. A copy that a GPU has begun cannot be stopped: time-outs and aborts are
-        seen between pieces, and what was begun is always waited for."""
-        deadline = time.monotonic() + timeout_s
+        """As `SendingEnd.put`. A copy that a GPU has begun cannot be stopped: time-outs and aborts
+        take effect between pieces, and what was begun is always waited for."""
+        deadline = Deadline(timeout_s)
         self._receiver.check()
         assert self._remote is not None
         check_fit(self._pool, local, self._remote, remote)
-        pieces = (self._pool.parts(slots, PIECE_BYTES) for slots in (local, remote))
+        pieces = (self._pool.split(slots, PIECE_BYTES) for slots in (local, remote))
         try:
             with self._copier.transfer(digest):
                 events: deque[torch.cuda.Event | None] = deque()
@@ -88,7 +88,7 @@ class _CudaIpcLink(Link):
                     if len(events) == 2:
                         self._copier.synchronize(events.popleft())
                         self._receiver.check()
-                        if time.monotonic() > deadline:
+                        if deadline.passed:
                             raise TransferFailed("cuda_ipc: the copy did not end in time")
                     self._copier.copy(here, self._remote, there)
                     events.append(self._copier.record())

@@ -21,12 +21,10 @@ import logging
 import os
 import queue
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,11 +32,19 @@ from torch import distributed
 
 from baton.cuda import NCCL_ENVIRONMENT, nccl_version
 from baton.errors import TransferFailed
-from baton.rendezvous import Place, Rendezvous, at_least_1ms, open_store
+from baton.rendezvous import (
+    Place,
+    Rendezvous,
+    at_least_1ms,
+    gloo_group,
+    nccl_group,
+    open_store,
+)
 from baton.v1 import common_pb2
 from kvtransfer.copier import Copier, copier
+from kvtransfer.deadline import Deadline
 from kvtransfer.digest import Digest
-from kvtransfer.interface import Link, Listener, Transport
+from kvtransfer.interface import ReceivingEnd, SendingEnd, Transport
 from kvtransfer.pairing import shares_gpu
 from kvtransfer.pool import KvPool, Slots
 
@@ -52,7 +58,7 @@ _WATCHDOG_S = 300.0  # later than any wait here: torch's own time-out must not c
 
 
 class ProcessGroupTransport(Transport):
-    """`host` is this worker's address, which the peers can reach. Deadlines: `time.monotonic`.
+    """`host` is this worker's address, which the peers can reach.
 
     `staging_bytes`, of the receiver, bounds the memory of one transfer: two messages of half that
     size, one travelling while the other is copied. Neighbouring blocks are sent from where they
@@ -70,25 +76,25 @@ class ProcessGroupTransport(Transport):
         """A process group."""
 
     @abstractmethod
-    def wait(self, work: Any, deadline: float) -> None:
+    def wait(self, work: Any, deadline: Deadline) -> None:
         """Returns when a message is done or, on a GPU, when what is queued later comes after it."""
 
-    def watch(self, deadline: float, abort: Callable[[], None]) -> AbstractContextManager[None]:
+    def watch(self, deadline: Deadline, abort: Callable[[], None]) -> AbstractContextManager[None]:
         """Around waits without a time-out: a thread calls `abort` at the deadline."""
         return nullcontext()
 
-    def listen(self, pool: KvPool) -> Listener:
+    def listen(self, pool: KvPool) -> ReceivingEnd:
         meeting, place = open_store(self.host)
         at = {"host": self.host, "port": place.port, "secret": place.secret.hex()}
         endpoint = json.dumps({**at, "message_bytes": self.message_bytes}).encode()
-        return _End(self, pool, _RECEIVER, meeting, self.message_bytes, endpoint)
+        return _GroupEnd(self, pool, _RECEIVER, meeting, self.message_bytes, endpoint)
 
-    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
+    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> SendingEnd:
         try:
             at = json.loads(endpoint)
             place = Place(str(at["host"]), int(at["port"]), bytes.fromhex(at["secret"]))
             meeting = place.connect(timeout_s)
-            end = _End(self, pool, _SENDER, meeting, int(at["message_bytes"]), endpoint)
+            end = _GroupEnd(self, pool, _SENDER, meeting, int(at["message_bytes"]), endpoint)
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise TransferFailed(f"{self.name}: cannot reach the receiver: {error}") from error
         end.accept(timeout_s)
@@ -102,14 +108,10 @@ class GlooTransport(ProcessGroupTransport):
     kind = common_pb2.TRANSPORT_GLOO
 
     def build(self, store: Rendezvous, rank: int, timeout_s: float, ranks: int = 2) -> Any:
-        options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=self.host)]
-        options._timeout = timedelta(seconds=timeout_s)
-        options._threads = 1
-        return distributed.ProcessGroupGloo(store, rank, ranks, options)
+        return gloo_group(store, rank, ranks, self.host, timeout_s)
 
-    def wait(self, work: Any, deadline: float) -> None:
-        work.wait(at_least_1ms(deadline - time.monotonic()))
+    def wait(self, work: Any, deadline: Deadline) -> None:
+        work.wait(at_least_1ms(deadline.remaining_s))
 
 
 class NcclTransport(ProcessGroupTransport):
@@ -134,19 +136,21 @@ class NcclTransport(ProcessGroupTransport):
     def build(self, store: Rendezvous, rank: int, timeout_s: float, ranks: int = 2) -> Any:
         # The receiver reads the communicator's id from it, and no abort ends that wait.
         store.set_timeout(at_least_1ms(timeout_s))
+        config = {
+            "blocking": 0,  # a blocking initialisation cannot be timed out
+            "min_ctas": NCCL_MIN_CTAS,
+            "max_ctas": NCCL_MAX_CTAS,
+        }
         # Ahead of the engine's kernels: a message behind a step would wait for milliseconds.
-        options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timedelta(seconds=max(timeout_s, _WATCHDOG_S))
-        options.config.blocking = 0  # a blocking initialisation cannot be timed out
-        options.config.min_ctas, options.config.max_ctas = NCCL_MIN_CTAS, NCCL_MAX_CTAS
-        return distributed.ProcessGroupNCCL(store, rank, ranks, options)
+        watchdog_s = max(timeout_s, _WATCHDOG_S)
+        return nccl_group(store, rank, ranks, watchdog_s, high_priority=True, config=config)
 
-    def wait(self, work: Any, deadline: float) -> None:
+    def wait(self, work: Any, deadline: Deadline) -> None:
         work.wait()
 
     @contextmanager
-    def watch(self, deadline: float, abort: Callable[[], None]) -> Iterator[None]:
-        timer = threading.Timer(max(deadline - time.monotonic(), 0.0), abort)
+    def watch(self, deadline: Deadline, abort: Callable[[], None]) -> Iterator[None]:
+        timer = threading.Timer(deadline.remaining_s, abort)
         timer.name, timer.daemon = "kv-deadline", True
         timer.start()
         try:
@@ -165,14 +169,16 @@ class Staging:
             self._free.put(None)
 
     @contextmanager
-    def lend(self, num_bytes: int, device: torch.device, deadline: float) -> Iterator[torch.Tensor]:
-        """Two buffers, uint8 `[2, num_bytes or more]`; waits until `deadline` of time.monotonic().
+    def lend(
+        self, num_bytes: int, device: torch.device, deadline: Deadline
+    ) -> Iterator[torch.Tensor]:
+        """Two buffers, uint8 `[2, num_bytes or more]`; waits until the deadline.
 
         After a failure they are not reused: a message that comes too late might still be written
         into them. Raises RuntimeError when none was returned in time.
         """
         try:
-            buffers = self._free.get(timeout=max(deadline - time.monotonic(), 0.0))
+            buffers = self._free.get(timeout=deadline.remaining_s)
         except queue.Empty:
             raise RuntimeError("no staging memory became free in time") from None
         returned = None
@@ -186,7 +192,7 @@ class Staging:
 
 
 @dataclass(eq=False)
-class _End(Link, Listener):
+class _GroupEnd(SendingEnd, ReceivingEnd):
     """One end of a pair: the process group and its store, for one thread except for `abort`."""
 
     _transport: ProcessGroupTransport
@@ -202,7 +208,7 @@ class _End(Link, Listener):
 
     def accept(self, timeout_s: float) -> None:
         """Builds the group and exchanges a hello in both directions; the same at both ends."""
-        deadline = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         try:
             copying = copier(self._pool)
             with (
@@ -238,10 +244,10 @@ class _End(Link, Listener):
             self._meeting.close()
 
     def put(self, local: Slots, remote: Slots, digest: Digest, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         with self._transfer("send", digest, deadline) as (copying, staging):
             travelling = None
-            for i, part in enumerate(self._pool.parts(local, self._message_bytes)):
+            for i, part in enumerate(self._pool.split(local, self._message_bytes)):
                 data = copying.gather(part, staging[i % 2])
                 self._wait(travelling, deadline)
                 travelling = self._send(data)
@@ -250,8 +256,8 @@ class _End(Link, Listener):
     def receive(
         self, slots: Slots, digest: Digest, timeout_s: float, posted: Callable[[], None]
     ) -> None:
-        deadline = time.monotonic() + timeout_s
-        parts = self._pool.parts(slots, self._message_bytes)
+        deadline = Deadline(timeout_s)
+        parts = self._pool.split(slots, self._message_bytes)
         with self._transfer("receive", digest, deadline) as (copying, staging):
 
             def post(i: int) -> tuple[torch.Tensor, Any]:
@@ -283,7 +289,7 @@ class _End(Link, Listener):
 
     @contextmanager
     def _transfer(
-        self, what: str, digest: Digest, deadline: float
+        self, what: str, digest: Digest, deadline: Deadline
     ) -> Iterator[tuple[Copier, torch.Tensor]]:
         """Around one put or receive. When it is left all is done and in `digest`, or nothing goes
         on. Raises TransferFailed."""
@@ -311,7 +317,7 @@ class _End(Link, Listener):
     def _receive(self, data: torch.Tensor) -> Any:
         return self._group.recv([data], 1 - self._rank, 0)
 
-    def _wait(self, work: Any, deadline: float) -> None:
+    def _wait(self, work: Any, deadline: Deadline) -> None:
         """Waits for a message, if any. A time-out closes the pair for good. Raises RuntimeError."""
         self._check()
         if work is not None:

@@ -19,7 +19,7 @@ import torch
 from baton.shared_memory import MADV_POPULATE_READ, SEALS, SharedMemoryArea, populate
 from baton.v1 import common_pb2
 from kvtransfer.digest import Digest
-from kvtransfer.interface import Link, Listener, Transport
+from kvtransfer.interface import ReceivingEnd, SendingEnd, Transport
 from kvtransfer.pool import KvPool, Slots, copy_slots
 from kvtransfer.shared_pool import ReceiverProcess, SharedPoolListener, received
 
@@ -31,13 +31,13 @@ class ShmTransport(Transport):
     kind = common_pb2.TRANSPORT_SHM
     one_sided = True
 
-    def listen(self, pool: KvPool) -> Listener:
+    def listen(self, pool: KvPool) -> ReceivingEnd:
         area = pool.area
         assert isinstance(area, SharedMemoryArea), "the pool does not lie in shared memory"
-        place = {"touched": area.touched, **pool.place}
+        place = {"touched": area.touched, **pool.layout}
         return SharedPoolListener(self.name, area.fd, place)
 
-    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> Link:
+    def connect(self, pool: KvPool, endpoint: bytes, timeout_s: float) -> SendingEnd:
         with received(self.name, endpoint, timeout_s) as (place, fd, receiver):
             link = _ShmLink(pool, place, fd, receiver)
         if place.get("touched"):
@@ -45,7 +45,7 @@ class ShmTransport(Transport):
         return link
 
 
-class _ShmLink(Link):
+class _ShmLink(SendingEnd):
     def __init__(
         self, pool: KvPool, place: dict[str, Any], fd: int, receiver: ReceiverProcess
     ) -> None:

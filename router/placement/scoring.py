@@ -1,13 +1,11 @@
-"""Which pair of workers runs a request: filter, score, pick, as plain functions over a snapshot.
+"""Chooses the pair of workers for a request: filter, score, pick, over an immutable snapshot.
 
-A filter leaves out what cannot be used (`Pair.unusable`) and what has no room now
-(`Pair.no_room`: the request waits in the router). The score is the predicted time to the request's
-last token. A worker's cache counts for the time that it saves and for nothing else, so it never
-outweighs a queue that takes longer.
+The filter leaves out pairs that cannot be used (`Pair.unusable`) and workers without room now (the
+request waits in the router). The score is the predicted time to the request's last token. A
+worker's cache counts for the time it saves only, so it never outweighs a queue that takes longer.
 
-Pairs of many workers are not walked: the least that each prefill worker costs with any decode
-worker follows from the least handoff on its host and elsewhere, and only the best one is looked at
-closely.
+Pairs of many workers are not enumerated: a lower bound for each prefill worker follows from the
+least handoff cost on its host and between hosts, and only the best ones are computed exactly.
 """
 
 from __future__ import annotations
@@ -19,46 +17,34 @@ from itertools import product
 from math import inf
 
 import numpy as np
-import numpy.typing as npt
 
 from baton.errors import Overloaded, Unavailable
-from router.fleet.snapshot import Column, Flags, Row, Snapshot, WorkerView, kv_difference
-from router.placement.cost_model import (
-    HANDOFF_S,
-    ColumnCosts,
-    Costs,
-    Estimate,
-    OnPrefill,
-    RowCosts,
-    costs_of,
-    pair_cost,
-    room_ms,
-)
+from router.fleet.snapshot import Column, Flags, Rows, Snapshot, WorkerView, kv_difference
+from router.placement.cost_model import HANDOFF_S, Costs, Estimate, costs_of
 from router.request import Demand
 
 RETRY_AFTER_S = 1.0
-_MOST_REASONS = 8  # in one message
-_MOST_PAIRS = 256  # explained
-_MOST_UNREADY = 16  # workers of a role that are explained: a registry may hold thousands
+_MAX_REASONS = 8  # in one message
+_MAX_PAIRS = 256  # explained
+_MAX_UNREADY = 16  # workers of a role that are explained: a registry may hold thousands
 
-_Rows = npt.NDArray[np.intp]
-_Rank = tuple[float, ...]  # of a pair, the least is best; by cost, and at its end the two rows
+_Rank = tuple[float, ...]  # sort key of a pair or worker: the lowest is best; rows at its end
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A prefill and a decode worker, and what the request would find there."""
+    """A prefill and a decode worker, and the request's estimates there."""
 
     on_prefill: Estimate
     on_decode: Estimate
     demand: Demand
-    unusable: str  # why it cannot be used, whatever room there is; empty when it can
+    unusable: str  # why it cannot be used, regardless of room; empty if it can
     same_host: bool
     decode_prefills: bool
     ttft_s: float  # predicted, from now
-    handed_over_ttft_s: float  # the same if the prefill worker computes the prompt
-    score_ms: float  # the predicted time to the last token, and what it costs others: lower wins
-    candidates: int = 0  # pairs that can be used
+    handed_over_ttft_s: float  # predicted if the prefill worker computes the prompt
+    score_ms: float  # predicted time to the last token, and the cost for others; lowest wins
+    candidates: int = 0  # number of pairs that can be used
 
     @property
     def prefill(self) -> WorkerView:
@@ -70,23 +56,23 @@ class Pair:
 
     @property
     def names(self) -> tuple[str, str]:
-        """Both incarnations, prefill first."""
+        """The incarnations of the prefill and the decode worker."""
         return self.prefill.incarnation, self.decode.incarnation
 
     @property
     def alone(self) -> bool:
-        """Whether one worker stands on both sides: there is none of the other role."""
+        """Whether one worker has both roles, because there is none of the other role."""
         return self.on_prefill is self.on_decode
 
     @property
     def refused(self) -> str:
-        """Why it is not picked; empty when it may be. Decode may prefill where prefill is full."""
+        """Why it may not be picked, or empty. Decode may compute prompts if prefill is full."""
         on_prefill = "" if self.decode_prefills else self.on_prefill.no_room
         return self.unusable or "; ".join(filter(None, (self.on_decode.no_room, on_prefill)))
 
     @property
     def local_prefill_max_tokens(self) -> int:
-        """For Reserve: decode starts by itself if no more than this is not cached."""
+        """For Reserve: decode computes the prompt itself if at most this much is not cached."""
         if self.alone:
             return self.demand.num_tokens
         most = self.demand.local_prefill_max_tokens
@@ -95,33 +81,33 @@ class Pair:
 
 def pick(
     snapshot: Snapshot,
-    request: Demand,
+    demand: Demand,
     failed: Set[str] = frozenset(),
     full: Set[str] = frozenset(),
 ) -> Pair:
-    """The best pair for a request.
+    """Returns the best pair for a request.
 
-    Workers in `failed` are taken only if there are no others; those in `full`, which have just
-    refused or are kept for another request, not at all. Of equal pairs the one is taken whose
-    workers have been given less, lately and ever. Raises Unavailable when no workers can be used,
-    Overloaded when none of them has room now.
+    `failed`: workers that are used only if there are no others. `full`: workers that are not used,
+    as they have just refused or are reserved for another request. Of equal pairs, the one whose
+    workers were given less, recently and ever, is picked. Raises Unavailable if no workers can be
+    used, Overloaded if none of them has room now.
     """
-    if why := snapshot.why_unserved(request.decodes):
+    if why := snapshot.why_unserved(demand.decodes):
         raise Unavailable(why, RETRY_AFTER_S)
-    costs = costs_of(snapshot, request)
+    costs = costs_of(snapshot, demand)
     if pair := _best(costs, frozenset(failed), frozenset(full)):
         return pair
     reasons = _why_no_room(costs, full)
-    raise Overloaded(f"no room for {request.num_tokens} tokens now ({reasons})", RETRY_AFTER_S)
+    raise Overloaded(f"no room for {demand.num_tokens} tokens now ({reasons})", RETRY_AFTER_S)
 
 
-def predict(snapshot: Snapshot, request: Demand) -> tuple[float, bool]:
-    """Seconds to a first token on the best pair, without the wait queue, and whether there is room.
+def predict(snapshot: Snapshot, demand: Demand) -> tuple[float, bool]:
+    """Seconds to the first token on the best pair, without queueing, and whether it has room.
 
-    0 seconds when nothing is known. Where no pair has room, it is the best of all: waiting for room
-    is the wait queue's part of the prediction.
+    0 seconds if nothing is known. If no pair has room, the best of all is used: the wait for room
+    is predicted by the wait queue.
     """
-    costs = costs_of(snapshot, request)
+    costs = costs_of(snapshot, demand)
     with_room = _best(costs, frozenset(), frozenset())
     best = with_room or _best(costs, frozenset(), frozenset(), False)
     if best is None or not snapshot.prefill_rate:
@@ -130,149 +116,120 @@ def predict(snapshot: Snapshot, request: Demand) -> tuple[float, bool]:
 
 
 def soonest_room(
-    snapshot: Snapshot, request: Demand, kept: frozenset[str] = frozenset()
+    snapshot: Snapshot, demand: Demand, reserved: frozenset[str] = frozenset()
 ) -> frozenset[str] | None:
-    """The workers to keep for a request that finds no room: what is full of the pair that has room
-    first. Those that are `kept` already stay as long as they are READY.
+    """The workers to reserve for a request without room: the full ones of the pair that has room
+    soonest. Workers that are `reserved` already stay while they are READY.
 
-    Empty where nothing is in the way but prompts that go first; None where no pair ever has room.
+    Empty if only prompts that go first are in the way; None if no pair ever has room.
     """
     views = (*snapshot.prefill, *snapshot.decode)
-    rows = [snapshot.rows.get(name) for name in kept]
-    if kept and all(row is not None and views[row].ready for row in rows):
-        return kept
-    costs, numbers, split = costs_of(snapshot, request), snapshot.numbers, len(snapshot.prefill)
-    prefill = [(_prefill_room_ms(p, costs.prefill_at(i)), i) for i, p in enumerate(numbers[:split])]
-    decode = [(0.0, j) for j in range(len(numbers) - split)]
-    if request.decodes:
-        found = ((d, costs.decode_at(j)) for j, d in enumerate(numbers[split:]))
-        decode = [(room_ms(d, on.blocks, on.most_busy), j) for j, (d, on) in enumerate(found)]
+    rows = [snapshot.rows.get(name) for name in reserved]
+    if reserved and all(row is not None and views[row].ready for row in rows):
+        return reserved
+    prefill_ms, decode_ms = costs_of(snapshot, demand).room_ms()
     if not snapshot.num_usable:
-        alone = decode if snapshot.alone and request.decodes else []
-        ms, row = min(alone if request.decodes else prefill, default=(inf, 0))
-        lone = (snapshot.decode if request.decodes else snapshot.prefill)[row : row + 1]
-        return None if ms == inf else frozenset(view.incarnation for view in lone if ms > 0)
-    finite = (sorted(one for one in waits if one[0] < inf) for waits in (decode, prefill))
-    for (d_ms, j), (p_ms, i) in product(*finite):
-        fits = snapshot.fits(numbers[i], numbers[split + j])
-        if fits and j not in snapshot.excluded_rows.get(i, ()):
-            waits = ((p_ms, snapshot.prefill[i]), (d_ms, snapshot.decode[j]))
+        alone = decode_ms if demand.decodes else prefill_ms
+        if not alone.size or (demand.decodes and not snapshot.alone) or alone.min() == inf:
+            return None
+        row, workers = int(alone.argmin()), snapshot.decode if demand.decodes else snapshot.prefill
+        return frozenset({workers[row].incarnation} if alone[row] > 0 else ())
+    soonest = (
+        [int(row) for row in np.argsort(ms, kind="stable") if ms[row] < inf]
+        for ms in (decode_ms, prefill_ms)
+    )
+    for d, p in product(*soonest):
+        if snapshot.can_pair(p, d) and d not in snapshot.excluded_rows.get(p, ()):
+            waits = ((prefill_ms[p], snapshot.prefill[p]), (decode_ms[d], snapshot.decode[d]))
             return frozenset(view.incarnation for ms, view in waits if ms > 0)
     return None
 
 
-def _prefill_room_ms(worker: Row, found: OnPrefill) -> float:
-    """As `room_ms`, of blocks alone: a window is full of prompts that go first."""
-    return room_ms(worker, found.blocks) if worker.blocks_held else 0.0 if worker.ready else inf
-
-
-def rank_all(snapshot: Snapshot, request: Demand, full: Set[str] = frozenset()) -> list[Pair]:
-    """The pairs, best first, those that are left out last; of many the first of these."""
-    costs, columns = ColumnCosts(snapshot, request), snapshot.columns
+def rank_all(snapshot: Snapshot, demand: Demand, full: Set[str] = frozenset()) -> list[Pair]:
+    """Pairs in order, best first and refused ones last; of many the first _MAX_PAIRS."""
+    costs, columns = costs_of(snapshot, demand), snapshot.columns
     if not snapshot.num_usable and (ranks := _ranks_alone(costs, frozenset(), full, False)):
         alone = [_lone_pair(costs, int(rank[-1]), full) for rank in sorted(ranks)]
-        return sorted(alone[:_MOST_PAIRS], key=lambda pair: bool(pair.refused))
+        return sorted(alone[:_MAX_PAIRS], key=lambda pair: bool(pair.refused))
     p, d = _explained(columns.prefill.ready), _explained(columns.decode.ready)
     p = p[np.lexsort([ties[p] for ties in reversed(_prefill_ties(costs))])]
     d = d[np.argsort(columns.decode.steps[d], kind="stable")]
     column = p[:, None]
-    cost, decode_prefills = costs.of(column, d)
-    no_room = costs.full(full)
-    refused = ~snapshot.usable()[column, d] | no_room[1][d] | no_room[0][column] & ~decode_prefills
-    order = np.lexsort((cost.ravel(), refused.ravel()))[:_MOST_PAIRS]
+    cost, decode_prefills = costs.pair_costs(column, d)
+    p_full, d_full = costs.full(full)
+    refused = ~snapshot.usable()[column, d] | d_full[d] | p_full[column] & ~decode_prefills
+    order = np.lexsort((cost.ravel(), refused.ravel()))[:_MAX_PAIRS]
     at = zip(*np.unravel_index(order, cost.shape), strict=True)
     return [_pair(costs, int(p[i]), int(d[j]), full) for i, j in at]
 
 
-@lru_cache(maxsize=1)  # the prediction's pair is picked, unless the fleet changes between
+@lru_cache(maxsize=1)  # the pair of the prediction is picked unless the fleet changes between
 def _best(
-    costs: RowCosts | ColumnCosts,
-    failed: frozenset[str],
-    full: frozenset[str],
-    need_room: bool = True,
+    costs: Costs, failed: frozenset[str], full: frozenset[str], need_room: bool = True
 ) -> Pair | None:
     if not costs.snapshot.num_usable:
         rank = min(_ranks_alone(costs, failed, full, need_room), default=None)
         return None if rank is None else _lone_pair(costs, int(rank[-1]))
-    least = _least_row if isinstance(costs, RowCosts) else _least_column
-    found = least(costs, failed, full, need_room)  # type: ignore[arg-type]
-    if found is None:
+    rank = _best_rank(costs, failed, full, need_room)
+    if rank is None:
         return None
-    return _pair(costs, int(found[-3]), int(found[-1]), candidates=costs.snapshot.num_usable)
+    return _pair(costs, int(rank[-3]), int(rank[-1]), candidates=costs.snapshot.num_usable)
 
 
-def _least_row(costs: RowCosts, failed: Set[str], full: Set[str], need_room: bool) -> _Rank | None:
-    """The best of all pairs, one after the other."""
-    snapshot, best = costs.snapshot, None
-    p_full, d_full = costs.full(full)
-    numbers, split = snapshot.numbers, len(snapshot.prefill)
-    for i, (p, on_prefill) in enumerate(zip(numbers, costs.prefill, strict=False)):
-        excluded = snapshot.excluded_rows.get(i, ())
-        for j, (d, on_decode) in enumerate(zip(numbers[split:], costs.decode, strict=True)):
-            if not snapshot.fits(p, d) or j in excluded or (need_room and d_full[j]):
-                continue
-            cost, decode_prefills = pair_cost(on_prefill, on_decode, p.host == d.host)
-            if need_room and p_full[i] and not decode_prefills:
-                continue
-            failures = (snapshot.prefill[i].incarnation in failed) + (
-                snapshot.decode[j].incarnation in failed
-            )
-            rank = (failures, cost, on_prefill.wait_us, p.num_assigned, p.steps, i, d.steps, j)
-            if best is None or rank < best:
-                best = rank
-    return best
-
-
-def _least_column(
-    costs: ColumnCosts, failed: Set[str], full: Set[str], need_room: bool
-) -> _Rank | None:
-    """The best pair, by workers that have failed and by kind of KV cache."""
+def _best_rank(costs: Costs, failed: Set[str], full: Set[str], need_room: bool) -> _Rank | None:
+    """The best pair, with as few failed workers as possible, over all kinds of KV cache."""
     snapshot = costs.snapshot
-    prefill, decode = snapshot.columns.prefill, snapshot.columns.decode
-    d_good = decode.ready & ~costs.full(full)[1] if need_room else decode.ready
-    p_failed, d_failed = snapshot.flags(failed)
-    for failures in range(3 if failed else 1):  # of the two workers
-        found = (
-            _least(
-                costs,
-                np.flatnonzero(prefill.ready & (p_failed == p_fails) & (prefill.kv == kv)),
-                np.flatnonzero(d_good & (d_failed == failures - p_fails) & (decode.kv == kv)),
-                need_room,
-            )
-            for kv in range(len(snapshot.kvs))
-            for p_fails in range(failures + 1)
-        )
-        if best := min(filter(None, found), default=None):
+    p_full, d_full = costs.full(full) if need_room else (None, None)
+    p_failed, d_failed = snapshot.flags(failed) if failed else (None, None)
+    for failures in range(3 if failed else 1):  # failed workers in the pair
+        best = None
+        for p, d in snapshot.ready_by_kv:
+            if d_full is not None:
+                d = d[~d_full[d]]  # noqa: PLW2901
+            for p_failures in range(failures + 1):
+                if p_failed is not None and d_failed is not None:
+                    chosen_p = p[p_failed[p] == p_failures]
+                    chosen_d = d[d_failed[d] == failures - p_failures]
+                else:
+                    chosen_p, chosen_d = p, d
+                rank = _best_of(costs, chosen_p, chosen_d, p_full)
+                if rank is not None and (best is None or rank < best):
+                    best = rank
+        if best is not None:
             return best
     return None
 
 
-def _least(costs: ColumnCosts, p: _Rows, d: _Rows, need_room: bool) -> _Rank | None:
-    """Of these prefill and decode workers, which can be used with each other.
+def _best_of(costs: Costs, p: Rows, d: Rows, p_full: Flags | None) -> _Rank | None:
+    """The best pair of these prefill and decode workers, which may be paired with each other.
 
-    For each prefill worker there is a bound, what it costs at least with any decode worker. The
-    best is tried with all of them: that is exact, and usually equal to the bound.
+    A lower bound for each prefill worker is its cost with any decode worker. The one with the least
+    bound is computed with all of them: that is exact, and usually equal to the bound.
     """
     if not (p.size and d.size):
         return None
-    snapshot, columns, on_decode = costs.snapshot, costs.snapshot.columns, costs.decode
-    local, other, same = on_decode.local_us[d], on_decode.far_us[d], on_decode.near_us[d]
-    handoff = np.full(len(snapshot.hosts), other.min())
-    np.minimum.at(handoff, columns.decode.host[d], same)
+    snapshot, columns, decode = costs.snapshot, costs.snapshot.columns, costs.decode
+    local, far, near = decode.local_us[d], decode.far_us[d], decode.near_us[d]
     prefill_us = costs.prefill.us[p]
-    bound = np.minimum(local.min(), prefill_us + handoff[columns.prefill.host[p]])
-    full = costs.prefill.full[p] & need_room
-    if full.any():
-        bound[full] = _local_bound(prefill_us[full], local, other)
+    if len(snapshot.hosts) == 1:
+        handoff = np.minimum(far.min(), near.min())
+    else:
+        by_host = np.full(len(snapshot.hosts), far.min())
+        np.minimum.at(by_host, columns.decode.host[d], near)
+        handoff = by_host[columns.prefill.host[p]]
+    bound = np.minimum(local.min(), prefill_us + handoff)
+    full = p_full[p] if p_full is not None else None
+    if full is not None and full.any():
+        bound[full] = _local_bound(prefill_us[full], local, far)
     ties = [tie[p] for tie in _prefill_ties(costs)]
     steps = columns.decode.steps[d]
-    while (least := bound.min()) < np.inf:
+    while (least := bound.min()) < inf:
         i = _first(bound, *ties)
-        cost, decode_prefills = costs.of(p[i], d)
-        if full[i]:
-            cost[~decode_prefills] = np.inf
+        cost, decode_prefills = costs.pair_costs(p[i], d)
+        if full is not None and full[i]:
+            cost[~decode_prefills] = inf
         if others := snapshot.excluded_rows.get(int(p[i])):
-            cost[np.isin(d, others)] = np.inf
+            cost[np.isin(d, others)] = inf
         j = _first(cost, steps)
         if cost[j] <= least:
             return (cost[j], *(tie[i] for tie in ties), p[i], steps[j], d[j])
@@ -281,60 +238,56 @@ def _least(costs: ColumnCosts, p: _Rows, d: _Rows, need_room: bool) -> _Rank | N
 
 
 def _local_bound(prefill_us: Column, local: Column, other: Column) -> Column:
-    """Of prefill workers without room: the least where decode prefills because that costs less."""
-    from_us = local - other  # where prefill takes longer than this
-    order = np.argsort(from_us)
+    """Bounds of prefill workers without room: decode computes, which must cost less."""
+    threshold = local - other  # decode computes where prefill takes longer
+    order = np.argsort(threshold)
     least: Column = np.concatenate(([np.inf], np.minimum.accumulate(local[order])))
-    return least[np.searchsorted(from_us[order], prefill_us)]
+    return least[np.searchsorted(threshold[order], prefill_us)]
 
 
-def _prefill_ties(costs: ColumnCosts) -> tuple[Column, ...]:
-    """What decides between equal costs: the wait, which matters where decode prefills, and use."""
+def _prefill_ties(costs: Costs) -> tuple[Column, ...]:
+    """Decide between equal costs: the wait, which matters where decode computes, and usage."""
     p = costs.snapshot.columns.prefill
     return costs.prefill.wait_us, p.num_assigned, p.steps
 
 
 def _first(values: Column, *ties: Column) -> int:
-    """The least; of equal ones that with the least of `ties`, then the first by name."""
+    """Row of the least value; of equal ones that of the least `ties`, then the first by name."""
+    if values.size == 1:
+        return 0
     rows = np.flatnonzero(values == values.min())
     for tie in ties:
-        if rows.size > 1:
-            rows = rows[tie[rows] == tie[rows].min()]
+        if rows.size == 1:
+            break
+        rows = rows[tie[rows] == tie[rows].min()]
     return int(rows[0])
 
 
-def _ranks_alone(
-    costs: RowCosts | ColumnCosts, failed: Set[str], full: Set[str], need_room: bool
-) -> list[_Rank]:
-    """Of the workers that can serve the request without one of the other role."""
-    snapshot, decodes = costs.snapshot, costs.request.decodes
+def _ranks_alone(costs: Costs, failed: Set[str], full: Set[str], need_room: bool) -> list[_Rank]:
+    """The workers that can serve the request without one of the other role."""
+    snapshot, decodes = costs.snapshot, costs.demand.decodes
     if decodes and not snapshot.alone:
         return []
     workers = snapshot.decode if decodes else snapshot.prefill
+    cost = costs.decode.alone_us if decodes else costs.prefill.us
     no_room = costs.full(full)[decodes]
     return [
-        (
-            view.incarnation in failed,
-            costs.decode_at(row).alone_us if decodes else costs.prefill_at(row).us,
-            len(view.assigned),
-            view.load.steps,
-            row,
-        )
+        (view.incarnation in failed, cost[row], len(view.assigned), view.load.steps, row)
         for row, view in enumerate(workers)
         if view.ready and not (need_room and no_room[row])
     ]
 
 
 def _lone_pair(costs: Costs, row: int, full: Set[str] = frozenset()) -> Pair:
-    """A worker that serves the request alone, on both sides of a pair."""
-    snapshot, decodes = costs.snapshot, costs.request.decodes
+    """A worker that serves the request alone, in both roles of a pair."""
+    snapshot, decodes = costs.snapshot, costs.demand.decodes
     found = costs.on_decode(row, full) if decodes else costs.on_prefill(row, full)
-    us = costs.decode_at(row).alone_us if decodes else costs.prefill_at(row).us
-    ttft_s = costs.decode_at(row).local_ttft_s if decodes else us / 1e6
+    us = costs.decode.alone_us[row] if decodes else costs.prefill.us[row]
+    ttft_s = costs.decode.local_ttft_s[row] if decodes else us / 1e6
     return Pair(
         on_prefill=found,
         on_decode=found,
-        demand=costs.request,
+        demand=costs.demand,
         unusable="",
         same_host=True,
         decode_prefills=decodes,
@@ -348,19 +301,18 @@ def _lone_pair(costs: Costs, row: int, full: Set[str] = frozenset()) -> Pair:
 def _pair(costs: Costs, p: int, d: int, full: Set[str] = frozenset(), candidates: int = 0) -> Pair:
     snapshot = costs.snapshot
     prefill, decode = snapshot.prefill[p], snapshot.decode[d]
-    on_prefill, on_decode = costs.prefill_at(p), costs.decode_at(d)
     same_host = prefill.record.host_id == decode.record.host_id
-    cost_us, decode_prefills = pair_cost(on_prefill, on_decode, same_host)
-    handoff_ttft_s = on_prefill.us / 1e6 + HANDOFF_S[same_host]
+    cost_us, decode_prefills = costs.pair_costs(p, d)
+    handoff_ttft_s = float(costs.prefill.us[p]) / 1e6 + HANDOFF_S[same_host]
     return Pair(
         on_prefill=costs.on_prefill(p, full),
         on_decode=costs.on_decode(d, full),
-        demand=costs.request,
+        demand=costs.demand,
         unusable=_why_unusable(snapshot, prefill, decode),
         same_host=same_host,
         decode_prefills=bool(decode_prefills),
-        ttft_s=float(on_decode.local_ttft_s if decode_prefills else handoff_ttft_s),
-        handed_over_ttft_s=float(handoff_ttft_s),
+        ttft_s=float(costs.decode.local_ttft_s[d]) if decode_prefills else handoff_ttft_s,
+        handed_over_ttft_s=handoff_ttft_s,
         score_ms=float(cost_us) / 1e3,
         candidates=candidates,
     )
@@ -378,21 +330,22 @@ def _why_unusable(snapshot: Snapshot, prefill: WorkerView, decode: WorkerView) -
 
 
 def _why_no_room(costs: Costs, refused: Set[str]) -> str:
-    """Of each worker, but of not more of them than can be read."""
-    snapshot = costs.snapshot
+    """The reasons of the READY workers without room, up to _MAX_REASONS."""
     p, d = (
-        [row for row, worker in enumerate(workers) if full[row] and worker.ready]
+        [int(row) for row in np.flatnonzero(full & workers.ready)]
         for full, workers in zip(
-            costs.full(refused), (snapshot.prefill, snapshot.decode), strict=True
+            costs.full(refused),
+            (costs.snapshot.columns.prefill, costs.snapshot.columns.decode),
+            strict=True,
         )
     )
-    found = [costs.on_decode(row, refused) for row in d[:_MOST_REASONS]]
-    found += [costs.on_prefill(row, refused) for row in p[: _MOST_REASONS - len(found)]]
+    found = [costs.on_decode(row, refused) for row in d[:_MAX_REASONS]]
+    found += [costs.on_prefill(row, refused) for row in p[: _MAX_REASONS - len(found)]]
     more = len(d) + len(p) - len(found)
     reasons = "; ".join(estimate.no_room for estimate in found)
     return reasons + (f"; and {more} more" if more else "")
 
 
-def _explained(ready: Flags) -> _Rows:
-    """All that are ready and some that are not."""
-    return np.concatenate((np.flatnonzero(ready), np.flatnonzero(~ready)[:_MOST_UNREADY]))
+def _explained(ready: Flags) -> Rows:
+    """The rows of all READY workers and of some others."""
+    return np.concatenate((np.flatnonzero(ready), np.flatnonzero(~ready)[:_MAX_UNREADY]))

@@ -30,8 +30,8 @@ import psutil
 
 from baton.client import AsyncClient
 from baton.config import ApiConfig, ClusterConfig, EngineConfig
+from baton.engine.checkpoint.tensors import stored_tensors
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.weights.checkpoint import stored_tensors
 from baton.errors import CheckpointError, ConfigError, InvalidRequest
 from baton.gateway.batch_runner import parse_line
 from baton.gateway.chat import parse_chat

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from baton.cli.services import EXTRAS
+from baton.cli.process_setup import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"router", "prefill_worker", "decode_worker", "kvtransfer", "baton"}

@@ -12,10 +12,12 @@ from torch import Tensor
 from baton.config import EngineConfig
 from baton.engine.kv_cache import Allocate, KvLayout, allocate_pool
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.ranks import Channel, Elsewhere, Exchange, Rank, RankedModel
+from baton.engine.models.shard import WHOLE, Shard
+from baton.engine.rank_executor import Exchange, RankExecutor
 from baton.engine.runner import Runner, StepRunner
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.shard import WHOLE, Shard
+from baton.engine.tensor_parallel import RemoteRanks, TensorParallelModel
+from baton.net.object_connection import ObjectConnection
 
 MULTIPLE = 16  # of heads' and blocks' sizes
 MAX_HEAD_SIZE = 256
@@ -35,14 +37,14 @@ def unsupported(config: ModelConfig, block_size: int, kernels: str) -> str:
 class Backend:
     """Computes an engine's steps on one device: `build.load` calls its methods in this order.
 
-    shares_pool: whether ranks, where there are several, share one KV pool · elsewhere: those of
+    shares_pool: whether ranks, where there are several, share one KV pool · remote_ranks: those on
     other hosts.
     """
 
     device: torch.device
     kv_bytes = 0  # of KV where no size is asked for; 0: what else there is decides
     shares_pool = False
-    elsewhere = Elsewhere()
+    remote_ranks = RemoteRanks()
 
     def __init__(self, settings: EngineConfig) -> None:
         self.settings = settings
@@ -50,7 +52,7 @@ class Backend:
     def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
         """The model, loaded, by all of its ranks. Raises ConfigError for what cannot be."""
         if self.settings.tp > 1:
-            return RankedModel(self, path, config, dtype)
+            return TensorParallelModel(self, path, config, dtype)
         return self.shard_model(path, config, dtype)
 
     def shard_model(
@@ -85,7 +87,7 @@ class Backend:
 
     def pools(self, model: Any, layout: KvLayout, allocate: Allocate | None) -> tuple[Tensor, ...]:
         """The zeroed KV pools: of each rank that has its own, the one that runs here first."""
-        if isinstance(model, RankedModel):
+        if isinstance(model, TensorParallelModel):
             return model.pools(layout, allocate)
         return (allocate_pool(layout, allocate, self.device),)
 
@@ -96,10 +98,10 @@ class Backend:
     def prepare(self, runner: Any) -> None:
         """What takes time before the first step."""
 
-    def of_rank(self, place: Shard) -> Backend:
-        """That of another rank's device, for its process; place: among the ranks of this host."""
+    def for_rank(self, place: Shard) -> Backend:
+        """The backend of another rank's process. place: among the ranks of this host."""
         raise NotImplementedError
 
-    def rank(self, model: Any, connection: Channel) -> Rank:
-        """What serves the first rank here, in another's process."""
-        return Rank(self, model, connection)
+    def executor(self, model: Any, connection: ObjectConnection) -> RankExecutor:
+        """What carries out the first rank's commands in another rank's process."""
+        return RankExecutor(self.device, model, connection)

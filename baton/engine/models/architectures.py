@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # values of `layer_types`
+
 QkNorm = Literal["none", "head", "row"]
 """Norms of queries and keys: of each head, or of all heads of a row together."""
 
@@ -25,7 +27,7 @@ class ExpertNames:
     down: str = "down_proj"
     router: str = "gate"
     biased: bool = False
-    stacked: bool = False  # as `baton.engine.models.stacked_experts` tells
+    stacked: bool = False  # see `baton.engine.models.tensor_names`
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from baton.engine.models.model_config import ModelConfig, Rope
+from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.rope_config import Rope
 
 
 def inverse_frequencies(rope: Rope, head_size: int) -> Tensor:

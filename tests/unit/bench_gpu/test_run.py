@@ -25,6 +25,7 @@ import triton
 from baton.engine.kernels.triton import timing, tuning
 from baton.engine.kernels.triton.kernel_spec import text_of
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.models.tensor_names import num_parameters
 from benchmarks import child
 from benchmarks.engine.driver import Driver, Soaked
 from benchmarks.gpu import cluster, engine, kernels, run, serve, worker
@@ -189,7 +190,7 @@ def test_floors(tmp_path: Path) -> None:
     assert engine.attention_flops(EIGHT, 10) == 32 * 4 * 32 * 128 * (10 * 11 / 2)
 
     experts = GPU_SHAPES["A3B"]
-    assert experts.num_parameters == ModelConfig.load(config_of(experts, tmp_path)).num_parameters
+    assert experts.num_parameters == num_parameters(ModelConfig.load(config_of(experts, tmp_path)))
     assert [round(experts.experts_taken(n), 1) for n in (0, 1, 64, 2048)] == [0, 8, 125.9, 128]
     expert, others = 3 * 2048 * 768, 2 * 2048 * 2560 + 128 * 2048
     head = 151936 * 2048

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from baton.engine.block_manager import BlockManager
-from baton.engine.loop import MAX_FAILED_STEPS, SEQUENCES_PER_PLACE, Engine
+from baton.engine.engine import SEQUENCES_PER_PLACE, Engine
+from baton.engine.loop import MAX_FAILED_STEPS
 from baton.engine.runner import SampledTokens, StepRunner
 from baton.engine.scheduler import ChunkBudget, Scheduler
 from baton.engine.sequence import Sequence

@@ -81,7 +81,7 @@ def test_a_chunk_takes_its_time_at_the_rate_of_the_last_steps():
     assert slower[2] < 150
     assert computed(10, 30)[-1] == 64
     assert computed(1e6, 30)[-1] == 512
-    assert scheduler.chunk.rate > 5120
+    assert scheduler.chunk.tokens_per_s > 5120
 
 
 def test_only_steps_with_some_tokens_of_prompts_measure_their_rate():
@@ -89,10 +89,10 @@ def test_only_steps_with_some_tokens_of_prompts_measure_their_rate():
     scheduler.add(make_sequence("short", 31))
     scheduler.record_step(plan := scheduler.schedule(), 1.0)
     run(scheduler, plan)
-    assert scheduler.chunk.rate == 0
+    assert scheduler.chunk.tokens_per_s == 0
     scheduler.add(make_sequence("long", 32, first=100))
     scheduler.record_step(scheduler.schedule(), 1.0)
-    assert scheduler.chunk.rate == 33  # rows: the other's is one
+    assert scheduler.chunk.tokens_per_s == 33  # rows: the other's is one
 
 
 def test_a_batch_above_the_chunk_budget_starves_nobody():

@@ -12,7 +12,7 @@ from baton.block_hash import hash_chain
 from baton.config import EngineConfig
 from baton.engine import build
 from baton.engine.block_manager import BlockManager
-from baton.engine.loop import Engine
+from baton.engine.engine import Engine
 from baton.engine.runner import StepRunner, tokens_by_sequence
 from baton.engine.sampling.sampler import Sampled, TokenLogprobs
 from baton.engine.scheduler import ChunkBudget, Scheduler

@@ -10,8 +10,7 @@ from baton.errors import DeadlineExceeded
 from baton.local import ports
 from baton.local.otlp import OtlpReceiver
 from baton.local.span_store import Span, SpanStore, is_complete
-from baton.telemetry import tracing
-from baton.telemetry.tracing import span_export
+from baton.telemetry import span_export, tracing
 from tests.waiting import WAIT_S
 
 

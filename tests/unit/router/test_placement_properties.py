@@ -1,14 +1,12 @@
 """What holds for every fleet: the picked pair may be picked, and load never attracts."""
 
 from dataclasses import replace
-from unittest import mock
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from baton.v1 import worker_pb2
 from router.fleet.snapshot import AssignedPrompt
-from router.placement import cost_model
 from router.placement.scoring import pick, rank_all
 
 from .snapshots import BLOCK, caching, fleet, needs, worker
@@ -78,13 +76,6 @@ def swapped(snapshot, old, new):
     return fleet(prefill, decode, snapshot.excluded_pairs)
 
 
-def pick_in_columns(*args):
-    """As large fleets are computed."""
-    cost_model.costs_of.cache_clear()
-    with mock.patch.object(cost_model, "_FEW", 0):
-        return pick(*args)
-
-
 @settings(deadline=None)
 @given(fleets(), REQUESTS, st.sets(NAMES, max_size=3), st.sets(NAMES, max_size=3))
 def test_a_picked_pair_may_be_picked_and_none_is_better(snapshot, request_, full, failed):
@@ -106,7 +97,6 @@ def test_a_picked_pair_may_be_picked_and_none_is_better(snapshot, request_, full
     costs = [(len({*one.names} & failed), one.score_ms) for one in pairs if not one.refused]
     assert (len({*pair.names} & failed), pair.score_ms) == min(costs)
     assert pick(snapshot, request_, full=full).names == pairs[0].names, "ties are decided alike"
-    assert pick_in_columns(snapshot, request_, failed, full) == pair, "as where there are many"
 
 
 @settings(deadline=None)

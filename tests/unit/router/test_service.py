@@ -368,14 +368,14 @@ async def test_a_caller_that_does_not_read_holds_nothing_and_gets_the_reason(
     assert (await anext(call)).HasField("started")
     if end == "drain":
         # More than gRPC takes: each token has 200 log-probabilities.
-        await seen(lambda: router.grpc_service.stats.counts.output_tokens > 2000)
-        router.grpc_service.give_up()
+        await seen(lambda: router.service.stats.counts.output_tokens > 2000)
+        router.service.give_up()
     async with asyncio.timeout(TIMEOUT_S):
-        await router.grpc_service.idle()
+        await router.service.idle()
         assert await decode.cancelled.get() == decode.requests[0].sequence.handoff_id
     error = await failure_of(call)
     assert error.code().name == code and said in error.details()
-    assert router.grpc_service.stats.counts.ended == {code: 1}
+    assert router.service.stats.counts.ended == {code: 1}
 
 
 def test_a_caller_has_its_time_from_the_first_output_on(monkeypatch):
@@ -399,8 +399,8 @@ async def test_a_caller_that_hangs_up_frees_everything_and_its_spans_end(router_
     async with asyncio.timeout(TIMEOUT_S):
         assert await decode.cancelled.get() == decode.requests[0].sequence.handoff_id
         await prefill.ended.get()
-        await router.grpc_service.idle()
-    assert router.grpc_service.running == 0
+        await router.service.idle()
+    assert router.service.running == 0
     ended = {span.name: span for span in traces.spans}
     assert len(ended) == len(traces.spans)
     assert ended["router.attempt"].attributes["baton.cancelled"] is True
@@ -445,7 +445,7 @@ async def test_refusals_have_a_status_and_advice_before_any_work(router_of):
     assert "no decode worker" in error.details()
     assert retry_after_s(error) == 1.0
     assert router.decode.requests == []
-    router.grpc_service.draining = True
+    router.service.draining = True
     error = await failure_of(router.generate())
     assert error.code() is grpc.StatusCode.UNAVAILABLE and retry_after_s(error) > 0
     assert "draining" in error.details()
@@ -463,7 +463,7 @@ async def test_refusals_are_a_line_now_and_then_and_a_count_each(router_of, capl
     assert [text for text in said if "INVALID_ARGUMENT" in text] == said[:1]
     assert [text for text in said if "NOT_FOUND" in text] == said[1:]
     assert all("such since the last line" in text for text in said) and len(said) == 2
-    assert router.grpc_service.stats.counts.refused == 40
+    assert router.service.stats.counts.refused == 40
 
 
 async def test_a_full_queue_refuses_at_once_with_retry_info(router_of, monkeypatch):
@@ -557,7 +557,7 @@ async def test_the_span_of_a_request_has_the_names_of_the_genai_conventions(rout
     router = await router_of(cluster={"tracer": traces.tracer})
     begun, _, _ = await router.complete(max_tokens=3)
     await failure_of(router.generate(stop=[""]))
-    await router.grpc_service.idle()
+    await router.service.idle()
     ended = [span for span in traces.spans if span.name == "text_completion tiny"]
     done, refused = (of_genai(span) for span in ended)
     asked = {
@@ -596,7 +596,7 @@ async def test_prompt_and_answer_are_recorded_where_that_is_asked_for_and_cut(ro
         request = inference_pb2.GenerateRequest(sampling=sampling, **asked)
         async for _ in router.stub.Generate(request):
             pass
-    await router.grpc_service.idle()
+    await router.service.idle()
     found = {span.name: of_genai(span) for span in traces.spans if "tiny" in span.name}
     for name, text in (("chat tiny", "the end!"), ("text_completion tiny", " a time"[-8:])):
         (said,) = json.loads(found[name]["gen_ai.input.messages"])
@@ -618,7 +618,7 @@ async def test_status_and_spans_of_a_request_that_fails_over(router_of):
     router.cluster.prefills[0].scripts = [lost]
     begun, _, finish = await router.complete()
     assert finish.route.attempts == 2
-    await router.grpc_service.idle()
+    await router.service.idle()
     ended = traces.spans
     assert sorted(span.name for span in ended) == [
         "router.admit", "router.attempt", "router.attempt", "router.backoff", "router.check",

@@ -17,27 +17,32 @@ from baton.engine.backends import Backend, unsupported
 from baton.engine.backends.gpu import memory, warmup
 from baton.engine.backends.gpu.cuda_graphs import StepGraphs, StepShape, count_graphs
 from baton.engine.backends.gpu.device import Gpu, Waiting, new_stream
-from baton.engine.batch import Ints, StepModel
+from baton.engine.batch import StepModel
 from baton.engine.collectives import SINGLE_RANK, GroupCollectives
 from baton.engine.kv_cache import KvLayout, allocate_pool, plan_layout
-from baton.engine.models.decoder import Model
+from baton.engine.models.decoder import DecoderModel
+from baton.engine.models.loader import load_or_make_weights
 from baton.engine.models.model_config import ModelConfig
-from baton.engine.models.quantization import weight_format
-from baton.engine.ranks import (
-    LOAD_S,
-    RANK_TIMEOUT_S,
-    Channel,
+from baton.engine.models.shard import WHOLE, Shard
+from baton.engine.quantization.config import weight_format
+from baton.engine.rank_executor import (
+    CaptureGraphs,
     Exchange,
-    Rank,
-    RankedModel,
+    MeasureMemory,
+    MemoryReport,
+    PrepareGraphs,
+    RankExecutor,
+    ReplayStep,
+    ReportMemory,
+    RunStep,
     dtype_named,
     name_of,
 )
 from baton.engine.runner import StepRunner
 from baton.engine.sampling.sampler import Sampler
-from baton.engine.shard import WHOLE, Shard
-from baton.engine.weights.loader import weights_of
+from baton.engine.tensor_parallel import LOAD_S, RANK_TIMEOUT_S, TensorParallelModel
 from baton.errors import ConfigError
+from baton.net.object_connection import ObjectConnection
 
 log = logging.getLogger(__name__)
 Capability = tuple[int, int]
@@ -66,7 +71,7 @@ class GpuBackend(Backend):
 
     def model(self, path: Path, config: ModelConfig, dtype: torch.dtype) -> Any:
         model = super().model(path, config, dtype)
-        if isinstance(model, RankedModel):
+        if isinstance(model, TensorParallelModel):
             model.limit_steps(LOAD_S)  # the first ones compile
         return model
 
@@ -94,9 +99,9 @@ class GpuBackend(Backend):
         held = weight_format(settings, config.quantization)
         _refuse_formats(settings, held, capability, kernels)
         self._held_before = self._gpu.allocated()
-        load = partial(weights_of, settings, path, config, dtype, self.device, kernels)
+        load = partial(load_or_make_weights, settings, path, config, dtype, self.device, kernels)
         if kernels == "torch":
-            return Model(config, load(), dtype, self.device)
+            return DecoderModel(config, load(), dtype, self.device)
         quantize = partial(prepare, quantization=settings.quantization, dtype=dtype)
         group = exchange if isinstance(exchange, GroupCollectives) else SINGLE_RANK
         return GpuModel(config, load(quantize, shard), dtype, self.device, shard, group)
@@ -116,8 +121,8 @@ class GpuBackend(Backend):
         pool = allocate_pool(block, None, self.device)
         rows = settings.chunk_tokens + settings.max_batch
         log.info("measuring a step of %d tokens; kernels that are new are compiled", rows)
-        if isinstance(model, RankedModel):
-            model.tell("measure", block.shape, name_of(kv_dtype))
+        if isinstance(model, TensorParallelModel):
+            model.on_other_ranks(MeasureMemory(block.shape, name_of(kv_dtype)))
         runner = self.runner(model, pool, sampler, most)
         with _waiting(model)():
             step = gpu.peak_of(lambda: warmup.largest_step(runner, settings, most))
@@ -125,9 +130,9 @@ class GpuBackend(Backend):
         num_graphs = count_graphs(settings, most) if self._kernels == "triton" else 0
         graphs = memory.graphs_reserve(captured, num_graphs, config.num_layers)
         usages = [(gpu.name, self.usage(max(step, captured), graphs))]
-        if isinstance(model, RankedModel):
-            model.tell("usage", graphs)
-            usages += [(name, memory.Usage(*sizes)) for name, sizes in model.answers()]
+        if isinstance(model, TensorParallelModel):
+            model.on_other_ranks(ReportMemory(graphs))
+            usages += [(one.gpu, memory.Usage(*one.usage)) for one in model.answers()]
         if asked is not None:
             asked = replace(self._within(asked, config), num_kv_heads=own.num_kv_heads)
         layouts = [memory.kv_layout(one, settings, own, kv_dtype, asked) for _, one in usages]
@@ -148,8 +153,8 @@ class GpuBackend(Backend):
             return super().runner(model, pool, sampler, max_context)
         from baton.engine.backends.gpu.runner import GpuRunner  # noqa: PLC0415
 
-        if isinstance(model, RankedModel):
-            model.tell("begin", max_context)
+        if isinstance(model, TensorParallelModel):
+            model.on_other_ranks(PrepareGraphs(max_context))
         stream = new_stream(pool.device, _waiting(model))
         return GpuRunner(model, pool, sampler, self.settings, max_context, stream)
 
@@ -165,66 +170,63 @@ class GpuBackend(Backend):
             taken = max(0, free - self._gpu.free_and_total()[0])
             log.info("CUDA graphs of steps keep %.2f GiB of GPU memory", taken / 2**30)
         warmup.scored_decode(runner)
-        if isinstance(runner.model, RankedModel):
+        if isinstance(runner.model, TensorParallelModel):
             runner.model.limit_steps(RANK_TIMEOUT_S)
 
-    def of_rank(self, place: Shard) -> GpuBackend:
+    def for_rank(self, place: Shard) -> GpuBackend:
         return GpuBackend(place.settings(self.settings), self._gpu.of_rank(place.rank))
 
-    def rank(self, model: Any, connection: Channel) -> Rank:
-        return _GpuRank(self, self._gpu, model, connection)
+    def executor(self, model: Any, connection: ObjectConnection) -> RankExecutor:
+        return _GpuRankExecutor(self, self._gpu, model, connection)
 
 
 def _waiting(model: Any) -> Waiting:
-    """What the host's waits for a model's steps are to be within."""
-    return model.waiting if isinstance(model, RankedModel) else nullcontext
+    """The context for the host's waits for steps of a model."""
+    return model.waiting if isinstance(model, TensorParallelModel) else nullcontext
 
 
-class _GpuRank(Rank):
-    """One of the other ranks, whose work goes through a stream of its GPU's, as the first's does.
+class _GpuRankExecutor(RankExecutor):
+    """Carries out commands on a stream of the rank's GPU.
 
-    Nothing waits for it here: its results are what the first rank waits for.
+    It waits for nothing: the first rank waits for its results.
     """
 
-    def __init__(self, backend: GpuBackend, gpu: Gpu, model: Any, connection: Channel) -> None:
-        super().__init__(backend, model, connection)
+    def __init__(
+        self, backend: GpuBackend, gpu: Gpu, model: Any, connection: ObjectConnection
+    ) -> None:
+        super().__init__(gpu.device, model, connection)
         self._backend, self._gpu = backend, gpu
         self._stream = new_stream(gpu.device)
         self._graphs: StepGraphs | None = None
 
-    def measure(self, shape: tuple[int, ...], dtype_name: str) -> None:
-        """Begins to measure what steps over such a pool take."""
-        self.pool = torch.zeros(*shape, dtype=dtype_named(dtype_name), device=self.device)
-        self._before = self._gpu.reset_peak()
+    def execute(self, command: Any) -> None:
+        match command:
+            case MeasureMemory(shape, dtype):
+                self.pool = torch.zeros(*shape, dtype=dtype_named(dtype), device=self.device)
+                self._before = self._gpu.reset_peak()
+            case ReportMemory(graph_bytes):
+                usage = self._backend.usage(self._gpu.peak() - self._before, graph_bytes)
+                self.connection.send(MemoryReport(self._gpu.name, astuple(usage)))
+            case PrepareGraphs(max_context):
+                settings, stream = self._backend.settings, self._stream
+                with torch.inference_mode():
+                    self._graphs = StepGraphs(self.model, self.pool, stream, settings, max_context)
+            case CaptureGraphs():
+                assert self._graphs is not None, "PrepareGraphs comes first"
+                with torch.inference_mode():
+                    self._graphs.capture()
+            case ReplayStep(shape):
+                assert self._graphs is not None, "PrepareGraphs comes first"
+                with torch.inference_mode():
+                    self._stream.put(partial(self._graphs.run, StepShape(*shape)))
+            case _:
+                super().execute(command)
 
-    def usage(self, graphs: int) -> None:
-        """Answers with its GPU's name and what was measured."""
-        peak = self._gpu.peak() - self._before
-        self.connection.send((self._gpu.name, astuple(self._backend.usage(peak, graphs))))
-
-    def begin(self, max_context: int) -> None:
-        """Prepares for padded steps over the pool that is here now."""
-        settings = self._backend.settings
-        with torch.inference_mode():
-            self._graphs = StepGraphs(self.model, self.pool, self._stream, settings, max_context)
-
-    def step(self, arrays: list[Ints], num_decodes: int) -> None:
-        self._stream.put(partial(super().step, arrays, num_decodes))
+    def run_step(self, command: RunStep) -> None:
+        self._stream.put(partial(super().run_step, command))
 
     def zero_blocks(self, blocks: list[int]) -> None:
         self._stream.put(partial(super().zero_blocks, blocks))
-
-    def replay(self, *sizes: int) -> None:
-        """As `StepGraphs.run` for a `StepShape`; the inputs come from the first rank."""
-        assert self._graphs is not None, "it has begun"
-        with torch.inference_mode():
-            self._stream.put(partial(self._graphs.run, StepShape(*sizes)))
-
-    def capture(self) -> None:
-        """As `StepGraphs.capture`."""
-        assert self._graphs is not None, "it has begun"
-        with torch.inference_mode():
-            self._graphs.capture()
 
     def close(self) -> None:
         if self._graphs is not None:

@@ -33,6 +33,7 @@ from baton.engine.backends.gpu.device_sampling import (
     pinned_copy,
 )
 from baton.engine.backends.gpu.input_batch import InputBatch
+from baton.engine.rank_executor import CaptureGraphs
 from baton.engine.runner import Launch, Runner, SampledTokens, StepOutput, sample_rows
 from baton.engine.sampling.sampler import Sampled, Sampler, SampleRow, TokenLogprobs
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
@@ -145,7 +146,7 @@ class GpuRunner(Runner):
         Raises ConfigError where it cannot be done.
         """
         try:
-            with self.model.together("capture"):
+            with self.model.on_all_ranks(CaptureGraphs()):
                 self._graphs.capture()
         except RuntimeError as error:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """Paged attention in plain torch: the reference that faster kernels are checked against.
 
 The KV pool is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_size]`, K at 0
-and V at 1 of the third axis; or int8 or fp8 rows with their scales (`quantize.pack_rows`).
+and V at 1 of the third axis; or int8 or fp8 rows with their scales (`row_quantization.pack_rows`).
 
 In float32 on the CPU a query's result is the same to the bit whatever shares its batch or chunk:
 products run over at least `MIN_QUERIES` query rows and over a key count from a fixed ladder
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from baton.engine.batch import StepBatch
 from baton.engine.kernels.torch.linear import is_exact
-from baton.engine.weights.quantize import (
+from baton.engine.kernels.torch.row_quantization import (
     is_quantized,
     quantized_bytes,
     split_rows,

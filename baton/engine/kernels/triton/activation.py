@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.torch.linear import act_mul as reference_act_mul
+from baton.engine.kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
+from baton.engine.kernels.torch import row_quantization
+from baton.engine.kernels.torch.rows import act_mul as reference_act_mul
 from baton.engine.kernels.triton.kernel_spec import (
     Config,
     KernelSpec,
@@ -29,8 +31,6 @@ from baton.engine.kernels.triton.row_quantization import (
     store_row,
 )
 from baton.engine.kernels.triton.tuning import choose
-from baton.engine.models.model_config import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation
-from baton.engine.weights import quantize
 
 ALPHA, LIMIT = tl.constexpr(SWIGLU_ALPHA), tl.constexpr(SWIGLU_LIMIT)
 
@@ -94,7 +94,7 @@ def act_mul(
     launch(
         _act_mul_kernel, grid, gate_up, out, scales, size, gate_up.stride(0),
         GELU=activation == "gelu_tanh", SWIGLU_OAI=activation == "swigluoai",
-        FP8=to == quantize.FP8, **config,
+        FP8=to == row_quantization.FP8, **config,
     )  # fmt: skip
     return as_rows(out, scales, to, gate_up)
 
@@ -111,7 +111,7 @@ def _act_mul_trial(shape: Key, device: torch.device) -> Trial:
         return Trial(
             {"rows": rows, "size": size},
             lambda config: parts_of(act_mul(gate_up, activation, config, to)),
-            lambda: quantize.quantize_rows(parts_of(act_mul(gate_up, activation))[0], to),
+            lambda: row_quantization.quantize_rows(parts_of(act_mul(gate_up, activation))[0], to),
             tolerance=0.0,
         )
     return Trial(

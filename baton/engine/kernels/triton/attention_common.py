@@ -2,7 +2,7 @@
 
 A pool is `[num_blocks, num_layers, 2, num_kv_heads, block_size, row_size]`, K at 0 and V at 1; rows
 are of the queries' type, or one byte an element with their float32 scales behind those of the whole
-block (`baton.engine.weights.quantize.split_rows`). Offsets into it pass 2**31 and are int64.
+block (`kernels.torch.row_quantization.split_rows`). Offsets into it pass 2**31 and are int64.
 
 Elements of eight bits are loaded in pairs, as int16, because GPUs bring 16 bits from shared memory
 into the order of a product in one instruction and have none for 8. Products are then of even and of
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.torch.attention import AttentionBatch, PrefillSegment, Scoring, attend
-from baton.engine.weights.quantize import FP8, SCALE_BYTES, is_quantized, unpack_rows
+from baton.engine.kernels.torch.row_quantization import FP8, SCALE_BYTES, is_quantized, unpack_rows
 
 LOG2_E = math.log2(math.e)
 _LOG2_E = tl.constexpr(LOG2_E)

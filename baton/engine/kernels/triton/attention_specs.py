@@ -11,6 +11,15 @@ import triton
 from torch import Tensor
 
 from baton.engine.kernels.torch.attention import Scoring, write_kv
+from baton.engine.kernels.torch.row_quantization import (
+    FP8,
+    SCALE_BYTES,
+    is_quantized,
+    pack_rows,
+    split_rows,
+    unpack_rows,
+)
+from baton.engine.kernels.torch.rows import rms_norm, rotate
 from baton.engine.kernels.triton.attention_common import attention_reference, pool_sizes
 from baton.engine.kernels.triton.decode_attention import DecodePlan, decode_attention, plan_decode
 from baton.engine.kernels.triton.kernel_spec import (
@@ -25,15 +34,6 @@ from baton.engine.kernels.triton.kernel_spec import (
 from baton.engine.kernels.triton.launch import tile_rows
 from baton.engine.kernels.triton.prefill_attention import plan_tiles, prefill_attention
 from baton.engine.kernels.triton.rope_kv import Rotation
-from baton.engine.models.decoder import rms_norm, rotate
-from baton.engine.weights.quantize import (
-    FP8,
-    SCALE_BYTES,
-    is_quantized,
-    pack_rows,
-    split_rows,
-    unpack_rows,
-)
 
 _DRAWN_AT_ONCE = 1 << 28  # elements, which are float32 while they are drawn
 

@@ -20,16 +20,13 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from baton.engine.kernels.torch.row_quantization import FP8
 from baton.engine.kernels.triton.attention_common import TRITON_TYPES
 from baton.engine.kernels.triton.skinny_matmul import new_counters
-from baton.engine.weights.quantize import FP8
-from baton.engine.weights.weight import (
-    FourBitWeight,
-    Fp8BlockWeight,
-    GroupScaledWeight,
-    Int4Weight,
-    Mxfp4Weight,
-)
+from baton.engine.quantization.fp8 import Fp8BlockWeight
+from baton.engine.quantization.group_scaled import FourBitWeight, GroupScaledWeight
+from baton.engine.quantization.int4 import Int4Weight
+from baton.engine.quantization.mxfp4 import Mxfp4Weight
 
 STEP = 128  # inputs that are packed together
 TILE = 64  # outputs that are, and lie next to each other

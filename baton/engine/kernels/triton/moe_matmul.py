@@ -18,8 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.engine.kernels.activation import Activation
 from baton.engine.kernels.torch import moe_routing
-from baton.engine.kernels.torch.linear import act_mul
+from baton.engine.kernels.torch.row_quantization import FP8
+from baton.engine.kernels.torch.rows import act_mul
 from baton.engine.kernels.triton.activation import gated
 from baton.engine.kernels.triton.group_scaled_packing import (
     STEP,
@@ -41,19 +43,12 @@ from baton.engine.kernels.triton.launch import LEAST_TILE_ROWS, launch, tile_row
 from baton.engine.kernels.triton.moe_routing import FEW_ROWS, Slots, route
 from baton.engine.kernels.triton.row_quantization import quantize_rows
 from baton.engine.kernels.triton.tuning import choose
-from baton.engine.models.model_config import Activation
-from baton.engine.weights.quantize import FP8
-from baton.engine.weights.weight import (
-    DenseWeight,
-    Fp8BlockWeight,
-    Fp8Weight,
-    GroupScaledWeight,
-    Int4Weight,
-    Int8Weight,
-    Mxfp4Weight,
-    RowScaledWeight,
-    Weight,
-)
+from baton.engine.quantization.fp8 import Fp8BlockWeight, Fp8Weight
+from baton.engine.quantization.group_scaled import GroupScaledWeight
+from baton.engine.quantization.int4 import Int4Weight
+from baton.engine.quantization.int8 import Int8Weight, RowScaledWeight
+from baton.engine.quantization.linear_weight import DenseWeight, LinearWeight
+from baton.engine.quantization.mxfp4 import Mxfp4Weight
 from baton.errors import ConfigError
 
 NAME = "moe_matmul"
@@ -83,7 +78,7 @@ class GroupedWeight:
     @classmethod
     def of(
         cls,
-        weights: Sequence[Weight | PackedWeight],
+        weights: Sequence[LinearWeight | PackedWeight],
         biases: Sequence[Tensor | None],
         dtype: torch.dtype,
     ) -> GroupedWeight:
@@ -158,7 +153,7 @@ class GroupedWeight:
         return out
 
 
-def _held(weight: Weight | PackedWeight, dtype: torch.dtype) -> Held:
+def _held(weight: LinearWeight | PackedWeight, dtype: torch.dtype) -> Held:
     """A weight as the kernel takes it."""
     if isinstance(weight, GroupScaledWeight):
         packed = pack(weight, dtype)
@@ -353,8 +348,8 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     stands_in = is_packed and device.type == "meta"
     held = torch.device("cpu") if stands_in else device
     size = (TILE if stands_in else outputs, depth)
-    formats: dict[str, Callable[[Tensor], Weight]] = {
-        "int8": Int8Weight.of, "fp8": Fp8Weight.of, "int4": Int4Weight.of,
+    formats: dict[str, Callable[[Tensor], LinearWeight]] = {
+        "int8": Int8Weight.from_dense, "fp8": Fp8Weight.from_dense, "int4": Int4Weight.from_dense,
         "fp8_block": lambda dense: Fp8BlockWeight(
             dense.to(FP8), torch.rand(size[0], depth // 64, device=held) / 8
         ),
@@ -363,7 +358,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
             2.0 ** torch.randint(-8, -2, (size[0], depth // Mxfp4Weight.GROUP), device=held),
         ),
     }  # fmt: skip
-    made: Callable[[Tensor], Weight] = formats.get(str(shape.get("weight")), DenseWeight)
+    made: Callable[[Tensor], LinearWeight] = formats.get(str(shape.get("weight")), DenseWeight)
     number = 2 if stands_in else experts
     weights = [made(torch.randn(size, device=held).to(dtype)) for _ in range(number)]
     if shape.get("zeros"):  # of all but one
@@ -372,7 +367,7 @@ def _trial(shape: Key, device: torch.device) -> Trial:
             for one in weights[1:]
             if isinstance(one, Int4Weight)
         ]
-    given: Sequence[Weight | PackedWeight] = weights
+    given: Sequence[LinearWeight | PackedWeight] = weights
     if stands_in:
         *_, last = _uniform([_held(one, dtype) for one in weights])
         assert isinstance(last, PackedWeight)

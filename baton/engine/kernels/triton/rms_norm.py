@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.engine.kernels.torch import row_quantization
+from baton.engine.kernels.torch.rows import rms_norm
 from baton.engine.kernels.triton.kernel_spec import (
     Config,
     KernelSpec,
@@ -25,8 +27,6 @@ from baton.engine.kernels.triton.row_quantization import (
     store_row,
 )
 from baton.engine.kernels.triton.tuning import choose
-from baton.engine.models.decoder import rms_norm
-from baton.engine.weights import quantize
 
 LARGEST_ROW = 32768  # elements of a row, which one program holds in registers
 
@@ -79,7 +79,7 @@ def add_rms_norm(
     normed, scales = empty_rows(x, size, to)
     launch(
         _add_rms_norm_kernel, (rows,), x, residual, weight, normed, scales, size, x.stride(0), eps,
-        FP8=to == quantize.FP8, BLOCK=triton.next_power_of_2(size), **config,
+        FP8=to == row_quantization.FP8, BLOCK=triton.next_power_of_2(size), **config,
     )  # fmt: skip
     return as_rows(normed, scales, to, x), x if residual is None else residual
 
@@ -95,7 +95,7 @@ def _norm_trial(shape: Key, device: torch.device) -> Trial:
         return Trial(
             {"rows": rows, "size": size},
             lambda config: parts_of(add_rms_norm(x, added, weight, 1e-5, config, to)[0]),
-            lambda: quantize.quantize_rows(
+            lambda: row_quantization.quantize_rows(
                 parts_of(add_rms_norm(stream, None, weight, 1e-5)[0])[0], to
             ),
             tolerance=0.0,

@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.engine.kernels.torch.attention import write_kv
+from baton.engine.kernels.torch.row_quantization import FP8, SCALE_BYTES, is_quantized, unpack_rows
+from baton.engine.kernels.torch.rows import rms_norm, rotate
 from baton.engine.kernels.triton.attention_common import elements
 from baton.engine.kernels.triton.kernel_spec import (
     Config,
@@ -25,8 +27,6 @@ from baton.engine.kernels.triton.kernel_spec import (
 )
 from baton.engine.kernels.triton.row_quantization import bits_of, scale_of
 from baton.engine.kernels.triton.tuning import choose
-from baton.engine.models.decoder import rms_norm, rotate
-from baton.engine.weights.quantize import FP8, SCALE_BYTES, is_quantized, unpack_rows
 
 
 class Rotation(NamedTuple):

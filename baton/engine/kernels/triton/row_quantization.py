@@ -1,6 +1,6 @@
 """Quantisation of rows to int8 and fp8, for W8A8 products and the KV pool; scaling of int8 sums.
 
-The formulas are those of `baton.engine.weights.quantize`, to the bit.
+The formulas are those of `baton.engine.kernels.torch.row_quantization`, to the bit.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.engine.kernels.torch import row_quantization
 from baton.engine.kernels.triton.kernel_spec import (
     Config,
     KernelSpec,
@@ -22,7 +23,6 @@ from baton.engine.kernels.triton.kernel_spec import (
 )
 from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
 from baton.engine.kernels.triton.tuning import choose
-from baton.engine.weights import quantize
 
 # Elements of a row that `quantize_rows` keeps in registers between its two passes; a longer row is
 # read twice.
@@ -149,7 +149,7 @@ def quantize_rows(
     block = triton.next_power_of_2(size) if whole else config["BLOCK"]
     launch(
         _quantize_rows_kernel, (rows,), x, values, scales, size, x.stride(0), WHOLE=whole,
-        FP8=dtype == quantize.FP8, **{**config, "BLOCK": block},
+        FP8=dtype == row_quantization.FP8, **{**config, "BLOCK": block},
     )  # fmt: skip
     return values.view(dtype), scales
 
@@ -209,7 +209,7 @@ def _quantize_trial(shape: Key, device: torch.device) -> Trial:
     return Trial(
         {"rows": rows, "size": size},
         lambda config: quantize_rows(x, to, config),
-        lambda: quantize.quantize_rows(x, to),
+        lambda: row_quantization.quantize_rows(x, to),
         moved_bytes=3 * rows * size + 4 * rows,
         tolerance=0.0,
     )

@@ -18,7 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.engine.kernels.torch.linear import act_mul as reference_act_mul
+from baton.engine.kernels.activation import Activation
+from baton.engine.kernels.torch import row_quantization
+from baton.engine.kernels.torch.rows import act_mul as reference_act_mul
+from baton.engine.kernels.torch.rows import rms_norm
 from baton.engine.kernels.triton.activation import act_mul, gated
 from baton.engine.kernels.triton.kernel_spec import (
     Config,
@@ -31,9 +34,6 @@ from baton.engine.kernels.triton.kernel_spec import (
 from baton.engine.kernels.triton.launch import launch, launch_next, wait_for_inputs
 from baton.engine.kernels.triton.rms_norm import add_rms_norm
 from baton.engine.kernels.triton.tuning import choose
-from baton.engine.models.decoder import rms_norm
-from baton.engine.models.model_config import Activation
-from baton.engine.weights import quantize
 
 NAME = "skinny_matmul"
 
@@ -300,8 +300,8 @@ def _trial(shape: Key, device: torch.device) -> Trial:
     x, weight = torch.randn(rows, depth, device=device), torch.randn(outputs, depth, device=device)
     scales = bias = norm = residual = None
     if kind.itemsize == 1:
-        x, of_rows = quantize.quantize_rows(x, kind)
-        weight, of_outputs = quantize.quantize_rows(weight, kind)
+        x, of_rows = row_quantization.quantize_rows(x, kind)
+        weight, of_outputs = row_quantization.quantize_rows(weight, kind)
         scales = of_rows, of_outputs
     else:
         x, weight = x.to(kind), weight.to(kind)

@@ -12,7 +12,7 @@ import torch
 
 from baton.config import EngineConfig
 from baton.engine import build
-from baton.engine.backends.cpu import CpuBackend
+from baton.engine.backends.cpu.backend import CpuBackend
 from baton.engine.backends.gpu import backend as gpu_backend
 from baton.engine.backends.gpu import device_sampling, memory
 from baton.engine.backends.gpu.backend import GpuBackend, choose_kernels, refused
@@ -20,10 +20,10 @@ from baton.engine.backends.gpu.memory import Usage
 from baton.engine.backends.gpu.runner import GpuRunner
 from baton.engine.kv_cache import plan_layout
 from baton.engine.models.model_config import ModelConfig
+from baton.engine.quantization.int8 import Int8Weight
 from baton.engine.runner import Runner
 from baton.engine.scheduler import ScheduledSequence, ScheduledStep
 from baton.engine.sequence import Sequence
-from baton.engine.weights.weight import Int8Weight
 from baton.errors import ConfigError
 from baton.generation.sampling_params import SamplingParams
 from baton.local import model_plan
@@ -130,7 +130,8 @@ def test_what_settings_build(checkpoint, overlap, speculate):
 def test_the_pool_is_what_the_budget_leaves(checkpoint, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
     # Of 7.2 GiB, so that the rest is no burden for a test; another engine here holds 5 bytes.
-    gpu, given, weights_of = UnmeasuredGpu(peak=int(2.98 * GIB)), [], gpu_backend.weights_of
+    gpu, given = UnmeasuredGpu(peak=int(2.98 * GIB)), []
+    weights_of = gpu_backend.load_or_make_weights
     gpu.held = 5
 
     def allocate(num_bytes, device):
@@ -140,7 +141,7 @@ def test_the_pool_is_what_the_budget_leaves(checkpoint, caplog, monkeypatch):
         gpu.held += 3 * GIB
         return weights_of(*args)
 
-    monkeypatch.setattr(gpu_backend, "weights_of", watched)
+    monkeypatch.setattr(gpu_backend, "load_or_make_weights", watched)
     loaded = on_gpu(checkpoint, gpu, allocate, graphs=False, gpu_memory=0.75, kv_blocks=0)
     block_bytes = loaded.layout.num_bytes // loaded.layout.num_blocks
     left = int(8 * GIB * 0.75) - gpu.peak() - 3 * GIB

@@ -258,10 +258,10 @@ class Bf16Model:
     logits = torch.linspace(-3, 3, 14, dtype=torch.bfloat16).view(2, 7)
 
     @property
-    def own(self):
+    def local_shard(self):
         return self
 
-    def together(self, *_):
+    def on_all_ranks(self, *_):
         return nullcontext()
 
     def decode(self, token_ids, *_):

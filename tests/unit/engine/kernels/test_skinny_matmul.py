@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from baton.engine.kernels.torch.linear import act_mul
+from baton.engine.kernels.torch.row_quantization import FP8, quantize_rows
+from baton.engine.kernels.torch.rows import act_mul, rms_norm
 from baton.engine.kernels.triton.skinny_matmul import (
     NAME,
     _candidates,
@@ -16,8 +17,6 @@ from baton.engine.kernels.triton.skinny_matmul import (
     skinny_matmul,
 )
 from baton.engine.kernels.triton.tuning import SHIPPED, read
-from baton.engine.models.decoder import rms_norm
-from baton.engine.weights.quantize import FP8, quantize_rows
 
 EPS = 1e-5
 KINDS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8, "fp8": FP8}
