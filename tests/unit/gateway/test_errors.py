@@ -144,7 +144,7 @@ async def test_an_error_says_what_to_do(gateway):
     assert "images, audio and files are not supported" in error["message"]
     for field in ({"functions": [{}]}, {"messages": [{"role": "u", "function_call": {}}]}):
         error = error_of(await gateway.chat(**field), 400)
-        assert "is not supported here: leave it out" in error["message"]
+        assert "is not supported: leave it out" in error["message"]
     error = error_of(await gateway.complete(max_tokens=30), 400)
     assert "max_tokens is 30" in error["message"] and "leaves 29" in error["message"]
     for prompt in (3, None, {}):
