@@ -1,4 +1,4 @@
-"""How fast an engine computes prompts and generates: `baton bench engine`, and our benchmarks."""
+"""Measures an engine's prefill and decode speed, for `baton bench engine` and benchmarks/."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TRIES, _WARM_UP, _STEPS = 3, 4, 16
 
 @dataclass(frozen=True)
 class PrefillRate:
-    """Of one prompt alone: the median of a few."""
+    """Prefill speed of a single prompt, the median of several runs."""
 
     prompt_tokens: int
     ms: float
@@ -37,7 +37,7 @@ class PrefillRate:
 
 @dataclass(frozen=True)
 class DecodeRate:
-    """Of steps in which `batch` sequences get a token each."""
+    """Speed of decode steps with `batch` sequences."""
 
     batch: int
     context_tokens: int
@@ -48,9 +48,9 @@ class DecodeRate:
 def measure(
     settings: EngineConfig, context: int, show: Callable[[PrefillRate | DecodeRate], None]
 ) -> dict[str, Any]:
-    """Loads the model and measures it; `show` gets each rate when it is known.
+    """Loads the model and measures it; calls `show` with each rate.
 
-    context: tokens of each decoding sequence. Raises ConfigError for one that does not fit.
+    context: tokens of each decoding sequence. Raises ConfigError if it does not fit.
     """
     with cpu_affinity.pinned_to(settings.cpus):
         loaded = build.load(settings)
@@ -84,7 +84,7 @@ def measure(
 
 
 def _doubled(most: int) -> Iterator[int]:
-    """1, 2, 4 and so on, and the last one itself."""
+    """Powers of two below `most`, and `most`."""
     batch = 1
     while batch < most:
         yield batch
@@ -94,7 +94,7 @@ def _doubled(most: int) -> Iterator[int]:
 
 
 class EngineDriver:
-    """A started engine: scheduler, runner, sampler and reports; no worker, no gRPC."""
+    """A running engine without a worker, driven for measurements."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._vocab = loaded.model_config.vocab_size
@@ -104,7 +104,7 @@ class EngineDriver:
             lambda report: self._reports.put((time.perf_counter(), report))
         )
 
-        self.waited_s = 0.0  # of a step of the last `decode`, that the host waited for the device
+        self.waited_s = 0.0  # mean time a step of the last `decode` waited for the device
 
         self._engine.start()
 
@@ -120,10 +120,10 @@ class EngineDriver:
         first: Mapping[str, Any] | None = None,
         **sampling: Any,
     ) -> float:
-        """Seconds of a step in which sequences of those contexts get a token each.
+        """Mean seconds of a decode step of sequences with these context lengths.
 
-        No prompt is computed: each sequence begins as if its KV had come from elsewhere. first:
-        what the first one's settings have beside `sampling`, which is all others'.
+        No prompt is computed: sequences start as after a handoff. sampling: settings of all
+        sequences; first: additional ones of the first.
         """
         run, batch = warm_up + steps + 1, len(contexts)
         settings = {"seed": 1, "ignore_eos": True, "max_tokens": run + 1, **sampling}
@@ -147,7 +147,7 @@ class EngineDriver:
             if report.num_sequences == batch:
                 ends.append(ended)
                 waited.append(report.waited_s)
-        counted = ends[warm_up - 1 : -1]  # the last one frees everything
+        counted = ends[warm_up - 1 : -1]  # without the last step, which frees the sequences
         self.waited_s = sum(waited[warm_up:-1]) / (len(counted) - 1)
         return (counted[-1] - counted[0]) / (len(counted) - 1)
 
@@ -162,14 +162,14 @@ class EngineDriver:
                 return ended - began
 
     def prompt(self, tokens: int) -> list[int]:
-        """Another one each time."""
+        """A random prompt, different at each call."""
         return [self._dice.randrange(self._vocab) for _ in range(tokens)]
 
     def _sequence(self, tokens: list[int], params: SamplingParams) -> Sequence:
         return Sequence(next(self._names), tokens, len(tokens), params)
 
     def _next(self) -> tuple[float, StepReport]:
-        """The next step that computed something. Raises RuntimeError for one that failed."""
+        """The end and report of the next step with sequences. Raises RuntimeError if one failed."""
         while True:
             try:
                 ended, report = self._reports.get(timeout=_STEP_S)

@@ -9,8 +9,8 @@ from baton.cli import options, process_setup
 from baton.config import ClusterConfig
 
 _TEXT = """\
-Starts a cluster of the built-in demo model, streams one completion, shows where it ran, how its KV
-cache moved and its trace, then stops everything. Exit status 0 only if all of it worked."""
+Starts a cluster of the built-in demo model, streams one completion, shows its route, KV transfer
+and trace, and stops everything. Exit status 0 only if all of it worked."""
 
 
 def add_commands(commands: options.Commands) -> None:

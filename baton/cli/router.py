@@ -10,11 +10,11 @@ from baton.cli import options, process_setup
 from baton.config import RouterConfig, new_incarnation
 
 _TEXT = """\
-Takes requests (gRPC: baton.v1.InferenceService), places each on a prefill and a decode worker that
-it finds in etcd, and streams the answer. It keeps nothing: run as many as you like. With
---router-processes N it is N processes at the same ports, which are restarted when they end and hold
-tenants' limits together; their metrics are at N ports from --metrics-port on, and SIGHUP restarts
-them in turn."""
+Accepts requests (gRPC: baton.v1.InferenceService), places each on a prefill and a decode worker
+registered in etcd, and streams the answer. It has no persistent state: run as many as needed. With
+--router-processes N it is N processes at the same ports, which are restarted when they end and
+share tenants' limits; their metrics are at N ports from --metrics-port on, and SIGHUP restarts them
+in turn."""
 _EXAMPLES = """\
   baton router --model /models/llama --etcd 10.0.0.5:2379 --host 0.0.0.0
   baton router --etcd 10.0.0.5:2379 --http-port 7780    with OpenAI's HTTP API

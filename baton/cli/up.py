@@ -9,10 +9,10 @@ from baton.cli import options, process_setup
 from baton.config import ClusterConfig
 
 _TEXT = """\
-Starts etcd, routers and workers as processes of this machine, shares its cores out to the workers,
-restarts what crashes, and stops everything in order on ctrl-C. SIGHUP restarts all routers and
-workers, one after the other: each leaves when its successor serves, and no request fails.
-`baton serve DIR` is the same as `baton up --model DIR`, and vLLM's names of options are taken."""
+Starts etcd, routers and workers as processes on this machine, divides its cores among the workers,
+restarts processes that crash, and stops everything in order on ctrl-C. SIGHUP restarts all routers
+and workers one by one: each ends when its successor serves, and no request fails.
+`baton serve DIR` is short for `baton up --model DIR`; vLLM's names of options are accepted."""
 _EXAMPLES = """\
   baton up                                       the built-in demo model, one worker of each role
   baton up --prefill 2 --decode 2 --trace        with the trace of every request

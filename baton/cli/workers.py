@@ -9,11 +9,12 @@ from baton.cli import options, process_setup
 from baton.config import WorkerConfig, new_incarnation
 
 _PREFILL_TEXT = """\
-Runs prompts in chunks and hands their KV blocks to decode workers. Registers in etcd when the model
-is loaded and warmed up. SIGTERM drains: no new work, what runs is finished, exit status 0."""
+Computes prompts in chunks and sends their KV blocks to decode workers. Registers in etcd when the
+model is loaded and warmed up. SIGTERM drains: running requests finish, exit status 0."""
 _DECODE_TEXT = """\
-Takes KV blocks in from prefill workers and runs the continuous batch. Registers in etcd when the
-model is loaded and warmed up. SIGTERM drains: no new work, what runs ends, exit status 0."""
+Receives KV blocks from prefill workers and generates tokens in a continuous batch. Registers in
+etcd when the model is loaded and warmed up. SIGTERM drains: running requests finish, exit status
+0."""
 _WORKER_EXAMPLES = """\
   baton {name} --model /models/llama --etcd 10.0.0.5:2379 --host 0.0.0.0 \\
         --advertise 10.0.0.7:7710 --port 7710

@@ -432,7 +432,7 @@ def test_generate_reads_the_key_from_file_or_environment(client, monkeypatch, tm
         ((["half"], KeyboardInterrupt(), None), 130, "half\n", ""),
         ((["x"], None, Completion("x", (1,), None)), 1, "x\n", ""),
         (([""], None, Completion("", (1, 2), "length")), 0, "",
-         "baton: no text, but 2 tokens: --json shows them\n"),
+         "baton: 2 tokens without text: --json shows them\n"),
     ],
     indirect=["client"],
 )  # fmt: skip
@@ -625,7 +625,7 @@ def test_status_as_table_and_json(client, capsys):
         assert lines[number].endswith(end)
     changed["pairs"][0] |= {"transport": "gloo", "gb_per_s": 1.5, "fallback": "not shm: reason"}
     assert "gloo       OPEN    1.5  not shm: reason" in status.render(changed)
-    assert lines[-1].startswith("SILENT: is connected, but without a heartbeat")
+    assert lines[-1].startswith("SILENT: is connected, but sent no heartbeat")
     assert "no workers" in status.render({**STATUS, "workers": [], "pairs": []})
     sibling = {**STATUS["router"], "incarnation": "r2", "state": "NOT_SERVING", "running": 5}
     lines = status.render({**STATUS, "siblings": [sibling]}).splitlines()

@@ -100,6 +100,6 @@ async def test_a_collector_may_be_late_or_never_come(comes, caplog, monkeypatch)
         async with asyncio.timeout(WAIT_S):
             await asyncio.to_thread(exporter.close)
     missing, *back = caplog.messages
-    assert f"no traces reach http://127.0.0.1:{port}" in missing
+    assert f"cannot export traces to http://127.0.0.1:{port}" in missing
     assert "UNAVAILABLE" in missing or "DEADLINE_EXCEEDED" in missing
-    assert back == ([f"traces reach http://127.0.0.1:{port} now"] if comes else [])
+    assert back == ([f"traces are exported to http://127.0.0.1:{port} again"] if comes else [])

@@ -462,7 +462,7 @@ async def test_refusals_are_a_line_now_and_then_and_a_count_each(router_of, capl
     said = [one.getMessage() for one in caplog.records if "ended with" in one.getMessage()]
     assert [text for text in said if "INVALID_ARGUMENT" in text] == said[:1]
     assert [text for text in said if "NOT_FOUND" in text] == said[1:]
-    assert all("such since the last line" in text for text in said) and len(said) == 2
+    assert all("more since the last line" in text for text in said) and len(said) == 2
     assert router.service.stats.counts.refused == 40
 
 
